@@ -53,7 +53,7 @@ def test_rows_that_bring_their_tokens_and_prompt(tokenizer):
     for row in ({"input_ids": ids, "question": prompt}, {"chat": chat("hi", "yes"), "question": prompt}):
         batch = collate([row])
         assert all(batch[name].tolist() == expected[name].tolist() for name in expected)
-    with pytest.raises(ValueError, match="do not begin with those of the prompt 'no"):
+    with pytest.raises(ValueError, match="do not begin with 'question', 'no"):
         collate([{"input_ids": ids, "question": "no"}])
 
 
@@ -62,7 +62,7 @@ def test_long_rows_lose_their_end_and_untrained_ones_are_counted(tokenizer):
     batch = collate([{"messages": chat("hi", "yes no")}])
     assert batch["input_ids"].shape == (1, 5)
     assert (batch["labels"] != -100).sum() == 1
-    with pytest.warns(UserWarning, match=r"1 of 2 rows have a prompt of max_length 5 .*\(1 rows so far\)"):
+    with pytest.warns(UserWarning, match="1 of 2 rows have prompts of max_length"):
         batch = collate([{"messages": chat("hi", "yes")}, {"messages": chat("a b c d", "yes")}])
     assert (batch["labels"][1] == -100).all()
     assert batch["prompts"].shape == (2, 5)
@@ -72,7 +72,7 @@ def test_long_rows_lose_their_end_and_untrained_ones_are_counted(tokenizer):
     "messages", [None, "hi", [], chat("hi"), chat("hi", "yes", "no"), [{"role": "assistant", "content": "x"}]]
 )
 def test_conversations_without_an_answer(tokenizer, messages):
-    with pytest.raises(ValueError, match=r"row 1 of the batch: 'messages' is .*ends with an assistant's"):
+    with pytest.raises(ValueError, match="row 1 of the batch: 'messages' must end"):
         DataCollatorForChatML(tokenizer)([{"messages": chat("hi", "yes")}, {"messages": messages}])
 
 

@@ -54,10 +54,10 @@ def test_a_pad_token_is_needed_where_rows_are_padded():
     tokenizer = word_tokenizer(pad_token=None)
     collate = DataCollatorForCompletionOnlyLM("bot:", tokenizer=tokenizer)
     assert collate([[7, 15, 8], [15, 9, 3]])["labels"].tolist() == [[-100, -100, 8], [-100, 9, 3]]
-    with pytest.raises(ValueError, match="no pad token, and rows of 2 to 3 tokens must be padded to 3"):
+    with pytest.raises(ValueError, match="rows of 2 to 3 tokens need"):
         collate([[7, 15, 8], [15, 9]])
     multiple = DataCollatorForCompletionOnlyLM("bot:", tokenizer=tokenizer, pad_to_multiple_of=4)
-    with pytest.raises(ValueError, match="must be padded to 4"):
+    with pytest.raises(ValueError, match="pad_token"):
         multiple([[7, 15, 8]])
     tokenizer.pad_token = "</s>"
     assert collate([[7, 15, 8], [15, 9]])["labels"].tolist() == [[-100, -100, 8], [-100, 9, -100]]
@@ -85,9 +85,9 @@ def test_the_end_token_is_trained_when_it_is_the_pad_token():
 def test_rows_without_a_template_are_masked_and_counted(tokenizer):
     collate = DataCollatorForCompletionOnlyLM("bot:", "user:", tokenizer=tokenizer)
     texts = ["user: a b", "bot: a b", "user: a bot: b"]
-    with pytest.warns(UserWarning, match=r"2 of 3 rows do not contain .*\(2 rows so far\)"):
+    with pytest.warns(UserWarning, match="2 of 3 rows without"):
         assert trained_words(tokenizer, collate, *texts) == ["", "", "b"]
-    with pytest.warns(UserWarning, match=r"1 of 1 .*\(3 rows so far\)"):
+    with pytest.warns(UserWarning, match="1 of 1 rows without"):
         trained_words(tokenizer, collate, "a")
     assert collate.rows_without_template == 3
     with warnings.catch_warnings():
@@ -124,8 +124,8 @@ def test_text_that_tokenizes_differently_in_context():
     ("arguments", "message"),
     [
         ({"mlm": True}, "mlm must be False"),
-        ({"response_template": ""}, "response_template is '', expected at least one token"),
-        ({"instruction_template": []}, r"instruction_template is \[\]"),
+        ({"response_template": ""}, "response_template must have at least one token"),
+        ({"instruction_template": []}, r"instruction_template must have"),
     ],
 )
 def test_wrong_arguments(tokenizer, arguments, message: str):

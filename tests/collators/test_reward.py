@@ -121,7 +121,7 @@ def test_batches_of_other_collators():
     assert sequences(whole) == [[5, 6], [3, 4], [5, 7], [4, 4]]
     with pytest.raises(ValueError, match="an even number"):
         as_reward_batch({"input_ids": ids[:3]}, prefix_sharing=True)
-    with pytest.raises(ValueError, match="expected input_ids_chosen, input_ids_rejected"):
+    with pytest.raises(ValueError, match="must have input_ids_chosen, input_ids_rejected"):
         as_reward_batch({"tokens": ids}, prefix_sharing=True)
     with pytest.raises(ValueError, match="chosen_input_ids"):
         RewardDataCollatorWithPadding(tokenizer())([{"text": "Look up."}])

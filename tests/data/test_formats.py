@@ -242,9 +242,9 @@ def test_without_images_only_the_structure_changes() -> None:
 @pytest.mark.parametrize(
     ("messages", "error", "match"),
     [
-        ([{"role": "user", "content": [{"type": "image"}]}], ValueError, "2 images for 1 image places"),
+        ([{"role": "user", "content": [{"type": "image"}]}], ValueError, "2 images for 1"),
         ([{"role": "assistant", "content": "A cat."}], ValueError, "no user message"),
-        ([{"role": "user", "content": 3}], TypeError, "of type int"),
+        ([{"role": "user", "content": 3}], TypeError, "got int"),
     ],
 )
 def test_refusals(messages: list[dict[str, Any]], error: type[Exception], match: str) -> None:

@@ -106,7 +106,7 @@ def test_wrong_arguments_and_several_splits():
     rows = Dataset.from_dict(random_rows(20, 4))
     with pytest.raises(ValueError, match="seq_length"):
         pack_dataset(rows, 0)
-    with pytest.raises(ValueError, match="strategy 'ffd' is unknown"):
+    with pytest.raises(ValueError, match="got 'ffd'"):
         pack_dataset(rows, 8, "ffd")
     packed = pack_dataset(DatasetDict({"train": rows.with_format("numpy")}), 64)
     assert isinstance(packed["train"][0]["input_ids"], np.ndarray)
@@ -130,7 +130,7 @@ def test_long_rows_are_cut_and_empty_rows_left_out(caplog):
     with caplog.at_level(logging.WARNING, logger="trl.data.packing"):
         packed = pack_dataset(rows, 4)
     assert packed[:] == {"input_ids": [[1, 2, 3, 4], [7]], "seq_lengths": [[4], [1]]}
-    assert "1 rows have no tokens" in caplog.text
+    assert "1 rows without tokens" in caplog.text
 
 
 def test_chunked_and_sliced_tables_pack_like_whole_ones():
@@ -216,14 +216,14 @@ def test_columns_beyond_an_int32_offset_go_into_chunks(monkeypatch):
     [
         (
             {"input_ids": [[1, 2], [3]], "text": ["a", "b"]},
-            "column 'text' is string, packing needs list columns",
+            "column 'text' is string, packing needs a list",
         ),
         ({"input_ids": [[1, 2], [3]], "words": [["a"], ["b"]]}, "column 'words' is list<"),
         (
             {"input_ids": [[1, 2], [3]], "labels": [[1, 2], [3, 4]]},
             "column 'labels', row 1: 2 items, but 'input_ids' has 1",
         ),
-        ({"input_ids": [[1, 2], None]}, "column 'input_ids', row 1: None"),
+        ({"input_ids": [[1, 2], None]}, "column 'input_ids', row 1 .*None"),
         ({"input_ids": [[1, None], [3]]}, "column 'input_ids' has 1 missing items"),
     ],
 )

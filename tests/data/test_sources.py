@@ -107,7 +107,7 @@ def test_a_folder_without_data(tmp_path: Path):
         ("x.jsonl", '{"a": 1}\n[1, 2]\n', r"x.jsonl', line 2: a JSON list, expected an object"),
         ("x.json", '[{"a": 1},\n {"a": 2}\n', r"x.json', line 3: broken JSON, Expecting ',' delimiter"),
         ("x.jsonl", "", "x.jsonl' is empty"),
-        ("x.xml", "<a/>", r"the extension '.xml', known are .json, .jsonl, .parquet, .csv"),
+        ("x.xml", "<a/>", r"must end with .json, .jsonl, .parquet, .csv, got '.xml'"),
         ("x.parquet", "no parquet", "x.parquet' could not be read: .*Parquet"),
     ],
 )

@@ -62,7 +62,7 @@ def test_standard_rows_pass_and_unknown_columns_do_not() -> None:
         "prompt": "a",
         "completion": "b",
     }
-    with pytest.raises(KeyError, match="no known type"):
+    with pytest.raises(KeyError, match="columns must be"):
         apply_chat_template({"completion": BLUE}, tokenizer)
 
 
@@ -123,9 +123,9 @@ def test_template_kwargs_come_from_the_row_and_the_call() -> None:
 def test_read_tools_refuses_other_things() -> None:
     assert read_tools(None) is None
     assert read_tools([json.dumps(LOOK)]) == [LOOK]
-    with pytest.raises(ValueError, match="not JSON"):
+    with pytest.raises(ValueError, match="or its JSON"):
         read_tools("{look}")
-    with pytest.raises(TypeError, match="is a int"):
+    with pytest.raises(TypeError, match="got int"):
         read_tools(3)
     with pytest.raises(TypeError, match="holds a int"):
         read_tools([3])
@@ -234,5 +234,5 @@ def test_parsing_needs_rules() -> None:
     tokenizer = tiny_tokenizer("chatml")
     with pytest.raises(ValueError, match="add_response_schema"):
         parse_response(tokenizer, [1, 2])
-    with pytest.raises(ValueError, match="not of a family"):
+    with pytest.raises(ValueError, match="response_template"):
         add_response_schema(tokenizer)

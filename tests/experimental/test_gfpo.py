@@ -106,7 +106,7 @@ def test_splits_and_layouts(loss_type):
         ({"num_remains_in_group": 4}, "num_remains_in_group=4 must be less than num_generations=4"),
         (
             {"num_remains_in_group": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
-            "leaves 3 completions to each process, expected a multiple of its 2 micro-batches. Change it, or",
+            "leaves 3 completions per process, expected a multiple of 2",
         ),
     ],
 )

@@ -108,9 +108,9 @@ def test_prompts_that_cannot_be_completed():
         make(data=Dataset.from_dict({"text": ["w3"]}))
     with pytest.raises(ValueError, match="row 1, column 'prompt': None"):
         make(data=Dataset.from_list([{"prompt": "w3"}, {"prompt": None}]))
-    with pytest.raises(TypeError, match="train dataset is of type IterableDataset, expected a stored"):
+    with pytest.raises(TypeError, match="train dataset is of type IterableDataset"):
         make(data=IterableDataset.from_generator(lambda: iter([{"input_ids": [3]}])))
-    with pytest.raises(TypeError, match=r"train dataset is None, expected a stored datasets\.Dataset"):
+    with pytest.raises(TypeError, match="train dataset is None"):
         PPOTrainer(
             PPOConfig("unused", use_cpu=True),
             tokenizer(),
@@ -137,14 +137,14 @@ def test_padded_prompts_and_sets_that_come_later():
 def test_configs_and_models_of_another_kind():
     with pytest.raises(TypeError, match=r"args must be a trl.experimental.ppo.PPOConfig"):
         PPOTrainer(TrainingArguments("x", use_cpu=True), tokenizer(), tiny_model("gpt2"))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="an encoder-decoder, expected a decoder alone"):
+    with pytest.raises(TypeError, match="an encoder-decoder"):
         make(tiny_seq2seq("t5"))
 
 
 def test_models_that_do_not_fit():
-    with pytest.raises(ValueError, match="num_labels=3, expected 1"):
+    with pytest.raises(ValueError, match=r"num_labels=1 .*got 3"):
         make(reward_model=tiny_classifier("gpt2", num_labels=3))
-    with pytest.raises(ValueError, match="num_labels=2, expected 1"):
+    with pytest.raises(ValueError, match=r"num_labels=1 .*got 2"):
         make(value_model=tiny_classifier("gpt2", num_labels=2))
     one = tiny_classifier("gpt2", num_labels=1)
     with pytest.raises(ValueError, match="value_model is the reward model itself"):

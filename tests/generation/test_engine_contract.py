@@ -276,7 +276,7 @@ def test_stop_strings_across_tokens(make_engine):
         ends = [end for end in range(1, 25) if stop in tokenizer.decode(ids[:end])]
         assert completion.ids == ids[: ends[0] if ends else 24]
         assert completion.finish_reason == ("stop" if ends else "length")
-    with pytest.raises(ValueError, match="need a tokenizer, got None"):
+    with pytest.raises(ValueError, match="need a tokenizer"):
         make_engine(model).generate(prompts, sampling)
 
 
@@ -307,15 +307,15 @@ def test_bad_prompts_are_named(make_engine):
     assert engine.generate([], Sampling()) == []
     for prompts, message in [
         ([[3], []], r"prompts\[1\] is empty"),
-        ([[3] * 16], r"prompts\[0\] has 16 tokens, the model's context length is 16"),
-        ([[3, 96]], "token ids from 3 to 96, the model has 0 to 95"),
-        ([[3, -100]], "token ids from -100"),
+        ([[3] * 16], r"prompts\[0\] has 16 tokens"),
+        ([[3, 96]], "ids from 3 to 96, the model 0 to 95"),
+        ([[3, -100]], "ids from -100"),
     ]:
         with pytest.raises(ValueError, match=message):
             engine.generate(prompts, Sampling())
     with pytest.raises(ValueError, match=r"streams must be one per prompt \(1\), got 2"):
         engine.generate([[3]], Sampling(), streams=[0, 1])
-    with pytest.raises(ValueError, match="max_length is 4"):
+    with pytest.raises(ValueError, match="max_length=4"):
         engine.generate([[3] * 4], Sampling(max_length=4))
 
 
@@ -326,7 +326,7 @@ def test_logits_that_are_no_numbers_stop_the_run(make_engine):
     with torch.no_grad():
         model.lm_head.weight[9] = torch.nan
     for sampling in (Sampling(max_new_tokens=4), Sampling(do_sample=False), Sampling(top_p=0.5, top_k=4)):
-        with pytest.raises(FloatingPointError, match=r"prompts\[\d+\] at completion token 0"):
+        with pytest.raises(FloatingPointError, match=r"logits of prompts\[\d+\]"):
             engine.generate(prompts_of(), sampling)
 
 

@@ -101,7 +101,5 @@ def test_whole_and_empty_responses():
 
 
 def test_a_language_model_has_no_rewards():
-    with pytest.raises(
-        TypeError, match="LlamaForCausalLM, expected a sequence classifier with a layer `score`"
-    ):
+    with pytest.raises(TypeError, match="layer `score`, got LlamaForCausalLM"):
         get_reward(tiny_model("llama"), ROWS, PAD, 4)

@@ -225,7 +225,7 @@ BAD = [
     ("/generate/", {"prompts": ["a"], "temperatur": 1}, "temperatur: Extra"),
     ("/generate/", {"prompts": ["a"], "n": "2"}, "n: Input should be a valid integer"),
     ("/generate/", {"prompts": ["a", {}]}, "prompts.1"),
-    ("/generate/", {"prompts": ["a"], "images": []}, "images must have one entry for each of 1 prompts"),
+    ("/generate/", {"prompts": ["a"], "images": []}, "images must be one per prompt"),
     ("/chat/", {"messages": ["hello"]}, "messages.0"),
     ("/chat/", {"messages": [[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://10.0.0.1/"}}]}]]}, "must be text, or images as base64 or data URLs"),
     ("/init_communicator/", {"port": 51216, "world_size": 2, "backend": "gloo"}, "world_size must be 3"),
@@ -260,7 +260,7 @@ def test_errors_of_the_backend(served):
 def test_log_probs_that_are_no_numbers_are_500_and_no_json_of_their_own(served, value):
     served.backend.complete = lambda requests: [{"ids": [1], "logprobs": [-0.5, value]}]
     status, answer = served.ask("POST", "/complete/", {"requests": [{"prompt_ids": [1]}]})
-    assert status == 500 and "the weights that the server was sent are not finite" in answer["error"]
+    assert status == 500 and "not finite" in answer["error"]
 
 
 def test_the_server_ends_with_what_generates():

@@ -207,7 +207,7 @@ def test_completions_by_other_weights_are_not_taken(group_port):
         assert len(stand_in.received) == 2
         other = VLLMClient(url, group_port=group_port)
         other.init_communicator("cpu")
-        with pytest.raises(RuntimeError, match="given weights by another program"):
+        with pytest.raises(RuntimeError, match="Another program gave weights"):
             engine.generate([[5, 6, 7]], GREEDY)
         other.close_communicator()
         stand_in.served.load_state_dict(tiny_model("llama", seed=1).state_dict())
@@ -255,7 +255,7 @@ def test_weights_that_were_loaded_are_sent_again(group_port, monkeypatch):
 def test_adapters_of_experts_are_refused_before_anything_is_sent():
     adapter = LoraConfig(target_parameters=["mlp.experts.down_proj"])
     policy = get_peft_model(tiny_model("qwen3_moe"), adapter)
-    with pytest.raises(ValueError, match=r"experts .*ParamWrapper\) is no sum of weights .*Use plain LoRA"):
+    with pytest.raises(ValueError, match=r"experts .*ParamWrapper.*Use plain LoRA"):
         VLLMServerEngine(policy, None)
 
 
@@ -286,17 +286,14 @@ def test_a_server_that_dies_ends_the_run(group_port):
 def test_no_server_is_named_before_the_model_is_loaded(group_port):
     settings = {"use_vllm": True, "vllm_server_port": group_port, "vllm_server_timeout": 0.1}
     with pytest.raises(
-        ConnectionError, match=rf"http://0\.0\.0\.0:{group_port} within 0\.1 s .*trl vllm-serve --model"
+        ConnectionError, match=rf"http://0\.0\.0\.0:{group_port} within 0\.1 s .*trl vllm-serve"
     ):
         trainer_of("plain", served=settings, given={"model": "no-such-model"})
 
 
 REFUSED = {
-    "vocabulary": ({"vocab_size": 80}, None, {}, "a vocabulary of 80, expected the policy's, 96"),
-    "window": (
-        {}, 20, {"max_prompt_length": 14},
-        "context length of 20 tokens, expected at least 21: max_prompt_length=14 and max_completion_length=7",
-    ),
+    "vocabulary": ({"vocab_size": 80}, None, {}, "a vocabulary of 80"),
+    "window": ({}, 20, {"max_prompt_length": 14}, "context length of 20, expected 21 for max_prompt_length"),
     "long prompt": ({}, 8, {}, r"prompt.* 8 tokens"),
 }  # fmt: skip
 
@@ -321,4 +318,4 @@ def test_a_wrong_token_is_refused(group_port, monkeypatch):
 def test_another_precision_is_warned_of(group_port, caplog):
     with serving(StandIn(tiny_model("gpt2"))) as url, caplog.at_level(logging.WARNING, logger="trl"):
         trainer_of("plain", served=asks(url, group_port))
-    assert "in float32, and the policy is trained in float64" in caplog.text
+    assert "in float32: log-probs differ" in caplog.text

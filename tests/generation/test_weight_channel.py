@@ -51,5 +51,5 @@ def test_a_sender_that_never_comes_is_an_error_in_time():
 def test_a_port_that_is_taken_is_an_error_at_once():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConnectionError, match=rf"127.0.0.1:{port} .*in use.*Check that the port is free"):
+        with pytest.raises(ConnectionError, match=rf"127.0.0.1:{port} .*in use"):
             WeightChannel.join("127.0.0.1", port, 1, 2, backend="gloo", timeout_s=60, serves_store=True)

@@ -80,5 +80,5 @@ def test_setup_chat_format():
     assert model.generation_config.eos_token_id == end
     assert model.get_input_embeddings().num_embeddings == 16
     assert tokenizer.apply_chat_template(MESSAGES, tokenize=False) == CHATML
-    with pytest.raises(ValueError, match="chat template already"):
+    with pytest.raises(ValueError, match="has a chat template"):
         setup_chat_format(model, tokenizer)

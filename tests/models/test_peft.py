@@ -244,5 +244,5 @@ def test_bf16_training_holds_the_adapter_in_bfloat16(four_bit):
 
 
 def test_settings_that_are_no_config_of_peft(tmp_path):
-    with pytest.raises(TypeError, match=r"peft_config must be a config of peft, got \{'r': 8\} \(dict\)"):
+    with pytest.raises(TypeError, match="peft_config must be a config of peft"):
         prepare_peft_model(tiny_model("llama"), {"r": 8}, TrainingArguments(str(tmp_path)))  # pyright: ignore[reportArgumentType]

@@ -264,7 +264,7 @@ def test_a_sharded_policy_is_loaded_again_and_never_copied(tmp_path):
     policy = base()
     policy.save_pretrained(tmp_path)
     next(policy.parameters()).ds_id = 0  # what ZeRO-3 marks its shards with
-    with pytest.raises(ValueError, match=r"Pass ref_model, or pass model as a name"):
+    with pytest.raises(ValueError, match="Pass ref_model, or model as a name"):
         reference_of(policy)
     reference = reference_of(policy, path=str(tmp_path), model_init_kwargs={"dtype": "float64"})
     assert torch.equal(reference.score(policy, BATCH, logps), plain_logps(base()))
@@ -351,7 +351,7 @@ def test_files_of_other_models_and_missing_ones(tmp_path, caplog):
     with pytest.raises(ValueError, match=r"wte\.weight"):
         reference.load(tmp_path)
     FrozenModel(base(n_layer=1), None).save(tmp_path)
-    with pytest.raises(ValueError, match=r"different are: .*h\.1\."):
+    with pytest.raises(ValueError, match=r"different are .*h\.1\."):
         reference.load(tmp_path)
     assert all(torch.equal(value, kept[name]) for name, value in reference.module.state_dict().items())
 

@@ -70,8 +70,6 @@ def test_an_encoder_is_shared_whole():
 @pytest.mark.parametrize(("layers", "pattern"), [(2, None), (99, None), (1, "blocks.{layer}")])
 def test_layers_that_are_not_there_are_an_error(layers, pattern):
     model = tiny_model("llama")
-    with pytest.raises(
-        ValueError, match=f"num_shared_layers is {layers}, and LlamaForCausalLM has no parameters named"
-    ):
+    with pytest.raises(ValueError, match="num_shared_layers="):
         create_reference_model(model, num_shared_layers=layers, pattern=pattern)
     assert all(p.requires_grad for p in model.parameters())

@@ -56,13 +56,13 @@ def test_it_is_added_to_a_peft_model_too(folders):
     head = AutoModelForCausalLMWithValueHead.add_and_load_reward_modeling_adapter(model, adapter)
     assert head.weight.shape == (1, 32)
     assert set(model.peft_config) == {"default", "reward_model_adapter"}
-    with pytest.raises(ValueError, match="'reward_model_adapter' already"):
+    with pytest.raises(ValueError, match="'reward_model_adapter' is taken"):
         AutoModelForCausalLMWithValueHead.add_and_load_reward_modeling_adapter(model, adapter)
 
 
 def test_what_cannot_work_is_named(folders, tmp_path):
     base, adapter, _ = folders
-    with pytest.raises(TypeError, match="needs a policy that is a PeftModel"):
+    with pytest.raises(TypeError, match="reward_adapter needs a PeftModel"):
         AutoModelForCausalLMWithValueHead.from_pretrained(base, reward_adapter=adapter)
     headless = get_peft_model(tiny_model("llama"), LoraConfig(task_type="CAUSAL_LM", r=4))
     headless.save_pretrained(tmp_path / "headless")

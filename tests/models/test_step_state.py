@@ -126,7 +126,7 @@ def test_states_that_do_not_fit_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="is missing"):
         trainer.load_state(tmp_path)
     trainer.save_state(tmp_path / "state")
-    with pytest.raises(ValueError, match="was saved with an lr_scheduler, and the trainer has none"):
+    with pytest.raises(ValueError, match="was saved with an lr_scheduler"):
         make_trainer().load_state(tmp_path / "state")
 
 

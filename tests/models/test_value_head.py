@@ -180,7 +180,7 @@ def test_a_peft_model_is_taken_as_it_is_or_merged_before_a_new_adapter():
 def test_what_cannot_work_is_named(tmp_path):
     with pytest.raises(TypeError, match="expected one of AutoModelForCausalLM"):
         Causal.from_pretrained(tiny_seq2seq("t5"))
-    with pytest.raises(TypeError, match="expected one of AutoModelForSeq2SeqLM"):
+    with pytest.raises(TypeError, match="one of AutoModelForSeq2SeqLM"):
         Seq2Seq.from_pretrained(tiny_model("llama"))
     with pytest.raises(TypeError, match="LlamaForSequenceClassification"):
         Causal.from_pretrained(tiny_classifier("llama"))
@@ -190,7 +190,7 @@ def test_what_cannot_work_is_named(tmp_path):
         Causal.from_pretrained(tiny_model("llama"), v_head_init_strategy="zeros")
     with pytest.raises(FileNotFoundError, match="no folder"):
         Causal.from_pretrained("/nowhere/at/all")
-    with pytest.raises(ValueError, match="needs a reward adapter, got none"):
+    with pytest.raises(ValueError, match="compute_reward_score needs"):
         Causal.from_pretrained(tiny_model("llama")).compute_reward_score(IDS)
 
 
@@ -210,7 +210,7 @@ def test_a_pickled_head_is_not_loaded_and_said(tmp_path, caplog):
     config["base_model_name_or_path"] = str(tmp_path / "base")
     (tmp_path / "old" / "adapter_config.json").write_text(json.dumps(config))
     Causal.from_pretrained(str(tmp_path / "old"))
-    assert "pickled weights" in caplog.text
+    assert "pickled value head" in caplog.text
     caplog.clear()
     read = Causal.from_pretrained(str(tmp_path / "old"), pickled_value_head=True)
     assert torch.equal(read.v_head.summary.weight, head["v_head.summary.weight"])

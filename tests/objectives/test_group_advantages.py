@@ -117,7 +117,7 @@ def test_statistics_by_scale():
 
 
 def test_bad_input_is_named():
-    with pytest.raises(ValueError, match=r"multiple of the group size 4, got shape \(6,\)"):
+    with pytest.raises(ValueError, match=r"a multiple of 4, got \(6,\)"):
         group_relative(REWARDS, 4)
     with pytest.raises(ValueError, match=r"got infinity in rows \[1\]"):
         leave_one_out(torch.tensor([0.0, float("inf")]), 2)
@@ -136,5 +136,5 @@ def test_normalized_is_centred():
 
 
 def test_best_of_groups_names_rows_without_a_score():
-    with pytest.raises(ValueError, match=r"NaN in rows \[1, 2\]"):
+    with pytest.raises(ValueError, match="NaN in row 1"):
         best_of_groups(torch.tensor([0.0, NAN, NAN, 1.0]), 2, 1)

@@ -53,5 +53,5 @@ def test_unknown_names_list_the_known_ones():
 
 
 def test_shapes_must_agree():
-    with pytest.raises(ValueError, match=r"logps and mask must have one shape, got \(3,\) and \(2,\)"):
+    with pytest.raises(ValueError, match=r"logps and mask must have one shape, got \(3,\), \(2,\)"):
         nll(logps(), MASK[:2])

@@ -56,7 +56,7 @@ def test_log_loss_with_wrong_labels():
 def test_shapes_must_agree():
     with pytest.raises(ValueError, match=r"four tensors of one shape \(B,\), got \[\(2,\), \(1,\)"):
         PairScores(tensor([1.0, 2.0]), tensor([1.0]), tensor([1.0]), tensor([1.0]))
-    with pytest.raises(ValueError, match="Sum the token log-probs"):
+    with pytest.raises(ValueError, match="log-probs of pairs"):
         PairScores.without_reference(tensor([[1.0]]), tensor([[1.0]]))
 
 

@@ -248,10 +248,10 @@ def test_unknown_names_list_the_known_ones():
         ([], None, {}, "loss_type must name at least 1 loss"),
         (["sigmoid"], [math.nan], {}, "must be finite numbers"),
         (["sigmoid"], None, {"f_divergence": "kl"}, "unknown f_divergence_type 'kl'"),
-        (["sigmoid", "ipo"], [1.0], {}, r"one weight per loss_type \(2\), got 1"),
+        (["sigmoid", "ipo"], [1.0], {}, "loss_weights must be 2"),
         (["ipo"], None, {"beta": 0.0}, "beta must be > 0 for loss_type 'ipo', got 0"),
         (["sppo_hard"], None, {"beta": 0.0}, "beta must be > 0 for loss_type 'sppo_hard'"),
-        (["aot"], None, {"f_divergence": "js_divergence"}, "got loss_type 'aot'. Use 'reverse_kl'"),
+        (["aot"], None, {"f_divergence": "js_divergence"}, "loss_type 'aot'. Use 'reverse_kl'"),
     ],
 )
 def test_what_does_not_go_together(losses, weights, options, message):

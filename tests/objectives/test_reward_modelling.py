@@ -65,9 +65,9 @@ def test_steps_by_hand():
 def test_errors():
     with pytest.raises(ValueError, match=r"one shape \(B,\), got \[\(2,\), \(1,\)\]"):
         bradley_terry(tensor([1.0, 2.0]), tensor([1.0]))
-    with pytest.raises(ValueError, match="Take one score at the end"):
+    with pytest.raises(ValueError, match="rewards and margins"):
         bradley_terry(tensor([1.0]), tensor([1.0]), margin=tensor([[1.0]]))
-    with pytest.raises(ValueError, match=r"got \(2,\) for logits of \(3, 2\)"):
+    with pytest.raises(ValueError, match=r"got \(2,\), \(3, 2\)"):
         step_classification(torch.zeros(3, 2), torch.zeros(2, dtype=torch.int64))
 
 

@@ -88,7 +88,7 @@ def test_adapters_value_heads_and_encoder_decoders():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match=r"n_candidates must be from 1 to sample_size \(4\), got 5"):
+    with pytest.raises(ValueError, match=r"n_candidates .*got 5"):
         sampler(model_of(), sample_size=4, n_candidates=5)
     for scores, message in [
         (lambda texts: [1.0], "queries_to_scores gave 1 values, expected 5"),

@@ -52,9 +52,9 @@ def test_scored_tokens_are_the_completions_in_order(shared):
 
 
 def test_columns_of_another_length():
-    with pytest.raises(ValueError, match="'x' must have one number for each of the 9 completion tokens"):
+    with pytest.raises(ValueError, match="'x' must have 9 numbers"):
         experience().with_tokens(x=torch.zeros(5))
-    with pytest.raises(ValueError, match="one number for each of the 5 rows"):
+    with pytest.raises(ValueError, match="must have 5 numbers"):
         experience().with_rows(x=torch.zeros(9))
 
 
@@ -67,9 +67,7 @@ def same(one, other):
 
 def test_only_like_rollouts_are_joined():
     one = experience()
-    with pytest.raises(
-        ValueError, match=r"columns \['token', 'logps', 'row'\] and \['row'\], expected the same"
-    ):
+    with pytest.raises(ValueError, match=r"the same columns"):
         concatenate([one, replace(one, per_token={})])
 
 

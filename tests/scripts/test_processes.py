@@ -18,7 +18,7 @@ def args(world_size, kind):
 
 def test_processes_that_are_not_connected(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="2 processes were started but are not connected"):
+    with pytest.raises(ValueError, match="2 processes are not connected"):
         check_processes(args(1, "NO"))
 
 

@@ -86,7 +86,7 @@ def test_options_and_their_defaults(tmp_path):
         (["--model", "m", "--modle", "x"], "Did you mean"),
         (["--model", "m", "--port", "70000"], "port must be from 1 to 65535, got 70000"),
         (["--model", "m", "--gpu_memory_utilization", "2"], "must be in (0, 1], got 2.0"),
-        (["--model", "m", "--host", "0.0.0.0"], f"--host 0.0.0.0 lets other machines in, which need a token. Set {VARIABLE}"),
+        (["--model", "m", "--host", "0.0.0.0"], f"--host 0.0.0.0 needs a secret in {VARIABLE}"),
     ],
 )  # fmt: skip
 def test_errors_before_a_model_is_loaded(argv, said, with_vllm, capsys):

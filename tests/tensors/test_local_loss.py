@@ -71,9 +71,9 @@ def test_second_backward_and_summed_losses_are_refused():
     hidden, weight, targets, _ = inputs(COUNT, bias=False)
     found = local_loss(hidden, weight, targets, nll)
     found.total.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="local_loss can go backward once"):
+    with pytest.raises(RuntimeError, match="local_loss goes backward once"):
         found.total.backward()
-    with pytest.raises(ValueError, match=r"one loss per token, shape \(13,\), got \(\)"):
+    with pytest.raises(ValueError, match=r"loss_of must return \(13,\), got \(\)"):
         local_loss(hidden, weight, targets, lambda x, rows: x.sum())
 
 

@@ -62,10 +62,10 @@ def test_each_branch_is_the_sequence_it_would_be_alone(seed: int):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        (((0, 4), (3, 2), (0, 0), (0, 0)), "segment 1 has start 4"),
-        (((0, 3), (3, 0), (0, 0), (0, 0)), "length 0"),
-        (((0, 3), (3, 2), (0, 0), (0, 2)), r"prefix \[0, 2\)"),
-        (((0, 2, 4), (2, 2, 2), (0, 0, 2), (0, 2, 2)), r"segment 2 has the prefix \[2, 4\)"),
+        (((0, 4), (3, 2), (0, 0), (0, 0)), "segment 1 must start at"),
+        (((0, 3), (3, 0), (0, 0), (0, 0)), "with tokens, got 3, 0"),
+        (((0, 3), (3, 2), (0, 0), (0, 2)), r"no earlier plain segment at 0"),
+        (((0, 2, 4), (2, 2, 2), (0, 0, 2), (0, 2, 2)), "segment 2 has no earlier plain segment"),
         (((0,), (1, 2), (0,), (0,)), "shorter|longer"),
     ],
 )

@@ -192,7 +192,7 @@ def test_rows_and_answers_are_tokenised_as_for_training():
 def test_models_and_data_that_cannot_be_trained():
     with pytest.raises(ValueError, match="model and model_init were both given"):
         make(model=tiny_model("gpt2"), model_init=lambda: tiny_model("gpt2"))
-    with pytest.raises(ValueError, match="is_encoder_decoder=True was given with a GPT2LMHeadModel"):
+    with pytest.raises(ValueError, match="is_encoder_decoder=True contradicts GPT2LMHeadModel"):
         make(is_encoder_decoder=True)
     with pytest.raises(ValueError, match="model must be a name, a path or a model, got None"):
         CPOTrainer(None, CPOConfig("out", use_cpu=True))

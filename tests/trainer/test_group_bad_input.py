@@ -93,11 +93,11 @@ OF_PROMPTS: dict[str, Bad] = {
 # With eight completions in a micro-batch, unless it is said.
 OF_SETTINGS: dict[str, Bad] = {
     "groups that do not divide": Bad(
-        BOTH, ValueError, ("8 completions are generated at once", "multiple of num_generations=3"),
+        BOTH, ValueError, ("8 completions", "multiple of num_generations"),
         settings={"num_generations": 3},
     ),
     "groups larger than a batch": Bad(
-        BOTH, ValueError, ("multiple of num_generations=16", "Set generation_batch_size to a multiple of 16"),
+        BOTH, ValueError, ("multiple of num_generations", "Set generation_batch_size to a multiple of 16"),
         settings={"num_generations": 16},
     ),
     "half a micro-batch": Bad(
@@ -108,7 +108,7 @@ OF_SETTINGS: dict[str, Bad] = {
         settings={"generation_batch_size": 16, "steps_per_generation": 4},
     ),
     "evaluation batches": Bad(
-        BOTH, ValueError, ("an evaluation batch has 6 completions", "num_generations_eval=4", "Set num_generations_eval to a divisor of 6"),
+        BOTH, ValueError, ("num_generations_eval=4", "must divide the 6 completions"),
         settings={"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 6},
     ),
     "a group of one": Bad(

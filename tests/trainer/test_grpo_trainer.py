@@ -216,7 +216,7 @@ def rollouts(**changes):
     [
         (rollouts(completion_ids=[[4]]), ValueError, "1 completion_ids"),
         (rollouts(completion_ids=[[]] * 8), ValueError, "completion_ids of row 0"),
-        (rollouts(logprobs=[[-1.0]] * 8), ValueError, "1 logprobs for the 2 tokens"),
+        (rollouts(logprobs=[[-1.0]] * 8), ValueError, "1 logprobs for 2 tokens"),
         ({"rollout_func": lambda prompts, trainer: [1]}, TypeError, "returned list"),
     ],
 )

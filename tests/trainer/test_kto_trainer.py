@@ -98,7 +98,7 @@ def test_the_kl_is_at_least_zero():
 
 def test_a_collator_without_masks_is_refused():
     trainer = make(data_collator=lambda rows: {"input_ids": torch.ones(2, 3, dtype=torch.int64)})
-    with pytest.raises(ValueError, match="a batch has \\['input_ids'\\], expected prompt_input_ids"):
+    with pytest.raises(ValueError, match="a batch must have prompt_input_ids"):
         trainer.train()
 
 
@@ -221,8 +221,8 @@ def test_older_methods(whole):
         ({"desirable_weight": -0.5}, "desirable_weight must be >= 0, got -0.5"),
         ({"undesirable_weight": float("nan")}, "undesirable_weight must be a finite number"),
         ({"per_device_train_batch_size": 1}, "per_device_train_batch_size must be at least 2 for loss_type='kto', got 1"),
-        ({"is_encoder_decoder": True}, "is_encoder_decoder=True was given with a GPT2LMHeadModel"),
-        ({"ref_adapter_name": "x", "copied_reference": True}, "ref_adapter_name=.x. must name a PEFT adapter"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder=True contradicts GPT2LMHeadModel"),
+        ({"ref_adapter_name": "x", "copied_reference": True}, "ref_adapter_name=.x. must be an adapter"),
     ],
 )  # fmt: skip
 def test_bad_settings(settings, message):

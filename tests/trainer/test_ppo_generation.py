@@ -118,7 +118,7 @@ def test_an_encoder_decoders_responses_begin_with_its_start_token_and_train():
     ("query", "error", "words"),
     [
         (torch.ones(256, dtype=torch.int64), ValueError, r"queries\[1\] has 256 tokens, the context length is 256"),
-        (torch.tensor([5, 96]), ValueError, r"queries\[1\] has token ids from 5 to 96, the model has 0 to 95"),
+        (torch.tensor([5, 96]), ValueError, r"queries\[1\] must have ids from 0 to 95, got 5 to 96"),
         (torch.tensor([5.5]), TypeError, r"queries\[1\] must hold token ids"),
         (torch.tensor([], dtype=torch.int64), ValueError, r"queries\[1\] is empty"),
         ("hello", TypeError, r"queries\[1\] must be a tensor of token ids, got str"),

@@ -75,22 +75,22 @@ BAD: dict[str, Bad] = {
     ),
     "images": Bad(
         tuple(m for m in OF_TEXT if m != "prm"), ValueError,
-        ("train dataset has a column of images", "made for rows of text", "DPOTrainer", "remove the column"),
+        ("train dataset has images", "made for text"),
         [{**PAIR, "images": [IMAGE]}] * 2,
     ),
     "images of steps": Bad(
-        ("prm",), ValueError, ("train dataset has a column of images", "made for rows of text"), [{**STEPS, "image": IMAGE}] * 2
+        ("prm",), ValueError, ("train dataset has images", "made for text"), [{**STEPS, "image": IMAGE}] * 2
     ),
     "images without a processor": Bad(
         ("dpo",), TypeError, ("processing_class is a", "the rows have images, expected a processor", "AutoProcessor"),
         [{**PAIR, "images": [IMAGE]}] * 2,
     ),
     "reference adapter that does not exist": Bad(
-        UNPAIRED, ValueError, ("ref_adapter_name='judge' must name a PEFT adapter", "Load it"),
+        UNPAIRED, ValueError, ("ref_adapter_name='judge' must be an adapter", "Load it"),
         of_trainer={"model": adapted, "ref_adapter_name": "judge"},
     ),
     "DPO's reference adapter that does not exist": Bad(
-        ("dpo",), ValueError, ("ref_adapter_name='judge' must name a PEFT adapter", "Load it"),
+        ("dpo",), ValueError, ("ref_adapter_name='judge' must be an adapter", "Load it"),
         of_trainer={"model": adapted}, settings={"ref_adapter_name": "judge"},
     ),
     "one of the reference's two columns": Bad(
@@ -106,12 +106,12 @@ BAD: dict[str, Bad] = {
         [{**PAIR, "ref_chosen_logps": -1.0, "ref_rejected_logps": -2.0}] * 2, settings={"sync_ref_model": True},
     ),
     "reference that could not follow an adapter": Bad(
-        ("dpo",), ValueError, ("SyncRefModelCallback moves the reference's weights", "same parameters in both", "architecture"),
+        ("dpo",), ValueError, ("SyncRefModelCallback", "needs the model's parameters"),
         of_trainer={"model": adapted, "ref_model": lambda: model_of("dpo")},
         settings={"sync_ref_model": True, "force_use_ref_model": True},
     ),
     "reference of another width that is to follow": Bad(
-        ("dpo",), ValueError, ("SyncRefModelCallback", "of other name or shape are ['model.layers.0.mlp"),
+        ("dpo",), ValueError, ("SyncRefModelCallback", "unlike ['model.layers.0.mlp"),
         of_trainer={"ref_model": lambda: tiny_model("llama", vocab_size=400, intermediate_size=64)},
         settings={"sync_ref_model": True},
     ),
@@ -122,7 +122,7 @@ BAD: dict[str, Bad] = {
         ("dpo", "cpo"), ValueError, ("label_smoothing must be in [0, 0.5), got 0.5",), settings={"label_smoothing": 0.5}
     ),
     "divergence of a loss of single completions": Bad(
-        ("dpo",), ValueError, ("f_divergence_type 'js_divergence' is defined for", "got loss_type 'nca_pair'", "reverse_kl"),
+        ("dpo",), ValueError, ("f_divergence_type 'js_divergence'", "loss_type 'nca_pair'", "reverse_kl"),
         settings={"loss_type": "nca_pair", "f_divergence_type": "js_divergence"},
     ),
     "a gap without scale": Bad(
@@ -218,7 +218,5 @@ def test_smoothing_of_another_loss_is_said_to_do_nothing(method, caplog):
 
 def test_images_that_come_later_are_refused():
     trainer = build("dpo", [PAIR])
-    with pytest.raises(
-        ValueError, match=r"eval dataset has a column of images .* given to their constructor"
-    ):
+    with pytest.raises(ValueError, match="eval dataset has images"):
         trainer.evaluate(Dataset.from_list([{**PAIR, "images": [IMAGE]}]))

@@ -212,7 +212,7 @@ def test_an_adapter_trains_and_keeps_the_head(task_type, base, tmp_path, caplog)
 @pytest.mark.parametrize(
     ("model", "error", "message"),
     [
-        (lambda: tiny_classifier("llama", of_tokens=True), ValueError, "num_labels=3, expected 2 for a classifier of steps"),
+        (lambda: tiny_classifier("llama", of_tokens=True), ValueError, "num_labels=2 for a classifier of steps, got 3"),
         (lambda: tiny_classifier("llama", num_labels=2), TypeError, "LlamaForSequenceClassification, expected"),
         (lambda: tiny_model("llama"), TypeError, "LlamaForCausalLM, expected a classifier of steps"),
         (lambda: None, ValueError, "got None"),

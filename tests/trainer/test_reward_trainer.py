@@ -224,7 +224,7 @@ def test_an_adapter_without_the_head_is_told_of(caplog):
     model = get_peft_model(reward_model("llama", dtype=torch.float32), LoraConfig(target_modules=["q_proj"]))
     with caplog.at_level("WARNING"):
         make(model=model)
-    assert "neither trains nor saves the classification head" in caplog.text
+    assert "The adapter leaves the head" in caplog.text
 
 
 # ---- bad input
@@ -233,7 +233,7 @@ def test_an_adapter_without_the_head_is_told_of(caplog):
 @pytest.mark.parametrize(
     ("model", "error", "message"),
     [
-        (lambda: tiny_classifier("llama"), ValueError, "num_labels=3, expected 1 for a reward model"),
+        (lambda: tiny_classifier("llama"), ValueError, "num_labels=1 for a reward model, got 3"),
         (lambda: tiny_model("llama"), TypeError, "LlamaForCausalLM, expected a reward model"),
         (lambda: tiny_classifier("llama", of_tokens=True, num_labels=1), TypeError, "LlamaForTokenClassification, expected"),
         (lambda: None, ValueError, "got None"),
@@ -250,7 +250,7 @@ def test_settings_that_cannot_be(base):
         RewardConfig("unused", center_rewards_coefficient=-1.0)
     with pytest.raises(ValueError, match="prefix_sharing must be"):
         RewardConfig("unused", prefix_sharing="sometimes")
-    with pytest.raises(ValueError, match="model_init_kwargs has num_labels=2"):
+    with pytest.raises(ValueError, match="num_labels=1, got 2"):
         RewardTrainer(str(base), RewardConfig("unused", model_init_kwargs={"num_labels": 2}, use_cpu=True))
     with pytest.raises(TypeError, match="max_lenght"):
         RewardTrainer(str(base), RewardConfig("unused", use_cpu=True), max_lenght=3)

@@ -67,31 +67,31 @@ def given(**arguments: Any) -> dict[str, Any]:
 CASES: dict[str, Bad] = {
     # the model
     "no model": Bad(ValueError, ("model must be a name, a path or a model", "got None", "first argument"), {}, {"model": None}),
-    "a number as model": Bad(TypeError, ("model must be a transformers PreTrainedModel", "got int", "AutoModelForCausalLM"), {}, {"model": 3}),
+    "a number as model": Bad(TypeError, ("model must be a PreTrainedModel", "got int"), {}, {"model": 3}),
     "a torch module as model": Bad(TypeError, ("PreTrainedModel", "got Linear"), {}, {"model": torch.nn.Linear(2, 2)}),
     "a number as model, no tokenizer": Bad(TypeError, ("PreTrainedModel", "got int"), {}, {"model": 3, "processing_class": None}),
     "a model without a head": Bad(
-        TypeError, ("LlamaModel", "no output head", "AutoModelForCausalLM"),
+        TypeError, ("LlamaModel", "AutoModelForCausalLM"),
         make=lambda: given(model=AutoModel.from_config(tiny_config("llama", vocab_size=400))),
     ),
-    "a model's path that is not there": Bad(FileNotFoundError, ("There is no folder './nowhere'", "config.json"), {}, {"model": "./nowhere"}),
+    "a model's path that is not there": Bad(FileNotFoundError, ("There is no folder './nowhere'",), {}, {"model": "./nowhere"}),
     "a classifier": Bad(
-        TypeError, ("LlamaForSequenceClassification", "no output head over the vocabulary", "AutoModelForCausalLM"),
+        TypeError, ("LlamaForSequenceClassification", "AutoModelForCausalLM"),
         make=lambda: given(model=AutoModelForSequenceClassification.from_config(tiny_config("llama", vocab_size=400))),
     ),
     "an encoder-decoder": Bad(
         TypeError, ("T5ForConditionalGeneration, an encoder-decoder", "AutoModelForCausalLM"), make=lambda: given(model=t5()),
     ),
     "a model without weights": Bad(
-        ValueError, ("no weights for", "embed_tokens", "meta device", "from_pretrained"), make=lambda: given(model=model_for().to("meta")),
+        ValueError, ("no weights for", "embed_tokens", "init_empty_weights"), make=lambda: given(model=model_for().to("meta")),
     ),
     "an unknown dtype": Bad(ValueError, ("float31",), {"model_init_kwargs": {"dtype": "float31"}}, {"model": "./nowhere"}),
     "init kwargs of a loaded model": Bad(
-        ValueError, ("model_init_kwargs={'dtype': 'float32'}", "loaded already", "name or path"), {"model_init_kwargs": {"dtype": "float32"}},
+        ValueError, ("model_init_kwargs", "name or path"), {"model_init_kwargs": {"dtype": "float32"}},
     ),
-    "no tokenizer to be found": Bad(ValueError, ("built from a config", "Pass `processing_class`"), {}, {"processing_class": None}),
+    "no tokenizer to be found": Bad(ValueError, ("no name to find its tokenizer", "Pass `processing_class`"), {}, {"processing_class": None}),
     "a string as tokenizer": Bad(
-        TypeError, ("processing_class must be a tokenizer or processor", "got str", "AutoTokenizer.from_pretrained"), {}, {"processing_class": "gpt2"},
+        TypeError, ("processing_class must be a tokenizer", "got str"), {}, {"processing_class": "gpt2"},
     ),
     "a model with fewer embeddings than tokens": Bad(
         ValueError, ("row 0, column 'input_ids': token id", "expected 0 to 199", "embeds 200 token ids, the tokenizer has 400", "resize_token_embeddings"),
@@ -118,27 +118,27 @@ CASES: dict[str, Bad] = {
         make=lambda: given(model=model_for(architecture="opt", max_position_embeddings=64), eval_dataset=data(LONG)),
     ),
     # the data sets
-    "a path": Bad(TypeError, ("train_dataset must be", "got a str", "load_dataset('train.jsonl'"), {}, {"train_dataset": "train.jsonl"}),
+    "a path": Bad(TypeError, ("train_dataset must be", "got str", "load_dataset('train.jsonl'"), {}, {"train_dataset": "train.jsonl"}),
     "all splits": Bad(
-        TypeError, ("got a DatasetDict", "one of its splits: train_dataset=dataset[name]", "['test', 'train']"), {},
+        TypeError, ("got DatasetDict", "one of its splits: train_dataset=dataset[name]", "['test', 'train']"), {},
         {"train_dataset": DatasetDict({"train": data(), "test": data()})},
     ),
     "a torch data set of text": Bad(
         ValueError, ("train dataset, row 0, has ['text']", "must give tokens", "Make a datasets.Dataset"), {}, {"train_dataset": TorchRows()},
     ),
-    "a list to evaluate": Bad(TypeError, ("eval_dataset must be", "got a list"), {}, {"eval_dataset": TEXTS}),
-    "a list among several to evaluate": Bad(TypeError, ("eval_dataset['b'] must be", "got a list"), {}, {"eval_dataset": {"a": data(), "b": TEXTS}}),
+    "a list to evaluate": Bad(TypeError, ("eval_dataset must be", "got list"), {}, {"eval_dataset": TEXTS}),
+    "a list among several to evaluate": Bad(TypeError, ("eval_dataset['b'] must be", "got list"), {}, {"eval_dataset": {"a": data(), "b": TEXTS}}),
     "no rows in a stream": Bad(ValueError, ("train dataset: no rows", "Check its file"), {}, make=lambda: given(train_dataset=stream([]))),
     "no rows to evaluate": Bad(ValueError, ("small dataset: no rows",), {}, {"eval_dataset": {"small": Dataset.from_dict({"text": []})}}),
     "no data set": Bad(ValueError, ("train_dataset",), {}, {"train_dataset": None}),
     "evaluation without a set": Bad(ValueError, ("eval_strategy", "eval_dataset"), {"eval_strategy": "steps"}),
     "a stream without max_steps": Bad(ValueError, ("max_steps",), {"max_steps": -1}, make=lambda: given(train_dataset=stream(TEXTS))),
     # tokenizer and template
-    "eos token of another vocabulary": Bad(ValueError, ("eos_token '</s>' is not in the vocabulary", "Choose one"), {"eos_token": "</s>"}),
-    "pad token of another vocabulary": Bad(ValueError, ("pad_token '[PAD]' is not in the vocabulary", "Choose one"), {"pad_token": "[PAD]"}),
+    "eos token of another vocabulary": Bad(ValueError, ("eos_token '</s>' is not in the vocabulary",), {"eos_token": "</s>"}),
+    "pad token of another vocabulary": Bad(ValueError, ("pad_token '[PAD]' is not in the vocabulary",), {"pad_token": "[PAD]"}),
     "no such template file": Bad(FileNotFoundError, ("No such file", "missing.jinja"), {"chat_template_path": "missing.jinja"}),
     "no such template folder": Bad(
-        FileNotFoundError, ("chat_template_path='./missing'", "neither a Jinja file nor", "Check the path"), {"chat_template_path": "./missing"},
+        FileNotFoundError, ("chat_template_path='./missing'",), {"chat_template_path": "./missing"},
     ),
     # settings
     "unknown dataset_kwargs": Bad(ValueError, ("dataset_kwargs has unknown keys ['shuffle']", "Known are"), {"dataset_kwargs": {"shuffle": True}}),

@@ -170,9 +170,7 @@ def accelerate_arguments(module: str, given: dict[str, Any]) -> Any:
     kind = "NO" if saved is None else saved.distributed_type.value
     kind = next((flag.removeprefix("use_").upper() for flag in flags if getattr(args, flag)), kind)
     if kind not in ("NO", "MULTI_CPU"):
-        raise ValueError(
-            f"{kind} training needs accelerators, and this run is on the CPU. Use --accelerate_config cpu."
-        )
+        raise ValueError(f"{kind} training needs accelerators, got a CPU. Use --accelerate_config cpu.")
     processes = args.num_processes or (saved.num_processes if saved else 1)
     if processes > 1 and not args.mpirun_hostfile:
         args.num_processes, args.cpu, args.multi_gpu = processes, False, True

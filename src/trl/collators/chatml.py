@@ -51,9 +51,7 @@ class DataCollatorForChatML:
         if self.max_length is None:
             self.max_length = min(self.tokenizer.model_max_length, _DEFAULT_MAX_LENGTH)
         if self.max_length < 1:
-            raise ValueError(
-                f"max_length must be >= 1, got {self.max_length}. Give the longest row in tokens."
-            )
+            raise ValueError(f"max_length must be >= 1, got {self.max_length}.")
         self.rows_without_completion = 0
 
     def __call__(self, examples: Sequence[Row]) -> dict[str, Tensor]:
@@ -62,8 +60,7 @@ class DataCollatorForChatML:
         if lost := sum(boundary >= self.max_length for _, boundary in rows):
             self.rows_without_completion += lost
             warnings.warn(
-                f"{lost} of {len(rows)} rows have a prompt of max_length {self.max_length} tokens or more and are not "
-                f"trained ({self.rows_without_completion} rows so far). Raise max_length or shorten the prompts.",
+                f"{lost} of {len(rows)} rows have prompts of max_length tokens or more: not trained.",
                 stacklevel=2,
             )
         pad_id: int = self.tokenizer.pad_token_id  # type: ignore[assignment]
@@ -89,17 +86,13 @@ class DataCollatorForChatML:
         boundary = common_prefix_length(encode(self.tokenizer, [prompt])[0], whole.tolist())
         if prompt and not boundary:
             raise ValueError(
-                f"row {index} of the batch: the tokens do not begin with those of the prompt {prompt[:60]!r}. "
-                f"Give the prompt as it is rendered in the row, or leave out {self.prompt_key!r}."
+                f"row {index} of the batch: the tokens do not begin with {self.prompt_key!r}, {prompt[:60]!r}. Leave it out."
             )
         return whole, boundary
 
     def _render(self, index: int, row: Row) -> tuple[str, str]:
         messages = row.get(self.messages_key)
         if not isinstance(messages, list) or len(messages) < 2 or messages[-1].get("role") != "assistant":
-            raise ValueError(
-                f"row {index} of the batch: {self.messages_key!r} is {str(messages)[:80]!r}, expected a list of at least 2 "
-                "messages that ends with an assistant's. Add the answer, or name the column with messages_key."
-            )
+            raise ValueError(f"row {index} of the batch: {self.messages_key!r} must end with an answer.")
         with Place("", index, self.messages_key).named():
             return split_rendering(self.tokenizer, Chat(messages[:-1]), messages[-1:])

@@ -56,9 +56,7 @@ class DataCollatorForCompletionOnlyLM(DataCollatorMixin):
         pad_to_multiple_of: int | None = None,
     ) -> None:
         if mlm:
-            raise ValueError(
-                "mlm must be False, got True: completions are trained left to right. Leave it out."
-            )
+            raise ValueError("mlm must be False, got True. Leave it out.")
         self.response_template = response_template
         self.instruction_template = instruction_template
         self.tokenizer = tokenizer
@@ -101,10 +99,7 @@ class DataCollatorForCompletionOnlyLM(DataCollatorMixin):
         longest = round_up(max(lengths, default=0), self._collate.pad_to_multiple_of)
         pad = self.tokenizer.pad_token_id
         if pad is None and not self.padding_free and min(lengths, default=0) < longest:
-            raise ValueError(
-                f"the tokenizer has no pad token, and rows of {min(lengths)} to {max(lengths)} tokens must be padded to "
-                f"{longest}. Set tokenizer.pad_token (its eos_token will do), or use padding_free=True."
-            )
+            raise ValueError(f"rows of {min(lengths)} to {max(lengths)} tokens need tokenizer.pad_token.")
         self._collate.pad_token_id = pad or 0  # type: ignore[assignment]
         self._collate.padding_side = self.tokenizer.padding_side  # type: ignore[assignment]
 
@@ -131,11 +126,7 @@ class DataCollatorForCompletionOnlyLM(DataCollatorMixin):
         templates = f"response_template {self.response_template!r}"
         if self.instruction_template is not None:
             templates += f" or instruction_template {self.instruction_template!r}"
-        warnings.warn(
-            f"{missing} of {rows} rows do not contain the {templates} and are not trained "
-            f"({self.rows_without_template} rows so far). Check the templates, and that truncation leaves an answer.",
-            stacklevel=3,
-        )
+        warnings.warn(f"{missing} of {rows} rows without the {templates} are not trained.", stacklevel=3)
 
 
 class _Template:
@@ -147,9 +138,7 @@ class _Template:
         ids = tokenizer.encode(template, add_special_tokens=False) if isinstance(template, str) else template
         self.ids = np.array(ids, dtype=np.int64)
         if not len(self.ids):
-            raise ValueError(
-                f"{name} is {template!r}, expected at least one token. Give what introduces that part."
-            )
+            raise ValueError(f"{name} must have at least one token, got {template!r}.")
 
     def find(self, ids: np.ndarray) -> list[Span]:
         """The token ranges `[start, end)` of all occurrences, in order."""

@@ -15,11 +15,11 @@ from transformers.data.data_collator import DataCollatorMixin
 from trl.collators.preference import reference_logps
 from trl.collators.rows import IGNORED, Row, check_filled
 from trl.data.formats import common_prefix_length
-from trl.data.image_rows import ImagePairs, ImagePrompts, ImageRows, TextHalves, image_pairs, image_rows
-from trl.data.preference_rows import SIDES
+from trl.data.image_rows import ImagePairs, ImagePrompts, ImageRows, TextHalves, image_column
+from trl.data.preference_rows import SIDES, pair_row_type
 from trl.data.rendering import text_tokenizer
 from trl.data.tokenization import encode
-from trl.data.validation import Place
+from trl.data.validation import Place, sft_row_type
 from trl.options.checks import check_at_least
 from trl.tensors.padding import pad
 
@@ -40,14 +40,10 @@ def check_processor(processor: Any) -> None:
     """Raises ValueError or TypeError for a processor that no batch can be made with."""
     name = type(processor).__name__
     if not hasattr(processor, "image_processor"):
-        raise TypeError(
-            f"processor must have an image_processor, got {name}. Load it with AutoProcessor.from_pretrained."
-        )
+        raise TypeError(f"processor must have an image_processor, got {name}. Use AutoProcessor.")
     if name in _PREFIX_ATTENTION:
         raise ValueError(
-            f"processor is a {name}, whose model lets tokens see those they should predict, expected one of a causal "
-            "model. Take another model, or, with SFTTrainer and DPOTrainer, a data_collator of your own that passes the processor "
-            "a suffix."
+            f"processor is a {name}, whose model sees the tokens it should predict. Take a causal model, or a data_collator."
         )
 
 
@@ -152,8 +148,11 @@ class _ImageCollator(DataCollatorMixin):
             check_at_least(name, getattr(self, name, None), minimum=1)
         check_processor(self.processor)
 
-    def rows(self, first: Row) -> ImageRows:
-        """Reads rows like the first one of a batch."""
+    def rows(self, first: Row, columns: Sequence[str], name: str = "") -> ImageRows:
+        """The reader of rows like the first one, of a data set or (without `name`) of a batch.
+
+        Raises: ValueError for tokens beside images, and for columns of no known type.
+        """
         raise TypeError(f"{type(self).__name__} must override rows.")
 
     def completions_only(self, rows: ImageRows) -> bool:
@@ -168,7 +167,7 @@ class _ImageCollator(DataCollatorMixin):
         Raises: ValueError or TypeError naming the row of the batch and its column, also where an image would lose tokens.
         """
         check_filled([()] * len(examples))
-        rows = self.rows(examples[0])
+        rows = self.rows(examples[0], list(examples[0]))
         columns = SIDES if isinstance(rows, ImagePairs) else (rows.column or rows.row_type.columns[0],)
         halves, images, places = [], [], []
         for index, row in enumerate(examples):
@@ -222,9 +221,7 @@ class _ImageCollator(DataCollatorMixin):
             kept = _LIMITS[name](kept, torch.arange(mask.shape[1]), starts, limit)
             for row in (is_image & ~kept).any(dim=1).nonzero()[:, 0].tolist():
                 raise ValueError(
-                    f"{places[row]}: {int(mask[row].sum())} tokens, of which {int(is_image[row].sum())} are its images', do "
-                    f"not fit {name}={limit}, and an image cannot lose tokens. Set {name}=None, raise it, or give smaller or "
-                    "fewer images."
+                    f"{places[row]}: images of {int(is_image[row].sum())} tokens do not fit {name}={limit}. Raise it, or set {name}=None."
                 )
         padding = getattr(text_tokenizer(self.processor), "pad_token_id", None) or 0
         fill = {"input_ids": padding, "labels": IGNORED}
@@ -236,9 +233,8 @@ class _ImageCollator(DataCollatorMixin):
         if cut := int((kept != mask).any(dim=1).sum()):
             if not self.rows_cut:
                 logger.warning(
-                    "%s cut %d of the %d sequences of a batch, and maybe later ones (rows_cut counts them). Set None to "
-                    "keep them whole.",
-                    ", ".join(f"{name}={limit}" for name, limit in limits.items()),
+                    "%s cut %d of %d sequences of a batch (rows_cut counts later ones).",
+                    limits,
                     cut,
                     len(mask),
                 )
@@ -292,20 +288,16 @@ class DataCollatorForVisionLanguageModeling(_ImageCollator):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.return_tensors != "pt":
-            raise ValueError(
-                f"return_tensors must be 'pt', got {self.return_tensors!r}. Only torch is supported."
-            )
+            raise ValueError(f"return_tensors must be 'pt', got {self.return_tensors!r}.")
 
-    def rows(self, first: Row) -> ImageRows:
-        return image_rows(first, list(first), self.processor, text_field=self.dataset_text_field)
+    def rows(self, first: Row, columns: Sequence[str], name: str = "") -> ImageRows:
+        row_type = sft_row_type(columns, first, text_field=self.dataset_text_field, name=name or "batch")
+        return ImageRows(self.processor, row_type, image_column(columns), name)
 
     def completions_only(self, rows: ImageRows) -> bool:
         has_completions = rows.row_type.has_completion
         if self.completion_only_loss and not has_completions:
-            raise ValueError(
-                f"row 0 of the batch, column {rows.row_type.columns[0]!r}: completion_only_loss=True, but the row has no "
-                "completion. Give 'prompt' and 'completion' columns, or set completion_only_loss=False."
-            )
+            raise ValueError(f"completion_only_loss=True needs 'completion', got {rows.row_type.columns}.")
         return has_completions and self.completion_only_loss is not False
 
 
@@ -342,8 +334,9 @@ class DataCollatorForVisionPreference(_ImageCollator):
     tools: list[dict | Callable] | None = None
     rows_cut: int = field(default=0, init=False, repr=False)
 
-    def rows(self, first: Row) -> ImageRows:
-        return image_pairs(first, list(first), self.processor, tools=self.tools)
+    def rows(self, first: Row, columns: Sequence[str], name: str = "") -> ImageRows:
+        row_type = pair_row_type(columns, first, name=name or "batch")
+        return ImagePairs(self.processor, row_type, image_column(columns), name, self.tools)
 
     def torch_call(self, examples: Sequence[Row]) -> dict[str, Tensor]:
         """The batch of some rows, in their order; raises as the other collator does."""
@@ -356,6 +349,5 @@ class DataCollatorForVisionPreference(_ImageCollator):
         Raises: ValueError.
         """
         raise ValueError(
-            f"{places[0]}: the prompt leaves no token of the completion within max_length={self.max_length}, expected at "
-            "least 1. Raise max_length, or set max_prompt_length lower or the row aside."
+            f"{places[0]}: the prompt fills max_length={self.max_length}. Set max_prompt_length."
         )

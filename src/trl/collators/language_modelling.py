@@ -60,18 +60,14 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
     def __post_init__(self) -> None:
         check_at_least("pad_to_multiple_of", self.pad_to_multiple_of, minimum=1)
         if self.return_tensors != "pt":
-            raise ValueError(
-                f"return_tensors must be 'pt', got {self.return_tensors!r}. Only torch is supported."
-            )
+            raise ValueError(f"return_tensors must be 'pt', got {self.return_tensors!r}.")
 
     def torch_call(self, examples: Sequence[Any]) -> dict[str, Tensor]:
         """The batch of some rows, in their order."""
         check_filled([()] * len(examples))
         examples = as_rows(examples)
         if examples[0].get("input_ids") is None:
-            raise ValueError(
-                f"row 0 of the batch has no 'input_ids', but {sorted(examples[0])}. Tokenize the data set first."
-            )
+            raise ValueError(f"row 0 of the batch must have 'input_ids', got {sorted(examples[0])}.")
         ids = read_column(examples, "input_ids") or []
         labels = self._labels(examples, ids)
         visible = read_column(examples, "attention_mask")
@@ -97,8 +93,7 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
             for index, values in enumerate(column or ()):
                 if len(values) != len(ids[index]):
                     raise ValueError(
-                        f"row {index} of the batch: {name!r} has {len(values)} items, but 'input_ids' has {len(ids[index])}. "
-                        "Make them equally long."
+                        f"row {index} of the batch: {name!r} has {len(values)} items, 'input_ids' {len(ids[index])}, expected as many."
                     )
                 if name != "labels":
                     labels[index][values == 0] = IGNORED
@@ -112,8 +107,7 @@ def _sequence_lengths(rows: Sequence[Row], ids: list[Tensor]) -> list[int]:
         parts = [len(row_ids)] if own is None else as_ids(own).tolist()
         if sum(parts) != len(row_ids):
             raise ValueError(
-                f"row {index} of the batch: seq_lengths add up to {sum(parts)}, but there are {len(row_ids)} tokens. "
-                "Change packed rows only together with their seq_lengths."
+                f"row {index} of the batch: seq_lengths add up to {sum(parts)}, but there are {len(row_ids)} tokens."
             )
         lengths += parts
     return lengths

@@ -219,10 +219,7 @@ def _in_turn(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Padded rows, chosen before rejected, reordered to alternate, and the number of pairs."""
     rows = batch["input_ids"].shape[0]
     if rows % 2:
-        raise ValueError(
-            f"a batch has {rows} rows of input_ids, expected an even number: all chosen, then all rejected. Correct the "
-            "data_collator, or leave it out."
-        )
+        raise ValueError(f"input_ids must have an even number of rows, chosen before rejected, got {rows}.")
     order = torch.arange(rows, device=batch["input_ids"].device).view(2, -1).T.flatten()
     padded = {name: batch[name][order] for name in ("input_ids", "attention_mask") if name in batch}
     return {**batch, **padded, "rows": torch.arange(rows // 2, device=order.device)}

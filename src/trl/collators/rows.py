@@ -38,8 +38,7 @@ def read_column(rows: Sequence[Row], name: str) -> list[Tensor] | None:
         return None
     if not all(has):
         raise ValueError(
-            f"row {has.index(False)} of the batch has no {name!r} while row {has.index(True)} has it. "
-            f"Give {name!r} in every row or in none."
+            f"row {has.index(False)} of the batch has no {name!r}, unlike row {has.index(True)}. Give it in every row or none."
         )
     return [as_ids(row[name]) for row in rows]
 
@@ -121,17 +120,13 @@ def check_filled(rows: Sequence[Sequence[Any]]) -> None:
         raise ValueError("a batch must have at least 1 row, got 0. Check the sampler and the data set.")
     for row, lengths in enumerate([len(part) for part in parts] for parts in rows):
         if not all(lengths):
-            raise ValueError(
-                f"row {row} of the batch has sequences of {lengths} tokens, expected at least 1 each."
-            )
+            raise ValueError(f"row {row} of the batch has sequences of {lengths} tokens, expected 1 or more.")
 
 
 def check_columns(batch: Mapping[str, Any], wanted: Sequence[str]) -> None:
     """Raise ValueError for a collator's batch that lacks a column."""
     if not set(wanted) <= set(batch):
-        raise ValueError(
-            f"a batch has {sorted(batch)}, expected {', '.join(wanted)}. Let the data_collator add them, or leave it out."
-        )
+        raise ValueError(f"a batch must have {', '.join(wanted)}, got {sorted(batch)} (see data_collator).")
 
 
 def build_bert_batch_from_txt(

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trl.data.formats import common_prefix_length
+
 _SAMPLE = "Sum of 12 + 7:\n\tñandú, 中 and 🙂."
 
 
@@ -41,8 +43,7 @@ def vocabulary_bytes(tokenizer: Any) -> list[bytes]:
     text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     if b"".join(found[token] for token in ids).removeprefix(b" ") != text.encode().removeprefix(b" "):
         raise ValueError(
-            f"the tokens of {type(tokenizer).__name__} do not join to their text ({text!r}), expected byte-level BPE or "
-            "SentencePiece. Use a teacher and a student of one tokenizer."
+            f"{type(tokenizer).__name__} must be byte-level BPE or SentencePiece. Use a teacher and a student of one tokenizer."
         )
     return found
 
@@ -89,7 +90,7 @@ def align(
     starts = [np.concatenate([[0], each])[:-1] for each in ends]
     found = [np.full(len(tokens), -1, np.int64) for tokens in (own, other)]
     if texts is None or wholes[0] == wholes[1]:
-        texts = [wholes[0][: _common_length(*wholes)]]
+        texts = [wholes[0][: common_prefix_length(*wholes)]]
     count, read = 0, [0, 0]
     for text in texts:
         places = [whole.find(text, begin) for whole, begin in zip(wholes, read, strict=True)]
@@ -111,13 +112,6 @@ def align(
         for side, tokens in zip(found, (own, other), strict=True):
             side[[token == STOP for token in tokens]] = -1
     return Alignment(*found, count=len(np.unique(found[0][found[0] >= 0])))
-
-
-def _common_length(first: bytes, second: bytes) -> int:
-    """How many bytes two texts have in common from the beginning."""
-    size = min(len(first), len(second))
-    differs = np.frombuffer(first[:size], np.uint8) != np.frombuffer(second[:size], np.uint8)
-    return int(differs.argmax()) if differs.any() else size
 
 
 def shared_tokens(own: Sequence[bytes], other: Sequence[bytes]) -> tuple[list[int], list[int]]:

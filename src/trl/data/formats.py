@@ -206,8 +206,7 @@ def split_dialogue(example: Mapping[str, Any], marker: str = "\n\nAssistant:") -
     start = shared.rfind(marker)
     if start < 0:
         raise ValueError(
-            f"chosen {chosen[:40]!r}... and rejected {rejected[:40]!r}... share no {marker!r}, expected dialogues with the same "
-            "beginning. Give the text that opens the assistant's turns, or filter the row out."
+            f"chosen {chosen[:40]!r} and rejected {rejected[:40]!r} share no {marker!r}. Give another marker, or filter the row."
         )
     end = start + len(marker)
     return {"prompt": chosen[:end], "chosen": chosen[end:], "rejected": rejected[end:]}
@@ -229,17 +228,12 @@ def prepare_multimodal_messages(messages: list[dict[str, Any]], images: list) ->
     if not places and images:
         first = next((message for message in structured if message["role"] == "user"), None)
         if first is None:
-            raise ValueError(
-                f"{len(images)} images but no user message to put them in. Add a user message, or image parts."
-            )
+            raise ValueError(f"{len(images)} images but no user message for them. Add one, or image parts.")
         places = [{"type": "image"} for _ in images]
         first["content"] = [*places, *first["content"]]
     waiting = [part for part in places if "image" not in part]
     if len(waiting) != len(images):
-        raise ValueError(
-            f"{len(images)} images for {len(waiting)} image places in the messages, expected as many. Give one image for "
-            "each {\"type\": \"image\"} part, in a column 'images' or 'image'."
-        )
+        raise ValueError(f"{len(images)} images for {len(waiting)} image parts, expected as many.")
     for part, image in zip(waiting, images, strict=True):
         part["image"] = image
     return structured
@@ -252,9 +246,7 @@ def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
-        raise TypeError(
-            f"content is of type {type(content).__name__}, expected a string or a list of parts. Convert it with str()."
-        )
+        raise TypeError(f"content must be a string or a list of parts, got {type(content).__name__}.")
     return [dict(part) for part in content]
 
 

@@ -22,7 +22,7 @@ from trl.data.formats import (
     prepare_multimodal_messages,
 )
 from trl.data.pipeline import first_row
-from trl.data.preference_rows import SIDES, PairReader, pair_row_type
+from trl.data.preference_rows import SIDES, PairReader
 from trl.data.rendering import (
     Chat,
     render,
@@ -38,7 +38,6 @@ from trl.data.validation import (
     accepted_roles,
     check_messages,
     check_text,
-    sft_row_type,
     warn_of_unread_tools,
 )
 
@@ -84,9 +83,7 @@ def image_column(columns: Sequence[str]) -> str | None:
     """
     found = [column for column in IMAGE_COLUMNS if column in columns]
     if len(found) == 2:
-        raise ValueError(
-            "the rows have the columns 'images' and 'image', expected one of them. Put all images into 'images'."
-        )
+        raise ValueError("the rows have the columns 'images' and 'image'. Put all images into 'images'.")
     return found[0] if found else None
 
 
@@ -103,9 +100,7 @@ def refuse_images(dataset: Any, *, name: str) -> None:
     """Raise ValueError for a data set with images that is given to a trainer of text."""
     if has_images(dataset):
         raise ValueError(
-            f"{name} dataset has a column of images ({' or '.join(IMAGE_COLUMNS)}), but this trainer was made for rows of text. "
-            "SFTTrainer, DPOTrainer, GRPOTrainer and RLOOTrainer take images if the data sets given to their constructor have "
-            "them; or remove the column."
+            f"{name} dataset has images, but this trainer was made for text. Give its constructor images too, or remove them."
         )
 
 
@@ -203,13 +198,13 @@ class ImageRows:
         return TextHalves(*split_rendering(self.processor, prompt, chat.messages[prompt_length:]))
 
     def _check_count(self, halves: TextHalves, images: list[Any], place: Place) -> None:
-        placeholder = _placeholder(self.processor)
+        placeholder = str(getattr(self.processor, "image_token", None) or "")
         found = sum(half.count(placeholder) for half in halves) if placeholder else len(images)
         if found != len(images):
             remedy = (
-                "Use the processor's own chat template, and no placeholders in messages: the template writes them."
+                "Let the processor's own chat template write them."
                 if self.row_type.is_chat
-                else "Write one where each image belongs, and give the images in a column 'images' or 'image'."
+                else "Write one for each image."
             )
             given = f"{len(images)} images for {found} placeholders {placeholder!r} in the text"
             raise place.error(given, "as many", remedy)
@@ -271,59 +266,7 @@ class ImagePrompts(ImageRows):
         return halves
 
 
-def _placeholder(processor: Any) -> str:
-    """The text that the processor replaces by an image's tokens; "" where it does not say."""
-    return str(getattr(processor, "image_token", None) or "")
-
-
-def image_rows(
-    first: Mapping[str, Any],
-    columns: Sequence[str],
-    processor: ProcessorMixin,
-    *,
-    text_field: str,
-    name: str = "",
-) -> ImageRows:
-    """Reads rows for supervised fine-tuning, of the type of the `first` one.
-
-    Raises: ValueError for tokens beside images, and for columns of no known type.
-    """
-    row_type = sft_row_type(columns, first, text_field=text_field, name=name or "batch")
-    return ImageRows(processor, row_type, image_column(columns), name)
-
-
-def image_pairs(
-    first: Mapping[str, Any], columns: Sequence[str], processor: ProcessorMixin, *, tools: Any, name: str = ""
-) -> ImagePairs:
-    """Reads preference pairs of the type of the `first` one; raises as `image_rows` does."""
-    row_type = pair_row_type(columns, first, name=name or "batch")
-    return ImagePairs(processor, row_type, image_column(columns), name, tools)
-
-
 # ---- data sets, checked before the first step
-
-
-def check_image_rows(
-    dataset: Dataset | IterableDataset, processor: ProcessorMixin, *, text_field: str, name: str
-) -> RowType:
-    """Check every row of a data set with images as `check_every_row` does, and return the type of the rows.
-
-    Raises: ValueError, TypeError or FileNotFoundError naming row, column and remedy.
-    """
-    first, columns = _first_texts(dataset, name), column_names(dataset)
-    rows = image_rows(first, columns, processor, text_field=text_field, name=name)
-    return check_every_row(dataset, rows).row_type
-
-
-def check_pair_image_rows(
-    dataset: Dataset | IterableDataset, processor: ProcessorMixin, *, name: str, tools: Any = None
-) -> RowType:
-    """Check every pair of a data set with images as `check_every_row` does, and return the type of the rows.
-
-    Raises: ValueError, TypeError or FileNotFoundError naming row, column and remedy.
-    """
-    rows = image_pairs(_first_texts(dataset, name), column_names(dataset), processor, tools=tools, name=name)
-    return check_every_row(dataset, rows).row_type
 
 
 def check_image_prompts(
@@ -337,27 +280,32 @@ def check_image_prompts(
     """
     columns = dataset.column_names
     if "prompt" not in columns and "input_ids" not in columns:
-        raise ValueError(
-            f"{name} dataset has columns {columns}, expected 'prompt' (text or messages) beside the images. Rename the column "
-            "that holds the prompts."
-        )
-    first = maybe_convert_to_chatml(dict(_first_texts(dataset, name)))
-    row_type = RowType(
-        "messages" if is_list_of_dicts_with(first.get("prompt"), "role") else "text", ("prompt",)
-    )
-    if "input_ids" in columns:
-        row_type = RowType("tokens", ("input_ids",))
-    kwargs = dict(template_kwargs or {})
-    prompts = ImagePrompts(processor, row_type, image_column(columns), name, template_kwargs=kwargs)
-    return check_every_row(dataset, prompts)
+        raise ValueError(f"{name} dataset has columns {columns}, expected 'prompt' beside the images.")
+
+    def read(first: Mapping[str, Any], columns: Sequence[str], name: str) -> ImagePrompts:
+        is_chat = is_list_of_dicts_with(maybe_convert_to_chatml(dict(first)).get("prompt"), "role")
+        row_type = RowType("messages" if is_chat else "text", ("prompt",))
+        row_type = RowType("tokens", ("input_ids",)) if "input_ids" in columns else row_type
+        kwargs = dict(template_kwargs or {})
+        return ImagePrompts(processor, row_type, image_column(columns), name, template_kwargs=kwargs)
+
+    return check_image_rows(dataset, read, name=name)
 
 
-def check_every_row(dataset: Dataset | IterableDataset, rows: AnyRows) -> AnyRows:
-    """Check all rows without decoding their images, and return `rows`; the first rows are also rendered.
+def check_image_rows(
+    dataset: Dataset | IterableDataset,
+    read: Callable[[Mapping[str, Any], Sequence[str], str], AnyRows],
+    *,
+    name: str,
+) -> AnyRows:
+    """Check all rows without decoding their images, and return their reader; the first rows are also rendered.
 
-    Of a stream, and of a data set with a transform, the first rows only are checked here; the collator checks the others
-    as they pass.
+    `read(first row, columns, name)` makes the reader. Of a stream, and of a data set with a transform, the first rows only
+    are checked here; the collator checks the others as they pass.
+
+    Raises: ValueError, TypeError or FileNotFoundError naming row, column and remedy.
     """
+    rows = read(_first_texts(dataset, name), column_names(dataset), name)
     equal, seen = 0, ""
     if _is_stored(dataset):
         counts = stored_images(dataset, rows.column, name=rows.dataset_name)
@@ -423,8 +371,7 @@ def stored_images(dataset: Dataset, column: str | None, *, name: str) -> list[in
                     raise place.error(f"image {index} is None", "an image", "Leave it out of the list.")
                 if source and "://" not in source and not os.path.isfile(source):
                     raise FileNotFoundError(
-                        f"{place}: there is no file {source!r}, expected an image's path. Correct it; a relative path "
-                        "starts at the working directory."
+                        f"{place}: there is no file {source!r} (relative paths start at the working directory)."
                     )
             found.append(length)
     return found

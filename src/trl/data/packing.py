@@ -57,13 +57,9 @@ def pack_dataset(
     {'input_ids': [[1, 2, 3, 4], [5, 6]]}
     """
     if seq_length < 1:
-        raise ValueError(
-            f"seq_length must be >= 1, got {seq_length}. Give the number of tokens in a packed row."
-        )
+        raise ValueError(f"seq_length must be >= 1, got {seq_length}.")
     if strategy not in STRATEGIES:
-        raise ValueError(
-            f"strategy {strategy!r} is unknown, known are {sorted(STRATEGIES)}. Choose one of them."
-        )
+        raise ValueError(f"strategy must be one of {sorted(STRATEGIES)}, got {strategy!r}.")
     if isinstance(dataset, Mapping):
         parts = cast(Mapping[str, Dataset], dataset)
         packed = {name: pack_dataset(part, seq_length, strategy, map_kwargs) for name, part in parts.items()}
@@ -160,9 +156,7 @@ def _pack_bfd(columns: dict[str, Ragged], seq_length: int) -> dict[str, Ragged]:
     lengths = np.minimum(next(iter(columns.values())).lengths, seq_length)
     filled = np.flatnonzero(lengths)
     if len(filled) < len(lengths):
-        logger.warning(
-            "%d rows have no tokens and are left out of the packed rows.", len(lengths) - len(filled)
-        )
+        logger.warning("%d rows without tokens are left out of the packed rows.", len(lengths) - len(filled))
     bins = best_fit_decreasing(lengths[filled], seq_length)
     rows = filled[bins.rows]
     sizes = lengths[rows]
@@ -191,10 +185,7 @@ def _check_columns(table: pa.Table) -> None:
         raise ValueError("the data set has no columns, packing needs at least input_ids. Tokenize it first.")
     for name, kind in zip(table.column_names, table.schema.types, strict=True):
         if not is_number_list(kind):
-            raise ValueError(
-                f"column {name!r} is {kind}, packing needs list columns with one number per token. "
-                f"Remove {name!r} or tokenize the data set first."
-            )
+            raise ValueError(f"column {name!r} is {kind}, packing needs a list of numbers. Remove it.")
 
 
 def _check_lengths(columns: Mapping[str, Ragged]) -> None:
@@ -205,6 +196,5 @@ def _check_lengths(columns: Mapping[str, Ragged]) -> None:
         if len(wrong):
             row = int(wrong[0])
             raise ValueError(
-                f"column {name!r}, row {row}: {ragged.lengths[row]} items, but {main!r} has {expected[row]} there. "
-                f"Make them equally long or remove {name!r}."
+                f"column {name!r}, row {row}: {ragged.lengths[row]} items, but {main!r} has {expected[row]}. Correct or remove it."
             )

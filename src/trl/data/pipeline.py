@@ -239,9 +239,7 @@ def first_row(dataset: Any, name: str, expected: str) -> Mapping[str, Any]:
     """
     for row in dataset:
         return row
-    raise ValueError(
-        f"{name} dataset: no rows, expected at least one with {expected}. Check its file and filters."
-    )
+    raise ValueError(f"{name} dataset: no rows, expected {expected}. Check its file and filters.")
 
 
 def prepare_rows(

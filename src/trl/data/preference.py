@@ -350,9 +350,7 @@ def tokenize_preference_row(
     """
     tokenizer = text_tokenizer(processing_class)
     if tokenizer.eos_token_id is None:
-        raise ValueError(
-            "the tokenizer has no eos token, expected one to close the completions with. Set tokenizer.eos_token."
-        )
+        raise ValueError("the tokenizer has no eos token to close completions. Set tokenizer.eos_token.")
     prompt, chosen, rejected = encode(tokenizer, [features[key] for key in ("prompt", *SIDES)])
     eos = [tokenizer.eos_token_id]
     if add_special_tokens:

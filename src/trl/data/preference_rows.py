@@ -111,9 +111,7 @@ class PairReader:
             place, (first, last) = self.place(index, side), (messages[0]["role"], messages[-1]["role"])
             if pair.prompt.messages and first in NOT_ANSWERING:
                 remedy = "Put what comes before the assistant's answer into the prompt."
-                raise place.error(
-                    f"the answer begins with a message of role {first!r}", "the assistant's", remedy
-                )
+                raise place.error(f"the answer begins with the role {first!r}", "the assistant's", remedy)
             if last in NOT_ENDING:
                 remedy = "Remove what comes after the answer, or filter the row out."
                 raise place.error(f"the last message has the role {last!r}", "the assistant's", remedy)
@@ -134,9 +132,7 @@ class PairReader:
             return Pair("", chosen, rejected)
         split = extract_prompt({"chosen": chosen, "rejected": rejected})
         if not split["prompt"]:
-            raise self._unshared(
-                index, f"{chosen[:20]!r}... and 'rejected' {rejected[:20]!r}... begin differently"
-            )
+            raise self._unshared(index, f"{chosen[:20]!r} and 'rejected' {rejected[:20]!r} begin differently")
         return Pair(split["prompt"], split["chosen"], split["rejected"])
 
     def _chats(self, row: dict[str, Any], index: int) -> Pair:
@@ -168,9 +164,7 @@ class PairReader:
         """A prompt of text beside conversations must be one that they begin with."""
         texts = [text for text in map(_text_of, shared) if text]
         if not any(text in prompt or prompt.strip() in text for text in texts):
-            given = (
-                f"{prompt[:40]!r} is not what the conversations in 'chosen' and 'rejected' both begin with"
-            )
+            given = f"{prompt[:40]!r} is not what the conversations begin with"
             remedy = 'Write it as messages ([{"role": "user", "content": ...}]), or remove the column.'
             raise self.place(index, "prompt").error(given, "their prompt", remedy)
 
@@ -293,8 +287,7 @@ class PairLengths:
         limit, most = self.max_prompt_length, self.max_length
         if limit is not None and most is not None and limit >= most:
             raise ValueError(
-                f"max_prompt_length {limit} leaves no token of max_length {most} for a completion, expected less. Lower "
-                "max_prompt_length, or raise max_length."
+                f"max_prompt_length {limit} leaves no token of max_length {most} for a completion. Lower it, or raise max_length."
             )
 
 

@@ -77,9 +77,7 @@ def check_kind(dataset: Any, argument: str) -> None:
         remedy = "Make one with Dataset.from_list(rows)."
     elif isinstance(dataset, str):
         remedy = f"Load it first, for example with load_dataset({dataset!r}, split='train')."
-    raise TypeError(
-        f"{argument} must be a datasets.Dataset or IterableDataset, got a {type(dataset).__name__}. {remedy}"
-    )
+    raise TypeError(f"{argument} must be a (Iterable)Dataset, got {type(dataset).__name__}. {remedy}")
 
 
 @dataclass

@@ -68,22 +68,15 @@ def prompt_tokenizer(
     """
     columns, is_given = dataset.column_names, PROMPT_IDS in dataset.column_names
     if not is_given and "prompt" not in columns:
-        raise ValueError(
-            f"{name} dataset has columns {columns}, expected 'prompt' (text or messages) or 'input_ids'. Rename the column "
-            "that holds the prompts."
-        )
+        raise ValueError(f"{name} dataset has columns {columns}, expected 'prompt' or 'input_ids'.")
     row = maybe_convert_to_chatml(dict(first_row(dataset.with_format(None), name, "a prompt")))
     is_chat = is_list_of_dicts_with(row.get("prompt"), "role")
     if settings.tools and (is_given or not is_chat):
         raise ValueError(
-            f"{name} dataset has prompts without messages (columns {columns}), but only a chat template shows tools to the "
-            'model. Write prompts as [{"role": "user", "content": ...}], or leave tools out.'
+            f'{name} dataset: tools need prompts of messages, [{{"role": "user", "content": ...}}]. Write them so, or leave tools out.'
         )
     if settings.tools and "tools" in columns:
-        raise ValueError(
-            f"{name} dataset has a column 'tools', and the trainer has tools, expected one of them. Remove the column: only "
-            "the trainer's tools are called."
-        )
+        raise ValueError(f"{name} dataset has a column 'tools', beside the trainer's own. Remove the column.")
     if is_chat:
         check_tokenizer(dataset, processing_class, Place(name, 0, "prompt"), is_chat=True, needs_eos=False)
     settings = replace(settings, num_proc=None)  # no part of the cache key
@@ -147,9 +140,7 @@ def check_prompt_ids(prompt: list[int], settings: PromptPreparation, place: Plac
     check_ids(prompt, Vocabulary(settings.vocabulary or 2**31, "the model's vocabulary"), place)
     if longest is not None and len(prompt) > longest:
         expected = f"at most {longest}: the completion needs room in the model's context, too"
-        raise place.error(
-            f"a prompt of {len(prompt)} tokens", expected, "Shorten or filter out such prompts."
-        )
+        raise place.error(f"a prompt of {len(prompt)} tokens", expected, "Shorten or filter such prompts.")
 
 
 class PromptSets:
@@ -187,10 +178,7 @@ class PromptSets:
             dataset = Dataset.from_list(dataset)
         if not isinstance(dataset, Dataset):
             given = "None" if dataset is None else f"of type {type(dataset).__name__}"
-            raise TypeError(
-                f"{name} dataset is {given}, expected a stored datasets.Dataset with a column 'prompt' (GRPO and RLOO also "
-                "train on a datasets.IterableDataset). Load it without streaming, or use Dataset.from_list(rows)."
-            )
+            raise TypeError(f"{name} dataset is {given}, expected a Dataset. Use Dataset.from_list(rows).")
         with PartialState().main_process_first():
             prepared = self.prepared(dataset, name)
         self._warn_of_short_room(prepared, name)
@@ -204,10 +192,7 @@ class PromptSets:
         Raises: ValueError for images, and what `__call__` raises for the first rows.
         """
         if has_images(dataset):
-            raise ValueError(
-                "train dataset is a stream with a column of images, expected a stored datasets.Dataset: they are found again by the "
-                "number of their row. Load it without streaming."
-            )
+            raise ValueError("train dataset is a stream with images, expected a Dataset. Do not stream it.")
         head = _stored(dataset.take(STREAM_BATCH))
         prepared = self(head, "train")
         tokenize = prompt_tokenizer(head, self.processing_class, self.settings, name="train")
@@ -236,10 +221,14 @@ class PromptSets:
         short = sum(len(ids) > self.context_length - self._room for ids in dataset[PROMPT_IDS])
         if short:
             logger.warning(
-                "%s dataset: %d of %d prompts leave less than %s=%d tokens, so their completions will be truncated (context length "
-                "%d). Shorten the prompts, or lower %s.",
-                name, short, len(dataset), self._name, self._room, self.context_length, self._name,
-            )  # fmt: skip
+                "%s dataset: %d of %d prompts leave less than %s=%d tokens of the context length %d to completions.",
+                name,
+                short,
+                len(dataset),
+                self._name,
+                self._room,
+                self.context_length,
+            )
 
 
 def _stored(stream: IterableDataset) -> Dataset:

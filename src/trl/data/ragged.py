@@ -64,9 +64,7 @@ def read_ragged(column: pa.ChunkedArray, name: str) -> Ragged:
         column = column.cast(pa.large_list(column.type.value_type))
     if column.null_count:
         row = pc.index(column.is_null(), True).as_py()
-        raise ValueError(
-            f"column {name!r}, row {row}: None, expected a list. Fill it or filter the {column.null_count} such rows."
-        )
+        raise ValueError(f"column {name!r}, row {row} ({column.null_count} rows): None, expected a list.")
     parts = [_flat_values(chunk, name) for chunk in column.chunks]
     if not parts:
         parts = [np.empty(0, dtype=column.type.value_type.to_pandas_dtype())]
@@ -123,10 +121,7 @@ def _flat_values(chunk: pa.Array, name: str) -> np.ndarray:
     offsets = _offsets(chunk)
     values = chunk.values.slice(offsets[0], offsets[-1] - offsets[0])  # type: ignore[attr-defined]
     if values.null_count:
-        raise ValueError(
-            f"column {name!r} has {values.null_count} missing items (None) inside its lists, expected numbers. "
-            "Tokenize again or filter these rows."
-        )
+        raise ValueError(f"column {name!r} has {values.null_count} items that are None. Filter them.")
     return values.to_numpy(zero_copy_only=False)
 
 
@@ -240,8 +235,7 @@ def _cut_row(row: dict[str, Any], max_length: int, keep_end: bool) -> dict[str, 
 def _refuse_packed(columns: Container[str], longest: int, max_length: int) -> None:
     if "seq_lengths" in columns:
         raise ValueError(
-            f"a packed row has {longest} tokens, more than max_length {max_length}: its sequences would be cut. Truncate before "
-            "packing, or raise max_length."
+            f"a packed row has {longest} tokens, more than max_length {max_length}. Truncate before packing, or raise it."
         )
 
 
@@ -259,8 +253,7 @@ def truncate_with_protected_tokens(
     room = target_length - sum(token in protected for token in ids)
     if room < 0:
         raise ValueError(
-            f"target_length {target_length} must be at least the number of protected tokens, "
-            f"{target_length - room}. Raise it, or protect fewer tokens."
+            f"target_length must be at least {target_length - room}, the protected tokens, got {target_length}."
         )
     others = [position for position, token in enumerate(ids) if token not in protected]
     dropped = set(others[: max(len(others) - room, 0)])

@@ -51,16 +51,11 @@ def read_tools(tools: Any) -> list[dict | Callable] | None:
     if tools is None:
         return None
     if not isinstance(tools, list | tuple):
-        raise TypeError(
-            f"tools is a {type(tools).__name__}, expected a list of JSON schemas or functions. Put it in a list."
-        )
+        raise TypeError(f"tools must be a list of JSON schemas or functions, got {type(tools).__name__}.")
     found = [_parsed(tool) for tool in tools]
     for tool in found:
         if not isinstance(tool, Mapping) and not callable(tool):
-            raise TypeError(
-                f"tools holds a {type(tool).__name__}, expected JSON schemas (dicts) or functions. "
-                "Write each tool as a JSON schema."
-            )
+            raise TypeError(f"tools must be JSON schemas (dicts) or functions, got {type(tool).__name__}.")
     return [remove_none_values(tool) if isinstance(tool, Mapping) else tool for tool in found] or None
 
 
@@ -68,10 +63,7 @@ def _parsed(value: Any) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"tools is a string that is not JSON ({error}), expected a JSON list of schemas. "
-            "Write it with json.dumps, or give a list."
-        ) from error
+        raise ValueError(f"tools must be a list of schemas, or its JSON, got a string ({error}).") from error
 
 
 def render(
@@ -159,8 +151,6 @@ def split_rendering(
     closed = render(processing_class, prompt) if opens_for_generation(prompt.messages) else opened
     if not joint.startswith(closed):
         raise TemplateRefusal(
-            "the chat template renders the prompt differently once the completion follows (first difference at "
-            f"character {cut}: {closed[cut : cut + 20]!r} became {joint[cut : cut + 20]!r}). Use a prefix-preserving "
-            "template (trl.chat_template_utils.get_training_chat_template knows some)."
+            f"the chat template renders the prompt differently once the completion follows ({closed[cut : cut + 20]!r} became {joint[cut : cut + 20]!r}). Use one of get_training_chat_template."
         )
     return joint[:cut], joint[cut:]

@@ -59,9 +59,7 @@ def load_source(
         data_files = {"train": str(place)}
     files = _local_files(place, data_files)
     if empty := [file for file in files if file.stat().st_size == 0]:
-        raise ValueError(
-            f"{str(empty[0])!r} is empty, expected at least one row. Write the rows or leave it out."
-        )
+        raise ValueError(f"{str(empty[0])!r} is empty, expected at least one row.")
     if not all(_is_utf8(file, most=STREAM_CHECKED if streaming else None) for file in files):
         _refuse_broken_lines(files)
     builder, options = str(place), {"data_files": data_files, "data_dir": data_dir, "streaming": streaming}
@@ -69,9 +67,7 @@ def load_source(
     if place.is_file():
         builder = BUILDERS.get(place.suffix.lower(), "")
         if not builder:
-            raise ValueError(
-                f"{path!r} has the extension {place.suffix!r}, known are {', '.join(BUILDERS)}. Convert it to one of these."
-            )
+            raise ValueError(f"{path!r} must end with {', '.join(BUILDERS)}, got {place.suffix!r}.")
     elif not place.is_dir():
         if is_path:
             raise _not_found(path, "nothing is there")
@@ -85,9 +81,7 @@ def load_source(
         raise _not_found(path, str(error)) from error
     except (DatasetGenerationError, pa.ArrowInvalid) as error:
         _refuse_broken_lines(files)
-        raise ValueError(
-            f"{path!r} could not be read: {error.__cause__ or error} Repair the file."
-        ) from error
+        raise ValueError(f"{path!r} could not be read: {error.__cause__ or error} Repair it.") from error
     except ValueError as error:
         if split is None or not str(error).startswith(("Unknown split", "Bad split")):
             raise
@@ -105,9 +99,7 @@ def _load_saved(folder: Path, streaming: bool) -> DatasetDict | IterableDatasetD
 
 def _not_found(path: str, reason: str) -> FileNotFoundError:
     return FileNotFoundError(
-        f"{path!r} was not found (looked at {Path(path).expanduser().absolute()}, then on the hub unless it is a path): "
-        f"{reason}. Give a {', '.join(BUILDERS)} file, a folder of such files, a folder that save_to_disk wrote, or the "
-        "name of a data set that can be reached on the hub."
+        f"{path!r} was not found (at {Path(path).expanduser().absolute()}, or on the hub): {reason}. Give a {', '.join(BUILDERS)} file, a folder of them, a saved data set, or a name on the hub."
     )
 
 
@@ -181,18 +173,12 @@ def _fault(file: Path) -> tuple[int, str] | None:
 class DatasetConfig:
     """One source of a mixture: what `datasets.load_dataset` takes, and the columns to keep."""
 
-    path: str = field(
-        metadata={"help": "File (.json, .jsonl, .parquet, .csv), folder, or name of a data set on the hub."}
-    )
+    path: str = field(metadata={"help": "File (.json, .jsonl, .parquet, .csv), folder, or name on the hub."})
     name: str | None = option(None, "Configuration of the data set, where it has several.")
     data_dir: str | None = option(None, "Folder within the data set to read from.")
-    data_files: str | list[str] | dict[str, str] | None = option(
-        None, "Files within the data set to read: one, several, or several by split."
-    )
+    data_files: str | list[str] | dict[str, str] | None = option(None, "Files to read, or files by split.")
     split: str = option("train", "Split to take; slices such as train[:10%] are understood.")
-    columns: list[str] | None = option(
-        None, "Columns to keep, all of them by default. All sources must end with the same."
-    )
+    columns: list[str] | None = option(None, "Columns to keep, the same in all sources. None: all.")
 
 
 @dataclass
@@ -203,28 +189,18 @@ class DatasetMixtureConfig:
         share in (0, 1) nor a number of rows.
     """
 
-    datasets: list[DatasetConfig] = option(
-        [], "Sources, laid one after another. In a config file each is a mapping with at least `path`."
-    )
+    datasets: list[DatasetConfig] = option([], "Sources, joined; in a config file mappings with a `path`.")
     streaming: bool = option(False, "Whether to read rows as they are needed instead of all at once.")
-    test_split_size: float | None = option(
-        None,
-        "Share of all rows, in (0, 1), or number of rows, drawn into a `test` split. None makes no such split.",
-    )
+    test_split_size: float | None = option(None, "Share in (0, 1), or number, of the rows of a `test` split.")
 
     def __post_init__(self) -> None:
         read_text_values(self)
         self.datasets = [_read_config(index, source) for index, source in enumerate(self.datasets or [])]
         size = self.test_split_size
         if size is not None and not (0 < size < 1 or (size >= 1 and size == int(size))):
-            raise ValueError(
-                f"test_split_size must be a share in (0, 1) or a whole number of rows, got {size}. Use None for no split."
-            )
+            raise ValueError(f"test_split_size must be a share in (0, 1), a row count or None, got {size}.")
         if self.test_split_size is not None and self.streaming:
-            raise ValueError(
-                f"test_split_size is {self.test_split_size} with streaming=True, but a stream has no known length to share "
-                "out. Give a source with its own test split, or set streaming=False."
-            )
+            raise ValueError(f"test_split_size={size} does not work with streaming=True.")
 
 
 def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
@@ -243,8 +219,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
     for source, own in zip(sources, columns, strict=True):
         if own != columns[0]:
             raise ValueError(
-                f"{sources[0].path!r} has the columns {columns[0]}, but {source.path!r} has {own}: a mixture needs the same in "
-                "all. Choose common ones with `columns`, or rename."
+                f"{sources[0].path!r} has the columns {columns[0]}, {source.path!r} {own}: choose common ones with `columns`."
             )
     combined = concatenate_datasets(parts)
     if mixture_config.streaming:
@@ -252,9 +227,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
     if size is None:
         return DatasetDict({"train": combined})
     if size >= len(combined):
-        raise ValueError(
-            f"test_split_size is {int(size)} rows and the mixture has {len(combined)}, expected fewer. Lower it, or give a share."
-        )
+        raise ValueError(f"test_split_size={int(size)} must be less than the mixture's {len(combined)} rows.")
     return combined.train_test_split(test_size=int(size) if size >= 1 else size, seed=SPLIT_SEED)
 
 
@@ -263,9 +236,7 @@ def _read_config(index: int, source: DatasetConfig | Mapping[str, Any]) -> Datas
         return source
     place, known = f"datasets[{index}]", [item.name for item in fields(DatasetConfig)]
     if not isinstance(source, Mapping):
-        raise TypeError(
-            f"{place} is {source!r}, expected a mapping with at least `path`. Write `- path: ...`."
-        )
+        raise TypeError(f"{place} must be a mapping with at least `path`, got {source!r}.")
     for key in (key for key in source if key not in known):
         near = difflib.get_close_matches(str(key), known, n=1)
         hint = f"Did you mean {near[0]!r}?" if near else "Remove it."

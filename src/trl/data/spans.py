@@ -177,9 +177,7 @@ def _with_next_stop_token(
 
 def _unproven(turn: int, reason: str) -> TemplateRefusal:
     return TemplateRefusal(
-        f"message {turn}: the assistant's tokens cannot be told apart, because {reason}. Add {{% generation %}} marks "
-        "to the chat template (trl.chat_template_utils.get_training_chat_template has marked ones), or use "
-        "prompt-completion rows."
+        f"message {turn}: the assistant's tokens cannot be told apart, because {reason}. Add {{% generation %}} marks to the chat template (get_training_chat_template), or use prompt-completion rows."
     )
 
 

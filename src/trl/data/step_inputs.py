@@ -66,23 +66,18 @@ def token_row(
     Raises: TypeError or ValueError for what is no row of at least one integer, all of them below `vocabulary`.
     """
     if not isinstance(row, (Tensor, np.ndarray, list, tuple)):
-        raise TypeError(
-            f"{name} must be a tensor of token ids, got {type(row).__name__}. Tokenise texts first."
-        )
+        raise TypeError(f"{name} must be a tensor of token ids, got {type(row).__name__}. Tokenize texts.")
     ids = torch.as_tensor(row)
     ids = ids[0] if ids.ndim == 2 and len(ids) == 1 else ids
     if ids.ndim != 1:
-        raise ValueError(
-            f"{name} must have one dimension, got shape {tuple(ids.shape)}. Give one tensor per row."
-        )
+        raise ValueError(f"{name} must have one dimension, got shape {tuple(ids.shape)}.")
     if not len(ids):
         raise ValueError(f"{name} is empty, expected at least 1 token. Leave the row out.")
     if ids.is_floating_point() or (ids.dtype == torch.bool and not is_mask):
         raise TypeError(f"{name} must hold token ids (integers), got {ids.dtype}. Convert it with .long().")
     if vocabulary is not None and (int(ids.min()) < 0 or int(ids.max()) >= vocabulary):
         raise ValueError(
-            f"{name} has token ids from {int(ids.min())} to {int(ids.max())}, the model has 0 to {vocabulary - 1}. Use the "
-            "model's own tokenizer."
+            f"{name} must have ids from 0 to {vocabulary - 1}, got {int(ids.min())} to {int(ids.max())}. Use the model's tokenizer."
         )
     return ids.detach().to(device, torch.int64)
 
@@ -105,13 +100,10 @@ def check_step_inputs(
     """
     for name, rows in (("queries", queries), ("responses", responses), ("response_masks", masks)):
         if rows is not None and not isinstance(rows, (list, tuple)):
-            raise TypeError(
-                f"{name} must be a list of tensors, got {type(rows).__name__}. Use list(tensor) for one."
-            )
+            raise TypeError(f"{name} must be a list of tensors, got {type(rows).__name__}. Use list(tensor).")
         if rows is not None and len(rows) != batch_size:
             raise ValueError(
-                f"{name} must be batch_size={batch_size} tensors, got {len(rows)}. Use drop_last=True in a loader, or set "
-                "PPOConfig.batch_size."
+                f"{name} must be batch_size={batch_size} tensors, got {len(rows)}. Use drop_last=True, or set batch_size."
             )
     found = []
     for index, (query, answer) in enumerate(zip(queries, responses, strict=True)):
@@ -121,20 +113,15 @@ def check_step_inputs(
         if limits.start is not None and answer[0] == limits.start:
             answer, mask = answer[1:], mask[1:]
         if not mask.any():
-            raise ValueError(
-                f"response_masks[{index}] is 0 everywhere behind the start token, expected at least one 1. Leave the row out."
-            )
+            raise ValueError(f"response_masks[{index}] must have a 1 behind the start token.")
         length = len(query) + len(answer) if limits.start is None else max(len(query), len(answer))
         if limits.context_length is not None and length > limits.context_length:
             raise ValueError(
-                f"queries[{index}] and responses[{index}] have {len(query)} and {len(answer)} tokens, the context length is "
-                f"{limits.context_length}. Truncate the query, or generate fewer tokens."
+                f"queries[{index}] and responses[{index}] have {length} tokens, the context length is {limits.context_length}."
             )
         found.append((query, answer, mask))
     if sum(int(mask.sum()) for _, _, mask in found) < 2:
-        raise ValueError(
-            "responses must have at least 2 tokens together, got 1: advantages are whitened over a batch. Raise batch_size."
-        )
+        raise ValueError("responses must have at least 2 tokens together, got 1. Raise batch_size.")
     found_queries, answers, kept = map(list, zip(*found, strict=True))
     return StepInputs(found_queries, answers, kept, _scores(scores, len(found), device))
 
@@ -151,8 +138,7 @@ def check_queries(queries: Any, limits: TokenLimits) -> list[Tensor]:
         room = 0 if limits.start is not None else 1
         if limits.context_length is not None and len(query) + room > limits.context_length:
             raise ValueError(
-                f"queries[{index}] has {len(query)} tokens, the context length is {limits.context_length}"
-                f"{' and must leave room for a response' if room else ''}. Truncate the query."
+                f"queries[{index}] has {len(query)} tokens, the context length is {limits.context_length}. Truncate it."
             )
         found.append(query)
     return found
@@ -168,17 +154,11 @@ def _scores(scores: Any, count: int, device: torch.device) -> Tensor:
             raise TypeError(f"scores[{index}] must be a tensor or a number, got {type(score).__name__}.")
         tensor = torch.as_tensor(score)
         if tensor.ndim > 1 or tensor.numel() != 1:
-            raise ValueError(
-                f"scores[{index}] must be one number, of shape () or (1,), got a tensor of shape {tuple(tensor.shape)}. Take "
-                "one label's score, a mean, or score.squeeze()."
-            )
+            raise ValueError(f"scores[{index}] must be one number, got shape {tuple(tensor.shape)}.")
         found.append(tensor.detach().reshape(()).to(device, torch.float32))
     table = torch.stack(found)
     if wrong := (~torch.isfinite(table)).nonzero()[:, 0].tolist():
-        raise ValueError(
-            f"scores must be finite, got {table[wrong[0]].item()} in row {wrong[0]} (rows {wrong}). Check the reward, or leave "
-            "those responses out."
-        )
+        raise ValueError(f"scores must be finite, got {table[wrong[0]].item()} (rows {wrong}).")
     return table
 
 
@@ -186,9 +166,7 @@ def _mask(name: str, row: Any, response: Tensor) -> Tensor:
     """The mask of a response, ones where none is given."""
     mask = torch.ones_like(response) if row is None else torch.as_tensor(row).flatten()
     if len(mask) != len(response):
-        raise ValueError(
-            f"{name} must have one entry per token of its response ({len(response)}), got {len(mask)}."
-        )
+        raise ValueError(f"{name} must have an entry for each of {len(response)} tokens, got {len(mask)}.")
     if not ((mask == 0) | (mask == 1)).all():
         raise ValueError(f"{name} must be 0 or 1, got {sorted(set(mask.tolist()))}.")
     return mask.detach().to(response.device, torch.int64)
@@ -226,9 +204,7 @@ class StepRows:
         else:
             ids, name, targets = self._read("texts", texts), "texts_labels", texts_labels
         if targets is None and self.is_encoder_decoder:
-            raise ValueError(
-                f"step of an encoder-decoder needs {name}, got None. Give what the decoder is to write for each row."
-            )
+            raise ValueError(f"step of an encoder-decoder needs {name}: what the decoder is to write.")
         targets = ids if targets is None else self._read(name, targets, len(ids))
         masks = [None] * len(ids)
         if attention_mask is not None:
@@ -258,10 +234,7 @@ class StepRows:
         others = {"attention_mask": mask, name: None if self.is_encoder_decoder else target}
         for other, values in others.items():
             if values is not None and len(values) != len(row):
-                raise ValueError(
-                    f"{other}[{number}] has {len(values)} values for {len(row)} tokens, expected one for each (-100 where "
-                    "nothing is trained)."
-                )
+                raise ValueError(f"{other}[{number}] must have {len(row)} values, got {len(values)}.")
         if mask is not None:
             target = target if self.is_encoder_decoder else target[mask != 0]
             row = row[mask != 0]
@@ -270,10 +243,7 @@ class StepRows:
         if not (own != IGNORED).any():
             was_cut = len(target) > len(labels)
             cut = f" after it was cut from {len(target)} to {len(labels)}" if was_cut else ""
-            raise ValueError(
-                f"row {number} has no trained token{cut}, expected at least 1. Leave it out, or change its labels or "
-                "max_length."
-            )
+            raise ValueError(f"row {number} has no trained token{cut}. Change labels, or raise max_length.")
         return {"input_ids": self._cut(row), "labels": labels}
 
     def _cut(self, row: Tensor) -> Tensor:
@@ -371,10 +341,7 @@ def make_loader(
     Raises: TypeError for a data set without rows by number, ValueError for fewer rows than a batch.
     """
     if isinstance(dataset, dict) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise TypeError(
-            f"dataset must have a length and rows by number, got {type(dataset).__name__}. Take one split of a DatasetDict, or "
-            "bring a loader of your own for a stream."
-        )
+        raise TypeError(f"dataset must have a length and rows by number, got {type(dataset).__name__}.")
     if isinstance(dataset, datasets.Dataset) and keep is not None:
         dataset = _with_used_columns(dataset, keep)
     shares = ShuffledShares(
@@ -385,10 +352,7 @@ def make_loader(
         processes=accelerator.num_processes,
     )
     if not shares.batches:
-        raise ValueError(
-            f"dataset must have at least batch_size * processes = {batch_size} * {accelerator.num_processes} rows, got "
-            f"{len(dataset)}. Lower batch_size, or add rows."
-        )
+        raise ValueError(f"dataset must have batch_size * processes rows at least, got {len(dataset)}.")
     return QueryLoader(dataset, shares, collate_fn=collate_fn or lists_of_columns, device=accelerator.device)
 
 
@@ -414,10 +378,7 @@ def _with_used_columns(dataset: datasets.Dataset, model: Any) -> datasets.Datase
     used = {*inspect.signature(core.forward).parameters, *_OWN_COLUMNS}
     unused = [name for name in dataset.column_names if name not in used]
     if len(unused) == len(dataset.column_names):
-        raise ValueError(
-            f"dataset has no column that is used: it has {unused}, allowed are 'query', 'response', 'label' and those that "
-            "the model takes ('input_ids'). Rename a column, or set remove_unused_columns=False."
-        )
+        raise ValueError(f"dataset has no used column, only {unused}. Or set remove_unused_columns=False.")
     if unused:
         logger.info("Columns %s of the dataset are left out (remove_unused_columns).", ", ".join(unused))
     return dataset.remove_columns(unused)

@@ -51,9 +51,7 @@ class StepwisePreparation(Preparation):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.step_separator, str):
-            raise TypeError(
-                f"step_separator must be a string, got {self.step_separator!r}. Use '\\n', the default."
-            )
+            raise TypeError(f"step_separator must be a string, got {self.step_separator!r}.")
 
 
 @dataclass(frozen=True)
@@ -92,10 +90,7 @@ class StepwiseTokenizer(RowKind):
             tokenizer, [row["prompt"], settings.step_separator, *row["completions"]]
         )
         if not separator:
-            raise ValueError(
-                f"step_separator {settings.step_separator!r} has no token under this tokenizer, expected at least one: the "
-                "class of a step stands on it. Use '\\n', or a special token."
-            )
+            raise ValueError(f"step_separator {settings.step_separator!r} has no token, expected some.")
         completion = [token for step in steps for token in (*step, *separator)]
         classes = [IGNORED] * len(completion)
         ends = accumulate(len(step) + len(separator) for step in steps)
@@ -155,9 +150,7 @@ def _check_row(row: Mapping[str, Any], index: int, name: str) -> None:
         check_text(step, Place(name, index, f"completions[{number}]"))
     place = place._replace(column="labels")
     if not isinstance(labels, list | tuple):
-        raise place.mistyped(
-            labels, "a list with one true or false for each step", "Give each step its label."
-        )
+        raise place.mistyped(labels, "a list of true or false for each step", "Give each step its label.")
     if len(labels) != len(steps):
         given = f"{len(labels)} labels for {len(steps)} steps in 'completions'"
         raise place.error(given, "as many", "Give each step its label, or filter the row out.")

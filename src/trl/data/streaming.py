@@ -39,9 +39,7 @@ class RepeatedStream(IterableDataset):
             if not rows and worker is not None and worker.id > 0:
                 return  # a stream of fewer shards than workers leaves this one without rows
             if not rows:
-                raise ValueError(
-                    "the training stream has no row. Check the data set, its filters and its split."
-                )
+                raise ValueError("the training stream has no row. Check its filters and its split.")
             epoch += 1
 
 

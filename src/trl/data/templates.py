@@ -48,10 +48,7 @@ def apply_chat_template(
         key for key in example if key in {"messages", "prompt", "completion", "chosen", "rejected", "label"}
     }
     if columns not in APPLICABLE_TYPES:
-        raise KeyError(
-            f"columns {sorted(example)} are of no known type, expected one of "
-            f"{[sorted(known) for known in APPLICABLE_TYPES]}. Rename or remove columns."
-        )
+        raise KeyError(f"columns must be one of {[*map(sorted, APPLICABLE_TYPES)]}, got {sorted(example)}.")
     kwargs = {**remove_none_values(example.get("chat_template_kwargs") or {}), **template_kwargs}
     tools = read_tools(tools if tools is not None else example.get("tools"))
     turns = {key: remove_none_values(example[key]) for key in columns if key != "label"}
@@ -213,10 +210,7 @@ def add_response_schema(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokeniz
     """
     source = template_source(tokenizer)
     if "<|im_start|>" not in source or "<tool_call>" not in source:
-        raise ValueError(
-            "the chat template is not of a family whose answers can be parsed (known: Qwen2.5, Qwen3 and others that "
-            "write <|im_start|> turns and <tool_call> blocks). Set tokenizer.response_template yourself."
-        )
+        raise ValueError("only Qwen-style templates have a known schema. Set tokenizer.response_template.")
     tokenizer.response_template = QWEN_RESPONSE_TEMPLATE  # type: ignore[attr-defined]
     return tokenizer
 
@@ -229,9 +223,7 @@ def parse_response(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> dict:
     Raises: ValueError where the tokenizer has no rules to parse by.
     """
     if getattr(tokenizer, "response_template", None) is None:
-        raise ValueError(
-            "the tokenizer has no response template, expected rules to parse by. Call add_response_schema(tokenizer) first."
-        )
+        raise ValueError("the tokenizer has no response template. Call add_response_schema(tokenizer) first.")
     try:
         return tokenizer.parse_response(ids, prefix="")  # type: ignore[attr-defined, return-value]
     except (ValueError, KeyError, TypeError):  # the model wrote something that is not in the format

@@ -56,11 +56,6 @@ class SFTPreparation(Preparation):
         if self.packing and self.max_length is None:
             raise ValueError("packing=True with max_length=None, expected a length to fill. Set max_length.")
 
-    @property
-    def kept_length(self) -> int | None:
-        """The tokens that a row may keep; wrapped packing loses none."""
-        return None if self.packing and self.packing_strategy == "wrapped" else self.max_length
-
 
 def prepare_sft_dataset(
     dataset: AnyDataset, processing_class: ProcessingClass, settings: SFTPreparation
@@ -90,6 +85,7 @@ def prepare_sft_dataset(
     )
     place, is_text = Place(name, 0, row_type.columns[0]), row_type.kind == "text"
     check_tokenizer(dataset, processing_class, place, is_chat=row_type.is_chat, needs_eos=is_text)
+    loses_none = settings.packing and settings.packing_strategy == "wrapped"
     kind = SFTTokenizer(
         processing_class,
         row_type,
@@ -97,7 +93,7 @@ def prepare_sft_dataset(
         completion_mask=row_type.has_completion and settings.completion_only_loss is not False,
         assistant_masks=settings.assistant_only_loss,
         add_special_tokens=settings.add_special_tokens,
-        max_length=settings.kept_length,
+        max_length=None if loses_none else settings.max_length,
         keep_end=settings.keep_end,
         vocabulary=allowed_ids(processing_class, settings.vocab_size, given=is_given),
     )
@@ -128,9 +124,7 @@ def _formatted(dataset: Any, settings: SFTPreparation) -> tuple[Any, RowType, li
     row_type = sft_row_type(columns, row, text_field=settings.text_field, name=name)
     if row_type.has_completion and isinstance(row.get("label"), bool):
         logger.warning(
-            "%s dataset: the rows have a true-or-false 'label', as unpaired preferences do; SFT trains on all of them "
-            "alike. Filter the false ones, or train with KTOTrainer.",
-            name,
+            "%s dataset: SFT trains on rows with 'label' false too. Filter them, or use KTOTrainer.", name
         )
     return dataset, row_type, columns
 
@@ -188,10 +182,7 @@ class RowFormatter:
         outcome = f"returned {str(text)[:40]!r} of type {type(text).__name__}"
         if text is None and failure:
             outcome = f"raised {type(failure).__name__}: {failure}"
-        remedy = (
-            f"It takes a row, a dict of the columns {sorted(row)}, and returns its text; or a batch, a dict of lists, and "
-            "returns a list with one text per row."
-        )
+        remedy = f"It takes a row (columns {sorted(row)}) and returns its text, or a batch and returns a list of texts."
         place = Place(self.dataset_name, index, self.text_field)
         raise place.error(f"formatting_func {outcome}", "a string", remedy, TypeError) from failure
 

@@ -30,8 +30,7 @@ def with_eos(processing_class: ProcessingClass, eos_token: str | None) -> Proces
     if eos_token not in known:
         near = difflib.get_close_matches(eos_token, list(known), n=1)
         raise ValueError(
-            f"eos_token {eos_token!r} is not in the tokenizer's vocabulary, expected one of its tokens. Choose another, or "
-            f"add it with tokenizer.add_special_tokens first.{f' Did you mean {near[0]!r}?' if near else ''}"
+            f"eos_token {eos_token!r} is not in the vocabulary. Add it with tokenizer.add_special_tokens first.{f' Did you mean {near[0]!r}?' if near else ''}"
         )
     changed = copy.deepcopy(processing_class)
     text_tokenizer(changed).eos_token = eos_token
@@ -45,10 +44,7 @@ def read_text(
     text = check_text(row.get(place.column), place, may_be_empty=may_be_empty)
     image = getattr(processing_class, "image_token", None)
     if image and str(image) in text and isinstance(processing_class, ProcessorMixin):
-        raise ValueError(
-            f"{place}: the text holds the placeholder {str(image)!r}, but the rows have no images. Give them in a column "
-            "'images' or 'image', or remove it."
-        )
+        raise ValueError(f"{place}: the text holds {str(image)!r}, but there is no column 'images'.")
     return text
 
 

@@ -69,14 +69,10 @@ class UnpairedPreparation(PreferencePreparation):
         super().__post_init__()
         if self.mismatch_group is not None and self.mismatch_group < 2:
             raise ValueError(
-                f"per_device_train_batch_size must be at least 2 for loss_type='kto', got {self.mismatch_group}: the KL "
-                "estimate needs another row's completion from the same batch. Raise it (at least 4 is advised) and lower "
-                "gradient_accumulation_steps, or use loss_type='apo_zero_unpaired'."
+                f"per_device_train_batch_size must be at least 2 for loss_type='kto', got {self.mismatch_group}: the KL estimate needs other rows. Raise it, or use loss_type='apo_zero_unpaired'."
             )
         if self.max_length is not None and self.max_length < 3:
-            raise ValueError(
-                f"max_length must be >= 3, got {self.max_length}: a begin token, a trained token and an eos."
-            )
+            raise ValueError(f"max_length must be >= 3 (begin, one token, eos), got {self.max_length}.")
 
 
 def prepare_unpaired_dataset(
@@ -126,8 +122,7 @@ def prepare_unpaired_dataset(
         return rows, report
     if is_paired and group < 4:
         logger.warning(
-            "%s dataset: steps of %d rows have too few pairs for the KL estimate, which then uses the other completion of the "
-            "same pair. Raise per_device_train_batch_size to at least 4.",
+            "%s dataset: steps of %d rows have too few pairs for the KL estimate. Raise per_device_train_batch_size.",
             name,
             group,
         )
@@ -353,9 +348,7 @@ def _warn_of_balance(report: PreparationReport, settings: UnpairedPreparation) -
     name, good, bad = report.dataset_name, report.desirable_rows, report.undesirable_rows
     if not good or not bad:
         kind = "undesirable (label false)" if bad else "desirable (label true)"
-        logger.warning(
-            "%s dataset: all %d rows are %s; rows of both kinds teach more.", name, good + bad, kind
-        )
+        logger.warning("%s dataset: all %d rows are %s; both kinds teach more.", name, good + bad, kind)
     elif settings.weights is not None:
         weight, counterweight = settings.weights
         low, high = (bound * bad / good for bound in BALANCED)

@@ -245,9 +245,7 @@ def check_sft_settings(
         raise place.error(given, "'prompt' and 'completion' columns", remedy)
     if assistant_only_loss and not (row_type.is_chat or "assistant_masks" in masks):
         expected = "conversations, or tokens with 'assistant_masks'"
-        raise place.error(
-            "assistant_only_loss=True", expected, "Give them, or set assistant_only_loss=False."
-        )
+        raise place.error("assistant_only_loss=True", expected, "Or set assistant_only_loss=False.")
 
 
 def check_tokenizer(
@@ -288,8 +286,7 @@ def warn_of_unread_tools(
         given = dataset.with_format(None)["tools"] if is_stored else [next(iter(dataset)).get("tools")]
     if any(own and own not in ("[]", "null") for own in given):
         logger.warning(
-            "%s dataset: rows have tools that their prompts do not show, because %s. Choose a chat template that renders "
-            "'tools', or leave tools out.",
+            "%s dataset: the prompts do not show the rows' tools, because %s. Choose another chat template.",
             name,
             "the chat template reads none" if is_chat else "only conversations are rendered with tools",
         )

@@ -88,9 +88,7 @@ class Sampling:
         """Raise ValueError if there are settings that only transformers' logits processors apply."""
         if self.processors:
             given = ", ".join(f"{name}={value!r}" for name, value in self.processors)
-            raise ValueError(
-                f"{engine} does not support {given}. Take it out of generation_kwargs, or generate with transformers (use_vllm=False)."
-            )
+            raise ValueError(f"{engine} does not support {given} of generation_kwargs. Use use_vllm=False.")
 
     def updated(self, generation_kwargs: Mapping[str, Any] | Any | None) -> Sampling:
         """These settings overridden by a dict with the field names of transformers' `GenerationConfig`, or by such a config.
@@ -160,8 +158,7 @@ def _sampling_fields(generation_kwargs: Mapping[str, Any] | GenerationConfig) ->
     fields = {_FIELDS[name][0]: _FIELDS[name][1](given.pop(name)) for name in _FIELDS if name in given}
     if refused := [f"{name}={given[name]!r}" for name in unsupported_settings(given)]:
         raise ValueError(
-            f"generation_kwargs has {', '.join(sorted(refused))}, which rollouts do not support. Supported are "
-            f"{', '.join(sorted({*_FIELDS, *_PROCESSED}))}."
+            f"generation_kwargs has {', '.join(sorted(refused))}, which rollouts do not support. Supported are {', '.join(sorted({*_FIELDS, *_PROCESSED}))}."
         )
     processors = tuple(
         each for each in given.items() if each[0] in _PROCESSED and each not in _NEUTRAL.items()
@@ -233,19 +230,15 @@ def check_requests(
     found = [tuple(p.tolist() if isinstance(p, Tensor) else map(int, p)) for p in prompts]
     for index, prompt in enumerate(found):
         if not prompt:
-            raise ValueError(
-                f"prompts[{index}] is empty, expected at least one token, such as the bos token."
-            )
+            raise ValueError(f"prompts[{index}] is empty, expected a token, such as the bos token.")
         if context_length is not None and len(prompt) + room > context_length:
             wanted = " and must leave room for a completion" if room else ""
             raise ValueError(
-                f"prompts[{index}] has {len(prompt)} tokens, the model's context length is {context_length}{wanted}. Truncate the "
-                "prompt."
+                f"prompts[{index}] has {len(prompt)} tokens, the context length is {context_length}{wanted}. Truncate it."
             )
         if min(prompt) < 0 or (vocabulary is not None and max(prompt) >= vocabulary):
             raise ValueError(
-                f"prompts[{index}] has token ids from {min(prompt)} to {max(prompt)}, the model has 0 to {(vocabulary or 0) - 1}. Use "
-                "the model's own tokenizer, and no -100."
+                f"prompts[{index}] has ids from {min(prompt)} to {max(prompt)}, the model 0 to {(vocabulary or 0) - 1}."
             )
     names = list(range(len(found))) if streams is None else [int(stream) for stream in streams]
     if len(names) != len(found):
@@ -270,8 +263,7 @@ def completion_limits(
         limit = min(rooms if new_tokens is None else [new_tokens, *rooms])
         if limit < 1:
             raise ValueError(
-                f"prompts[{index}] has {start} tokens, max_length is {sampling.max_length} and must leave room for a completion. Use "
-                "max_new_tokens, or truncate the prompt."
+                f"prompts[{index}] has {start} tokens, which max_length={sampling.max_length} includes. Use max_new_tokens."
             )
         limits.append(limit if own is None else min(limit, own[index]))
     return limits

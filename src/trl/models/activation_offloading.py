@@ -209,7 +209,6 @@ def get_act_offloading_ctx_manager(
         head.register_forward_hook(lambda *_: blocks.pop().__exit__(), always_call=True)
     elif warn_if_no_head:
         logger.warning(
-            "%s has no known output head, so its activations are offloaded too: slower, same gradients.",
-            type(model).__name__,
+            "%s has no known output head: its activations are offloaded too.", type(model).__name__
         )
     return context

@@ -55,9 +55,7 @@ def deepspeed_config(state: Any) -> dict[str, Any]:
     """A copy of the run's DeepSpeed config."""
     plugin = state.deepspeed_plugin
     if plugin is None:
-        raise ValueError(
-            "prepare_deepspeed needs a run under DeepSpeed. Launch with a DeepSpeed accelerate config."
-        )
+        raise ValueError("prepare_deepspeed needs a run under DeepSpeed. Launch with its accelerate config.")
     return copy.deepcopy(plugin.deepspeed_config)
 
 

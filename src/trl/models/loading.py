@@ -51,10 +51,7 @@ def create_model_from_path(model_id: str, architecture: Any | None = None, **kwa
         raise ValueError(f"dtype={kwargs['dtype']!r} and torch_dtype={older!r} disagree. Give `dtype` alone.")
     kwargs["dtype"], device_map = dtype, kwargs.get("device_map")
     if device_map in _SPREADING_DEVICE_MAPS and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            f"device_map={device_map!r} spreads one model over all devices, which several processes cannot share. Leave "
-            "device_map out: each process then holds the model on its own device."
-        )
+        raise ValueError(f"device_map={device_map!r} cannot be used by several processes. Leave it out.")
     _check_local_path(model_id)
     with loading_from_hub(model_id, "model"):
         folder = Path(model_id)
@@ -63,9 +60,7 @@ def create_model_from_path(model_id: str, architecture: Any | None = None, **kwa
             return _load_adapter(model_id, architecture, kwargs)
         elsewhere = any(kwargs.get(key) is not None for key in ("config", "subfolder", "gguf_file"))
         if folder.is_dir() and not (has_config or elsewhere):
-            raise FileNotFoundError(
-                f"'{model_id}' has no config.json. Give a folder that a model was saved in."
-            )
+            raise FileNotFoundError(f"'{model_id}' has no config.json, expected a saved model.")
         allows_missing = kwargs.pop("allow_missing_weights", False)
         if kwargs.get("quantization_config") is not None and "device_map" not in kwargs:
             kwargs["device_map"] = get_kbit_device_map()
@@ -77,17 +72,13 @@ def create_model_from_path(model_id: str, architecture: Any | None = None, **kwa
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise FileNotFoundError(
-                f"'{model_id}' could not be loaded ({_first_line(error)}). Check the name or path."
-            ) from error
+            raise FileNotFoundError(f"'{model_id}' could not be loaded: {_first_line(error)}.") from error
         # A classification head may be new.
         required = f"{model.base_model_prefix}." if "Classification" in type(model).__name__ else ""
         lacking = sorted(name for name in info["missing_keys"] if name.startswith(required))
         if lacking and not allows_missing:
             raise ValueError(
-                f"the files of '{model_id}' lack {len(lacking)} weights of {type(model).__name__} ({', '.join(lacking[:3])}), "
-                "which would start at random. Use a whole checkpoint, or allow it with "
-                "model_init_kwargs={'allow_missing_weights': True}."
+                f"'{model_id}' lacks {len(lacking)} weights of {type(model).__name__} ({', '.join(lacking[:3])}), which would be random. Or set model_init_kwargs={{'allow_missing_weights': True}}."
             )
         return model
 
@@ -108,8 +99,7 @@ def load_saved_weights(model: PreTrainedModel, folder: str) -> None:
     saved, info = loaded
     if lost := sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]])):
         raise ValueError(
-            f"'{folder}' lacks {len(lost)} weights of this {type(model).__name__} ({lost[0]}, ...), expected all. Resume with "
-            "the model that was trained there."
+            f"'{folder}' lacks {len(lost)} weights of {type(model).__name__} ({lost[0]}, ...). Resume with the trained model."
         )
     model.load_state_dict(saved.state_dict())
 
@@ -125,9 +115,7 @@ def load_processing_class(
     """The processor or tokenizer saved with a model, with `apply_special_tokens` done."""
     path = model_or_path if isinstance(model_or_path, str) else get_config_model_id(model_or_path.config)
     if not path:
-        raise ValueError(
-            "The model was built from a config and has no name to find its tokenizer by. Pass `processing_class`."
-        )
+        raise ValueError("The model has no name to find its tokenizer by. Pass `processing_class`.")
     _check_local_path(path)
     options = {"revision": revision} if revision else {}
     with loading_from_hub(path, "tokenizer"):
@@ -135,8 +123,7 @@ def load_processing_class(
             loaded = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code, **options)
         except (OSError, ValueError) as error:
             raise FileNotFoundError(
-                f"No tokenizer or processor could be loaded from '{path}' ({_first_line(error)}). "
-                "Save one beside the model with `tokenizer.save_pretrained`, or pass `processing_class`."
+                f"No tokenizer in '{path}' ({_first_line(error)}). Save one there, or pass `processing_class`."
             ) from error
     apply_special_tokens(loaded, eos_token=eos_token, pad_token=pad_token)
     return loaded
@@ -159,8 +146,7 @@ def apply_special_tokens(
             continue
         if token not in tokenizer.get_vocab():
             raise ValueError(
-                f"{field} {token!r} is not in the vocabulary of '{tokenizer.name_or_path}' ({len(tokenizer)} tokens). Choose "
-                "one that is, or add it with `tokenizer.add_special_tokens` and resize the model's embeddings."
+                f"{field} {token!r} is not in the vocabulary of '{tokenizer.name_or_path}'. Add it, and resize the embeddings."
             )
         setattr(tokenizer, field, token)
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
@@ -171,10 +157,7 @@ def apply_special_tokens(
 
 def _check_local_path(model_id: str) -> None:
     if not may_be_on_hub(model_id) and not Path(model_id).is_dir():
-        raise FileNotFoundError(
-            f"There is no folder '{model_id}'. Give a folder that holds config.json and safetensors weights, or a "
-            "Hub name such as 'owner/name'."
-        )
+        raise FileNotFoundError(f"There is no folder '{model_id}'. Give a saved model, or a Hub name.")
 
 
 def _architecture_of(model_id: str, kwargs: dict[str, Any]) -> Any:
@@ -187,8 +170,7 @@ def _architecture_of(model_id: str, kwargs: dict[str, Any]) -> Any:
     architecture = getattr(transformers, names[0], None)
     if architecture is None:
         raise ValueError(
-            f"'{model_id}' is a {names[0]}, which transformers {transformers.__version__} does not have. Upgrade "
-            "transformers, or pass trust_remote_code=True if you have read and trust the code in that repository."
+            f"'{model_id}' is a {names[0]}, unknown to transformers. Upgrade, or set trust_remote_code=True."
         )
     return architecture
 
@@ -200,8 +182,7 @@ def _check_safetensors(folder: Path) -> None:
         path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt")
     )
     raise FileNotFoundError(
-        f"'{folder}' holds {', '.join(pickles) or 'no weights'}, expected safetensors. If you trust pickled weights, convert "
-        "them with `AutoModelForCausalLM.from_pretrained(path, use_safetensors=False).save_pretrained(path)`."
+        f"'{folder}' holds {', '.join(pickles) or 'no weights'}, expected safetensors. If you trust it, convert it with from_pretrained(path, use_safetensors=False).save_pretrained(path)."
     )
 
 
@@ -212,10 +193,7 @@ def _load_adapter(model_id: str, architecture: Any | None, kwargs: dict[str, Any
 
     base = PeftConfig.from_pretrained(model_id).base_model_name_or_path
     if not base:
-        raise ValueError(
-            f"The adapter in '{model_id}' does not name its base model. Load the base, wrap it with "
-            "`PeftModel.from_pretrained(base, path, is_trainable=True)` and pass the result."
-        )
+        raise ValueError(f"The adapter in '{model_id}' names no base. Use PeftModel.from_pretrained.")
     return PeftModel.from_pretrained(
         create_model_from_path(base, architecture, **kwargs), model_id, is_trainable=True
     )
@@ -299,9 +277,7 @@ def clone_chat_template(
     with loading_from_hub(source_tokenizer_path, "tokenizer"):
         source: Any = AutoTokenizer.from_pretrained(source_tokenizer_path)
     if source.chat_template is None:
-        raise ValueError(
-            f"The tokenizer in '{source_tokenizer_path}' has no chat template to clone. Give one that has."
-        )
+        raise ValueError(f"The tokenizer in '{source_tokenizer_path}' has no chat template to clone.")
     vocabulary_before = len(tokenizer)
     tokenizer.chat_template = source.chat_template
     added = _add_missing_tokens(tokenizer, source)
@@ -327,10 +303,7 @@ def setup_chat_format(
     if format not in CHAT_FORMATS:
         raise ValueError(f"format must be one of {sorted(CHAT_FORMATS)}, got {format!r}.")
     if tokenizer.chat_template is not None:
-        raise ValueError(
-            "The tokenizer has a chat template already. Leave out setup_chat_format, or set "
-            "`tokenizer.chat_template = None` first."
-        )
+        raise ValueError("The tokenizer has a chat template. Leave setup_chat_format out, or set it to None.")
     tokens = CHAT_FORMATS[format]()
     before = set(tokenizer.get_vocab().values())
     vocabulary_before = len(tokenizer)

@@ -28,10 +28,7 @@ def causal_core(model: nn.Module) -> PreTrainedModel:
     """
     core: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     if not isinstance(core, PreTrainedModel):
-        raise TypeError(
-            f"model must be a transformers PreTrainedModel or a PeftModel around one, got {type(model).__name__}. "
-            "Pass a model loaded with AutoModelForCausalLM, or its name or path."
-        )
+        raise TypeError(f"model must be a PreTrainedModel or PeftModel, got {type(model).__name__}.")
     return core
 
 
@@ -51,10 +48,7 @@ def decoder_of(core: PreTrainedModel) -> nn.Module:
 def check_decoder_only(core: PreTrainedModel) -> None:
     """Raise TypeError for an encoder-decoder: its logits at a position do not predict the next input token."""
     if getattr(core.config, "is_encoder_decoder", False):
-        raise TypeError(
-            f"model is a {type(core).__name__}, an encoder-decoder, expected a decoder alone. Load a causal language "
-            "model with AutoModelForCausalLM."
-        )
+        raise TypeError(f"model is a {type(core).__name__}, an encoder-decoder. Use AutoModelForCausalLM.")
 
 
 def logit_rule(config: Any) -> LogitRule:
@@ -177,9 +171,10 @@ def cast_head_to_float32(model: nn.Module) -> None:
             core.all_tied_weights_keys = core.get_expanded_tied_weights_keys(all_submodels=True)
             setattr(core, _UNTIED, True)
             logger.warning(
-                "cast_lm_head_to_fp32=True unties the output head of %s from the input embedding, which stays in %s. The model "
-                "is saved with tie_word_embeddings=False.", type(core).__name__, core.dtype,
-            )  # fmt: skip
+                "cast_lm_head_to_fp32=True unties the output head of %s from the input embedding, which stays in %s.",
+                type(core).__name__,
+                core.dtype,
+            )
         part.float()
         part.register_forward_pre_hook(_in_float32)
         setattr(part, _IN_FLOAT32, True)

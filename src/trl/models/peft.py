@@ -70,18 +70,12 @@ def prepare_peft_model(model: PreTrainedModel, peft_config: "PeftConfig | None",
     from peft import PeftConfig, get_peft_model
 
     if peft_config is not None and not isinstance(peft_config, PeftConfig):
-        raise TypeError(
-            f"peft_config must be a config of peft, got {peft_config!r} ({type(peft_config).__name__}). Give for example "
-            "LoraConfig(r=16)."
-        )
+        raise TypeError(f"peft_config must be a config of peft (LoraConfig(r=16)), got {peft_config!r}.")
     wrapped = is_peft_model(model)
     if wrapped and peft_config is not None:
         model, wrapped = merge_adapter(model), False
     if wrapped and not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(
-            "The PeftModel has no trainable parameter. Load its adapter with "
-            "`PeftModel.from_pretrained(base, path, is_trainable=True)`."
-        )
+        raise ValueError("The PeftModel has no trainable parameter. Load its adapter with is_trainable=True.")
     forbid_inference_packing(model)
     if is_quantized(model) and not wrapped:
         model = prepare_model_for_kbit_training(
@@ -125,9 +119,7 @@ def merge_adapter(model: Any) -> PreTrainedModel:
     try:
         base = merged_base(model)
     except ValueError as error:
-        raise ValueError(
-            f"{given}, and {error}. Leave peft_config out to train that adapter, or pass the base model alone, unquantised."
-        ) from error
+        raise ValueError(f"{given}, and {error}. Leave it out, or pass the unquantised base.") from error
     logger.warning(
         "%s: the adapter is merged into the base%s, and a new one is trained on top. The new adapter belongs to the merged base, "
         "which is not saved with it: save trainer.model.merge_and_unload() to use the result.%s",
@@ -183,10 +175,7 @@ def resolve_dtype(dtype: str | torch.dtype | None) -> str | torch.dtype:
     named = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else None
     if isinstance(named, torch.dtype) and named.is_floating_point:
         return named
-    raise ValueError(
-        f"dtype must be 'auto', a torch.dtype or the name of a floating one, got {dtype!r}. "
-        "Use for example 'float32', 'bfloat16' or 'float16'."
-    )
+    raise ValueError(f"dtype must be 'auto', a floating torch.dtype or its name, got {dtype!r}.")
 
 
 def get_quantization_config(model_args: Any) -> "BitsAndBytesConfig | None":

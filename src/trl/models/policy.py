@@ -109,13 +109,10 @@ def is_encoder_decoder(core: Any, args: Any) -> bool:
     """
     said, found = args.is_encoder_decoder, bool(core.config.is_encoder_decoder)
     if said is not None and said != found:
-        raise ValueError(
-            f"is_encoder_decoder={said} was given with a {type(core).__name__}, whose config says {found}. Leave it out."
-        )
+        raise ValueError(f"is_encoder_decoder={said} contradicts {type(core).__name__}. Leave it out.")
     if args.max_completion_length is not None and not found:
         logger.warning(
-            "max_completion_length=%d acts on encoder-decoders only: completions are cut where prompt and completion exceed "
-            "max_length. Leave it out.",
+            "max_completion_length=%d acts on encoder-decoders only. Set max_length.",
             args.max_completion_length,
         )
     return found

@@ -33,8 +33,7 @@ class PromptClassifier:
         """P(desirable | prompt), `(B, H) -> (B,)`, in at least float32. Raises ValueError for another H."""
         if embeddings.ndim != 2 or embeddings.shape[1] != len(self.coefficients):
             raise ValueError(
-                f"embeddings have shape {tuple(embeddings.shape)}, expected (B, {len(self.coefficients)}) as when the "
-                "classifier was fitted. Use the embedding_func of that run."
+                f"embeddings must be (B, {len(self.coefficients)}), as fitted, got {tuple(embeddings.shape)}. Keep embedding_func."
             )
         coefficients, intercept = (x.to(embeddings.device) for x in (self.coefficients, self.intercept))
         logits = embeddings.double() @ coefficients + intercept
@@ -75,10 +74,7 @@ class PromptDensity:
 
     def __post_init__(self) -> None:
         if not callable(self.embedding_func):
-            raise TypeError(
-                f"embedding_func is a {type(self.embedding_func).__name__}, expected a function of input_ids and "
-                "attention_mask that returns embeddings (B, H). Wrap the model in one."
-            )
+            raise TypeError("embedding_func must be a function of input_ids and attention_mask, to (B, H).")
         if getattr(self.embedding_tokenizer, "pad_token_id", None) is None:
             raise ValueError("embedding_func needs an embedding_tokenizer with a pad token. Pass both.")
         _logistic_regression()
@@ -96,10 +92,7 @@ class PromptDensity:
             )
         shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         if not isinstance(shape, tuple) or shape[:-1] != (len(prompts),):
-            raise ValueError(
-                f"embedding_func returned {shape} for {len(prompts)} prompts, expected a tensor ({len(prompts)}, H). Pool over "
-                "the tokens of each prompt."
-            )
+            raise ValueError(f"embedding_func must return a tensor ({len(prompts)}, H), got {shape}.")
         return found
 
     def fit(
@@ -120,8 +113,7 @@ class PromptDensity:
             embeddings.append(self._embed_shared(prompts, batch_size))
             if not (finite := embeddings[-1].isfinite().all(dim=1)).all():
                 raise ValueError(
-                    f"the embedding of {name} prompt {int((~finite).nonzero()[0])} of the sample is not finite. Check "
-                    "embedding_func and its model's precision."
+                    f"embedding_func must be finite, unlike for {name} prompt {int((~finite).nonzero()[0])}."
                 )
         fitted = [fit_classifier(*embeddings) if PartialState().is_main_process else None]
         self.classifier = broadcast_object_list(fitted)[0]
@@ -152,9 +144,7 @@ class PromptDensity:
         """Load the classifier of a checkpoint. Raises FileNotFoundError for a checkpoint of a run without it."""
         path = Path(folder) / CLASSIFIER_FILE
         if not path.is_file():
-            raise FileNotFoundError(
-                f"{path} is missing, expected in a checkpoint of a run with embedding_func. Start the run anew."
-            )
+            raise FileNotFoundError(f"{path} is missing: the run had no embedding_func. Start it anew.")
         self.classifier = PromptClassifier(**load_file(path))
 
 

@@ -229,16 +229,10 @@ def make_reference(
     is_fsdp_run = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     shards = is_fsdp_run or is_deepspeed_zero3_enabled() or is_sharded(policy)
     if trained is not None and ref_model is not None and not given.force_use_ref_model:
-        raise ValueError(
-            "ref_model was given with a PEFT model, whose base (the adapter disabled) is a reference that takes no "
-            "memory. Leave ref_model out, or set force_use_ref_model=True if it is another model."
-        )
+        raise ValueError("ref_model cannot be set with a PEFT model, unless force_use_ref_model=True.")
     if trained is not None and ref_model is None:
         if given.precompute_ref_log_probs and shards:
-            raise ValueError(
-                "precompute_ref_log_probs=True with an adapter needs unsharded weights before training, got ZeRO-3 or "
-                "FSDP. Set precompute_ref_log_probs=False: a disabled adapter takes no extra memory."
-            )
+            raise ValueError("precompute_ref_log_probs=True with an adapter needs unsharded weights.")
         return AdapterReference(scorer, given.ref_adapter_name, trained)
     if ref_model is None and given.precompute_ref_log_probs and not shards:
         return InitialPolicy(policy, scorer)
@@ -251,25 +245,16 @@ def make_reference(
     elif path is not None:
         model = create_model_from_path(path, **(given.model_init_kwargs or {}))
     else:
-        raise ValueError(
-            "the weights of the model are already sharded and cannot be copied for the reference. Pass ref_model, or pass "
-            "model as a name or path."
-        )
+        raise ValueError("the model is sharded and cannot be copied. Pass ref_model, or model as a name.")
     if share_parameters(policy, model, trained=True):
-        raise ValueError(
-            "ref_model and model share weights that train, expected a separate model. Leave ref_model out to use a "
-            "frozen copy of the initial model, or load it a second time."
-        )
+        raise ValueError("ref_model and model share weights that train. Leave it out for a frozen copy.")
     kinds = [bool(causal_core(each).config.is_encoder_decoder) for each in (policy, model)]
     if kinds[0] != kinds[1]:
-        raise ValueError(
-            f"ref_model has is_encoder_decoder={kinds[1]}, the model {kinds[0]}. Choose a reference of the same kind."
-        )
+        raise ValueError(f"ref_model has is_encoder_decoder={kinds[1]}, the model {kinds[0]}.")
     ours, theirs = (embedded_tokens(causal_core(each)) for each in (policy, model))
     if ours != theirs:
         raise ValueError(
-            f"ref_model has a vocabulary of {theirs} tokens, the model one of {ours}; they must be equal. Choose a "
-            "reference of the same family, or use `ref_model.resize_token_embeddings`."
+            f"ref_model has a vocabulary of {theirs} tokens, the model one of {ours}. Use `ref_model.resize_token_embeddings`."
         )
     return FrozenModel(model, language_scorer(model, pad_token_id=scorer.pad_token_id))
 
@@ -283,9 +268,7 @@ def choose_adapters(policy: Any, args: Any, ref_model: Any = None) -> str | None
     is_path, held = isinstance(ref_model, (str, os.PathLike)), args.ref_adapter_name
     if args.ref_model_init_kwargs and not is_path:
         given = "no ref_model" if ref_model is None else "a ref_model that is loaded already"
-        raise ValueError(
-            f"ref_model_init_kwargs={args.ref_model_init_kwargs!r} needs ref_model as a name or path, got {given}."
-        )
+        raise ValueError(f"ref_model_init_kwargs needs ref_model as a name or path, got {given}.")
     if not (ref_model is None or is_path or isinstance(ref_model, nn.Module)):
         raise TypeError(f"ref_model must be a model, or its name or path, got {type(ref_model).__name__}.")
     if ref_model is not None and held is not None:
@@ -294,17 +277,13 @@ def choose_adapters(policy: Any, args: Any, ref_model: Any = None) -> str | None
     for field in ("model_adapter_name", "ref_adapter_name"):
         if (name := getattr(args, field)) is not None and name not in known:
             raise ValueError(
-                f"{field}={name!r} must name a PEFT adapter of the model, which has {known or 'none'}. Load it with "
-                f"`load_adapter(path, adapter_name={name!r})`."
+                f"{field}={name!r} must be an adapter of the model, of {known or 'none'}. Load it with `load_adapter`."
             )
     if not known:
         return None
     trained = args.model_adapter_name or policy.active_adapter
     if trained == held:
-        raise ValueError(
-            f"ref_adapter_name={held!r} is the adapter that trains, expected another one. Load the adapter a second time "
-            "with `model.load_adapter(path, adapter_name='reference')`."
-        )
+        raise ValueError(f"ref_adapter_name={held!r} must be another adapter than the one that trains.")
     if policy.active_adapter != trained:
         policy.set_adapter(trained)
     owners = adapter_weights(policy)
@@ -346,17 +325,13 @@ def attach_reference(
     if not isinstance(reference, FrozenModel):
         kind = "none" if reference is None else f"a {type(reference).__name__}"
         raise ValueError(
-            f"{names} moves the reference's weights, and this run has {kind}, expected a separate model. Train without an "
-            "adapter and without precomputed reference, or leave the callback (sync_ref_model) out."
+            f"{names} needs a reference that is a model, this run has {kind}. Leave it (or sync_ref_model) out."
         )
     ours, theirs = (
         {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
         for model in (policy or reference.module, reference.module)
     )
     if different := sorted(name for name, _ in ours.items() ^ theirs.items()):
-        raise ValueError(
-            f"{names} moves the reference's weights and needs the same parameters in both models; of other name or shape are "
-            f"{different[:3]}. Choose a ref_model of the model's architecture, or leave the callback (sync_ref_model) out."
-        )
+        raise ValueError(f"{names} needs the model's parameters in ref_model, unlike {different[:3]}.")
     movers[0].use_reference(reference.module)
     return reference

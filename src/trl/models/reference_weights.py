@@ -49,9 +49,7 @@ def create_reference_model(
     Raises: ValueError for a sharded model, and for a layer or pattern that does not exist.
     """
     if is_sharded(model):
-        raise ValueError(
-            f"{type(model).__name__} is sharded (ZeRO-3 or FSDP) and cannot be copied. Make the reference before."
-        )
+        raise ValueError(f"{type(model).__name__} is sharded and cannot be copied. Copy it before.")
     shared = [] if num_shared_layers is None else _before_layer(model, num_shared_layers, pattern)
     for parameter in shared:
         parameter.requires_grad_(False)
@@ -67,8 +65,7 @@ def _before_layer(model: nn.Module, layer: int, pattern: str | None) -> list[nn.
     first = next((i for i, (name, _) in enumerate(parameters) if wanted in f".{name}"), None)
     if first is None:
         raise ValueError(
-            f"num_shared_layers is {layer}, and {type(model).__name__} has no parameters named {wanted[1:]}* . Share fewer "
-            "layers, or give their pattern, such as 'model.layers.{layer}'."
+            f"num_shared_layers={layer}: {type(model).__name__} has no parameters {wanted[1:]}*. Share fewer layers, or set pattern."
         )
     return [parameter for _, parameter in parameters[:first]]
 
@@ -81,9 +78,7 @@ def _layer_pattern(model: nn.Module) -> str:
         is_list = isinstance(module, nn.ModuleList) and len(module) == count
         if is_list and any(module is child for child in inside):
             return f"{name}.{{layer}}"
-    raise ValueError(
-        f"the layers of {type(core).__name__} were not found. Give their pattern, such as 'model.layers.{{layer}}'."
-    )
+    raise ValueError(f"{type(core).__name__} has unknown layers. Set pattern: 'model.layers.{{layer}}'.")
 
 
 def adapter_weights(model: nn.Module) -> dict[str, str]:
@@ -137,10 +132,7 @@ def load_parameters(module: nn.Module, file: str, *, left_out: Container[str] = 
     of_module = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()}
     if of_file != of_module:
         different = sorted(name for name, _ in of_file.items() ^ of_module.items())[:3]
-        raise ValueError(
-            f"'{file}' must hold the reference's {len(parameters)} parameters, different are: {different}. Resume with the "
-            "reference that the run was started with."
-        )
+        raise ValueError(f"'{file}' must hold this run's reference, different are {different}.")
     for name, parameter in parameters.items():
         with gathered_parameters([parameter], modifier_rank=0):
             value = saved[name]
@@ -176,8 +168,5 @@ def _plain(value: Any) -> Any:
 
 def _prepare_to_read(module: nn.Module) -> None:
     if any(is_fsdp1(part) for part in module.modules()):
-        raise ValueError(
-            "FSDP version 1 flattens weights, and a reference that is hashed or saved needs them by name. Use "
-            "fsdp_version: 2 in the accelerate config."
-        )
+        raise ValueError("FSDP 1 flattens weights, which a reference needs by name. Use fsdp_version: 2.")
     reshard(module)

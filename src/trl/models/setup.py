@@ -46,10 +46,7 @@ def load_model(model: Any, init_kwargs: dict[str, Any] | None) -> Any:
     has_head = core.can_generate() or core.get_output_embeddings() is not None
     has_own_loss = "labels" in inspect.signature(type(core).forward).parameters
     if not (has_head or (has_own_loss and not hasattr(core, "num_labels"))):
-        raise TypeError(
-            f"model is a {type(core).__name__}, which has no output head over the vocabulary, expected a causal language "
-            "model. Load it with AutoModelForCausalLM."
-        )
+        raise TypeError(f"model must be a causal LM, got {type(core).__name__}. Use AutoModelForCausalLM.")
     return model
 
 
@@ -66,13 +63,10 @@ def check_given(model: Any, init_kwargs: dict[str, Any] | None) -> PreTrainedMod
     missing = [name for name, parameter in core.named_parameters() if parameter.is_meta]
     if missing and not is_filled:
         raise ValueError(
-            f"model has no weights for {len(missing)} parameters ({missing[0]}, ...): they are on the meta device. Load "
-            "it with from_pretrained, without init_empty_weights and without offloading to disk."
+            f"model has no weights for {len(missing)} parameters ({missing[0]}, ...). Load it without init_empty_weights."
         )
     if init_kwargs:
-        raise ValueError(
-            f"model_init_kwargs={init_kwargs!r} was given with a model that is loaded already. Pass its name or path."
-        )
+        raise ValueError("model_init_kwargs needs a model given by name or path, got a loaded one.")
     return core
 
 
@@ -82,15 +76,9 @@ def check_processing_class(processing_class: Any) -> None:
         tokenizer = text_tokenizer(processing_class)
         is_tokenizer = isinstance(tokenizer, PreTrainedTokenizerBase)
         if is_tokenizer and len(tokenizer) <= len(tokenizer.all_special_ids):
-            raise ValueError(
-                f"the tokenizer of '{tokenizer.name_or_path}' has no vocabulary, only {len(tokenizer)} special tokens: the folder "
-                "holds no tokenizer files. Save one there with tokenizer.save_pretrained, or pass processing_class."
-            )
+            raise ValueError(f"the tokenizer of '{tokenizer.name_or_path}' has no vocabulary. Pass one.")
         return
-    raise TypeError(
-        f"processing_class must be a tokenizer or processor of transformers, got {type(processing_class).__name__}. Load "
-        "one with AutoTokenizer.from_pretrained(name)."
-    )
+    raise TypeError(f"processing_class must be a tokenizer, got {type(processing_class).__name__}.")
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -115,8 +103,7 @@ def take_chat_template(
         model, _, added = clone_chat_template(model, tokenizer, path)
     except OSError as error:
         raise FileNotFoundError(
-            f"chat_template_path={path!r} is neither a Jinja file nor a folder or Hub name with a tokenizer "
-            f"({str(error).splitlines()[0]}). Check the path."
+            f"chat_template_path={path!r} must be a Jinja file or a tokenizer ({str(error).splitlines()[0]})."
         ) from error
     if added and hasattr(peft_config, "trainable_token_indices") and not peft_config.trainable_token_indices:
         peft_config = copy.copy(peft_config)
@@ -127,9 +114,7 @@ def take_chat_template(
         logger.warning("chat_template_path added %d tokens: they are trained beside the adapter.", len(added))
     elif added and (peft_config is not None or is_peft_model(model)):
         logger.warning(
-            "chat_template_path added %d tokens, whose embeddings this adapter does not train. Add them before the adapter "
-            "is made, with trainable_token_indices.",
-            len(added),
+            "chat_template_path added %d tokens, whose embeddings this adapter does not train.", len(added)
         )
     return model, peft_config
 
@@ -209,14 +194,12 @@ def load_classifier(
             raise TypeError(f"model is a {name}, expected {kind.words}. {advice}")
         if core.config.num_labels != kind.labels:
             raise ValueError(
-                f"model has num_labels={core.config.num_labels}, expected {kind.labels} for {kind.words}. {advice}"
+                f"model must have num_labels={kind.labels} for {kind.words}, got {core.config.num_labels}. {advice}"
             )
         return model
     kwargs = {"num_labels": kind.labels, **(init_kwargs or {})}
     if kwargs["num_labels"] != kind.labels:
-        raise ValueError(
-            f"model_init_kwargs has num_labels={kwargs['num_labels']}, {kind.words} has {kind.labels}. Leave it out."
-        )
+        raise ValueError(f"model_init_kwargs must have num_labels={kind.labels}, got {kwargs['num_labels']}.")
     set_seed(seed)
     return create_model_from_path(os.fspath(model), kind.auto, **kwargs)
 
@@ -231,8 +214,7 @@ def take_pad_token(model: Any, tokenizer: PreTrainedTokenizerBase, kind: Classif
         config.pad_token_id = pad
     if kind is REWARD_MODEL and pad == tokenizer.eos_token_id:
         logger.warning(
-            "The padding token %r is the end-of-sequence token too. Rewards are trained at the last token of a sequence, "
-            "but transformers reads them at the last token that is not padding. Set pad_token to another token.",
+            "The padding token %r is the end token too, so transformers reads rewards elsewhere. Set pad_token.",
             tokenizer.pad_token,
         )
 
@@ -243,7 +225,7 @@ def adapter_of_classifier(peft_config: Any, kind: ClassifierKind) -> Any:
         return peft_config
     if peft_config.task_type is not None:
         logger.warning(
-            "peft_config has task_type=%s, which would neither train nor save the classification head: %r is used.",
+            "peft_config has task_type=%s, which leaves the head out: %r is used.",
             getattr(peft_config.task_type, "value", peft_config.task_type),
             kind.task_type,
         )
@@ -257,7 +239,6 @@ def check_trained_head(model: Any) -> None:
     head = head_of(causal_core(model))
     if head is not None and not any(parameter.requires_grad for parameter in head.parameters()):
         logger.warning(
-            "The adapter neither trains nor saves the classification head %s. Unless it was trained before, add its name "
-            "to modules_to_save.",
+            "The adapter leaves the head %s out. Add it to modules_to_save, unless trained.",
             type(head).__name__,
         )

@@ -73,13 +73,12 @@ def load_step_state(folder: str | Path, accelerator: Any, scheduler: Any | None)
     state = json.loads(file.read_text(encoding="utf-8"))
     if state["processes"] != accelerator.num_processes:
         raise ValueError(
-            f"{folder} was saved by {state['processes']} processes, this run has {accelerator.num_processes}. Launch as many."
+            f"{folder} was saved by {state['processes']} processes, not {accelerator.num_processes}. Launch as many."
         )
     has_schedule = (folder / "scheduler.pt").is_file()
     if has_schedule != (scheduler is not None):
         raise ValueError(
-            f"{folder} was saved {'with' if has_schedule else 'without'} an lr_scheduler, and the trainer has "
-            f"{'none' if scheduler is None else 'one'}. Build the trainer as the first time."
+            f"{folder} was saved {'with' if has_schedule else 'without'} an lr_scheduler. Build the trainer likewise."
         )
     with under_module_names(accelerator):
         accelerator.load_state(str(folder))

@@ -46,10 +46,7 @@ class _WithValueHead(PreTrainedModelWrapper):
         base: Any = causal_core(pretrained_model)
         seq2seq, auto_class = bool(base.config.is_encoder_decoder), self.transformers_parent_class
         if base.get_output_embeddings() is None or seq2seq != (auto_class is AutoModelForSeq2SeqLM):
-            raise TypeError(
-                f"model is a {type(base).__name__}, expected one of {auto_class.__name__}. Decoders take "
-                "AutoModelForCausalLMWithValueHead, encoder-decoders AutoModelForSeq2SeqLMWithValueHead."
-            )
+            raise TypeError(f"model must be one of {auto_class.__name__}, got {type(base).__name__}.")
         self.v_head = ValueHead(self.config, settings.get("summary_dropout_prob"))
         strategy, spread = settings.get("v_head_init_strategy"), settings.get("v_head_initializer_range", 0.2)
         if strategy not in INIT_STRATEGIES:
@@ -94,9 +91,7 @@ class _WithValueHead(PreTrainedModelWrapper):
             return
         expected, given = self.v_head.summary.weight.shape, weights["summary.weight"].shape
         if expected != given:
-            raise ValueError(
-                f"the checkpoint's value head has shape {tuple(given)}, expected {tuple(expected)}. Load its own model."
-            )
+            raise ValueError(f"the value head saved has shape {tuple(given)}, expected {tuple(expected)}.")
         self.v_head.load_state_dict(weights)
 
     def added_weights(self) -> dict[str, Tensor]:

@@ -124,10 +124,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         elif isinstance(given, PreTrainedModel) or is_peft_model(given):
             model = given
         else:
-            raise TypeError(
-                f"the model must be a Hub name, a folder, a PreTrainedModel or a PeftModel, got {type(given).__name__}. Load "
-                "it with a transformers auto class first."
-            )
+            raise TypeError(f"model must be a name, PreTrainedModel or PeftModel, got {type(given)}.")
         model = _with_adapter(model, peft_config, trainable=is_trainable)
         if reward_adapter is not None:
             score = cls.add_and_load_reward_modeling_adapter(
@@ -157,13 +154,9 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
 
         model, name = pretrained_model, adapter_name
         if not is_peft_model(model):
-            raise TypeError(
-                f"a reward adapter needs a policy that is a PeftModel, got {type(model).__name__}. Give peft_config too."
-            )
+            raise TypeError(f"reward_adapter needs a PeftModel, got {type(model).__name__}. Set peft_config.")
         if name in model.peft_config:
-            raise ValueError(
-                f"the model has an adapter named {name!r} already. Choose another reward_adapter_name."
-            )
+            raise ValueError(f"reward_adapter_name {name!r} is taken by another adapter. Choose another.")
         options: dict[str, Any] = {} if token is None else {"token": token}
         with loading_from_hub(adapter_model_id, "adapter"):
             config: Any = PeftConfig.from_pretrained(adapter_model_id, **options)
@@ -173,8 +166,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         found = {part: weights.pop(key) for key, part in parts.items()}
         if "weight" not in found:
             raise ValueError(
-                f"'{adapter_model_id}' has no score head (score.weight). Train it with RewardTrainer and a LoRA config of "
-                "task_type='SEQ_CLS', which saves the head too."
+                f"'{adapter_model_id}' has no score head. Train it with RewardTrainer and LoraConfig(task_type='SEQ_CLS')."
             )
         active = model.active_adapter
         with same_trainable(model):
@@ -198,10 +190,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         default the policy's). Raises ValueError without a reward adapter.
         """
         if not self.supports_rm_adapter or self.rm_adapter_name is None:
-            raise ValueError(
-                "compute_reward_score needs a reward adapter, got none. Load the model with "
-                "from_pretrained(..., peft_config=..., reward_adapter=...)."
-            )
+            raise ValueError("compute_reward_score needs a model loaded with reward_adapter=...")
         model = self.pretrained_model
         policy_adapter = kwargs.pop("ppo_adapter_name", self.policy_adapter_name)
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **kwargs}
@@ -360,8 +349,7 @@ def load_value_head(model_id: str, *, pickled: bool = False, **options: Any) -> 
             return None
     if not pickled and found(WEIGHTS_NAME) is not None:
         logger.warning(
-            "'%s' has pickled weights: a value head in them is not loaded. If you trust it, pass pickled_value_head=True.",
-            model_id,
+            "'%s' may have a pickled value head. If you trust it, set pickled_value_head=True.", model_id
         )
     return None
 

@@ -37,8 +37,7 @@ def divergence(student: Tensor, teacher: Tensor, *, beta: float) -> Tensor:
     check_beta(beta)
     if student.shape != teacher.shape:
         raise ValueError(
-            f"student and teacher must have logits of one shape, got {tuple(student.shape)} and {tuple(teacher.shape)}. "
-            "Cut both to the vocabulary that they share."
+            f"student and teacher must have logits of one shape, got {tuple(student.shape)}, {tuple(teacher.shape)}."
         )
     found = _Divergence.apply(student.flatten(0, -2), teacher.detach().flatten(0, -2), beta)
     assert isinstance(found, Tensor)

@@ -131,9 +131,7 @@ def best_of_groups(scores: Tensor, group_size: int, keep: int) -> Tensor:
     tensor([False,  True,  True,  True,  True, False])
     """
     if scores.isnan().any():
-        raise ValueError(
-            f"scores must be numbers, got NaN in rows {scores.isnan().nonzero()[:, 0].tolist()}."
-        )
+        raise ValueError(f"scores must be numbers, got NaN in row {int(scores.isnan().nonzero()[0])}.")
     groups = _groups(scores, group_size)
     ranks = groups.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     return (ranks < keep).view(-1)
@@ -162,9 +160,7 @@ def _known(rewards: Tensor, advantages: Tensor) -> Tensor:
 def _groups(rewards: Tensor, group_size: int) -> Tensor:
     """`(N,) -> (N / G, G)`."""
     if rewards.ndim != 1 or group_size < 1 or len(rewards) % group_size:
-        raise ValueError(
-            f"rewards must be (N,) with N a multiple of the group size {group_size}, got shape {tuple(rewards.shape)}."
-        )
+        raise ValueError(f"rewards must be (N,), N a multiple of {group_size}, got {tuple(rewards.shape)}.")
     if rewards.isinf().any():
         rows = rewards.isinf().nonzero()[:, 0].tolist()
         raise ValueError(f"rewards must be finite, or NaN for no score, got infinity in rows {rows}.")

@@ -31,9 +31,7 @@ def check_shapes(mask: Tensor, **tensors: Tensor) -> None:
     """Raise ValueError for a tensor of another shape than the mask."""
     for name, tensor in tensors.items():
         if tensor.shape != mask.shape:
-            raise ValueError(
-                f"{name} must have the shape of its mask, {tuple(mask.shape)}, got {tuple(tensor.shape)}."
-            )
+            raise ValueError(f"{name} must have shape {tuple(mask.shape)}, got {tuple(tensor.shape)}.")
 
 
 def k1(logps: Tensor, ref_logps: Tensor) -> Tensor:
@@ -110,9 +108,7 @@ def kl_penalty(logps: Tensor, ref_logps: Tensor, kind: str) -> Tensor:
     penalty = lookup(KL_PENALTIES | KL_ESTIMATORS, kind, "kl_penalty")
     if logps.shape != ref_logps.shape:
         shapes = f"{tuple(logps.shape)} and {tuple(ref_logps.shape)}"
-        raise ValueError(
-            f"policy and reference must be scored on the same tokens, got log-probs of shapes {shapes}."
-        )
+        raise ValueError(f"log-probs of policy and reference must have one shape, got {shapes}.")
     return penalty(logps, ref_logps)
 
 
@@ -131,9 +127,7 @@ class AdaptiveKLController:
     def __post_init__(self) -> None:
         for name in ("target", "horizon"):
             if not getattr(self, name) > 0:
-                raise ValueError(
-                    f"{name} must be > 0, got {getattr(self, name)}. Use adap_kl_ctrl=False for a fixed coefficient."
-                )
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}, unless adap_kl_ctrl=False.")
         self.value = self.init_kl_coef
 
     def update(self, current: float, n_steps: int) -> None:

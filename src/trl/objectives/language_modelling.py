@@ -57,7 +57,5 @@ LOSS_TYPES: dict[str, Callable[[Tensor, Tensor], LossTerms]] = {"nll": nll, "dft
 def _ones_where(mask: Tensor, like: Tensor) -> Tensor:
     """1 where the mask is not 0, in the dtype of `like`; raises ValueError unless both have one shape."""
     if mask.shape != like.shape:
-        raise ValueError(
-            f"logps and mask must have one shape, got {tuple(like.shape)} and {tuple(mask.shape)}."
-        )
+        raise ValueError(f"logps and mask must have one shape, got {tuple(like.shape)}, {tuple(mask.shape)}.")
     return (mask != 0).to(like.dtype)

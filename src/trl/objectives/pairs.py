@@ -37,10 +37,7 @@ class PairScores:
     def __post_init__(self) -> None:
         shapes = [tuple(t.shape) for t in (self.chosen, self.rejected, self.ref_chosen, self.ref_rejected)]
         if len(set(shapes)) > 1 or len(shapes[0]) != 1:
-            raise ValueError(
-                f"log-probs of pairs must be four tensors of one shape (B,), got {shapes}. "
-                "Sum the token log-probs of each completion."
-            )
+            raise ValueError(f"log-probs of pairs must be four tensors of one shape (B,), got {shapes}.")
 
     @classmethod
     def without_reference(cls, chosen: Tensor, rejected: Tensor) -> PairScores:
@@ -166,9 +163,7 @@ def log_loss(logits: Tensor, label_smoothing: float = 0.0) -> Tensor:
 def require_beta(beta: float, *losses: str) -> None:
     """Raises ValueError for a `beta` of 0 with losses that learn from rewards alone."""
     if not beta:
-        raise ValueError(
-            f"beta must be > 0 for loss_type {', '.join(map(repr, losses))}, got {beta}: every gradient would be 0."
-        )
+        raise ValueError(f"beta must be > 0 for loss_type {', '.join(map(repr, losses))}, got {beta}.")
 
 
 def check_loss_weights(loss_weights: Sequence[float] | None, losses: Sequence[str]) -> None:
@@ -176,9 +171,7 @@ def check_loss_weights(loss_weights: Sequence[float] | None, losses: Sequence[st
     if loss_weights is None:
         return
     if len(loss_weights) != len(losses):
-        raise ValueError(
-            f"loss_weights must have one weight per loss_type ({len(losses)}), got {len(loss_weights)}."
-        )
+        raise ValueError(f"loss_weights must be {len(losses)}, one per loss_type, got {len(loss_weights)}.")
     if not all(isinstance(weight, Real) and math.isfinite(weight) for weight in loss_weights):
         raise ValueError(f"loss_weights must be finite numbers, got {loss_weights!r}.")
 

@@ -199,8 +199,7 @@ def check_losses(losses: Sequence[str], loss_weights: Sequence[float] | None, op
     elsewhere = [name for name in losses if name not in ON_MARGIN]
     if options.f_divergence != "reverse_kl" and elsewhere:
         raise ValueError(
-            f"f_divergence_type {options.f_divergence!r} is defined for {', '.join(sorted(ON_MARGIN))}, got loss_type "
-            f"{elsewhere[0]!r}. Use 'reverse_kl' with it."
+            f"f_divergence_type {options.f_divergence!r} does not go with loss_type {elsewhere[0]!r}. Use 'reverse_kl'."
         )
     dividing = [name for name in losses if name in _NEEDS_BETA]
     if options.beta == 0 and dividing:

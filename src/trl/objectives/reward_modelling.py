@@ -25,10 +25,7 @@ def bradley_terry(
     """
     shapes = [tuple(t.shape) for t in (chosen, rejected, margin) if t is not None]
     if len(set(shapes)) > 1 or len(shapes[0]) != 1:
-        raise ValueError(
-            f"rewards and margins of pairs must have one shape (B,), got {shapes}. "
-            "Take one score at the end of each completion."
-        )
+        raise ValueError(f"rewards and margins of pairs must have one shape (B,), got {shapes}.")
     gap = chosen - rejected
     values = softplus(-gap if margin is None else margin - gap)
     if center_coefficient:
@@ -53,8 +50,7 @@ def step_classification(logits: Tensor, labels: Tensor) -> LossTerms:
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
-            f"labels must have the shape of logits without its last dimension, got {tuple(labels.shape)} for logits of "
-            f"{tuple(logits.shape)}. Give one label or {IGNORED} per position."
+            f"labels must have one entry per row of logits, got {tuple(labels.shape)}, {tuple(logits.shape)}."
         )
     ends = labels != IGNORED
     kept = torch.where(ends.unsqueeze(-1), logits, torch.zeros_like(logits)).flatten(0, -2)

@@ -23,41 +23,23 @@ class Completions(OptionGroup):
     top_k: int | None = option(None, "Draw from this many likeliest tokens. None, 0 or -1: all.", ">= 0")
     min_p: float | None = option(None, "Least probability of a token, relative to the likeliest.", "[0, 1]")
     repetition_penalty: float = option(1.0, "Divides the scores of tokens that were there before.", "> 0")
-    generation_kwargs: dict[str, Any] | str | None = option(
-        None, "Further fields of GenerationConfig, as a dict or JSON object; they win over these fields."
-    )
+    generation_kwargs: dict[str, Any] | str | None = option(None, "Fields of GenerationConfig, or JSON.")
     use_transformers_paged: bool = moved("the engine has no padded cache.", default=False)
     use_vllm: bool = option(False, "Generate with vLLM instead of the trained model.")
-    vllm_mode: VLLMMode = option(
-        "server", "Where vLLM runs: 'server' (`trl vllm-serve`) or 'colocate' (in the training processes)."
-    )
-    vllm_model_impl: VLLMModelImpl = option(
-        "vllm", "With 'colocate', whose code of the model vLLM runs: 'vllm' or 'transformers'."
-    )
+    vllm_mode: VLLMMode = option("server", "Where vLLM runs: 'server' (`trl vllm-serve`) or 'colocate'.")
+    vllm_model_impl: VLLMModelImpl = option("vllm", "With 'colocate', whose code of the model vLLM runs.")
     vllm_enable_sleep_mode: bool = option(False, "With 'colocate', free vLLM's memory during updates.")
-    vllm_guided_decoding_regex: str | None = option(
-        None, "Regular expression that every completion must match. None: none.", needs="use_vllm"
-    )
-    vllm_server_base_url: str | None = option(
-        None, "Address of the server, e.g. http://localhost:8000. None: that of host and port."
-    )
+    vllm_guided_decoding_regex: str | None = option(None, "Regex of all completions.", needs="use_vllm")
+    vllm_server_base_url: str | None = option(None, "Address of the server. None: that of host and port.")
     vllm_server_host: str = option("0.0.0.0", "Host of the server. 0.0.0.0: this machine.")
     vllm_server_port: int = option(8000, "Port of the server.")
     vllm_server_timeout: float = option(240.0, "Seconds to wait for the server to start.", "(0, inf]")
     vllm_group_port: int = option(51216, "Port for the transfer of weights; each server needs its own.")
-    vllm_gpu_memory_utilization: float = option(
-        0.3, "With 'colocate', the share of each device's memory that vLLM takes.", "(0, 1]"
-    )
-    vllm_tensor_parallel_size: int = option(
-        1, "With 'colocate', number of devices over which a copy of the model is split.", ">= 1"
-    )
+    vllm_gpu_memory_utilization: float = option(0.3, "With 'colocate', its share of the memory.", "(0, 1]")
+    vllm_tensor_parallel_size: int = option(1, "With 'colocate', devices per copy of the model.", ">= 1")
     ds3_gather_for_generation: bool = shared("ds3_gather_for_generation")
-    log_completions: bool = option(
-        False, "Every logging_steps, print a table of completions and rewards and send it to the trackers."
-    )
-    num_completions_to_print: int | None = option(
-        None, "Completions in the printed table. None: all.", ">= 1", needs="log_completions"
-    )
+    log_completions: bool = option(False, "Every logging_steps, print and track a table of completions.")
+    num_completions_to_print: int | None = option(None, "Of the table.", ">= 1", needs="log_completions")
 
     def check(self) -> None:
         super().check()
@@ -73,17 +55,9 @@ class Generation(Completions):
         None,
         help="Longest prompt, in tokens; longer ones keep their end. None: no limit.",
     )
-    chat_template_kwargs: dict[str, Any] | str | None = option(
-        None, "Arguments of the chat template, as a dict or JSON object."
-    )
+    chat_template_kwargs: dict[str, Any] | str | None = option(None, "Chat template's arguments.")
     cache_implementation: str | None = moved("the engine has a cache of its own.")
-    log_unique_prompts: bool = option(
-        False, "Send one completion of each prompt to the trackers instead of all.", needs="log_completions"
-    )
+    log_unique_prompts: bool = option(False, "Track one completion per prompt.", needs="log_completions")
     wandb_log_unique_prompts: bool | None = moved(to="log_unique_prompts", flag=True)
-    max_tool_calling_iterations: int | None = option(
-        None, "Rounds of tool calls per completion; further ones are cut off. None: no limit.", ">= 1"
-    )
-    tool_deadline: float | None = option(
-        60.0, "Seconds until a tool call has failed. None: never.", "(0, inf]"
-    )
+    max_tool_calling_iterations: int | None = option(None, "Rounds of tool calls. None: no limit.", ">= 1")
+    tool_deadline: float | None = option(60.0, "Seconds until a tool call fails. None: never.", "(0, inf]")

@@ -113,8 +113,7 @@ def _move_legacy(config: Any) -> None:
             given = getattr(config, target)
             if value_of is None and given not in (getattr(type(config), target, None), moved):
                 raise ValueError(
-                    f"{target}={given!r} and {item.name}={value!r} disagree. {item.name} is the older name of {target}: "
-                    f"pass {target} only."
+                    f"{target}={given!r} and {item.name}={value!r}, its older name, disagree. Set {target} only."
                 )
             setattr(config, target, moved)
         places.append(f"{item.name} -> {target or 'nothing, ' + item.metadata['reason']}")

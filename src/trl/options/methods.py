@@ -41,15 +41,12 @@ class PromptFirstOptions(PreferenceOptions):
 
     max_prompt_length: int | None = shared(
         "max_prompt_length",
-        help="Length to which a prompt is cut if it and its longer completion exceed max_length, in tokens; completions "
-        "then keep their first max_length - max_prompt_length. At most half of max_length by default. None: no limit.",
+        help="Length of a prompt, in tokens, where it and its completion exceed max_length (at most half of that by default); completions keep the rest. None: no limit.",
     )
     max_completion_length: int | None = shared(
         "max_completion_length", help="Longest completion of an encoder-decoder, in tokens. None: no limit."
     )
-    is_encoder_decoder: bool | None = option(
-        None, "Whether the model is one. None: read its config.", flag=True
-    )
+    is_encoder_decoder: bool | None = option(None, "None: as the model's config says.", flag=True)
 
     def prompt_limit(self, *, is_encoder_decoder: bool) -> int | None:
         """`max_prompt_length`; half of `max_length` where its default would leave completions no room in that."""
@@ -63,13 +60,8 @@ class ReferencePolicy(OptionGroup):
     """The implicit reward and the reference policy of DPO, KTO and BCO."""
 
     beta: float = option(0.1, "Scale of the implicit reward. Larger: closer to the reference.")
-    ref_model_init_kwargs: dict[str, Any] | str | None = option(
-        None, "Arguments of from_pretrained, as a dict or JSON object, for a ref_model given by name or path."
-    )
-    precompute_ref_log_probs: bool = option(
-        False,
-        "Score the dataset with the reference once, before the first step; kept on disk for later runs.",
-    )
+    ref_model_init_kwargs: dict[str, Any] | str | None = option(None, "Loading arguments of ref_model.")
+    precompute_ref_log_probs: bool = option(False, "Score the dataset before the first step; kept on disk.")
 
 
 @dataclass
@@ -89,12 +81,8 @@ class RewardPolicy(OptionGroup):
     """Weights of reward functions and models, and what happens if they fail."""
 
     reward_weights: list[float] | None = option(None, "Weight of each reward in the sum. None: 1 each.")
-    reward_deadline: float | None = option(
-        None, "Seconds after which a call of a reward function is abandoned. None: no limit.", "(0, inf]"
-    )
-    reward_failure: RewardFailure = option(
-        "error", "If a reward function fails: 'error' ends the run, 'skip' counts the rows and leaves it out."
-    )
+    reward_deadline: float | None = option(None, "Seconds per reward call. None: no limit.", "(0, inf]")
+    reward_failure: RewardFailure = option("error", "Failed rewards: 'error', or 'skip' leaves them out.")
 
 
 @dataclass

@@ -14,13 +14,9 @@ class ModelSource(OptionGroup):
 
     model_name_or_path: str | None = option(None, "Folder of a saved model, or its name on the Hub.")
     model_revision: str = option("main", "Branch, tag or commit of the model's repository on the Hub.")
-    dtype: str | None = option(
-        None, "Dtype of the loaded weights. None and 'auto': that of the saved ones.", choices=DTYPES
-    )
+    dtype: str | None = option(None, "Dtype of the weights. None, 'auto': the files'.", choices=DTYPES)
     trust_remote_code: bool = option(False, "Run Python code from the model's repository. Only if trusted.")
-    attn_implementation: str | None = option(
-        None, "Attention implementation (sdpa, eager, flash_attention_2, ...). None: the best one installed."
-    )
+    attn_implementation: str | None = option(None, "sdpa, eager, flash_attention_2, ... None: the best one.")
 
 
 @dataclass
@@ -31,18 +27,10 @@ class LoraOptions(OptionGroup):
     lora_r: int = option(16, "Rank of the adapter matrices.", ">= 1", needs="use_peft")
     lora_alpha: int = option(32, "Scale: outputs are multiplied by lora_alpha / lora_r.", needs="use_peft")
     lora_dropout: float = option(0.05, "Dropout of an adapter's inputs.", "[0, 1)", needs="use_peft")
-    lora_target_modules: list[str] | None = option(
-        None, "Modules that get adapters, or 'all-linear'. None: PEFT's choice.", needs="use_peft"
-    )
-    lora_target_parameters: list[str] | None = option(
-        None, "Names of parameters that get adapters directly (expert weights).", needs="use_peft"
-    )
-    lora_modules_to_save: list[str] | None = option(
-        None, "Modules trained whole and saved with the adapter.", needs="use_peft"
-    )
-    lora_task_type: str = option(
-        "CAUSAL_LM", "PEFT's task type; SEQ_CLS for reward models.", needs="use_peft"
-    )
+    lora_target_modules: list[str] | None = option(None, "Adapted, or all-linear.", needs="use_peft")
+    lora_target_parameters: list[str] | None = option(None, "Adapted parameters (experts).", needs="use_peft")
+    lora_modules_to_save: list[str] | None = option(None, "Modules trained whole.", needs="use_peft")
+    lora_task_type: str = option("CAUSAL_LM", "PEFT's; SEQ_CLS for reward models.", needs="use_peft")
     use_rslora: bool = option(False, "Scale by lora_alpha / sqrt(lora_r) instead.", needs="use_peft")
     use_dora: bool = option(False, "Learn size and direction of updates apart.", needs="use_peft")
 
@@ -62,9 +50,7 @@ class QuantizationOptions(OptionGroup):
     load_in_4bit: bool = option(False, "Load the weights in 4 bits (needs bitsandbytes).")
     bnb_4bit_quant_type: str = option("nf4", "Format of 4-bit weights.", choices=("nf4", "fp4"))
     use_bnb_nested_quant: bool = option(False, "Quantise the scales of 4-bit weights as well.")
-    bnb_4bit_quant_storage: str | None = option(
-        None, "Dtype that stores 4-bit weights; FSDP needs that of the others. None: of the computation."
-    )
+    bnb_4bit_quant_storage: str | None = option(None, "Dtype that stores 4-bit weights; FSDP needs dtype's.")
 
     def check(self) -> None:
         super().check()

@@ -13,9 +13,7 @@ PrefixSharingMode = Literal["auto", "true", "false", True, False]  # the words a
 class SharedFields:
     """Each field as `shared(name)` declares it in a config."""
 
-    model_init_kwargs: dict[str, Any] | str | None = option(
-        None, "Arguments of from_pretrained, as a dict or JSON object, for a model given by name or path."
-    )
+    model_init_kwargs: dict[str, Any] | str | None = option(None, "Arguments of from_pretrained.")
     model_adapter_name: str | None = option(None, "Adapter that is trained, in a model with several.")
     ref_adapter_name: str | None = option(None, "Adapter that is the reference. None: no adapter.")
     disable_dropout: bool = option(True, "Train without dropout, as the reference is scored.")
@@ -28,14 +26,10 @@ class SharedFields:
     dataset_num_proc: int | None = option(None, "Processes that prepare the dataset. None: one.", ">= 1")
     shuffle_dataset: bool = option(False, "Shuffle the rows once, before they are packed and sampled.")
     max_length: int | None = option(
-        1024, "Longest sequence or packed row, in tokens; longer ones lose their end. None: no limit.", ">= 1"
+        1024, "Longest sequence or packed row, in tokens. None: no limit.", ">= 1"
     )
-    max_prompt_length: int | None = option(
-        512, "Longest prompt, in tokens; longer ones are cut by truncation_mode. None: no limit.", ">= 1"
-    )
-    max_completion_length: int | None = option(
-        None, "Longest completion, in tokens; longer ones lose their end. None: no limit.", ">= 1"
-    )
+    max_prompt_length: int | None = option(512, "Longest prompt, in tokens. None: no limit.", ">= 1")
+    max_completion_length: int | None = option(None, "Longest completion, in tokens. None: no limit.", ">= 1")
     pad_token: str | None = option(None, "Padding token. None: the tokenizer's, else its eos token.")
     label_smoothing: float = option(0.0, "Probability that a pair's label is wrong (cDPO).", "[0, 0.5)")
     teacher_model_name_or_path: str | None = option(None, "Teacher, if none is passed to the trainer.")
@@ -52,9 +46,7 @@ class SharedFields:
         240.0, "Time in seconds for a server's answers, repeated requests included.", "> 0"
     )
     temperature: float = option(1.0, "Divides the logits, in sampling and in all log-probabilities.", "> 0")
-    ds3_gather_for_generation: bool = option(
-        True, "Under ZeRO-3, gather the weights for a rollout: faster, but they must fit on a device."
-    )
+    ds3_gather_for_generation: bool = option(True, "Under ZeRO-3, gather all weights for a rollout: faster.")
     use_liger_loss: bool | None = moved("losses never need logits of the whole vocabulary.", flag=True)
     base_model_attribute_name: str = option("model", "Deprecated: the decoder is found automatically.")
 

@@ -18,6 +18,7 @@ from trl.options.shared import shared
 
 Config = TypeVar("Config")
 
+RESUME_PARTS = {"optimizer", "random_state", "progress"}
 _HALF = "mixed precision is PyTorch's autocast."
 _TPU = "accelerate launch sets TPUs up."
 _DEVICE = "the accelerator of the machine is used where there is one."
@@ -28,9 +29,7 @@ _DROPPED = "transformers 5 cannot do this any more."
 class LegacyTrainingArguments(OptionGroup):
     """Names that documents of the 0.x levels use and transformers 5 no longer has."""
 
-    warmup_ratio: float | None = moved(
-        "now warmup_steps, which takes a share of all steps too.", "[0, 1)", to="warmup_steps"
-    )
+    warmup_ratio: float | None = moved("now warmup_steps, also a share.", "[0, 1)", to="warmup_steps")
     evaluation_strategy: str | None = moved(to="eval_strategy")
     no_cuda: bool | None = moved(to="use_cpu")
     group_by_length: bool | None = moved(
@@ -63,9 +62,7 @@ class LegacyTrainingArguments(OptionGroup):
     tpu_num_cores: int | None = moved(_TPU)
     tpu_metrics_debug: bool | None = moved(_TPU)
     fsdp_min_num_params: int | None = moved("set min_num_params in fsdp_config.")
-    fsdp_transformer_layer_cls_to_wrap: str | None = moved(
-        "set transformer_layer_cls_to_wrap in fsdp_config."
-    )
+    fsdp_transformer_layer_cls_to_wrap: str | None = moved("now part of fsdp_config.")
     include_tokens_per_second: bool | None = moved("num_tokens is logged, and the time at the end.")
     past_index: int | None = moved(_DROPPED)
     jit_mode_eval: bool | None = moved(_DROPPED)
@@ -80,39 +77,28 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
     """Training arguments with the library's defaults; every training config ends its bases with this class."""
 
     logging_steps: float = same(TrainingArguments, "logging_steps", 10)
-    bf16: bool | None = option(  # pyright: ignore[reportIncompatibleVariableOverride]
-        None,
-        "Train in bfloat16 mixed precision. None: where the accelerator has it, unless fp16 is set.",
-        flag=True,
-    )
+    bf16: bool | None = option(
+        None, "Train in bfloat16. None: if the accelerator has it, unless fp16.", flag=True
+    )  # pyright: ignore[reportIncompatibleVariableOverride]
     gradient_checkpointing: bool = option(True, "Recompute activations in the backward pass: less memory.")
     resume_from_checkpoint: str | None = option(None, "Checkpoint's folder, or true for the newest.")
     resume_without: list[str] | None = option(
         None,
-        "Parts of the checkpoint that resuming starts anew, for a checkpoint that lost them: optimizer (with the "
-        "schedule), random_state, progress (sums of metrics, rollouts, running statistics).",
+        "Lost parts of the checkpoint that start anew: optimizer, random_state, progress (sums, rollouts).",
     )
 
     def check(self) -> None:
         super().check()
-        if unknown := set(self.resume_without or ()) - {"optimizer", "random_state", "progress"}:
-            raise ValueError(
-                f"resume_without must name parts among optimizer, random_state and progress, got {sorted(unknown)}."
-            )
+        if unknown := set(self.resume_without or ()) - RESUME_PARTS:
+            raise ValueError(f"resume_without must be of {sorted(RESUME_PARTS)}, got {sorted(unknown)}.")
         if "optimizer" in (self.resume_without or ()) and self.deepspeed:
-            raise ValueError(
-                "resume_without=['optimizer'] cannot be used with DeepSpeed, which keeps weights and optimizer in the "
-                "same files. Start a new run from the model instead."
-            )
+            raise ValueError("resume_without=['optimizer'] does not work with DeepSpeed. Start a new run.")
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
             raise ValueError(
-                f"num_train_epochs must be > 0, or max_steps >= 1, got {self.num_train_epochs} and {self.max_steps}: the "
-                "run would have no step. To evaluate alone, call trainer.evaluate()."
+                f"num_train_epochs must be > 0 or max_steps >= 1, got {self.num_train_epochs}, {self.max_steps}."
             )
         if self.deepspeed and find_spec("deepspeed") is None:
-            raise ImportError(
-                "The setting deepspeed needs the deepspeed package. Install it with `pip install trl[deepspeed]`."
-            )
+            raise ImportError("deepspeed needs the deepspeed package. Run `pip install trl[deepspeed]`.")
 
     def __post_init__(self) -> None:
         self.settle()
@@ -158,12 +144,10 @@ class SequenceOptions(RowOptions):
 
     pad_token: str | None = shared("pad_token")
     chat_template_path: str | None = option(
-        None, "Chat template: a Jinja file, or a tokenizer whose added tokens are cloned too. None: the own."
+        None, "Jinja file, or a tokenizer to copy the chat template from."
     )
     eos_token: str | None = option(None, "Token that ends a sequence. None: the tokenizer's eos token.")
-    pad_to_multiple_of: int | None = option(
-        None, "Pad batches to a multiple of this many tokens. None: to the longest sequence.", ">= 1"
-    )
+    pad_to_multiple_of: int | None = option(None, "Pad batches to a multiple of this many tokens.", ">= 1")
     activation_offloading: bool = option(False, "Keep activations in CPU memory. No effect on a CPU.")
 
 
@@ -178,10 +162,7 @@ def wrong_config(args: Any, config_class: type) -> TypeError:
 def require_set_up(args: Any) -> None:
     """Raise TypeError for a config whose class has a `__post_init__` that leaves ours out."""
     if not hasattr(args, "distributed_state"):
-        raise TypeError(
-            f"{type(args).__name__}.__post_init__ did not call super().__post_init__(), so its settings were not checked. Call it "
-            "there."
-        )
+        raise TypeError(f"{type(args).__name__}.__post_init__ must call super().__post_init__().")
 
 
 def config_or_default(args: Any, config_class: type[Config], output_dir: str) -> Config:

@@ -50,9 +50,7 @@ class BestOfNSampler:
         engine: Engine | None = None,
     ) -> None:
         if not 1 <= n_candidates <= sample_size:
-            raise ValueError(
-                f"n_candidates must be from 1 to sample_size ({sample_size}), got {n_candidates}."
-            )
+            raise ValueError(f"n_candidates must be in [1, sample_size={sample_size}], got {n_candidates}.")
         self.model, self.tokenizer = model, tokenizer
         self.queries_to_scores, self.length_sampler = queries_to_scores, length_sampler
         self.sample_size, self.n_candidates = sample_size, n_candidates

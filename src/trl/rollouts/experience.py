@@ -157,10 +157,7 @@ def concatenate(parts: Sequence[Experience]) -> Experience:
     first = parts[0]
     for part in parts:
         if (part.per_token.keys(), part.per_row.keys()) != (first.per_token.keys(), first.per_row.keys()):
-            raise ValueError(
-                f"rollouts to be joined have the columns {[*first.per_token, *first.per_row]} and {[*part.per_token, *part.per_row]}, "
-                "expected the same. Let a rollout_func return logprobs each time, or never."
-            )
+            raise ValueError("rollouts must have the same columns: return logprobs always or never.")
     return Experience(
         Ragged.joined([part.prompts for part in parts]),
         Ragged.joined([part.completions for part in parts]),
@@ -174,9 +171,7 @@ def concatenate(parts: Sequence[Experience]) -> Experience:
 
 def _check_length(name: str, value: Tensor, length: int, what: str) -> None:
     if value.ndim != 1 or len(value) != length:
-        raise ValueError(
-            f"experience column {name!r} must have one number for each of the {length} {what}, got shape {tuple(value.shape)}."
-        )
+        raise ValueError(f"column {name!r} must have {length} numbers ({what}), got {tuple(value.shape)}.")
 
 
 def save_rollout_batch(folder: Path, experience: Experience, *, rank: int, facts: Mapping[str, Any]) -> None:

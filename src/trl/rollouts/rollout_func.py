@@ -68,16 +68,11 @@ def read_rollouts(
     """
     if not isinstance(found, Mapping) or not {"prompt_ids", "completion_ids"} <= found.keys():
         shown = sorted(found) if isinstance(found, Mapping) else type(found).__name__
-        raise TypeError(
-            f"rollout_func returned {shown}, expected a dict with 'prompt_ids' and 'completion_ids'."
-        )
+        raise TypeError(f"rollout_func must return 'prompt_ids' and 'completion_ids' in a dict, got {shown}.")
     given = {name: _listed(name, values) for name, values in found.items() if values is not None}
     for name, values in given.items():
         if len(values) != count:
-            raise ValueError(
-                f"rollout_func returned {len(values)} {name}, expected one for each of {count} prompts, which come once for each "
-                "completion."
-            )
+            raise ValueError(f"rollout_func must return {count} {name}, one per prompt, got {len(values)}.")
     prompts, completions = (
         [_ids(name, row, ids, vocabulary) for row, ids in enumerate(given[name])]
         for name in ("prompt_ids", "completion_ids")
@@ -85,8 +80,7 @@ def read_rollouts(
     for row, tokens in enumerate(map(len, map(operator.add, prompts, completions))):
         if context_length is not None and tokens > context_length:
             raise ValueError(
-                f"rollout_func returned {tokens} tokens of prompt and completion in row {row}, expected at most {context_length}, "
-                "the model's context length."
+                f"rollout_func returned {tokens} tokens in row {row}, more than the context length {context_length}."
             )
     columns = {SAMPLING_LOGPS: _logps(given["logprobs"], completions)} if "logprobs" in given else {}
     stopped = torch.tensor([ids[-1] in end_tokens for ids in completions])
@@ -98,9 +92,7 @@ def _listed(name: str, values: Any) -> list[Any]:
     try:
         found = iter(values)
     except TypeError:
-        raise TypeError(
-            f"rollout_func returned {type(values).__name__} as {name}, expected a list."
-        ) from None
+        raise TypeError(f"rollout_func must return a list as {name}, got {type(values).__name__}.") from None
     return list(found)
 
 
@@ -110,8 +102,7 @@ def _ids(name: str, row: int, given: Any, vocabulary: int | None) -> list[int]:
     wrong = [token for token in ids if not (isinstance(token, Integral) and 0 <= int(token) <= most)]
     if wrong or not ids:
         raise ValueError(
-            f"rollout_func returned {repr(wrong[0]) if wrong else 'nothing'} in {name} of row {row}, expected token ids "
-            f"from 0 to {most}; an empty completion is its end token."
+            f"rollout_func returned {repr(wrong[0]) if wrong else 'nothing'} in {name} of row {row}, expected ids from 0 to {most}."
         )
     return [int(token) for token in ids]
 
@@ -119,14 +110,9 @@ def _ids(name: str, row: int, given: Any, vocabulary: int | None) -> list[int]:
 def _logps(rows: Sequence[Any], completions: Sequence[Sequence[int]]) -> torch.Tensor:
     for row, (logps, ids) in enumerate(zip(rows, completions, strict=True)):
         if (count := len(_listed(f"row {row} of logprobs", logps))) != len(ids):
-            raise ValueError(
-                f"rollout_func returned {count} logprobs for the {len(ids)} tokens of completion {row}."
-            )
+            raise ValueError(f"rollout_func returned {count} logprobs for {len(ids)} tokens in row {row}.")
     found = Ragged.of(rows, dtype=torch.float32).values
     wrong = found[~((found <= _ROUNDING) & found.isfinite())]
     if len(wrong):
-        raise ValueError(
-            f"rollout_func returned the log-prob {float(wrong[0]):g}, expected finite numbers <= 0, in nats. Leave logprobs out if "
-            "they are unknown."
-        )
+        raise ValueError(f"rollout_func must return finite logprobs <= 0, or none, got {float(wrong[0]):g}.")
     return found

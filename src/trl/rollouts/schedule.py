@@ -98,13 +98,11 @@ def group_sizes(settings: GroupSettings) -> GroupSizes:
     generated, whole = rows * steps, math.lcm(rows * accumulated, settings.num_generations)
     if given not in (None, generated):
         raise ValueError(
-            f"generation_batch_size={given} must be per_device_train_batch_size times the processes ({rows}) times "
-            f"steps_per_generation. Set generation_batch_size alone, to a multiple of {whole}."
+            f"generation_batch_size={given} must be {rows} * steps_per_generation. Set it alone, to a multiple of {whole}."
         )
     if generated % settings.num_generations:
         raise ValueError(
-            f"{generated} completions are generated at once, expected a multiple of num_generations={settings.num_generations}. Set "
-            f"generation_batch_size to a multiple of {whole}."
+            f"{generated} completions must be a multiple of num_generations={settings.num_generations}. Set generation_batch_size to a multiple of {whole}."
         )
     micro_batches = math.lcm(steps, accumulated)
     sizes = RolloutSizes(
@@ -129,13 +127,11 @@ def kept_sizes(sizes: RolloutSizes, keep: int) -> RolloutSizes:
     cuts, groups = sizes.mini_batches * sizes.micro_batches, sizes.own_rows // sizes.group
     if sizes.own_rows % sizes.group:
         raise ValueError(
-            f"each of {sizes.processes} processes generates {sizes.own_rows} completions at once, expected whole groups of "
-            f"{sizes.group}. Set generation_batch_size to a multiple of {math.lcm(cuts, sizes.group) * sizes.processes}."
+            f"each process generates {sizes.own_rows} completions at once, expected whole groups of {sizes.group}. Set generation_batch_size to a multiple of {math.lcm(cuts, sizes.group) * sizes.processes}."
         )
     if groups * keep % cuts:
         raise ValueError(
-            f"num_remains_in_group={keep} leaves {groups * keep} completions to each process, expected a multiple of its {cuts} "
-            f"micro-batches. Change it, or set per_device_train_batch_size to a multiple of {sizes.group}."
+            f"num_remains_in_group={keep} leaves {groups * keep} completions per process, expected a multiple of {cuts}."
         )
     return replace(sizes, rows=groups * keep * sizes.processes, group=keep)
 
@@ -144,8 +140,7 @@ def check_evaluation(rows: int, num_generations: int) -> None:
     """Raise ValueError if an evaluation batch of all processes, in rows, does not contain whole groups."""
     if rows % num_generations:
         raise ValueError(
-            f"an evaluation batch has {rows} completions over all processes, expected a multiple of num_generations_eval="
-            f"{num_generations}. Set num_generations_eval to a divisor of {rows}, or another per_device_eval_batch_size."
+            f"num_generations_eval={num_generations} must divide the {rows} completions of an evaluation batch."
         )
 
 

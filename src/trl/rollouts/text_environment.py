@@ -254,9 +254,7 @@ class TextEnvironment:
             history = TextHistory(text, self.tokenizer(text)["input_ids"], system=True)
             if self._room(history) == 0:
                 found = f"{len(history.tokens)} tokens with the prompt"
-                raise ValueError(
-                    f"queries[{index}] has {found}, an episode has at most {self.max_length} (max_length)."
-                )
+                raise ValueError(f"queries[{index}] has {found}, more than max_length={self.max_length}.")
             histories.append(history)
         return histories
 

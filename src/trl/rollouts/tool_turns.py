@@ -208,21 +208,16 @@ def check_tool_template(
     try:
         shown = render_prompt(processing_class, prompt)
         if shown == render_prompt(processing_class, prompt._replace(tools=None)):
-            raise ValueError(
-                "the chat template reads no tools. Use that of a model that was trained with tools (Qwen3)."
-            )
+            raise ValueError("the chat template reads no tools. Use that of a model with tools (Qwen3).")
         writer, calls = ReplyWriter(processing_class, schemas), _call_message([name])
         answered = writer._tail([{"role": "tool", "name": name, "content": _ANSWER}], template_kwargs)
         before, written = split_rendering(processing_class, prompt, [calls])
     except TemplateRefusal as error:
         raise ValueError(f"tools: {error}") from error
     if _ANSWER not in answered:
-        raise ValueError(
-            "the chat template leaves messages of the role 'tool' out. Use that of a model with tools (Qwen3)."
-        )
+        raise ValueError("the chat template leaves role 'tool' out. Use that of a model with tools (Qwen3).")
     found = TurnReader(processing_class, schemas).of_text(written, before).calls
     if found != [ToolCall(name, calls["tool_calls"][0]["function"]["arguments"])]:
         raise ValueError(
-            f"the calls that the chat template writes cannot be read back: {written[:200]!r} was read as {found}, expected {_SHAPE}. "
-            "Set tokenizer.response_template (trl.chat_template_utils.add_response_schema)."
+            f"calls of the chat template cannot be read back: {written[:200]!r} was read as {found}. Use add_response_schema."
         )

@@ -17,24 +17,16 @@ class ScriptArguments(OptionGroup):
     """
 
     dataset_name: str | None = option(
-        None, "Dataset to train on: a json, jsonl, csv or parquet file, a folder, or a name on the Hub."
+        None, "Dataset: a json, jsonl, csv or parquet file, a folder, a Hub name."
     )
-    dataset_config: str | None = option(
-        None, "Name of the dataset's configuration (its subset), where it has several."
-    )
+    dataset_config: str | None = option(None, "The dataset's configuration (subset), if there are several.")
     dataset_train_split: str = option("train", "Split to train on.")
     dataset_test_split: str = option("test", "Split to evaluate on; read only if eval_strategy is not 'no'.")
     dataset_streaming: bool = option(False, "Read rows as they are needed instead of all beforehand.")
-    gradient_checkpointing_use_reentrant: bool = option(
-        False, "Use PyTorch's older, reentrant gradient checkpointing (gradient_checkpointing must be on)."
-    )
-    ignore_bias_buffers: bool = option(
-        False, "Leave boolean buffers (attention masks) out of what distributed training synchronises."
-    )
+    gradient_checkpointing_use_reentrant: bool = option(False, "Use reentrant gradient checkpointing.")
+    ignore_bias_buffers: bool = option(False, "Do not synchronise boolean buffers (attention masks).")
     dry_run: bool = option(
-        False,
-        "Prepare the data, print the settings that differ from their defaults, two rows with what is trained marked, "
-        "and the memory that the weights, gradients and optimizer need; then stop.",
+        False, "Prepare the data; print changed settings, two rows and the memory needed; stop."
     )
 
     def __post_init__(self) -> None:
@@ -46,7 +38,7 @@ class ColumnMapping(OptionGroup):
     """Names that columns get before training."""
 
     column_mapping: list[str] | None = option(
-        None, "Columns to rename, as old=new; in a config file, a mapping.", metavar="OLD=NEW"
+        None, "Columns to rename; in a file, a mapping.", metavar="OLD=NEW"
     )
 
     def __post_init__(self) -> None:
@@ -68,9 +60,7 @@ class ColumnMapping(OptionGroup):
         for item in self.column_mapping or []:
             old, _, new = item.partition("=")
             if not old or not new:
-                raise ValueError(
-                    f"column_mapping takes old=new items, got {item!r}. Example: question=prompt"
-                )
+                raise ValueError(f"column_mapping takes old=new items, got {item!r}.")
             if old in renames or new in renames.values():
                 raise ValueError(f"column_mapping names a column twice, got {self.column_mapping!r}.")
             renames[old] = new
@@ -91,13 +81,10 @@ class RewardScriptArguments(ColumnMapping, ScriptArguments):
 class DPOScriptArguments(ColumnMapping, ScriptArguments):
     """What `trl dpo` reads besides `DPOConfig` and `ModelConfig`."""
 
-    ref_model_name_or_path: str | None = option(
-        None, "Reference model: a folder or a name on the Hub. None: the model before training."
-    )
+    ref_model_name_or_path: str | None = option(None, "Reference model. None: the model before training.")
     dialogue_marker: str | None = option(
         None,
-        "For rows that are whole dialogues as text: what opens the assistant's turns, such as 'Assistant:'. The "
-        "prompt ends behind the last one that both dialogues share.",
+        "For dialogues as text: what opens the assistant's turns, such as 'Assistant:'. Prompts end there.",
     )
 
 
@@ -107,16 +94,11 @@ class RewardFunctions(ColumnMapping, ScriptArguments):
 
     reward_funcs: list[str] | None = option(
         None,
-        "Rewards of completions, one or several (weighted by reward_weights): a ready-made function of "
-        "trl.rewards (accuracy_reward, reasoning_accuracy_reward, think_format_reward, get_soft_overlong_punishment), a "
-        "dotted path to a function (my_module.my_function, also from the working directory), or a reward model's folder "
-        "or name on the Hub.",
+        "Rewards: functions of trl.rewards (accuracy_reward, reasoning_accuracy_reward, think_format_reward, get_soft_overlong_punishment), dotted paths (my_module.my_function), reward models.",
         metavar="REWARD",
     )
 
-    reward_model_name_or_path: str | None = option(
-        None, "A reward model's folder or name on the Hub, beside reward_funcs; it comes first."
-    )
+    reward_model_name_or_path: str | None = option(None, "Reward model beside reward_funcs; comes first.")
 
     def __post_init__(self) -> None:
         if isinstance(self.reward_funcs, str):

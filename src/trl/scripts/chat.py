@@ -38,9 +38,7 @@ class ChatArguments(QuantizationOptions, ModelSource):
     top_k: int = option(50, "Draw from this many most likely tokens; 0 for all.")
     top_p: float = option(1.0, "Draw from the fewest tokens that have this probability.")
     repetition_penalty: float = option(1.0, "Above 1, tokens seen before are less likely.")
-    eos_tokens: str | None = option(
-        None, "Tokens that end an answer, with commas. None: those of model and tokenizer."
-    )
+    eos_tokens: str | None = option(None, "Tokens that end an answer, with commas. None: the model's.")
     eos_token_ids: str | None = option(None, "The same as ids, with commas.")
 
     def __post_init__(self) -> None:
@@ -82,9 +80,7 @@ class Chat:
         trusted = arguments.trust_remote_code
         self.tokenizer: Any = text_tokenizer(load_processing_class(path, trust_remote_code=trusted))
         if not self.tokenizer.chat_template:
-            raise ValueError(
-                f"The tokenizer of '{path}' has no chat template, and trl chat needs one. Use a model for chats."
-            )
+            raise ValueError(f"The tokenizer of '{path}' has no chat template. Use a model for chats.")
         self.engine = TransformersEngine(model, tokenizer=self.tokenizer)
         self.ends = self._end_tokens(model)
         self.clear()

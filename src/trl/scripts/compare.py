@@ -104,9 +104,7 @@ def _prompts(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     rows: Any = load_source(options.prompts, split=options.split)
     if "prompt" not in rows.column_names:
-        raise ValueError(
-            f"'{options.prompts}' has the columns {rows.column_names}, expected a column 'prompt'."
-        )
+        raise ValueError(f"'{options.prompts}' must have a column 'prompt', got {rows.column_names}.")
     count = len(rows) if options.num_prompts is None else min(options.num_prompts, len(rows))
     return [{"prompt": prompt} for prompt in rows.select(range(count))["prompt"]]
 

@@ -58,9 +58,7 @@ def load_train_and_eval(
     """
     if bool(script_args.dataset_name) == bool(dataset_args.datasets):
         given = "Both dataset_name and a mixture are" if dataset_args.datasets else "No dataset is"
-        raise ValueError(
-            f"{given} given. Give one dataset with --dataset_name, or a mixture as `datasets:` in the config file."
-        )
+        raise ValueError(f"{given} given. Give one --dataset_name, or a mixture as `datasets:` in a file.")
     from trl.data.sources import load_source
 
     splits = {"dataset_train_split": script_args.dataset_train_split}
@@ -76,9 +74,7 @@ def load_train_and_eval(
     for option, split in splits.items():
         try:
             if mixture is not None and split not in mixture:
-                raise ValueError(
-                    f"the mixture has no split {split!r}, it has {', '.join(map(repr, mixture))}."
-                )
+                raise ValueError(f"the mixture has {', '.join(map(repr, mixture))}, not {split!r}.")
             rows = load_source(path, split=split, **given) if mixture is None else mixture[split]
         except ValueError as error:
             way_out = " Or set eval_strategy to 'no'." if option == "dataset_test_split" else ""
@@ -128,9 +124,7 @@ def check_output_dir(output_dir: str | Path) -> None:
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         wrong = "read-only" if there.is_dir() else "a file"
-        raise ValueError(
-            f"output_dir must be a folder that can be written to, got '{output_dir}': '{there}' is {wrong}."
-        )
+        raise ValueError(f"output_dir '{output_dir}' cannot be written to: '{there}' is {wrong}.")
 
 
 def check_push(args: Any) -> None:
@@ -142,9 +136,7 @@ def check_push(args: Any) -> None:
     if constants.is_offline_mode():
         raise ValueError("push_to_hub needs the Hub, and HF_HUB_OFFLINE is set. Unset it.")
     if not (args.hub_token or get_token()):
-        raise ValueError(
-            "push_to_hub needs a token. Log in with `hf auth login`, or set HF_TOKEN or hub_token."
-        )
+        raise ValueError("push_to_hub needs a token. Use `hf auth login`, HF_TOKEN or hub_token.")
 
 
 def checkpoint_to_resume(
@@ -174,10 +166,7 @@ def check_processes(args: Any) -> None:
     """
     started = int(os.environ.get("WORLD_SIZE") or 1)
     if args.world_size != started:
-        raise ValueError(
-            f"{started} processes were started but are not connected: each would train a model of its own. On a CPU "
-            "use --accelerate_config cpu; elsewhere check that every process sees an accelerator."
-        )
+        raise ValueError(f"{started} processes are not connected. On a CPU use --accelerate_config cpu.")
     state = args.distributed_state
     kind = getattr(getattr(state, "distributed_type", None), "value", "NO")
     for variable, name in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")):

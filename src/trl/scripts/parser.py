@@ -42,9 +42,7 @@ class TrlParser(PlainParser, HfArgumentParser):
         kinds: list[Any] = list(given) if isinstance(given, Iterable) else [given]
         for kind in kinds:
             if "config" in {field.name for field in dataclasses.fields(kind)}:
-                raise ValueError(
-                    f"{kind.__name__} has a field `config`, which is the parser's own. Rename it."
-                )
+                raise ValueError(f"{kind.__name__} has a field `config`, the parser's own. Rename it.")
         kwargs.setdefault("formatter_class", OptionHelp)
         super().__init__(kinds, **kwargs)
         self.other_options: set[str] = set()

@@ -145,10 +145,7 @@ def rewards(script_args: RewardFunctions, model_args: ModelConfig) -> dict[str, 
     Raises: ValueError if there are none.
     """
     if not (script_args.reward_model_name_or_path or script_args.reward_funcs):
-        raise ValueError(
-            "reward_funcs is missing. Give a function of trl.rewards such as think_format_reward, a dotted path such as "
-            "my_module.my_function, or a reward model's folder or name on the Hub."
-        )
+        raise ValueError("reward_funcs is missing. Name a function (my_module.my_function) or model.")
     return rewards_or_judge(script_args, model_args)
 
 

@@ -26,13 +26,11 @@ class ServeArguments(ServedModel):
     """The model, how vLLM runs it, and where the server listens."""
 
     host: str = option(
-        "127.0.0.1",
-        "Address to listen on. The default is this machine only; 0.0.0.0 lets others in, and needs a secret in "
-        "TRL_VLLM_SERVER_TOKEN, the same here and where the training runs.",
+        "127.0.0.1", "Address to listen on; 0.0.0.0 lets others in, with a secret in TRL_VLLM_SERVER_TOKEN."
     )
     port: int = option(8000, "Port to listen on.")
     log_level: Literal["debug", "info", "warning", "error", "critical"] = option(
-        "info", "How much the server and vLLM say."
+        "info", "Of server and vLLM."
     )
 
     def __post_init__(self) -> None:
@@ -86,9 +84,7 @@ def serve(arguments: ServeArguments) -> None:
             token = stack.enter_context(server_token(arguments.host, arguments.port))
         except OSError as error:
             place = token_file(arguments.port)
-            raise CommandError(
-                f"The token cannot be written to {place}: {error}. Set {VARIABLE} to a secret."
-            ) from error
+            raise CommandError(f"The token cannot be written to {place}: {error}. Set {VARIABLE}.") from error
         logger.info("Serving %s on http://%s:%d", arguments.model, arguments.host, arguments.port)
         try:
             server.serve(backend, token=token)

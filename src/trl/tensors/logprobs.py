@@ -207,10 +207,7 @@ class _LocalLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, slope: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.sums is None:
-            raise RuntimeError(
-                "local_loss can go backward once, got a second backward pass. "
-                "Use token_scores where the graph must be kept (retain_graph=True)."
-            )
+            raise RuntimeError("local_loss goes backward once. Use token_scores with retain_graph=True.")
         # Without another reference autograd takes the sums over as gradients instead of copying them.
         sums, ctx.sums = ctx.sums, None
         return (*sums.cast(*ctx.inputs, slope=slope), None, None, None, None)
@@ -222,10 +219,7 @@ def _losses(loss_of: LossOf, logps: Tensor, rows: slice, *, with_slopes: bool) -
         leaf = logps.detach().requires_grad_(with_slopes)
         values = loss_of(leaf, rows)
         if values.shape != logps.shape:
-            raise ValueError(
-                f"loss_of must return one loss per token, shape {tuple(logps.shape)}, got {tuple(values.shape)}. Leave the "
-                "sum to local_loss."
-            )
+            raise ValueError(f"loss_of must return {tuple(logps.shape)}, got {tuple(values.shape)}.")
         if not values.requires_grad:
             return values, torch.zeros_like(logps)
         slopes = torch.autograd.grad(values.sum(), leaf, allow_unused=True, materialize_grads=True)[0]

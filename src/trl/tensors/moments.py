@@ -106,9 +106,7 @@ class RunningMoments:
         """
         batch = over_processes(moments(xs), self.accelerator)
         if not math.isfinite(float(batch.mean)):
-            raise ValueError(
-                f"running moments take finite values, got a mean of {float(batch.mean)}. Check the scores."
-            )
+            raise ValueError(f"running moments must be finite, got a mean of {float(batch.mean)}.")
         # The count of nothing is 1e-24, so that older files and programs can divide by it.
         before = [self.count, self.mean, self.var * self.count] if self.count >= 1 else [0, 0, 0]
         whole = Moments(*batch.mean.new_tensor(before)).plus(batch)

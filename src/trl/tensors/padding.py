@@ -222,8 +222,7 @@ def split_pixel_values_by_grid(batch: dict[str, Tensor]) -> dict[str, Tensor | l
     images = torch.as_tensor(batch.get("num_images", [1] * len(grids))).tolist()
     if sum(images) != len(grids) or sum(lengths) != len(patches):
         raise ValueError(
-            f"image_grid_thw must hold one grid per image and as many patches as pixel_values, got {len(grids)} grids "
-            f"for {sum(images)} images and {sum(lengths)} patches for {len(patches)} in pixel_values."
+            f"image_grid_thw ({len(grids)} grids) must fit {sum(images)} images and {len(patches)} rows of pixel_values."
         )
     sections = [sum(lengths[start:stop]) for start, stop in pairwise([0, *accumulate(images)])]
     return {

@@ -39,16 +39,11 @@ class Segments:
         prompts: dict[int, int] = {}
         for index, (start, length, prefix_start, prefix_length) in enumerate(self):
             if start != end or length < 1:
-                raise ValueError(
-                    f"segment {index} has start {start} and length {length}, expected start {end} and length >= 1."
-                )
+                raise ValueError(f"segment {index} must start at {end}, with tokens, got {start}, {length}.")
             if prefix_length == 0:
                 prompts[start] = length
             elif prompts.get(prefix_start) != prefix_length:
-                raise ValueError(
-                    f"segment {index} has the prefix [{prefix_start}, {prefix_start + prefix_length}), which is no "
-                    "earlier plain segment."
-                )
+                raise ValueError(f"segment {index} has no earlier plain segment at {prefix_start}.")
             end += length
 
     @classmethod

@@ -67,9 +67,7 @@ def split_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
     (tensor([1, 3]), tensor([2, 4]))
     """
     if len(values) % 2:
-        raise ValueError(
-            f"pairs need an even number of sequences (chosen, rejected, ...), got {len(values)}."
-        )
+        raise ValueError(f"pairs need an even number of sequences, got {len(values)}.")
     return values[0::2], values[1::2]
 
 

@@ -32,9 +32,7 @@ class LogitRule:
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
-            raise ValueError(
-                f"temperature must be > 0, got {self.temperature}. Use 1.0 to score the model's own distribution."
-            )
+            raise ValueError(f"temperature must be > 0, got {self.temperature}.")
 
     @property
     def linear_slope(self) -> float:

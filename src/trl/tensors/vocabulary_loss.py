@@ -69,10 +69,7 @@ def vocabulary_loss(
             losses if isinstance(losses, tuple) else (losses, losses.new_empty(len(losses), 0))
         )
         if values.shape != states.shape[:1]:
-            raise ValueError(
-                f"loss_of must return one loss per token, shape {tuple(states.shape[:1])}, got {tuple(values.shape)}. "
-                "Sum over the vocabulary, not over the tokens."
-            )
+            raise ValueError(f"loss_of must return {tuple(states.shape[:1])}, got {tuple(values.shape)}.")
         return values, statistics
 
     total, *found = _VocabularyLoss.apply(hidden, chunk_loss, parts, torch.is_grad_enabled(), *trained)
@@ -116,9 +113,7 @@ class _VocabularyLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, slope: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError(
-                "a loss over chunks can go backward once, got a second pass. Score the batch again."
-            )
+            raise RuntimeError("a loss over chunks goes backward once. Score the batch again.")
         slopes, sums, dtypes = ctx.gradients
         ctx.gradients = None  # autograd then takes the sums over instead of copying them
         parts = [x.mul_(slope).to(dtype) for x, dtype in zip(sums, dtypes, strict=True)]

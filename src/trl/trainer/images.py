@@ -17,7 +17,7 @@ from trl.collators.images import DataCollatorForVisionLanguageModeling, DataColl
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.collators.preference import REFERENCE_COLUMNS, DPODataCollatorWithPadding, PairCollator
 from trl.data.formats import column_names
-from trl.data.image_rows import IMAGE_COLUMNS, check_image_rows, check_pair_image_rows
+from trl.data.image_rows import IMAGE_COLUMNS, check_image_rows
 from trl.data.prepared_sets import DataSets
 from trl.data.validation import check_sft_settings
 from trl.models.parts import causal_core, embedded_tokens
@@ -127,11 +127,8 @@ def image_pair_sets(given: Any, args: DPOConfig, policy: Policy) -> ImageSets:
 
 
 def _check_texts(dataset: Any, collator: DataCollatorForVisionLanguageModeling, *, name: str) -> None:
-    row_type = check_image_rows(
-        dataset, collator.processor, text_field=collator.dataset_text_field, name=name
-    )
     check_sft_settings(
-        row_type,
+        check_image_rows(dataset, collator.rows, name=name).row_type,
         name=name,
         columns=column_names(dataset),
         assistant_only_loss=False,
@@ -141,7 +138,7 @@ def _check_texts(dataset: Any, collator: DataCollatorForVisionLanguageModeling, 
 
 
 def _check_pairs(dataset: Any, collator: DataCollatorForVisionPreference, *, name: str) -> None:
-    check_pair_image_rows(dataset, collator.processor, name=name, tools=collator.tools)
+    check_image_rows(dataset, collator.rows, name=name)
 
 
 def _refuse(args: Any, refused: Mapping[str, str]) -> None:

@@ -102,7 +102,7 @@ def test_the_first_rows_of_either_layout():
 
 
 @pytest.mark.parametrize(
-    ("positions", "message"), [([[0, 1], [0, 1]], r"shape \(1, N\)"), ([[3, 4]], "begin with 0")]
+    ("positions", "message"), [([[0, 1], [0, 1]], r"\(1, N\)"), ([[3, 4]], "must start at 0")]
 )
 def test_positions_that_say_nothing_are_an_error(positions, message):
     batch = {"input_ids": torch.tensor(positions), "position_ids": torch.tensor(positions)}
@@ -135,11 +135,11 @@ def test_a_sequence_is_not_predicted_from_the_one_before_it():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"attention_mask": torch.tensor([[1, 1, 0, 1]])}, "a row with a hole"),
-        ({"position_ids": torch.tensor([[0, 1, 0, 1]])}, "Leave attention_mask out"),
+        ({"attention_mask": torch.tensor([[1, 1, 0, 1]])}, "attention_mask"),
+        ({"position_ids": torch.tensor([[0, 1, 0, 1]])}, "position_ids"),
         (
             {"attention_mask": torch.tensor([[0, 1, 1, 1]]), "position_ids": torch.arange(4)[None]},
-            "count each row",
+            "position_ids",
         ),
     ],
 )

@@ -56,7 +56,7 @@ def test_a_trainers_reference_is_lent_to_it():
 
 @pytest.mark.parametrize("reference", [None, AdapterReference(None)])
 def test_a_reference_that_cannot_move_is_refused(reference):
-    with pytest.raises(ValueError, match=r"SyncRefModelCallback moves the reference.*sync_ref_model"):
+    with pytest.raises(ValueError, match=r"SyncRefModelCallback .*sync_ref_model"):
         attach_reference([SyncRefModelCallback(None, None)], reference)
 
 

@@ -100,9 +100,7 @@ def _admission(app: ASGIApp, *, token: str, max_body_bytes: int) -> ASGIApp:
             message = await receive()
             taken += len(message.get("body", b""))
             if taken > max_body_bytes:
-                raise HTTPException(
-                    413, f"The body has more than {max_body_bytes} bytes. Split it into several requests."
-                )
+                raise HTTPException(413, f"The body has more than {max_body_bytes} bytes. Split it.")
             return message
 
         path = f"{scope['path'].rstrip('/')}/"
@@ -112,10 +110,7 @@ def _admission(app: ASGIApp, *, token: str, max_body_bytes: int) -> ASGIApp:
             headers = [*kept, (b"content-type", b"application/json")]  # clients may give another type
             await app({**scope, "path": path, "headers": headers}, receive_limited, send)
             return
-        answer = _error(
-            401,
-            "The token is missing or wrong. Set TRL_VLLM_SERVER_TOKEN to the server's token on both sides.",
-        )
+        answer = _error(401, "The token is missing or wrong. Set TRL_VLLM_SERVER_TOKEN on both sides.")
         answer.headers["WWW-Authenticate"] = "Bearer"
         await answer(scope, receive, send)
 
@@ -218,10 +213,7 @@ def _completions(found: dict[str, Any]) -> JSONResponse:
     try:
         return JSONResponse(found)
     except ValueError:
-        raise FloatingPointError(
-            "the completions' log-probs must be finite: the weights that the server was sent are not finite, or too large for its "
-            "dtype. Check whether the run diverged, or start the server with a wider --dtype."
-        ) from None
+        raise FloatingPointError("log-probs are not finite. Check weights and --dtype.") from None
 
 
 # ---- JSON bodies
@@ -265,10 +257,7 @@ class GenerateBody(SamplingBody):
     @model_validator(mode="after")
     def _one_entry_each(self) -> GenerateBody:
         if self.images is not None and len(self.images) != len(self.prompts):
-            count = len(self.prompts)
-            raise ValueError(
-                f"images must have one entry for each of {count} prompts (or None), got {len(self.images)}"
-            )
+            raise ValueError(f"images must be one per prompt ({len(self.prompts)}), got {len(self.images)}")
         return self
 
     def images_of(self, index: int) -> list[str]:

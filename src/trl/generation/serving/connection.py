@@ -34,10 +34,7 @@ def client_token(host: str, port: int) -> str | None:
 def check_token_source(host: str) -> None:
     """Raise ValueError for a server that other machines reach if the environment has no token."""
     if not is_loopback(host) and _from_environment() is None:
-        raise ValueError(
-            f"--host {host} lets other machines in, which need a token. Set {VARIABLE} to the same secret for server and training, or "
-            "use --host 127.0.0.1 for this machine only."
-        )
+        raise ValueError(f"--host {host} needs a secret in {VARIABLE}. Or use --host 127.0.0.1.")
 
 
 @contextmanager
@@ -145,9 +142,7 @@ class ServerConnection:
         found_token = client_token(self.host, self.port) if is_ours else _from_environment(self.variable)
         token = self.token or found_token or ""
         if not (token.isascii() and token.isprintable()):  # `http.client` would print it
-            raise ValueError(
-                f"the token of the {self.kind} ({self.variable}) must be printable ASCII on one line."
-            )
+            raise ValueError(f"{self.variable} of the {self.kind} must be printable ASCII on one line.")
         headers = {"Content-Type": "application/json"} | (
             {"Authorization": f"Bearer {token}"} if token else {}
         )

@@ -68,8 +68,7 @@ class WeightChannel:
             channel._broadcast(torch.zeros(1, device=place), left)
         except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
             raise ConnectionError(
-                f"The weight channel at {host}:{port} needs all {size} processes within {timeout_s:g} s; rank {rank} could not join it "
-                f"over {backend}: {_first_line(error)}. Check that the port is free, the network, and the log of the other side."
+                f"The weight channel at {host}:{port} needs {size} processes within {timeout_s:g} s; rank {rank}: {_first_line(error)}."
             ) from error
         return channel
 

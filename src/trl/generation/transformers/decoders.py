@@ -69,9 +69,11 @@ def fused_unsupported(model: Any) -> str | None:
         return f"its architecture ({config.model_type}) is not one of {', '.join(FUSED_MODEL_TYPES)}"
     home = f"transformers.models.{config.model_type}."
     layers = model.get_decoder().layers
-    if not all(
-        _own_class(part).__module__.startswith(home) for part in (model, model.get_decoder(), *layers)
-    ):
+    modules = [
+        [kind.__module__ for kind in type(part).__mro__] for part in (model, model.get_decoder(), *layers)
+    ]
+    own = (next(each for each in names if not each.startswith("torch.distributed.")) for names in modules)
+    if not all(name.startswith(home) for name in own):  # without FSDP2's subclasses
         return "its class is not transformers' own"
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in _ROPE_TYPES:
@@ -89,11 +91,6 @@ def fused_unsupported(model: Any) -> str | None:
     if any(inner._forward_hooks or inner._forward_pre_hooks for part in parts for inner in part.modules()):
         return "its layers have hooks"
     return None
-
-
-def _own_class(module: nn.Module) -> type:
-    """A module's class without FSDP2's subclass of it."""
-    return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed."))
 
 
 def has_readable_weight(module: Any) -> bool:

@@ -38,10 +38,7 @@ class MixtureEngine(TransformersEngine):
     ) -> None:
         super().__init__(model, **parts)
         if reason := forward_unsupported(model, causal_core(model)):
-            raise ValueError(
-                f"an opponent generates with our own cache, which {type(causal_core(model)).__name__} does not support: {reason}. Use "
-                "OnlineDPOTrainer, whose completions are all the policy's."
-            )
+            raise ValueError(f"this model does not support an opponent: {reason}. Use OnlineDPOTrainer.")
         self.reference, self.coefficient = reference, coefficient
 
     @contextmanager

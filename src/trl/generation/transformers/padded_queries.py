@@ -50,10 +50,7 @@ def get_reward(
     classifier: Any = _core(model)
     decoder = getattr(classifier, classifier.base_model_prefix, None)
     if decoder is None or not hasattr(classifier, "score"):
-        raise TypeError(
-            f"model is a {type(classifier).__name__}, expected a sequence classifier with a layer `score` over its decoder. Load it "
-            "with AutoModelForSequenceClassification."
-        )
+        raise TypeError(f"model must be a classifier with a layer `score`, got {type(classifier).__name__}.")
     inputs = _taken_by(decoder, padded_inputs(query_responses, pad_token_id))
     found = decoder(**inputs, return_dict=True, use_cache=False)
     logits = classifier.score(found.last_hidden_state)
@@ -201,9 +198,7 @@ class LengthSampler:
 
     def __init__(self, min_value: int, max_value: int) -> None:
         if not 0 < min_value < max_value:
-            raise ValueError(
-                f"min_value must be at least 1 and less than max_value, got {min_value} and {max_value}."
-            )
+            raise ValueError(f"min_value must be from 1 to max_value - 1, got {min_value} and {max_value}.")
         self.min_value, self.max_value = min_value, max_value
 
     def __call__(self) -> int:

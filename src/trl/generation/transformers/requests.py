@@ -66,9 +66,7 @@ class StopStrings:
 
     def __init__(self, texts: Sequence[str], tokenizer: Any, vocabulary: int) -> None:
         if tokenizer is None:
-            raise ValueError(
-                f"stop_strings {list(texts)} need a tokenizer, got None. Pass one, or use stop_token_ids."
-            )
+            raise ValueError(f"stop_strings {list(texts)} need a tokenizer. Or use stop_token_ids.")
         self.texts, self.tokenizer = tuple(texts), tokenizer
         self.span = max(len(text.encode()) for text in texts) + _MARGIN
         lasts = {text[-1] for text in texts} | {"\ufffd"}  # the latter for a part of a character
@@ -241,8 +239,7 @@ class Requests:
         if not bool((finite := torch.isfinite(drawn.logps)).all()):
             row = int((~finite).nonzero()[0, 0])
             raise FloatingPointError(
-                f"logits must be finite, got NaN or infinity for prompts[{int(requests[row])}] at completion token "
-                f"{int(counts[row])}. Look for diverged weights, or use a wider dtype than float16."
+                f"logits of prompts[{int(requests[row])}] must be finite. Check weights and dtype."
             )
         if self.logps is None:
             self.logps = torch.zeros(self.ids.shape, dtype=drawn.logps.dtype, device=self.device)

@@ -33,37 +33,21 @@ class ServedModel:
     revision: str | None = option(None, "Branch, tag or commit of the model. By default the default branch.")
     tensor_parallel_size: int = option(1, "Number of GPUs over which the model is split.", ">= 1")
     data_parallel_size: int = option(1, "Only 1: for more copies of the model, start more servers.")
-    gpu_memory_utilization: float = option(
-        0.9, "Share of each GPU's memory that vLLM uses; on a CPU, of the machine's memory.", "(0, 1]"
-    )
+    gpu_memory_utilization: float = option(0.9, "Share of each device's memory that vLLM uses.", "(0, 1]")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
         "auto", "Dtype of weights and activations; `auto` is that of the checkpoint."
     )
-    max_model_len: int | None = option(
-        None,
-        "Maximum of prompt and completion tokens together. By default the model's context length.",
-        ">= 1",
-    )
-    enable_prefix_caching: bool | None = option(
-        None, "Reuse the key-value cache of common prefixes of prompts. By default vLLM decides."
-    )
-    enforce_eager: bool = option(
-        False, "Run without CUDA graphs: faster start and less memory, slower generation."
-    )
-    kv_cache_dtype: str = option(
-        "auto", "Dtype of the key-value cache (`fp8` saves memory); `auto` is the model's."
-    )
+    max_model_len: int | None = option(None, "Longest prompt and completion. None: the model's.", ">= 1")
+    enable_prefix_caching: bool | None = option(None, "Cache common prefixes of prompts. None: vLLM decides.")
+    enforce_eager: bool = option(False, "Run without CUDA graphs: less memory, slower generation.")
+    kv_cache_dtype: str = option("auto", "Dtype of the key-value cache; `fp8` saves memory.")
     trust_remote_code: bool = option(False, "Run the model's own code from its repository.")
-    vllm_model_impl: Literal["vllm", "transformers", "auto"] = option(
-        "vllm", "Implementation of the model: vLLM's, that of transformers, or vLLM's if it exists."
-    )
+    vllm_model_impl: Literal["vllm", "transformers", "auto"] = option("vllm", "Whose code of the model runs.")
 
     def __post_init__(self) -> None:
         check_numbers(self)
         if self.data_parallel_size != 1:
-            raise ValueError(
-                f"data_parallel_size must be 1, got {self.data_parallel_size}. Start one server per copy of the model."
-            )
+            raise ValueError(f"data_parallel_size must be 1, got {self.data_parallel_size}: start servers.")
 
 
 class NoChannel(RuntimeError):
@@ -172,10 +156,7 @@ class VLLMBackend:
         if self.channel is None:
             raise NoChannel("There is no weight channel. Call init_communicator first.")
         if not whole and self.about()["device"] == "cpu":
-            raise ValueError(
-                "vLLM packs its weights on a CPU, so single ones cannot be updated. Send all of them with update_model_params "
-                "(/update_weights/)."
-            )
+            raise ValueError("a CPU's packed weights are updated together. Use update_model_params.")
         entries = [(weight.name, weight.dtype, weight.shape) for weight in weights]
         with self._working() as llm:
             self._unusable, before = "An update of the weights is under way.", self._unusable

@@ -76,8 +76,7 @@ class VLLMClient:
                 left = until - time.monotonic()
                 if left <= 0:
                     raise ConnectionError(
-                        f"No vLLM server answered at {self.base_url} within {total_timeout:g} s ({error.__cause__ or error}). Start one "
-                        "with `trl vllm-serve --model <model>`, or change host, port or timeout."
+                        f"No vLLM server answered at {self.base_url} within {total_timeout:g} s ({error.__cause__ or error}). Start `trl vllm-serve`."
                     ) from error
                 if not is_waiting:
                     logger.warning("Waiting up to %.0f s for the vLLM server at %s.", left, self.base_url)
@@ -102,9 +101,7 @@ class VLLMClient:
         answer = self._http.post("/complete/", {"requests": [dict(request) for request in requests]})
         self._check_channel(answer)
         if (given := len(answer["completions"])) != len(requests):
-            raise RuntimeError(
-                f"The vLLM server at {self.base_url} gave {given} completions for {len(requests)} requests. Restart it."
-            )
+            raise RuntimeError(f"{self.base_url} gave {given} completions for {len(requests)} requests.")
         return answer["completions"]
 
     def generate(
@@ -130,9 +127,7 @@ class VLLMClient:
         """
         sampling = _sampling(locals())
         if isinstance(prompts, str):
-            raise TypeError(
-                f"prompts must be a list of texts or of token ids, got the text {prompts[:40]!r}. Put it in a list."
-            )
+            raise TypeError(f"prompts must be a list, got the text {prompts[:40]!r}.")
         shown = None if images is None else [_encoded(each) for each in images]
         return self._http.post("/generate/", {"prompts": list(prompts), "images": shown, **sampling})
 
@@ -218,9 +213,7 @@ class VLLMClient:
         """
         parts = WeightParts(model)
         if parts.is_sharded and process_count() > 1:
-            raise ValueError(
-                "model is sharded, which one process cannot gather. Use VLLMServerEngine.sync_weights in all processes."
-            )
+            raise ValueError("model is sharded. Use VLLMServerEngine.sync_weights in all processes.")
         with parts.read() as weights:
             self.send_weights(parts.shapes, (weight for _, weight in weights))
 
@@ -237,9 +230,7 @@ class VLLMClient:
     def _send(self, path: str, body: dict[str, Any], tensors: Iterable[Tensor]) -> None:
         channel = self._channel
         if channel is None:
-            raise ServerLost(
-                f"There is no weight channel to the vLLM server at {self.base_url}. Call init_communicator first."
-            )
+            raise ServerLost(f"No weight channel to {self.base_url}. Call init_communicator first.")
         if self._channel_name is not None:
             self._check_channel(self.model())
 
@@ -267,12 +258,8 @@ class VLLMClient:
             return
         self._drop_channel()
         if answer.get("channel") is None:
-            raise ServerLost(
-                f"The vLLM server at {self.base_url} has lost its weights: it was restarted, or a transfer failed."
-            )
-        raise RuntimeError(
-            f"The vLLM server at {self.base_url} has been given weights by another program. Use one server for each run."
-        )
+            raise ServerLost(f"The server at {self.base_url} has lost its weights, perhaps by a restart.")
+        raise RuntimeError(f"Another program gave weights to the server at {self.base_url}. Use one each.")
 
     def _drop_channel(self) -> None:
         channel, self._channel, self._channel_name = self._channel, None, None

@@ -151,9 +151,7 @@ def _shared_settings(sampling: Sampling, ends: Sequence[int], regex: str | None)
 
 def _generated(ids: list[int], logprobs: Sequence[float], finish_reason: str | None) -> Generated:
     if finish_reason not in ("stop", "length"):
-        raise RuntimeError(
-            f"vLLM ended a completion with {finish_reason!r}, expected 'stop' or 'length'. See its log."
-        )
+        raise RuntimeError(f"vLLM ended a completion with {finish_reason!r}. See its log.")
     return Generated(list(ids), torch.tensor(logprobs, dtype=torch.float32), None, finish_reason)
 
 
@@ -289,10 +287,7 @@ def _sharing(parallel: int) -> Any:
 
     processes = process_count()
     if processes % parallel:
-        raise ValueError(
-            f"vllm_tensor_parallel_size={parallel} must divide the number of processes, {processes}. Set it to one of "
-            f"{[size for size in range(1, processes + 1) if processes % size == 0]}."
-        )
+        raise ValueError(f"vllm_tensor_parallel_size={parallel} must divide {processes} processes.")
     blocks = [list(range(first, first + parallel)) for first in range(0, processes, parallel)]
     groups = [dist.new_group(ranks) for ranks in blocks]  # every process must build all of them
     return groups[dist.get_rank() // parallel]

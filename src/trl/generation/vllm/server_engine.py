@@ -57,8 +57,7 @@ def check_served(served: Served, args: Any, policy: Policy) -> None:
     where = f"the vLLM server at {served.address} serves {served.model}"
     if served.vocabulary != vocabulary:
         raise ValueError(
-            f"{where}, with a vocabulary of {served.vocabulary}, expected the policy's, {vocabulary}. Start it with the model that is "
-            "trained: `trl vllm-serve --model <model>`."
+            f"{where}, with a vocabulary of {served.vocabulary}, not the policy's {vocabulary}. Serve the trained model."
         )
     # The default of max_prompt_length is no promise: prompts are checked when they are prepared.
     is_default = args.max_prompt_length == type(args).max_prompt_length
@@ -66,17 +65,14 @@ def check_served(served: Served, args: Any, policy: Policy) -> None:
     own = context_length_of(policy.model, getattr(args, "vllm_max_model_length", None))
     if served.context_length < needed and (own is None or own >= needed):
         raise ValueError(
-            f"{where}, with a context length of {served.context_length} tokens, expected at least {needed}: max_prompt_length="
-            f"{args.max_prompt_length} and max_completion_length={args.max_completion_length}. Start it with --max_model_len "
-            f"{needed}, or lower them."
+            f"{where}, with a context length of {served.context_length}, expected {needed} for max_prompt_length and max_completion_length. Start it with --max_model_len {needed}."
         )
     mixed = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
     dtype = str(MIXED.get(mixed) or core.dtype).removeprefix("torch.")
     if served.dtype != dtype:
         logger.warning(
-            "%s in %s, and the policy is trained in %s, so that the log-probs differ by rounding. Start the server with --dtype %s.",
-            where, served.dtype, dtype, dtype,
-        )  # fmt: skip
+            "%s in %s: log-probs differ by rounding. Start it with --dtype %s.", where, served.dtype, dtype
+        )
 
 
 class VLLMServerEngine(PolicyCopy):

@@ -31,21 +31,14 @@ def check_sendable(model: nn.Module) -> None:
         raise ValueError(f"{reason}, which cannot be sent to vLLM as weights. Use LoRA, or use_vllm=False.")
     core = causal_core(model)
     if is_quantized(core):
-        raise ValueError(
-            f"use_vllm=True was given with a quantised {type(core).__name__}, whose weights cannot be sent to vLLM. Load the model "
-            "without quantisation, or use use_vllm=False."
-        )
+        raise ValueError(f"use_vllm=True cannot send the weights of a quantised {type(core).__name__}.")
     head: Any = core.get_output_embeddings()
     if was_untied(core) and head.weight.requires_grad:
-        raise ValueError(
-            f"cast_lm_head_to_fp32=True untied the head of {type(core).__name__} from its input embedding, and vLLM keeps them tied. "
-            "Leave cast_lm_head_to_fp32 out, or train an adapter."
-        )
+        raise ValueError("cast_lm_head_to_fp32=True untied the head, which vLLM keeps tied. Leave it out.")
     for name, module in core.named_modules():
         if _is_adapter(module) and not (_has_saved_copy(module) or has_readable_weight(module)):
             raise ValueError(
-                f"the adapter of {name} ({type(module).__module__}.{type(module).__name__}) is no sum of weights that can be sent to "
-                "vLLM, expected LoRA on linear layers, without DoRA. Use plain LoRA, or use_vllm=False."
+                f"use_vllm=True cannot send the adapter of {name} ({type(module).__name__}). Use plain LoRA on linear layers."
             )
 
 
@@ -220,11 +213,7 @@ class WeightParts:
         parts: dict[str, list[Piece]] = {}
         for piece in pieces(self.core):
             units = [places.get(unit, "") for unit in self._units_of(piece.modules)]
-            layers = [_element(piece.place, place) for place in lists if piece.place.startswith(f"{place}.")]
+            inside = [place for place in lists if piece.place.startswith(f"{place}.")]
+            layers = [".".join(piece.place.split(".")[: place.count(".") + 2]) for place in inside]
             parts.setdefault(min([piece.place, *layers, *units], key=len), []).append(piece)
         return list(parts.values())
-
-
-def _element(place: str, of: str) -> str:
-    """The element of the `ModuleList` at `of` that contains a module."""
-    return f"{of}.{place.removeprefix(f'{of}.').partition('.')[0]}"

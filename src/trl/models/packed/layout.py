@@ -261,16 +261,10 @@ def _segments(batch: Mapping[str, Any]) -> Segments:
         return Segments.from_table(batch["segment_table"])
     positions = batch["position_ids"]
     if positions.ndim != 2 or positions.shape[0] != 1:
-        raise ValueError(
-            f"a packed batch has position_ids of shape (1, N), got {tuple(positions.shape)}. "
-            "Give an attention_mask with padded rows, or one row of concatenated sequences."
-        )
+        raise ValueError(f"position_ids of a packed batch must be (1, N), got {tuple(positions.shape)}.")
     starts = [*(positions[0] == 0).nonzero()[:, 0].tolist(), positions.shape[1]]
     if starts[0] != 0:
-        raise ValueError(
-            "position_ids of a packed batch must begin with 0 and restart at 0 with each sequence, "
-            f"got {positions[0, :8].tolist()}... ."
-        )
+        raise ValueError(f"position_ids of a packed batch must start at 0, got {positions[0, :8].tolist()}.")
     return Segments.from_lengths(end - start for start, end in pairwise(starts))
 
 
@@ -285,9 +279,7 @@ def _without_padding(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, S
     labels, mask = batch.get("labels"), _row_mask(batch)
     keep = mask.flatten().nonzero()[:, 0]
     if not len(keep):
-        raise ValueError(
-            "a batch must have a real token, got an attention_mask of zeros. Leave out empty rows."
-        )
+        raise ValueError("attention_mask must keep a token, got zeros alone. Leave out empty rows.")
     segments = Segments.from_lengths(length for length in mask.sum(dim=1).tolist() if length)
     labels = None if labels is None else labels.flatten()[keep][None]
     return batch["input_ids"].flatten()[keep][None], labels, segments
@@ -303,20 +295,14 @@ def _row_mask(batch: Mapping[str, Any]) -> Tensor:
         return torch.ones_like(batch["input_ids"])
     mask = mask.to(torch.int64)
     if (mask.diff(dim=1, prepend=mask.new_zeros(len(mask), 1)) > 0).sum(dim=1).gt(1).any():
-        raise ValueError(
-            "attention_mask must have one run of ones per row, got a row with a hole. Take the masked tokens out, or "
-            "set their labels to -100 to read but not train them."
-        )
+        raise ValueError("attention_mask must have one run of ones per row, got a hole. Use labels of -100.")
     positions = batch.get("position_ids")
     if (
         positions is not None
         and positions.ndim == 2
         and ((positions != mask.cumsum(dim=1) - 1) & mask.bool()).any()
     ):
-        raise ValueError(
-            "position_ids must count each row's real tokens from 0 where there is an attention_mask. Leave "
-            "attention_mask out for one row of packed sequences, position_ids out for padded rows."
-        )
+        raise ValueError("position_ids must count real tokens beside an attention_mask. Leave one out.")
     return mask
 
 

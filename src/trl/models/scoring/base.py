@@ -144,11 +144,8 @@ def shares_prefix(scorer: Any, prefix_sharing: Any) -> bool:
     if prefix_sharing is True:
         why = unsupported if scorer.packed else "; ".join(scorer.fallbacks) or "it takes padded rows only"
         raise ValueError(
-            f"prefix_sharing=True, but {type(scorer.core).__name__} cannot take shared prompts: {why}. Use 'auto', which "
-            "repeats prompts where it must."
+            f"prefix_sharing=True, but {type(scorer.core).__name__} cannot share prompts: {why}. Use 'auto'."
         )
     if scorer.packed:
-        logger.warning(
-            "prefix sharing is disabled: the prompt is repeated for each completion, because %s.", unsupported
-        )
+        logger.warning("prefix sharing is disabled, because %s.", unsupported)
     return False

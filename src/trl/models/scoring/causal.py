@@ -147,8 +147,7 @@ class Scorer(ScorerBase):
             def read(head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None) -> dict[str, Any]:
                 if plain_linear(head) is None and is_sharded(head):
                     raise ValueError(
-                        f"the output head of {type(self.core).__name__} is a {type(head).__name__} whose weights are sharded. "
-                        "Take it out of the adapter (target_modules), or train without FSDP and ZeRO-3."
+                        f"the output head is a sharded {type(head).__name__}. Take it out of the adapter (target_modules)."
                     )
                 rule = replace(rule, temperature=temperature)
                 logits_of = _logits_of(head, rule, bias)

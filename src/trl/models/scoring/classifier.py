@@ -41,8 +41,7 @@ class ClassificationScorer(ScorerBase):
         core = causal_core(model)
         if core.can_generate() or core.base_model is core:
             raise TypeError(
-                f"model is a {type(core).__name__}, expected a sequence or token classifier. Load it with "
-                "AutoModelForSequenceClassification (num_labels=1 for a reward model) or AutoModelForTokenClassification."
+                f"model must be a sequence or token classifier, got {type(core).__name__}. Use AutoModelForSequenceClassification."
             )
         if reason := prompt_learning_unsupported(model):
             raise ValueError(f"{reason}, which classifiers do not support. Use LoRA, or train all weights.")
@@ -73,10 +72,7 @@ class ClassificationScorer(ScorerBase):
         Raises: ValueError for a batch without labels, TypeError for a model that gives one logit row per sequence only.
         """
         if batch.get("labels") is None:
-            raise ValueError(
-                f"a batch for token classification must have 'labels', got {sorted(batch)}. "
-                "Give every token a class, or -100."
-            )
+            raise ValueError(f"a batch for token classification must have 'labels', got {sorted(batch)}.")
         laid_out = self.lay_out(batch, shifted=False)
         return self._at_scored(model, laid_out), laid_out.scored.target
 
@@ -96,8 +92,7 @@ class ClassificationScorer(ScorerBase):
         logits = self._own_logits(model, batch)
         if logits.ndim != 3:
             raise TypeError(
-                f"model is a {type(self.core).__name__}, which gives one row of logits per sequence, expected one per "
-                "token. Load it with AutoModelForTokenClassification."
+                f"model must give logits per token, got {type(self.core).__name__}. Use AutoModelForTokenClassification."
             )
         return logits.flatten(0, 1)[batch.scored.source]
 

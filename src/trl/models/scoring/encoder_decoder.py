@@ -32,15 +32,9 @@ class Seq2SeqScorer(Scorer):
 
     def _set_up_head(self, core: PreTrainedModel) -> str | None:
         if not getattr(core.config, "is_encoder_decoder", False) or not core.can_generate():
-            raise TypeError(
-                f"model is a {type(core).__name__}, expected an encoder-decoder that generates. Load one with "
-                "AutoModelForSeq2SeqLM."
-            )
+            raise TypeError(f"model must be an encoder-decoder, got {type(core).__name__}.")
         if getattr(core.config, "decoder_start_token_id", None) is None:
-            raise ValueError(
-                f"the config of {type(core).__name__} must have a decoder_start_token_id, got None. Set it to the token that "
-                "every completion begins with (T5: the pad token)."
-            )
+            raise ValueError("decoder_start_token_id must be in the model's config, got None.")
         scaled = getattr(core.config, "scale_decoder_outputs", False)  # T5, where the embeddings are the head
         self.core, self.rule = core, LogitRule(scale=core.config.d_model**-0.5 if scaled else 1.0)
         head, encoder, decoder = core.get_output_embeddings(), core.get_encoder(), core.get_decoder()
@@ -81,10 +75,7 @@ class Seq2SeqScorer(Scorer):
         Raises: ValueError for noise on the embeddings.
         """
         if self.neftune_alpha:
-            raise ValueError(
-                f"neftune_noise_alpha must be None for the encoder-decoder {type(self.core).__name__}, got "
-                f"{self.neftune_alpha}. Its noise is defined for decoders alone."
-            )
+            raise ValueError("neftune_noise_alpha must be None for encoder-decoders.")
         labels = batch["decoder_labels"]
         rows, width = labels.shape
         sequence = torch.arange(rows, device=labels.device)[:, None].expand(rows, width)
