@@ -348,6 +348,4 @@ class DataCollatorForVisionPreference(_ImageCollator):
 
         Raises: ValueError.
         """
-        raise ValueError(
-            f"{places[0]}: the prompt fills max_length={self.max_length}. Set max_prompt_length."
-        )
+        raise ValueError(f"{places[0]}: the prompt fills max_length={self.max_length}. Raise it.")

@@ -106,9 +106,7 @@ def as_unpaired_batch(
     names = ["prompt_input_ids", *completion_columns(mismatched=mismatched)]
     check_columns(batch, [*names, *map(mask_of, names), "label"])
     # labels, if given, are -100 on a prompt
-    parts = [
-        real_tokens(batch, name, labels=batch.get(name.replace("_input_ids", "_labels"))) for name in names
-    ]
+    parts = [real_tokens(batch, x, labels=batch.get(x.replace("_input_ids", "_labels"))) for x in names]
     prompted = [(prompt, completions) for prompt, *completions in zip(*parts, strict=True)]
     found = completion_batch(prompted, prefix_sharing=prefix_sharing)
     found["label"] = torch.as_tensor(batch["label"]).bool()

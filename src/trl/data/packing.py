@@ -162,9 +162,7 @@ def _pack_bfd(columns: dict[str, Ragged], seq_length: int) -> dict[str, Ragged]:
     sizes = lengths[rows]
     ends = np.concatenate([[0], sizes.cumsum()])[bins.offsets]
     rows_list, sizes_list = rows.tolist(), sizes.tolist()
-    packed = {
-        name: Ragged(gather_rows(ragged, rows_list, sizes_list), ends) for name, ragged in columns.items()
-    }
+    packed = {name: Ragged(gather_rows(each, rows_list, sizes_list), ends) for name, each in columns.items()}
     return {**packed, "seq_lengths": Ragged(sizes, bins.offsets), ROWS: Ragged(rows, bins.offsets)}
 
 

@@ -96,9 +96,7 @@ def sft_row_type(
         is_chat = is_list_of_dicts_with(row[text_field], "role")
         return RowType("messages" if is_chat else "text", (text_field,))
     needed = ("prompt", "completion") if {"prompt", "completion"} & set(columns) else (text_field,)
-    remedy = (
-        None if len(needed) == 2 else "Rename the columns, set dataset_text_field, or pass formatting_func."
-    )
+    remedy = None if len(needed) == 2 else "Rename columns, set dataset_text_field, or pass formatting_func."
     raise wrong_columns(columns, name, takes=SFT_TYPES, needed=needed, remedy=remedy)
 
 

@@ -208,7 +208,5 @@ def get_act_offloading_ctx_manager(
         head.register_forward_pre_hook(enter)
         head.register_forward_hook(lambda *_: blocks.pop().__exit__(), always_call=True)
     elif warn_if_no_head:
-        logger.warning(
-            "%s has no known output head: its activations are offloaded too.", type(model).__name__
-        )
+        logger.warning("%s has no known output head: all activations are offloaded.", type(model).__name__)
     return context

@@ -84,9 +84,7 @@ class _WithValueHead(PreTrainedModelWrapper):
 
         Raises: ValueError for a head of another width.
         """
-        weights = {
-            key.removeprefix(PREFIX): value for key, value in state_dict.items() if key.startswith(PREFIX)
-        }
+        weights = {key.removeprefix(PREFIX): x for key, x in state_dict.items() if key.startswith(PREFIX)}
         if not weights:
             return
         expected, given = self.v_head.summary.weight.shape, weights["summary.weight"].shape

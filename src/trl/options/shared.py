@@ -25,9 +25,7 @@ class SharedFields:
     padding_free: bool = option(False, "Concatenate the sequences of a batch without padding: same loss.")
     dataset_num_proc: int | None = option(None, "Processes that prepare the dataset. None: one.", ">= 1")
     shuffle_dataset: bool = option(False, "Shuffle the rows once, before they are packed and sampled.")
-    max_length: int | None = option(
-        1024, "Longest sequence or packed row, in tokens. None: no limit.", ">= 1"
-    )
+    max_length: int | None = option(1024, "Longest sequence or packed row in tokens. None: no limit.", ">= 1")
     max_prompt_length: int | None = option(512, "Longest prompt, in tokens. None: no limit.", ">= 1")
     max_completion_length: int | None = option(None, "Longest completion, in tokens. None: no limit.", ">= 1")
     pad_token: str | None = option(None, "Padding token. None: the tokenizer's, else its eos token.")

@@ -143,9 +143,7 @@ class SequenceOptions(RowOptions):
     """Special tokens, padding and memory, for SFT and reward models."""
 
     pad_token: str | None = shared("pad_token")
-    chat_template_path: str | None = option(
-        None, "Jinja file, or a tokenizer to copy the chat template from."
-    )
+    chat_template_path: str | None = option(None, "Jinja file, or tokenizer to copy the chat template from.")
     eos_token: str | None = option(None, "Token that ends a sequence. None: the tokenizer's eos token.")
     pad_to_multiple_of: int | None = option(None, "Pad batches to a multiple of this many tokens.", ">= 1")
     activation_offloading: bool = option(False, "Keep activations in CPU memory. No effect on a CPU.")
@@ -154,9 +152,7 @@ class SequenceOptions(RowOptions):
 def wrong_config(args: Any, config_class: type) -> TypeError:
     """The error for `args` that are no config of this trainer."""
     name = config_class.__name__
-    return TypeError(
-        f"args must be a {name}, got {type(args).__name__}. Make one with {name}(output_dir, ...)."
-    )
+    return TypeError(f"args must be a {name}, got {type(args).__name__}. Use {name}(output_dir, ...).")
 
 
 def require_set_up(args: Any) -> None:

@@ -17,9 +17,7 @@ from trl.reporting.deadlines import AsyncCalls, DeadlinePassed, Pending, Threade
 Failure = Literal["malformed", "unknown", "arguments", "raised", "deadline"]
 FAILURES: tuple[Failure, ...] = ("malformed", "unknown", "arguments", "raised", "deadline")
 MOST_LEFT_BEHIND = 32  # threads of calls that missed their deadline
-_ADVICE = (
-    "Write a function with type hints and a docstring that describes it and, under 'Args:', each argument."
-)
+_ADVICE = "Write a function with type hints and a docstring that describes each argument under 'Args:'."
 
 
 @dataclass(frozen=True)

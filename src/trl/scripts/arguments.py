@@ -16,18 +16,14 @@ class ScriptArguments(OptionGroup):
         'train'
     """
 
-    dataset_name: str | None = option(
-        None, "Dataset: a json, jsonl, csv or parquet file, a folder, a Hub name."
-    )
+    dataset_name: str | None = option(None, "Dataset: json, jsonl, csv or parquet file, folder, Hub name.")
     dataset_config: str | None = option(None, "The dataset's configuration (subset), if there are several.")
     dataset_train_split: str = option("train", "Split to train on.")
     dataset_test_split: str = option("test", "Split to evaluate on; read only if eval_strategy is not 'no'.")
     dataset_streaming: bool = option(False, "Read rows as they are needed instead of all beforehand.")
     gradient_checkpointing_use_reentrant: bool = option(False, "Use reentrant gradient checkpointing.")
     ignore_bias_buffers: bool = option(False, "Do not synchronise boolean buffers (attention masks).")
-    dry_run: bool = option(
-        False, "Prepare the data; print changed settings, two rows and the memory needed; stop."
-    )
+    dry_run: bool = option(False, "Prepare the data, print changed settings, two rows and memory; then stop.")
 
     def __post_init__(self) -> None:
         self.settle()
@@ -38,7 +34,7 @@ class ColumnMapping(OptionGroup):
     """Names that columns get before training."""
 
     column_mapping: list[str] | None = option(
-        None, "Columns to rename; in a file, a mapping.", metavar="OLD=NEW"
+        None, "Columns to rename (a mapping in files).", metavar="OLD=NEW"
     )
 
     def __post_init__(self) -> None:

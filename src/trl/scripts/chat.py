@@ -140,9 +140,7 @@ def chat(arguments: ChatArguments) -> None:
     if terminal:
         with suppress(ImportError):  # not on Windows
             import readline  # noqa: F401 - edits the line and keeps a history
-        console.print(
-            f"{arguments.model_name_or_path}: type a message, or help for the commands.", markup=False
-        )
+        console.print(f"{arguments.model_name_or_path}: type a message, or help.", markup=False)
     while True:
         try:
             line = input(f"{arguments.user}: " if terminal else "").strip()

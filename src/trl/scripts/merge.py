@@ -14,9 +14,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="trl merge",
         description="Add an adapter to its base model and save the result as a model of its own.",
     )
-    parser.add_argument(
-        "adapter", metavar="ADAPTER", help="folder of a PEFT adapter, which names its base model"
-    )
+    parser.add_argument("adapter", metavar="ADAPTER", help="folder of a PEFT adapter that names its base")
     parser.add_argument(
         "--out", metavar="DIR", required=True, help="new folder for the merged model and its tokenizer"
     )

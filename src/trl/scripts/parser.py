@@ -110,7 +110,7 @@ class TrlParser(PlainParser, HfArgumentParser):
         if config is None:
             return [], []
         unknown, faults = self._set_defaults(
-            config.values, args, where=lambda name: f"{config.where(name)}: "
+            config.values, args, where=lambda name: config.where(name) + ": "
         )
         return unknown, [*config.faults, *faults]
 

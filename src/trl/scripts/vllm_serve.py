@@ -29,9 +29,7 @@ class ServeArguments(ServedModel):
         "127.0.0.1", "Address to listen on; 0.0.0.0 lets others in, with a secret in TRL_VLLM_SERVER_TOKEN."
     )
     port: int = option(8000, "Port to listen on.")
-    log_level: Literal["debug", "info", "warning", "error", "critical"] = option(
-        "info", "Of server and vLLM."
-    )
+    log_level: Literal["debug", "info", "warning", "error", "critical"] = option("info", "Level of logs.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

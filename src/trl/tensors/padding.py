@@ -238,8 +238,6 @@ def unsplit_pixel_values_by_grid(batch: dict[str, Tensor | list[Tensor]]) -> dic
     >>> unsplit_pixel_values_by_grid({"pixel_values": [torch.ones(2, 1), torch.ones(4, 1)]})["pixel_values"].shape
     torch.Size([6, 1])
     """
-    lists: Any = {
-        name: value for name, value in batch.items() if name in _PER_ROW and isinstance(value, list)
-    }
+    lists: Any = {name: x for name, x in batch.items() if name in _PER_ROW and isinstance(x, list)}
     whole: Any = batch
     return {**whole, **{name: torch.cat(value) for name, value in lists.items()}}

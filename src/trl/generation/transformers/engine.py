@@ -110,7 +110,7 @@ class TransformersEngine:
             ends = end_tokens(sampling.stop_token_ids, core)
             if not ends and not sampling.stop_strings and sampling.stop_token_ids is None:
                 self._warn(
-                    "The model has no end token: every completion has its maximum length. Set eos_token_id."
+                    "The model has no end token: completions have their maximum length. Set eos_token_id."
                 )
             requests = Requests(context_length=length, device=core.device, begin=begin, listener=listener)
             rules = self._rules(sampling, core, ends)

@@ -90,9 +90,7 @@ class Piece(NamedTuple):
         if self.is_adapted and shape_of is None and not _has_saved_copy(self.module):
             pair = readable_weight(self.module)
             assert pair is not None  # check_sendable
-            found = {
-                name: value for name, value in zip(("weight", "bias"), pair, strict=True) if value is not None
-            }
+            found = {name: x for name, x in zip(("weight", "bias"), pair, strict=True) if x is not None}
         else:
             source = self._without_adapters()
             inner = source.named_modules(remove_duplicate=False) if self.is_adapted else [("", source)]

@@ -81,9 +81,7 @@ class ScorerBase:
         in_place = [each for each in (model, self.core) if getattr(each, "_compiled_call_impl", None)]
         for each in in_place:
             each._compiled_call_impl = None  # type: ignore[assignment]
-        reason = (
-            "it runs uncompiled (torch_compile has no effect), because the scoring forward replaces its own"
-        )
+        reason = "it runs uncompiled (torch_compile has no effect): the scoring forward replaces its own"
         if (in_place or inner is not model) and reason not in self.fallbacks:
             self.fallbacks.append(reason)
             logger.warning("%s: %s.", type(self.core).__name__, reason)
