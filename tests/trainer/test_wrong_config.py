@@ -29,7 +29,5 @@ def test_sft_settings_are_refused(tmp_path, kind):
 
 
 def test_settings_of_another_method_are_refused_by_sft(tmp_path):
-    with pytest.raises(
-        TypeError, match=r"args must be a SFTConfig, got GRPOConfig\. Use SFTConfig"
-    ):
+    with pytest.raises(TypeError, match=r"args must be a SFTConfig, got GRPOConfig\. Use SFTConfig"):
         build(trl.SFTTrainer, trl.GRPOConfig(str(tmp_path), use_cpu=True))
