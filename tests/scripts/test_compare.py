@@ -17,6 +17,7 @@ def models(tmp_path):
         tiny_model("llama", seed=seed).save_pretrained(tmp_path / name)
         tokenizer().save_pretrained(tmp_path / name)
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    (tmp_path / "blank.jsonl").write_text('{"prompt": "w5"}\n{"prompt": null}\n')
     (tmp_path / "words.py").write_text(
         "from trl.experimental.judges import BasePairwiseJudge\n"
         "class Longer(BasePairwiseJudge):\n"
@@ -77,6 +78,9 @@ def test_a_model_ties_with_itself(models, monkeypatch):
         ({"--judge": "best"}, "pair_rm"),
         ({"--prompts": "none.jsonl"}, "none.jsonl"),
         ({"--split": "valid"}, "valid"),
+        ({"--num_prompts": "0"}, "num_prompts"),
+        ({"--prompts": "blank.jsonl"}, "row 1"),
+        ({"--out": "nowhere/found.json"}, "nowhere"),
     ],
 )
 def test_wrong_options(models, monkeypatch, capsys, changed, message):

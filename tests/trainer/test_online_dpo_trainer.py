@@ -330,7 +330,7 @@ def test_wrong_settings(config, settings, error, tmp_path):
         config(str(tmp_path), use_cpu=True, **settings)
 
 
-def test_wrong_arguments():
+def test_wrong_arguments(monkeypatch):
     with pytest.raises(ValueError, match="got neither"):
         make("online_dpo", **ONE, reward_funcs=None)
     with pytest.raises(TypeError, match="BasePairwiseJudge"):
@@ -343,6 +343,9 @@ def test_wrong_arguments():
         make("online_dpo", **{**ONE, "per_device_eval_batch_size": 3})[0].evaluate(prompts(4))
     with pytest.raises(ValueError, match="vocabulary"):
         make("nash_md", **ONE, given={"ref_model": tiny_model("gpt2", dtype=torch.float64, vocab_size=90)})
+    monkeypatch.setattr("trl.trainer.group_setup.stop_tokens", lambda *_: ())
+    with pytest.raises(ValueError, match="missing_eos_penalty"):
+        make("online_dpo", **ONE, missing_eos_penalty=1.0)
 
 
 def test_prompts_with_images():

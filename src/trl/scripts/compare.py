@@ -74,6 +74,8 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     from trl.rewards.judge_source import as_text
     from trl.rewards.managed_judge import managed
 
+    if options.out and not Path(options.out).resolve().parent.is_dir():
+        raise ValueError(f"--out {options.out} is in a folder that does not exist. Make the folder.")
     judge = managed(resolve_judge(options.judge), options)
     rows = _prompts(options)
     answers = [_answers(model, rows, options) for model in (options.first, options.second)]
@@ -105,8 +107,12 @@ def _prompts(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows: Any = load_source(options.prompts, split=options.split)
     if "prompt" not in rows.column_names:
         raise ValueError(f"'{options.prompts}' must have a column 'prompt', got {rows.column_names}.")
-    count = len(rows) if options.num_prompts is None else min(options.num_prompts, len(rows))
-    return [{"prompt": prompt} for prompt in rows.select(range(count))["prompt"]]
+    if options.num_prompts is not None and options.num_prompts < 1:
+        raise ValueError(f"--num_prompts must be at least 1, got {options.num_prompts}.")
+    prompts = rows[: options.num_prompts]["prompt"]
+    if missing := [number for number, prompt in enumerate(prompts) if not prompt]:
+        raise ValueError(f"row {missing[0]} of '{options.prompts}' has no prompt. Remove the row.")
+    return [{"prompt": prompt} for prompt in prompts]
 
 
 def _answers(path: str, rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> list[str]:

@@ -244,6 +244,11 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
             tools,
             ref_model=ref_model,
         )
+        if args.missing_eos_penalty is not None and not self.sampling.stop_token_ids:
+            raise ValueError(
+                f"missing_eos_penalty={args.missing_eos_penalty} needs an end token, tokenizer and model have none. Set eos_token of the "
+                "tokenizer, or leave it out."
+            )
         self.method.epoch = lambda: self.state.epoch or 0.0
         self.method.judge = None if judge is None else sources.judge
 

@@ -47,22 +47,21 @@ class Sample(NamedTuple):
 def evaluation_rows(trainer: Any, num_prompts: int | None, caller: str) -> list[dict[str, Any]]:
     """The first `num_prompts` rows (all with `None`) of the trainer's evaluation dataset.
 
-    Raises `ValueError` if there is none, or rows of no known kind.
+    Raises `ValueError` if there is none, for no rows, and for rows of no known kind.
     """
     dataset = trainer.eval_dataset
     if dataset is None or isinstance(dataset, dict):
         given = "none" if dataset is None else f"{len(dataset)} of them"
         raise ValueError(f"{caller} needs one eval_dataset, got {given}. Pass `eval_dataset` to the trainer.")
-    rows = list(dataset if num_prompts is None else dataset.take(num_prompts))
-    for row in rows[:1]:
-        if (
-            not {"prompt", "prompt_input_ids"} & row.keys()
-            and not {"input_ids", "completion_mask"} <= row.keys()
-        ):
-            raise ValueError(
-                f"{caller} needs a column 'prompt', or 'input_ids' with 'completion_mask', got {sorted(row)}. Use a "
-                "prompt-only or prompt-completion dataset."
-            )
+    rows = list(dataset if num_prompts is None else dataset.take(max(num_prompts, 0)))
+    if not rows:
+        raise ValueError(f"{caller} needs at least one prompt, got num_prompts={num_prompts} of {dataset}.")
+    columns = rows[0].keys()
+    if not {"prompt", "prompt_input_ids"} & columns and not {"input_ids", "completion_mask"} <= columns:
+        raise ValueError(
+            f"{caller} needs a column 'prompt', or 'input_ids' with 'completion_mask', got {sorted(columns)}. Use a prompt-only or "
+            "prompt-completion dataset."
+        )
     return rows
 
 

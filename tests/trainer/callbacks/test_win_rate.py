@@ -125,3 +125,9 @@ def test_wrong_arguments(tmp_path):
     run = trainer(tmp_path, eval_dataset=prompt_dataset())
     with pytest.raises(ValueError, match="against"):
         WinRateCallback(Keeps(), run, against=["x"])
+    with pytest.raises(ValueError, match="num_prompts"):
+        WinRateCallback(Keeps(), run, num_prompts=0)
+    with pytest.raises(TypeError, match="judge"):
+        WinRateCallback(None, run)
+    with pytest.raises(TypeError, match="return_scores"):
+        WinRateCallback(Keeps(), run, use_soft_judge=True)

@@ -38,7 +38,7 @@ class LogCompletionsCallback(TrainerCallback):
     def on_step_end(self, args: Any, state, control, **kwargs):
         freq = self.freq or int(state.eval_steps or 0)
         due = freq > 0 and state.global_step % freq == 0
-        if not due or state.global_step == self._last_step or not self.rows:
+        if not due or state.global_step == self._last_step:
             return
         self._last_step = state.global_step
         samples = sample_completions(self.trainer, self.rows, self.generation_config)

@@ -54,7 +54,7 @@ class WeaveCallback(TrainerCallback):
             self._connect()
 
     def on_evaluate(self, args, state, control, **kwargs):
-        if state.global_step == self._last_step or not self.rows:
+        if state.global_step == self._last_step:
             return
         self._last_step = state.global_step
         samples = sample_completions(self.trainer, self.rows, self.generation_config)

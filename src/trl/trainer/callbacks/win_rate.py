@@ -38,6 +38,9 @@ class WinRateCallback(TrainerCallback):
     `eval_win_rate_unanswered`, the share of pairs without an answer, which count nowhere. A table `win_rate_completions` goes to
     the trackers.
 
+    Raises: TypeError for what is no judge, and for `use_soft_judge` with a judge without probabilities; ValueError for an
+    evaluation set without prompts, and for another number of completions in `against`.
+
     Example:
         >>> trainer.add_callback(WinRateCallback(judge, trainer, num_prompts=100))  # doctest: +SKIP
     """
@@ -53,8 +56,11 @@ class WinRateCallback(TrainerCallback):
         *,
         against: Sequence[str] | None = None,
     ) -> None:
+        if not hasattr(judge, "judge"):
+            raise TypeError(f"judge must be a BasePairwiseJudge, got {judge!r}.")
         self.judge, self.trainer, self.generation_config = judge, trainer, generation_config
         self.options = {"shuffle_order": shuffle_order, **({"return_scores": True} if use_soft_judge else {})}
+        win_shares(judge, [], [], **self.options)  # raises for a judge without scores
         self.rows = evaluation_rows(trainer, num_prompts, "WinRateCallback")
         self.against: list[str] | None = None if against is None else list(against)
         if self.against is not None and len(self.against) != len(self.rows):
