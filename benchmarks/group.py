@@ -1,4 +1,4 @@
-"""How our step of GRPO compares with a hand-written one, per completion token: `python benchmarks/group.py --help`."""
+"""How our step of GRPO or online DPO compares with a hand-written one, per completion token: `python benchmarks/group.py --help`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import datasets
 import torch
 from benchmarks.data import BPE_SIZE, load_corpus
-from benchmarks.group_loops import PHASES, PaddedGRPO, Phases, Spent, Work, make_trainer, prompts_of
+from benchmarks.group_loops import LOOPS, PHASES, Phases, Spent, Work, make_trainer, prompts_of
 from benchmarks.group_sharing import time_sharing
 from benchmarks.measure import free_memory
 from benchmarks.memory import ROOT, Level
@@ -61,7 +61,8 @@ class Case:
         stops = list(range(1, 1 + round(vocabulary / MEAN_LENGTH))) if self.ends_early else []
         new_tokens = (16 if args.quick else 256) if self.ends_early else (16 if args.quick else 128)
         micro = args.group * args.micro_groups
-        return Work(rows, new_tokens, stops, args.prompts, args.group, micro, device=args.device)
+        where = {"device": args.device, "method": args.method}
+        return Work(rows, new_tokens, stops, args.prompts, args.group, micro, **where)
 
 
 CASES = {
@@ -74,13 +75,14 @@ CASES = {
 
 def parse() -> Namespace:
     parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--method", choices=list(LOOPS), default="grpo")
     parser.add_argument("--cases", nargs="*", choices=list(CASES), default=["short", "long"])
     parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), help="decoder bodies; CPU: 5m, GPU: 500m")
     parser.add_argument("--vocab", nargs="+", type=int, help=f"vocabularies; CPU: {BPE_SIZE}, GPU: 151936")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each side, after one")
-    parser.add_argument("--prompts", type=int, default=4, help="prompts of a step")
-    parser.add_argument("--group", type=int, default=8, help="completions of each prompt")
-    parser.add_argument("--micro_groups", type=int, default=1, help="groups of a micro-batch")
+    parser.add_argument("--prompts", type=int, help="prompts of a step; grpo: 4, online-dpo: 16")
+    parser.add_argument("--group", type=int, help="completions of each prompt; grpo: 8, online-dpo: 2")
+    parser.add_argument("--micro_groups", type=int, help="groups of a micro-batch; grpo: 1, online-dpo: 4")
     parser.add_argument("--data", type=Path, help="jsonl with question/answer; default: GSM8K")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--no_memory", action="store_true", help="leave out the growth of memory")
@@ -89,6 +91,9 @@ def parse() -> Namespace:
     parser.add_argument("--out", type=Path, help="also write the figures as JSON to this file")
     parser.add_argument("--growth_of", choices=["ours", "bare"], help="internal: measure one side's memory")
     args = parser.parse_args()
+    sizes = (4, 8, 1) if args.method == "grpo" else (16, 2, 4)
+    for name, default in zip(("prompts", "group", "micro_groups"), sizes, strict=True):
+        setattr(args, name, getattr(args, name) or default)
     if args.quick:
         args.steps = 1
     args.sizes = args.sizes or (["5m"] if args.device == "cpu" else ["500m"])
@@ -107,7 +112,9 @@ def main() -> None:
         print(json.dumps(growth(args, CASES[case], size, vocabulary)))
         return
     where = torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()}, fp32, 1 thread"
-    print(f"torch {torch.__version__}, {where}, {args.prompts} prompts, {args.group} completions of each\n")
+    print(
+        f"{args.method}, torch {torch.__version__}, {where}, {args.prompts} prompts, {args.group} completions of each\n"
+    )
     print(LEGEND)
     print(table_row(COLUMNS), table_row(["---"] * len(COLUMNS)), sep="\n")
     results = [
@@ -116,7 +123,7 @@ def main() -> None:
         for size in args.sizes
         for case in args.cases
     ]
-    if not args.no_sharing:
+    if not args.no_sharing and args.method == "grpo":
         results += sharing(args)
     write_figures(results, args.out)
 
@@ -159,7 +166,7 @@ def _split(steps: list[Spent]) -> str:
 
 def run_in_turn(model: Any, work: Work, *, steps: int) -> dict[str, list[Spent]]:
     """`steps` steps of our trainer's `train()` and of the loop in turn, after one of each that does not count."""
-    loop = PaddedGRPO(model, work)
+    loop = LOOPS[work.method](model, work)
     tokenizer = load_corpus(None, max_length=512, rows=8).tokenizer
     trainer = make_trainer(model, work, tokenizer, steps=steps + 1)
     phases = Phases(trainer, work.device)
@@ -184,7 +191,7 @@ def run_in_turn(model: Any, work: Work, *, steps: int) -> dict[str, list[Spent]]
 
 def growth_in_subprocess(args: Namespace, side: str, asked: list[str]) -> int:
     command = [
-        sys.executable, str(Path(__file__).resolve()), "--growth_of", side, *asked, "--prompts", str(args.prompts),
+        sys.executable, str(Path(__file__).resolve()), "--growth_of", side, *asked, "--method", args.method, "--prompts", str(args.prompts),
         "--group", str(args.group), "--micro_groups", str(args.micro_groups), "--device", args.device,
         *(["--data", str(args.data)] if args.data else []), *(["--quick"] if args.quick else []),
     ]  # fmt: skip
@@ -198,7 +205,7 @@ def growth(args: Namespace, case: Case, size: str, vocabulary: int) -> int:
     """Bytes by which the peak of a step exceeds the level after one before it, which fills the optimiser's state."""
     work, model, level = case.work(args, vocabulary), build(args, size, vocabulary), _level(args.device)
     if args.growth_of == "bare":
-        loop = PaddedGRPO(model, work)
+        loop = LOOPS[work.method](model, work)
         del model
         for step in range(2):
             loop.step(work.prompts_of(step))

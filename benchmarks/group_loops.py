@@ -1,7 +1,7 @@
-"""A step of GRPO written by hand, and ours: generate completions of some prompts, judge them, learn from them.
+"""A step of GRPO or online DPO written by hand, and ours: generate completions of some prompts, score them, learn from them.
 
-`PaddedGRPO` is the usual short loop: `model.generate`, then prompts and completions in padded rows, logits at every
-position, for the policy and for a reference. It knows nothing of `trl`.
+`PaddedGRPO` and `PaddedOnlineDPO` are the usual short loops: `model.generate`, then prompts and completions in padded rows, logits
+at every position, for the policy and for a reference. They do not use `trl`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback
 
-BETA, EPSILON = 0.04, 0.2
+BETA, EPSILON = {"grpo": 0.04, "online-dpo": 0.1}, 0.2
 PHASES = ("generate", "score", "update")
 
 
@@ -37,6 +37,7 @@ class Work:
     micro: int = 8
     learning_rate: float = 1e-5
     device: str = "cpu"
+    method: str = "grpo"
 
     def prompts_of(self, step: int) -> list[list[int]]:
         """The prompts of a step, counted from 0."""
@@ -180,11 +181,37 @@ class PaddedGRPO:
             clipped = ratio.clamp(1 - EPSILON, 1 + EPSILON)
             loss = -torch.minimum(ratio * advantage[:, None], clipped * advantage[:, None])
             gap = ref - logps
-            loss = loss + BETA * (gap.exp() - 1 - gap)
+            loss = loss + BETA["grpo"] * (gap.exp() - 1 - gap)
             loss = (loss * part.completion[:, part.width :]).sum() / tokens
             loss.backward()
             total += loss.item()
         return total
+
+
+class PaddedOnlineDPO(PaddedGRPO):
+    """The same with DPO's loss on the two completions of each prompt, unless their scores are equal."""
+
+    def advantages(self, found: Completed) -> Tensor:
+        """Their scores."""
+        return torch.tensor(even_tokens(found.lists), device=self.work.device)
+
+    def backward(self, found: Completed, advantages: Tensor, reference: list[Tensor]) -> float:
+        """The loss, a mean over pairs, and its gradient."""
+        first, second = advantages.view(-1, 2).unbind(1)
+        signs, total = torch.sign(first - second), 0.0
+        for part, sign, ref in zip(
+            self.parts(found), signs.split(self.work.micro // 2), reference, strict=True
+        ):
+            gaps = (padded_logps(self.model, part) - ref) * part.completion[:, part.width :]
+            first, second = gaps.sum(1).view(-1, 2).unbind(1)
+            losses = -F.logsigmoid(BETA["online-dpo"] * sign * (first - second))
+            loss = (losses * sign.abs()).sum() / signs.abs().sum()
+            loss.backward()
+            total += loss.item()
+        return total
+
+
+LOOPS = {"grpo": PaddedGRPO, "online-dpo": PaddedOnlineDPO}
 
 
 def padded_logps(model: PreTrainedModel, part: Completed) -> Tensor:
@@ -202,19 +229,23 @@ def padded_logps(model: PreTrainedModel, part: Completed) -> Tensor:
 def make_trainer(
     model: PreTrainedModel, work: Work, tokenizer: PreTrainedTokenizerBase, *, steps: int, **settings: Any
 ) -> Any:
-    """`GRPOTrainer` with the same settings; `settings` are further ones of its config."""
-    from trl import GRPOConfig, GRPOTrainer
+    """`GRPOTrainer` or `OnlineDPOTrainer` with the same settings; `settings` are further ones of its config."""
+    from trl import GRPOConfig, GRPOTrainer, OnlineDPOConfig, OnlineDPOTrainer
 
     model.generation_config.eos_token_id = work.stops or None
-    args = GRPOConfig(
+    kind, batch = GRPOConfig, work.micro
+    if work.method == "online-dpo":  # whose batches are prompts
+        kind, batch = OnlineDPOConfig, work.micro // work.group
+        settings = {"max_new_tokens": work.new_tokens, "max_length": None, "temperature": 1.0, **settings}
+    args = kind(
         tempfile.mkdtemp(prefix="trl-benchmark-"),
         max_steps=steps,
         num_generations=work.group,
-        per_device_train_batch_size=work.micro,
+        per_device_train_batch_size=batch,
         gradient_accumulation_steps=work.prompts * work.group // work.micro,
         max_completion_length=work.new_tokens,
         max_prompt_length=None,
-        beta=BETA,
+        beta=BETA[work.method],
         learning_rate=work.learning_rate,
         lr_scheduler_type="constant",
         max_grad_norm=1.0,
@@ -232,7 +263,9 @@ def make_trainer(
     if not work.stops:
         tokenizer.eos_token = model.config.eos_token_id = None  # completions of full length
     rows = Dataset.from_dict({"input_ids": work.rows})
-    trainer = GRPOTrainer(model, even_tokens, args, train_dataset=rows, processing_class=tokenizer)
+    given = {"args": args, "train_dataset": rows, "processing_class": tokenizer}
+    make = OnlineDPOTrainer if work.method == "online-dpo" else GRPOTrainer
+    trainer = make(model, reward_funcs=even_tokens, **given)
     trainer.remove_callback(PrinterCallback)
     return trainer
 

@@ -1,11 +1,13 @@
-"""Our step of GRPO and the hand-written one do the same work: same losses, same gradients. No times."""
+"""Our steps of GRPO and online DPO and the hand-written ones do the same work: same losses, same gradients. No times."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from benchmarks.data import GSM8K_LENGTHS, made_up_corpus, word_tokenizer
 from benchmarks.group_loops import (
+    LOOPS,
     PHASES,
     Completed,
     PaddedGRPO,
@@ -34,9 +36,13 @@ def completed(experience) -> Completed:
     return Completed(torch.cat([ids, drawn], 1), torch.cat([mask, real], 1), completion, ids.shape[1])
 
 
-def test_loss_and_gradient_are_those_of_our_trainer(work: Work) -> None:
+@pytest.mark.parametrize(
+    ("method", "group", "column"), [("grpo", 4, "advantage"), ("online-dpo", 2, "scores")]
+)
+def test_loss_and_gradient_are_those_of_our_trainer(work: Work, method: str, group: int, column: str) -> None:
+    work = replace(work, method=method, group=group, prompts=8 // group)
     model = build_model("tiny", 5000)
-    loop = PaddedGRPO(model, work)
+    loop = LOOPS[method](model, work)
     with torch.no_grad():
         for parameter in loop.reference.parameters():
             parameter.add_(
@@ -54,7 +60,7 @@ def test_loss_and_gradient_are_those_of_our_trainer(work: Work) -> None:
     lists = [row.tolist() for row in window.completions.split()]
     assert found.lists == lists and len({len(ids) for ids in lists}) > 1
     advantages = loop.advantages(found)
-    torch.testing.assert_close(advantages, window.per_row["advantage"].float(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(advantages, window.per_row[column].float(), rtol=0, atol=1e-5)
     reference = [loop.reference_logps(part) for part in loop.parts(found)]
     expected = loop.backward(found, advantages, reference)
     assert sum(loss.item() for loss in losses) == pytest.approx(expected, abs=1e-6)
