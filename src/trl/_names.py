@@ -114,6 +114,8 @@ NAMES: dict[str, Row] = {
         "trl.tensors.statistics": "masked_mean masked_var masked_whiten"},
     "trl.experimental.sdft": {"trl.experimental.sdft.sdft_config": "SDFTConfig",
         "trl.experimental.sdft.sdft_trainer": "SDFTTrainer"},
+    "trl.experimental.sdpo": {"trl.experimental.sdpo.sdpo_config": "SDPOConfig",
+        "trl.experimental.sdpo.sdpo_trainer": "SDPOTrainer"},
     "trl.extras": {"trl.rollouts.best_of_n": "BestOfNSampler"},
     "trl.extras.best_of_n_sampler": {"trl.rollouts.best_of_n": "BestOfNSampler"},
     "trl.extras.dataset_formatting": {"trl.legacy.text_data": "FORMAT_MAPPING "

@@ -47,6 +47,11 @@ def of_groups(out: str, settings: dict[str, Any]) -> Any:
     return grpo_runs.make(**{**settings, **STEPS, **WINDOW}, folder=out, reward_funcs=rewards)[0]
 
 
+def on_own_prompts(out: str, settings: dict[str, Any]) -> Any:
+    """Without dynamic sampling."""
+    return grpo_runs.make(**{**settings, **STEPS, **{name: WINDOW[name] for name in SIZES}}, folder=out)[0]
+
+
 def lora() -> Any:
     from peft import LoraConfig
 
@@ -74,9 +79,10 @@ METHODS: dict[str, Any] = {
     "dpo, by length": lambda out: of_rows(out, dpo, {"train_sampling_strategy": "group_by_length"}),
     "reward, adapter": lambda out: of_rows(out, reward, {"peft_config": lora()}),
     **{name: lambda out, name=name: of_groups(out, GROUPS[name]) for name in RESUMED_GROUPS},
-    "distillation": lambda out: grpo_runs.make(
-        **{**GROUPS["distillation"], **STEPS, **{name: WINDOW[name] for name in SIZES}}, folder=out
-    )[0],
+    **{
+        name: lambda out, name=name: on_own_prompts(out, GROUPS[name])
+        for name in ("distillation", "sdft", "sdpo")
+    },
     "ppo": lambda out: ppo_runs.make(
         folder=out, **{**STEPS, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     )[0],

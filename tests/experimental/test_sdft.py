@@ -73,8 +73,9 @@ def initial() -> Any:
 @pytest.mark.parametrize("kind", ["base", "live", "ema"])
 @pytest.mark.parametrize("mode", ["full_logits", "topk_logits"])
 def test_the_loss_is_the_mean_over_completions_of_their_mean_divergence(kind: str, mode: str) -> None:
+    topk = 7 if mode == "topk_logits" else 100
     trainer, keep = run(
-        teacher_model_kind=kind, distillation_mode=mode, distillation_topk=7, distillation_alpha=0.3
+        teacher_model_kind=kind, distillation_mode=mode, distillation_topk=topk, distillation_alpha=0.3
     )
 
     def loss(own: Tensor, theirs: Tensor) -> Tensor:
@@ -169,17 +170,6 @@ def test_the_first_tokens_may_be_left_out() -> None:
     found = row_losses(initial(), trainer, lambda own, theirs: divergence(own, theirs, beta=0.5)[2:])
     means = torch.stack([row.mean() for row in found if len(row)])
     assert trainer.state.log_history[0]["loss"] == pytest.approx(means.mean().item(), rel=1e-6)
-
-
-@pytest.mark.parametrize("split", [(2, 2), (1, 4)])
-def test_the_gradient_does_not_depend_on_the_split(split: tuple[int, int]) -> None:
-    size, count = split
-    whole = run(distillation_mode="topk_logits")[1].steps[0]
-    cut = run(
-        distillation_mode="topk_logits", per_device_train_batch_size=size, gradient_accumulation_steps=count
-    )[1].steps[0]
-    for name, gradient in whole.items():
-        torch.testing.assert_close(cut[name], gradient, rtol=1e-10, atol=1e-13)
 
 
 @pytest.mark.parametrize("kind", ["base", "ema"])

@@ -36,6 +36,22 @@ METHODS: dict[str, dict[str, Any]] = {
         "beta": 0.3,
         "mask_truncated_completions": True,
     },
+    "sdft": {
+        "method": "sdft",
+        "teacher_model_kind": "ema",
+        "teacher_update_rate": 0.3,
+        "distillation_topk": 5,
+        "num_loss_tokens_to_skip": 1,
+    },
+    "sdpo": {
+        "method": "sdpo",
+        "beta": 0.0,
+        "loss_type": "grpo",
+        "distillation_weight": 0.6,
+        "success_reward_threshold": 0.6,
+        "include_environment_feedback": True,
+        "environment_feedback_only_without_solution": True,
+    },
     # RLOO's ratio is that of whole completions: soon all of them are clipped
     "rloo": {"method": "rloo", "normalize_advantages": True, "learning_rate": 0.001},
     "online-dpo": {
@@ -55,7 +71,18 @@ METHODS: dict[str, dict[str, Any]] = {
     "nash-md": {"method": "nash_md", **PAIRS, "mixture_coef": 0.3},
     "xpo": {"method": "xpo", **PAIRS, "alpha": [0.1, 0.01], "beta": [0.1, 0.2]},
 }
-EVALUATED = ("grpo", "dapo", "corrected", "rloo", "minillm", "distillation", "online-dpo", "nash-md", "xpo")
+EVALUATED = (
+    "grpo",
+    "dapo",
+    "corrected",
+    "rloo",
+    "minillm",
+    "distillation",
+    "sdpo",
+    "online-dpo",
+    "nash-md",
+    "xpo",
+)
 
 
 def found_of(method: str, *, evaluates: bool = False, **settings: Any) -> dict[str, Any]:
@@ -63,7 +90,8 @@ def found_of(method: str, *, evaluates: bool = False, **settings: Any) -> dict[s
     trainer, keep = run(**{**WHOLE, **METHODS[method], **settings})
     found: dict[str, Any] = {"gradients": keep.steps, "logs": logs(trainer)}
     if evaluates:
-        metrics = trainer.evaluate(prompts(4))  # the last batch of two processes has repeats
+        rows = prompts(4, METHODS[method].get("method", "grpo"))
+        metrics = trainer.evaluate(rows)  # the last batch of two processes has repeats
         found["eval"] = {k: v for k, v in metrics.items() if not any(word in k for word in CLOCKS)}
     return found
 

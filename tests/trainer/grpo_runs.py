@@ -12,6 +12,8 @@ from tests.tiny import tiny_model
 from tests.trainer.one_step import KeepGradients
 from tests.trainer.resume_worker import tokenizer
 from trl.experimental.minillm import MiniLLMConfig, MiniLLMTrainer
+from trl.experimental.sdft import SDFTConfig, SDFTTrainer
+from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
 from trl.trainer.distillation_config import DistillationConfig
 from trl.trainer.distillation_trainer import DistillationTrainer
 from trl.trainer.grpo_config import GRPOConfig
@@ -36,21 +38,29 @@ TRAINERS: dict[str, tuple[Any, Any]] = {
     "rloo": (RLOOConfig, RLOOTrainer),
     "minillm": (MiniLLMConfig, MiniLLMTrainer),
     "distillation": (DistillationConfig, DistillationTrainer),
+    "sdft": (SDFTConfig, SDFTTrainer),
+    "sdpo": (SDPOConfig, SDPOTrainer),
     "nash_md": (NashMDConfig, NashMDTrainer),
     "online_dpo": (OnlineDPOConfig, OnlineDPOTrainer),
     "xpo": (XPOConfig, XPOTrainer),
 }
+SELF_DISTILLED = ("sdft", "sdpo")
 COMPARED = ("online_dpo", "nash_md", "xpo")
 END = "w16"  # one that these models often say
 CLOCKS = ("step_time", "runtime", "per_second", "flos")
 
 
-def prompts(count: int = 11) -> Dataset:
-    """Prompts of different lengths, one of them three times."""
+def prompts(count: int = 11, method: str = "grpo") -> Dataset:
+    """Prompts of different lengths, one of them three times; as texts with a context for self-distillation."""
     generator = torch.Generator().manual_seed(4)
     lengths = torch.randint(1, 9, (count,), generator=generator).tolist()
     ids = [torch.randint(3, 60, (n,), generator=generator).tolist() for n in lengths]
-    return Dataset.from_dict({"input_ids": [*ids, ids[0], ids[1], ids[0]]})
+    ids = [*ids, ids[0], ids[1], ids[0]]
+    if method not in SELF_DISTILLED:
+        return Dataset.from_dict({"input_ids": ids})
+    texts = [" ".join(f"w{token}" for token in row) for row in ids]
+    contexts = [f"w{number + 5} w9" if number % 3 else "w7" for number in range(len(ids))]
+    return Dataset.from_dict({"prompt": texts, "privileged_context": contexts})
 
 
 def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -75,11 +85,12 @@ def make(
     dtype, given = getattr(torch, settings.pop("dtype", "float64")), settings.pop("given", {})
     reward_funcs = REWARDS[settings.pop("reward")] if "reward" in settings else reward_funcs
     data, architecture = settings.pop("data", None), settings.pop("architecture", "gpt2")
-    if method != "distillation":
+    if method not in ("distillation", "sdft"):
         given = {"reward_funcs": reward_funcs, **given}
     if "teacher" in settings:
         given["teacher_model"] = tiny_model(settings.pop("teacher"), dtype=dtype)
-    args = config(settings.pop("folder", None) or tempfile.mkdtemp(), **{**SETTINGS, **settings})
+    common = {name: value for name, value in SETTINGS.items() if name in config.__dataclass_fields__}
+    args = config(settings.pop("folder", None) or tempfile.mkdtemp(), **{**common, **settings})
     if method in COMPARED and not {"model", "peft_config"} & set(
         given
     ):  # equal models have log-ratios of rounding errors
@@ -90,7 +101,7 @@ def make(
     made = trainer(
         given.pop("model", None) or tiny_model(architecture, dtype=dtype),
         args=args,
-        train_dataset=prompts() if data is None else data,
+        train_dataset=prompts(method=method) if data is None else data,
         processing_class=words,
         callbacks=[keep, *given.pop("callbacks", [])],
         **given,

@@ -1,7 +1,8 @@
 """Configuration of self-distillation from prompts that show more."""
 
+import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from trl.options.checks import warn_unread
 from trl.options.generation import Generation, VLLMMode
@@ -10,13 +11,17 @@ from trl.options.shared import shared
 from trl.trainer.grpo_config import RolloutTraining
 
 DistillationMode = Literal["sampled_token", "full_logits", "topk_logits"]
-PLACEHOLDERS = ("prompt", "privileged_context")
 
 
 @dataclass
 class SelfDistillation(OptionGroup):
     """The divergence from a teacher that is made of the student."""
 
+    learning_rate: float = same(RolloutTraining, "learning_rate", 5e-5)
+    max_prompt_length: int | None = same(Generation, "max_prompt_length", 512)
+    top_k: int | None = same(Generation, "top_k", 0)
+    vllm_mode: VLLMMode = same(Generation, "vllm_mode", "colocate")
+    disable_dropout: bool = shared("disable_dropout")
     teacher_model_kind: Literal["base", "live", "ema"] = option(
         "base",
         "Weights of the teacher: those before training ('base'), the student's present ones ('live'), or an average that "
@@ -59,10 +64,28 @@ class SelfDistillation(OptionGroup):
             raise ValueError(
                 "distillation_mode='topk_logits' needs distillation_topk, got None. Set it (100, say)."
             )
+        if self.distillation_mode != "topk_logits":
+            names = {"distillation_topk", "distillation_add_tail"}
+            warn_unread(self, names, f"with distillation_mode={self.distillation_mode!r}. Leave it out")
         if self.teacher_model_kind != "ema":
             names = {"teacher_update_rate", "teacher_sync_steps"}
             reason = f"with teacher_model_kind={self.teacher_model_kind!r}. Leave it out, or set 'ema'"
             warn_unread(self, names, reason)
+
+    def check_template(self, name: str, *placeholders: str) -> None:
+        """Raise ValueError unless the template has these placeholders."""
+        template = getattr(self, name)
+        if missing := [f"{{{each}}}" for each in placeholders if f"{{{each}}}" not in template]:
+            raise ValueError(f"{name}={template!r} must contain {' and '.join(missing)}. Add it.")
+
+
+def filled(template: str, **values: str) -> str:
+    """A template with its placeholders replaced; those in the values stay.
+
+    >>> filled("{prompt} ({note})", prompt="{note}?", note="yes")
+    '{note}? (yes)'
+    """
+    return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), template)
 
 
 @documented
@@ -77,11 +100,6 @@ class SDFTConfig(SelfDistillation, RolloutTraining):
         (8, 0.5)
     """
 
-    learning_rate: float = same(RolloutTraining, "learning_rate", 5e-5)
-    max_prompt_length: int | None = same(Generation, "max_prompt_length", 512)
-    top_k: int | None = same(Generation, "top_k", 0)
-    vllm_mode: VLLMMode = same(Generation, "vllm_mode", "colocate")
-    disable_dropout: bool = shared("disable_dropout")
     generate_from_teacher: bool = option(
         False, "The student completes the teacher's prompts instead of its own; it learns on its own."
     )
@@ -93,16 +111,4 @@ class SDFTConfig(SelfDistillation, RolloutTraining):
 
     def check(self) -> None:
         super().check()
-        missing = [
-            f"{{{name}}}" for name in PLACEHOLDERS if f"{{{name}}}" not in self.teacher_prompt_template
-        ]
-        if missing:
-            raise ValueError(
-                f"teacher_prompt_template={self.teacher_prompt_template!r} must contain {' and '.join(missing)}. Add it."
-            )
-
-    def filled(self, prompt: str, context: str) -> str:
-        """The teacher's prompt."""
-        values: Any = dict(zip(PLACEHOLDERS, (prompt, context), strict=True))
-        parts = self.teacher_prompt_template.split("{prompt}")
-        return values["prompt"].join(part.replace("{privileged_context}", context) for part in parts)
+        self.check_template("teacher_prompt_template", "prompt", "privileged_context")

@@ -13,11 +13,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from trl.data.prompts import PROMPT_IDS, PromptPreparation, PromptTokenizer
 from trl.data.rendering import ProcessingClass
-from trl.experimental.sdft.sdft_config import SDFTConfig, SelfDistillation
+from trl.experimental.sdft.sdft_config import SDFTConfig, SelfDistillation, filled
 from trl.models.packed.layout import TEACHER_BATCH
 from trl.models.scoring.head import ScoreOptions
 from trl.models.switches import undisturbed, without_ddp
 from trl.objectives.distillation import Divergence, TeacherLoss, top_k_divergence
+from trl.objectives.kl import LARGEST_LOG_RATIO
 from trl.rewards.result import RewardInputs
 from trl.rollouts.experience import OLD, TRAINED, Experience
 from trl.rollouts.maker import Completed, RolloutMaker, Rows
@@ -29,10 +30,9 @@ from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
 from trl.trainer.distillation_trainer import DistillationMethod, DistillationTrainer
 from trl.trainer.grpo_config import RolloutTraining
 from trl.trainer.online_method import GroupMethod, StepContext
-from trl.trainer.online_trainer import AnyDataset
+from trl.trainer.online_trainer import AnyDataset, OnlineTrainer
 
 CONTEXT = "privileged_context"
-LARGEST_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)
@@ -61,77 +61,90 @@ def distillation_loss(args: SelfDistillation) -> TeacherLoss:
     return Divergence(args.distillation_alpha)
 
 
-class SDFTMethod(DistillationMethod):
+class SelfDistillationMethod(DistillationMethod):
     """The mean over completions of the mean divergence of their tokens."""
 
-    args: SDFTConfig  # type: ignore[assignment]
+    args: Any  # with the fields of SelfDistillation and RolloutTraining
 
     @property
     def loss(self) -> TeacherLoss:
         return distillation_loss(self.args)
 
-    def apply_rewards(
-        self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool
-    ) -> Experience:
-        """`trained` leaves out the first `num_loss_tokens_to_skip` tokens of each completion."""
-        experience = super().apply_rewards(experience, scores, inputs, training=training)
-        places = positions_in_sequence(experience.completions.row_index, len(experience))
-        trained = experience.per_token[TRAINED] & (places >= self.args.num_loss_tokens_to_skip)
-        return experience.with_tokens(**{TRAINED: trained})
+    def distilled(self, experience: Experience) -> Tensor:
+        """The tokens that are learned from the teacher, bool `(K,)`."""
+        return experience.per_token[TRAINED]
 
     def token_weights(self, experience: Experience) -> Tensor:
+        experience = experience.with_tokens(**{TRAINED: self.distilled(experience)})
         trained, row = experience.per_token[TRAINED], experience.completions.row_index
         counts = tokens_by_sequence(row[trained], len(experience)).clamp(min=1)
         return super().token_weights(experience) / counts[row]
 
     def divisor(self, experience: Experience) -> Tensor:
-        """Completions with a trained token."""
-        row = experience.completions.row_index[experience.per_token[TRAINED]]
+        """Completions with a token that is learned from the teacher."""
+        row = experience.completions.row_index[self.distilled(experience)]
         return (tokens_by_sequence(row, len(experience)) > 0).sum()
 
     def objective(  # type: ignore[override]
         self, experience: Experience, scored: VocabularyLoss, context: StepContext
     ) -> list[LossTerms]:
         (terms,) = super().objective(experience, scored, context)
-        weights = self.token_weights(experience)
-        values = torch.where(weights > 0, scored.values / weights, 0.0)
-        name = "self_distillation/distillation_loss"
-        return [
-            terms._replace(metrics={**terms.metrics, name: weighted(values, experience.per_token[TRAINED])})
-        ]
+        weights, name = self.token_weights(experience), "self_distillation/distillation_loss"
+        values = weighted(torch.where(weights > 0, scored.values / weights, 0.0), weights)
+        return [terms._replace(metrics={**terms.metrics, name: values})]
+
+
+class SDFTMethod(SelfDistillationMethod):
+    """Without the first `num_loss_tokens_to_skip` tokens of each completion."""
+
+    args: SDFTConfig
+
+    def apply_rewards(
+        self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool
+    ) -> Experience:
+        experience = super().apply_rewards(experience, scores, inputs, training=training)
+        places = positions_in_sequence(experience.completions.row_index, len(experience))
+        trained = experience.per_token[TRAINED] & (places >= self.args.num_loss_tokens_to_skip)
+        return experience.with_tokens(**{TRAINED: trained})
+
+
+@dataclass(frozen=True)
+class TeacherPrompts:
+    """Tokenises the prompts that teachers are shown; long ones lose their beginning."""
+
+    processing_class: ProcessingClass
+    settings: PromptPreparation
+    context_length: int | None
+
+    def tokens(self, rows: Rows, shown: Sequence[Any]) -> list[list[int]]:
+        """The tokens of the prompts `shown` in place of those of the rows."""
+        columns = {**{name: rows[name] for name in rows if name != PROMPT_IDS}, "prompt": shown}
+        given = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        kind = self.processing_class, self.settings, "train", False, not isinstance(shown[0], str)
+        return [row[PROMPT_IDS] for row in PromptTokenizer(*kind).rows(given, range(len(given)))]
+
+    def with_prompts(self, experience: Experience, tokens: Sequence[Sequence[int]]) -> Experience:
+        """The completions with the teacher's prompts, each cut to what the context has room for."""
+        if (length := self.context_length) is not None:
+            sizes = experience.completions.lengths.tolist()
+            tokens = [row[-(length - size) :] for row, size in zip(tokens, sizes, strict=True)]
+        return replace(experience, teacher_prompts=Ragged.of(tokens))
 
 
 class PrivilegedCompleter:
-    """Completes prompts, and gives each row the prompt that its teacher is shown."""
+    """Completes prompts, and gives each row the prompt with its privileged context, which its teacher is shown."""
 
-    def __init__(
-        self, args: SDFTConfig, processing_class: ProcessingClass, settings: PromptPreparation
-    ) -> None:
-        longest = min(n for n in (settings.longest, 2**31) if n is not None)
-        self.args, self.exact = args, not args.generate_from_teacher
-        self.processing_class, self.settings = processing_class, replace(settings, keep=longest)
-
-    def teacher_prompts(self, rows: Rows) -> Ragged:
-        """The tokens of the teacher's prompts; long ones lose their beginning."""
-        pairs = zip(rows["prompt"], rows[CONTEXT], strict=True)
-        prompts = [shown(self.args, prompt, context) for prompt, context in pairs]
-        is_chat = not isinstance(prompts[0], str)
-        tokenize = PromptTokenizer(self.processing_class, self.settings, "train", False, is_chat)
-        others = {name: values for name, values in rows.items() if name not in ("prompt", PROMPT_IDS)}
-        given = [
-            dict(zip(["prompt", *others], row, strict=True))
-            for row in zip(prompts, *others.values(), strict=True)
-        ]
-        return Ragged.of([row[PROMPT_IDS] for row in tokenize.rows(given, range(len(given)))])
+    def __init__(self, args: SDFTConfig, teacher_prompts: TeacherPrompts) -> None:
+        self.args, self.teacher_prompts, self.exact = args, teacher_prompts, not args.generate_from_teacher
 
     def __call__(self, maker: RolloutMaker, rows: Rows, *, streams: Sequence[int]) -> Completed:
-        of_teacher = self.teacher_prompts(rows)
-        prompts = rows[PROMPT_IDS]
-        generated = (
-            [row.tolist() for row in of_teacher.split()] if self.args.generate_from_teacher else prompts
-        )
-        found = maker.complete(generated, streams=streams)
-        return Completed(replace(found, prompts=Ragged.of(prompts), teacher_prompts=of_teacher))
+        template = self.args.teacher_prompt_template
+        pairs = zip(rows["prompt"], rows[CONTEXT], strict=True)
+        shown = [extended(template, prompt, privileged_context=text_of(own)) for prompt, own in pairs]
+        tokens, prompts = self.teacher_prompts.tokens(rows, shown), rows[PROMPT_IDS]
+        found = maker.complete(tokens if self.args.generate_from_teacher else prompts, streams=streams)
+        found = replace(found, prompts=Ragged.of(prompts))
+        return Completed(self.teacher_prompts.with_prompts(found, tokens))
 
 
 def text_of(context: Any) -> str:
@@ -139,40 +152,99 @@ def text_of(context: Any) -> str:
     return context if isinstance(context, str) else "\n".join(str(message["content"]) for message in context)
 
 
-def shown(args: SDFTConfig, prompt: Any, context: Any) -> Any:
-    """The teacher's prompt: a text, or a conversation whose last message, of the user, has the context."""
-    context = text_of(context)
+def extended(template: str, prompt: Any, **values: str) -> Any:
+    """A prompt in a filled template; in a conversation its last message."""
     if isinstance(prompt, str):
-        return args.filled(prompt, context)
-    return [*prompt[:-1], {**prompt[-1], "content": args.filled(prompt[-1]["content"], context)}]
+        return filled(template, prompt=prompt, **values)
+    return [*prompt[:-1], {**prompt[-1], "content": extended(template, prompt[-1]["content"], **values)}]
 
 
-def check_contexts(dataset: Any, name: str) -> None:
-    """Raise ValueError for rows without a prompt or a privileged context, or with a conversation that ends otherwise than with
-    a text of the user."""
-    if not isinstance(dataset, Dataset):
-        kind = type(dataset).__name__
-        raise ValueError(
-            f"{name} dataset is a {kind}, expected a stored datasets.Dataset. Load it without streaming."
-        )
-    if missing := [column for column in ("prompt", CONTEXT) if column not in dataset.column_names]:
-        raise ValueError(
-            f"{name} dataset has no column {missing[0]!r}, expected 'prompt' and '{CONTEXT}'. Add it."
-        )
-    for row, (prompt, context) in enumerate(zip(dataset["prompt"], dataset[CONTEXT], strict=True)):
-        if not context:
+class SelfDistillationTrainer(DistillationTrainer):
+    """Base of the trainers whose teacher is the student, as `teacher_model_kind` says, shown other prompts."""
+
+    args: Any  # with the fields of SelfDistillation and RolloutTraining
+    method: SelfDistillationMethod
+
+    def __init__(
+        self,
+        model: str | nn.Module | PreTrainedModel,
+        reward_funcs: Any | None = None,
+        args: Any | None = None,
+        train_dataset: AnyDataset | None = None,
+        eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        reward_processing_classes: Any | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any | None = None,
+    ) -> None:
+        others = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
+        for name, dataset in {"train": train_dataset, **others}.items():
+            if dataset is not None or name == "train":
+                self.check_rows(dataset, name, args)
+        OnlineTrainer.__init__(  # that of DistillationTrainer takes no rewards
+            self, model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes,
+            callbacks, optimizers, peft_config,
+        )  # fmt: skip
+        if self.images is not None:
             raise ValueError(
-                f"{name} dataset, row {row}: {CONTEXT} is {context!r}, expected text or messages."
+                f"{self._name} trains on text, got rows with images. Take the columns of images out."
             )
-        last = None if isinstance(prompt, str) else prompt[-1]
-        if last is not None and (last["role"] != "user" or not isinstance(last["content"], str)):
+        limits = self._sets.settings.longest, getattr(self.args, "max_reprompt_len", None)
+        settings = replace(self._sets.settings, keep=min((n for n in limits if n is not None), default=None))
+        self.teacher_prompts = TeacherPrompts(self.processing_class, settings, self._sets.context_length)  # type: ignore[arg-type]
+
+    def check_rows(self, dataset: Any, name: str, args: Any, columns: Sequence[str] = ("prompt",)) -> None:
+        """Raise ValueError for a data set without the `columns`, or with a conversation that the user does not end."""
+        if not isinstance(dataset, Dataset):
             raise ValueError(
-                f"{name} dataset, row {row}: the last message of the prompt is of the {last['role']}, expected a text of the "
-                "user, which the privileged context is added to."
+                f"{name} dataset is a {type(dataset).__name__}, expected a stored datasets.Dataset. Load it without streaming."
             )
+        if missing := [column for column in columns if column not in dataset.column_names]:
+            expected = " and ".join(map(repr, columns))
+            raise ValueError(f"{name} dataset has no column {missing[0]!r}, expected {expected}. Add it.")
+        for row, prompt in enumerate(dataset["prompt"]):
+            last = {"role": "user", "content": ""} if isinstance(prompt, str) else prompt[-1]
+            if last["role"] != "user" or not isinstance(last["content"], str):
+                raise ValueError(
+                    f"{name} dataset, row {row}: the last message of the prompt is of the {last['role']}, expected a text of "
+                    "the user, which is extended for the teacher."
+                )
+
+    def settle_reference(self) -> None:
+        """With an average of the student's weights as the reference, which a callback moves and checkpoints have."""
+        if self.args.teacher_model_kind == "ema":
+            rate, every = self.args.teacher_update_rate, self.args.teacher_sync_steps
+            self.reference = self.teacher.reference
+            self.add_callback(SyncRefModelCallback(None, self.accelerator, alpha=rate, every=every))
+        super().settle_reference()
+
+    def learn(self, model: nn.Module, inputs: dict[str, Any], experience: Experience) -> VocabularyLoss:
+        """The divergence; tokens that were sampled by an earlier student have importance weights."""
+        weights, clip = self.method.token_weights(experience), self.args.distillation_is_clip
+        options = ScoreOptions(temperature=self.sampling.temperature)
+        if clip is not None and OLD in experience.per_token and not self.context.is_first:
+            with torch.no_grad(), undisturbed(self.model_wrapped):  # type: ignore[arg-type]
+                present = self.score(without_ddp(self.model_wrapped), inputs, options).logps  # type: ignore[arg-type]
+            gaps = present - experience.per_token[OLD]
+            ratios = gaps.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp().clamp(max=clip)
+            weights = weights * ratios
+        if self.args.distillation_mode != "sampled_token":
+            return self.from_teacher(model, inputs, weights)
+        theirs = self.teacher.reference.score(
+            model, inputs[TEACHER_BATCH], lambda scorer, own, rows: scorer.score(own, rows, options).logps
+        )
+
+        def losses(logps: Tensor, which: slice) -> Tensor:
+            return weights[which] * (logps.detach() - theirs[which]) * logps
+
+        scored = self.score(model, inputs, replace(options, loss_of=losses))
+        values = weights * (scored.logps.detach() - theirs)
+        total = (values * scored.logps).sum() if scored.total is None else scored.total
+        return VocabularyLoss(total, values, scored.aux_loss)
 
 
-class SDFTTrainer(DistillationTrainer):
+class SDFTTrainer(SelfDistillationTrainer):
     """Trainer of self-distillation fine-tuning (arXiv:2601.19897).
 
     Rows have a `prompt` (text or messages) and a `privileged_context` (text or messages), such as a worked solution. The student
@@ -206,45 +278,16 @@ class SDFTTrainer(DistillationTrainer):
         optimizers: tuple[Any, Any] = (None, None),
         peft_config: Any | None = None,
     ) -> None:
-        others = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
-        for name, dataset in {"train": train_dataset, **others}.items():
-            if dataset is not None or name == "train":
-                check_contexts(dataset, name)
         super().__init__(
-            model, None, args, train_dataset, eval_dataset, processing_class, callbacks, optimizers, peft_config=peft_config  # type: ignore[arg-type]
+            model, None, args, train_dataset, eval_dataset, processing_class, None, callbacks, optimizers, peft_config,
         )  # fmt: skip
-        if self.images is not None:
-            raise ValueError("SDFT trains on text, got rows with images. Take the columns of images out.")
-        self.rollouts.completer = PrivilegedCompleter(self.args, self.processing_class, self._sets.settings)  # type: ignore[arg-type]
+        self.rollouts.completer = PrivilegedCompleter(self.args, self.teacher_prompts)
 
-    def settle_reference(self) -> None:
-        """With an average of the student's weights as the reference, which a callback moves and checkpoints have."""
-        if self.args.teacher_model_kind == "ema":
-            rate, every = self.args.teacher_update_rate, self.args.teacher_sync_steps
-            self.reference = self.teacher.reference
-            self.add_callback(SyncRefModelCallback(None, self.accelerator, alpha=rate, every=every))
-        super().settle_reference()
-
-    def learn(self, model: nn.Module, inputs: dict[str, Any], experience: Experience) -> VocabularyLoss:
-        """The divergence; tokens that were sampled by an earlier student have importance weights."""
-        weights, clip = self.method.token_weights(experience), self.args.distillation_is_clip
-        options = ScoreOptions(temperature=self.sampling.temperature)
-        if clip is not None and OLD in experience.per_token and not self.context.is_first:
-            with torch.no_grad(), undisturbed(self.model_wrapped):  # type: ignore[arg-type]
-                present = self.score(without_ddp(self.model_wrapped), inputs, options).logps  # type: ignore[arg-type]
-            gaps = present - experience.per_token[OLD]
-            ratios = gaps.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp().clamp(max=clip)
-            weights = weights * ratios
-        if self.args.distillation_mode != "sampled_token":
-            return self.from_teacher(model, inputs, weights)
-        theirs = self.teacher.reference.score(
-            model, inputs[TEACHER_BATCH], lambda scorer, own, rows: scorer.score(own, rows, options).logps
-        )
-
-        def losses(logps: Tensor, which: slice) -> Tensor:
-            return weights[which] * (logps.detach() - theirs[which]) * logps
-
-        scored = self.score(model, inputs, replace(options, loss_of=losses))
-        values = weights * (scored.logps.detach() - theirs)
-        total = (values * scored.logps).sum() if scored.total is None else scored.total
-        return VocabularyLoss(total, values, scored.aux_loss)
+    def check_rows(self, dataset: Any, name: str, args: Any, columns: Sequence[str] = ()) -> None:
+        """Each row has a prompt and a privileged context."""
+        super().check_rows(dataset, name, args, ["prompt", CONTEXT])
+        for row, context in enumerate(dataset[CONTEXT]):
+            if not context:
+                raise ValueError(
+                    f"{name} dataset, row {row}: {CONTEXT} is {context!r}, expected text or messages."
+                )

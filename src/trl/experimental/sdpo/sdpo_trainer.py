@@ -1,0 +1,228 @@
+"""SDPO: the teacher is the student, shown a successful completion of the same prompt, or feedback."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+
+from trl.experimental.sdft.sdft_config import filled
+from trl.experimental.sdft.sdft_trainer import (
+    CONTEXT,
+    SelfDistillationMethod,
+    SelfDistillationTrainer,
+    extended,
+)
+from trl.experimental.sdpo.sdpo_config import SDPOConfig
+from trl.models.scoring.head import ScoreOptions
+from trl.objectives.group_advantages import group_moments
+from trl.rewards.result import RewardInputs, source_means
+from trl.rollouts.experience import ADVANTAGE, SCORES, Experience
+from trl.rollouts.measures import measured_groups
+from trl.tensors.reduce import Unit, Weighted, reduce_terms, weighted
+from trl.trainer.grpo_config import RolloutTraining
+from trl.trainer.grpo_trainer import GRPOMethod
+from trl.trainer.method import Outcome
+from trl.trainer.online_method import Corrected, GroupMethod
+
+logger = logging.getLogger(__name__)
+
+# Columns per completion, bool:
+REPROMPTED = "reprompted"  # its teacher is shown more than its prompt
+SOLVED = "shown_solution"  # a successful completion
+HAS_FEEDBACK = "has_feedback"
+SHOWN_FEEDBACK = "shown_feedback"
+PREFIX = "self_distillation/"
+_THINKING = re.compile(r"(^|<think>)((?!<think>).)*?</think>\s*", re.DOTALL)
+
+
+class SDPOMethod(SelfDistillationMethod):
+    """The divergence from the teacher where it is shown more, and with `distillation_weight` below 1 the loss of GRPO."""
+
+    args: SDPOConfig
+
+    def __init__(self, args: SDPOConfig) -> None:
+        super().__init__(args)
+        self.policy, self.reward_scale = GRPOMethod(args), args.scale_rewards  # type: ignore[assignment]
+        self.has_policy_loss = args.distillation_weight < 1
+        if self.has_policy_loss:
+            self.units: tuple[Unit, ...] = ("token", "group")  # of the divergence, of GRPO  # type: ignore[misc]
+
+    def distilled(self, experience: Experience) -> Tensor:
+        rows = experience.per_row[REPROMPTED].bool()
+        return super().distilled(experience) & rows[experience.completions.row_index]
+
+    def token_weights(self, experience: Experience) -> Tensor:
+        return self.args.distillation_weight * super().token_weights(experience)
+
+    def count(self, batch: Mapping[str, Any]) -> Tensor:
+        own = super().count(batch)
+        return torch.cat([own, self.policy.count(batch)]) if self.has_policy_loss else own
+
+    def needs_old(self, experience: Experience) -> bool:
+        return self.has_policy_loss and self.policy.needs_old(experience)
+
+    def corrected(self, experience: Experience, *, is_exact: bool, counted: Tensor) -> Corrected | None:
+        if not self.has_policy_loss:
+            return None
+        return self.policy.corrected(experience, is_exact=is_exact, counted=counted)
+
+    def rewards_and_advantages(self, rows: Mapping[str, Tensor], group_size: int) -> tuple[Tensor, Tensor]:
+        return self.policy.rewards_and_advantages(rows, group_size)
+
+    def signals(self, experience: Experience) -> Tensor:
+        signals = self.distilled(experience).float()
+        if self.has_policy_loss:
+            signals += experience.per_row[ADVANTAGE].abs()[experience.completions.row_index]
+        return signals
+
+    def metrics(
+        self, rows: Mapping[str, Tensor], sources: Sequence[str], group_size: int, *, share: float
+    ) -> dict[str, Weighted]:
+        args, scores = self.args, rows[SCORES]
+        known, std = scores[~scores.isnan()], group_moments(scores, group_size).std
+        successful = (scores >= args.success_reward_threshold).view(-1, group_size).any(dim=1)
+        columns = {
+            "reward_mean": known,
+            "reward_std": known.std().view(1) if len(known) > 1 else known[:0],
+            "reward_min": known.amin().view(1) if len(known) else known,
+            "reward_max": known.amax().view(1) if len(known) else known,
+            "group_reward_std_mean": std,
+            "flat_group_fraction": std <= args.diagnostics_flat_tolerance,
+            "success_group_fraction": successful,
+            "success_sample_fraction": rows[SOLVED],
+            "feedback_available_fraction": rows[HAS_FEEDBACK],
+            "feedback_used_fraction": rows[SHOWN_FEEDBACK],
+            "reprompt_sample_fraction": rows[REPROMPTED],
+        }
+        found = {name: weighted(column) for name, column in columns.items()}
+        found |= {name.removesuffix("/mean"): mean for name, mean in source_means(rows, sources).items()}
+        own = {PREFIX + name: Weighted(x.total * share, x.count * share) for name, x in found.items()}
+        return {**measured_groups(rows, sources, group_size, scale=self.reward_scale, share=share), **own}
+
+
+class SDPOTrainer(SelfDistillationTrainer):
+    """Trainer of self-distillation policy optimisation (arXiv:2601.20802).
+
+    Takes what `GRPOTrainer` takes, without tools and images. The student completes prompts. The teacher is the student as
+    `teacher_model_kind` says, shown the first successful completion of the same prompt, and with `include_environment_feedback`
+    the text in the row's column `privileged_context`; the student learns its distributions at the tokens of the completion.
+    Completions whose teacher would be shown neither are not distilled. Rows have a `prompt`, text or messages.
+
+    Example:
+        >>> trainer = SDPOTrainer("Qwen/Qwen3-0.6B", is_right, SDPOConfig("student"), dataset)  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    _tag_names: ClassVar[list[str]] = ["trl", "sdpo"]
+    _name: ClassVar[str] = "SDPO"
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "Reinforcement Learning via Self-Distillation",
+        "id": "2601.20802",
+    }
+    args: SDPOConfig
+    method: SDPOMethod
+    method_type: ClassVar[type[GroupMethod]] = SDPOMethod
+    config_type: ClassVar[type[RolloutTraining]] = SDPOConfig
+
+    def check_rows(self, dataset: Any, name: str, args: Any, columns: Sequence[str] = ()) -> None:
+        """Each row has a prompt, and a column of feedback if it is to be shown."""
+        shows_feedback = getattr(args, "include_environment_feedback", False)
+        super().check_rows(dataset, name, args, ["prompt", CONTEXT] if shows_feedback else ["prompt"])
+
+    def begin_rollouts(self, *args: Any, **kwargs: Any) -> None:
+        """Rewards also choose the teacher's prompts."""
+        super().begin_rollouts(*args, **kwargs)
+        self.rollouts.apply_rewards, self._degenerate = self.reprompted, dict[str, int]()
+
+    def reprompted(
+        self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool
+    ) -> Experience:
+        """Completions with their scores, and the prompts that their teacher is shown."""
+        args, count = self.args, len(inputs)
+        found = self.method.apply_rewards(experience, scores, inputs, training=training)
+        texts = [own if isinstance(own, str) else own[-1]["content"] for own in inputs.completions]
+        is_right = (scores >= args.success_reward_threshold).tolist()
+        answers = [text if right else None for text, right in zip(texts, is_right, strict=True)]
+        if args.world_size > 1:  # whose completions may be of one group
+            answers = gather_object(answers)
+        group_size = self.sizes.group if training else self.evaluation_group
+        solutions = solutions_of(answers, group_size, without_own=args.dont_reprompt_on_self_success)
+        first = args.process_index * count
+        solutions = solutions[first : first + count] if args.use_successful_as_teacher else [None] * count
+        given = inputs.columns[CONTEXT] if args.include_environment_feedback else [None] * count
+        feedback = [str(text or "").strip() or None for text in given]
+        shown = [
+            None if args.environment_feedback_only_without_solution and solution is not None else text
+            for solution, text in zip(solutions, feedback, strict=True)
+        ]
+        each = zip(inputs.prompts, solutions, shown, strict=True)
+        tokens = self.teacher_prompts.tokens(inputs.columns, [teacher_prompt(args, *own) for own in each])
+        columns = {SOLVED: solutions, HAS_FEEDBACK: feedback, SHOWN_FEEDBACK: shown}
+        flags = {name: torch.tensor([x is not None for x in column]) for name, column in columns.items()}
+        flags[REPROMPTED] = flags[SOLVED] | flags[SHOWN_FEEDBACK]
+        return self.teacher_prompts.with_prompts(found.with_rows(**flags), tokens)
+
+    def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
+        """With a warning where nothing has been learned from several rollout batches in a row."""
+        found, every = (
+            super().rollout_metrics(experience, share=share),
+            self.args.diagnostics_warning_interval,
+        )
+        for name, what, worst in (
+            ("flat_group_fraction", "the rewards of every group are equal", 1),
+            ("success_group_fraction", "no completion is successful (see success_reward_threshold)", 0),
+            ("reprompt_sample_fraction", "no teacher was shown more than the prompt", 0),
+        ):
+            count = self._degenerate.get(name, 0) + 1 if found[PREFIX + name].mean == worst else 0
+            self._degenerate[name] = count
+            if every and count and count % every == 0:
+                logger.warning("In the last %d rollout batches %s.", count, what)
+        return found
+
+    def outcome(self, model: nn.Module, batch: Mapping[str, Any]) -> Outcome:
+        """The divergence, and the loss of GRPO beside it."""
+        found, share = super().outcome(model, batch), 1 - self.args.distillation_weight
+        if not self.method.has_policy_loss:
+            return found
+        policy, experience = self.method.policy, batch["experience"].to(self.args.device)
+        inputs = {name: value for name, value in batch.items() if name != "experience"}
+        scored = self.score(model, inputs, ScoreOptions(temperature=self.sampling.temperature))
+        (terms,) = policy.objective(experience, scored, self.context)
+        loss = Weighted(reduce_terms(terms, 1.0).detach(), policy.divisor(experience))
+        metrics = {**terms.metrics, f"{PREFIX}policy_loss": loss}
+        terms = terms._replace(values=share * terms.values, per="group", metrics=metrics)
+        local = found.local if torch.is_grad_enabled() else None
+        return found._replace(terms=[*found.terms, terms], local=local)
+
+
+def teacher_prompt(args: SDPOConfig, prompt: Any, solution: str | None, feedback: str | None) -> Any:
+    """A prompt with a successful completion and with feedback; the prompt itself without both."""
+    if solution is None and feedback is None:
+        return prompt
+    parts = {"solution": "", "feedback": ""}
+    if solution is not None:
+        own = _THINKING.sub("", solution) if args.remove_thinking_from_demonstration else solution
+        parts["solution"] = filled(args.solution_template, successful_previous_attempt=own.strip())
+    if feedback is not None:
+        parts["feedback"] = filled(args.feedback_template, feedback_raw=feedback)
+    return extended(args.reprompt_template, prompt, **parts)
+
+
+def solutions_of(answers: Sequence[str | None], group_size: int, *, without_own: bool) -> list[str | None]:
+    """For each completion the first answer of its group, None where there is none; `without_own`: of the others.
+
+    >>> solutions_of([None, "a", "b", None], 2, without_own=True)
+    ['a', None, None, 'b']
+    """
+    found = []
+    for row in range(len(answers)):
+        start = row - row % group_size
+        others = [n for n in range(start, start + group_size) if not (without_own and n == row)]
+        found.append(next((answers[n] for n in others if answers[n] is not None), None))
+    return found
