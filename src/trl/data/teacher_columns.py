@@ -19,8 +19,9 @@ from transformers import PreTrainedTokenizerBase
 
 from trl.data.formats import column_names
 from trl.data.ragged import list_lengths, read_ragged
+from trl.tensors.padding import IGNORED
 
-TEACHER_COLUMNS = ("teacher_ids", "teacher_logps")
+TEACHER_COLUMNS = TEACHER_IDS, TEACHER_LOGPS = "teacher_ids", "teacher_logps"
 TEACHER_SETTINGS = "teacher_settings"
 TEACHER = "teacher"  # a row's teacher by name, where there are several
 LARGEST_LOGP = 1e-3  # of rounded log-probs
@@ -43,7 +44,7 @@ def trained_tokens(dataset: Dataset, *, completion_only: bool = True) -> np.ndar
     >>> trained_tokens(Dataset.from_dict({"input_ids": [[5, 6, 7], [8]], "completion_mask": [[0, 1, 1], [1]]})).tolist()
     [2, 0]
     """
-    masks = {"labels": -100, "assistant_masks": 0, **({"completion_mask": 0} if completion_only else {})}
+    masks = {"labels": IGNORED, "assistant_masks": 0, **({"completion_mask": 0} if completion_only else {})}
     counts = [np.zeros(0, np.int64)]
     for block in dataset.with_format("arrow").iter(batch_size=10_000):
         table: Any = block
@@ -166,7 +167,7 @@ class WithTeacherColumns:
             )
         columns, labels = concatenated(found), batch["labels"]
         shown = batch["attention_mask"][:, :-1].bool() if "attention_mask" in batch else True
-        trained = int(((labels[:, 1:] != -100) & shown).sum())
+        trained = int(((labels[:, 1:] != IGNORED) & shown).sum())
         if trained != len(columns[TEACHER_COLUMNS[0]]):
             raise ValueError(
                 f"the rows of a batch have teacher columns for {len(columns[TEACHER_COLUMNS[0]])} tokens, and {trained} are "

@@ -20,9 +20,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from trl.data.rendering import text_tokenizer
+from trl.data.teacher_columns import TEACHER, TEACHER_COLUMNS, TEACHER_IDS, TEACHER_LOGPS
 from trl.models.distributed import is_sharded
 from trl.models.loading import load_processing_class
-from trl.models.packed.layout import IGNORED, TEACHER_BATCH, TEACHER_IDS, TEACHER_LOGPS, scored_sequences
+from trl.models.packed.layout import IGNORED, TEACHER_BATCH, scored_sequences
 from trl.models.parts import causal_core, embedded_tokens, share_parameters
 from trl.models.peft import is_peft_model
 from trl.models.policy import make_scorer
@@ -169,14 +170,14 @@ class TeacherByRow(Teacher):
     ) -> VocabularyLoss:
         whole, sequence = scorer.padded_inputs(batch), scored_sequences(batch)
         shown = scorer.padded_inputs(batch[TEACHER_BATCH]) if TEACHER_BATCH in batch else None
-        chosen, found, places = batch["teacher"], [], []
+        chosen, found, places = batch[TEACHER], [], []
         chosen = chosen.repeat_interleave(len(whole["input_ids"]) // len(chosen))  # completions of one row
         for number, teacher in enumerate(self.teachers.values()):
             rows, own = (chosen == number).nonzero()[:, 0], (chosen[sequence] == number).nonzero()[:, 0]
             if not len(rows) and PartialState().num_processes == 1:
                 continue
             part: dict[str, Any] = _rows_of(whole, rows)
-            part |= {name: batch[name][own] for name in (TEACHER_IDS, TEACHER_LOGPS) if name in batch}
+            part |= {name: batch[name][own] for name in TEACHER_COLUMNS if name in batch}
             if shown is not None:
                 part[TEACHER_BATCH] = _rows_of(shown, rows)
             of_part = None if weights is None else weights[own]
@@ -240,12 +241,7 @@ def make_teacher(
             f"teacher_model={teacher!r} is an address, expected a model, or its name or path. GKDTrainer and DistillationTrainer "
             "take servers, GKDTrainer also several by name, but not servers beside models."
         )
-    if init_kwargs and not is_path:
-        given = "none" if teacher is None else f"a {type(teacher).__name__} that is loaded already"
-        raise ValueError(
-            f"teacher_model_init_kwargs={dict(init_kwargs)!r} needs teacher_model as a name or path, got {given}."
-        )
-    if teacher is None:
+    if teacher is None and not init_kwargs:
         if scorer is None or not is_peft_model(student):
             raise ValueError(
                 "teacher_model must be a model, or its name or path, got None. Pass teacher_model, or train an adapter, whose "
@@ -254,11 +250,7 @@ def make_teacher(
         return own_teacher("base", student, scorer)
     if is_path:  # before the weights are loaded
         _check_tokens(tokenizer, os.fspath(teacher), bool((init_kwargs or {}).get("trust_remote_code")))
-    teacher = load_model(teacher, dict(init_kwargs or {}))
-    if share_parameters(student, teacher, trained=True):
-        raise ValueError(
-            "teacher_model and model share weights that train, expected a separate model. Load the teacher a second time."
-        )
+    teacher = load_teacher(teacher, init_kwargs, student)
     sizes = [embedded_tokens(causal_core(model)) for model in (student, teacher)]
     if min(sizes) < len(tokenizer):
         raise ValueError(
@@ -274,6 +266,24 @@ def make_teacher(
             min(sizes),
         )
     return FrozenTeacher(FrozenModel(teacher, make_scorer(teacher, tokenizer)))
+
+
+def load_teacher(teacher: Any, init_kwargs: Mapping[str, Any] | None, student: nn.Module) -> Any:
+    """The model of a teacher that is not the student: `teacher` itself, or that of its name or path.
+
+    Raises: ValueError for `init_kwargs` with a loaded model, and for one that shares trained weights with the student.
+    """
+    if init_kwargs and not isinstance(teacher, (str, os.PathLike)):
+        given = "none" if teacher is None else f"a {type(teacher).__name__} that is loaded already"
+        raise ValueError(
+            f"teacher_model_init_kwargs={dict(init_kwargs)!r} needs teacher_model as a name or path, got {given}."
+        )
+    model = load_model(teacher, dict(init_kwargs or {}))
+    if share_parameters(student, model, trained=True):
+        raise ValueError(
+            "teacher_model and model share weights that train, expected a separate model. Load the teacher a second time."
+        )
+    return model
 
 
 OTHER_TOKENIZER = "Use GOLDTrainer for a teacher with another tokenizer."

@@ -21,11 +21,11 @@ from trl.generation.engine import Generated, Sampling
 from trl.generation.transformers.engine import without_wrappers
 from trl.models.loading import get_config_model_id, load_processing_class
 from trl.models.packed.layout import TEACHER_BATCH
-from trl.models.parts import causal_core, share_parameters
+from trl.models.parts import causal_core
 from trl.models.policy import Policy, make_scorer
 from trl.models.reference import FrozenModel
-from trl.models.setup import load_model, pad_token_id
-from trl.models.teacher import FrozenTeacher, Teacher
+from trl.models.setup import pad_token_id
+from trl.models.teacher import FrozenTeacher, Teacher, load_teacher
 from trl.tensors.reduce import weighted
 from trl.trainer.gkd_trainer import GKDDatasets, GKDTrainer, Writer, completed, prompts_of
 from trl.trainer.group_setup import check_engine, engine_of, sampling_of, with_served_window
@@ -156,11 +156,7 @@ class GOLDTrainer(GKDTrainer):
                 "use_uld_loss=True needs a teacher_model, a model, or its name or path, got None."
             )
         kwargs: Any = self.args.teacher_model_init_kwargs
-        model = load_model(given, kwargs)
-        if share_parameters(self.model, model, trained=True):  # type: ignore[arg-type]
-            raise ValueError(
-                "teacher_model and model share weights that train, expected a separate model. Load the teacher a second time."
-            )
+        model = load_teacher(given, kwargs, self.model)  # type: ignore[arg-type]
         return FrozenTeacher(FrozenModel(model, make_scorer(model, self.teacher_tokenizer)))
 
     # ---- completions

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from trl.data.teacher_columns import TEACHER, TEACHER_COLUMNS
 from trl.tensors.padding import IGNORED, flush_left
 from trl.tensors.segments import Segments
 
@@ -29,13 +30,12 @@ ROW_KEYS = frozenset(
         "label",
         "row_weights",
         "prompt_tokens",
-        "teacher",
+        TEACHER,
         "on_policy",
     ]
 )
-# A teacher's answers `(K, k)` in the order of the scored positions, and the batch that it is shown in place of the student's.
-TEACHER_IDS, TEACHER_LOGPS, TEACHER_BATCH = "teacher_ids", "teacher_logps", "teacher_batch"
-_TEACHER = (TEACHER_IDS, TEACHER_LOGPS, TEACHER_BATCH)
+TEACHER_BATCH = "teacher_batch"  # that a teacher is shown in place of the student's
+_TEACHER = (*TEACHER_COLUMNS, TEACHER_BATCH)
 # Columns of the layout; all other keys of a batch are given to the model.
 _SCORED = ("scored_source", "scored_target", "scored_sequence")
 _LAYOUT_KEYS = ROW_KEYS | {
@@ -163,7 +163,7 @@ def first_rows(batch: Mapping[str, Any], kept: int, *, of: int) -> dict[str, Any
     else:
         rest["labels"] = rest["labels"].clone()
         rest["labels"][len(rest["labels"]) // of * kept :] = IGNORED
-    for name in (TEACHER_IDS, TEACHER_LOGPS):
+    for name in TEACHER_COLUMNS:
         if name in batch:
             own[name] = batch[name][: count_scored(rest)]
     if TEACHER_BATCH in batch:
