@@ -1,6 +1,6 @@
-"""GRPO of two processes with sharded weights over gloo: `torchrun ... -m tests.trainer.grpo_sharded FOLDER HOW`.
+"""Rollouts of two processes with sharded weights over gloo: `torchrun ... -m tests.trainer.grpo_sharded FOLDER HOW RUN...`.
 
-HOW: one of `KINDS`. The runs of `RUNS`; the process with rank 0 writes their weights, each its logs and counts.
+HOW: one of `KINDS`. RUN: names of `RUNS`; the process with rank 0 writes their weights, each its logs and counts.
 """
 
 import copy
@@ -27,7 +27,15 @@ RUNS = {
     "whole": {},
     "resumed": {},
     "tools": {"max_steps": 2, "max_completion_length": 40, "seed": 17, "data_seed": 1},
-}
+    "distillation": {"method": "distillation", "max_steps": 2, "beta": 0.5},
+    "minillm": {"method": "minillm", "max_steps": 2, "beta": 0.0, "gamma": 0.9, "kd_temperature": 1.3},
+    "sdft": {"method": "sdft", "max_steps": 2, "beta": None, "teacher_model_kind": "ema", "teacher_update_rate": 0.3},
+    "sdpo": {
+        "method": "sdpo", "max_steps": 2, "beta": 0.0, "teacher_model_kind": "live", "distillation_weight": 0.6,
+        "success_reward_threshold": 0.6,
+    },
+}  # fmt: skip
+OF_GRPO, OF_TEACHERS = ("whole", "resumed", "tools"), ("distillation", "minillm", "sdft", "sdpo")
 
 
 def policy_of(name: str):
@@ -35,11 +43,18 @@ def policy_of(name: str):
     return grpo_tool_runs.caller("llama", torch.float32) if name == "tools" else tiny_model("llama")
 
 
-def finished(name: str, model, folder: str, **settings):
+def models_of(name: str) -> dict:
+    """The policy, and a teacher where it is another model."""
+    teacher = {"teacher_model": tiny_model("llama", seed=1)} if name in ("distillation", "minillm") else {}
+    return {"model": policy_of(name), **teacher}
+
+
+def finished(name: str, models: dict, folder: str, **settings):
     """A trainer after its run, and how often it asked for whole weights (`nothing`: without a prompt), scored with the policy
     and loaded a window."""
     make = grpo_tool_runs.make if name == "tools" else grpo_runs.make
-    trainer, keep = make(folder=folder, given={"model": model}, **{**SETTINGS, **RUNS[name], **settings})
+    own = {key: value for key, value in {**SETTINGS, **RUNS[name], **settings}.items() if value is not None}
+    trainer, keep = make(folder=folder, given=models, **own)
     trainer.remove_callback(keep)  # it asks for whole gradients
     counts = {"generate": 0, "nothing": 0, "score_rollout": 0, "load_rollout_batch": 0}
     for holder, method in (
@@ -63,7 +78,7 @@ def count_calls(holder, method: str, counts: dict[str, int]) -> None:
     setattr(holder, method, counted)
 
 
-def main(folder: str, how: str) -> None:
+def main(folder: str, how: str, *names: str) -> None:
     settings: dict = {"per_device_train_batch_size": 4}
     if how == "fsdp2":
         use_fsdp_on_cpu()
@@ -74,9 +89,9 @@ def main(folder: str, how: str) -> None:
     from trl.models.distributed import is_sharded
 
     torch.set_num_threads(1)
-    models = {name: policy_of(name) for name in RUNS}  # ZeRO-3, once on, shards new ones
-    for name, model in models.items():
-        trainer, counts = finished(name, model, folder, **settings)
+    models = {name: models_of(name) for name in names}  # ZeRO-3, once on, shards new ones
+    for name, own in models.items():
+        trainer, counts = finished(name, own, folder, **settings)
         assert is_sharded(trainer.model) == (how != "zero2")
         trainer.save_model(f"{folder}/{name}")
         torch.save(

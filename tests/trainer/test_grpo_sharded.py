@@ -1,4 +1,4 @@
-"""GRPO with weights spread over two processes (FSDP2, DeepSpeed ZeRO-2 and ZeRO-3 over gloo), and in bfloat16."""
+"""GRPO and distillation with weights spread over two processes (FSDP2, DeepSpeed ZeRO-2 and ZeRO-3 over gloo); bfloat16."""
 
 import importlib.util
 import math
@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from tests.trainer.group_methods import comparable
 from tests.trainer.grpo_runs import logs, run
-from tests.trainer.grpo_sharded import KINDS, RUNS, SETTINGS, finished, policy_of
+from tests.trainer.grpo_sharded import KINDS, OF_GRPO, OF_TEACHERS, SETTINGS, finished, models_of, policy_of
 from tests.two_processes import launch
 from trl.rollouts.experience import CORRECTION, OLD, SAMPLING_LOGPS
 
@@ -24,12 +24,14 @@ def test_sharded_runs_equal_that_of_one_process_and_go_on_within_a_window(how, t
     """
     if how != "fsdp2" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
-    launch("tests.trainer.grpo_sharded", str(tmp_path), how, own=True)
-    singles = {name: finished(name, policy_of(name), str(tmp_path / "single")) for name in ("whole", "tools")}
+    launch("tests.trainer.grpo_sharded", str(tmp_path), how, *OF_GRPO, own=True)
+    singles = {name: finished(name, models_of(name), str(tmp_path / "single")) for name in ("whole", "tools")}
     assert singles["whole"][1] == {"generate": 2, "nothing": 0, "score_rollout": 4, "load_rollout_batch": 0}
     assert singles["tools"][1] == {"generate": 4, "nothing": 0, "score_rollout": 2, "load_rollout_batch": 0}
-    found = {name: [torch.load(tmp_path / f"{name}_{rank}.pt")["counts"] for rank in (0, 1)] for name in RUNS}
-    for name in RUNS:
+    found = {
+        name: [torch.load(tmp_path / f"{name}_{rank}.pt")["counts"] for rank in (0, 1)] for name in OF_GRPO
+    }
+    for name in OF_GRPO:
         single = singles["tools" if name == "tools" else "whole"][0]
         assert_same_end(tmp_path / name, single, policy_of(name).state_dict())
     for own in found["whole"]:  # the weights are gathered once for each window, or turn of all
@@ -37,6 +39,19 @@ def test_sharded_runs_equal_that_of_one_process_and_go_on_within_a_window(how, t
     assert [(own["generate"], own["load_rollout_batch"]) for own in found["resumed"]] == [(0, 1), (0, 1)]
     turns = [(own["generate"], own["nothing"]) for own in found["tools"]]
     assert turns == ([(4, 2), (4, 0)] if how != "zero2" else [(2, 0), (4, 0)])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("how", ["fsdp2", "zero3"])
+def test_sharded_distillation_equals_that_of_one_process(how, tmp_path):
+    """Teachers: another model, an average of the student (SDFT) and the student itself (SDPO), sharded like it."""
+    if how != "fsdp2" and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
+    launch("tests.trainer.grpo_sharded", str(tmp_path), how, *OF_TEACHERS, own=True)
+    for name in OF_TEACHERS:
+        single, _ = finished(name, models_of(name), str(tmp_path / "single"))
+        assert_same_end(tmp_path / name, single, policy_of(name).state_dict())
 
 
 def assert_same_end(saved, single, first):
