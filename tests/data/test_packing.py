@@ -211,6 +211,20 @@ def test_columns_beyond_an_int32_offset_go_into_chunks(monkeypatch):
     assert packed.equals(pack_table(table, 64, "bfd"))
 
 
+def test_lists_of_lists_are_joined_as_their_tokens_are():
+    rows = Dataset.from_dict(
+        {
+            "input_ids": [[1], [2, 3, 4], [5, 6], [7, 8]],
+            "best": [[[1, 9]], [[3, 9], [4, 9]], [], [[8, 9]]],
+        }
+    )
+    packed = pack_dataset(rows, 4)
+    assert packed["seq_lengths"][:] == [[3, 1], [2, 2]]
+    assert packed["best"][:] == [[[3, 9], [4, 9], [1, 9]], [[8, 9]]]
+    with pytest.raises(ValueError, match=r"'best'.*'wrapped'"):
+        pack_dataset(rows, 4, "wrapped")
+
+
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
@@ -224,7 +238,7 @@ def test_columns_beyond_an_int32_offset_go_into_chunks(monkeypatch):
             "column 'labels', row 1: 2 items, but 'input_ids' has 1",
         ),
         ({"input_ids": [[1, 2], None]}, "column 'input_ids', row 1 .*None"),
-        ({"input_ids": [[1, None], [3]]}, "column 'input_ids' has 1 missing items"),
+        ({"input_ids": [[1, None], [3]]}, "column 'input_ids' has 1 items that are None"),
     ],
 )
 @pytest.mark.parametrize("strategy", ["bfd", "wrapped"])
