@@ -95,6 +95,20 @@ def test_cancelled_requests_leave_the_others_alone():
     same(found[number], expected)
 
 
+def test_requests_that_end_as_they_join_beside_a_running_one():
+    own, short = engine(), Sampling(max_new_tokens=12, seed=3, top_p=0.9, stop_token_ids=tuple(range(5, 60)))
+    expected = own.generate(PROMPTS * 3, short, streams=range(18))
+    with own.live() as live:
+        first, found = live.submit(PROMPTS[0], SAMPLING), {}
+        found |= live.step()
+        numbers = [live.submit(prompt, short, stream=stream) for stream, prompt in enumerate(PROMPTS * 3)]
+        while live.busy:
+            found |= live.step()
+    assert any(len(one.ids) == 1 for one in expected) and len(found[first].ids) == 12
+    for number, one in zip(numbers, expected, strict=True):
+        same(found[number], one)
+
+
 def test_rows_of_the_tables_are_used_again():
     with engine().live() as live:
         for round_ in range(20):
@@ -129,7 +143,7 @@ def test_threads_share_an_engine():
     own, found = engine(), {}
     expected = own.generate(PROMPTS, SAMPLING, limits=LIMITS)
     with own.live() as live:
-        broker = Broker(live)
+        broker = Broker()
 
         def ask(stream):
             found[stream] = broker.submit(
@@ -140,10 +154,10 @@ def test_threads_share_an_engine():
         threads = [threading.Thread(target=ask, args=(stream,)) for stream in range(len(PROMPTS))]
         for thread in threads:
             thread.start()
-        broker.run(lambda: len(found) == len(PROMPTS))
+        broker.run(live, lambda: len(found) == len(PROMPTS))
         refused, dropped = broker.submit([], SAMPLING), broker.submit([5], SAMPLING)
         dropped.cancel()
-        broker.run(refused.done)
+        broker.run(live, refused.done)
     for stream, one in enumerate(expected):
         same(found[stream], one)
     with pytest.raises(ValueError, match="empty"):
@@ -151,8 +165,8 @@ def test_threads_share_an_engine():
 
 
 def test_an_error_of_the_engine_ends_all_requests():
-    broker = Broker(Breaks())
+    broker = Broker()
     futures = [broker.submit([number], SAMPLING) for number in range(2)]
     with pytest.raises(FloatingPointError):
-        broker.run(lambda: False)
+        broker.run(Breaks(), lambda: False)
     assert all(isinstance(future.exception(0), FloatingPointError) for future in futures)

@@ -37,6 +37,7 @@ _PLAIN = {
     "compare": "let a judge compare the answers of two models",
     "merge": "add an adapter to its base model and save the result",
     "chat": "talk to a model",
+    "serve": "serve a model with OpenAI's API, for agents and as a teacher",
     "vllm-serve": "serve a model with vLLM, for training commands that generate with it",
     "quickstart": "train a tiny model to sort digits, in stages; nothing to download",
     "env": "print versions and hardware, for bug reports",

@@ -118,13 +118,12 @@ class Asked(NamedTuple):
 
 
 class Broker:
-    """Lets several threads use a `Live` engine that one thread runs.
+    """Lets several threads use a `Live` engine that one thread runs; requests wait until it does.
 
     `busy_s` and `idle_s` are the seconds in which the engine worked and in which it waited for requests.
     """
 
-    def __init__(self, live: Live) -> None:
-        self.live = live
+    def __init__(self) -> None:
         self.busy_s = self.idle_s = 0.0
         self._arriving: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
         self._running: dict[int, Asked] = {}
@@ -150,8 +149,8 @@ class Broker:
         """Let `run` look at its condition, from any thread."""
         self._arriving.put(None)
 
-    def run(self, until: Callable[[], bool]) -> None:
-        """Run the engine in this thread until a condition holds, which is looked at after each step and `wake`.
+    def run(self, live: Live, until: Callable[[], bool]) -> None:
+        """Run an engine in this thread until a condition holds, which is looked at after each step and `wake`.
 
         Raises: what the engine raises, after all requests were given it.
         """
@@ -161,10 +160,10 @@ class Broker:
             self.idle_s += time.monotonic() - started
             started = time.monotonic()
             for asked in arrived:
-                self._begin(asked)
-            self._drop_cancelled()
+                self._begin(live, asked)
+            self._drop_cancelled(live)
             if self._running:
-                self._step()
+                self._step(live)
             self.busy_s += time.monotonic() - started
 
     def _take(self, *, wait: bool) -> list[Asked]:
@@ -174,26 +173,24 @@ class Broker:
             found.append(self._arriving.get())
         return [asked for asked in found if asked is not None]
 
-    def _begin(self, asked: Asked) -> None:
+    def _begin(self, live: Live, asked: Asked) -> None:
         if asked.future.cancelled():
             return
         try:
-            number = self.live.submit(
-                *asked[:2], stream=asked.stream, limit=asked.limit, listener=asked.listener
-            )
+            number = live.submit(*asked[:2], stream=asked.stream, limit=asked.limit, listener=asked.listener)
         except ValueError as error:
             asked.future.set_exception(error)
         else:
             self._running[number] = asked
 
-    def _drop_cancelled(self) -> None:
+    def _drop_cancelled(self, live: Live) -> None:
         for number in [number for number, asked in self._running.items() if asked.future.cancelled()]:
-            self.live.cancel(number)
+            live.cancel(number)
             del self._running[number]
 
-    def _step(self) -> None:
+    def _step(self, live: Live) -> None:
         try:
-            ended = self.live.step()
+            ended = live.step()
         except Exception as error:
             self.fail(error)
             raise

@@ -126,7 +126,7 @@ def _read_call(given: Any) -> ToolCall:
 
 
 class ReplyWriter:
-    """Token ids of tool answers, from the end of the assistant's turn to the beginning of the next."""
+    """Token ids of tool answers and other messages, from the end of the assistant's turn to the beginning of the next."""
 
     def __init__(self, processing_class: ProcessingClass, schemas: Sequence[Any]) -> None:
         self.processing_class, self.schemas = processing_class, list(schemas)
@@ -140,7 +140,7 @@ class ReplyWriter:
         ends: Collection[int],
         template_kwargs: Mapping[str, Any],
     ) -> list[int]:
-        """Messages of the role `tool` and the generation prompt, after a turn with the last token `last`.
+        """Messages and the generation prompt, after a turn with the last token `last`; those of the role `tool` answer its calls.
 
         `last` is one of the tokens `ends`, or any other after a stop string.
 
@@ -172,13 +172,21 @@ class ReplyWriter:
         self, replies: Sequence[Message], template_kwargs: Mapping[str, Any], *, answered: bool = True
     ) -> str:
         """The rendered text after the last argument of a call: the end of its turn and, where it is `answered`, its answers."""
-        calls = _call_message([reply.get("name") or "" for reply in replies])
-        answers = [dict(reply, tool_call_id=_id(n)) for n, reply in enumerate(replies)] if answered else []
-        chat = Chat([_QUESTION, calls, *answers], self.schemas, template_kwargs)
+        tools = [reply for reply in replies if reply["role"] == "tool"]
+        if tools:
+            turn = _call_message([reply.get("name") or "" for reply in tools])
+        else:
+            turn = {"role": "assistant", "content": _MARK.format(0)}
+        ids = map(_id, range(len(tools)))
+        answers = [
+            {**reply, "tool_call_id": next(ids)} if reply["role"] == "tool" else reply for reply in replies
+        ]
+        chat = Chat([_QUESTION, turn, *(answers if answered else [])], self.schemas, template_kwargs)
         text = render(self.processing_class, chat, add_generation_prompt=answered)
-        _, mark, tail = text.partition(_MARK.format(len(replies) - 1))
+        _, mark, tail = text.partition(_MARK.format(max(len(tools) - 1, 0)))
         if not mark:
-            raise TemplateRefusal("the chat template leaves out the arguments of tool calls.")
+            left_out = "the arguments of tool calls" if tools else "an assistant's message"
+            raise TemplateRefusal(f"the chat template leaves out {left_out}.")
         return tail
 
 

@@ -57,31 +57,42 @@ class ChatArguments(QuantizationOptions, ModelSource):
         return Sampling(**{name: getattr(self, name) for name in SETTINGS}, stop_token_ids=tuple(ends))
 
 
+def loaded_engine(arguments: Any) -> Any:
+    """The engine of a model on its device, with its tokenizer; `arguments` are a `ModelSource` with a `device`.
+
+    Raises: ValueError, OSError for a model or tokenizer that cannot be loaded or has no chat template.
+    """
+    import torch
+    from transformers.utils import logging
+
+    from trl.data.rendering import text_tokenizer
+    from trl.generation.transformers.engine import TransformersEngine
+    from trl.models.loading import create_model_from_path, load_processing_class
+    from trl.scripts.loading import model_init_kwargs
+
+    logging.disable_progress_bar()
+    path = str(arguments.model_name_or_path)
+    loading: Any = model_init_kwargs(arguments)
+    model: Any = create_model_from_path(path, **loading).eval()
+    if "quantization_config" not in loading:
+        model.to(arguments.device or torch.accelerator.current_accelerator() or "cpu")
+    tokenizer: Any = text_tokenizer(
+        load_processing_class(path, trust_remote_code=arguments.trust_remote_code)
+    )
+    if not tokenizer.chat_template:
+        raise ValueError(f"The tokenizer of '{path}' has no chat template. Use a model for chats.")
+    return TransformersEngine(model, tokenizer=tokenizer)
+
+
 class Chat:
     """A model, the conversation with it so far, and the settings."""
 
     def __init__(self, arguments: ChatArguments, console: Any) -> None:
         """Raises: ValueError, OSError for a model or tokenizer that cannot be loaded or has no chat template."""
-        import torch
-        from transformers.utils import logging
-
-        from trl.data.rendering import text_tokenizer
-        from trl.generation.transformers.engine import TransformersEngine
-        from trl.models.loading import create_model_from_path, load_processing_class
-        from trl.scripts.loading import model_init_kwargs
-
-        logging.disable_progress_bar()
-        self.arguments = arguments
-        self.console, path = console, str(arguments.model_name_or_path)
-        loading: Any = model_init_kwargs(arguments)  # pyright: ignore
-        model: Any = create_model_from_path(path, **loading).eval()
-        if "quantization_config" not in loading:
-            model.to(arguments.device or torch.accelerator.current_accelerator() or "cpu")
-        trusted = arguments.trust_remote_code
-        self.tokenizer: Any = text_tokenizer(load_processing_class(path, trust_remote_code=trusted))
-        if not self.tokenizer.chat_template:
-            raise ValueError(f"The tokenizer of '{path}' has no chat template. Use a model for chats.")
-        self.engine = TransformersEngine(model, tokenizer=self.tokenizer)
+        self.arguments, self.console = arguments, console
+        self.engine = loaded_engine(arguments)
+        self.tokenizer: Any = self.engine.tokenizer
+        model = self.engine.model
         self.ends = self._end_tokens(model)
         self.clear()
 
@@ -174,7 +185,12 @@ def make_parser() -> TrlParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the conversation; returns the exit status."""
+    return run_script(make_parser(), chat, model_first(argv))
+
+
+def model_first(argv: Sequence[str] | None) -> list[str]:
+    """Arguments of a command whose first one may be the model."""
     given = list(sys.argv[1:] if argv is None else argv)
     if given and not given[0].startswith("-"):
         given.insert(0, "--model_name_or_path")
-    return run_script(make_parser(), chat, given)
+    return given

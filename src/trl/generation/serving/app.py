@@ -7,7 +7,7 @@ import hmac
 import logging
 import socket
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import torch
 import uvicorn
@@ -34,8 +34,8 @@ TokenIds = Annotated[list[NonNegativeInt], Field(min_length=1)]
 _SENDING = ("/update_weights/", "/update_named_param/")  # the client waits to send
 
 
-class GenerationServer:
-    """A server that binds its address at once, before the model is loaded; `serve` answers requests.
+class HTTPServer:
+    """A server that binds its address at once; `run` answers requests by an ASGI app.
 
     Raises: OSError if the address cannot be bound.
     """
@@ -50,31 +50,27 @@ class GenerationServer:
             self._socket.close()
             raise
         self.port = int(self._socket.getsockname()[1])
-        self.died: BackendDied | None = None
         self._running: uvicorn.Server | None = None
+        self._ended = False
 
     def listen(self) -> None:
-        """Accept connections, which wait for `serve`. Raises: OSError if another program listens here."""
+        """Accept connections, which wait for `run`. Raises: OSError if another program listens here."""
         self._socket.listen()
 
-    def serve(self, backend: VLLMBackend, *, token: str, max_body_bytes: int = MAX_BODY_BYTES) -> None:
-        """Answer requests until `shutdown` is called in another thread, or SIGTERM or SIGINT.
-
-        Raises: BackendDied if the backend has ended.
-        """
-        app = _admission(make_app(self, backend), token=token, max_body_bytes=max_body_bytes)
+    def run(self, app: ASGIApp) -> None:
+        """Answer requests until `shutdown` is called in another thread, or SIGTERM or SIGINT in the main one."""
         config = uvicorn.Config(
             app, http="h11", ws="none", lifespan="off", log_config=None, server_header=False,
             access_log=logger.isEnabledFor(logging.DEBUG), timeout_keep_alive=_IDLE_S,
             timeout_graceful_shutdown=_ENDING_S,
         )  # fmt: skip
         self._running = uvicorn.Server(config)
+        self._running.should_exit = self._ended
         self._running.run(sockets=[self._socket])
-        if self.died is not None:
-            raise self.died
 
     def shutdown(self) -> None:
-        """Make `serve` return."""
+        """Make `run` return."""
+        self._ended = True
         if self._running is not None:
             self._running.should_exit = True
 
@@ -82,11 +78,26 @@ class GenerationServer:
         """Release the address."""
         self._socket.close()
 
-    def __enter__(self) -> GenerationServer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+class GenerationServer(HTTPServer):
+    """The server of `trl vllm-serve`, whose address is taken before the model is loaded."""
+
+    died: BackendDied | None = None
+
+    def serve(self, backend: VLLMBackend, *, token: str, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+        """Answer requests as `run` does.
+
+        Raises: BackendDied if the backend has ended.
+        """
+        self.run(_admission(make_app(self, backend), token=token, max_body_bytes=max_body_bytes))
+        if self.died is not None:
+            raise self.died
 
 
 def _admission(app: ASGIApp, *, token: str, max_body_bytes: int) -> ASGIApp:

@@ -82,13 +82,13 @@ def fitted(buffer: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
 
 
 class Moves:
-    """Closes gaps in the numbering: `source` moves to `target` (int64), and `remaining` numbers are left.
+    """Closes gaps in the numbering: `source` moves to `target` (int64), and `remaining` of a `total` of numbers are left.
 
     `keep` is bool, False for those that leave.
     """
 
     def __init__(self, keep: Tensor) -> None:
-        self.remaining = int(keep.sum())
+        self.total, self.remaining = len(keep), int(keep.sum())
         self.source = keep[self.remaining :].nonzero()[:, 0] + self.remaining
         self.target = (~keep[: self.remaining]).nonzero()[:, 0]
         self.order = torch.arange(self.remaining, device=keep.device)  # the old number of each new one
@@ -250,6 +250,8 @@ class RolloutCache:
         for cache in self.layers:
             for name in ("own_key", "own_value"):
                 if name in cache:
+                    buffer = cache[name]  # rows that have just entered are not in it yet
+                    cache[name] = fitted(buffer, (max(self.capacity, moves.total), *buffer.shape[1:]), buffer)
                     moves.apply(cache[name][:, :, :width])
 
     def drop_prompts(self, moves: Moves) -> None:

@@ -1,0 +1,550 @@
+"""Sessions of agents with the policy: each turn's tokens as they were shown and sampled, whatever the agent does with its history.
+
+A turn's prompt is the tokens of the longest history that the session holds, and the newly rendered rest. What the policy wrote is
+never tokenised again. An agent that changes its history begins another branch or another tree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from trl.data.rendering import Chat, Message, ProcessingClass, TemplateRefusal, render_prompt, text_tokenizer
+from trl.data.tokenization import encode
+from trl.generation.engine import Generated, Sampling
+from trl.generation.live import Broker, Listener
+from trl.generation.serving.openai_api import APIError, Body, ChatBody, CompletionBody
+from trl.rollouts.tool_turns import ReplyWriter, TurnReader
+
+FIXED = ("temperature", "top_p", "top_k", "min_p")  # settings that change what is learned
+_STREAMS = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The most turns, sampled tokens and seconds of a session; None for no limit."""
+
+    turns: int | None = None
+    tokens: int | None = None
+    seconds: float | None = None
+
+
+@dataclass(slots=True)
+class Written:
+    """A completion as the client sees it, and its `message` as the next prompt would have it."""
+
+    text: str
+    tool_calls: list[dict[str, Any]]
+    finish_reason: str
+    tokens: list[tuple[str, float]]
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Turn:
+    """One completion. `shown` are the tokens that came after those of its `parent`; `generated` what the policy wrote."""
+
+    def __init__(self, session: Session, parent: Turn | None, shown: list[int], history: _History) -> None:
+        self.session, self.parent, self.shown, self.history = session, parent, shown, history
+        self.generated: Generated | None = None
+        self.written: Written | None = None
+        self.version = session.version
+        self.started, self.ended = time.monotonic(), 0.0
+        self.future: Future[Generated] | None = None
+        self._newest: asyncio.Queue[Sequence[int]] | None = None
+
+    def listen(self) -> Listener:
+        """What gives `deltas` the newest tokens, from another thread."""
+        loop, newest = asyncio.get_running_loop(), asyncio.Queue[Sequence[int]]()
+        self._newest = newest
+
+        def listener(ids: Sequence[int]) -> None:
+            loop.call_soon_threadsafe(newest.put_nowait, ids)
+
+        return listener
+
+    @property
+    def context(self) -> list[int]:
+        """All tokens before the completion."""
+        before = [] if self.parent is None else self.parent.tokens
+        return [*before, *self.shown]
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens with the completion."""
+        return [*self.context, *(self.generated.ids if self.generated is not None else [])]
+
+    async def result(self) -> Written:
+        """The completion. Raises: APIError."""
+        if self.written is None:
+            assert self.future is not None
+            try:
+                generated = await asyncio.wrap_future(self.future)
+            except ValueError as error:
+                self.session.drop(self)
+                raise _too_long(error) from None
+            except Exception as error:
+                self.session.drop(self)
+                raise APIError(503, f"The engine has ended ({type(error).__name__}: {error}).") from None
+            if self.written is None:  # else another request with this turn was faster
+                self.session.finish(self, generated)
+        assert self.written is not None
+        return self.written
+
+    async def deltas(self) -> AsyncIterator[str]:
+        """The text in parts, as it comes; held back where it may become a call, half a character or a stop string."""
+        if self.written is None and self._newest is not None and not self.history.tools:
+            ids: list[int] = []
+            sent = ""
+            stops = self.history.stops
+            hold = max((len(stop) for stop in stops), default=1) - 1
+            while not (self.future is not None and self.future.done() and self._newest.empty()):
+                try:
+                    ids += await asyncio.wait_for(self._newest.get(), 0.2)
+                except TimeoutError:
+                    continue
+                text = self.session.text_of(ids, stops)
+                ready = text[: len(text) - hold] if hold else text
+                if ready.startswith(sent) and len(ready) > len(sent) and not ready.endswith("\ufffd"):
+                    yield ready[len(sent) :]
+                    sent = ready
+            rest = (await self.result()).text
+            if rest[len(sent) :]:
+                yield rest[len(sent) :]
+        elif text := (await self.result()).text:
+            yield text
+
+    def cancel(self) -> None:
+        """Give it up, if it has not ended."""
+        if self.written is None and self.future is not None:
+            self.future.cancel()
+            self.session.drop(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _History:
+    """What a turn's prompt was made of: `states` are digests of the messages up to each one, or the text of a completion's prompt."""
+
+    states: tuple[bytes, ...] = ()
+    text: str | None = None
+    tools: tuple[Any, ...] = ()
+    stops: tuple[str, ...] = ()
+
+
+class Session:
+    """The turns of one API key.
+
+    `sampling` are the settings of its completions. With `fixed` other values of temperature and truncation are refused, because
+    the policy is trained on what it samples. A turn's random stream depends on the session's `stream` and on the turn's prompt,
+    so it does not depend on the order in which turns or sessions run. Without `keeps` turns are forgotten when they end.
+    """
+
+    def __init__(
+        self,
+        chats: Chats,
+        broker: Broker,
+        sampling: Sampling,
+        *,
+        stream: int = 0,
+        fixed: bool = True,
+        keeps: bool = True,
+        budget: Budget | None = None,
+        version: int = 0,
+    ) -> None:
+        self.chats, self.broker, self.sampling = chats, broker, sampling
+        self.stream, self.fixed, self.keeps = stream, fixed, keeps
+        self.budget, self.version = budget or Budget(), version
+        self.turns: list[Turn] = []
+        self.cut: str | None = None  # the budget that was spent
+        self.started = time.monotonic()
+        self._states: dict[bytes, Turn] = {}
+        self._asked: dict[tuple[int, ...], list[Turn]] = {}
+        self._running = 0
+
+    # ---- requests
+
+    def chat(self, body: ChatBody, *, is_retry: bool) -> list[Turn]:
+        """Begin `n` answers to a conversation. Raises: APIError."""
+        tools = [] if body.tool_choice == "none" else body.tools or []
+        messages = [_readable(message) for message in body.messages]
+        seed = _digest(b"", ["tools", tools, self.chats.template_kwargs])
+        states = tuple(_rolling(seed, map(_meaning, messages)))
+        parent, rest = self._longest(states, messages)
+        try:
+            shown = self.chats.shown(messages, rest, tools, parent)
+        except TemplateRefusal as error:
+            raise APIError(400, f"messages: {error}", param="messages") from None
+        limit = body.max_completion_tokens or body.max_tokens
+        history = _History(states, None, tuple(tools), body.stops)
+        return self._begin(parent, shown, history, body, limit=limit, is_retry=is_retry)
+
+    def complete(self, body: CompletionBody, *, is_retry: bool) -> list[Turn]:
+        """Begin `n` completions of each prompt. Raises: APIError."""
+        given: list[Any] = (
+            [body.prompt] if not body.prompt or not _is_several(body.prompt) else list(body.prompt)
+        )
+        turns = []
+        for prompt in given:
+            if not prompt:
+                raise APIError(400, "prompt must not be empty.", param="prompt")
+            parent, shown = self._of_text(prompt) if isinstance(prompt, str) else self._of_ids(prompt)
+            history = _History((), prompt if isinstance(prompt, str) else None, (), body.stops)
+            turns += self._begin(parent, shown, history, body, limit=body.max_tokens or 16, is_retry=is_retry)
+        return turns
+
+    def _longest(self, states: tuple[bytes, ...], messages: Sequence[Message]) -> tuple[Turn | None, int]:
+        """The turn that wrote the longest prefix of the messages, and the number of messages in it."""
+        for count in range(len(states) - 1, 0, -1):  # something has to follow
+            if (turn := self._states.get(states[count - 1])) is not None:
+                return turn, count
+        return None, 0
+
+    def _of_text(self, prompt: str) -> tuple[Turn | None, list[int]]:
+        held = [turn for turn in self.turns if turn.history.text is not None and turn.written is not None]
+        best, length = None, 0
+        for turn in held:
+            text = f"{turn.history.text}{turn.written.text if turn.written else ''}"
+            if len(text) > length and prompt.startswith(text):
+                best, length = turn, len(text)
+        tokenizer = self.chats.tokenizer
+        if best is None:
+            return None, list(tokenizer(prompt)["input_ids"])
+        return best, list(tokenizer(prompt[length:], add_special_tokens=False)["input_ids"])
+
+    def _of_ids(self, prompt: Sequence[int]) -> tuple[Turn | None, list[int]]:
+        best, length = None, 0
+        for turn in self.turns:
+            tokens = turn.tokens
+            if (
+                turn.generated is not None
+                and length < len(tokens) <= len(prompt)
+                and list(prompt[: len(tokens)]) == tokens
+            ):
+                best, length = turn, len(tokens)
+        return best, list(prompt[length:])
+
+    def _begin(
+        self,
+        parent: Turn | None,
+        shown: list[int],
+        history: _History,
+        body: Body,
+        *,
+        limit: int | None,
+        is_retry: bool,
+    ) -> list[Turn]:
+        sampling = self._sampling(body)
+        started = []
+        for number in range(body.n):
+            turn = Turn(self, parent, shown, history)
+            prompt = turn.context
+            asked = self._asked.setdefault(tuple(prompt), [])
+            if is_retry and len(asked) >= body.n - number:  # the answer was lost on its way
+                started.append(asked[len(asked) - body.n + number])
+                continue
+            room = self._room()
+            if len(prompt) >= self.chats.context_length:
+                raise _too_long(f"{len(prompt)} tokens")
+            most = min(limit or room, room, self.chats.context_length - len(prompt))
+            listener = turn.listen() if body.stream else None
+            turn.future = self.broker.submit(
+                prompt,
+                sampling,
+                stream=_stream(self.stream, prompt, len(asked)),
+                limit=most,
+                listener=listener,
+            )
+            asked.append(turn)
+            self._running += 1
+            started.append(turn)
+        return started
+
+    def _room(self) -> int:
+        """Tokens that the next turn may have by the budget. Raises: APIError if it is spent."""
+        budget = self.budget
+        sampled = sum(len(turn.generated.ids) for turn in self.turns if turn.generated is not None)
+        spent = {
+            "turns": budget.turns is not None and len(self.turns) + self._running >= budget.turns,
+            "tokens": budget.tokens is not None and sampled >= budget.tokens,
+            "seconds": budget.seconds is not None and time.monotonic() - self.started >= budget.seconds,
+        }
+        if found := [name for name, is_spent in spent.items() if is_spent]:
+            self.cut = self.cut or found[0]
+            raise APIError(400, f"This session has used up its budget of {found[0]}.", code="budget_exceeded")
+        return self.chats.context_length if budget.tokens is None else budget.tokens - sampled
+
+    def _sampling(self, body: Body) -> Sampling:
+        given = {name: value for name in FIXED if (value := getattr(body, name)) is not None}
+        if self.fixed:
+            neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+            for name, value in given.items():
+                own = getattr(self.sampling, name) or neutral.get(name, 0.0)
+                if (max(value, 0) if name == "top_k" else value) != own:
+                    raise APIError(
+                        400, f"{name}={value:g} differs from this training session's {own:g}. Leave it out.", param=name
+                    )  # fmt: skip
+            given = {}
+        if given.get("top_k", 0) < 0:
+            given["top_k"] = 0
+        seed = {} if self.fixed or body.seed is None else {"seed": body.seed}
+        return replace(
+            self.sampling, **given, **seed, stop_strings=(*self.sampling.stop_strings, *body.stops)
+        )
+
+    # ---- answers
+
+    def finish(self, turn: Turn, generated: Generated) -> None:
+        """Keep what the policy wrote."""
+        turn.generated, turn.ended = generated, time.monotonic()
+        turn.written = self.chats.read(turn, self.sampling.stop_strings)
+        if not self.keeps:
+            self.drop(turn)
+            return
+        self._running -= 1
+        self.turns.append(turn)
+        if turn.history.states:
+            message = {
+                "role": "assistant",
+                "content": turn.written.text,
+                "tool_calls": turn.written.tool_calls,
+            }
+            state = _digest(turn.history.states[-1], _meaning(_readable(message)))
+            self._states[state] = turn
+
+    def drop(self, turn: Turn) -> None:
+        """Forget a turn that was given up."""
+        prompt = tuple(turn.context)
+        asked = self._asked.get(prompt, [])
+        if turn in asked:
+            asked.remove(turn)
+            self._running -= 1
+            if not asked:
+                del self._asked[prompt]
+
+    def text_of(self, ids: Sequence[int], stops: Sequence[str]) -> str:
+        """The text of a completion without its end token, up to a stop string."""
+        return self.chats.text(ids, (*self.sampling.stop_strings, *stops))
+
+    def close(self) -> None:
+        """End what still runs."""
+        for turns in list(self._asked.values()):
+            for turn in list(turns):
+                turn.cancel()
+
+
+class Chats:
+    """Turns conversations into token ids and what the policy wrote into messages, for all sessions of an endpoint."""
+
+    def __init__(
+        self,
+        processing_class: ProcessingClass,
+        *,
+        ends: Sequence[int],
+        context_length: int | None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.processing_class, self.ends = processing_class, frozenset(ends)
+        self.tokenizer: Any = text_tokenizer(processing_class)
+        self.context_length = context_length or 1 << 30
+        self.template_kwargs = dict(template_kwargs or {})
+
+    def shown(
+        self, messages: Sequence[Message], held: int, tools: Sequence[Any], parent: Turn | None
+    ) -> list[int]:
+        """The tokens after those of `parent`, which holds the first `held` messages; all without a parent.
+
+        Raises: TemplateRefusal.
+        """
+        if parent is None or parent.generated is None:
+            text = render_prompt(
+                self.processing_class, Chat(list(messages), list(tools) or None, self.template_kwargs)
+            )
+            return list(encode(self.tokenizer, [text])[0])
+        writer = ReplyWriter(self.processing_class, list(tools))
+        return writer.ids(
+            messages[held:],
+            last=parent.generated.ids[-1],
+            ends=self.ends,
+            template_kwargs=self.template_kwargs,
+        )
+
+    def text(self, ids: Sequence[int], stops: Sequence[str]) -> str:
+        """The text of a completion without its end token and special tokens, up to a stop string."""
+        text = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
+
+    def read(self, turn: Turn, stops: Sequence[str]) -> Written:
+        """A completion as the client sees it; calls of tools are read where the request has tools."""
+        generated = turn.generated
+        assert generated is not None
+        calls: list[dict[str, Any]] = []
+        if turn.history.tools:
+            message = (
+                TurnReader(self.processing_class, turn.history.tools)
+                .read(generated.ids, context=turn.context, ends=self.ends)
+                .message
+            )
+            text = message.get("content") or ""
+            for number, call in enumerate(message.get("tool_calls") or []):
+                function = call.get("function", call)
+                arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
+                name = _name_of(turn, number)
+                calls.append({
+                    "id": name, "type": "function", "function": {"name": function["name"], "arguments": arguments},
+                })  # fmt: skip
+        else:
+            text = self.text(generated.ids, (*stops, *turn.history.stops))
+        tokens = [self.tokenizer.decode([token]) for token in generated.ids]
+        reason = "tool_calls" if calls and generated.finish_reason == "stop" else generated.finish_reason
+        return Written(
+            text, calls, reason, list(zip(tokens, generated.logps.tolist(), strict=True)),
+            len(turn.context), len(generated.ids),
+        )  # fmt: skip
+
+
+# ---- What a session is to training
+
+
+@dataclass(slots=True)
+class Chain:
+    """Turns one after another: a prompt, and all tokens after it, of which the policy sampled some."""
+
+    prompt: list[int]
+    ids: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    parts: list[Generated | int] = field(
+        default_factory=list
+    )  # what was sampled, or the number of tokens shown
+    ended: bool = False
+
+    def show(self, ids: Sequence[int]) -> None:
+        """Append tokens of the agent."""
+        self.ids += ids
+        self.sampled += [False] * len(ids)
+        self.parts.append(len(ids))
+
+    def write(self, generated: Generated) -> None:
+        """Append tokens of the policy."""
+        self.ids += generated.ids
+        self.sampled += [True] * len(generated.ids)
+        self.parts.append(generated)
+        self.ended = generated.finish_reason == "stop"
+
+
+def chains_of(turns: Sequence[Turn]) -> list[Chain]:
+    """A session as chains in which each sampled token is once: one for each tree, and one more for each further branch.
+
+    A branch's prompt is all that came before it.
+    """
+    children: dict[int | None, list[Turn]] = {}
+    for turn in turns:
+        children.setdefault(None if turn.parent is None else id(turn.parent), []).append(turn)
+    found: list[Chain] = []
+    first = list(children.get(None, []))
+    while first:
+        turn: Turn | None = first.pop(0)
+        chain = Chain(turn.context)
+        found.append(chain)
+        while turn is not None:
+            assert turn.generated is not None
+            chain.write(turn.generated)
+            after = children.get(id(turn), [])
+            first += after[1:]
+            turn = after[0] if after else None
+            if turn is not None:
+                chain.show(turn.shown)
+    return found
+
+
+# ---- Meanings
+
+
+def _readable(message: Mapping[str, Any]) -> Message:
+    """A message as templates read it: texts instead of lists of text parts, arguments as objects.
+
+    Raises: APIError for a message without a role, and for parts that are not text.
+    """
+    if not isinstance(message.get("role"), str):
+        raise APIError(400, "messages: each needs a role.", param="messages")
+    found = {name: value for name, value in message.items() if value is not None and value != []}
+    content = found.get("content", "")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise APIError(400, "messages: only text is supported in content.", param="messages")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise APIError(400, "messages: content must be text.", param="messages")
+    found["content"] = content
+    if found["role"] == "developer":
+        found["role"] = "system"
+    calls = found.get("tool_calls")
+    if calls is not None:
+        if not isinstance(calls, list) or not all(isinstance(_function(call), dict) for call in calls):
+            raise APIError(400, "messages: tool_calls must be a list of calls.", param="messages")
+        found["tool_calls"] = [
+            {**call, "function": {**_function(call), "arguments": _parsed(_function(call).get("arguments"))}}
+            for call in calls
+        ]
+    return found
+
+
+def _function(call: Any) -> Any:
+    return call.get("function") if isinstance(call, dict) else None
+
+
+def _parsed(arguments: Any) -> Any:
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+
+
+def _meaning(message: Message) -> Any:
+    """What tells messages apart: not the order of JSON keys, names of calls, or spaces around the content."""
+    calls = [
+        [_function(call)["name"], _function(call)["arguments"]] for call in message.get("tool_calls", [])
+    ]
+    more = [message.get(name) for name in ("name", "reasoning_content")] if message["role"] != "tool" else []
+    return [message["role"], message["content"].strip(), calls, more]
+
+
+def _digest(before: bytes, value: Any) -> bytes:
+    return hashlib.blake2b(
+        before + json.dumps(value, sort_keys=True, default=str).encode(), digest_size=16
+    ).digest()
+
+
+def _rolling(state: bytes, values: Iterator[Any]) -> Iterator[bytes]:
+    for value in values:
+        state = _digest(state, value)
+        yield state
+
+
+def _stream(stream: int, prompt: Sequence[int], number: int) -> int:
+    """The random stream of the completion `number` of a prompt."""
+    digest = _digest(b"", [stream, list(prompt), number])
+    return int.from_bytes(digest[:8], "big") % _STREAMS
+
+
+def _name_of(turn: Turn, number: int) -> str:
+    """The id of a call: the same for the same turn."""
+    digest = _digest(b"", [turn.session.stream, turn.tokens, number])
+    return f"call_{digest.hex()[:24]}"
+
+
+def _is_several(prompt: Sequence[Any]) -> bool:
+    return not isinstance(prompt, str) and not isinstance(prompt[0], int)
+
+
+def _too_long(reason: object) -> APIError:
+    text = str(reason)
+    return APIError(
+        400, f"The prompt is too long for this model's maximum context length: {text}. Reduce the length of the messages.",
+        code="context_length_exceeded", param="messages",
+    )  # fmt: skip

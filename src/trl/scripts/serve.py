@@ -1,0 +1,80 @@
+"""`trl serve MODEL`: a model behind an OpenAI-style endpoint, for agents and for distillation."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from trl.options.groups import option
+from trl.options.model import ModelSource, QuantizationOptions
+from trl.scripts.chat import loaded_engine, model_first
+from trl.scripts.parser import TrlParser
+from trl.scripts.running import CommandError, reporting_input_errors, run_script
+
+
+@dataclass
+class ServeArguments(QuantizationOptions, ModelSource):
+    """The model of `trl serve`, and where it listens."""
+
+    device: str | None = option(None, "Device to run on. None: the accelerator, else the CPU.")
+    host: str = option(
+        "127.0.0.1",
+        "Address to listen on. The default is this machine only; 0.0.0.0 lets others in, and needs a secret in "
+        "TRL_VLLM_SERVER_TOKEN.",
+    )
+    port: int = option(8000, "Port to listen on; 0 for a free one.", "[0, 65535]")
+    served_model_name: str | None = option(None, "What clients call the model. None: its folder or Hub name.")
+
+    def __post_init__(self) -> None:
+        self.settle()
+
+    def check(self) -> None:
+        super().check()
+        if not self.model_name_or_path:
+            raise ValueError("The model is missing. Give its folder or its name on the Hub: trl serve MODEL.")
+
+
+def make_parser() -> TrlParser:
+    """The parser of `trl serve`."""
+    kinds: Any = ServeArguments
+    return TrlParser(
+        kinds,
+        prog="trl serve",
+        usage="trl serve MODEL [options]",
+        description="Serve a model with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models.",
+    )
+
+
+def serve(arguments: ServeArguments) -> None:
+    """Answer requests until SIGTERM or Ctrl-C.
+
+    Raises: CommandError if the model or the token is missing, or the address is taken.
+    """
+    from trl.generation.serving.connection import check_token_source, server_token, token_file
+    from trl.scripts.vllm_serve import until_told
+
+    with reporting_input_errors():
+        check_token_source(arguments.host)
+        from trl.experimental.agents.endpoint import Endpoint
+
+        engine = loaded_engine(arguments)
+    name = arguments.served_model_name or str(arguments.model_name_or_path)
+    where: Any = {"host": arguments.host, "port": arguments.port}
+    endpoint = Endpoint(engine, engine.tokenizer, fixed=False, model_name=name, threaded=False, **where)
+    with until_told(), ExitStack() as stack:
+        try:
+            stack.enter_context(endpoint)
+        except OSError as error:
+            raise CommandError(
+                f"Port {arguments.port} of {arguments.host} cannot be used: {error}"
+            ) from error
+        token = stack.enter_context(server_token(arguments.host, endpoint.port))
+        endpoint.session(key=token, keeps=False)
+        place = token_file(endpoint.port)
+        print(f"Serving {name} on {endpoint.base_url}. The API key is in {place}.", flush=True)
+        endpoint.run(lambda: False)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until the process is told to end; returns the exit status."""
+    return run_script(make_parser(), serve, model_first(argv))

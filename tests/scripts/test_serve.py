@@ -1,0 +1,76 @@
+"""`trl serve`: OpenAI's API over a model, whose key is in a file."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import openai
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.tiny import tiny_model
+from tests.tiny_tokenizers import tiny_tokenizer
+from trl.cli.main import main
+
+PORT = re.compile(r"on (http://127\.0\.0\.1:\d+/v1)\. The API key is in (\S+)\.$")
+
+
+@pytest.mark.timeout(300)
+def test_a_client_gets_the_models_own_answer(tmp_path):
+    model = tiny_model("llama", vocab_size=400, eos_token_id=2)
+    folder = tmp_path / "model"
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    command = [
+        sys.executable,
+        "-m",
+        "trl.cli",
+        "serve",
+        str(folder),
+        "--port",
+        "0",
+        "--served_model_name",
+        "tiny",
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "TRL_VLLM_SERVER_TOKEN"}
+    server = subprocess.Popen(
+        command, env=environment | {"XDG_CACHE_HOME": str(tmp_path)}, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        found = PORT.search(server.stdout.readline().strip())
+        key = Path(found[2]).read_text()
+        client = openai.OpenAI(base_url=found[1], api_key=key, max_retries=0)
+        messages = [{"role": "user", "content": "Hello."}]
+        answer = client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=8)
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="other").models.list()
+    finally:
+        server.send_signal(signal.SIGTERM)
+    assert server.wait(60) == 0 and key not in server.stdout.read()
+    words = AutoTokenizer.from_pretrained(folder)
+    ids = words.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False, return_tensors="pt"
+    )
+    made = AutoModelForCausalLM.from_pretrained(folder).generate(ids, do_sample=False, max_new_tokens=8)
+    assert answer.choices[0].message.content == words.decode(
+        made[0, ids.shape[1] :], skip_special_tokens=True
+    )
+    assert answer.usage.completion_tokens <= 8
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ([], "model"),
+        (["nowhere"], "nowhere"),
+        (["MODEL", "--port", "70000"], "port"),
+        (["MODEL", "--host", "0.0.0.0"], "TOKEN"),
+    ],
+)
+def test_bad_arguments_are_one_message(line, named, capsys, monkeypatch):
+    monkeypatch.delenv("TRL_VLLM_SERVER_TOKEN", raising=False)
+    assert main(["serve", *line]) == 2
+    assert named in capsys.readouterr().err
