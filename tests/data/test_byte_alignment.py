@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from trl.data.byte_alignment import align, shared_tokens, vocabulary_bytes
+from trl.data.byte_alignment import STOP, align, shared_tokens, vocabulary_bytes
 
 CORPUS = [
     "What colour is the sky? It is blue.",
@@ -127,6 +127,18 @@ def test_what_follows_a_difference_is_in_no_span() -> None:
     assert (found.own.tolist(), found.other.tolist(), found.count) == ([0, -1, -1], [0, 0, -1, -1], 1)
     assert align([b"a"], [b"b"]).count == 0
     assert align([], [b"b"]).other.tolist() == [-1]
+
+
+def test_texts_between_templates_are_aligned_each_with_the_stop_behind_it() -> None:
+    own, other = [b"<u>", b"ab", STOP, b"!"], [b"[", b"a", b"b", STOP]
+    found = align(own, other, [b"ab"])
+    assert (found.own.tolist(), found.other.tolist(), found.count) == ([-1, 0, 1, -1], [-1, 0, 0, 1], 2)
+    found = align(own, other, [b"ab"], stops=False)
+    assert (found.own.tolist(), found.other.tolist(), found.count) == ([-1, 0, -1, -1], [-1, 0, 0, -1], 1)
+    found = align(
+        [b"x", b"<a", b"b"], [b"x", b"a", b"b"], [b"x", b"ab"]
+    )  # one token reaches over a beginning
+    assert (found.own.tolist(), found.other.tolist(), found.count) == ([0, -1, 1], [0, -1, 1], 2)
 
 
 def test_tokens_without_bytes_belong_to_the_span_before() -> None:

@@ -16,6 +16,7 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.grpo_runs import run as run_on_prompts
 from tests.trainer.one_step import assert_same_gradient, fixed_rows, trainer_of
 from trl import GKDConfig, GKDTrainer
+from trl.data.teacher_columns import WithTeacherColumns
 from trl.generation import teacher_servers
 from trl.scripts import teach
 from trl.scripts.running import run_script
@@ -121,7 +122,9 @@ def test_columns_of_other_settings_are_refused(taught: Any) -> None:
     ("changes", "words"),
     [
         ({"teacher_ids": [[V]]}, "vocabulary of 96"),
+        ({"teacher_ids": [[-1]]}, "token ids from -1"),
         ({"teacher_logps": [[0.5]]}, "above 0"),
+        ({"teacher_logps": [[float("nan")]]}, "NaN"),
         ({"teacher_ids": [[3, 4]]}, r"\(1, 2\) and \(1, 1\)"),
         ({"teacher_ids": [[3, 4]], "teacher_logps": [[-1.0, -2.0]]}, "one top_k"),
     ],
@@ -131,6 +134,12 @@ def test_wrong_columns_are_refused(changes: dict[str, Any], words: str) -> None:
     trainer = gkd_columns(train_dataset=Dataset.from_list([good] * 7 + [{**good, **changes}]))
     with pytest.raises(ValueError, match=words):
         trainer.train()
+
+
+def test_a_token_behind_padding_is_not_predicted() -> None:
+    padded = {"labels": torch.tensor([[-100, 5, 6]]), "attention_mask": torch.tensor([[0, 1, 1]])}
+    rows = [{"teacher_ids": [[3]], "teacher_logps": [[-1.0]]}]
+    assert WithTeacherColumns(lambda rows: padded, vocabulary=V)(rows)["teacher_ids"].tolist() == [[3]]
 
 
 def test_streamed_columns_are_checked_as_they_pass() -> None:
