@@ -15,11 +15,12 @@ from transformers import (
     DataCollatorForTokenClassification,
 )
 
-from tests.tiny import tiny_classifier, tiny_model
+from tests.tiny import tiny_classifier
 from tests.tiny_tokenizers import tiny_tokenizer
-from tests.trainer.one_step import SETTINGS, assert_same_gradient
+from tests.trainer.one_step import SETTINGS, assert_same_gradient, step
 from tests.trainer.prm_runs import make, rows, step_classifier
 from tests.trainer.resume_worker import tokenizer
+from tests.trainer.test_reward_trainer import base, from_path  # noqa: F401
 from tests.two_processes import launch
 from trl.reporting.metrics import compute_accuracy
 from trl.trainer.prm_config import PRMConfig
@@ -33,17 +34,9 @@ SOLUTIONS = [
 ] * 2
 
 
-def step(**settings):
-    """The gradient and the log of one step."""
-    trainer = make(**settings)
-    trainer.train()
-    (gradients,) = trainer.keep.steps
-    return gradients, trainer.state.log_history[0]
-
-
 @pytest.fixture(scope="module")
 def whole():
-    return step()
+    return step(make())
 
 
 def assert_same(found, expected):
@@ -166,21 +159,6 @@ def test_the_last_step_alone_is_for_training_only():
 # ---- models
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """A language model's folder: no head for steps."""
-    folder = tmp_path_factory.mktemp("base")
-    tiny_model("llama", vocab_size=400, pad_token_id=7).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
-
-
-def from_path(folder, out, **settings):
-    given = {name: settings.pop(name) for name in ("peft_config",) if name in settings}
-    args = PRMConfig(str(out), **{**SETTINGS, "max_steps": 3, "learning_rate": 0.05, **settings})
-    return PRMTrainer(str(folder), args, train_dataset=Dataset.from_list(SOLUTIONS), **given)
-
-
 def compare(trainer, model):
     """The trainer's logits at the steps are those of a loaded model."""
     data = trainer.train_dataset
@@ -192,10 +170,10 @@ def compare(trainer, model):
 
 
 @pytest.mark.parametrize("task_type", ["TOKEN_CLS", "CAUSAL_LM"])
-def test_an_adapter_trains_and_keeps_the_head(task_type, base, tmp_path, caplog):
+def test_an_adapter_trains_and_keeps_the_head(task_type, base, tmp_path, caplog):  # noqa: F811
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], task_type=task_type)
     with caplog.at_level("WARNING"):
-        trainer = from_path(base, tmp_path, peft_config=config)
+        trainer = from_path(base, tmp_path, (PRMTrainer, PRMConfig), SOLUTIONS, peft_config=config)
     assert ("peft_config has task_type=CAUSAL_LM" in caplog.text) == (task_type == "CAUSAL_LM")
     trained = [n for n, p in trainer.model.named_parameters() if p.requires_grad and "lora" not in n]
     assert sorted(name.rpartition(".")[2] for name in trained) == ["bias", "weight"]
@@ -207,21 +185,6 @@ def test_an_adapter_trains_and_keeps_the_head(task_type, base, tmp_path, caplog)
 
 
 # ---- bad input
-
-
-@pytest.mark.parametrize(
-    ("model", "error", "message"),
-    [
-        (lambda: tiny_classifier("llama", of_tokens=True), ValueError, "num_labels=2 for a classifier of steps, got 3"),
-        (lambda: tiny_classifier("llama", num_labels=2), TypeError, "LlamaForSequenceClassification, expected"),
-        (lambda: tiny_model("llama"), TypeError, "LlamaForCausalLM, expected a classifier of steps"),
-        (lambda: None, ValueError, "got None"),
-    ],
-)  # fmt: skip
-def test_models_of_other_kinds(model, error, message):
-    given = model()
-    with pytest.raises(error, match=message):
-        PRMTrainer(given, PRMConfig("unused", use_cpu=True), processing_class=tokenizer())
 
 
 def test_settings_that_cannot_be():

@@ -17,6 +17,8 @@ from tests.trainer.resume_worker import tokenizer
 from tests.trainer.reward_runs import make, reward_model, rows
 from tests.trainer.test_invariance import SPLITS
 from trl.reporting.metrics import compute_accuracy
+from trl.trainer.prm_config import PRMConfig
+from trl.trainer.prm_trainer import PRMTrainer
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.reward_trainer import RewardTrainer
 
@@ -156,15 +158,6 @@ def test_samples_are_shown(capsys):
         make().visualize_samples(1)
 
 
-# ---- data
-
-
-def text_trainer(data, model=None, **settings):
-    model = model or tiny_classifier("llama", num_labels=1, vocab_size=400, pad_token_id=0)
-    args = RewardConfig("unused", **{**SETTINGS, "save_strategy": "no", **settings})
-    return RewardTrainer(model, args, train_dataset=Dataset.from_list(data), processing_class=tiny_tokenizer())  # fmt: skip
-
-
 # ---- models
 
 
@@ -177,10 +170,10 @@ def base(tmp_path_factory):
     return folder
 
 
-def from_path(folder, out, **settings):
-    given = {name: settings.pop(name) for name in ("peft_config",) if name in settings}
-    args = RewardConfig(str(out), **{**SETTINGS, "max_steps": 3, "learning_rate": 0.05, **settings})
-    return RewardTrainer(str(folder), args, train_dataset=Dataset.from_list(TEXT), **given)
+def from_path(folder, out, kinds=(RewardTrainer, RewardConfig), data=TEXT, peft_config=None, **settings):
+    trainer, config = kinds
+    args = config(str(out), **{**SETTINGS, "max_steps": 3, "learning_rate": 0.05, **settings})
+    return trainer(str(folder), args, train_dataset=Dataset.from_list(data), peft_config=peft_config)
 
 
 def test_a_language_models_files_get_a_head_that_depends_on_the_seed_alone(base, tmp_path):
@@ -231,18 +224,19 @@ def test_an_adapter_without_the_head_is_told_of(caplog):
 
 
 @pytest.mark.parametrize(
-    ("model", "error", "message"),
-    [
-        (lambda: tiny_classifier("llama"), ValueError, "num_labels=1 for a reward model, got 3"),
-        (lambda: tiny_model("llama"), TypeError, "LlamaForCausalLM, expected a reward model"),
-        (lambda: tiny_classifier("llama", of_tokens=True, num_labels=1), TypeError, "LlamaForTokenClassification, expected"),
-        (lambda: None, ValueError, "got None"),
-    ],
+    ("trainer", "config", "of_tokens", "expected"),
+    [(RewardTrainer, RewardConfig, False, "1 for a reward model"), (PRMTrainer, PRMConfig, True, "2 for a classifier of steps")],
 )  # fmt: skip
-def test_models_of_other_kinds(model, error, message):
-    given = model()
-    with pytest.raises(error, match=message):
-        RewardTrainer(given, RewardConfig("unused", use_cpu=True), processing_class=tokenizer())
+def test_models_of_other_kinds(trainer, config, of_tokens, expected):
+    other = "LlamaForSequenceClassification" if of_tokens else "LlamaForTokenClassification"
+    kind = expected.partition(" for ")[2]
+    for model, error, message in (
+        (tiny_classifier("llama", of_tokens=of_tokens), ValueError, f"num_labels={expected}, got 3"),
+        (tiny_classifier("llama", of_tokens=not of_tokens), TypeError, f"{other}, expected"),
+        (tiny_model("llama"), TypeError, f"LlamaForCausalLM, expected {kind}"),
+    ):
+        with pytest.raises(error, match=message):
+            trainer(model, config("unused", use_cpu=True), processing_class=tokenizer())
 
 
 def test_settings_that_cannot_be(base):
