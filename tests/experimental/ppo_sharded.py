@@ -3,10 +3,10 @@
 HOW: one of `KINDS`. The process with rank 0 writes the policy and the log.
 """
 
-import copy
 import sys
+from pathlib import Path
 
-from tests.trainer.sharded_worker import DEEPSPEED, save_and_exit, use_deepspeed_on_cpu, use_fsdp_on_cpu
+from tests.trainer.sharded_worker import exit_now, save, shard
 
 KINDS = ("fsdp2", "zero3")
 SETTINGS = {
@@ -17,20 +17,15 @@ SETTINGS = {
 
 
 def main(out: str, how: str) -> None:
-    settings = {**SETTINGS, "per_device_train_batch_size": 4}
-    if how == "fsdp2":
-        use_fsdp_on_cpu()
-    else:
-        use_deepspeed_on_cpu()
-        settings["deepspeed"] = copy.deepcopy(DEEPSPEED)
-        settings["deepspeed"]["zero_optimization"]["stage"] = int(how[-1])
+    settings = {**SETTINGS, "per_device_train_batch_size": 4, **shard(how)}
     import torch
 
     from tests.experimental.ppo_runs import run_with_models
 
     torch.set_num_threads(1)
     trainer, _ = run_with_models(**settings)
-    save_and_exit(trainer, out)
+    save(trainer, Path(out))
+    exit_now(trainer)
 
 
 if __name__ == "__main__":

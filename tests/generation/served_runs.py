@@ -3,7 +3,6 @@
 HOW: `tools` (DDP), `fsdp2` or `zero3`.
 """
 
-import copy
 import sys
 
 import torch
@@ -12,7 +11,7 @@ from tests.generation.stand_in import LocalCopy
 from tests.tiny import tiny_model
 from tests.trainer import grpo_runs, grpo_tool_runs
 from tests.trainer.grpo_runs import CLOCKS, logs
-from tests.trainer.sharded_worker import DEEPSPEED, exit_now, use_deepspeed_on_cpu, use_fsdp_on_cpu
+from tests.trainer.sharded_worker import exit_now, shard
 
 # Windows of 16 completions, of which two optimiser steps learn from 8 each.
 WINDOWS = {"per_device_train_batch_size": 8, "steps_per_generation": 2, "max_steps": 4}
@@ -74,11 +73,8 @@ def refused(trainer):
 def main(folder: str, how: str, url: str, port: str) -> None:
     torch.set_num_threads(1)
     settings: dict = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 2}
-    if how == "fsdp2":
-        use_fsdp_on_cpu()
-    elif how == "zero3":
-        use_deepspeed_on_cpu()
-        settings |= {"deepspeed": copy.deepcopy(DEEPSPEED), "ds3_gather_for_generation": False}
+    if how != "tools":
+        settings |= {**shard(how), "ds3_gather_for_generation": False}
     kind = "tools" if how == "tools" else "sharded"
     trainer, found = found_of(kind, served=asks(url, int(port)), **settings)
     found["refused"] = refused(trainer)

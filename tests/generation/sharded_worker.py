@@ -5,7 +5,6 @@ longer completions than process 0: a second gathering within the phase would wai
 generated before each step, process 0 also the trained weights.
 """
 
-import os
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from transformers import TrainerCallback
 
 from tests.tiny import tiny_model
 from tests.trainer.one_step import run
-from tests.trainer.sharded_worker import DEEPSPEED, STEPS, use_deepspeed_on_cpu, use_fsdp_on_cpu
+from tests.trainer.sharded_worker import STEPS, exit_now, shard
 
 PROMPTS = [[5, 6, 7], [5, 6, 7], [9, 10, 11, 12, 13], [20, 21]]
 
@@ -82,21 +81,17 @@ def play_uneven_turns(trainer) -> None:
 
 def main(out: str, how: str) -> None:
     torch.set_num_threads(1)
-    if how == "fsdp2":
-        use_fsdp_on_cpu()
-    else:
-        use_deepspeed_on_cpu()
+    settings = shard(how)
     layers = how == "zero3_layers"
     callback = Generate(more=False if layers else None, gather_zero3=not layers)
-    trainer = train(callback, **({} if how == "fsdp2" else {"deepspeed": DEEPSPEED}))
+    trainer = train(callback, **settings)
     if how != "zero3_layers":
         play_uneven_turns(trainer)
     trainer.save_model(out)
     found = {"seen": callback.seen, "fallbacks": sorted(callback.fallbacks)}
     torch.save(found, Path(out, f"process_{trainer.accelerator.process_index}.pt"))
     trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()
-    os._exit(0)  # DeepSpeed's own gloo groups stay open, and now and then abort the interpreter's exit
+    exit_now(trainer)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 from transformers import TrainerCallback
 
 from tests.tiny import tiny_model
-from tests.trainer.sharded_worker import DEEPSPEED, STEPS, use_deepspeed_on_cpu, use_fsdp_on_cpu
+from tests.trainer.sharded_worker import STEPS, exit_now, shard
 
 BATCH = {
     "input_ids": torch.tensor([[5, 6, 7, 8], [9, 10, 11, 0]]),
@@ -102,11 +102,7 @@ def save_answer(model, out: str) -> None:
 
 def main(out: str, how: str) -> None:
     torch.set_num_threads(1)
-    settings = {} if how == "fsdp2" else {"deepspeed": DEEPSPEED}
-    if how == "fsdp2":
-        use_fsdp_on_cpu()
-    else:
-        use_deepspeed_on_cpu()
+    settings = shard(how)
     by_hand = tiny_model("llama", seed=2)  # ZeRO-3, once on, shards new ones
     seen, trainer = train(out, **settings)
     if how == "zero3":
@@ -114,8 +110,7 @@ def main(out: str, how: str) -> None:
     trainer.save_model(out)
     if trainer.is_world_process_zero():
         torch.save(seen, Path(out, "seen.pt"))
-    trainer.accelerator.end_training()
-    os._exit(0)  # DeepSpeed's own gloo groups stay open, and now and then abort the interpreter's exit
+    exit_now(trainer)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 HOW: one of `KINDS`. RUN: names of `RUNS`; the process with rank 0 writes their weights, each its logs and counts.
 """
 
-import copy
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from tests.tiny import tiny_model
 from tests.trainer import grpo_runs, grpo_tool_runs
 from tests.trainer.grpo_runs import logs
-from tests.trainer.sharded_worker import DEEPSPEED, exit_now, use_deepspeed_on_cpu, use_fsdp_on_cpu
+from tests.trainer.sharded_worker import exit_now, shard
 from trl.trainer import online_trainer
 
 KINDS = ("fsdp2", "zero2", "zero3")
@@ -79,13 +78,7 @@ def count_calls(holder, method: str, counts: dict[str, int]) -> None:
 
 
 def main(folder: str, how: str, *names: str) -> None:
-    settings: dict = {"per_device_train_batch_size": 4}
-    if how == "fsdp2":
-        use_fsdp_on_cpu()
-    else:
-        use_deepspeed_on_cpu()
-        settings["deepspeed"] = copy.deepcopy(DEEPSPEED)
-        settings["deepspeed"]["zero_optimization"]["stage"] = int(how[-1])
+    settings = {"per_device_train_batch_size": 4, **shard(how)}
     from trl.models.distributed import is_sharded
 
     torch.set_num_threads(1)

@@ -3,13 +3,12 @@
 HOW: one of `KINDS`. Each process has two of the four rows; that of rank 0 writes what `steps` found.
 """
 
-import copy
 import sys
 
 import torch
 
 from tests.trainer.ppo_runs import batch, make_trainer, value_model
-from tests.trainer.sharded_worker import DEEPSPEED, use_deepspeed_on_cpu, use_fsdp_on_cpu
+from tests.trainer.sharded_worker import shard
 
 KINDS = ("fsdp2", "zero3")
 STEPS = {"ppo_epochs": 2, "whiten_rewards": True, "use_score_scaling": True, "max_grad_norm": 0.5}
@@ -45,11 +44,9 @@ def responses_of(trainer, queries) -> list[list[int]]:
     return [row.tolist() for row in found]
 
 
-def deepspeed_plugin(stage: int):
+def deepspeed_plugin(config: dict):
     from accelerate import DeepSpeedPlugin
 
-    config = copy.deepcopy(DEEPSPEED)
-    config["zero_optimization"]["stage"] = stage
     config.pop("optimizer")  # the trainer's own
     config |= {
         "gradient_accumulation_steps": 2,
@@ -61,12 +58,9 @@ def deepspeed_plugin(stage: int):
 
 
 def main(folder: str, how: str) -> None:
-    options: dict = {}
-    if how == "fsdp2":
-        use_fsdp_on_cpu()
-    else:
-        use_deepspeed_on_cpu()
-        options["deepspeed_plugin"] = deepspeed_plugin(int(how[-1]))
+    options = {}
+    if settings := shard(how):
+        options["deepspeed_plugin"] = deepspeed_plugin(settings["deepspeed"])
     from trl.models.distributed import is_sharded
 
     torch.set_num_threads(1)

@@ -3,6 +3,8 @@
 HOW: `fsdp2` or `zero3`. The process with rank 0 writes the gathered weights and the log of each method into its folder.
 """
 
+import copy
+import importlib
 import json
 import os
 import sys
@@ -50,9 +52,21 @@ def use_fsdp_on_cpu() -> None:
 def use_deepspeed_on_cpu() -> None:
     """Without the all-reduce for inference that DeepSpeed would compile first, for a minute."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed.comm.torch
+    backend = importlib.import_module(
+        "deepspeed.comm.torch"
+    )  # as an attribute, `deepspeed.comm.torch` is torch itself
+    backend.build_shm_op = lambda: None
 
-    deepspeed.comm.torch.build_shm_op = lambda: None
+
+def shard(how: str) -> dict[str, dict]:
+    """Switch sharding on, and return the settings of a trainer: nothing for `fsdp2`, the stage of `zero2` and `zero3`."""
+    if how == "fsdp2":
+        use_fsdp_on_cpu()
+        return {}
+    use_deepspeed_on_cpu()
+    config = copy.deepcopy(DEEPSPEED)
+    config["zero_optimization"]["stage"] = int(how[4])
+    return {"deepspeed": config}
 
 
 def models_of(method: str) -> dict:
@@ -138,12 +152,7 @@ def distillation_from(model):
 
 
 def main(out: str, how: str) -> None:
-    settings = {}
-    if how == "fsdp2":
-        use_fsdp_on_cpu()
-    else:
-        use_deepspeed_on_cpu()
-        settings["deepspeed"] = DEEPSPEED
+    settings = shard(how)
     torch.set_num_threads(1)
     models = {method: models_of(method) for method in METHODS}  # ZeRO-3, once on, shards new ones
     for method in METHODS:
@@ -163,11 +172,6 @@ def save(trainer, out: Path) -> None:
 def exit_now(trainer) -> None:
     trainer.accelerator.end_training()
     os._exit(0)  # DeepSpeed's own gloo groups stay open, and now and then abort the interpreter's exit
-
-
-def save_and_exit(trainer, out: str) -> None:
-    save(trainer, Path(out))
-    exit_now(trainer)
 
 
 if __name__ == "__main__":
