@@ -172,6 +172,11 @@ def test_the_types_of_errors(method):
     given |= (
         {"value_model": tiny_classifier("llama", vocab_size=400, num_labels=1)} if method == "ppo" else {}
     )
+    other = (GRPOConfig if method == "sft" else SFTConfig)(
+        tempfile.mkdtemp(), use_cpu=True
+    )  # of another method
+    with pytest.raises(TypeError, match=rf"{config.__name__}, got [\w.]*{type(other).__name__}\. "):
+        trainer(**{**given, "args": other, "model": "no/such-model"})
     for name, value, error in [*((name, 3, TypeError) for name in ARGUMENTS), ("model", None, ValueError)]:
         with pytest.raises(error, match=name.replace("_", "[ _]")) as caught:
             trainer(**{**given, name: value})
