@@ -129,7 +129,7 @@ def test_no_rows_and_no_data_set(method):
     row, _ = KINDS[method]
     refuse(method, Dataset.from_dict({name: [] for name in row}), ValueError, "train dataset", "no rows")
     if method not in ("grpo", "rloo", "ppo"):  # these take lists of rows
-        refuse(method, [row], TypeError, "train_dataset must be", "got a list")
+        refuse(method, [row], TypeError, "train_dataset must be", "got list")
 
 
 ONLINE = {
