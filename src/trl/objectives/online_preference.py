@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trl.objectives.distillation import discounted_advantages
+from trl.tensors.reduce import Weighted, weighted
 
 Selection = Literal["best_worst", "all"]
 TiePolicy = Literal["drop", "both"]
@@ -51,6 +52,26 @@ def ranked_pairs(
     weights[len(weights) - 2 * int(equal.sum()) :] = 0.5
     order = torch.minimum(chosen, rejected).argsort(stable=True)  # by prompt
     return RankedPairs(chosen[order], rejected[order], weights[order])
+
+
+def sequence_metrics(
+    policy: Tensor, reference: Tensor, scores: Tensor, *, beta: float, with_scores: bool
+) -> dict[str, Weighted]:
+    """Means over completions: divergence and entropy of the sequence, in nats, and scores less the penalty on the former.
+
+    All `(B,)`; log-probs are sums over tokens, completions with a NaN score do not count. Scores of a judge are left out.
+    """
+    policy, known = policy.detach(), ~scores.isnan()
+    gap = policy - reference
+    found = {
+        "objective/kl": weighted(gap, known),
+        "objective/entropy": weighted(-policy, known),
+        "objective/non_score_reward": weighted(-beta * gap, known),
+    }
+    if with_scores:
+        found["objective/scores"] = weighted(scores, known)
+        found["objective/rlhf_reward"] = weighted(scores - beta * gap.to(scores), known)
+    return found
 
 
 def nash_advantages(preferences: Tensor, log_ratios: Tensor, sequence: Tensor, *, beta: float) -> Tensor:

@@ -137,10 +137,11 @@ def kept_sizes(sizes: RolloutSizes, keep: int) -> RolloutSizes:
 
 
 def check_evaluation(rows: int, num_generations: int) -> None:
-    """Raise ValueError if an evaluation batch of all processes, in rows, does not contain whole groups."""
+    """Raise ValueError if an evaluation batch, in rows, does not contain whole groups."""
     if rows % num_generations:
         raise ValueError(
-            f"num_generations_eval={num_generations} must divide the {rows} completions of an evaluation batch."
+            f"num_generations_eval={num_generations} must divide the {rows} completions of an evaluation batch. Change "
+            "per_device_eval_batch_size."
         )
 
 

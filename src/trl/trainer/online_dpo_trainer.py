@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import (
     EvalPrediction,
     PreTrainedModel,
@@ -24,15 +23,13 @@ from trl.generation.transformers.mixture import MixtureEngine, TurnsEngine
 from trl.legacy.interface import NOT_CALLED_OF_PROMPTS
 from trl.legacy.online_rows import LegacyPromptRows
 from trl.models.scoring.causal import Scored
-from trl.objectives.online_preference import RankedPairs, by_epoch, ranked_pairs
+from trl.objectives.online_preference import RankedPairs, by_epoch, ranked_pairs, sequence_metrics
 from trl.objectives.pairs import PairScores
 from trl.objectives.preference import PER_TOKEN, preference_terms
-from trl.options.checks import warn_caller, warn_unread
 from trl.options.training import config_or_default
-from trl.rewards.functions import resolve_judge
-from trl.rewards.judge_source import JudgeSource
+from trl.rewards.judge_source import JudgeSource, comparison_source
 from trl.rewards.judges import BasePairwiseJudge
-from trl.rewards.managed_judge import JUDGE_SETTINGS, ManagedJudge, managed
+from trl.rewards.managed_judge import ManagedJudge
 from trl.rewards.result import RewardInputs
 from trl.rollouts.experience import REF, SCORES, STOPPED, TRAINED, Experience
 from trl.tensors.reduce import LossTerms, Weighted, weighted, where_counted
@@ -49,6 +46,7 @@ class OnlineDPOMethod(GroupMethod):
     """A loss of `PAIR_LOSSES` on pairs of a prompt's completions whose scores differ (Guo et al. 2024, arXiv:2402.04792)."""
 
     args: OnlineDPOConfig
+    pairs_rows = True
     judge: ManagedJudge | None = None
     """Scores are its shares of won comparisons; None: sums of rewards."""
     epoch: Callable[[], float]
@@ -139,20 +137,10 @@ class OnlineDPOMethod(GroupMethod):
         return terms._replace(metrics=metrics)
 
     def row_metrics(self, experience: Experience, policy: Tensor, reference: Tensor) -> dict[str, Weighted]:
-        """Means over completions: divergence and entropy of the sequence, in nats, and scores less the penalty on the former."""
-        policy, scores = policy.detach(), experience.per_row[SCORES]
-        known = ~scores.isnan()
-        gap = policy - reference
-        found = {
-            "objective/kl": weighted(gap, known),
-            "objective/entropy": weighted(-policy, known),
-            "objective/non_score_reward": weighted(-self.beta * gap, known),
-            "val/contain_eos_token": weighted(experience.per_row[STOPPED].bool()),
-        }
-        if not self.is_judged:
-            found["objective/scores"] = weighted(scores, known)
-            found["objective/rlhf_reward"] = weighted(scores - self.beta * gap.to(scores), known)
-        return found
+        """Means over completions."""
+        scores = experience.per_row[SCORES]
+        found = sequence_metrics(policy, reference, scores, beta=self.beta, with_scores=not self.is_judged)
+        return {**found, "val/contain_eos_token": weighted(experience.per_row[STOPPED].bool())}
 
 
 class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
@@ -227,9 +215,7 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
                 f"{self._name} generates with an opponent on prompts of text alone, got {'tools' if tools else 'images'}. Leave them "
                 "out, or use OnlineDPOTrainer."
             )
-        if judge is None and args.judge is not None:
-            judge = resolve_judge(args.judge)
-        sources = self._sources(reward_funcs, judge, args)
+        sources = comparison_source(reward_funcs, judge, args)
         super().__init__(
             model,  # type: ignore[arg-type]
             sources,
@@ -250,29 +236,7 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
                 "tokenizer, or leave it out."
             )
         self.method.epoch = lambda: self.state.epoch or 0.0
-        self.method.judge = None if judge is None else sources.judge
-
-    def _sources(self, reward_funcs: Any, judge: Any, args: OnlineDPOConfig) -> Any:
-        """The reward sources: the judge's shares of won comparisons, of its probabilities if it has some, or what was given.
-
-        Raises: ValueError without either, TypeError for another kind of judge.
-        """
-        if judge is None:
-            reward_funcs = reward_funcs or args.reward_model_path
-            if not reward_funcs:
-                raise ValueError(
-                    f"{self._name} compares completions by a judge or by rewards, got neither. Pass judge or reward_funcs."
-                )
-            warn_unread(args, JUDGE_SETTINGS, "without a judge. Leave it out")
-            return reward_funcs
-        judge = managed(judge, args, on_failure=args.reward_failure)
-        for name, value in (
-            ("reward_funcs", reward_funcs),
-            ("missing_eos_penalty", args.missing_eos_penalty),
-        ):
-            if value is not None:
-                warn_caller(f"{name} has no effect with a judge, which decides. Leave one of them out.")
-        return JudgeSource(judge, group_size=args.num_generations, return_scores=True)
+        self.method.judge = sources.judge if isinstance(sources, JudgeSource) else None  # type: ignore[assignment]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log; the summary at the end has the judge's cost, summed over processes."""
@@ -295,15 +259,6 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
             accelerator=self.accelerator,
         )
         return TurnsEngine(engine, opponent)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """Batches of numbered rows of prompts. Raises: ValueError where a process would get parts of groups."""
-        if self.args.eval_batch_size % self.evaluation_group:
-            raise ValueError(
-                f"per_device_eval_batch_size={self.args.per_device_eval_batch_size} counts completions, expected a multiple of "
-                f"num_generations={self.evaluation_group}."
-            )
-        return super().get_eval_dataloader(eval_dataset)
 
     @property
     def scoring_temperature(self) -> float:

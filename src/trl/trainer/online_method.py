@@ -53,6 +53,8 @@ class OnlineMethod(Method):
     units: ClassVar[tuple[Unit, ...]] = ("token",)
     repeats_metrics: ClassVar[bool] = False
     needs_values: ClassVar[bool] = False
+    pairs_rows: ClassVar[bool] = False
+    """Whether the loss compares the completions of a group, which one process must have."""
     scores_reference: ClassVar[bool] = True
     needs_teacher: bool = False
     scores_teacher: bool = False

@@ -507,7 +507,8 @@ class OnlineTrainer(BaseTrainer):
             raise ValueError(
                 "evaluation needs an eval_dataset, got None. Pass it to the trainer or to evaluate."
             )
-        check_evaluation(self.args.eval_batch_size * self.args.world_size, self.evaluation_group)
+        processes = 1 if self.method.pairs_rows else self.args.world_size
+        check_evaluation(self.args.eval_batch_size * processes, self.evaluation_group)
         own: Any = self.eval_dataset
         known = list(own.values()) if isinstance(own, dict) else [own]
         if not any(chosen is each for each in known):  # given to evaluate
