@@ -4,6 +4,7 @@ import ast
 import importlib
 import io
 import tokenize
+from inspect import isfunction
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "trl"
@@ -62,7 +63,7 @@ def print_depth() -> None:
                 key
                 for each in trainer
                 for key, value in vars(each).items()
-                if isinstance(value, (staticmethod, classmethod, property)) or callable(value)
+                if isinstance(value, (staticmethod, classmethod, property)) or isfunction(value)
             }
             print(f"{name:8} {len(trainer):8} {len(methods):8} {len(config):7}")
 

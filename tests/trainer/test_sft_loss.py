@@ -283,7 +283,6 @@ class WithoutCount(SFTTrainer):
 
 class OwnMean(SFTTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        self.count_seen(inputs)
         return 3.0 * next(model.parameters()).double().mean()
 
 

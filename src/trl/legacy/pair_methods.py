@@ -185,14 +185,15 @@ def get_batch_loss_metrics(
     self: Any, model: nn.Module, batch: Mapping[str, Any], train_eval: Literal["train", "eval"] = "train"
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss of a batch by itself, with gradient, and its metrics; names begin with `eval_` for "eval"."""
-    batch = self.handed_out(self.own_batch(batch), batch)
+    batch = self.handed_out(self.take_batch(batch), batch)
     own, found = self.method.count(batch), self.outcome(model, batch)
     values = {name: value for terms in found.terms for name, value in terms.metrics.items()}
     prefix = "eval_" if train_eval == "eval" else ""
     metrics = {f"{prefix}{name}": float(value.mean) for name, value in values.items()}
     if found.aux_loss is not None:
         metrics[f"{prefix}aux_loss"] = float(found.aux_loss.detach())
-    return self.loss_of(found, own, own.clamp(min=1)), metrics
+    loss = found.loss(self.method.units, own, own.clamp(min=1), router_weight=self.aux_loss_coef)
+    return loss, metrics
 
 
 def store_metrics(

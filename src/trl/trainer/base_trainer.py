@@ -54,7 +54,8 @@ from trl.options.checks import warn_unread
 from trl.options.methods import SYNC_SETTINGS
 from trl.reporting.metrics import MetricSums, Processes
 from trl.reporting.model_card import card_of_trainer
-from trl.tensors.reduce import Weighted, reduce_terms, share_of_step
+from trl.rollouts.token_counts import TokenCounts
+from trl.tensors.reduce import Weighted
 from trl.trainer.callbacks.checkpoints import at_step_ends
 from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
 from trl.trainer.inherited import (
@@ -90,7 +91,11 @@ class BaseTrainer(LegacyInterface, Trainer):
     scorer: Scorer | PolicyValueScorer
     reference: Any = None
     ref_model: nn.Module | None  # the reference, where it is a model of its own
+    aux_loss_coef: float  # of the model's config
     _moved_reference: FrozenModel | None = None  # a reference that a callback moves: part of checkpoints
+    _token_counts: TokenCounts | None = (
+        None  # of sampled tokens; None: tokens are counted when they are trained on
+    )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """The arguments of `transformers.Trainer`, and `sets`, the `DataSets` that prepare the data sets; those for training are
@@ -173,9 +178,13 @@ class BaseTrainer(LegacyInterface, Trainer):
 
     # ---- one optimiser step
 
+    layout: Callable[[Any], Any] | None = None
+    """Brings a batch, perhaps of a user's own collator, into the form that the method works on."""
+
     def take_batch(self, batch: Any) -> Any:
-        """A batch in the form that this method works on; a user's own collator may make another."""
-        return batch
+        """A batch in the method's `layout`, with the context of its step."""
+        own = batch if self.layout is None else self.layout(batch)
+        return {**own, CONTEXT: batch[CONTEXT]} if CONTEXT in batch and CONTEXT not in own else own
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """A batch on the device; log-probs of others keep their precision, also under DeepSpeed, which casts floats."""
@@ -186,11 +195,6 @@ class BaseTrainer(LegacyInterface, Trainer):
             if name.startswith(("ref_", "teacher_logps")) and isinstance(value, Tensor)
         }
         return {**found, **known} if known else found
-
-    def own_batch(self, batch: Any) -> Any:
-        """`take_batch` that keeps what the step's method found for the batch."""
-        own = self.take_batch(batch)
-        return {**own, CONTEXT: batch[CONTEXT]} if CONTEXT in batch and CONTEXT not in own else own
 
     def handed_out(self, own: Any, given: Any) -> Any:
         """What `compute_loss` is given for a batch, which `take_batch` made from the collator's `given` one."""
@@ -298,8 +302,13 @@ class BaseTrainer(LegacyInterface, Trainer):
 
     # ---- the loss
 
-    def outcome(self, model: nn.Module, batch: dict[str, Any]) -> Outcome:
-        """The terms of a batch."""
+    def outcome(
+        self, model: nn.Module, batch: Any, *, step: Tensor | None = None, with_outputs: bool = False
+    ) -> Outcome:
+        """The terms of a batch.
+
+        `step`: the step's number of each kind of unit, None for a batch by itself. `with_outputs`: predictions are needed.
+        """
         self.add_reference(batch)
         return self.method.terms(batch, self.score_learned(model, batch), self.step_of(batch))
 
@@ -309,11 +318,6 @@ class BaseTrainer(LegacyInterface, Trainer):
         return self.score(
             model, self.method.learned(batch), replace(options, loss_of=self.method.local(batch))
         )
-
-    def judged_batch(self, model: nn.Module, batch: Any, *, step: Tensor, with_outputs: bool) -> Outcome:
-        """The outcome that is trained with; `step`: the step's number of each kind of unit, `with_outputs`: predictions are
-        wanted."""
-        return self.outcome(model, batch)
 
     def compute_loss(
         self,
@@ -330,41 +334,22 @@ class BaseTrainer(LegacyInterface, Trainer):
         if num_items_in_batch is None:  # an override did not pass it on, or there is no step
             num_items_in_batch = self._units_of_step
         self.loss_is_scaled_for_ga = num_items_in_batch is not None
-        inputs = self.own_batch(inputs)
-        self.count_seen(inputs)
+        inputs = self.take_batch(inputs)
+        if self.mode == "train" and self._token_counts is None:
+            seen = count_sequence_tokens(self.method.learned(inputs))
+            self._tokens_seen = self._tokens_seen + seen.to(self.args.device)
         own = self.method.count(inputs)
         step = own.clamp(min=1)
         if num_items_in_batch is not None:
             step = torch.as_tensor(num_items_in_batch).view(-1)
-        found = self.judged_batch(model, inputs, step=step, with_outputs=return_outputs)
-        loss = self.loss_of(found, own, step)
+        found = self.outcome(model, inputs, step=step, with_outputs=return_outputs)
+        loss = found.loss(self.method.units, own, step, router_weight=self.aux_loss_coef)
         self._record(found, own)
         if num_items_in_batch is not None and self.accelerator.num_processes > 1:
             loss = loss * self.accelerator.num_processes  # of which DDP, FSDP and DeepSpeed take the mean
         outputs = {"loss": loss, self._predictions: found.predictions, "labels": found.labels}
         known = {name: value for name, value in outputs.items() if value is not None}
         return (loss, known) if return_outputs else loss
-
-    def loss_of(self, found: Outcome, own: Tensor, step: Tensor) -> Tensor:
-        """A batch's part of the step's loss: its terms over the step's number of each kind of unit; `own`: the batch's."""
-        shares = [share_of_step(*each) for each in zip(self._totals(found, own), step, strict=True)]
-        return sum(shares, start=torch.zeros(()))
-
-    def _totals(self, found: Outcome, own: Tensor) -> list[Tensor]:
-        """Summed losses of a batch for each kind of unit; the router's of a mixture of experts counts for the batch's units."""
-        units = self.method.units
-        totals = [torch.zeros(()) for _ in units]
-        if found.local is not None:
-            totals[0] = found.local
-        if found.aux_loss is not None:
-            weight = self.scorer.core.config.get_text_config().router_aux_loss_coef
-            loss = found.aux_loss.to(torch.promote_types(found.aux_loss.dtype, torch.float32))
-            totals[0] = totals[0] + weight * loss * own[0]
-        for terms in found.terms:
-            if found.local is None or terms.values.requires_grad:  # others are summed up in `local`
-                unit = units.index(terms.per) if len(units) > 1 else 0
-                totals[unit] = totals[unit] + reduce_terms(terms, 1.0)
-        return totals
 
     def _record(self, found: Outcome, own: Tensor) -> None:
         sums = self._sums[self.mode]
@@ -374,7 +359,9 @@ class BaseTrainer(LegacyInterface, Trainer):
         if found.aux_loss is not None:
             sums.add("aux_loss", Weighted(found.aux_loss, torch.ones(())))
         if self.mode == "eval":
-            for unit, *part in zip(self.method.units, self._totals(found, own), own, strict=True):
+            units = self.method.units
+            totals = found.totals(units, own, router_weight=self.aux_loss_coef)
+            for unit, *part in zip(units, totals, own, strict=True):
                 sums.add(LOSS_PARTS + unit, Weighted(*part))
 
     # ---- metrics
@@ -383,11 +370,6 @@ class BaseTrainer(LegacyInterface, Trainer):
     def mode(self) -> str:
         """`train` or `eval`."""
         return "train" if self.model is not None and self.model.training else "eval"
-
-    def count_seen(self, batch: Mapping[str, Any]) -> None:
-        """Count the real tokens of a training batch's sequences (`num_tokens`), however they are laid out."""
-        if self.mode == "train":
-            self._tokens_seen = self._tokens_seen + count_sequence_tokens(batch).to(self.args.device)
 
     def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
         """Count what `include_num_input_tokens_seen` asks for: tokens that are not padding are told by position, not by id."""
@@ -498,15 +480,6 @@ class BaseTrainer(LegacyInterface, Trainer):
             self.adopt()
         return super().evaluate(*args, **kwargs)
 
-    def begin_evaluation(self, dataloader: DataLoader, prefix: str) -> None:
-        """Called before the first batch of an evaluation, whose metrics are named with the prefix.
-
-        With `bf16_full_eval` or `fp16_full_eval` outside of training, cast the reference as the policy will be.
-        """
-        is_half = self.args.bf16_full_eval or self.args.fp16_full_eval
-        if is_half and not self.is_in_train and self.reference is not None:
-            self.reference.cast(torch.float16 if self.args.fp16_full_eval else torch.bfloat16)
-
     def prediction_step(
         self,
         model: nn.Module,
@@ -528,15 +501,11 @@ class BaseTrainer(LegacyInterface, Trainer):
             if prediction_loss_only:
                 return self.compute_loss(model, batch).detach(), None, None
             loss, outputs = self.compute_loss(model, batch, return_outputs=True)
-            return loss.detach(), *self.predictions_of(model, batch, outputs)
-
-    def predictions_of(self, model: nn.Module, batch: Any, outputs: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Predictions and labels of a batch, from the outputs of `compute_loss`; those of an overridden one may lack them."""
-        if self._predictions in outputs and "labels" in outputs:
-            return outputs[self._predictions].detach(), outputs["labels"]
-        with self.unrecorded():
-            found = self.outcome(model, self.take_batch(batch))
-        return found.predictions.detach(), found.labels
+            if self._predictions in outputs and "labels" in outputs:
+                return loss.detach(), outputs[self._predictions].detach(), outputs["labels"]
+            with self.unrecorded():  # those of an overridden compute_loss lack them
+                found = self.outcome(model, self.take_batch(batch), with_outputs=True)
+            return loss.detach(), found.predictions.detach(), found.labels
 
     def evaluation_loop(
         self,
@@ -547,7 +516,9 @@ class BaseTrainer(LegacyInterface, Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Evaluate; the loss is the mean over all scored units, however the batches were cut."""
-        self.begin_evaluation(dataloader, metric_key_prefix)
+        is_half = self.args.bf16_full_eval or self.args.fp16_full_eval
+        if is_half and not self.is_in_train and self.reference is not None:  # as the parent casts the policy
+            self.reference.cast(torch.float16 if self.args.fp16_full_eval else torch.bfloat16)
         self._sums["eval"].drain()
         output = super().evaluation_loop(
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
@@ -763,16 +734,9 @@ class BaseTrainer(LegacyInterface, Trainer):
                 raise ValueError(f"{len(missing)} tensors of the model are missing ({missing[0]}, ...)")
             super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
-    def method_state(self) -> dict[str, Any]:
-        """What a method carries from one step to the next, as plain values: part of every checkpoint."""
-        return self.method.state()
-
-    def load_method_state(self, state: Mapping[str, Any]) -> None:
-        """Resume from `method_state`; checkpoints that were made without it have nothing of it."""
-        self.method.load_state(state)
-
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
+        counts = {} if self._token_counts is None else {"tokens": self._token_counts.state()}
         save_progress(
             Path(output_dir),
             rank=self.args.process_index,
@@ -784,7 +748,7 @@ class BaseTrainer(LegacyInterface, Trainer):
                 "processes": self.args.world_size,
                 "tokens_seen": int(self._tokens_seen),
                 "metrics": self._sums["train"].state(),
-                "method": self.method_state(),
+                "method": {**self.method.state(), **counts},
             },
         )
         for callback in self.callback_handler.callbacks:
@@ -815,7 +779,9 @@ class BaseTrainer(LegacyInterface, Trainer):
         self._globalstep_last_logged = state["last_logged_step"]
         self._tokens_seen = torch.tensor(state["tokens_seen"], device=self.args.device)
         self._sums["train"].load_state(state["metrics"], self.args.device)
-        self.load_method_state(state.get("method", {}))
+        self.method.load_state(state.get("method", {}))
+        if self._token_counts is not None:
+            self._token_counts.load_state(state.get("method", {}).get("tokens", {}))
 
     # ---- the model card
 

@@ -213,10 +213,10 @@ class BCOTrainer(UnpairedTrainer):
 
     _rewards_count = False  # those of the batch at hand, already
 
-    def judged_batch(self, model: nn.Module, batch: Any, **given: Any) -> Outcome:
-        """The outcome that is trained with; rewards that `prepare_step` counted do not count again."""
+    def outcome(self, model: nn.Module, batch: Any, **given: Any) -> Outcome:
+        """The terms of a batch; rewards that `prepare_step` counted do not count again."""
         with holding(self, "_rewards_count", CONTEXT in batch):
-            return super().judged_batch(model, batch, **given)
+            return super().outcome(model, batch, **given)
 
     def call_loss_method(self, batch: dict[str, Any], policy: Any, reference: Any) -> Any:
         """What an overridden `bco_loss` gives for a batch; rewards that count already as part of a step do not move delta."""

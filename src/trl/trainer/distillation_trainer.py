@@ -159,7 +159,7 @@ class DistillationTrainer(OnlineTrainer):
             teacher_model=teacher_model,
         )
 
-    def outcome(self, model: nn.Module, batch: Mapping[str, Any]) -> Outcome:
+    def outcome(self, model: nn.Module, batch: Mapping[str, Any], **given: Any) -> Outcome:
         """The divergence at the completion tokens of a micro-batch."""
         inputs = dict(batch)
         experience: Experience = inputs.pop("experience").to(self.args.device)

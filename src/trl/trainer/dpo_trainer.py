@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -274,6 +275,7 @@ class DPOTrainer(LegacyDPOMethods, PreferenceTrainer):
     def _take_policy(self, policy: Policy, args: DPOConfig) -> None:
         self.scorer, self._tokenizer = policy.scorer, policy.tokenizer
         self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
+        self.layout = partial(as_pair_batch, prefix_sharing=self.shares_prefix)
         self.method = DPOMethod(args)
 
     def adopt(self) -> None:
@@ -316,12 +318,6 @@ class DPOTrainer(LegacyDPOMethods, PreferenceTrainer):
             batch_size=self.args.precompute_ref_batch_size or self.args.per_device_train_batch_size,
             settings={"ld_alpha": self.args.ld_alpha},
         )
-
-    # ---- the data
-
-    def take_batch(self, batch: Any) -> Any:
-        """A batch in the form of `PairCollator`."""
-        return as_pair_batch(batch, prefix_sharing=self.shares_prefix)
 
     # ---- the reference's log-probs
 

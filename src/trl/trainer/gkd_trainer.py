@@ -39,6 +39,7 @@ from trl.models.teacher import ColumnTeacher, Teacher, TeacherByRow, make_teache
 from trl.objectives.distillation import Divergence
 from trl.tensors.reduce import LossTerms
 from trl.tensors.vocabulary_loss import VocabularyLoss
+from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.gkd_config import GKDConfig
 from trl.trainer.method import Outcome, Step
 from trl.trainer.sft_data import SFTDatasets, sequence_lengths
@@ -370,11 +371,13 @@ class GKDTrainer(SFTTrainer):
                 self.scorer, model, batch, self.method.loss, temperature=self.args.temperature
             )
 
-    def judged_batch(self, model: nn.Module, batch: Any, *, step: Tensor, with_outputs: bool) -> Outcome:
+    def outcome(
+        self, model: nn.Module, batch: Any, *, step: Tensor | None = None, with_outputs: bool = False
+    ) -> Outcome:
         """The terms of a batch; predictions are the logits of padded rows."""
-        found = self.outcome(model, batch)
+        found = BaseTrainer.outcome(self, model, batch)  # SFT's knows losses of logits
         if not with_outputs:
             return found
         with torch.no_grad(), self.accelerator.autocast():
             _, logits = self.scorer.score_with_logits(model, self.method.learned(batch))
-        return found._replace(predictions=logits)
+        return found._replace(predictions=logits, labels=self.scorer.padded_inputs(batch)["labels"])

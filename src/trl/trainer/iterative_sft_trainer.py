@@ -7,7 +7,7 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
@@ -88,7 +88,6 @@ class IterativeSFTTrainer(SFTTrainer):
             **kwargs,
         )
         assert isinstance(self.args, IterativeSFTConfig)
-        self._calls = 0
         self._has_begun = False
         self._table = table_of_positions(self.scorer.core)
         self._read = StepRows(
@@ -158,7 +157,7 @@ class IterativeSFTTrainer(SFTTrainer):
         try:
             self._run_epoch(
                 model=self.model_wrapped,
-                epoch=self._calls,
+                epoch=math.ceil(self.state.epoch or 0),  # calls so far
                 train_dataloader=batches,
                 steps_in_epoch=len(batches),
                 num_update_steps_per_epoch=updates,
@@ -172,7 +171,6 @@ class IterativeSFTTrainer(SFTTrainer):
         finally:
             self.is_in_train = False
             model.train(was_training)  # type: ignore[union-attr]
-        self._calls += 1
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Not the way to train here: raises TypeError."""
@@ -193,14 +191,6 @@ class IterativeSFTTrainer(SFTTrainer):
             self._load_from_checkpoint(folder)
         self._begin(folder)
         self._load_rng_state(folder)
-
-    def method_state(self) -> dict[str, Any]:
-        """How often `step` was called, that of this moment included."""
-        return {"calls": self._calls + 1}
-
-    def load_method_state(self, state: Mapping[str, Any]) -> None:
-        """Go on counting the calls of `step`."""
-        self._calls = int(state.get("calls", 0))
 
     # ---- the beginning, as that of `Trainer.train`
 

@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import LossOf, ScoreOptions
 from trl.reporting.metrics import Processes, RunningMean
-from trl.tensors.reduce import LossTerms, Unit
+from trl.tensors.reduce import LossTerms, Unit, reduce_terms, share_of_step
 
 LOSS_PARTS = "loss per "
 CONTEXT = "context of the step"
@@ -44,6 +45,25 @@ class Outcome(NamedTuple):
     aux_loss: Tensor | None = None
     local: Tensor | None = None
     extremes: Mapping[str, Tensor] = {}
+
+    def totals(self, units: Sequence[Unit], own: Tensor, *, router_weight: float) -> list[Tensor]:
+        """Summed losses for each kind of unit; the router's of a mixture of experts counts for the batch's `own` units."""
+        totals = [torch.zeros(()) for _ in units]
+        if self.local is not None:
+            totals[0] = self.local
+        if self.aux_loss is not None:
+            loss = self.aux_loss.to(torch.promote_types(self.aux_loss.dtype, torch.float32))
+            totals[0] = totals[0] + router_weight * loss * own[0]
+        for terms in self.terms:
+            if self.local is None or terms.values.requires_grad:  # others are summed up in `local`
+                unit = units.index(terms.per) if len(units) > 1 else 0
+                totals[unit] = totals[unit] + reduce_terms(terms, 1.0)
+        return totals
+
+    def loss(self, units: Sequence[Unit], own: Tensor, step: Tensor, *, router_weight: float) -> Tensor:
+        """The batch's part of the step's loss: its totals over the step's number of each kind of unit."""
+        totals = self.totals(units, own, router_weight=router_weight)
+        return sum(map(share_of_step, totals, step), start=torch.zeros(()))
 
 
 @dataclass(frozen=True)

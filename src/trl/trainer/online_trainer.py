@@ -101,7 +101,6 @@ class OnlineTrainer(BaseTrainer):
     evaluation_group: int = 1  # completions of each evaluation prompt
     rows_at_once: int  # rows that are scored in one forward after a rollout
     _sets: PromptSets
-    _token_counts: TokenCounts | None = None  # None: tokens are counted when they are trained on
     _rollout_batch: Experience | None = None
     _batch_number: int = -1
     _resumed_from: str | None = None
@@ -327,11 +326,6 @@ class OnlineTrainer(BaseTrainer):
         signals = empty if is_discarded else self.method.signals(experience)
         return self._token_counts.add(experience, self.accelerator, signals)
 
-    def count_seen(self, batch: Mapping[str, Any]) -> None:
-        """Count a batch's tokens, unless they were counted when they were sampled."""
-        if self._token_counts is None:
-            super().count_seen(batch)
-
     def scored(self, experience: Experience, *, learning: bool) -> Experience:
         """Add the log-probs and values of completion tokens that the method needs, `rows_at_once` rows at a time."""
         is_exact, known = self.sampler_is_exact, experience.per_token
@@ -475,7 +469,7 @@ class OnlineTrainer(BaseTrainer):
             return self.images.batch(experience)
         return experience.as_batch(prefix_sharing=self.shares_prefix)
 
-    def outcome(self, model: nn.Module, batch: Mapping[str, Any]) -> Outcome:
+    def outcome(self, model: nn.Module, batch: Mapping[str, Any], **given: Any) -> Outcome:
         """The terms of a micro-batch."""
         inputs = dict(batch)
         experience: Experience = inputs.pop("experience").to(self.args.device)
@@ -575,17 +569,6 @@ class OnlineTrainer(BaseTrainer):
         if self._token_counts is not None:
             self._token_counts.load_state({})
         return super().train(resume_from_checkpoint, *args, **kwargs)
-
-    def method_state(self) -> dict[str, Any]:
-        """With the run's token counts."""
-        tokens = {} if self._token_counts is None else self._token_counts.state()
-        return {**super().method_state(), "tokens": tokens}
-
-    def load_method_state(self, state: Mapping[str, Any]) -> None:
-        """Resume from `method_state`."""
-        super().load_method_state(state)
-        if self._token_counts is not None:
-            self._token_counts.load_state(state.get("tokens", {}))
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
-from trl.collators.preference import with_prompts_scored
 from trl.objectives.pairs import PairScores
 from trl.objectives.preference import orpo_terms
 from trl.tensors.reduce import LossTerms
@@ -18,6 +17,7 @@ class ORPOMethod(ReferenceFreeMethod):
     """The mathematics of ORPO."""
 
     args: ORPOConfig
+    scores_prompts: ClassVar[bool] = True
 
     @property
     def per_token(self) -> bool:
@@ -58,11 +58,6 @@ class ORPOTrainer(ReferenceFreeTrainer):
     _loss_method: ClassVar[str] = "odds_ratio_loss"
     _loss_sign: ClassVar[int] = -1
     args: ORPOConfig
-
-    def take_batch(self, batch: Any) -> Any:
-        """A batch in the form of `PairCollator`, its prompts scored too; those of an encoder-decoder cannot be."""
-        batch = super().take_batch(batch)
-        return batch if self.is_encoder_decoder else with_prompts_scored(batch)
 
     def odds_ratio_loss(
         self, policy_chosen_logps: Tensor, policy_rejected_logps: Tensor

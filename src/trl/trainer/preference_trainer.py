@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers.trainer_utils import EvalLoopOutput
 
 from trl.collators.preference import PairCollator
 from trl.data.pipeline import Preparation
@@ -94,24 +95,18 @@ class PreferenceTrainer(BaseTrainer):
         """The columns that the method's batches had at 0.26, padded, of a batch of the trainer's own collator."""
         return {}
 
-    def outcome(self, model: nn.Module, batch: dict[str, Any]) -> Outcome:
-        """The terms of a batch; with the losses of an overridden method such as `dpo_loss`, if a subclass has one."""
-        if not self.overridden(*LOSSES):
-            return super().outcome(model, batch)
-        self.add_reference(batch)
-        return self.recorded_outcome(model, batch, self.score_learned(model, batch))
-
-    def recorded_outcome(self, model: nn.Module, batch: dict[str, Any], scored: Any) -> Outcome:
-        """The outcome with the losses of the overridden method."""
-        raise TypeError(f"{type(self).__name__} must override recorded_outcome.")
-
-    def judged_batch(self, model: nn.Module, batch: Any, **given: Any) -> Outcome:
-        """The outcome that is trained with: that of an overridden `get_batch_loss_metrics`, which logs through
-        `store_metrics`, or the trainer's."""
-        if not self.overridden(*WHOLE_BATCH):
-            return super().judged_batch(model, batch, **given)
-        name = next((name for name in WHOLE_BATCH if self.overridden(name)), "")
-        name = name if name in WHOLE_BATCH[:2] else WHOLE_BATCH[0]
+    def outcome(
+        self, model: nn.Module, batch: Any, *, step: Tensor | None = None, with_outputs: bool = False
+    ) -> Outcome:
+        """The terms of a batch: of an overridden `get_batch_loss_metrics` (within a step; it logs through `store_metrics`), with
+        the losses of an overridden method such as `dpo_loss`, or the method's."""
+        own = [name for name in WHOLE_BATCH if self.overridden(name)]
+        if not own or step is None:
+            if not self.overridden(*LOSSES):
+                return super().outcome(model, batch, step=step, with_outputs=with_outputs)
+            self.add_reference(batch)
+            return self.recorded_outcome(model, batch, self.score_learned(model, batch))
+        name = own[0] if own[0] in WHOLE_BATCH[:2] else WHOLE_BATCH[0]
         mode: dict[str, Any] = {"train_eval": self.mode}
         if takes(self._own_methods[name], "do_train"):  # BCO's
             mode = {"do_train": self.mode == "train"}
@@ -124,11 +119,24 @@ class PreferenceTrainer(BaseTrainer):
 
     _rows_stored = 1.0  # of what `store_metrics` is given
 
-    def begin_evaluation(self, dataloader: DataLoader, prefix: str) -> None:
-        """With `generate_during_eval`, show what policy and reference make of some prompts."""
-        super().begin_evaluation(dataloader, prefix)
+    def recorded_outcome(self, model: nn.Module, batch: dict[str, Any], scored: Any) -> Outcome:
+        """The outcome with the losses of the overridden method."""
+        raise TypeError(f"{type(self).__name__} must override recorded_outcome.")
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Evaluate; with `generate_during_eval` show what policy and reference make of some prompts first."""
         if getattr(self.args, "generate_during_eval", False):
-            log_evaluation_samples(self, dataloader.dataset, prefix=prefix)
+            log_evaluation_samples(self, dataloader.dataset, prefix=metric_key_prefix)
+        return super().evaluation_loop(
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
 
     # ---- the reference
 

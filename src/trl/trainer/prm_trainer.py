@@ -130,7 +130,7 @@ class PRMTrainer(PreferenceTrainer):
 
     tokenize_row = staticmethod(tokenize_stepwise_row)
 
-    def take_batch(self, batch: Any) -> Any:
+    def layout(self, batch: Any) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """A batch as padded rows, with an attention mask.
 
         Raises: ValueError for a batch without labels.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from transformers import (
     set_seed,
 )
 
-from trl.collators.preference import OWN_PROMPT, PAIR_COLUMNS, as_pair_batch
+from trl.collators.preference import OWN_PROMPT, PAIR_COLUMNS, as_pair_batch, with_prompts_scored
 from trl.legacy import pair_methods
 from trl.models.packed.layout import pair_units, row_count
 from trl.models.policy import is_encoder_decoder
@@ -50,6 +51,7 @@ class ReferenceFreeMethod(Method):
     """
 
     units: ClassVar[tuple[Unit, ...]] = ("pair", "token")
+    scores_prompts: ClassVar[bool] = False  # the likelihood includes that of the chosen prompts, of a decoder
 
     def __init__(self, args: Any) -> None:
         self.args = args
@@ -154,6 +156,9 @@ class ReferenceFreeTrainer(PreferenceTrainer):
         self.is_encoder_decoder = is_encoder_decoder(policy.scorer.core, args)
         self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
         self.method = self._method_class(args)
+        pairs = partial(as_pair_batch, prefix_sharing=self.shares_prefix)
+        scores_prompts = self.method.scores_prompts and not self.is_encoder_decoder
+        self.layout = (lambda batch: with_prompts_scored(pairs(batch))) if scores_prompts else pairs
         super().__init__(
             policy,
             args,
@@ -166,10 +171,6 @@ class ReferenceFreeTrainer(PreferenceTrainer):
             optimizers=optimizers,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-
-    def take_batch(self, batch: Any) -> Any:
-        """A batch in the form of `PairCollator`."""
-        return as_pair_batch(batch, prefix_sharing=self.shares_prefix)
 
     def recorded_outcome(self, model: nn.Module, batch: dict[str, Any], scored: Scored) -> Outcome:
         """The outcome with losses and rewards of an overridden `cpo_loss` or `odds_ratio_loss`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -105,6 +106,7 @@ class RewardTrainer(PreferenceTrainer):
         policy, args = self.begin(model, args, processing_class, peft_config, older, classifier=REWARD_MODEL)
         assert isinstance(args, RewardConfig)
         self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
+        self.layout = partial(as_reward_batch, prefix_sharing=self.shares_prefix)
         self.method = RewardMethod(args)
         collator = RewardCollator(
             prefix_sharing=self.shares_prefix,
@@ -127,10 +129,6 @@ class RewardTrainer(PreferenceTrainer):
         )
 
     # ---- the data
-
-    def take_batch(self, batch: Any) -> Any:
-        """A batch in the form of `RewardCollator`."""
-        return as_reward_batch(batch, prefix_sharing=self.shares_prefix)
 
     def handed_out(self, own: Any, given: Any) -> Any:
         """The batch; for an overridden `compute_loss` with the columns of 0.4-0.26: each side's by itself, and chosen sequences

@@ -199,19 +199,23 @@ class SFTTrainer(BaseTrainer):
 
     # ---- the loss
 
-    def judged_batch(self, model: nn.Module, batch: Any, *, step: Tensor, with_outputs: bool) -> Outcome:
-        """The terms of a batch, of the user's own loss or label smoothing where there is one; predictions are the logits of
-        padded rows."""
+    def outcome(
+        self, model: nn.Module, batch: Any, *, step: Tensor | None = None, with_outputs: bool = False
+    ) -> Outcome:
+        """The terms of a batch, in a step of the user's own loss or label smoothing where there is one; predictions are the
+        logits, and labels those, of padded rows."""
         takes_logits = self.compute_loss_func is not None or self.label_smoother is not None
-        if not (takes_logits or with_outputs):
-            return super().judged_batch(model, batch, step=step, with_outputs=False)
+        is_own = step is not None and takes_logits
+        if not (is_own or with_outputs):
+            return super().outcome(model, batch)
         options = self.method.options(statistics=self.statistics_due())
-        if not takes_logits:
+        labels = self.scorer.padded_inputs(batch)["labels"]
+        if step is None or not takes_logits:
             with self.accelerator.autocast():
                 scored, logits = self.scorer.score_with_logits(model, batch, options)
-            return self.method.terms(batch, scored, self.step_of(batch))._replace(predictions=logits)
+            found = self.method.terms(batch, scored, self.step_of(batch))
+            return found._replace(predictions=logits, labels=labels)
         rows = padded_batch(batch, pad_token_id=self.scorer.pad_token_id)
-        labels = self.scorer.padded_inputs(batch)["labels"]
         with self.accelerator.autocast():
             outputs = self.scorer.outputs(model, rows)
         logits = self.scorer.row_logits(outputs, rows)
@@ -225,11 +229,7 @@ class SFTTrainer(BaseTrainer):
             loss = self.label_smoother({"logits": logits}, labels, shift_labels=True, num_items_in_batch=step[0])  # type: ignore[misc]  # fmt: skip
         total = loss.to(torch.promote_types(loss.dtype, torch.float32)) * step
         terms = found.terms[0]._replace(values=total, weights=torch.ones_like(total))
-        return found._replace(terms=[terms], predictions=logits)
-
-    def predictions_of(self, model: nn.Module, batch: Any, outputs: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Logits and labels of padded rows."""
-        return outputs["logits"].detach(), self.scorer.padded_inputs(batch)["labels"]
+        return found._replace(terms=[terms], predictions=logits, labels=labels)
 
 
 def _check_one_loss(args: SFTConfig, compute_loss_func: Callable[..., Tensor] | None) -> None:

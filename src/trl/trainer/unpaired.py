@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -179,6 +180,9 @@ class UnpairedTrainer(PreferenceTrainer):
         self.method = self.make_method(args)
         # One completion behind its prompt is a plain sequence: there is nothing to share.
         self.shares_prefix = self.mismatched and shares_prefix(policy.scorer, args.prefix_sharing)
+        self.layout = partial(
+            as_unpaired_batch, prefix_sharing=self.shares_prefix, mismatched=self.mismatched
+        )
         encoder_pad = pad_token_id(policy.tokenizer) if self.is_encoder_decoder else None
         collator = UnpairedCollator(self.shares_prefix, self.mismatched, encoder_pad)
         super().__init__(
@@ -204,16 +208,6 @@ class UnpairedTrainer(PreferenceTrainer):
     def make_method(self, args: Any) -> UnpairedMethod:
         """The method; `self.mismatched` is there already."""
         raise TypeError(f"{type(self).__name__} must override make_method.")
-
-    # ---- the data
-
-    def take_batch(self, batch: Any) -> Any:
-        """A batch in the form of `UnpairedCollator`."""
-        return as_unpaired_batch(batch, prefix_sharing=self.shares_prefix, mismatched=self.mismatched)
-
-    def count_seen(self, batch: Mapping[str, Any]) -> None:
-        """Count the tokens that train: prompts and their own completions."""
-        super().count_seen(self.method.learned(batch))
 
     # ---- log-probabilities
 

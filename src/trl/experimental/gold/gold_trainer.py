@@ -235,15 +235,14 @@ class GOLDTrainer(GKDTrainer):
         with self.accelerator.autocast():
             return self.scorer.over_chunks(model, loss.rows[0], loss, parts=loss.parts, **reads)
 
-    def judged_batch(self, model: nn.Module, batch: Any, *, step: Tensor, with_outputs: bool) -> Outcome:
-        """The terms of a batch, whose tokens weigh as much as the step's numbers of spans and tokens say."""
-        if isinstance(self.method, GOLDMethod) and self.args.uld_crossentropy_weight:
+    def outcome(
+        self, model: nn.Module, batch: Any, *, step: Tensor | None = None, with_outputs: bool = False
+    ) -> Outcome:
+        """The terms of a batch, whose tokens weigh as much as the step's numbers of spans and tokens say, with the mean loss of
+        completions of the student, or of others."""
+        if step is not None and isinstance(self.method, GOLDMethod) and self.args.uld_crossentropy_weight:
             batch = {**batch, TOKEN_WEIGHT: int(step[0]) / int(step[1])}
-        return super().judged_batch(model, batch, step=step, with_outputs=with_outputs)
-
-    def outcome(self, model: nn.Module, batch: dict[str, Any]) -> Outcome:
-        """With the mean loss of completions of the student, or of others."""
-        found = super().outcome(model, batch)
+        found = super().outcome(model, batch, step=step, with_outputs=with_outputs)
         if self.mode != "train":
             return found
         first, *rest = found.terms

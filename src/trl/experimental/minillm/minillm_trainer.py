@@ -109,9 +109,9 @@ class MiniLLMTrainer(GRPOTrainer):
             processing_class, reward_processing_classes, callbacks, optimizers, peft_config, tools, rollout_func, teacher_model,
         )  # fmt: skip
 
-    def outcome(self, model: nn.Module, batch: Mapping[str, Any]) -> Outcome:
+    def outcome(self, model: nn.Module, batch: Mapping[str, Any], **given: Any) -> Outcome:
         """GRPO's terms, and the exact divergence at each token."""
-        found = super().outcome(model, batch)
+        found = super().outcome(model, batch, **given)
         if not self.method.single_step:
             return found
         inputs = dict(batch)
