@@ -55,7 +55,6 @@ from trl.tensors.sequences import (
 from trl.trainer import images
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.method import Method, Outcome, Step
-from trl.trainer.precompute import ReferencePass
 from trl.trainer.preference_trainer import PreferenceTrainer, pair_collator, pair_sets
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
@@ -266,9 +265,7 @@ class DPOTrainer(LegacyDPOMethods, PreferenceTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        self.take_reference(
-            REFERENCE_COLUMNS, self._reference_pass() if args.precompute_ref_log_probs else None
-        )
+        self.take_reference(REFERENCE_COLUMNS, ld_alpha=args.ld_alpha)
 
     with_images: bool = False
 
@@ -303,23 +300,8 @@ class DPOTrainer(LegacyDPOMethods, PreferenceTrainer):
             return None
         return make_reference(policy.model, policy.scorer, ref_model, args=args, path=self._path)
 
-    def _reference_pass(self) -> ReferencePass:
-        """How rows are scored by the reference in advance."""
-
-        def score(batch: Mapping[str, Any]) -> dict[str, Tensor]:
-            assert self.reference is not None and self.model is not None
-            logps = self.reference.score(self.model, self.take_batch(batch), self.reference_logps)
-            return dict(zip(REFERENCE_COLUMNS, split_pairs(logps), strict=True))
-
-        return ReferencePass(
-            columns=REFERENCE_COLUMNS,
-            collate=self.data_collator,
-            score=score,
-            batch_size=self.args.precompute_ref_batch_size or self.args.per_device_train_batch_size,
-            settings={"ld_alpha": self.args.ld_alpha},
-        )
-
-    # ---- the reference's log-probs
+    def reference_columns(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        return dict(zip(REFERENCE_COLUMNS, split_pairs(batch["ref_logps"]), strict=True))
 
     def add_reference(self, batch: dict[str, Any]) -> None:
         """Put the reference's log-probs `(2B,)` into the batch, `ref_logps`."""

@@ -352,32 +352,29 @@ class OnlineTrainer(BaseTrainer):
     def score_rollout(self, batch: dict[str, Any], columns: Sequence[str]) -> dict[str, Tensor]:
         """Columns `(K,)` for each completion token: `old_logps` of the policy, its `values`, `ref_logps` of the reference,
         `teacher_logps` of the teacher."""
-        options, found = ScoreOptions(temperature=self.scoring_temperature), dict[str, Tensor]()
-        policy = without_ddp(self.model_wrapped)  # type: ignore[arg-type]
+        found = dict[str, Tensor]()
+        own, teachers = (
+            ScoreOptions(temperature=each) for each in (self.scoring_temperature, self._teacher_temperature)
+        )
+        policy: Any = without_ddp(self.model_wrapped)  # type: ignore[arg-type]
+        scored_by = {
+            REF: (self.reference, own),
+            TEACHER: (getattr(self.teacher, "reference", None), teachers),
+        }
         with self.accelerator.autocast():
             if OLD in columns:
-                scored = self.scorer.score(policy, batch, options)
+                scored = self.scorer.score(policy, batch, own)
                 found = {OLD: scored.logps}
                 if scored.values is not None:
                     found[VALUES] = scored.values
             elif VALUES in columns:
                 assert isinstance(self.scorer, PolicyValueScorer)
                 found[VALUES] = self.scorer.score_values(policy, batch)
-            if self.reference is not None and REF in columns:
-                found[REF] = self.reference.score(
-                    self.model_wrapped,  # type: ignore[arg-type]
-                    batch,
-                    lambda scorer, ref, rows: scorer.score(ref, rows, options).logps,
-                )
-            if TEACHER in columns:
-                options = replace(options, temperature=self._teacher_temperature)
-                found[TEACHER] = self.teacher.reference.score(
-                    self.model_wrapped,
-                    batch,
-                    lambda scorer, own, rows: scorer.score(own, rows, options).logps,
-                )
+            for name, (model, options) in scored_by.items():
+                if name in columns:
+                    found[name] = model.score(self.model_wrapped, batch, partial(_logps, options=options))
             if STUDENT in columns:
-                found[STUDENT] = self.scorer.score(policy, batch, options).logps
+                found[STUDENT] = self.scorer.score(policy, batch, teachers).logps
         return found
 
     @property
@@ -614,6 +611,11 @@ def _rollout_facts(trainer: OnlineTrainer) -> dict[str, Any]:
     """The identity of the rollout batch that a run is in."""
     sizes, number = trainer.sizes, trainer.state.global_step // trainer.sizes.steps
     return {"window": number, "rows": sizes.rows, "steps": sizes.steps, "seed": trainer.order_seed}
+
+
+def _logps(scorer: Any, model: nn.Module, batch: Any, *, options: ScoreOptions) -> Tensor:
+    """Log-probs of the scored tokens, in order."""
+    return scorer.score(model, batch, options).logps
 
 
 def _forget_copy(engine: Engine) -> None:

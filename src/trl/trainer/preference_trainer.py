@@ -140,8 +140,13 @@ class PreferenceTrainer(BaseTrainer):
 
     # ---- the reference
 
-    def take_reference(self, columns: Sequence[str], scoring: ReferencePass | None = None) -> None:
-        """`settle_reference`, and with `scoring` compute its log-probs of all rows now; call it at the end of the constructor.
+    def reference_columns(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The reference's log-probs in a batch, one per row, by their columns in a data set."""
+        raise TypeError(f"{type(self).__name__} must override reference_columns.")
+
+    def take_reference(self, columns: Sequence[str], **settings: Any) -> None:
+        """`settle_reference`, and with `precompute_ref_log_probs` compute its log-probs of all rows now; call it at the end of the
+        constructor. `settings` are those on which they depend.
 
         Raises: ValueError for rows that have some of its `columns`, or have them although the reference changes.
         """
@@ -157,19 +162,26 @@ class PreferenceTrainer(BaseTrainer):
                     f"the {name} dataset has the reference's log-probabilities, columns {list(columns)}, but the reference changes "
                     "in training (sync_ref_model, or a callback). Remove the columns, or keep the reference fixed."
                 )
-        if scoring is None:
+        if not self.args.precompute_ref_log_probs:  # type: ignore[attr-defined]
             return
         assert self.model is not None
+
+        def score(batch: Any) -> dict[str, Tensor]:
+            own = dict(self.take_batch(batch))
+            self.add_reference(own)
+            return self.reference_columns(own)
+
+        size = getattr(self.args, "precompute_ref_batch_size", None) or self.args.per_device_train_batch_size
         known = partial(
-            precompute_ref_log_probs, scoring=scoring, accelerator=self.accelerator,
-            reference_fingerprint=self.reference.fingerprint(self.model),
+            precompute_ref_log_probs, scoring=ReferencePass(columns, self.data_collator, score, size, settings),
+            accelerator=self.accelerator, reference_fingerprint=self.reference.fingerprint(self.model),
         )  # fmt: skip
         if self.train_dataset is not None:
             self.train_dataset = known(self.train_dataset, dataset_name="train")
         if self.eval_dataset is not None:
             made = {name: known(part, dataset_name=name) for name, part in evaluation.items()}
             self.eval_dataset = made if several else made["eval"]
-        self.reference = AskedInAdvance(scoring.columns)
+        self.reference = AskedInAdvance(columns)
 
 
 class AskedInAdvance:

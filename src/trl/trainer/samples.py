@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -156,12 +157,6 @@ def complete(
     return generated[:, 0 if model.config.is_encoder_decoder else width :].tolist()
 
 
-def tensorboard_writer(trainer: Any) -> Any | None:
-    """The writer of the trainer's TensorBoard callback, None without one."""
-    callbacks = trainer.callback_handler.callbacks
-    return next((c.tb_writer for c in callbacks if isinstance(c, TensorBoardCallback)), None)
-
-
 def generation_settings(trainer: Any, *, longest_prompt: int) -> dict[str, Any]:
     """How evaluation prompts are completed: sampled, up to the trainer's `max_length`, closed by any end token."""
     model, args = trainer.scorer.core, trainer.args
@@ -200,8 +195,14 @@ def log_evaluation_samples(trainer: Any, dataset: Any, *, prefix: str = "eval") 
 def show_table(trainer: Any, name: str, table: pd.DataFrame, *, printed: int | None = None) -> None:
     """Print a table, or its first `printed` rows, and send it to the trackers."""
     print_rich_table(table.iloc[:printed])
-    writer = tensorboard_writer(trainer)
-    log_table(name, table, trainer.args.report_to, step=trainer.state.global_step, tensorboard_writer=writer)
+    send_table(trainer, name, table)
+
+
+def send_table(trainer: Any, name: str, table: pd.DataFrame) -> list[str]:
+    """Send a table to the trackers of the run; returns those that took it."""
+    callbacks, step = trainer.callback_handler.callbacks, trainer.state.global_step
+    writer = next((each.tb_writer for each in callbacks if isinstance(each, TensorBoardCallback)), None)
+    return log_table(name, table, trainer.args.report_to, step=step, tensorboard_writer=writer)
 
 
 def _some_rows(dataset: Any, count: int, *, key: tuple) -> list[dict[str, Any]]:
@@ -213,37 +214,20 @@ def _some_rows(dataset: Any, count: int, *, key: tuple) -> list[dict[str, Any]]:
 
 
 def _table(trainer: Any, rows: Sequence[dict[str, Any]], *, seed: int) -> pd.DataFrame:
-    tokenizer = text_tokenizer(trainer.processing_class)
-    inputs = [_inputs(trainer, row, tokenizer) for row in rows]
-    settings = generation_settings(trainer, longest_prompt=max(row["input_ids"].shape[1] for row in inputs))
-
-    def samples(reference: Any = None) -> list[Any]:
-        return sample_completions(
-            trainer,
-            inputs,
-            None,
-            reference=reference,
-            inputs_of=lambda given: given,
-            generation_kwargs=settings,
-            seed=seed,
-        )
-
-    policy = samples()
-    columns = {
-        "Prompt": [sample.prompt for sample in policy],
-        "Policy": [sample.completion for sample in policy],
-    }
-    reference = trainer.reference
-    if hasattr(reference, "active"):
-        columns["Ref Model"] = [sample.completion for sample in samples(reference)]
-    return pd.DataFrame(columns)
-
-
-def _inputs(trainer: Any, row: dict[str, Any], tokenizer: Any) -> Inputs:
-    collator = trainer.data_collator
+    tokenizer, collator = text_tokenizer(trainer.processing_class), trainer.data_collator
     if isinstance(collator, DataCollatorForVisionPreference):
-        return illustrated_prompt(collator([row]))
-    return {"input_ids": torch.tensor([prompt_ids(row, tokenizer)])}
+        inputs = [illustrated_prompt(collator([row])) for row in rows]
+    else:
+        inputs = [{"input_ids": torch.tensor([prompt_ids(row, tokenizer)])} for row in rows]
+    settings = generation_settings(trainer, longest_prompt=max(row["input_ids"].shape[1] for row in inputs))
+    sample = partial(
+        sample_completions, trainer, inputs, None, inputs_of=dict, generation_kwargs=settings, seed=seed
+    )
+    policy = sample()
+    columns = {"Prompt": [each.prompt for each in policy], "Policy": [each.completion for each in policy]}
+    if hasattr(trainer.reference, "active"):
+        columns["Ref Model"] = [each.completion for each in sample(reference=trainer.reference)]
+    return pd.DataFrame(columns)
 
 
 def illustrated_prompt(batch: Mapping[str, Any]) -> Inputs:
@@ -276,17 +260,9 @@ class ShownCompletions:
     ) -> None:
         """Gather the rows of all processes, with scores and advantages; all must call it."""
         scores = [column.tolist() for column in source_table(experience.per_row, names)]
-        rows = [
-            {
-                "prompt": prompt,
-                "completion": completion,
-                **dict(zip(names, own, strict=True)),
-                "advantage": advantage,
-            }
-            for (prompt, completion), own, advantage in zip(
-                texts, zip(*scores, strict=True), advantages.tolist(), strict=True
-            )
-        ]
+        columns = ("prompt", "completion", *names, "advantage")
+        every = zip(texts, zip(*scores, strict=True), advantages.tolist(), strict=True)
+        rows = [dict(zip(columns, (*text, *own, advantage), strict=True)) for text, own, advantage in every]
         self._rows, self._names = gather_object(rows), tuple(names)
 
     def show(self, trainer: Any) -> None:
@@ -308,6 +284,4 @@ class ShownCompletions:
         table.to_parquet(folder / f"completions_{step:05d}.parquet")
         if args.log_unique_prompts:
             table = table.drop_duplicates(subset=["prompt"])
-        log_table(
-            "completions", table, args.report_to, step=step, tensorboard_writer=tensorboard_writer(trainer)
-        )
+        send_table(trainer, "completions", table)

@@ -43,7 +43,6 @@ from trl.objectives.unpaired import UnpairedScores
 from trl.tensors.reduce import LossTerms, Unit, weighted
 from trl.tensors.sequences import sum_by_sequence
 from trl.trainer.method import Method, Outcome, Step
-from trl.trainer.precompute import ReferencePass
 from trl.trainer.preference_trainer import PreferenceTrainer, pair_sets
 
 logger = logging.getLogger(__name__)
@@ -198,8 +197,7 @@ class UnpairedTrainer(PreferenceTrainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         _warn_of_blocks(self.train_dataset, args.train_sampling_strategy)
-        scoring = self._reference_pass()
-        self.take_reference(scoring.columns, scoring if args.precompute_ref_log_probs else None)
+        self.take_reference([*self._reference_names])
 
     def preparation(self, args: Any) -> dict[str, Any]:
         """What a method adds to how rows are prepared: settings of `UnpairedPreparation`."""
@@ -211,26 +209,17 @@ class UnpairedTrainer(PreferenceTrainer):
 
     # ---- log-probabilities
 
-    def _reference_pass(self) -> ReferencePass:
-        """How rows are scored by the reference in advance."""
-        names = dict(list(REFERENCE_NAMES.items())[: self.method.completions_per_row])
+    @property
+    def _reference_names(self) -> dict[str, str]:
+        """The entries of a batch with the reference's log-probs, by their columns in a data set."""
+        return dict(list(REFERENCE_NAMES.items())[: self.method.completions_per_row])
 
-        def score(batch: Mapping[str, Any]) -> dict[str, Tensor]:
-            assert self.model is not None
-            asked = dict(self.take_batch(batch))
-            self.add_reference(asked)
-            return {column: asked[name] for column, name in names.items()}
-
-        return ReferencePass(
-            columns=tuple(names),
-            collate=self.data_collator,
-            score=score,
-            batch_size=self.args.per_device_train_batch_size,
-        )
+    def reference_columns(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        return {column: batch[name] for column, name in self._reference_names.items()}
 
     def add_reference(self, batch: dict[str, Any]) -> None:
         """Put the reference's log-probs of all completions into the batch, `ref_logps` and `ref_kl_logps` `(B,)`."""
-        names = list(REFERENCE_NAMES.values())[: self.method.completions_per_row]
+        names = self._reference_names.values()
         if all(name in batch for name in names):
             return
         found = self.compute_reference_log_probs(batch.get(GIVEN, batch))

@@ -6,8 +6,7 @@ import pandas as pd
 from transformers import GenerationConfig, Trainer, TrainerCallback
 
 from trl.reporting.tables import print_rich_table
-from trl.reporting.trackers import log_table
-from trl.trainer.samples import evaluation_rows, sample_completions, tensorboard_writer
+from trl.trainer.samples import evaluation_rows, sample_completions, send_table
 
 
 class LogCompletionsCallback(TrainerCallback):
@@ -46,8 +45,5 @@ class LogCompletionsCallback(TrainerCallback):
         self.table += new
         if not self.trainer.accelerator.is_main_process:
             return
-        table, writer = pd.DataFrame(self.table), tensorboard_writer(self.trainer)
-        if not log_table(
-            "completions", table, args.report_to, step=state.global_step, tensorboard_writer=writer
-        ):
+        if not send_table(self.trainer, "completions", pd.DataFrame(self.table)):
             print_rich_table(pd.DataFrame(new))

@@ -11,11 +11,10 @@ from accelerate.utils import broadcast_object_list
 from transformers import GenerationConfig, Trainer, TrainerCallback
 
 from trl.reporting.tables import print_rich_table
-from trl.reporting.trackers import log_table
 from trl.reporting.win_rate import win_rate, win_shares
 from trl.rewards.judge_source import as_text
 from trl.rewards.managed_judge import ManagedJudge
-from trl.trainer.samples import evaluation_rows, sample_completions, tensorboard_writer
+from trl.trainer.samples import evaluation_rows, sample_completions, send_table
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +102,7 @@ class WinRateCallback(TrainerCallback):
                 list(pair) for pair in zip(self.against or [], (s.completion for s in samples), strict=True)
             ]
             shares = win_shares(self.judge, prompts, pairs, **self.options)
-            self._report(args.report_to, prompts, pairs, shares, state.global_step)
+            self._report(prompts, pairs, shares, state.global_step)
             agreement = self.judge.agreement() if isinstance(self.judge, ManagedJudge) else {}
             found = [(shares, {f"eval_{name}": value.mean.item() for name, value in agreement.items()})]
         if self.trainer.accelerator.num_processes > 1:
@@ -125,7 +124,7 @@ class WinRateCallback(TrainerCallback):
             {"eval_avg_win_prob": win_rate(shares).rate} if "return_scores" in self.options else {}
         )
 
-    def _report(self, report_to: Any, prompts: list[str], pairs: Any, shares: Any, step: int) -> None:
+    def _report(self, prompts: list[str], pairs: Any, shares: Any, step: int) -> None:
         new = [
             {
                 "step": step,
@@ -137,8 +136,7 @@ class WinRateCallback(TrainerCallback):
             for prompt, (first, second), share in zip(prompts, pairs, shares, strict=True)
         ]
         self.table += new
-        writer, table = tensorboard_writer(self.trainer), pd.DataFrame(self.table)
-        if not log_table("win_rate_completions", table, report_to, step=step, tensorboard_writer=writer):
+        if not send_table(self.trainer, "win_rate_completions", pd.DataFrame(self.table)):
             print_rich_table(pd.DataFrame(new))
 
 
