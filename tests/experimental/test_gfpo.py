@@ -7,7 +7,6 @@ from tests.experimental.group_runs import make, run
 from tests.trainer import grpo_runs
 from tests.trainer.grpo_runs import logs, prompts
 from tests.trainer.one_step import assert_same_steps
-from trl.experimental.gfpo import GFPOConfig
 from trl.rollouts.experience import ADVANTAGE, FILTERED, SAMPLING_LOGPS, SCORES
 
 
@@ -97,22 +96,6 @@ def test_splits_and_layouts(loss_type):
     for change in SHAPES.values():
         _, found = run("gfpo", **{**settings, **change})
         assert_same_steps(found.steps, expected.steps)
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"num_remains_in_group": 1}, "num_remains_in_group must be a whole number >= 2 or None, got 1"),
-        ({"num_remains_in_group": 4}, "num_remains_in_group=4 must be less than num_generations=4"),
-        (
-            {"num_remains_in_group": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
-            "leaves 3 completions per process, expected a multiple of 2",
-        ),
-    ],
-)
-def test_numbers_that_cannot_work_are_refused_with_those_that_would(given, words):
-    with pytest.raises(ValueError, match=words):
-        GFPOConfig("out", use_cpu=True, **{"num_generations": 4, **given})
 
 
 @pytest.mark.parametrize(

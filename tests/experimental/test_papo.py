@@ -123,10 +123,3 @@ def test_evaluation_and_what_is_refused():
     text = [{"prompt": row["prompt"]} for row in rows()]
     with pytest.raises(ValueError, match="train_dataset has no column of images"):
         make(data=Dataset.from_list(text), given={"processing_class": tiny_processor("llava")})
-    for wrong, words in (
-        ({"mask_ratio": 0.0}, r"mask_ratio must be in \(0, 1\], got 0.0"),
-        ({"mask_type": "blur"}, "mask_type must be one of .*'blackout'.*blur"),
-        ({"perception_loss_weight": -0.1}, "perception_loss_weight must be >= 0, got -0.1"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            PAPOConfig("papo", use_cpu=True, **wrong)

@@ -116,12 +116,6 @@ def test_matching_from_text():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"beta": -1.0}, "beta must be >= 0, got -1.0"),
-        (
-            {"min_density_ratio": 2.0, "max_density_ratio": 1.0},
-            "min_density_ratio must be <= max_density_ratio",
-        ),
-        ({"prompt_sample_size": 0}, "prompt_sample_size must be a whole number >= 1"),
         ({"embedding_func": embed}, "embedding_func needs an embedding_tokenizer"),
         ({"embedding_tokenizer": tokenizer()}, "embedding_tokenizer without embedding_func"),
         ({"embedding_func": embed, "embedding_tokenizer": tokenizer()}, "add 'embedding_input_ids'"),

@@ -1,5 +1,7 @@
 """CPOTrainer: its loss is the papers' formulas, however rows are cut and laid out; its metrics, data and older interface."""
 
+import dataclasses
+
 import pytest
 import torch
 from datasets import Dataset
@@ -200,3 +202,10 @@ def test_models_and_data_that_cannot_be_trained():
         make(train_dataset=Dataset.from_list([{"prompt": "w3", "rejected": "w4"}]))
     with pytest.raises(ValueError, match="prefix_sharing=True"):
         make(model=tiny_model("bloom"), prefix_sharing=True)
+
+
+def test_alphapo_is_simpo_without_likelihood(tmp_path):
+    args = CPOConfig(str(tmp_path), use_cpu=True, loss_type="alphapo", alpha=0.25)
+    assert (args.loss_type, args.cpo_alpha, args.alpha) == ("simpo", 0.0, 0.25)
+    again = dataclasses.replace(args, beta=2.0)
+    assert (again.loss_type, again.cpo_alpha) == ("simpo", 0.0)

@@ -111,28 +111,7 @@ OF_SETTINGS: dict[str, Bad] = {
         BOTH, ValueError, ("num_generations_eval=4", "must divide the 6 completions"),
         settings={"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 6},
     ),
-    "a group of one": Bad(
-        BOTH, ValueError, ("num_generations must be a whole number >= 2, got 1", "A completion is judged against the others"),
-        settings={"num_generations": 1},
-    ),
-    "no groups": Bad(BOTH, ValueError, ("num_generations must be a whole number >= 2, got 0",), settings={"num_generations": 0}),
     "half a completion": Bad(BOTH, TypeError, ("num_generations must be a whole number >= 2, got 2.5",), settings={"num_generations": 2.5}),
-    "no pass": Bad(BOTH, ValueError, ("num_iterations must be a whole number >= 1, got 0",), settings={"num_iterations": 0}),
-    "no completion": Bad(BOTH, ValueError, ("max_completion_length", ">= 1", "got 0"), settings={"max_completion_length": 0}),
-    "loss": Bad(
-        GRPO, ValueError, ("unknown loss_type 'gspo'; known are 'bnpo', 'cispo', 'dapo', 'dr_grpo', 'grpo', 'luspo', 'sapo', 'vespo'",),
-        settings={"loss_type": "gspo"},
-    ),
-    "level": Bad(
-        GRPO, ValueError, ("unknown importance_sampling_level 'row'; known are 'sequence', 'sequence_token', 'token'",),
-        settings={"importance_sampling_level": "row"},
-    ),
-    "scale": Bad(GRPO, ValueError, ("unknown scale_rewards 'std'; known are 'batch', 'group', 'none'",), settings={"scale_rewards": "std"}),
-    "sampler's correction": Bad(
-        GRPO, ValueError, ("vllm_importance_sampling_mode must be one of 'token_truncate', 'token_mask'",),
-        settings={"vllm_importance_sampling_mode": "mask"},
-    ),
-    "failure policy": Bad(BOTH, ValueError, ("reward_failure must be one of 'error', 'skip', got 'ignore'",), settings={"reward_failure": "ignore"}),
 }  # fmt: skip
 
 

@@ -217,9 +217,6 @@ def test_older_methods(whole):
     ("settings", "message"),
     [
         ({"loss_type": "bco"}, "kto"),
-        ({"beta": -1.0}, "beta must be >= 0, got -1.0"),
-        ({"desirable_weight": -0.5}, "desirable_weight must be >= 0, got -0.5"),
-        ({"undesirable_weight": float("nan")}, "undesirable_weight must be a finite number"),
         ({"per_device_train_batch_size": 1}, "per_device_train_batch_size must be at least 2 for loss_type='kto', got 1"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder=True contradicts GPT2LMHeadModel"),
         ({"ref_adapter_name": "x", "copied_reference": True}, "ref_adapter_name=.x. must be an adapter"),

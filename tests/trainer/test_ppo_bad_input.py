@@ -63,30 +63,6 @@ def test_responses_that_begin_with_their_queries_are_said_once(caplog):
         assert sum("return_prompt=False" in record.message for record in caplog.records) == said
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (
-            {"batch_size": 3, "gradient_accumulation_steps": 4},
-            "batch_size must be a multiple of .* got 3 and 1 \\* 4",
-        ),
-        ({"batch_size": 6, "mini_batch_size": 4}, "batch_size must be a multiple of .* got 6 and 4 \\* 1"),
-        ({"kl_penalty": "k9"}, "kl_penalty must be one of 'kl', 'abs', 'mse', 'full', got 'k9'"),
-        ({"target": 0}, "target must be > 0, got 0"),
-        ({"cliprange": -0.1}, "cliprange must be > 0"),
-        ({"gamma": 1.5}, r"gamma must be in \[0, 1\], got 1.5"),
-        ({"ppo_epochs": 0}, "ppo_epochs must be a whole number >= 1"),
-        ({"score_clip": 0.0}, "score_clip must be > 0"),
-        ({"init_kl_coef": -1.0}, "init_kl_coef must be >= 0"),
-        ({"push_to_hub_if_best_kwargs": {"private": True}}, "must have 'repo_id'"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:mini_batch_size is lowered")
-def test_configs(options, words):
-    with pytest.raises(ValueError, match=words):
-        PPOConfig(**options)
-
-
 def test_parts_of_a_trainer():
     config, tokenizer = PPOConfig(batch_size=4, mini_batch_size=4), make_trainer().tokenizer
     with pytest.raises(TypeError, match=r"config must be a trl.PPOConfig, got NoneType"):

@@ -115,19 +115,6 @@ BAD: dict[str, Bad] = {
         of_trainer={"ref_model": lambda: tiny_model("llama", vocab_size=400, intermediate_size=64)},
         settings={"sync_ref_model": True},
     ),
-    "label_smoothing below 0": Bad(
-        ("dpo", "cpo"), ValueError, ("label_smoothing must be in [0, 0.5), got -0.1",), settings={"label_smoothing": -0.1}
-    ),
-    "label_smoothing of a coin": Bad(
-        ("dpo", "cpo"), ValueError, ("label_smoothing must be in [0, 0.5), got 0.5",), settings={"label_smoothing": 0.5}
-    ),
-    "divergence of a loss of single completions": Bad(
-        ("dpo",), ValueError, ("f_divergence_type 'js_divergence'", "loss_type 'nca_pair'", "reverse_kl"),
-        settings={"loss_type": "nca_pair", "f_divergence_type": "js_divergence"},
-    ),
-    "a gap without scale": Bad(
-        ("dpo", "cpo"), ValueError, ("beta", "'ipo'", "got 0"), settings={"loss_type": "ipo", "beta": 0.0}
-    ),
     "nothing to learn from": Bad(
         ("dpo", "kto", "bco"), ValueError, ("beta must be > 0 for loss_type", "got 0"), settings={"beta": 0.0}
     ),

@@ -190,5 +190,3 @@ def test_an_adapter_trains_and_keeps_the_head(task_type, base, tmp_path, caplog)
 def test_settings_that_cannot_be():
     with pytest.raises(ValueError, match="step_separator must be"):
         PRMConfig("unused", step_separator="")
-    with pytest.raises(ValueError, match="max_prompt_length must be a whole number >= 1"):
-        PRMConfig("unused", max_prompt_length=0)

@@ -46,35 +46,6 @@ def test_a_warmup_ratio_beyond_its_range_is_an_error(tmp_path):
         config(tmp_path, warmup_ratio=3)
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({"max_length": 0}, ValueError, "max_length must be a whole number >= 1 or None, got 0"),
-        ({"max_length": "long"}, ValueError, "max_length must be a whole number"),
-        (
-            {"pad_to_multiple_of": 0},
-            ValueError,
-            "pad_to_multiple_of must be a whole number >= 1 or None, got 0",
-        ),
-        ({"dataset_num_proc": -1}, ValueError, "dataset_num_proc must be"),
-        (
-            {"packing_strategy": "ffd"},
-            ValueError,
-            "packing_strategy must be one of 'bfd', 'wrapped', got 'ffd'",
-        ),
-        ({"loss_type": "mse"}, ValueError, "loss_type must be one of 'nll', 'dft', got 'mse'"),
-        ({"packing": True, "max_length": None}, ValueError, "packing=True needs max_length"),
-        ({"eval_packing": True, "max_length": None}, ValueError, "eval_packing=True needs max_length"),
-        ({"model_init_kwargs": "{oops"}, ValueError, "model_init_kwargs must be a JSON object"),
-        ({"dataset_kwargs": "[1]"}, ValueError, "dataset_kwargs must be a JSON object"),
-        ({"max_seq_length": 64, "max_length": 32}, ValueError, "disagree"),
-    ],
-)
-def test_bad_values(tmp_path, given, error, message):
-    with pytest.raises(error, match=message):
-        config(tmp_path, **given)
-
-
 def test_max_seq_length_moves_with_one_warning(tmp_path):
     with pytest.warns(FutureWarning, match="max_seq_length -> max_length") as caught:
         args = config(tmp_path, max_seq_length=64)
