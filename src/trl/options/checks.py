@@ -100,7 +100,7 @@ def warn_unread(config: Any, names: Iterable[str], reason: str) -> None:
     """
     for item in dataclasses.fields(config):
         if item.name in names and (value := getattr(config, item.name)) != item.default:
-            warn_caller(f"{item.name}={value!r} has no effect {reason}.")
+            warn_caller(f"{item.name}={getattr(value, 'value', value)!r} has no effect {reason}.")
 
 
 def library_config(config_class: type) -> type:

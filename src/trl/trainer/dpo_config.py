@@ -8,7 +8,7 @@ from transformers import TrainingArguments
 
 from trl.objectives.pairs import PairOptions, require_beta
 from trl.objectives.preference import SMOOTHED, check_losses
-from trl.options.checks import warn_caller
+from trl.options.checks import warn_unread
 from trl.options.groups import documented, option, same
 from trl.options.methods import PreferenceOptions, ReferencePolicy, ReferenceSync
 from trl.options.shared import PrefixSharingMode, shared
@@ -105,24 +105,20 @@ class DPOConfig(ReferenceSync, ReferencePolicy, PreferenceOptions):
         self._warn_of_ignored()
 
     def _warn_of_ignored(self) -> None:
-        """Say, once, which settings no chosen loss reads."""
-        divergence = self.pair_options().f_divergence
-        # The likelihood alone: no loss compares a pair.
-        alone = set(self.loss_type) == {"sft"}
-        ignored = {
-            "use_weighting": self.use_weighting and alone,
-            "ld_alpha": self.ld_alpha is not None and alone,
-            "f_divergence_type": divergence != "reverse_kl" and alone,
-            "label_smoothing": self.label_smoothing and not SMOOTHED & set(self.loss_type),
-            "discopop_tau": self.discopop_tau != 0.05 and "discopop" not in self.loss_type,
-            "f_alpha_divergence_coef": self.f_alpha_divergence_coef != 1.0
-            and divergence != "alpha_divergence",
-            "precompute_ref_log_probs": self.precompute_ref_log_probs and self.reference_free,
+        """Warn of settings that no chosen loss reads."""
+        divergence, losses = self.pair_options().f_divergence, set(self.loss_type)
+        alone = losses == {"sft"}  # no loss compares a pair
+        unread = {
+            "use_weighting": alone,
+            "ld_alpha": alone,
+            "f_divergence_type": alone,
+            "label_smoothing": not SMOOTHED & losses,
+            "discopop_tau": "discopop" not in losses,
+            "f_alpha_divergence_coef": divergence != "alpha_divergence",
+            "precompute_ref_log_probs": self.reference_free,
         }
-        for name in (name for name, is_ignored in ignored.items() if is_ignored):
-            chosen = f"loss_type={self.loss_type}, f_divergence_type={divergence!r}, reference_free={self.reference_free}"
-            given = getattr(self, name)
-            warn_caller(f"{name}={getattr(given, 'value', given)} has no effect with {chosen}. Leave it out.")
+        chosen = f"loss_type={self.loss_type}, f_divergence_type={divergence!r}, reference_free={self.reference_free}"
+        warn_unread(self, [name for name in unread if unread[name]], f"with {chosen}. Leave it out")
 
     def _check_reference(self) -> None:
         if self.sync_ref_model and self.precompute_ref_log_probs:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import gather_object
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from trl.experimental.grpo_with_replay_buffer.grpo_with_replay_buffer_config import (
     GRPOWithReplayBufferConfig,
 )
 from trl.legacy.interface import NOT_CALLED_OF_REPLAY
 from trl.objectives.group_advantages import group_moments, has_no_variance
-from trl.options.training import config_or_default
 from trl.rollouts.experience import MEAN_LENGTH, OLD, REPLAYED, SCORES, Experience, concatenate
 from trl.rollouts.measures import sampled_lengths
 from trl.rollouts.replay import GroupBuffer
@@ -61,18 +58,11 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
     method_type: ClassVar[type[GroupMethod]] = ReplayMethod
     config_type: ClassVar[type[GroupTraining]] = GRPOWithReplayBufferConfig
 
-    def __init__(
-        self,
-        model: str | nn.Module | PreTrainedModel,
-        reward_funcs: Any | Sequence[Any],
-        args: GRPOWithReplayBufferConfig | None = None,
-        *more: Any,
-        **named: Any,
-    ) -> None:
-        args = config_or_default(args, GRPOWithReplayBufferConfig, "grpo-with-replay-buffer")
-        super().__init__(model, reward_funcs, args, *more, **named)
-        self.buffer = GroupBuffer(args.replay_buffer_size, self.sizes.group)
-        self.replay_buffer = ReplayBuffer(args.replay_buffer_size)
+    def begin_rollouts(self, *parts: Any, **settings: Any) -> None:
+        """With an empty buffer."""
+        super().begin_rollouts(*parts, **settings)
+        self.buffer = GroupBuffer(self.args.replay_buffer_size, self.sizes.group)
+        self.replay_buffer = ReplayBuffer(self.args.replay_buffer_size)
 
     def make_rollout_batch(self, number: int) -> Experience:
         """A rollout batch whose groups with equal rewards are replaced by earlier ones; its metrics are those of the new ones."""

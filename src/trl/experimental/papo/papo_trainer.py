@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from datasets import Dataset, IterableDataset
-from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
-from trl.data.image_rows import has_images
 from trl.experimental.papo.image_masks import masked_image
 from trl.experimental.papo.papo_config import PAPOConfig
 from trl.models.scoring.causal import Scored
@@ -81,29 +76,14 @@ class PAPOTrainer(GRPOTrainer):
     method_type: ClassVar[type[GroupMethod]] = PAPOMethod
     config_type: ClassVar[type[GroupTraining]] = PAPOConfig
 
-    def __init__(
-        self,
-        model: str | nn.Module | PreTrainedModel,
-        reward_funcs: Any | Sequence[Any],
-        args: PAPOConfig | None = None,
-        train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        reward_processing_classes: Any | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        peft_config: Any | None = None,
-        **more: Any,
-    ) -> None:
-        if not has_images(train_dataset):
+    def begin_rollouts(self, *parts: Any, **settings: Any) -> None:
+        """Raises ValueError for prompts without images."""
+        if self.images is None:
             raise ValueError(
                 "train_dataset has no column of images ('images' or 'image'), expected one: PAPO hides parts of them. Add it, or "
                 "use GRPOTrainer for prompts of text."
             )
-        super().__init__(
-            model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes,
-            callbacks, optimizers, peft_config, **more,
-        )  # fmt: skip
+        super().begin_rollouts(*parts, **settings)
 
     def micro_batch(self, experience: Experience) -> dict[str, Any]:
         """Some rows, and the same rows once more with masked images: one forward scores both."""
