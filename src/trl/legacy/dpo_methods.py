@@ -28,7 +28,7 @@ from trl.legacy.pair_methods import (
     whole_sequences,
     with_losses,
 )
-from trl.models.packed.layout import row_count, scored_sequences
+from trl.models.packed.layout import scored_sequences
 from trl.models.policy import make_scorer
 from trl.models.scoring.causal import Scored, mean_logits
 from trl.models.scoring.head import ScoreOptions
@@ -115,7 +115,7 @@ class LegacyDPOMethods:
         batch = self.take_batch(batch)
         logps = batch.get("ref_logps")
         if logps is None:
-            logps = self.reference.score(self.model_wrapped, batch, self.reference_logps)
+            logps = self.reference.score(self.model_wrapped, batch, self.completion_logps)
         return _per_token(self, logps, batch)
 
     compute_reference_log_probs = compute_ref_log_probs
@@ -165,8 +165,7 @@ class LegacyDPOMethods:
         options = ScoreOptions(collision=self.args.use_weighting and not is_ref_model, mean_logits=True)
         with self.accelerator.autocast():
             scored = _scorer_of(self, model).score(model, batch, options)
-        totals = self.method.totals(scored, 2 * row_count(batch, per_row=2))
-        return self.model_output(*_per_token(self, totals, batch), scored)
+        return self.model_output(*_per_token(self, self.method.totals(batch, scored), batch), scored)
 
     def model_output(self: Any, chosen: Tensor, rejected: Tensor, scored: Scored) -> dict[str, Tensor]:
         """The dict of `concatenated_forward` for log-probs `(B,)` of chosen and rejected completions."""

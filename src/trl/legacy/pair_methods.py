@@ -157,16 +157,21 @@ def concatenated_forward(
 
     Log-probs are means where the loss is of those. Raises TypeError for an encoder-decoder.
     """
-    if self.is_encoder_decoder:
-        raise TypeError(
-            "concatenated_forward gives logits over whole sequences, which encoder-decoders do not have. Call "
-            "get_batch_loss_metrics, or the model."
-        )
     batch = self.take_batch(batch)
-    with self.accelerator.autocast():
-        scored, logits = self.scorer.score_with_logits(model, batch, ScoreOptions())
+    scored, logits = _with_logits(self, "concatenated_forward", model, batch)
     scores, nll = self.method.pair_scores(batch, scored), mean_chosen_nll(scored)
     return scores.chosen, scores.rejected, logits[0::2], logits[1::2], nll
+
+
+def _with_logits(self: Any, name: str, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Scored, Tensor]:
+    """What the policy makes of a batch, and its logits, for the method `name`."""
+    if self.is_encoder_decoder:
+        raise TypeError(
+            f"{name} gives logits over whole sequences, which encoder-decoders do not have. Call get_batch_loss_metrics, or the "
+            "model."
+        )
+    with self.accelerator.autocast():
+        return self.scorer.score_with_logits(model, batch, ScoreOptions())
 
 
 def mean_chosen_nll(scored: Scored) -> Tensor:
@@ -289,14 +294,8 @@ def forward(
 
     Raises: TypeError for an encoder-decoder.
     """
-    if self.is_encoder_decoder:
-        raise TypeError(
-            "forward gives logits over whole sequences, which encoder-decoders do not have. Call "
-            "get_batch_loss_metrics, or the model."
-        )
     batch = dict(self.take_batch(batch))
-    with self.accelerator.autocast():
-        scored, logits = self.scorer.score_with_logits(model, self.method.learned(batch), ScoreOptions())
+    scored, logits = _with_logits(self, "forward", model, self.method.learned(batch))
     logps = sum_by_sequence(scored.logps, scored.positions.sequence, row_count(batch))
     mismatched = self.method.mismatched_logps(batch, self.step_of(batch)) if self.mismatched else None
     chosen = batch["label"]

@@ -120,13 +120,12 @@ class DPOMethod(Method):
 
     def pair_scores(self, batch: Mapping[str, Any], scored: Scored) -> PairScores:
         """Log-probs of policy and reference of a batch's pairs: sums, or means where the loss takes means."""
-        sequences = 2 * row_count(batch, per_row=2)
-        policy = self.totals(scored, sequences)
+        policy = self.totals(batch, scored)
         reference = batch["ref_logps"].to(policy) if "ref_logps" in batch else torch.zeros_like(policy)
         scores = PairScores(*split_pairs(policy), *split_pairs(reference))
         if not PER_TOKEN & set(self.args.loss_type):
             return scores
-        return scores.per_token(*split_pairs(tokens_by_sequence(scored.positions.sequence, sequences)))
+        return scores.per_token(*split_pairs(tokens_by_sequence(scored.positions.sequence, len(policy))))
 
     def terms(self, batch: Mapping[str, Any], scored: Scored, step: Step) -> Outcome:
         """The losses of a batch's pairs, and the likelihood of their chosen completions where it is part of the loss."""
@@ -166,9 +165,13 @@ class DPOMethod(Method):
             return scores
         return PairScores.without_reference(scores.chosen, scores.rejected)
 
-    def totals(self, scored: Scored, count: int) -> Tensor:
-        """Log-prob of each completion, those of tokens past the shorter one's length discounted by `ld_alpha`."""
-        sequence, alpha = scored.positions.sequence, self.args.ld_alpha
+    def totals(self, batch: Mapping[str, Any], scored: Scored) -> Tensor:
+        """Log-prob of each completion `(2B,)`, those of tokens past the shorter one's length discounted by `ld_alpha`."""
+        sequence, alpha, count = (
+            scored.positions.sequence,
+            self.args.ld_alpha,
+            2 * row_count(batch, per_row=2),
+        )
         if alpha is None:
             return sum_by_sequence(scored.logps, sequence, count)
         return length_desensitized(scored.logps, sequence, count, alpha=alpha)
@@ -316,10 +319,4 @@ class DPOTrainer(LegacyDPOMethods, PreferenceTrainer):
         elif self.reference is None:
             batch.pop("ref_logps", None)
         elif "ref_logps" not in batch:
-            batch["ref_logps"] = self.reference.score(self.model_wrapped, batch, self.reference_logps)  # type: ignore[arg-type]
-
-    def reference_logps(self, scorer: Any, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        """Log-probs `(2B,)` of a batch's completions under the reference."""
-        with self.accelerator.autocast():
-            scored = scorer.score(model, batch, ScoreOptions())
-        return self.method.totals(scored, 2 * row_count(batch, per_row=2))
+            batch["ref_logps"] = self.reference.score(self.model_wrapped, batch, self.completion_logps)  # type: ignore[arg-type]

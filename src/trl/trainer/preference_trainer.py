@@ -20,6 +20,7 @@ from trl.legacy.interface import GIVEN, LOSSES, NOT_CALLED, REFERENCES, WHOLE_BA
 from trl.models.parts import embedded_tokens
 from trl.models.policy import Policy
 from trl.models.reference import Reference
+from trl.models.scoring.head import ScoreOptions
 from trl.models.setup import check_positions, pad_token_id
 from trl.reporting.metrics import MetricSums
 from trl.tensors.reduce import LossTerms
@@ -139,6 +140,12 @@ class PreferenceTrainer(BaseTrainer):
         )
 
     # ---- the reference
+
+    def completion_logps(self, scorer: Any, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        """Log-prob of each completion of a batch under the reference."""
+        with self.accelerator.autocast():
+            scored = scorer.score(model, batch, ScoreOptions())
+        return self.method.totals(batch, scored)  # type: ignore[attr-defined]
 
     def reference_columns(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """The reference's log-probs in a batch, one per row, by their columns in a data set."""

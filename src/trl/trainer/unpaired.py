@@ -78,6 +78,11 @@ class UnpairedMethod(Method):
         logps = sum_by_sequence(scored.logps, scored.positions.sequence, row_count(batch))
         return UnpairedScores(logps, batch["ref_logps"].to(logps), batch["label"])
 
+    def totals(self, batch: Mapping[str, Any], scored: Scored) -> Tensor:
+        """Log-prob of each completion of a batch, the mismatched ones too."""
+        count = row_count(batch) * self.completions_per_row
+        return sum_by_sequence(scored.logps, scored.positions.sequence, count)
+
     def loss(self, batch: Mapping[str, Any], scores: UnpairedScores, step: Step) -> LossTerms:
         """The loss of each completion, with its metrics."""
         raise TypeError(f"{type(self).__name__} must override loss.")
@@ -224,13 +229,6 @@ class UnpairedTrainer(PreferenceTrainer):
             return
         found = self.compute_reference_log_probs(batch.get(GIVEN, batch))
         batch.update(zip(names, found if isinstance(found, tuple) else (found,), strict=False))
-
-    def completion_logps(self, scorer: Any, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        """Log-probs of all completions of a batch."""
-        with self.accelerator.autocast():
-            scored = scorer.score(model, batch, ScoreOptions())
-        count = row_count(batch) * self.method.completions_per_row
-        return sum_by_sequence(scored.logps, scored.positions.sequence, count)
 
 
 def _warn_of_blocks(dataset: Any, strategy: str) -> None:

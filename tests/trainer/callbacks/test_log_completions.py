@@ -31,7 +31,7 @@ def test_samples_equal_unpadded_greedy_generation(tmp_path):
 def test_tables_grow_at_every_freq(tmp_path, monkeypatch):
     tables = []
     monkeypatch.setattr(
-        "trl.trainer.callbacks.log_completions.log_table",
+        "trl.trainer.samples.log_table",
         lambda name, table, report_to, **options: tables.append((name, table, options["step"])) or ["wandb"],
     )
     run = trainer(tmp_path, eval_dataset=prompt_dataset())
