@@ -160,21 +160,15 @@ class ConstantLengthDataset(IterableDataset):
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        order = random.Random(self.seed)
-        for texts in self._buffers():
-            yield from self._rows(texts, order)
-
-    def _buffers(self) -> Iterator[list[str]]:
-        texts: list[str] = []
-        characters = 0
+        order, texts, characters = random.Random(self.seed), list[str](), 0
         for text in self._texts():
             texts.append(text)
             characters += len(text)
             if characters >= self.max_buffer_size:
-                yield texts
+                yield from self._rows(texts, order)
                 texts, characters = [], 0
         if texts:
-            yield texts
+            yield from self._rows(texts, order)
 
     def _texts(self) -> Iterator[str]:
         while True:
