@@ -93,7 +93,7 @@ COMBINED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"f_alpha_divergence_coef": NAN}, "f_alpha_divergence_coef must be a finite"),
         ({"f_divergence_type": "kl"}, "f_divergence_type must be one of 'reverse_kl'.*got 'kl'"),
         ({**JS, "loss_type": "nca_pair"}, "'js_divergence' .*loss_type 'nca_pair'"),
-        ({**JS, "loss_type": ["sigmoid", "apo_zero"]}, "got loss_type 'apo_zero'"),
+        ({**JS, "loss_type": ["sigmoid", "apo_zero"]}, "'js_divergence' .*loss_type 'apo_zero'"),
         ({"sync_ref_model": True, "precompute_ref_log_probs": True}, "changes the reference while training"),
         ({"sync_ref_model": True, "reference_free": True}, "has no reference that sync"),
         ({"label_pad_token_id": 0}, "label_pad_token_id"),
