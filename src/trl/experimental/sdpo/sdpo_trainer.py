@@ -185,7 +185,7 @@ class SDPOTrainer(SelfDistillationTrainer):
                 logger.warning("In the last %d rollout batches %s.", count, what)
         return found
 
-    def outcome(self, model: nn.Module, batch: Mapping[str, Any]) -> Outcome:
+    def outcome(self, model: nn.Module, batch: Mapping[str, Any], **given: Any) -> Outcome:
         """The divergence, and the loss of GRPO beside it."""
         found, share = super().outcome(model, batch), 1 - self.args.distillation_weight
         if not self.method.has_policy_loss:
