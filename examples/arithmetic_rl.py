@@ -14,10 +14,10 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from datasets import Dataset, disable_progress_bars
 from transformers import PrinterCallback, Trainer, TrainerCallback
@@ -43,11 +43,26 @@ LEARNING: dict[str, Any] = {
     "max_completion_length": MAX_ANSWER_TOKENS, "learning_rate": 5e-4, "lr_scheduler_type": "linear", "warmup_steps": 10,
     "logging_steps": EVERY,
 }  # fmt: skip
-METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "grpo": (GRPOTrainer, GRPOConfig, {}),
-    "rloo": (RLOOTrainer, RLOOConfig, {}),
-    "gspo": (GRPOTrainer, GRPOConfig, {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
-    "vespo": (GRPOTrainer, GRPOConfig, {"loss_type": "vespo"}),
+
+
+class Method(NamedTuple):
+    """A trainer with its config, what it learns from, its settings besides `LEARNING`, and the metric of its curve."""
+
+    trainer: Any
+    config: Any
+    given: dict[str, Any]
+    settings: dict[str, Any]
+    metric: str = "reward"
+
+
+REWARD = {"reward_funcs": is_right}
+METHODS = {
+    "grpo": Method(GRPOTrainer, GRPOConfig, REWARD, {}),
+    "rloo": Method(RLOOTrainer, RLOOConfig, REWARD, {}),
+    "gspo": Method(
+        GRPOTrainer, GRPOConfig, REWARD, {"loss_type": "grpo", "importance_sampling_level": "sequence"}
+    ),
+    "vespo": Method(GRPOTrainer, GRPOConfig, REWARD, {"loss_type": "vespo"}),
 }
 
 
@@ -55,7 +70,7 @@ METHODS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 class Result:
     """What a run reached, in shares of right answers to sums never shown.
 
-    `curve`: at each look the step, the mean reward since the last look, and the share reached.
+    `curve`: at each look the step, the mean of the method's metric since the last look, and the share reached.
     """
 
     method: str
@@ -105,8 +120,8 @@ class Student:
         return cls(task, tokenizer, build_model(tokenizer, seed=seed))
 
 
-def fine_tune(student: Student, *, seed: int, folder: str) -> int:
-    """Imitate right answers until the model gives `ENOUGH` of them itself; returns the steps."""
+def fine_tune(student: Student, *, seed: int, folder: str, enough: float = ENOUGH) -> int:
+    """Imitate right answers until the model gives this share of them itself; returns the steps."""
     trainer = SFTTrainer(
         student.model,
         SFTConfig(folder, **COMMON, **FINE_TUNING, seed=seed),
@@ -115,7 +130,7 @@ def fine_tune(student: Student, *, seed: int, folder: str) -> int:
         callbacks=[
             Look(
                 lambda step, logs: (
-                    share_right(student.model, student.tokenizer, student.task.problems[:300]) >= ENOUGH
+                    share_right(student.model, student.tokenizer, student.task.problems[:300]) >= enough
                 )
             )
         ],
@@ -123,24 +138,24 @@ def fine_tune(student: Student, *, seed: int, folder: str) -> int:
     return train(trainer)
 
 
-def learn(method: str, student: Student, result: Result, *, folder: str) -> None:
+def learn(method: Method, student: Student, result: Result, *, folder: str) -> None:
     """Learn by trying, and note in `result` what is reached on the way."""
 
     def look(step: int, logs: dict[str, float]) -> None:
         share = share_right(student.model, student.tokenizer, student.task.held_out)
-        result.curve.append((step, logs["reward"], share))
+        result.curve.append((step, logs[method.metric], share))
         print(
-            f"step {step:>4} of {result.steps}   reward {logs['reward']:.3f}   held-out {share:.1%}",
+            f"step {step:>4} of {result.steps}   {method.metric} {logs[method.metric]:.3f}   held-out {share:.1%}",
             flush=True,
         )
 
     started = time.perf_counter()
-    trainer_class, config, settings = METHODS[method]
+    settings = {**COMMON, **LEARNING, **method.settings, "max_steps": result.steps, "seed": result.seed}
     train(
-        trainer_class(
+        method.trainer(
             student.model,
-            is_right,
-            config(folder, **{**COMMON, **LEARNING, **settings}, max_steps=result.steps, seed=result.seed),
+            args=method.config(folder, **settings),
+            **method.given,
             train_dataset=Dataset.from_list(student.task.prompts()),
             processing_class=student.tokenizer,
             callbacks=[Look(look)],
@@ -156,14 +171,16 @@ def train(trainer: Trainer) -> int:
     return trainer.state.global_step
 
 
-def run(methods: list[str], *, task: Task, seed: int, steps: int, folder: str) -> list[Result]:
+def run(
+    methods: Mapping[str, Method], *, task: Task, seed: int, steps: int, folder: str, enough: float = ENOUGH
+) -> list[Result]:
     """Fine-tune once; each method learns from there."""
     student, results = Student.fresh(task, seed=seed), []
-    sft_steps = fine_tune(student, seed=seed, folder=folder)
+    sft_steps = fine_tune(student, seed=seed, folder=folder, enough=enough)
     fine_tuned = share_right(student.model, student.tokenizer, student.task.held_out)
     print(f"after {sft_steps} steps of fine-tuning: held-out {fine_tuned:.1%}", flush=True)
-    for method in methods:
-        result = Result(method, seed, fine_tuned, sft_steps, steps)
+    for name, method in methods.items():
+        result = Result(name, seed, fine_tuned, sft_steps, steps)
         learn(
             method,
             Student(student.task, student.tokenizer, copy.deepcopy(student.model)),
@@ -172,15 +189,16 @@ def run(methods: list[str], *, task: Task, seed: int, steps: int, folder: str) -
         )
         met = "not reached" if result.first_step is None else f"first at step {result.first_step}"
         shares = f"held-out {fine_tuned:.1%} -> {result.reached:.1%}"
-        print(f"{method}, seed {seed}: {shares}, {GOAL:.0%} {met}; {result.seconds:.0f} s", flush=True)
+        print(f"{name}, seed {seed}: {shares}, {GOAL:.0%} {met}; {result.seconds:.0f} s", flush=True)
         results.append(result)
     return results
 
 
-def table(results: list[Result]) -> str:
+def table(results: list[Result], methods: Iterable[str] = METHODS) -> str:
     """A line for each run, in markdown."""
     head = ["| method | seed | after SFT | at the end | first look at 90 % |", "|---|---|---|---|---|"]
-    ordered = sorted(results, key=lambda result: (list(METHODS).index(result.method), result.seed))
+    order = list(methods)
+    ordered = sorted(results, key=lambda result: (order.index(result.method), result.seed))
     rows = [
         f"| {each.method} | {each.seed} | {each.fine_tuned:.1%} | {each.reached:.1%} | {each.first_step or 'none'} |"
         for each in ordered
@@ -188,17 +206,25 @@ def table(results: list[Result]) -> str:
     return "\n".join([*head, *rows])
 
 
-def main() -> None:
+def main(
+    methods: Mapping[str, Method] = METHODS,
+    description: str | None = __doc__,
+    *,
+    steps: int = STEPS,
+    enough: float = ENOUGH,
+) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--method", nargs="+", choices=METHODS, default=["grpo"], help="how to learn from the answers"
+        "--method",
+        nargs="+",
+        choices=methods,
+        default=[next(iter(methods))],
+        help="how to learn from the answers",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the sums, the weights and the order")
-    parser.add_argument(
-        "--steps", type=int, default=STEPS, help="optimiser steps, each from 128 answers to 16 sums"
-    )
+    parser.add_argument("--steps", type=int, default=steps, help="optimiser steps, each from 128 answers")
     parser.add_argument("--out", type=Path, help="jsonl file to which the figures are appended")
     parser.add_argument(
         "--table", type=Path, help="such a file, to be printed as a table; nothing is trained"
@@ -206,12 +232,13 @@ def main() -> None:
     given = parser.parse_args()
     if given.table:
         lines = given.table.read_text(encoding="utf-8").splitlines()
-        print(table([Result(**json.loads(line)) for line in lines]))
+        print(table([Result(**json.loads(line)) for line in lines], methods))
         return
     disable_progress_bars()
     with tempfile.TemporaryDirectory() as folder:
+        chosen = {name: methods[name] for name in given.method}
         task = make_task(seed=given.seed)
-        results = run(given.method, task=task, seed=given.seed, steps=given.steps, folder=folder)
+        results = run(chosen, task=task, seed=given.seed, steps=given.steps, folder=folder, enough=enough)
     if given.out:
         with given.out.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(asdict(result)) + "\n" for result in results)
