@@ -124,6 +124,8 @@ def test_the_loss_is_the_mean_over_completions_whose_teacher_is_shown_more() -> 
     assert log["loss"] == pytest.approx(torch.stack([row.mean() for row in kept]).mean().item(), rel=1e-6)
     measured = {name.removeprefix("self_distillation/"): value for name, value in log.items()}
     assert measured["distillation_loss"] == pytest.approx(torch.cat(kept).mean().item(), rel=1e-9)
+    assert log["tokens/trained"] == sum(len(row) for row in kept)
+    assert log["tokens/filtered"] == sum(map(len, losses)) - log["tokens/trained"]
     scores = rows.per_row[SCORES].view(-1, 4)
     for name, value in {
         "reward_mean": scores.mean(), "reward_std": scores.std(), "reward_min": scores.min(), "reward_max": scores.max(),

@@ -22,7 +22,7 @@ from trl.experimental.sdpo.sdpo_config import SDPOConfig
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.group_advantages import group_moments
 from trl.rewards.result import RewardInputs, source_means
-from trl.rollouts.experience import ADVANTAGE, SCORES, Experience
+from trl.rollouts.experience import ADVANTAGE, FILTERED, SCORES, Experience
 from trl.rollouts.measures import measured_groups
 from trl.tensors.reduce import Unit, Weighted, reduce_terms, weighted
 from trl.trainer.grpo_config import RolloutTraining
@@ -76,10 +76,8 @@ class SDPOMethod(SelfDistillationMethod):
         return self.policy.rewards_and_advantages(rows, group_size)
 
     def signals(self, experience: Experience) -> Tensor:
-        signals = self.distilled(experience).float()
-        if self.has_policy_loss:
-            signals += experience.per_row[ADVANTAGE].abs()[experience.completions.row_index]
-        return signals
+        advantages = experience.per_row[ADVANTAGE][experience.completions.row_index]
+        return advantages.abs() + self.distilled(experience)
 
     def metrics(
         self, rows: Mapping[str, Tensor], sources: Sequence[str], group_size: int, *, share: float
@@ -166,6 +164,8 @@ class SDPOTrainer(SelfDistillationTrainer):
         columns = {SOLVED: solutions, HAS_FEEDBACK: feedback, SHOWN_FEEDBACK: shown}
         flags = {name: torch.tensor([x is not None for x in column]) for name, column in columns.items()}
         flags[REPROMPTED] = flags[SOLVED] | flags[SHOWN_FEEDBACK]
+        if not self.method.has_policy_loss:
+            flags[FILTERED] = ~flags[REPROMPTED]  # for the counts of tokens
         return self.teacher_prompts.with_prompts(found.with_rows(**flags), tokens)
 
     def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
