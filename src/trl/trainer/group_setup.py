@@ -242,18 +242,14 @@ def teacher_of(teacher: Any, args: RolloutTraining, policy: Policy, *, needed: b
         return own_teacher(kind, policy.model, policy.scorer)
     names = ("teacher_model_server_url", "teacher_model_name_or_path")
     given = teacher or next(filter(None, (getattr(args, name, None) for name in names)), None)
-    if isinstance(given, Mapping):
+    if isinstance(given, Mapping) or (isinstance(given, str) and given.lstrip().startswith("{")):
         raise ValueError(
-            f"teacher_model has several teachers, {list(given)}, which prompts do not choose among. Give one teacher, or use "
-            "GKDTrainer, where rows choose."
+            f"teacher_model has several teachers, {given if isinstance(given, str) else list(given)}, which prompts do not choose "
+            "among. Give one teacher, or use GKDTrainer, where rows choose."
         )
     if hasattr(args, names[0]):
         size = embedded_tokens(policy.scorer.core)
         served = served_teacher(given, args, policy.tokenizer, vocabulary=size)
-        if served is not None and served.names:
-            raise ValueError(
-                f"{names[0]} has several servers, which prompts do not choose among. Give one address."
-            )
         if served is not None:
             return served
     if needed:
