@@ -143,3 +143,45 @@ def test_settings_that_cannot_be_combined_are_refused(name, tmp_path):
     for given, words in COMBINED[name]:
         with pytest.raises(ValueError, match=f"(?s){words}"):
             config(**common, **given)
+
+
+UNREAD: dict[str, dict[str, dict[str, Any]]] = {
+    "trl.DPO": {
+        "label_smoothing": {"label_smoothing": 0.1, "loss_type": ["hinge", "sft"]},
+        "discopop_tau": {"discopop_tau": 0.1},
+        "f_alpha_divergence_coef": {"f_alpha_divergence_coef": 0.5},
+        "precompute_ref_log_probs": {"precompute_ref_log_probs": True, "reference_free": True},
+        "use_weighting": {"use_weighting": True, "loss_type": "sft"},
+        "ld_alpha": {"ld_alpha": 0.5, "loss_type": ["sft"]},
+        "f_divergence_type": {**JS, "loss_type": ["sft"]},
+    },
+    "trl.GRPO": {
+        "delta": {"delta": 2.0, "loss_type": "cispo", "epsilon_high": 5.0},
+        "epsilon": {"epsilon": 0.1, "loss_type": "cispo", "epsilon_high": 5.0},
+        "epsilon_high": {"epsilon_high": 0.3, "loss_type": "sapo"},
+        "max_resampling_rounds": {"max_resampling_rounds": 3},
+        "sapo_temperature_pos": {"sapo_temperature_pos": 0.5},
+        "vespo_k_neg": {"vespo_k_neg": 1.0, "loss_type": "sapo"},
+        "importance_sampling_level": {"importance_sampling_level": "sequence", "loss_type": "vespo"},
+        "vllm_importance_sampling_mode": {
+            "vllm_importance_sampling_mode": "token_mask",
+            "loss_type": "vespo",
+        },
+        "vllm_importance_sampling_cap": {"vllm_importance_sampling_cap": 2.0, "loss_type": "vespo"},
+        "use_bias_correction_kl": {"use_bias_correction_kl": True},
+        "vllm_guided_decoding_regex": {"vllm_guided_decoding_regex": "[0-9]+"},
+        "log_unique_prompts": {"log_unique_prompts": True},
+        "num_completions_to_print": {"num_completions_to_print": 3},
+        "use_transformers_paged": {"use_transformers_paged": True},
+        "cache_implementation": {"cache_implementation": "static"},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"), [(name, setting) for name in UNREAD for setting in UNREAD[name]]
+)
+def test_settings_that_nothing_reads_are_warned_about_once(name, setting, tmp_path):
+    with pytest.warns(Warning, match=rf"{setting}(=.* has no effect| -> nothing)") as caught:
+        CONFIGS[name](str(tmp_path), use_cpu=True, **UNREAD[name][setting])
+    assert [each.filename for each in caught if setting in str(each.message)] == [__file__]

@@ -41,32 +41,6 @@ def test_sizes_are_filled_in():
     assert config(per_device_train_batch_size=8, num_iterations=3).rollout_sizes().steps == 3
 
 
-IGNORED = {
-    "delta": {"delta": 2.0, "loss_type": "cispo", "epsilon_high": 5.0},
-    "epsilon": {"epsilon": 0.1, "loss_type": "cispo", "epsilon_high": 5.0},
-    "epsilon_high": {"epsilon_high": 0.3, "loss_type": "sapo"},
-    "max_resampling_rounds": {"max_resampling_rounds": 3},
-    "sapo_temperature_pos": {"sapo_temperature_pos": 0.5},
-    "vespo_k_neg": {"vespo_k_neg": 1.0, "loss_type": "sapo"},
-    "importance_sampling_level": {"importance_sampling_level": "sequence", "loss_type": "vespo"},
-    "vllm_importance_sampling_mode": {"vllm_importance_sampling_mode": "token_mask", "loss_type": "vespo"},
-    "vllm_importance_sampling_cap": {"vllm_importance_sampling_cap": 2.0, "loss_type": "vespo"},
-    "use_bias_correction_kl": {"use_bias_correction_kl": True},
-    "vllm_guided_decoding_regex": {"vllm_guided_decoding_regex": "[0-9]+"},
-    "log_unique_prompts": {"log_unique_prompts": True},
-    "num_completions_to_print": {"num_completions_to_print": 3},
-    "use_transformers_paged": {"use_transformers_paged": True},
-    "cache_implementation": {"cache_implementation": "static"},
-}
-
-
-@pytest.mark.parametrize(("name", "given"), IGNORED.items(), ids=IGNORED)
-def test_what_has_no_effect_is_said_once(name, given):
-    with pytest.warns(Warning, match=rf"{name}(=.* has no effect| -> nothing)") as caught:
-        config(**given)
-    assert len([warning for warning in caught if name in str(warning.message)]) == 1
-
-
 def test_a_bound_of_cispo_that_cuts_every_weight_is_said():
     with pytest.warns(
         UserWarning, match=r"cispo' takes epsilon_high=0\.2 as the largest weight .*Set epsilon_high to 5"
