@@ -141,7 +141,7 @@ BAD = {
     "not finite": (
         {"embedding_func": lambda input_ids, attention_mask: torch.full((len(input_ids), 2), torch.nan)},
         ValueError,
-        "the embedding of desirable prompt 0 of the sample is not finite",
+        "embedding_func must be finite, unlike for desirable prompt 0",
     ),
 }
 

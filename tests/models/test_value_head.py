@@ -178,7 +178,7 @@ def test_a_peft_model_is_taken_as_it_is_or_merged_before_a_new_adapter():
 
 
 def test_what_cannot_work_is_named(tmp_path):
-    with pytest.raises(TypeError, match="expected one of AutoModelForCausalLM"):
+    with pytest.raises(TypeError, match="one of AutoModelForCausalLM"):
         Causal.from_pretrained(tiny_seq2seq("t5"))
     with pytest.raises(TypeError, match="one of AutoModelForSeq2SeqLM"):
         Seq2Seq.from_pretrained(tiny_model("llama"))

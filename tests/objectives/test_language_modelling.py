@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trl.objectives.language_modelling import LOSS_TYPES, dft, nll
-from trl.objectives.tables import lookup
+from trl.options.checks import lookup
 from trl.tensors.reduce import count_units, reduce_terms
 
 PROBABILITIES = [0.5, 0.25, 0.9]

@@ -1,8 +1,10 @@
 """The sizes of a window of groups, and what is said of numbers that do not divide."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from trl.rollouts.schedule import GroupSettings, check_evaluation, group_sizes
+from trl.rollouts.schedule import check_evaluation, group_sizes
 
 # device rows, accumulation, processes, generations, generation batch, steps per generation, passes
 #   -> generated at once, steps per generation, rows of the window, mini-batches, micro-batches
@@ -18,9 +20,19 @@ GOOD = {
 }
 
 
+NAMES = (
+    *("device_rows", "gradient_accumulation_steps", "world_size", "num_generations"),
+    *("generation_batch_size", "steps_per_generation", "num_iterations"),
+)
+
+
+def settings(*given):
+    return SimpleNamespace(**dict(zip(NAMES, (*given, *(None, None, 1)[len(given) - 4 :]), strict=True)))
+
+
 @pytest.mark.parametrize(("given", "expected"), GOOD.values(), ids=GOOD)
 def test_sizes(given, expected):
-    found = group_sizes(GroupSettings(*given))
+    found = group_sizes(settings(*given))
     sizes = found.sizes
     assert (
         found.generation_batch_size, found.steps_per_generation, sizes.rows, sizes.mini_batches, sizes.micro_batches
@@ -31,7 +43,7 @@ def test_sizes(given, expected):
 
 
 def test_passes_are_iterations():
-    sizes = group_sizes(GroupSettings(4, 1, 1, 2, None, 3, num_iterations=2)).sizes
+    sizes = group_sizes(settings(4, 1, 1, 2, None, 3, 2)).sizes
     assert (sizes.passes, sizes.steps) == (2, 6)
 
 
@@ -46,7 +58,7 @@ BAD = {
 @pytest.mark.parametrize(("given", "message"), BAD.values(), ids=BAD)
 def test_numbers_that_do_not_divide(given, message):
     with pytest.raises(ValueError, match=message):
-        group_sizes(GroupSettings(*given))
+        group_sizes(settings(*given))
 
 
 def test_evaluation_batches_hold_whole_groups():

@@ -40,7 +40,7 @@ from trl.objectives.preference import (
     nll_coefficient,
     preference_terms,
 )
-from trl.objectives.tables import lookup
+from trl.options.checks import lookup
 from trl.reporting.metrics import Processes
 from trl.tensors.reduce import LossTerms
 from trl.tensors.sequences import split_pairs, tokens_by_sequence

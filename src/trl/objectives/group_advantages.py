@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from trl.objectives.tables import lookup
+from trl.options.checks import lookup
 from trl.tensors.reduce import Weighted, weighted
 
 Scale = Literal["group", "batch", "none"]

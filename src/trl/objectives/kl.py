@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trl.objectives.tables import lookup
+from trl.options.checks import lookup
 from trl.tensors.reduce import where_counted
 from trl.tensors.statistics import cap_exp
 

@@ -28,7 +28,7 @@ from trl.objectives.pairs import (
     power_ratio,
     step_statistics,
 )
-from trl.objectives.tables import lookup
+from trl.options.checks import lookup
 from trl.tensors.reduce import LossTerms, weighted
 from trl.tensors.statistics import cap_exp
 

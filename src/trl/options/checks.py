@@ -2,20 +2,22 @@
 
 import argparse
 import dataclasses
+import difflib
 import functools
 import json
 import math
 import numbers
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from transformers import TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
 Reader = Callable[[str], Any]
+Entry = TypeVar("Entry")
 
 KIND_NAMES: dict[Any, str] = {
     string_to_bool: "true or false", int: "a whole number", float: "a number", str: "a plain value"
@@ -60,6 +62,24 @@ def check_one_of(name: str, value: Any, allowed: Iterable[str], *, optional: boo
         return
     listing = ", ".join(repr(option) for option in names)
     raise ValueError(f"{name} must be one of {listing}{' or None' if optional else ''}, got {value!r}.")
+
+
+def lookup(table: Mapping[str, Entry], name: str, what: str) -> Entry:
+    """The entry of `table` under `name`; `what` is the option that carried the name.
+
+    Raises ValueError, listing the known names, for any other.
+
+    >>> lookup({"nll": 1, "dft": 2}, "dft", "loss_type")
+    2
+    >>> lookup({"nll": 1, "dft": 2}, "nl", "loss_type")
+    Traceback (most recent call last):
+    ValueError: unknown loss_type 'nl'; known are 'dft', 'nll'. Did you mean 'nll'?
+    """
+    if name in table:
+        return table[name]
+    close = difflib.get_close_matches(str(name), table, n=1)
+    remedy = f"Did you mean {close[0]!r}?" if close else "Use one of these."
+    raise ValueError(f"unknown {what} {name!r}; known are {', '.join(map(repr, sorted(table)))}. {remedy}")
 
 
 def json_object(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -58,19 +58,6 @@ class RolloutSizes:
         return self.rows // self.processes
 
 
-@dataclass(frozen=True, slots=True)
-class GroupSettings:
-    """The settings of a config that determine the sizes; `processes` share every micro-batch."""
-
-    per_device_train_batch_size: int
-    gradient_accumulation_steps: int
-    processes: int
-    num_generations: int
-    generation_batch_size: int | None = None
-    steps_per_generation: int | None = None
-    num_iterations: int = 1
-
-
 class GroupSizes(NamedTuple):
     """The sizes of a rollout batch, and both settings of a generation."""
 
@@ -79,38 +66,34 @@ class GroupSizes(NamedTuple):
     steps_per_generation: int
 
 
-def group_sizes(settings: GroupSettings) -> GroupSizes:
-    """The rollout batch of a configuration, in rows (completions).
+def group_sizes(args: Any) -> GroupSizes:
+    """The rollout batch of a config, in rows (completions); a micro-batch of one process has `args.device_rows`.
 
     If `steps_per_generation` is no multiple of an optimiser step's micro-batches, a rollout batch has several generations.
 
     Raises: ValueError for numbers that do not divide, with those that would.
-
-    >>> found = group_sizes(GroupSettings(4, 2, processes=1, num_generations=8))
-    >>> found.generation_batch_size, found.steps_per_generation, found.sizes.steps
-    (8, 2, 1)
     """
-    rows = settings.per_device_train_batch_size * settings.processes
-    accumulated = settings.gradient_accumulation_steps
-    given, steps = settings.generation_batch_size, settings.steps_per_generation
+    rows = args.device_rows * args.world_size
+    accumulated = args.gradient_accumulation_steps
+    given, steps = args.generation_batch_size, args.steps_per_generation
     if steps is None:
         steps = accumulated if given is None else given // rows
-    generated, whole = rows * steps, math.lcm(rows * accumulated, settings.num_generations)
+    generated, whole = rows * steps, math.lcm(rows * accumulated, args.num_generations)
     if given not in (None, generated):
         raise ValueError(
             f"generation_batch_size={given} must be {rows} * steps_per_generation. Set it alone, to a multiple of {whole}."
         )
-    if generated % settings.num_generations:
+    if generated % args.num_generations:
         raise ValueError(
-            f"{generated} completions must be a multiple of num_generations={settings.num_generations}. Set generation_batch_size to a multiple of {whole}."
+            f"{generated} completions must be a multiple of num_generations={args.num_generations}. Set generation_batch_size to a multiple of {whole}."
         )
     micro_batches = math.lcm(steps, accumulated)
     sizes = RolloutSizes(
         rows=rows * micro_batches,
         mini_batches=micro_batches // accumulated,
-        passes=settings.num_iterations,
+        passes=args.num_iterations,
         micro_batches=accumulated,
-        processes=settings.processes,
+        processes=args.world_size,
     )
     return GroupSizes(sizes, generated, steps)
 

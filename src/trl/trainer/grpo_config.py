@@ -9,14 +9,13 @@ from trl.objectives.group_advantages import SCALES
 from trl.objectives.group_policy import LOSS_TYPES, GroupOptions
 from trl.objectives.group_ratios import RATIOS, RatioLevel
 from trl.objectives.sampler_correction import CorrectionMode
-from trl.objectives.tables import lookup
-from trl.options.checks import check_at_least, warn_caller, warn_unread
+from trl.options.checks import check_at_least, lookup, warn_caller, warn_unread
 from trl.options.generation import Generation
 from trl.options.groups import documented, option, same
 from trl.options.methods import ReferenceSync, RewardFailure, RewardPolicy
 from trl.options.shared import PrefixSharingMode, shared
 from trl.options.training import TrainingDefaults
-from trl.rollouts.schedule import GroupSettings, RolloutSizes, check_evaluation, group_sizes
+from trl.rollouts.schedule import RolloutSizes, check_evaluation, group_sizes
 
 
 @dataclass
@@ -56,11 +55,8 @@ class RolloutTraining(Generation, TrainingDefaults):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        found = group_sizes(self._settings())
-        self.generation_batch_size, self.steps_per_generation = (
-            found.generation_batch_size,
-            found.steps_per_generation,
-        )
+        found = group_sizes(self)
+        self.generation_batch_size, self.steps_per_generation = found[1:]
         together = found.sizes.mini_batches * found.sizes.micro_batches
         if together > max(found.steps_per_generation, self.gradient_accumulation_steps):
             warn_caller(
@@ -74,19 +70,12 @@ class RolloutTraining(Generation, TrainingDefaults):
 
     def rollout_sizes(self) -> RolloutSizes:
         """The sizes of a rollout batch and its optimiser steps."""
-        return group_sizes(self._settings()).sizes
+        return group_sizes(self).sizes
 
-    def _settings(self) -> GroupSettings:
-        assert self.num_generations is not None
-        return GroupSettings(
-            self.per_device_train_batch_size,
-            self.gradient_accumulation_steps,
-            self.world_size,
-            self.num_generations,
-            self.generation_batch_size,
-            self.steps_per_generation,
-            self.num_iterations,
-        )
+    @property
+    def device_rows(self) -> int:
+        """Completions in a micro-batch of one process."""
+        return self.per_device_train_batch_size
 
 
 @dataclass

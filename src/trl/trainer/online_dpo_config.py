@@ -1,6 +1,6 @@
 """Configuration of online DPO."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from trl.objectives.online_preference import Selection, TiePolicy
@@ -10,7 +10,6 @@ from trl.options.generation import Generation
 from trl.options.groups import documented, moved, option, same
 from trl.options.methods import JudgeOptions
 from trl.options.shared import shared
-from trl.rollouts.schedule import GroupSettings
 from trl.trainer.grpo_config import GroupTraining
 
 ONLINE_LOSSES = tuple(name for name in PAIR_LOSSES if name not in NEEDS_STEP | {"sft"})
@@ -99,9 +98,9 @@ class OnlineDPOConfig(JudgeOptions, GroupTraining):
                 )
             self.max_prompt_length = min(self.max_prompt_length or room, room)
 
-    def _settings(self) -> GroupSettings:
-        found, size = super()._settings(), self.num_generations or 2
-        return replace(found, per_device_train_batch_size=found.per_device_train_batch_size * size)
+    @property
+    def device_rows(self) -> int:
+        return self.per_device_train_batch_size * (self.num_generations or 2)
 
     def pair_options(self, beta: float) -> PairOptions:
         """The settings of the pair losses."""

@@ -28,7 +28,7 @@ from trl.models.parts import check_decoder_only
 from trl.models.scoring.causal import Scored, Scorer
 from trl.models.scoring.head import LossOf, ScoreOptions
 from trl.objectives.language_modelling import LOSS_TYPES
-from trl.objectives.tables import lookup
+from trl.options.checks import lookup
 from trl.tensors.reduce import LossTerms, Unit, weighted
 from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.images import TEXT_COLUMNS, image_sets

@@ -138,7 +138,7 @@ def test_adapters_are_scored_and_trained(architecture, head):
 
 def test_what_cannot_be_scored_is_refused():
     for other in (tiny_model("llama"), tiny_classifier("bart")):
-        with pytest.raises(TypeError, match="AutoModelForSeq2SeqLM"):
+        with pytest.raises(TypeError, match="must be an encoder-decoder"):
             Seq2SeqScorer(other)
     model, batch = tiny_seq2seq("t5"), seq2seq_batch(ROWS)
     scorer = Seq2SeqScorer(model)
