@@ -196,7 +196,7 @@ STEPS = {
     "no labels": Bad([{"prompt": "a", "completions": ["b"]}], ValueError, "add 'labels'"),
     "one completion": Bad([{"prompt": "a", "completion": "b", "label": True}], ValueError, "add 'completions'"),
     "nothing left": Bad([SOLVED], ValueError, "none of the row's", {"max_length": 3}),
-    "separator without tokens": Bad([SOLVED], ValueError, "step_separator '' has no token under this tokenizer", {"step_separator": ""}),
+    "separator without tokens": Bad([SOLVED], ValueError, "step_separator ''", {"step_separator": ""}),
     "unknown token": Bad([{"input_ids": [5, 9999], "labels": [-100, 1]}], ValueError, "token id 9999, expected 0 to"),
     "token labels of another length": Bad([{"input_ids": [5, 6], "labels": [1]}], ValueError, "row 0, column 'labels': 1 labels for 2 tokens"),
     "token labels that are no classes": Bad([{"input_ids": [5, 6], "labels": [-1, 1]}], ValueError, "row 0, column 'labels': -1, expected a class"),

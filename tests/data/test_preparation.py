@@ -151,9 +151,7 @@ def test_a_formatting_function_that_makes_no_text_is_told_what_it_is_given(funct
     with pytest.raises(TypeError) as caught:
         prepare([{"question": "Why?", "answer": "So."}], formatting_func=function)
     assert f"row 0, column 'text': {outcome}" in str(caught.value)
-    assert "a dict of the columns ['answer', 'question'], and returns its text; or a batch" in str(
-        caught.value
-    )
+    assert "columns ['answer', 'question']" in str(caught.value)
 
 
 def test_another_eos_token_is_used_without_changing_the_tokenizer() -> None:
@@ -217,4 +215,4 @@ def test_a_stream_goes_on_after_a_checkpoint() -> None:
 def test_unpaired_preferences_are_trained_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     rows, _ = prepare([{**row, "label": False} for row in PAIRS])
     assert rows.column_names == ["input_ids", "completion_mask"]
-    assert "Filter the false ones, or train with KTOTrainer" in caplog.text
+    assert "KTOTrainer" in caplog.text

@@ -127,7 +127,7 @@ def test_read_tools_refuses_other_things() -> None:
         read_tools("{look}")
     with pytest.raises(TypeError, match="got int"):
         read_tools(3)
-    with pytest.raises(TypeError, match="holds a int"):
+    with pytest.raises(TypeError, match="got int"):
         read_tools([3])
 
 

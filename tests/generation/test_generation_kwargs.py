@@ -32,9 +32,7 @@ def test_settings_of_transformers_processors_are_kept_where_they_ask_for_somethi
     found = Sampling(5).updated({"typical_p": 0.9, "no_repeat_ngram_size": 2, "top_k": 3})
     assert found == Sampling(5, top_k=3, processors=(("typical_p", 0.9), ("no_repeat_ngram_size", 2)))
     assert found.alters_distribution and not Sampling(5).alters_distribution
-    with pytest.raises(
-        ValueError, match=r"vLLM does not support typical_p=0.9, no_repeat_ngram_size=2\. Take it out"
-    ):
+    with pytest.raises(ValueError, match=r"vLLM .* typical_p=0.9, no_repeat_ngram_size=2"):
         found.refuse_processors("vLLM")
 
 

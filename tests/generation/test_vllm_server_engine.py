@@ -263,7 +263,7 @@ def test_adapters_of_experts_are_refused_before_anything_is_sent():
 def test_quantised_policies_are_refused_before_anything_is_sent(flag):
     policy = tiny_model("llama")
     setattr(policy, flag, True)
-    with pytest.raises(ValueError, match=r"quantised LlamaForCausalLM, .*without quantisation"):
+    with pytest.raises(ValueError, match="quantised LlamaForCausalLM"):
         VLLMServerEngine(policy, None)
 
 

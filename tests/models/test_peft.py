@@ -120,9 +120,7 @@ def test_an_adapter_that_cannot_be_merged_is_refused():
     prompt = get_peft_model(
         tiny_model("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     )
-    with pytest.raises(
-        ValueError, match=r"PROMPT_TUNING cannot be merged into the base"
-    ):
+    with pytest.raises(ValueError, match=r"PROMPT_TUNING cannot be merged into the base"):
         prepare_peft_model(prompt, lora(), trainer_args())
     gptq = trained()
     gptq.base_model.model.quantization_method = "gptq"

@@ -14,7 +14,7 @@ def test_a_file_where_the_output_folder_shall_be_is_named(tmp_path):
     check_output_dir(tmp_path)
     check_output_dir(tmp_path / "new" / "run")
     for place in (file, file / "run"):
-        with pytest.raises(ValueError, match=r"got '.*notes.md.*': '.*notes.md' is a file"):
+        with pytest.raises(ValueError, match=r"output_dir .*notes.md' is a file"):
             check_output_dir(place)
     assert file.read_text() == "mine"
 
@@ -22,7 +22,7 @@ def test_a_file_where_the_output_folder_shall_be_is_named(tmp_path):
 def test_a_place_that_cannot_be_written_to_is_named(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr("os.access", lambda path, mode: asked.append(path))
-    with pytest.raises(ValueError, match=rf"got '.*/new/run': '{tmp_path}' is read-only"):
+    with pytest.raises(ValueError, match=rf"output_dir '.*/new/run' .*'{tmp_path}' is read-only"):
         check_output_dir(tmp_path / "new" / "run")
     assert asked == [tmp_path]
 

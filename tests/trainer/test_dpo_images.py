@@ -1,7 +1,5 @@
 """What DPOTrainer needs for rows with images: collator, checks before the first step, settings that are refused."""
 
-import re
-
 import pytest
 from datasets import Dataset
 
@@ -77,5 +75,5 @@ def test_sets_are_checked_and_left_as_they_are(processor, model, tmp_path):
             check(bad)
     with pytest.raises(ValueError, match="dev dataset, row 1"):
         sets.evaluation({"dev": bad})
-    with pytest.raises(TypeError, match=re.escape("train_dataset must be a datasets.Dataset")):
+    with pytest.raises(TypeError, match="train_dataset must be"):
         sets.train(ROWS)
