@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from trl.objectives.online_preference import by_epoch, nash_advantages, ranked_pairs
+from trl.objectives.online_preference import by_epoch, nash_advantages, ranked_pairs, sequence_metrics
 
 NAN = math.nan
 
@@ -28,6 +28,15 @@ def test_ranked_pairs(scores, size, selection, ties, expected):
     found = ranked_pairs(torch.tensor(scores), size, selection=selection, ties=ties)
     rows = list(zip(*(column.tolist() for column in found), strict=True))
     assert rows == expected
+
+
+def test_completions_without_a_score_are_in_no_mean():
+    columns = (torch.tensor(values) for values in ([-2.0, -3.0], [-1.0, -5.0], [1.0, NAN]))
+    found = sequence_metrics(*columns, beta=0.5, with_scores=True)
+    assert {name: value.mean.item() for name, value in found.items()} == {
+        "objective/kl": -1.0, "objective/entropy": 2.0, "objective/non_score_reward": 0.5, "objective/scores": 1.0,
+        "objective/rlhf_reward": 1.5,
+    }  # fmt: skip
 
 
 def test_a_schedule_has_one_value_for_each_epoch():

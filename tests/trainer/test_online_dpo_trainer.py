@@ -8,7 +8,7 @@ from torch.nn.functional import logsigmoid
 
 from tests.tiny import tiny_model
 from tests.trainer import image_prompt_runs
-from tests.trainer.grpo_runs import even_tokens, make, prompts, run
+from tests.trainer.grpo_runs import even_tokens, first_is_rare, make, prompts, run
 from trl import NashMDConfig, OnlineDPOConfig, OnlineDPOTrainer, XPOConfig
 from trl.experimental.judges import BasePairwiseJudge
 from trl.experimental.nash_md import NashMDTrainer
@@ -96,25 +96,34 @@ def assert_gradients(found, loss, plain):
         torch.testing.assert_close(found[name], gradient, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
-def test_a_step_of_online_dpo(loss_type):
+@pytest.mark.parametrize(
+    ("loss_type", "ties", "reward"), [("sigmoid", "drop", even_tokens), ("ipo", "drop", even_tokens), ("sigmoid", "both", first_is_rare)]
+)  # fmt: skip
+def test_a_step_of_online_dpo(loss_type, ties, reward):
+    """Ties are dropped, or trained in both orders with half the weight."""
     trainer, found, batch, plain, own, ref = stepped(
-        "online_dpo", loss_type=loss_type, missing_eos_penalty=0.5
+        "online_dpo", loss_type=loss_type, missing_eos_penalty=0.5, tie_policy=ties, reward_funcs=reward
     )
     texts = [ids.tolist() for ids in batch.completions.split()]
     stopped = batch.per_row["stopped"].tolist()
     assert not all(stopped)
-    scores = [score - 0.5 * (not stop) for score, stop in zip(even_tokens(texts), stopped, strict=True)]
-    losses = []
+    scores = [score - 0.5 * (not stop) for score, stop in zip(reward(texts), stopped, strict=True)]
+    losses, weights, margins = [], [], []
     for i in range(0, len(own), 2):
-        if scores[i] == scores[i + 1]:
-            continue
-        c, r = (i, i + 1) if scores[i] > scores[i + 1] else (i + 1, i)
-        ratio = [(own[k] - ref[k]).mean() if loss_type == "ipo" else (own[k] - ref[k]).sum() for k in (c, r)]
-        margin = ratio[0] - ratio[1]
-        losses.append(-logsigmoid(0.1 * margin) if loss_type == "sigmoid" else (margin - 5.0).square())
-    loss = torch.stack(losses).mean()
+        gap = scores[i] - scores[i + 1]
+        orders = [(i, i + 1)] * (gap > 0) + [(i + 1, i)] * (gap < 0)
+        for c, r in orders or [(i, i + 1), (i + 1, i)] * (ties == "both"):
+            ratio = [
+                (own[k] - ref[k]).mean() if loss_type == "ipo" else (own[k] - ref[k]).sum() for k in (c, r)
+            ]
+            margin = ratio[0] - ratio[1]
+            losses.append(-logsigmoid(0.1 * margin) if loss_type == "sigmoid" else (margin - 5.0).square())
+            weights.append(1.0 if orders else 0.5)
+            margins.append(scores[c] - scores[r])
+    assert (0.5 in weights) == (ties == "both") and 1.0 in weights
+    loss = (torch.stack(losses) * torch.tensor(weights)).sum() / sum(weights)
     log = trainer.state.log_history[0]
+    assert log["objective/scores_margin"] == pytest.approx(sum(margins) / len(margins), rel=1e-6)
     assert log["loss"] == pytest.approx(loss.item(), rel=1e-5)
     gaps = torch.stack([(a - b).sum() for a, b in zip(own, ref, strict=True)]).detach()
     assert log["objective/kl"] == pytest.approx(gaps.mean().item(), rel=1e-6)
