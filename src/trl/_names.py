@@ -82,7 +82,7 @@ NAMES: dict[str, Row] = {
         "trl.generation.transformers.padded_queries": "StringStoppingCriteria",
         "trl.rollouts.text_environment": "TextEnvironment TextHistory"},
     "trl.experimental": {"trl.options.packages": "TRLExperimentalWarning"},
-    "trl.experimental.agents": {"trl.experimental.agents.endpoint": "Endpoint OpenSession",
+    "trl.experimental.agents": {"trl.rollouts.endpoint": "Endpoint OpenSession",
         "trl.rollouts.sessions": "Budget Chain Session Turn chains_of"},
     "trl.experimental.bema_for_ref_model": {"trl.experimental.bema_for_ref_model.callback": "BEMACallback",
         "trl.trainer.dpo_trainer": "DPOTrainer"},

@@ -8,6 +8,7 @@ from trl.options.shared import shared
 
 VLLMMode = Literal["server", "colocate"]
 VLLMModelImpl = Literal["vllm", "transformers"]
+AGENT_SETTINGS = ("agent_concurrency", "agent_deadline", "agent_max_turns", "agent_max_tokens")
 TOOL_SETTINGS = ("max_tool_calling_iterations", "tool_deadline")
 
 
@@ -61,3 +62,7 @@ class Generation(Completions):
     wandb_log_unique_prompts: bool | None = moved(to="log_unique_prompts", flag=True)
     max_tool_calling_iterations: int | None = option(None, "Rounds of tool calls. None: no limit.", ">= 1")
     tool_deadline: float | None = option(60.0, "Seconds until a tool call fails. None: never.", "(0, inf]")
+    agent_concurrency: int = option(64, "Sessions of agents that run at once.", ">= 1")
+    agent_deadline: float | None = option(None, "Seconds until a session fails. None: never.", "(0, inf]")
+    agent_max_turns: int | None = option(None, "Completions in a session. None: no limit.", ">= 1")
+    agent_max_tokens: int | None = option(None, "Sampled tokens in a session. None: no limit.", ">= 1")

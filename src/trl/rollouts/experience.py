@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,10 @@ LENGTH = "length"  # completion tokens that the policy sampled
 MEAN_LENGTH = "mean_length"  # mean length of the rollout batch
 FILTERED = "filtered"  # bool: not among those that are learned from
 REPLAYED = "replayed"  # bool: sampled for an earlier rollout batch
-SHOWN = "teacher_prompts"  # in a checkpoint
+
+# Further rows of token ids:
+TEACHER_PROMPTS = "teacher_prompts"
+BRANCHES = "branches"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +51,16 @@ class Experience:
     """B completions of prompts. Immutable: `dataclasses.replace` makes the next one.
 
     `per_token` are tensors `(K,)` over the completions' tokens (log-probs, advantages, ...), `per_row` tensors `(B,)` (rewards,
-    ...). `teacher_prompts` are those that a teacher is shown in place of the prompts.
+    ...). `more` are further rows of token ids: the `TEACHER_PROMPTS` that a teacher is shown in place of the prompts, and
+    `BRANCHES` of completions of several parts, each after a prompt of its own. For every part but the first a row of them has
+    its first token's place in the completion, the number of tokens of its prompt, and these.
     """
 
     prompts: Ragged
     completions: Ragged
     per_token: Mapping[str, Tensor] = field(default_factory=dict)
     per_row: Mapping[str, Tensor] = field(default_factory=dict)
-    teacher_prompts: Ragged | None = None
+    more: Mapping[str, Ragged] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, value in self.per_token.items():
@@ -74,6 +79,15 @@ class Experience:
         """With more columns per row."""
         return replace(self, per_row={**self.per_row, **columns})
 
+    def with_more(self, **rows: Ragged) -> Experience:
+        """With further rows of token ids."""
+        return replace(self, more={**self.more, **rows})
+
+    @property
+    def teacher_prompts(self) -> Ragged:
+        """The prompts that a teacher is shown."""
+        return self.more[TEACHER_PROMPTS]
+
     def take(self, indices: Tensor) -> Experience:
         """Some rows, in the order of `indices`."""
         positions = self.completions.positions(indices)
@@ -82,7 +96,7 @@ class Experience:
             self.completions.take(indices),
             {name: value[positions] for name, value in self.per_token.items()},
             {name: value[indices] for name, value in self.per_row.items()},
-            None if self.teacher_prompts is None else self.teacher_prompts.take(indices),
+            {name: rows.take(indices) for name, rows in self.more.items()},
         )
 
     def ragged(self, name: str) -> Ragged:
@@ -92,16 +106,31 @@ class Experience:
     def as_batch(self, *, prefix_sharing: bool) -> dict[str, Any]:
         """A packed batch that scores the completion tokens, in the order of `per_token`.
 
-        With `prefix_sharing` neighbouring rows of one prompt share it. With `teacher_prompts` there is a `teacher_batch`.
+        With `prefix_sharing` neighbouring rows of one prompt share it. With teacher prompts there is a `teacher_batch`.
         """
         batch = self._batch(self.prompts, prefix_sharing)
-        if self.teacher_prompts is not None:
-            batch[TEACHER_BATCH] = self._batch(self.teacher_prompts, prefix_sharing)
+        if TEACHER_PROMPTS in self.more:
+            batch[TEACHER_BATCH] = self._batch(self.more[TEACHER_PROMPTS], prefix_sharing)
         return batch
+
+    def parts(self, prompts: Ragged | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Prompt and completion of each row, or of each of its parts."""
+        several = zip((prompts or self.prompts).split(), self.completions.split(), strict=True)
+        if BRANCHES not in self.more:
+            yield from several
+            return
+        for (prompt, completion), branches in zip(several, self.more[BRANCHES].split(), strict=True):
+            begin, place = 0, 0
+            while place < len(branches):
+                end, length = branches[place : place + 2].tolist()
+                yield prompt, completion[begin:end]
+                prompt = branches[place + 2 : place + 2 + length]
+                begin, place = end, place + 2 + length
+            yield prompt, completion[begin:]
 
     def _batch(self, prompts: Ragged, prefix_sharing: bool) -> dict[str, Any]:
         rows: list[tuple[Tensor, list[Tensor]]] = []
-        for prompt, completion in zip(prompts.split(), self.completions.split(), strict=True):
+        for prompt, completion in self.parts(prompts):
             if prefix_sharing and rows and torch.equal(rows[-1][0], prompt):
                 rows[-1][1].append(completion)
             else:
@@ -116,15 +145,14 @@ class Experience:
             self.completions.to(device),
             {name: value.to(device) for name, value in self.per_token.items()},
             {name: value.to(device) for name, value in self.per_row.items()},
-            None if self.teacher_prompts is None else self.teacher_prompts.to(device),
+            {name: rows.to(device) for name, rows in self.more.items()},
         )
 
     def state(self) -> dict[str, Tensor]:
         """Everything as 1-D tensors by name, for a checkpoint."""
-        shown = self.teacher_prompts
-        of_teacher = {} if shown is None else {SHOWN: shown.values, f"{SHOWN}_lengths": shown.lengths}
         return {
-            **of_teacher,
+            **{name: rows.values for name, rows in self.more.items()},
+            **{f"{name}_lengths": rows.lengths for name, rows in self.more.items()},
             "prompts": self.prompts.values,
             "prompt_lengths": self.prompts.lengths,
             "completions": self.completions.values,
@@ -145,7 +173,11 @@ class Experience:
             Ragged(state["completions"], state["completion_lengths"]),
             columns("token."),
             columns("row."),
-            Ragged(state[SHOWN], state[f"{SHOWN}_lengths"]) if SHOWN in state else None,
+            {
+                name: Ragged(state[name], state[f"{name}_lengths"])
+                for name in (TEACHER_PROMPTS, BRANCHES)
+                if name in state
+            },
         )
 
 
@@ -156,16 +188,18 @@ def concatenate(parts: Sequence[Experience]) -> Experience:
     """
     first = parts[0]
     for part in parts:
-        if (part.per_token.keys(), part.per_row.keys()) != (first.per_token.keys(), first.per_row.keys()):
+        if (part.per_token.keys(), part.per_row.keys(), part.more.keys()) != (
+            first.per_token.keys(),
+            first.per_row.keys(),
+            first.more.keys(),
+        ):
             raise ValueError("rollouts must have the same columns: return logprobs always or never.")
     return Experience(
         Ragged.joined([part.prompts for part in parts]),
         Ragged.joined([part.completions for part in parts]),
         {name: torch.cat([part.per_token[name] for part in parts]) for name in first.per_token},
         {name: torch.cat([part.per_row[name] for part in parts]) for name in first.per_row},
-        None
-        if first.teacher_prompts is None
-        else Ragged.joined([part.teacher_prompts for part in parts if part.teacher_prompts is not None]),
+        {name: Ragged.joined([part.more[name] for part in parts]) for name in first.more},
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -13,6 +13,12 @@ from trl.objectives.group_advantages import Scale, reward_statistics
 from trl.rewards.result import reward_metrics, source_means, source_table
 from trl.rollouts.experience import LENGTH, REWARD, STOPPED, TOOL_OUTPUT, Experience
 from trl.tensors.reduce import Weighted, weighted
+
+Outcome = Literal["raised", "deadline", "silent", "malformed"]
+"""Why a session of an agent has no reward: it raised, took too long, never asked the policy, or returned something else."""
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+# Columns per row of sessions of agents:
+TURNS, CHAINS, CUT, OUTCOME_OF = "agent_turns", "agent_chains", "agent_cut", "agent_failed_"
 
 
 def of_all_processes(experience: Experience, accelerator: Any) -> dict[str, Tensor]:
@@ -77,3 +83,22 @@ def split_extremes(
     """Metrics without minima and maxima (names with `min` or `max` after the last slash), and these."""
     extremes = {n: value.mean for n, value in metrics.items() if n.rpartition("/")[2][:3] in ("min", "max")}
     return {name: value for name, value in metrics.items() if name not in extremes}, extremes
+
+
+def agent_reward(agent_reward: Sequence[float | None] = (), **_: Any) -> list[float | None]:
+    """The reward function of what agents return."""
+    return list(agent_reward)
+
+
+def agent_metrics(rows: Mapping[str, Tensor], *, share: float) -> dict[str, Weighted]:
+    """Metrics of sessions in rows of all processes, of which this process logs a `share`.
+
+    `agent/turns` and `agent/branches` per session, `agent/cut_ratio`: share of sessions that a budget ended,
+    `agent/failures/<kind>`: shares that failed.
+    """
+    if TURNS not in rows:
+        return {}
+    found = {"agent/turns": weighted(rows[TURNS]), "agent/branches": weighted(rows[CHAINS].clamp(min=1) - 1)}
+    found["agent/cut_ratio"] = weighted(rows[CUT])
+    found |= {f"agent/failures/{kind}": weighted(rows[OUTCOME_OF + kind]) for kind in OUTCOMES}
+    return {name: Weighted(value.total * share, value.count * share) for name, value in found.items()}

@@ -55,7 +55,7 @@ def serve(arguments: ServeArguments) -> None:
 
     with reporting_input_errors():
         check_token_source(arguments.host)
-        from trl.experimental.agents.endpoint import Endpoint
+        from trl.rollouts.endpoint import Endpoint
 
         engine = loaded_engine(arguments)
     name = arguments.served_model_name or str(arguments.model_name_or_path)

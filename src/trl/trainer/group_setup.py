@@ -22,7 +22,7 @@ from trl.models.policy import Policy
 from trl.models.reference import Reference, make_reference
 from trl.models.teacher import make_teacher, own_teacher
 from trl.options.checks import warn_unread
-from trl.options.generation import TOOL_SETTINGS
+from trl.options.generation import AGENT_SETTINGS, TOOL_SETTINGS
 from trl.rewards.source import RewardSources
 from trl.rollouts.tool_loop import ToolLoop
 from trl.rollouts.tools import tools_of
@@ -261,6 +261,26 @@ def teacher_of(teacher: Any, args: RolloutTraining, policy: Policy, *, needed: b
             "leave the teacher out."
         )
     return None
+
+
+def agent_completer(agent: Any, args: RolloutTraining, policy: Policy, **others: Any) -> Any:
+    """The agent of a run; None for none. `others` are what it excludes, by name.
+
+    Raises: TypeError for an object that is no agent, ValueError for one beside tools, images or a rollout_func.
+    """
+    if agent is None:
+        warn_unread(args, AGENT_SETTINGS, "without an agent. Pass one to the trainer, or leave it out")
+        return None
+    if given := [name for name, other in others.items() if other]:
+        raise ValueError(f"agent cannot be combined with {', '.join(given)}. Leave one of them out.")
+    try:
+        from trl.rollouts.agents import AgentCompleter, AgentSettings, Budget
+    except ImportError as error:
+        raise ImportError(f"agent needs a server: pip install trl[serve] ({error}).") from error
+    budget = Budget(args.agent_max_turns, args.agent_max_tokens)
+    settings = AgentSettings(args.agent_concurrency, args.agent_deadline, budget)
+    kwargs: Any = args.chat_template_kwargs
+    return AgentCompleter(agent, policy.processing_class, settings, template_kwargs=kwargs)
 
 
 def tool_completer(

@@ -154,6 +154,8 @@ class GRPOTrainer(OnlineTrainer):
         rollout_func: `func(prompts, trainer)` that generates instead of the policy: a dict with `prompt_ids`,
             `completion_ids`, perhaps `logprobs`, and further fields for the reward functions.
         teacher_model: a model of the same tokenizer, or its name or path, for `teacher_kl_coef`; None with an adapter: its base.
+        agent: `async def agent(row, base_url, api_key)` that talks to the policy over OpenAI's API and returns its reward, or a
+            command (docs/agents.md). `reward_funcs` may be None then.
 
     Example:
         >>> def brevity(completions, **columns):

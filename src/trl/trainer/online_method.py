@@ -26,7 +26,7 @@ from trl.rollouts.experience import (
     TRAINED,
     Experience,
 )
-from trl.rollouts.measures import measured_groups
+from trl.rollouts.measures import agent_metrics, measured_groups
 from trl.rollouts.token_counts import token_advantages
 from trl.rollouts.tool_loop import tool_metrics
 from trl.tensors.reduce import LossTerms, Unit, Weighted
@@ -182,7 +182,7 @@ class GroupMethod(OnlineMethod):
     ) -> dict[str, Weighted]:
         """The documented metrics of rows of all processes, of which this process records a `share`."""
         found = measured_groups(rows, sources, group_size, scale=self.reward_scale, share=share)
-        return {**found, **tool_metrics(rows, share=share)}
+        return {**found, **tool_metrics(rows, share=share), **agent_metrics(rows, share=share)}
 
     def token_metrics(self, experience: Experience) -> dict[str, Weighted]:
         """Metrics of the tokens of this process's rows."""

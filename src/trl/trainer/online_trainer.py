@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from trl.checkpoints.progress import starts_anew
+from trl.data.image_rows import has_images
 from trl.data.prompts import PromptSets
 from trl.data.rendering import text_tokenizer
 from trl.data.streaming import RowStream
@@ -50,7 +51,7 @@ from trl.rollouts.experience import (
     save_rollout_batch,
 )
 from trl.rollouts.maker import Completer, Prompts, RolloutMaker
-from trl.rollouts.measures import of_all_processes, split_extremes
+from trl.rollouts.measures import agent_reward, of_all_processes, split_extremes
 from trl.rollouts.refill import Refill
 from trl.rollouts.rollout_func import RolloutFunction, check_rollout_func
 from trl.rollouts.schedule import RolloutSizes, check_evaluation, step_rows
@@ -122,6 +123,7 @@ class OnlineTrainer(BaseTrainer):
         rollout_func: RolloutFunc | None = None,
         teacher_model: str | nn.Module | PreTrainedModel | None = None,
         ref_model: Any = None,
+        agent: Any = None,
     ) -> None:
         args = config_or_default(args, self.config_type, self._tag_names[-1])
         settle_inherited(args, "rollouts")
@@ -138,6 +140,14 @@ class OnlineTrainer(BaseTrainer):
         self.scorer, self._tokenizer = policy.scorer, policy.tokenizer
         self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
         sampling = group_setup.sampling_of(args, policy)
+        others = {
+            "tools": tools,
+            "rollout_func": rollout_func,
+            "images": has_images(train_dataset, eval_dataset),
+        }
+        if (agents := group_setup.agent_completer(agent, args, policy, **others)) is not None:
+            given = [] if reward_funcs is None else reward_funcs
+            reward_funcs = [*(given if isinstance(given, (list, tuple)) else [given]), agent_reward]
         rewards = group_setup.group_rewards(reward_funcs, reward_processing_classes, args, policy)
         sets = train_dataset, eval_dataset
         tool_loop = group_setup.tool_completer(tools, args, policy, *sets, rollout_func=rollout_func)
@@ -163,7 +173,7 @@ class OnlineTrainer(BaseTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        completer: Completer | None = self.images or tool_loop
+        completer: Completer | None = agents or self.images or tool_loop
         if rollout_func is not None:
             limits = {"context_length": self._sets.context_length}
             completer = RolloutFunction(

@@ -119,6 +119,7 @@ class RLOOTrainer(OnlineTrainer):
         peft_config: Any | None = None,
         tools: Sequence[Callable[..., Any]] | None = None,
         rollout_func: RolloutFunc | None = None,
+        agent: Any = None,
         **older: Any,
     ) -> None:
         named = {
@@ -141,4 +142,5 @@ class RLOOTrainer(OnlineTrainer):
             peft_config=peft_config,
             tools=tools,
             rollout_func=rollout_func,
+            agent=agent,
         )

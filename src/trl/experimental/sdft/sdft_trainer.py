@@ -128,7 +128,7 @@ class TeacherPrompts:
         if (length := self.context_length) is not None:
             sizes = experience.completions.lengths.tolist()
             tokens = [row[-(length - size) :] for row, size in zip(tokens, sizes, strict=True)]
-        return replace(experience, teacher_prompts=Ragged.of(tokens))
+        return experience.with_more(teacher_prompts=Ragged.of(tokens))
 
 
 class PrivilegedCompleter:

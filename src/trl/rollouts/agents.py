@@ -1,0 +1,254 @@
+"""Rollouts by agents: each row is a session of an agent with the policy, over an OpenAI-style endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import shlex
+import signal
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from numbers import Real
+from typing import Any
+
+import torch
+
+from trl.data.prompts import PROMPT_IDS
+from trl.data.rendering import ProcessingClass, text_tokenizer
+from trl.generation.engine import Generated
+from trl.reporting.deadlines import AsyncCalls, DeadlinePassed, Pending
+from trl.rollouts.endpoint import Endpoint, OpenSession
+from trl.rollouts.experience import BRANCHES, SAMPLING_KEPT, SAMPLING_LOGPS, STOPPED, TOOL_OUTPUT, Experience
+from trl.rollouts.maker import Completed, RolloutMaker, Rows
+from trl.rollouts.measures import CHAINS, CUT, OUTCOME_OF, OUTCOMES, TURNS, Outcome
+from trl.rollouts.sessions import Budget, Chain, chains_of
+from trl.tensors.ragged import Ragged
+
+REWARD_FIELD = "agent_reward"
+MOST_OUTPUT = 1 << 20  # bytes of a command's output
+
+Agent = Callable[..., Awaitable[Any]] | Sequence[str] | str
+"""`async def agent(row, base_url, api_key)`, or a command with `{base_url}`, `{api_key}` and `{row}` in its words."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSettings:
+    """How sessions run: `concurrency` of them at once, each for at most `deadline` seconds (None: no limit), within a `budget`."""
+
+    concurrency: int = 64
+    deadline: float | None = None
+    budget: Budget | None = None
+
+
+class AgentCompleter:
+    """Completes rows by running an agent on each: a `Completer`. A row's completion is what its session holds.
+
+    The agent's result is its reward: a number, None, or a dict with `reward`. An agent that raises, takes too long or never asks
+    the policy has none; such rows are counted.
+
+    Raises: TypeError for an agent that is neither an async function of (row, base_url, api_key) nor a command.
+    """
+
+    exact = True
+
+    def __init__(
+        self,
+        agent: Agent,
+        processing_class: ProcessingClass,
+        settings: AgentSettings,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.agent = check_agent(agent)
+        self.processing_class, self.settings, self.template_kwargs = (
+            processing_class,
+            settings,
+            template_kwargs,
+        )
+        self._calls = AsyncCalls("agent")
+
+    def __call__(self, maker: RolloutMaker, rows: Rows, *, streams: Sequence[int]) -> Completed:
+        names = [name for name in rows if name != PROMPT_IDS]
+        each = [{name: rows[name][row] for name in names} for row in range(len(streams))]
+        gate = asyncio.Semaphore(self.settings.concurrency)
+        options: Any = {"sampling": maker.sampling, "template_kwargs": self.template_kwargs}
+        with Endpoint(
+            maker.engine, self.processing_class, threaded=False, most_sessions=len(streams), **options
+        ) as endpoint:
+            sessions = [
+                endpoint.session(row, stream=stream, budget=self.settings.budget)
+                for row, stream in zip(each, streams, strict=True)
+            ]
+            pending = [self._calls.submit(self._play(session, gate), None) for session in sessions]
+            for call in pending:
+                call.future.add_done_callback(lambda _: endpoint.broker.wake())
+            try:
+                with maker.accelerator.autocast():
+                    endpoint.run(lambda: all(call.future.done() for call in pending))
+            finally:
+                for call in pending:
+                    call.future.cancel()
+        played = [Played.of(session, call) for session, call in zip(sessions, pending, strict=True)]
+        return completed(played, text_tokenizer(self.processing_class))
+
+    async def _play(self, session: OpenSession, gate: asyncio.Semaphore) -> Any:
+        async with gate:
+            try:
+                return await asyncio.wait_for(self.agent(session), self.settings.deadline)
+            except TimeoutError as error:
+                if self.settings.deadline is None:
+                    raise
+                raise DeadlinePassed(f"took more than {self.settings.deadline:g} s") from error
+
+
+def check_agent(given: Any) -> Callable[[OpenSession], Awaitable[Any]]:
+    """The agent as a coroutine function of a session.
+
+    Raises: TypeError for another kind of object.
+    """
+    if isinstance(given, str) or (
+        isinstance(given, Sequence) and all(isinstance(word, str) for word in given)
+    ):
+        words = shlex.split(given) if isinstance(given, str) else list(given)
+        if not any("{base_url}" in word for word in words):
+            raise TypeError(f"agent={words}: a command needs '{{base_url}}' among its words.")
+        return lambda session: _run_command(words, session)
+    agent: Any = given
+    called = getattr(type(agent), "__call__", None)  # noqa: B004 - of an object that is called as a function
+    if not (inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(called)):
+        raise TypeError(
+            f"agent must be an async function of (row, base_url, api_key), or a command, got {type(agent).__name__}."
+        )
+    try:
+        inspect.signature(agent).bind({}, "", "")
+    except TypeError as error:
+        raise TypeError(f"agent must be a function of (row, base_url, api_key): {error}.") from None
+    return lambda session: agent(session.row, session.base_url, session.api_key)
+
+
+async def _run_command(words: Sequence[str], session: OpenSession) -> Any:
+    """The number or JSON object in the last line that a command prints. Its environment has the address and key too."""
+    given = {
+        "base_url": session.base_url, "api_key": session.api_key, "row": json.dumps(session.row, default=str),
+    }  # fmt: skip
+    line = [_filled(word, given) for word in words]
+    environment = os.environ | {"OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key}
+    process = await asyncio.create_subprocess_exec(
+        *line, env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True
+    )  # fmt: skip
+    try:
+        out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+    if process.returncode != 0:
+        raise RuntimeError(
+            f"{words[0]} ended with status {process.returncode}: {err[-500:].decode(errors='replace')}"
+        )
+    last = out[-MOST_OUTPUT:].decode(errors="replace").strip().splitlines()[-1:] or ["null"]
+    return json.loads(last[0])
+
+
+def _filled(word: str, given: Mapping[str, str]) -> str:
+    for name, value in given.items():
+        word = word.replace(f"{{{name}}}", value)
+    return word
+
+
+@dataclass(slots=True)
+class Played:
+    """A session that has ended: its chains, the agent's reward, and why it failed."""
+
+    chains: list[Chain]
+    messages: list[dict[str, Any]]
+    turns: int
+    cut: bool
+    reward: float | None = None
+    failure: Outcome | None = None
+
+    @classmethod
+    def of(cls, session: OpenSession, call: Pending) -> Played:
+        """What the session holds, and the agent's result."""
+        turns = session.turns
+        written = [turn.written for turn in turns]
+        messages = [
+            {"role": "assistant", "content": one.text, **({"tool_calls": one.tool_calls} if one.tool_calls else {})}
+            for one in written
+        ]  # fmt: skip
+        played = cls(chains_of(turns), messages, len(turns), session.session.cut is not None)
+        try:
+            result = call.future.result()
+        except DeadlinePassed:
+            played.failure = "deadline"
+        except BaseException as error:
+            if played.cut and not isinstance(error, (KeyboardInterrupt, SystemExit)):
+                return played  # the client was told that the budget is spent
+            played.failure = "raised"
+        else:
+            played._take(result)
+        if played.failure is None and not turns:
+            played.reward, played.failure = None, "silent"
+        return played
+
+    def _take(self, result: Any) -> None:
+        reward = result.get("reward") if isinstance(result, Mapping) else result
+        if reward is None:
+            return
+        if isinstance(reward, Real) and math.isfinite(float(reward)):
+            self.reward = float(reward)
+        else:
+            self.failure = "malformed"
+
+
+def completed(played: Sequence[Played], tokenizer: Any) -> Completed:
+    """Sessions as completions. Tokens that the policy did not sample have a log-prob of 0 and count as tool output."""
+    end = tokenizer.eos_token_id or 0
+    silent = Chain([end], [end], [False], [1])
+    rows = [one.chains or [silent] for one in played]
+    flat = [chain for chains in rows for chain in chains]
+    parts = [part for chain in flat for part in chain.parts]
+    sampled = [part for part in parts if isinstance(part, Generated)]
+    dtype = sampled[0].logps.dtype if sampled else torch.float32
+
+    def column(read: Callable[[Generated], Any]) -> torch.Tensor:
+        return torch.cat([
+            read(part) if isinstance(part, Generated) else torch.zeros(part, dtype=dtype) for part in parts
+        ])  # fmt: skip
+
+    per_token = {
+        SAMPLING_LOGPS: column(lambda part: part.logps),
+        TOOL_OUTPUT: torch.tensor([not mark for chain in flat for mark in chain.sampled]),
+    }
+    if sampled and all(part.kept is not None for part in sampled):
+        per_token[SAMPLING_KEPT] = column(lambda part: part.kept)
+    per_row = {
+        STOPPED: torch.tensor([chains[-1].ended for chains in rows]),
+        TURNS: torch.tensor([one.turns for one in played]),
+        CHAINS: torch.tensor([len(one.chains) for one in played]),
+        CUT: torch.tensor([one.cut for one in played]),
+        **{OUTCOME_OF + kind: torch.tensor([one.failure == kind for one in played]) for kind in OUTCOMES},
+    }
+    experience = Experience(
+        Ragged.of([chains[0].prompt for chains in rows]),
+        Ragged.of([[token for chain in chains for token in chain.ids] for chains in rows]),
+        per_token,
+        per_row,
+        {BRANCHES: Ragged.of([_branches(chains) for chains in rows])},
+    )
+    return Completed(
+        experience, {REWARD_FIELD: [one.reward for one in played]}, messages=[one.messages or [{"role": "assistant", "content": ""}] for one in played]
+    )  # fmt: skip
+
+
+def _branches(chains: Sequence[Chain]) -> list[int]:
+    """A row of `BRANCHES`."""
+    found, place = [], 0
+    for before, chain in pairwise(chains):
+        place += len(before.ids)
+        found += [place, len(chain.prompt), *chain.prompt]
+    return found

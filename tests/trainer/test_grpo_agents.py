@@ -1,0 +1,189 @@
+"""GRPO with agents: sessions over HTTP are completions, trees of turns are trained once, and resuming continues them."""
+
+import asyncio
+import sys
+
+import openai
+import pytest
+import torch
+from datasets import Dataset
+
+from tests.experimental.test_agent_sessions import SCHEMAS, answers, as_dict
+from tests.rollouts.tool_words import TOOLS
+from tests.trainer.grpo_runs import logs
+from tests.trainer.grpo_tool_runs import QUESTIONS, caller, make
+
+SETTINGS = {
+    "max_completion_length": 8, "num_generations": 4, "per_device_train_batch_size": 8, "max_steps": 2,
+    "max_tool_calling_iterations": None,
+}  # fmt: skip
+ROWS = Dataset.from_list([
+    {"prompt": [{"role": "user", "content": text}], "number": number} for number, text in enumerate(QUESTIONS)
+])  # fmt: skip
+
+
+async def tool_agent(row, base_url, api_key, *, rounds=2):
+    """Answers calls; its reward is the number of calls and a little for length."""
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    messages, count = list(row["prompt"]), 0
+    for _ in range(rounds):
+        answer = await client.chat.completions.create(model="policy", messages=messages, tools=SCHEMAS)
+        reply = answer.choices[0].message
+        count += len(reply.tool_calls or []) + 0.01 * answer.usage.completion_tokens
+        messages += [as_dict(reply), *answers(reply)]
+    return count
+
+
+async def forgetful(row, base_url, api_key):
+    """Takes back a word of what the policy said, so that its session has several trees; asks twice for the last answer."""
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    messages, length = list(row["prompt"]), 0
+    for number in range(2):
+        answer = await client.chat.completions.create(model="policy", messages=messages, n=1 + number)
+        text = answer.choices[0].message.content
+        length += answer.usage.completion_tokens
+        messages += [{"role": "assistant", "content": f"{text} no"}, {"role": "user", "content": "hi"}]
+    return {"reward": length + row["number"]}
+
+
+def agents(method="grpo", *, agent=tool_agent, given=None, **settings):
+    given = {"agent": agent, "tools": None, **(given or {})}
+    return make(method, reward_funcs=None, **{**SETTINGS, "data": ROWS, "given": given, **settings})
+
+
+def trained(*method, **settings):
+    trainer, gradients = agents(*method, **settings)
+    trainer.train()
+    return trainer, gradients
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+@pytest.mark.parametrize("agent", [tool_agent, forgetful])
+def test_an_agents_session_is_a_completion(method, agent):
+    trainer, _ = trained(method, agent=agent)
+    rows = trainer._rollout_batch
+    assert rows.per_row["agent_turns"].tolist() == [2 if agent is tool_agent else 3] * len(rows)
+    chains = rows.per_row["agent_chains"]
+    assert (chains == (1 if agent is tool_agent else 3)).all()
+    parts = list(rows.parts())
+    assert len(parts) == int(chains.sum())
+    torch.testing.assert_close(torch.cat([part for _, part in parts]), rows.completions.values)
+    found = logs(trainer)[0]
+    assert found["reward"] == pytest.approx(found["rewards/agent_reward/mean"]) and found["reward"] > 0
+    assert found["agent/turns"] == rows.per_row["agent_turns"].double().mean()
+    assert found["agent/failures/raised"] == 0
+    policy = caller()  # of the first rollout batch, which has the newest log-probs after a step
+    assert "sampling_logps" in rows.per_token and rows.per_token["sampling_logps"].dtype == torch.float64
+    assert policy is not None
+
+
+@pytest.mark.parametrize("agent", [tool_agent, forgetful])
+def test_the_gradient_is_that_of_each_part_alone(agent):
+    """GRPO's first step, on-policy: the sum over sampled tokens of advantage times the gradient of their log-prob."""
+    trainer, gradients = trained(agent=agent, max_steps=1, beta=0.0, loss_type="grpo", scale_rewards="none")
+    rows, policy = trainer._rollout_batch, caller()
+    advantages = rows.per_row["advantage"]
+    trained_tokens = ~rows.per_token["tool_output"]
+    row_of_token = rows.completions.row_index
+    counts = torch.zeros(len(rows)).double().index_add_(0, row_of_token, trained_tokens.double())
+    logps = []
+    for prompt, completion in rows.parts():
+        ids = torch.cat([prompt, completion])[None]
+        own = policy(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        logps.append(own[len(prompt) - 1 :])
+    weights = trained_tokens * (advantages / counts)[row_of_token] / len(rows)
+    gap = (torch.cat(logps).detach() - rows.per_token["sampling_logps"])[trained_tokens].abs().max()
+    assert gap < 1e-9
+    (-(torch.cat(logps) * weights).sum()).backward()
+    named = dict(policy.named_parameters())
+    for name, value in gradients.steps[0].items():
+        torch.testing.assert_close(value, named[name].grad, rtol=1e-8, atol=1e-12)
+
+
+def test_gradients_do_not_depend_on_who_is_first():
+    async def slow(row, base_url, api_key):
+        await asyncio.sleep(0.05 * (row["number"] % 3))
+        return await tool_agent(row, base_url, api_key)
+
+    first, second = (trained(agent=agent)[1].steps for agent in (tool_agent, slow))
+    alone = trained(agent_concurrency=1)[1].steps
+    for other in (second, alone):
+        for mine, theirs in zip(first, other, strict=True):
+            for name in mine:
+                torch.testing.assert_close(mine[name], theirs[name], rtol=1e-9, atol=1e-12)
+
+
+async def unreliable(row, base_url, api_key):
+    if row["number"] == 0:
+        raise OSError("no such luck")
+    if row["number"] == 1:
+        await asyncio.sleep(60)
+    if row["number"] == 2:
+        return 3.0
+    if row["number"] == 3:
+        return "much"
+    return await tool_agent(row, base_url, api_key)
+
+
+def test_sessions_that_fail_have_no_reward_and_are_counted():
+    trainer, _ = trained(agent=unreliable, agent_deadline=5.0, per_device_train_batch_size=20, max_steps=1)
+    found = logs(trainer)[0]
+    for kind in ("raised", "deadline", "silent", "malformed"):
+        assert found[f"agent/failures/{kind}"] == pytest.approx(0.2), kind
+    scores = trainer._rollout_batch.per_row["scores"]
+    assert scores.isnan().sum() == 16
+
+
+def test_a_budget_cuts_sessions():
+    trainer, _ = trained(agent_max_turns=1, max_steps=1)
+    assert logs(trainer)[0]["agent/cut_ratio"] == 1
+    assert (trainer._rollout_batch.per_row["agent_turns"] == 1).all()
+
+
+COMMAND = """
+import json, os, sys, urllib.request
+body = json.dumps({"messages": json.loads(sys.argv[1])["prompt"]}).encode()
+head = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+with urllib.request.urlopen(urllib.request.Request(sys.argv[2] + "/chat/completions", body, head)) as answer:
+    print("said", json.load(answer)["choices"][0]["message"]["content"])
+print(json.dumps({"reward": 2.5}))
+"""
+
+
+def test_an_agent_may_be_a_command():
+    trainer, _ = trained(agent=[sys.executable, "-c", COMMAND, "{row}", "{base_url}"], max_steps=1)
+    assert logs(trainer)[0]["reward"] == 2.5
+    assert (trainer._rollout_batch.per_row["agent_turns"] == 1).all()
+
+
+def synchronous(row, base_url, api_key):
+    return 1.0
+
+
+async def two_arguments(row, base_url):
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "named"),
+    [
+        ({"agent": synchronous}, TypeError, "async"),
+        ({"agent": two_arguments}, TypeError, "base_url"),
+        ({"agent": ["my-agent"]}, TypeError, "base_url"),
+        ({"agent": 3}, TypeError, "int"),
+        ({"agent": tool_agent, "tools": TOOLS}, ValueError, "tools"),
+        ({"agent": tool_agent, "rollout_func": lambda prompts, trainer: {}}, ValueError, "rollout_func"),
+    ],
+)
+def test_what_is_no_agent_is_refused(given, error, named):
+    with pytest.raises(error, match=named):
+        agents(given=given)
+
+
+def test_a_stopped_run_continues_exactly(tmp_path):
+    settings = {"steps_per_generation": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    whole, _ = trained(agent=forgetful, folder=str(tmp_path), **settings)
+    again, _ = agents(agent=forgetful, folder=str(tmp_path), **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    for mine, theirs in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
