@@ -152,6 +152,19 @@ def test_a_weight_below_1_adds_the_loss_of_grpo() -> None:
     assert found == pytest.approx(policy.state.log_history[0]["loss"], abs=1e-6)
 
 
+@pytest.mark.parametrize("weight", [1.0, 0.999])
+def test_evaluations_report_the_divergence(weight: float) -> None:
+    trainer, _ = make(
+        distillation_mode="sampled_token", distillation_alpha=1.0, teacher_model_kind="live", distillation_weight=weight,
+        max_completion_length=1, per_device_eval_batch_size=16, num_generations_eval=4,
+    )  # fmt: skip
+    log = trainer.evaluate(Dataset.from_list(ROWS))
+    found = log["eval_self_distillation/distillation_loss"]
+    policy = log.get("eval_self_distillation/policy_loss", 0.0)
+    assert abs(found) > 1e-4
+    assert log["eval_loss"] == pytest.approx(weight * found + (1 - weight) * policy, rel=1e-5)
+
+
 def test_nothing_to_learn_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="trl.experimental.sdpo.sdpo_trainer"):
         trainer, keep = run(

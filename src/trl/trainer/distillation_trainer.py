@@ -165,7 +165,8 @@ class DistillationTrainer(OnlineTrainer):
         experience: Experience = inputs.pop("experience").to(self.args.device)
         found = self.learn(model, inputs, experience)
         terms = self.method.objective(experience, found, self.context)
-        return Outcome(terms, None, None, found.aux_loss, local=found.total)
+        local = found.total if torch.is_grad_enabled() else None  # evaluations report the terms
+        return Outcome(terms, None, None, found.aux_loss, local=local)
 
     def learn(self, model: nn.Module, inputs: dict[str, Any], experience: Experience) -> VocabularyLoss:
         """The divergence of some rows."""

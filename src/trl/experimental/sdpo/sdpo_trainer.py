@@ -197,8 +197,7 @@ class SDPOTrainer(SelfDistillationTrainer):
         loss = Weighted(reduce_terms(terms, 1.0).detach(), policy.divisor(experience))
         metrics = {**terms.metrics, f"{PREFIX}policy_loss": loss}
         terms = terms._replace(values=share * terms.values, per="group", metrics=metrics)
-        local = found.local if torch.is_grad_enabled() else None
-        return found._replace(terms=[*found.terms, terms], local=local)
+        return found._replace(terms=[*found.terms, terms])
 
 
 def teacher_prompt(args: SDPOConfig, prompt: Any, solution: str | None, feedback: str | None) -> Any:
