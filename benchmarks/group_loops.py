@@ -276,7 +276,8 @@ class Phases:
     def __init__(self, trainer: Any, device: str) -> None:
         self.device, self.spent = device, Spent(device=device)
         self._time(trainer.rollouts, "complete", "generate")
-        self._time(trainer.rollouts, "reward", "score")
+        self._time(trainer.rollouts.rewards, "score", "score")
+        self._time(trainer.rollouts, "apply_rewards", "score")
         self._time(trainer, "scored", "score")
 
     def _time(self, part: Any, method: str, phase: str) -> None:

@@ -13,7 +13,6 @@ from benchmarks.prefix_sharing import Sharing, seconds_in_turn
 from benchmarks.throughput import tree_operations
 
 from trl.rollouts.experience import SAMPLING_LOGPS, STOPPED, Experience
-from trl.rollouts.maker import Completed
 from trl.tensors.ragged import Ragged
 
 COMPLETION = 48
@@ -51,7 +50,7 @@ def _window(trainer: Any, prompt: list[int], work: Work, completion: int) -> Exp
         {SAMPLING_LOGPS: torch.full((drawn.numel(),), -8.5)},
         {STOPPED: torch.ones(work.group, dtype=torch.bool)},
     )
-    trainer.rollouts.completer = lambda maker, rows, streams: Completed(experience)
+    trainer.rollouts.complete = lambda prompts, *, streams: experience
     rows = {"input_ids": [prompt] * work.group}
     experience = trainer.rollouts.roll_out(rows, streams=range(work.group))
     return trainer.advantages(trainer.scored(experience, learning=True))
