@@ -14,7 +14,7 @@ from trl.experimental.judges import BasePairwiseJudge
 from trl.experimental.nash_md import NashMDTrainer
 from trl.experimental.online_dpo import OnlineDPOTrainer as SameTrainer
 from trl.experimental.xpo import XPOTrainer
-from trl.rewards.result import RewardError
+from trl.rewards import JudgeSource, RewardError
 
 ONE = {
     "max_steps": 1,
@@ -228,6 +228,12 @@ def test_a_judge_wins_over_rewards_with_a_warning(recwarn):
     trainer, _ = make("online_dpo", **ONE, given={"judge": EvenJudge()})
     assert trainer.rewards.names == ("EvenJudge",)
     assert any("reward_funcs has no effect with a judge" in str(warning.message) for warning in recwarn)
+
+
+@pytest.mark.parametrize("method", ["online_dpo", "nash_md", "xpo"])
+def test_a_judge_source_is_a_reward(method):
+    trainer, _ = run(method, **ONE, reward_funcs=JudgeSource(EvenJudge()))
+    assert trainer.method.judge is None and trainer.state.log_history[0]["grad_norm"] > 0
 
 
 @pytest.mark.parametrize("answer", [2, 0.3, float("nan"), "first"])

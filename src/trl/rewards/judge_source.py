@@ -11,7 +11,7 @@ from trl.options.checks import warn_caller, warn_unread
 from trl.reporting.win_rate import JudgeError, shares_of_first
 from trl.rewards.functions import resolve_judge
 from trl.rewards.judges import BaseBinaryJudge, BasePairwiseJudge, BaseRankJudge
-from trl.rewards.managed_judge import JUDGE_SETTINGS, managed
+from trl.rewards.managed_judge import JUDGE_SETTINGS, ManagedJudge, managed
 from trl.rewards.ready_made import content_of
 from trl.rewards.result import RewardError, RewardInputs, rows_by_prompt
 
@@ -157,9 +157,12 @@ def as_text(prompt: Any) -> str:
     return "\n\n".join(f"{message.get('role')}: {content_of([message])}" for message in prompt)
 
 
-def comparison_source(reward_funcs: Any, judge: BasePairwiseJudge | None, args: Any) -> Any:
+def comparison_source(
+    reward_funcs: Any, judge: BasePairwiseJudge | None, args: Any
+) -> tuple[Any, ManagedJudge | None]:
     """What compares completions: the judge's shares of won comparisons, of its probabilities if it has some, or reward functions.
 
+    The judge comes second, None with reward functions; a `JudgeSource` among them is a reward.
     `args` has the settings of `JudgeOptions` and of online DPO. With both, the judge decides.
 
     Raises: ValueError without either, TypeError for another kind of judge.
@@ -173,9 +176,9 @@ def comparison_source(reward_funcs: Any, judge: BasePairwiseJudge | None, args: 
                 "Completions are compared by a judge or by rewards, got neither. Pass judge or reward_funcs."
             )
         warn_unread(args, JUDGE_SETTINGS, "without a judge. Leave it out")
-        return reward_funcs
+        return reward_funcs, None
     for name, value in (("reward_funcs", reward_funcs), ("missing_eos_penalty", args.missing_eos_penalty)):
         if value is not None:
             warn_caller(f"{name} has no effect with a judge, which decides. Leave one of them out.")
     judge = managed(judge, args, on_failure=args.reward_failure)
-    return JudgeSource(judge, group_size=args.num_generations, return_scores=True)
+    return JudgeSource(judge, group_size=args.num_generations, return_scores=True), judge

@@ -27,7 +27,7 @@ from trl.objectives.online_preference import RankedPairs, by_epoch, ranked_pairs
 from trl.objectives.pairs import PairScores
 from trl.objectives.preference import PER_TOKEN, preference_terms
 from trl.options.training import config_or_default
-from trl.rewards.judge_source import JudgeSource, comparison_source
+from trl.rewards.judge_source import comparison_source
 from trl.rewards.judges import BasePairwiseJudge
 from trl.rewards.managed_judge import ManagedJudge
 from trl.rewards.result import RewardInputs
@@ -215,7 +215,7 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
                 f"{self._name} generates with an opponent on prompts of text alone, got {'tools' if tools else 'images'}. Leave them "
                 "out, or use OnlineDPOTrainer."
             )
-        sources = comparison_source(reward_funcs, judge, args)
+        sources, managed = comparison_source(reward_funcs, judge, args)
         super().__init__(
             model,  # type: ignore[arg-type]
             sources,
@@ -236,7 +236,7 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
                 "tokenizer, or leave it out."
             )
         self.method.epoch = lambda: self.state.epoch or 0.0
-        self.method.judge = sources.judge if isinstance(sources, JudgeSource) else None  # type: ignore[assignment]
+        self.method.judge = managed
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log; the summary at the end has the judge's cost, summed over processes."""
