@@ -316,6 +316,8 @@ def test_rows_that_the_teacher_reads_otherwise_are_not_trained(
         ({"assistant_only_loss": True}, "does not support assistant_only_loss"),
         ({"teacher_tokenizer_name_or_path": None}, "Set teacher_tokenizer_name_or_path"),
         ({"teacher_model": None}, "needs a teacher_model"),
+        ({"teacher_model": "http://user:SECRET@h/v1"}, "^'h/v1' is an address"),
+        ({"teacher_model": "http://user:SECRET@h/v1", "teacher_tokenizer_name_or_path": None}, "^'h/v1' is an address"),
         ({"teacher_model": tiny_model("llama", dtype=torch.float64)}, "teacher's tokenizer has 300 tokens, its model 96"),
         ({"data_collator": lambda rows: rows}, "data_collator was given"),
         ({"train_dataset": Dataset.from_list([{"input_ids": [3, 4, 5]}])}, "rows of tokens"),

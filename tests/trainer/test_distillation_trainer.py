@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -166,13 +167,16 @@ def test_minillm_takes_the_discounted_log_ratios_of_later_tokens() -> None:
 def test_what_is_refused_before_the_first_step(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="teacher_model"):
         make("distillation", **ONE)
-    several = {"a": tiny_model("llama"), "b": tiny_model("llama")}
+    several, address = dict.fromkeys("ab", tiny_model("llama")), "http://user:SECRET@127.0.0.1:9/v1"
     for method, settings in {"distillation": {}, "minillm": {}, "grpo": {"teacher_kl_coef": 1.0}}.items():
-        with pytest.raises(ValueError, match=r"\['a', 'b'\].*GKDTrainer"):
-            make(method, **ONE, **settings, given={"teacher_model": several})
+        for teacher in (several, json.dumps(dict.fromkeys("ab", address))):
+            with pytest.raises(ValueError, match=r"several teachers, \['a', 'b'\], .*GKDTrainer"):
+                make(method, **ONE, **settings, given={"teacher_model": teacher})
+    with pytest.raises(ValueError, match="JSON object, got '127"):
+        make("distillation", **ONE, given={"teacher_model": f'{{"a": "{address}"'})
     for method, settings in {"minillm": {}, "grpo": {"teacher_kl_coef": 1.0}}.items():
-        with pytest.raises(ValueError, match="is an address"):
-            make(method, **ONE, **settings, given={"teacher_model": "http://127.0.0.1:9"})
+        with pytest.raises(ValueError, match=r"^'127\.0\.0\.1:9/v1' is an address"):
+            make(method, **ONE, **settings, given={"teacher_model": address})
     with pytest.raises(ValueError, match="teacher_kl_coef"):
         make("grpo", **ONE, teacher="llama")
     with pytest.raises(ValueError, match="beta"):

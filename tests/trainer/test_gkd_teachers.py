@@ -113,6 +113,10 @@ def test_columns_of_other_settings_are_refused(taught: Any) -> None:
         ({"processing_class": other, **student}, "another tokenizer"),
         ({"eval_dataset": rows.remove_columns("teacher_ids")}, "eval dataset: no columns"),
         ({"seq_kd": True}, "seq_kd"),
+        (
+            {"teacher_model": {"a": "http://user:SECRET@h/v1", "b": tiny_model("llama")}},
+            "^'h/v1' is an address",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             of_chats(tokenizer, rows, **settings)

@@ -236,11 +236,6 @@ def make_teacher(
         )
         return TeacherByRow(dict(zip(teacher, each, strict=True)))
     is_path = isinstance(teacher, (str, os.PathLike))
-    if is_path and os.fspath(teacher).startswith(("http://", "https://")):
-        raise ValueError(
-            f"teacher_model={teacher!r} is an address, expected a model, or its name or path. GKDTrainer and DistillationTrainer "
-            "take servers, GKDTrainer also several by name, but not servers beside models."
-        )
     if teacher is None and not init_kwargs:
         if scorer is None or not is_peft_model(student):
             raise ValueError(

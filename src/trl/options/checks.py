@@ -82,6 +82,15 @@ def lookup(table: Mapping[str, Entry], name: str, what: str) -> Entry:
     raise ValueError(f"unknown {what} {name!r}; known are {', '.join(map(repr, sorted(table)))}. {remedy}")
 
 
+def without_credentials(text: str) -> str:
+    """What an error may show of an address, or of a text with addresses.
+
+    >>> without_credentials("http://user:password@127.0.0.1:9/v1")
+    '127.0.0.1:9/v1'
+    """
+    return text.rpartition("@")[2]
+
+
 def json_object(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
     """The mapping that `value` holds: itself, or what a JSON string (as a command line passes it) says.
 
@@ -93,15 +102,15 @@ def json_object(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]
         return value
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a dict or a JSON object in a string, got {type(value).__name__}.")
-    example = f"""--{name} '{{"key": "value"}}'"""
+    example, shown = f"""--{name} '{{"key": "value"}}'""", without_credentials(value)
     try:
         parsed = json.loads(value)
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"{name} must be a JSON object, got {value!r} ({error}). Write it as {example}."
+            f"{name} must be a JSON object, got {shown!r} ({error}). Write it as {example}."
         ) from None
     if not isinstance(parsed, dict):
-        raise ValueError(f"{name} must be a JSON object, got {value!r}. Write it as {example}.")
+        raise ValueError(f"{name} must be a JSON object, got {shown!r}. Write it as {example}.")
     return parsed
 
 

@@ -21,7 +21,7 @@ from trl.models.parts import embedded_tokens
 from trl.models.policy import Policy
 from trl.models.reference import Reference, make_reference
 from trl.models.teacher import make_teacher, own_teacher
-from trl.options.checks import warn_unread
+from trl.options.checks import json_object, warn_unread
 from trl.options.generation import AGENT_SETTINGS, TOOL_SETTINGS
 from trl.rewards.source import RewardSources
 from trl.rollouts.tool_loop import ToolLoop
@@ -243,8 +243,9 @@ def teacher_of(teacher: Any, args: RolloutTraining, policy: Policy, *, needed: b
     names = ("teacher_model_server_url", "teacher_model_name_or_path")
     given = teacher or next(filter(None, (getattr(args, name, None) for name in names)), None)
     if isinstance(given, Mapping) or (isinstance(given, str) and given.lstrip().startswith("{")):
+        names = list(given if isinstance(given, Mapping) else json_object("teacher_model", given) or ())
         raise ValueError(
-            f"teacher_model has several teachers, {given if isinstance(given, str) else list(given)}, which prompts do not choose "
+            f"teacher_model has several teachers, {names}, which prompts do not choose "
             "among. Give one teacher, or use GKDTrainer, where rows choose."
         )
     if hasattr(args, names[0]):
