@@ -117,7 +117,7 @@ def test_toxicity_is_evaluated(run, tmp_path):
 
 def test_summaries_are_judged(run, capsys):
     found = run("scripts/evals/judge_tldr", "--tiny --num_examples 4")
-    assert re.search(r"Model win rate: \d+\.00%", capsys.readouterr().out)
+    assert re.search(r"Model win rate: \d+\.00%, 0 of 4 unanswered", capsys.readouterr().out)
     judge = found["SharedWords"]()
     assert judge.judge(["a red bird", "a red bird"], [["a cat", "a bird"], ["red", "no"]]) == [1, 0]
 

@@ -19,6 +19,7 @@ from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from trl.experimental.judges import AllTrueJudge, BaseBinaryJudge, HfPairwiseJudge, OpenAIPairwiseJudge
 from trl.generation.serving.connection import VARIABLE
+from trl.rewards.functions import resolve_judge
 
 TEMPLATE = "{prompt}|{response0}|{response1}"
 
@@ -195,6 +196,11 @@ def server():
         threading.Thread(target=found.serve_forever, daemon=True).start()
         yield found
         found.shutdown()
+
+
+def test_a_judge_by_name_has_no_limit_of_its_own(monkeypatch):
+    monkeypatch.setattr("trl.rewards.judges._openai_client", lambda timeout: object())
+    assert resolve_judge("openai").max_requests is None
 
 
 def test_openai_over_http(server, monkeypatch):

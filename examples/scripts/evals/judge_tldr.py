@@ -7,6 +7,7 @@
 summary wins that shares more words with its post. `--tiny` judges a small Llama of random weights that way.
 """
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -61,7 +62,9 @@ def judge_of(model: str | None) -> BasePairwiseJudge:
     """The judge that an option names."""
     if model is None:
         return SharedWords()
-    return OpenAIPairwiseJudge(model) if model.startswith("gpt-") else HfPairwiseJudge(model)
+    if model.startswith("gpt-"):
+        return OpenAIPairwiseJudge(model, max_requests=None)
+    return HfPairwiseJudge(model)
 
 
 @torch.no_grad()
@@ -103,4 +106,5 @@ if __name__ == "__main__":
     )
     verdicts = judge.judge(list(rows["prompt"]), pairs)
     answered = [verdict for verdict in verdicts if verdict >= 0]  # 0.5: a tie, -1: no answer
-    print(f"Model win rate: {100 * sum(answered) / max(len(answered), 1):.2f}%")
+    rate = sum(answered) / len(answered) if answered else math.nan
+    print(f"Model win rate: {100 * rate:.2f}%, {len(verdicts) - len(answered)} of {len(verdicts)} unanswered")

@@ -156,7 +156,9 @@ def resolve_judge(name: str) -> Any:
 
     known = {
         "pair_rm": judges.PairRMJudge,
-        "openai": judges.OpenAIPairwiseJudge,
+        "openai": functools.partial(
+            judges.OpenAIPairwiseJudge, max_requests=None
+        ),  # judge_max_calls limits them
         "hf": judges.HfPairwiseJudge,
         "random": judges.RandomPairwiseJudge,
     }
