@@ -113,5 +113,8 @@ def test_answers_on_disk_are_not_asked_for_again(models, monkeypatch, capsys):
     costs = [[each.pop(f"judge_{name}") for name in ("calls", "cached", "seconds")] for each in found]
     assert found[0] == found[1] and 0 <= found[0]["judge_agreement"] <= 1
     assert costs[0][0] == costs[1][1] > 0 and costs[1][0] == 0
-    assert main([*given, "--judge_max_calls", "0", "--judge_cache", "new.sqlite"]) == 2
-    assert "max_calls=0" in capsys.readouterr().err
+    main([*given, "--judge_max_calls", "1", "--judge_cache", "new.sqlite"])
+    kept = json.loads((models / "found.json").read_text())
+    assert kept["unanswered"] and [row["second"] for row in kept["rows"]] == [
+        row["second"] for row in found[0]["rows"]
+    ]

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{options.second} against {options.first}, {len(rows)} prompts")
     for name, value in found.items():
         print(f"  {name.replace('_', ' '):<28} {value:.4g}")
-    return 0
+    return int(found["unanswered"] == len(rows))
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 
     if options.out and not Path(options.out).resolve().parent.is_dir():
         raise ValueError(f"--out {options.out} is in a folder that does not exist. Make the folder.")
-    judge = managed(resolve_judge(options.judge), options)
+    judge = managed(resolve_judge(options.judge), options, on_failure="skip")
     rows = _prompts(options)
     answers = [_answers(model, rows, options) for model in (options.first, options.second)]
     prompts = [as_text(row["prompt"]) for row in rows]
