@@ -59,7 +59,7 @@ def test_both_orders_of_a_managed_judge(tmp_path):
     run, judge = trainer(tmp_path, eval_dataset=prompt_dataset(), steps=1), Keeps(1, 0, -1, 0, 0, 1)
     callback = WinRateCallback(ManagedJudge(judge, swap_positions=True), run, GREEDY, against=["x", "y", "z"])
     callback.on_evaluate(run.args, run.state, run.control)
-    assert logged(run, "eval_win_rate") == [0.75] and logged(run, "eval_judge/agreement") == [0.5]
+    assert logged(run, "eval_win_rate") == [0.75] and logged(run, "eval_win_rate_agreement") == [0.5]
     assert [row["winner_index"] for row in callback.table] == [1, None, None]
 
 
@@ -129,5 +129,6 @@ def test_wrong_arguments(tmp_path):
         WinRateCallback(Keeps(), run, num_prompts=0)
     with pytest.raises(TypeError, match="judge"):
         WinRateCallback(None, run)
-    with pytest.raises(TypeError, match="return_scores"):
-        WinRateCallback(Keeps(), run, use_soft_judge=True)
+    for judge in (Keeps(), ManagedJudge(Keeps())):
+        with pytest.raises(TypeError, match="return_scores"):
+            WinRateCallback(judge, run, use_soft_judge=True)

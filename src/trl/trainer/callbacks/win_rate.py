@@ -25,7 +25,7 @@ class WinRateCallback(TrainerCallback):
     """Compares completions of evaluation prompts with those of a reference, by a pairwise judge, at each evaluation.
 
     Args:
-        judge: a `BasePairwiseJudge`; a `ManagedJudge` has a cache, both orders (`eval_judge/agreement`) and a budget.
+        judge: a `BasePairwiseJudge`; a `ManagedJudge` has a cache, both orders (`eval_win_rate_agreement`) and a budget.
         trainer: whose `eval_dataset` (its first `num_prompts` rows) is completed.
         generation_config: of both; None for the models' own, with 128 new tokens if they set no limit.
         shuffle_order: show some pairs in reverse order.
@@ -59,7 +59,8 @@ class WinRateCallback(TrainerCallback):
             raise TypeError(f"judge must be a BasePairwiseJudge, got {judge!r}.")
         self.judge, self.trainer, self.generation_config = judge, trainer, generation_config
         self.options = {"shuffle_order": shuffle_order, **({"return_scores": True} if use_soft_judge else {})}
-        win_shares(judge, [], [], **self.options)  # raises for a judge without scores
+        inner = judge.inner if isinstance(judge, ManagedJudge) else judge
+        win_shares(inner, [], [], **self.options)  # raises for a judge without scores
         self.rows = evaluation_rows(trainer, num_prompts, "WinRateCallback")
         self.against: list[str] | None = None if against is None else list(against)
         if self.against is not None and len(self.against) != len(self.rows):
@@ -104,7 +105,15 @@ class WinRateCallback(TrainerCallback):
             shares = win_shares(self.judge, prompts, pairs, **self.options)
             self._report(prompts, pairs, shares, state.global_step)
             agreement = self.judge.agreement() if isinstance(self.judge, ManagedJudge) else {}
-            found = [(shares, {f"eval_{name}": value.mean.item() for name, value in agreement.items()})]
+            found = [
+                (
+                    shares,
+                    {
+                        f"eval_win_rate_{name.rpartition('/')[2]}": value.mean.item()
+                        for name, value in agreement.items()
+                    },
+                )
+            ]
         if self.trainer.accelerator.num_processes > 1:
             broadcast_object_list(found)
         shares, agreement = found[0]
