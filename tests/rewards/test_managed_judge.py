@@ -106,6 +106,29 @@ def test_both_orders(tmp_path):
     assert shares_of_first(managed, prompts, pairs) == [0, 0.5, None]
 
 
+class AnyOption(Longer):
+    def judge(self, prompts, completions, **options):
+        assert options == {"shuffle_order": False}
+        return super().judge(prompts, completions)
+
+
+class NoOption(Longer):
+    def judge(self, prompts, completions):
+        return super().judge(prompts, completions)
+
+
+def test_a_judge_does_not_shuffle_both_orders(recwarn):
+    assert ManagedJudge(AnyOption(), swap_positions=True).judge(PROMPTS, PAIRS, return_scores=True) == [
+        1,
+        0,
+        -1,
+    ]
+    assert not [warning for warning in recwarn if warning.category is UserWarning]
+    with pytest.warns(UserWarning, match="NoOption has no shuffle_order"):
+        managed = ManagedJudge(NoOption(), swap_positions=True)
+    assert managed.judge(PROMPTS, PAIRS) == [0, 1, -1]
+
+
 class Soft(BasePairwiseJudge):
     def judge(self, prompts, completions, shuffle_order=True, return_scores=False):
         assert not shuffle_order
@@ -162,6 +185,11 @@ def test_a_budget(limit, answers, caplog, tmp_path):
     with caplog.at_level(logging.WARNING):
         assert managed.judge(["p", "q", "r"], [["a", "bb"]] * 3) == answers
     assert len(judge.asked) == 3 - answers.count(-1) and "budget is spent" in caplog.text
+    judge.judge = lambda prompts, completions: [2]  # another JudgeError, which is logged too
+    managed.max_calls = managed.max_tokens = None
+    with caplog.at_level(logging.WARNING):
+        assert managed.judge(["s"], [["a", "bb"]]) == [-1]
+    assert "gave 2" in caplog.text
     with pytest.raises(ValueError, match=f"First has 3 comparisons left.*{next(iter(limit))}"):
         ManagedJudge(First(), **limit).judge(["p", "q", "r"], [["a", "bb"]] * 3)
 

@@ -18,12 +18,12 @@ from typing import Any, get_args
 
 import torch
 
-from trl.options.checks import check_at_least, check_one_of
+from trl.options.checks import check_at_least, check_one_of, warn_caller
 from trl.options.methods import JudgeOptions, RewardFailure
 from trl.reporting.deadlines import ThreadedCalls
 from trl.reporting.win_rate import JudgeError, shares_of_first
 from trl.rewards.judges import BasePairwiseJudge
-from trl.tensors.reduce import Weighted, weighted
+from trl.tensors.reduce import Weighted
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +86,14 @@ class ManagedJudge(BasePairwiseJudge):
         self.deadline, self.max_calls, self.max_tokens = deadline, max_calls, max_tokens
         self.on_failure = on_failure
         self.cost = dict.fromkeys(("calls", "cached", "unanswered", "failures", "tokens", "seconds"), 0.0)
-        self._agreed: list[bool] = []
+        self._agreed = self._both = 0  # pairs answered in both orders
         self._threads = ThreadedCalls(most_left_behind=8)
         self._warned: set[str] = set()
+        if swap_positions and not self._takes_order():
+            warn_caller(
+                f"judge of a {self.name} has no shuffle_order, so an order of its own is not turned off for swap_positions. Add it if "
+                "the judge shuffles."
+            )
         if cache is not None:
             Path(cache).parent.mkdir(parents=True, exist_ok=True)
             self._stored(())  # raises now for a file that cannot be used
@@ -104,10 +109,11 @@ class ManagedJudge(BasePairwiseJudge):
 
         With `return_scores`, how far the first completion wins, in [0, 1]: the judge's probability if it has `return_scores`.
         """
-        wanted = {"shuffle_order": shuffle_order and not self.swap_positions}
-        wanted |= {"return_scores": True} if return_scores else {}
-        parameters = inspect.signature(self.inner.judge).parameters
-        options = {name: value for name, value in wanted.items() if name in parameters}
+        options: dict[str, bool] = {}
+        if self._takes_order():
+            options["shuffle_order"] = shuffle_order and not self.swap_positions
+        if return_scores and "return_scores" in inspect.signature(self.inner.judge).parameters:
+            options["return_scores"] = True
         questions = [
             (prompt, first, second) for prompt, (first, second) in zip(prompts, completions, strict=True)
         ]
@@ -122,18 +128,29 @@ class ManagedJudge(BasePairwiseJudge):
             return [-1 if share is None else share for share in shares]
         return [-1 if share is None else 0.5 if share == 0.5 else int(share < 0.5) for share in shares]
 
+    def _takes_order(self) -> bool:
+        """Whether the judge takes `shuffle_order`, by its name or among `**kwargs`."""
+        parameters = inspect.signature(self.inner.judge).parameters
+        return "shuffle_order" in parameters or any(
+            each.kind is each.VAR_KEYWORD for each in parameters.values()
+        )
+
     def _mean(self, share: float | None, of_second: float | None) -> float | None:
         """The share of the first completion, of its shares in both orders."""
         if share is None or of_second is None:
             return None
         other = 1 - of_second
-        self._agreed.append(share == other or (share - 0.5) * (other - 0.5) > 0)
+        self._agreed += share == other or (share - 0.5) * (other - 0.5) > 0
+        self._both += 1
         return (share + other) / 2
 
     def agreement(self) -> dict[str, Weighted]:
         """`judge/agreement`: how often both orders agreed since the last call; empty without `swap_positions`."""
-        found, self._agreed = torch.tensor(self._agreed, dtype=torch.float64), []
-        return {"judge/agreement": weighted(found)} if self.swap_positions else {}
+        found = Weighted(
+            *(torch.tensor(float(count), dtype=torch.float64) for count in (self._agreed, self._both))
+        )
+        self._agreed = self._both = 0
+        return {"judge/agreement": found} if self.swap_positions else {}
 
     def _shares(self, questions: Sequence[Question], options: Mapping[str, Any]) -> list[float | None]:
         """How far the first completion of each question wins; None without an answer."""
@@ -177,7 +194,7 @@ class ManagedJudge(BasePairwiseJudge):
                 f"has {wanted} comparisons left, and its budget is spent: {calls} calls (max_calls={self.max_calls}), {tokens} "
                 f"tokens (max_tokens={self.max_tokens}). Raise the limit"
             )
-            self._fail(JudgeError(self.inner, text))
+            self._fail(JudgeError(self.inner, text), "budget")
         return room
 
     def _attempt(self, questions: Sequence[Question], options: Mapping[str, Any]) -> list[float | None]:
@@ -196,11 +213,11 @@ class ManagedJudge(BasePairwiseJudge):
             raise found
         return found
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: Exception, kind: str | None = None) -> None:
         if self.on_failure == "error":
             raise error
-        if type(error).__name__ not in self._warned:
-            self._warned.add(type(error).__name__)
+        if (kind := kind or type(error).__name__) not in self._warned:
+            self._warned.add(kind)
             logger.warning(
                 "Judge %s failed: %s (%s). Its pairs have no answer (on_failure='skip'; logged once, then counted).",
                 self.name, error, type(error).__name__,
