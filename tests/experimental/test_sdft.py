@@ -130,11 +130,14 @@ def test_the_teacher_is_shown_prompt_and_context() -> None:
     assert torch.equal(batch[TEACHER_BATCH]["scored_target"], batch["scored_target"])
 
 
-def test_the_last_message_of_a_conversation_has_the_context() -> None:
+@pytest.mark.parametrize(
+    ("role", "content", "user"), [("role", "content", "user"), ("from", "value", "human")]
+)
+def test_the_last_message_of_a_conversation_has_the_context(role: str, content: str, user: str) -> None:
     chats = [
         {
-            "prompt": [{"role": "user", "content": row["prompt"]}],
-            "privileged_context": [{"role": "user", "content": "Seven."}],
+            "prompt": [{role: user, content: row["prompt"]}],
+            "privileged_context": [{role: user, content: "Seven."}],
         }
         for row in ROWS
     ]
@@ -199,8 +202,12 @@ def test_what_is_refused(tmp_path: Any) -> None:
         make(rows=[ROWS[0], {**ROWS[1], "privileged_context": None}])
     with pytest.raises(ValueError, match="no column 'privileged_context'"):
         make(rows=[{"prompt": "Next."}])
-    with pytest.raises(ValueError, match="row 0: the last message"):
+    with pytest.raises(ValueError, match="row 0: the prompt ends with"):
         make(rows=[{"prompt": [{"role": "assistant", "content": "a"}], "privileged_context": "b"}])
+    with pytest.raises(ValueError, match="row 0: the prompt ends with a message of 'assistant'"):
+        make(rows=[{"prompt": [{"from": "gpt", "value": "a"}], "privileged_context": "b"}])
+    with pytest.raises(ValueError, match="row 1: the prompt is None"):
+        make(rows=[ROWS[0], {**ROWS[1], "prompt": None}])
     with pytest.raises(ValueError, match="privileged_context"):
         SDFTConfig(str(tmp_path), teacher_prompt_template="{prompt}", use_cpu=True)
     with pytest.raises(ValueError, match="distillation_alpha"):

@@ -92,7 +92,7 @@ def test_feedback_is_shown_where_there_is_some() -> None:
 
 def test_the_teachers_prompt(tmp_path: Any) -> None:
     args = SDPOConfig(
-        str(tmp_path), use_cpu=True, remove_thinking_from_demonstration=True, reprompt_template="{prompt}{solution}{feedback}",
+        str(tmp_path), use_cpu=True, include_environment_feedback=True, remove_thinking_from_demonstration=True, reprompt_template="{prompt}{solution}{feedback}",
         solution_template="+{successful_previous_attempt}", feedback_template="-{feedback_raw}",
     )  # fmt: skip
     assert teacher_prompt(args, "{solution}?", "<think>\nno {prompt}</think>\n4", None) == "{solution}?+4"
@@ -100,6 +100,9 @@ def test_the_teachers_prompt(tmp_path: Any) -> None:
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
     assert teacher_prompt(args, chat, None, "b") == [chat[0], {"role": "user", "content": "a-b"}]
     assert teacher_prompt(args, chat, None, None) is chat
+    assert teacher_prompt(args, [{"from": "human", "value": "a"}], None, "b") == [
+        {"role": "user", "content": "a-b"}
+    ]
 
 
 def test_long_prompts_of_the_teacher_lose_their_beginning() -> None:
@@ -187,14 +190,37 @@ def test_what_is_refused(tmp_path: Any) -> None:
         ({"reprompt_template": "{prompt}{feedback}"}, "{solution}"),
         ({"solution_template": "right"}, "{successful_previous_attempt}"),
         ({"distillation_weight": 1.5}, "distillation_weight"),
+        ({"distillation_weight": 0.0}, "distillation_weight"),
+        ({"teacher_model_init_kwargs": {"dtype": "float32"}}, "teacher_model_init_kwargs"),
+        ({"num_generations": 1}, "num_generations=1"),
+        (
+            {"num_generations": 1, "include_environment_feedback": True, "distillation_weight": 0.5},
+            "num_generations=1",
+        ),
     ):
         with pytest.raises(ValueError, match=name.replace("{", r"\{")):
             SDPOConfig(str(tmp_path), use_cpu=True, **settings)
-    with pytest.warns(UserWarning, match="epsilon=0.3"):
-        SDPOConfig(str(tmp_path), use_cpu=True, epsilon=0.3)
+    feedback = {"use_successful_as_teacher": False, "include_environment_feedback": True}
+    for settings in (
+        {"epsilon": 0.3},
+        {"vllm_importance_sampling_correction": False},
+        {"vllm_importance_sampling_cap": 2.0},
+        {"feedback_template": "{feedback_raw}"},
+        {"dont_reprompt_on_self_success": False, **feedback},
+        {"environment_feedback_only_without_solution": True, **feedback},
+        {"remove_thinking_from_demonstration": True, **feedback},
+        {"solution_template": "{successful_previous_attempt}", **feedback},
+    ):
+        with pytest.warns(UserWarning, match=f"{next(iter(settings))}=.* has no effect"):
+            SDPOConfig(str(tmp_path), use_cpu=True, **settings)
     with pytest.raises(ValueError, match="reward_funcs"):
         make(reward=None)
     with pytest.raises(ValueError, match="no column 'privileged_context'"):
         make(rows=[{"prompt": "Next."}] * 4, include_environment_feedback=True)
-    with pytest.raises(ValueError, match="row 0: the last message"):
+    odd = [*ROWS[:3], {**ROWS[3], "privileged_context": None}]
+    make(rows=odd, include_environment_feedback=True)
+    odd = [{"prompt": "Next.", "privileged_context": [{"role": "user", "content": "Right."}]}] * 4
+    with pytest.raises(ValueError, match="row 0: privileged_context"):
+        make(rows=odd, include_environment_feedback=True)
+    with pytest.raises(ValueError, match="row 0: the prompt ends with"):
         make(rows=[{"prompt": [{"role": "assistant", "content": "a"}]}] * 4)

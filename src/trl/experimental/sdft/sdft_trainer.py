@@ -11,6 +11,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
+from trl.data.formats import is_list_of_dicts_with, maybe_convert_to_chatml
 from trl.data.prompts import PROMPT_IDS, PromptPreparation, PromptTokenizer
 from trl.data.rendering import ProcessingClass
 from trl.experimental.sdft.sdft_config import SDFTConfig, SelfDistillation, filled
@@ -147,15 +148,23 @@ class PrivilegedCompleter:
         return Completed(self.teacher_prompts.with_prompts(found, tokens))
 
 
+def with_roles(prompt: Any) -> Any:
+    """Messages with `role` and `content`, also those with `from` and `value`; other values as they are."""
+    return maybe_convert_to_chatml({"prompt": prompt})["prompt"]
+
+
 def text_of(context: Any) -> str:
     """A privileged context, text or messages, as text."""
-    return context if isinstance(context, str) else "\n".join(str(message["content"]) for message in context)
+    if isinstance(context, str):
+        return context
+    return "\n".join(str(message["content"]) for message in with_roles(context))
 
 
 def extended(template: str, prompt: Any, **values: str) -> Any:
     """A prompt in a filled template; in a conversation its last message."""
     if isinstance(prompt, str):
         return filled(template, prompt=prompt, **values)
+    prompt = with_roles(prompt)
     return [*prompt[:-1], {**prompt[-1], "content": extended(template, prompt[-1]["content"], **values)}]
 
 
@@ -203,12 +212,14 @@ class SelfDistillationTrainer(DistillationTrainer):
         if missing := [column for column in columns if column not in dataset.column_names]:
             expected = " and ".join(map(repr, columns))
             raise ValueError(f"{name} dataset has no column {missing[0]!r}, expected {expected}. Add it.")
-        for row, prompt in enumerate(dataset["prompt"]):
-            last = {"role": "user", "content": ""} if isinstance(prompt, str) else prompt[-1]
-            if last["role"] != "user" or not isinstance(last["content"], str):
+        for row, prompt in enumerate(map(with_roles, dataset["prompt"])):
+            last = prompt[-1] if is_list_of_dicts_with(prompt) else {}
+            is_text = last.get("role") == "user" and isinstance(last.get("content"), str)
+            if not (isinstance(prompt, str) or is_text):
+                found = f"ends with a message of {last.get('role')!r}" if last else f"is {prompt!r}"
                 raise ValueError(
-                    f"{name} dataset, row {row}: the last message of the prompt is of the {last['role']}, expected a text of "
-                    "the user, which is extended for the teacher."
+                    f"{name} dataset, row {row}: the prompt {found}, expected text, or messages that end with a text of the user, "
+                    "which is extended for the teacher."
                 )
 
     def settle_reference(self) -> None:

@@ -8,12 +8,20 @@ from trl.options.checks import warn_unread
 from trl.options.groups import documented, option, same
 from trl.trainer.grpo_config import GRPOConfig
 
-_OF_POLICY = {"epsilon", "epsilon_high", "delta", "loss_type", "importance_sampling_level", "scale_rewards"}
+_OF_POLICY = {
+    "epsilon", "epsilon_high", "delta", "loss_type", "importance_sampling_level", "scale_rewards",
+    "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_cap",
+}  # fmt: skip
+_OF_SUCCESSES = {
+    "dont_reprompt_on_self_success", "environment_feedback_only_without_solution", "remove_thinking_from_demonstration",
+    "solution_template",
+}  # fmt: skip
 _OF_GRPO = (
     "beta",
     "dynamic_sampling",
     "teacher_kl_coef",
     "teacher_model_name_or_path",
+    "teacher_model_init_kwargs",
     "top_entropy_quantile",
 )
 
@@ -39,7 +47,7 @@ class SDPOConfig(SelfDistillation, GRPOConfig):
         1.0,
         "Share of the distillation in the loss; the rest is the policy loss of GRPO, which costs a second forward and backward "
         "pass. 1: rewards only choose what the teacher is shown.",
-        "[0, 1]",
+        "(0, 1]",
     )
     use_successful_as_teacher: bool = option(
         True, "Show the teacher the first successful completion of the prompt."
@@ -73,6 +81,7 @@ class SDPOConfig(SelfDistillation, GRPOConfig):
     feedback_template: str = option(
         "\n\nFeedback on an earlier answer:\n\n{feedback_raw}",
         "The part of the feedback, {feedback_raw}. Empty where there is none.",
+        needs="include_environment_feedback",
     )
     diagnostics_warning_interval: int = option(
         10,
@@ -93,6 +102,16 @@ class SDPOConfig(SelfDistillation, GRPOConfig):
         if not (self.use_successful_as_teacher or self.include_environment_feedback):
             raise ValueError(
                 "use_successful_as_teacher=False and include_environment_feedback=False show the teacher nothing. Set one of them."
+            )
+        if not self.use_successful_as_teacher:
+            warn_unread(self, _OF_SUCCESSES, "with use_successful_as_teacher=False. Leave it out")
+        if self.num_generations == 1 and (
+            self.distillation_weight < 1
+            or (self.dont_reprompt_on_self_success and not self.include_environment_feedback)
+        ):
+            raise ValueError(
+                "num_generations=1 has no other completion of the prompt to learn from or to compare with. Set it to 2 or more, or "
+                "include_environment_feedback=True or dont_reprompt_on_self_success=False, with distillation_weight=1."
             )
         if self.distillation_weight == 1:
             warn_unread(

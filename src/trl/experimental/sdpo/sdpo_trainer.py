@@ -107,10 +107,11 @@ class SDPOMethod(SelfDistillationMethod):
 class SDPOTrainer(SelfDistillationTrainer):
     """Trainer of self-distillation policy optimisation (arXiv:2601.20802).
 
-    Takes what `GRPOTrainer` takes, without tools and images. The student completes prompts. The teacher is the student as
-    `teacher_model_kind` says, shown the first successful completion of the same prompt, and with `include_environment_feedback`
-    the text in the row's column `privileged_context`; the student learns its distributions at the tokens of the completion.
-    Completions whose teacher would be shown neither are not distilled. Rows have a `prompt`, text or messages.
+    Takes rewards and stored rows with a `prompt`, text or messages, as `GRPOTrainer` does; no streams, tokenised rows, images,
+    tools, agent or rollout_func. The student completes prompts. The teacher is the student as `teacher_model_kind` says, shown the
+    first successful completion of the same prompt, and with `include_environment_feedback` the text in the row's column
+    `privileged_context`; the student learns its distributions at the tokens of the completion. Completions whose teacher would be
+    shown neither are not distilled.
 
     Example:
         >>> trainer = SDPOTrainer("Qwen/Qwen3-0.6B", is_right, SDPOConfig("student"), dataset)  # doctest: +SKIP
@@ -132,6 +133,11 @@ class SDPOTrainer(SelfDistillationTrainer):
         """Each row has a prompt, and a column of feedback if it is to be shown."""
         shows_feedback = getattr(args, "include_environment_feedback", False)
         super().check_rows(dataset, name, args, ["prompt", CONTEXT] if shows_feedback else ["prompt"])
+        for row, text in enumerate(dataset[CONTEXT] if shows_feedback else ()):
+            if not (text is None or isinstance(text, str)):
+                raise ValueError(
+                    f"{name} dataset, row {row}: {CONTEXT} is {text!r}, expected feedback as text, or None for no feedback."
+                )
 
     def begin_rollouts(self, *args: Any, **kwargs: Any) -> None:
         """Rewards also choose the teacher's prompts."""
@@ -154,7 +160,7 @@ class SDPOTrainer(SelfDistillationTrainer):
         first = args.process_index * count
         solutions = solutions[first : first + count] if args.use_successful_as_teacher else [None] * count
         given = inputs.columns[CONTEXT] if args.include_environment_feedback else [None] * count
-        feedback = [str(text or "").strip() or None for text in given]
+        feedback = [(text or "").strip() or None for text in given]
         shown = [
             None if args.environment_feedback_only_without_solution and solution is not None else text
             for solution, text in zip(solutions, feedback, strict=True)
