@@ -223,6 +223,11 @@ def test_lists_of_lists_are_joined_as_their_tokens_are():
     assert packed["best"][:] == [[[3, 9], [4, 9], [1, 9]], [[8, 9]]]
     with pytest.raises(ValueError, match=r"'best'.*'wrapped'"):
         pack_dataset(rows, 4, "wrapped")
+    long = {"input_ids": [[7], [1, 2, 3]], "best": [[[7]], [[1], [2], [3]]]}
+    assert pack_dataset(Dataset.from_dict(long), 2)["best"][:] == [[[1], [2]], [[7]]]
+    for wrong in ([[1], [2]], None):
+        with pytest.raises(ValueError, match="column 'best', row 1"):
+            pack_dataset(Dataset.from_dict({**long, "best": [[[7]], wrong]}), 2)
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,8 @@ def pack_table(table: pa.Table, seq_length: int, strategy: str) -> pa.Table:
     _check_columns(table)
     columns = {name: read_ragged(table[name], name) for name in table.column_names}
     _check_lengths(columns)
+    for name in nested:
+        _check_nested(name, lists[name], next(iter(columns.values())).lengths, seq_length)
     packed, kinds = STRATEGIES[strategy](columns, seq_length), {"seq_lengths": pa.list_(pa.int64())}
     kinds |= {name: table.schema.field(name).type for name in table.column_names}
     rows = packed.pop(ROWS, None)
@@ -106,7 +108,7 @@ def pack_table(table: pa.Table, seq_length: int, strategy: str) -> pa.Table:
             raise ValueError(
                 f"column {name!r} has lists of lists, which strategy {strategy!r} cannot cut. Use 'bfd'."
             )
-        joined = lists[name].combine_chunks().take(pa.array(rows.values))
+        joined = pc.list_slice(lists[name].combine_chunks().take(pa.array(rows.values)), 0, seq_length)  # type: ignore[attr-defined]
         ends = np.append(0, pc.list_value_length(joined).to_numpy().cumsum())[rows.offsets]  # type: ignore[attr-defined]
         found[name] = pa.ListArray.from_arrays(ends.astype(np.int32), joined.flatten())
     return pa.table(found)
@@ -196,3 +198,16 @@ def _check_lengths(columns: Mapping[str, Ragged]) -> None:
             raise ValueError(
                 f"column {name!r}, row {row}: {ragged.lengths[row]} items, but {main!r} has {expected[row]}. Correct or remove it."
             )
+
+
+def _check_nested(name: str, column: pa.ChunkedArray, tokens: np.ndarray, seq_length: int) -> None:
+    """Lists of lists must be there, and as many as the row has tokens where that is cut."""
+    counts = pc.fill_null(pc.list_value_length(column), -1).to_numpy()  # type: ignore[attr-defined]
+    wrong = np.flatnonzero((counts < 0) | ((tokens > seq_length) & (counts != tokens)))
+    if len(wrong):
+        row = int(wrong[0])
+        given = "None" if counts[row] < 0 else f"{counts[row]} lists for {tokens[row]} tokens"
+        raise ValueError(
+            f"column {name!r}, row {row}: {given}, expected lists, one per token in rows longer than seq_length={seq_length}. "
+            "Correct or shorten the row."
+        )
