@@ -108,6 +108,13 @@ def test_evaluation_is_the_formula():
         assert found[f"eval_{name}"] == pytest.approx(value, rel=1e-12, abs=1e-12), name
 
 
+def test_one_number_for_two_units_is_refused():
+    trainer = make(beta=0.3)
+    batch = next(iter(trainer.get_train_dataloader()))
+    with pytest.raises(ValueError, match=r"num_items_in_batch .* pair, .*2"):
+        trainer.compute_loss(trainer.model, batch, num_items_in_batch=2)
+
+
 def test_model_init_makes_the_model_once():
     made = []
 

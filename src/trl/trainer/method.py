@@ -63,6 +63,11 @@ class Outcome(NamedTuple):
     def loss(self, units: Sequence[Unit], own: Tensor, step: Tensor, *, router_weight: float) -> Tensor:
         """The batch's part of the step's loss: its totals over the step's number of each kind of unit."""
         totals = self.totals(units, own, router_weight=router_weight)
+        if len(step) != len(units):
+            raise ValueError(
+                f"num_items_in_batch must have the step's numbers of {', '.join(units)}, got {step.tolist()}. Leave it out for "
+                "the loss of this batch alone."
+            )
         return sum(map(share_of_step, totals, step), start=torch.zeros(()))
 
 
