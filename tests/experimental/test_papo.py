@@ -121,5 +121,6 @@ def test_evaluation_and_what_is_refused():
     metrics = trainer.evaluate(Dataset.from_list(rows()[:2]))
     assert metrics["eval_perception_kl"] > 0 and "eval_loss" in metrics
     text = [{"prompt": row["prompt"]} for row in rows()]
-    with pytest.raises(ValueError, match="train_dataset has no column of images"):
-        make(data=Dataset.from_list(text), given={"processing_class": tiny_processor("llava")})
+    for others in ({}, {"eval_dataset": Dataset.from_list(rows())}):
+        with pytest.raises(ValueError, match="train_dataset has no column of images"):
+            make(data=Dataset.from_list(text), given={"processing_class": tiny_processor("llava"), **others})

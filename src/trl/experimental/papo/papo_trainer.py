@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from trl.data.image_rows import has_images
 from trl.experimental.papo.image_masks import masked_image
 from trl.experimental.papo.papo_config import PAPOConfig
 from trl.models.scoring.causal import Scored
@@ -78,7 +79,7 @@ class PAPOTrainer(GRPOTrainer):
 
     def begin_rollouts(self, *parts: Any, **settings: Any) -> None:
         """Raises ValueError for prompts without images."""
-        if self.images is None:
+        if not has_images(self.train_dataset):
             raise ValueError(
                 "train_dataset has no column of images ('images' or 'image'), expected one: PAPO hides parts of them. Add it, or "
                 "use GRPOTrainer for prompts of text."
