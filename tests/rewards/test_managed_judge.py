@@ -175,6 +175,19 @@ def test_a_late_answer(waits, caplog):
     assert len(said) == 1 and "did not answer within 0.1 s" in said[0] and "First" in said[0]
 
 
+def test_no_attempt_begins_after_the_deadline_of_a_batch(waits):
+    gate, ended = threading.Event(), threading.Event()
+    judge = First(fails=9, waits=gate)
+    managed = ManagedJudge(judge, retries=8)
+    managed._fail = lambda error: ended.set()
+    sources = RewardSources(JudgeSource(managed), deadline=0.1, on_failure="skip")
+    given = RewardInputs(prompts=["p"] * 2, completions=["a", "b"])
+    assert sources.score(given).scores.isnan().all()
+    gate.set()
+    assert ended.wait(20) and len(judge.asked) == 1
+    assert (managed.cost["unanswered"], managed.cost["calls"]) == (1, 1)
+
+
 @pytest.mark.parametrize(
     ("limit", "answers"),
     [({"max_calls": 2}, [0, 1, -1]), ({"max_calls": 0}, [-1] * 3), ({"max_tokens": 0}, [-1] * 3)],

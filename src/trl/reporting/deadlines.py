@@ -27,6 +27,7 @@ SLOW_SECONDS = 60.0  # after which a call without a deadline is warned about
 GRACE_SECONDS = 1.0  # for the event loop to cancel a call after its deadline
 MOST_AT_ONCE = 64  # threads
 _numbers = itertools.count(1)
+_call_until: contextvars.ContextVar[float | None] = contextvars.ContextVar("call_until", default=None)
 
 
 class DeadlinePassed(TimeoutError):
@@ -45,6 +46,9 @@ def start(function: Callable[[], Any], name: str, seconds: float | None = None) 
     """Call `function` on a daemon thread, in the caller's context and grad mode."""
     context, with_grad, future = contextvars.copy_context(), torch.is_grad_enabled(), Future[Any]()
     future.set_running_or_notify_cancel()
+    until = _until(seconds)
+    if until is not None:
+        context.run(_call_until.set, until)
 
     def run() -> None:
         try:
@@ -55,7 +59,12 @@ def start(function: Callable[[], Any], name: str, seconds: float | None = None) 
 
     thread = threading.Thread(target=run, name=f"{name}-{next(_numbers)}", daemon=True)
     thread.start()
-    return Pending(future, thread, _until(seconds))
+    return Pending(future, thread, until)
+
+
+def is_abandoned() -> bool:
+    """Whether the call of `start` that runs this code has missed its deadline."""
+    return _left(_call_until.get()) == 0
 
 
 class ThreadedCalls:

@@ -20,7 +20,7 @@ import torch
 
 from trl.options.checks import check_at_least, check_one_of, warn_caller
 from trl.options.methods import JudgeOptions, RewardFailure
-from trl.reporting.deadlines import ThreadedCalls
+from trl.reporting.deadlines import ThreadedCalls, is_abandoned
 from trl.reporting.win_rate import JudgeError, shares_of_first
 from trl.rewards.judges import BasePairwiseJudge
 from trl.tensors.reduce import Weighted
@@ -50,7 +50,8 @@ class ManagedJudge(BasePairwiseJudge):
         on_failure: if the last attempt fails, or the budget is spent: "error" raises, "skip" answers -1 (logged once).
 
     `cost` has comparisons sent (`calls`) and read from the cache (`cached`), those without an answer (`unanswered`), failed
-    attempts (`failures`), `tokens`, and `seconds` in the judge. Cost and budget count from the start of the process.
+    attempts (`failures`), `tokens`, and `seconds` in the judge. After `reward_deadline` no attempt begins, and all pairs of the batch
+    are unanswered. Cost and budget count from the start of the process.
 
     Raises: TypeError for another kind of judge, ValueError for limits out of range and for a file that is no cache.
 
@@ -169,6 +170,8 @@ class ManagedJudge(BasePairwiseJudge):
                 break
             if error is not None:
                 time.sleep(min(2.0 ** (attempt - 1), LONGEST_WAIT))
+            if is_abandoned():
+                break
             try:
                 shares = self._attempt([missing[key] for key in left[:room]], options)
             except Exception as failure:
@@ -178,9 +181,9 @@ class ManagedJudge(BasePairwiseJudge):
             error = None
             found = {key: share for key, share in zip(left, shares, strict=False) if share is not None}
             known |= found if self.cache is None else self._stored(found, found.items())
+        self.cost["unanswered"] += len(missing if is_abandoned() else missing.keys() - known.keys())
         if error is not None:
             self._fail(error)
-        self.cost["unanswered"] += len(missing.keys() - known.keys())
         return [known.get(key) for key in keys]
 
     def _room(self, wanted: int) -> int:
