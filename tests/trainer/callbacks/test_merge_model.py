@@ -2,6 +2,7 @@
 
 import copy
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -149,6 +150,36 @@ def test_a_run_that_stops_without_a_checkpoint(folders, tmp_path, caplog):
     assert "nothing was merged" in caplog.text and not list(tmp_path.glob("**/merged"))
 
 
+@pytest.mark.parametrize(
+    ("fsdp", "zero", "target", "message"),
+    [
+        ("StateDictType.SHARDED_STATE_DICT", None, "a/b", "FULL_STATE_DICT"),
+        (None, {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}, "a/b", "zero3_save_16bit_model"),
+        (None, None, "./none", "target_model_path='./none' does not exist"),
+        ("StateDictType.FULL_STATE_DICT", {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}, "a/b", "no dtype"),
+    ],
+    ids=["FSDP", "ZeRO-3", "no folder", "settings"],
+)  # fmt: skip
+def test_what_cannot_be_merged_is_refused_before_the_first_step(
+    fsdp, zero, target, message, tmp_path, monkeypatch
+):
+    state = SimpleNamespace(
+        fsdp_plugin=fsdp and SimpleNamespace(state_dict_type=fsdp),
+        deepspeed_plugin=zero and SimpleNamespace(deepspeed_config={"zero_optimization": zero}),
+    )
+
+    def refused(config):
+        assert config.target_model_path == target
+        raise ValueError("no dtype")
+
+    monkeypatch.setattr(merge_model, "AcceleratorState", lambda: state)
+    monkeypatch.setattr(merge_model, "is_mergekit_available", lambda: True)
+    monkeypatch.setattr(MergeConfig, "create", refused)
+    run = runs.trainer(tmp_path, callbacks=[MergeModelCallback(config_of("linear", "", target))])
+    with pytest.raises(ValueError, match=message):
+        run.train()
+
+
 def test_bad_input(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="method"):
         MergeConfig("mean")
@@ -159,6 +190,10 @@ def test_bad_input(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(merge_model, "is_mergekit_available", lambda: True)
         run = runs.trainer(tmp_path, callbacks=[MergeModelCallback()])
+        wrong = config_of("linear", "a/b", "a/b")
+        wrong.dtype = "float17"
+        with pytest.raises(ValueError, match="dtype"):
+            wrong.create()
     with pytest.raises(ValueError, match="target_model_path"):
         run.train()
     monkeypatch.setattr(merge_model, "is_mergekit_available", lambda: False)

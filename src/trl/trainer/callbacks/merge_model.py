@@ -5,20 +5,24 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from accelerate.state import AcceleratorState
 from huggingface_hub import HfApi
 from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
 from trl.models.step_state import rng_states, set_rng_states
+from trl.options.checks import check_one_of
 from trl.options.packages import is_mergekit_available
 
 logger = logging.getLogger(__name__)
 
 _METHODS = ("linear", "ties", "dare_ties", "slerp")
+_DTYPES = ("float16", "bfloat16", "float32", "float64", "None")  # which mergekit checks only when it merges
 
 
 def _require_mergekit() -> None:
@@ -95,6 +99,7 @@ class MergeConfig:
         self, method: str, models: list[Any], *, has_base: bool = False, **settings: Any
     ) -> Any:
         _require_mergekit()
+        check_one_of("dtype", str(self.dtype).removeprefix("torch."), _DTYPES)
         from mergekit.config import MergeConfiguration  # pyright: ignore[reportMissingImports]
 
         if has_base:
@@ -162,7 +167,8 @@ class MergeModelCallback(TrainerCallback):
 
     The process with rank 0 merges; the training run is not changed.
 
-    Raises: ImportError without mergekit.
+    Raises: ImportError without mergekit; before the first step ValueError for settings that mergekit refuses, a folder that does not
+        exist, and runs that save sharded checkpoints.
 
     Example:
         >>> trainer.add_callback(MergeModelCallback(MergeConfig("slerp")))  # doctest: +SKIP
@@ -181,12 +187,19 @@ class MergeModelCallback(TrainerCallback):
         self._newest: Path | None = None
 
     def on_train_begin(self, args, state, control, model: Any = None, **kwargs):
-        self._newest = None
-        if not self._target(model):
+        self._newest, target = None, self._target(model)
+        if not target:
             raise ValueError(
                 "MergeModelCallback got a model without a name or path. Set merge_config.target_model_path to the model to merge "
                 "with."
             )
+        is_local = target.startswith((".", "~", os.sep)) or target.count("/") > 1
+        if is_local and not Path(target).is_dir():
+            raise ValueError(
+                f"target_model_path={target!r} does not exist. Name a folder, or a model of the Hub."
+            )
+        _check_whole_checkpoints()
+        self._config(target, target).create()  # raises for settings that mergekit refuses
 
     def on_step_end(self, args, state, control, **kwargs):
         is_saved = args.save_strategy not in (SaveStrategy.NO, SaveStrategy.BEST)
@@ -210,13 +223,16 @@ class MergeModelCallback(TrainerCallback):
     def _target(self, model: Any) -> str | None:
         return self.merge_config.target_model_path or getattr(model, "name_or_path", None)
 
+    def _config(self, policy: str, target: str | None) -> MergeConfig:
+        config = copy.copy(self.merge_config)
+        config.policy_model_path, config.target_model_path = policy, target
+        return config
+
     def _merge(self, args: Any, state: Any, checkpoint: Path, model: Any) -> None:
         if not state.is_world_process_zero:
             return
-        config = copy.copy(self.merge_config)
-        config.policy_model_path, config.target_model_path = str(checkpoint), self._target(model)
         merged = checkpoint / "merged"
-        merge_models(config.create(), str(merged))
+        merge_models(self._config(str(checkpoint), self._target(model)).create(), str(merged))
         if self.push_to_hub:
             name = args.hub_model_id or Path(args.output_dir).name
             upload_model_to_hf(
@@ -225,6 +241,22 @@ class MergeModelCallback(TrainerCallback):
                 private=args.hub_private_repo,
                 token=args.hub_token,
             )
+
+
+def _check_whole_checkpoints() -> None:
+    """Raise ValueError if this run saves shards, which mergekit cannot read."""
+    state: Any = AcceleratorState()
+    fsdp, deepspeed = getattr(state, "fsdp_plugin", None), state.deepspeed_plugin
+    zero = deepspeed.deepspeed_config["zero_optimization"] if deepspeed is not None else {}
+    change = None
+    if fsdp is not None and "FULL" not in str(fsdp.state_dict_type):
+        change = "fsdp_state_dict_type: FULL_STATE_DICT"
+    elif zero.get("stage") == 3 and not zero.get("stage3_gather_16bit_weights_on_model_save"):
+        change = "zero3_save_16bit_model: true"
+    if change:
+        raise ValueError(
+            f"MergeModelCallback needs checkpoints of whole weights. Set `{change}` for accelerate."
+        )
 
 
 def _checkpoint(args: Any, state: Any) -> Path:
