@@ -114,6 +114,10 @@ def test_columns_of_other_settings_are_refused(taught: Any) -> None:
         ({"eval_dataset": rows.remove_columns("teacher_ids")}, "eval dataset: no columns"),
         ({"seq_kd": True}, "seq_kd"),
         (
+            {"packing": True, "train_dataset": rows.add_column("teacher", ["a"] * len(rows))},
+            "several teachers; packing",
+        ),
+        (
             {"teacher_model": {"a": "http://user:SECRET@h/v1", "b": tiny_model("llama")}},
             "^'h/v1' is an address",
         ),

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from trl._lazy import attach
 from trl.collators.preference import completion_batch
-from trl.data.formats import last_turn_as_completion
+from trl.data.formats import column_names, last_turn_as_completion
 from trl.data.ragged import column_blocks, read_ragged
 from trl.data.rendering import text_tokenizer
 from trl.data.teacher_columns import (
@@ -155,6 +155,14 @@ class GKDDatasets(SFTDatasets):
 
     keep_end = True
     keep_columns = (*TEACHER_COLUMNS, TEACHER)
+
+    def _prepare(self, dataset: Any, name: str, *, packing: bool) -> Any:
+        if packing and isinstance(dataset, (Dataset, IterableDataset)) and TEACHER in column_names(dataset):
+            raise ValueError(
+                f"{name} dataset has a column {TEACHER!r}, by which rows choose among several teachers; packing=True does not keep "
+                "them apart. Leave packing out (rows are never padded), or remove the column."
+            )
+        return super()._prepare(dataset, name, packing=packing)
 
     def rows(self, dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
         return dataset if self.formatting_func is not None else last_turn_as_completion(dataset)
