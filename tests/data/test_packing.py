@@ -231,6 +231,20 @@ def test_lists_of_lists_are_joined_as_their_tokens_are():
 
 
 @pytest.mark.parametrize(
+    "inner", [List(Value("int64")), LargeList(Value("int64")), List(Value("int64"), length=2)]
+)
+@pytest.mark.parametrize("outer", [List, LargeList])
+def test_lists_of_lists_of_any_form(outer, inner):
+    features = Features({"input_ids": List(Value("int64")), "best": outer(inner)})
+    best = [[[1, 9]], [[2, 9], [3, 9]]]
+    rows = Dataset.from_dict({"input_ids": [[1], [2, 3]], "best": best}, features=features)
+    packed = pack_dataset(rows, 4)
+    assert packed.features["best"] == outer(inner) and packed["best"][:] == [[*best[1], *best[0]]]
+    nothing = Dataset.from_dict({"input_ids": [[], []], "best": [[], []]}, features=features)
+    assert len(pack_dataset(nothing, 4)) == 0
+
+
+@pytest.mark.parametrize(
     ("columns", "message"),
     [
         (

@@ -17,6 +17,7 @@ from trl.data.formats import DatasetType
 from trl.data.ragged import (
     Ragged,
     gather_rows,
+    is_list,
     is_number_list,
     read_ragged,
     restore_format,
@@ -89,9 +90,7 @@ def pack_dataset(
 def pack_table(table: pa.Table, seq_length: int, strategy: str) -> pa.Table:
     """`pack_dataset` on an arrow table."""
     nested = [
-        field.name
-        for field in table.schema
-        if pa.types.is_list(field.type) and is_number_list(field.type.value_type)
+        field.name for field in table.schema if is_list(field.type) and is_number_list(field.type.value_type)
     ]
     lists, table = table.select(nested), table.drop_columns(nested)
     _check_columns(table)
@@ -108,9 +107,14 @@ def pack_table(table: pa.Table, seq_length: int, strategy: str) -> pa.Table:
             raise ValueError(
                 f"column {name!r} has lists of lists, which strategy {strategy!r} cannot cut. Use 'bfd'."
             )
-        joined = pc.list_slice(lists[name].combine_chunks().take(pa.array(rows.values)), 0, seq_length)  # type: ignore[attr-defined]
+        kind: Any = lists.schema.field(name).type
+        whole = lists[name].cast(pa.large_list(kind.value_type)).combine_chunks()
+        joined = pc.list_slice(whole.take(pa.array(rows.values)), 0, seq_length)  # type: ignore[attr-defined]
         ends = np.append(0, pc.list_value_length(joined).to_numpy().cumsum())[rows.offsets]  # type: ignore[attr-defined]
-        found[name] = pa.ListArray.from_arrays(ends.astype(np.int32), joined.flatten())
+        packed_lists = pa.LargeListArray.from_arrays(ends, joined.flatten())
+        found[name] = (
+            packed_lists if pa.types.is_large_list(kind) else packed_lists.cast(pa.list_(kind.value_type))
+        )
     return pa.table(found)
 
 

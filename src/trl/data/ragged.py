@@ -29,14 +29,18 @@ class Ragged(NamedTuple):
         return np.diff(self.offsets)
 
 
+def is_list(kind: pa.DataType) -> bool:
+    """Whether an arrow type is a list of any form."""
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
 def is_number_list(kind: pa.DataType) -> bool:
     """Whether an arrow type is a list of numbers or truth values, one for each token.
 
     >>> is_number_list(pa.list_(pa.int64())), is_number_list(pa.list_(pa.string())), is_number_list(pa.int64())
     (True, False, False)
     """
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    if not is_list:
+    if not is_list(kind):
         return False
     value = kind.value_type  # type: ignore[attr-defined]
     return pa.types.is_integer(value) or pa.types.is_floating(value) or pa.types.is_boolean(value)
@@ -132,7 +136,7 @@ def _row_slabs(offsets: np.ndarray) -> list[tuple[int, int]]:
         last = max(first + 1, int(np.searchsorted(offsets, limit, side="right")) - 1)
         slabs.append((first, last))
         first = last
-    return slabs
+    return slabs or [(0, 0)]
 
 
 def restore_format(transformed: Dataset, original: Dataset) -> Dataset:
