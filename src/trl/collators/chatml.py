@@ -93,6 +93,9 @@ class DataCollatorForChatML:
     def _render(self, index: int, row: Row) -> tuple[str, str]:
         messages = row.get(self.messages_key)
         if not isinstance(messages, list) or len(messages) < 2 or messages[-1].get("role") != "assistant":
-            raise ValueError(f"row {index} of the batch: {self.messages_key!r} must end with an answer.")
+            raise ValueError(
+                f"row {index} of the batch: {self.messages_key!r} is {str(messages)[:80]!r}, expected 2 messages or more that "
+                "end with an assistant's. Add the answer, or name the column with messages_key."
+            )
         with Place("", index, self.messages_key).named():
             return split_rendering(self.tokenizer, Chat(messages[:-1]), messages[-1:])

@@ -352,7 +352,10 @@ def make_loader(
         processes=accelerator.num_processes,
     )
     if not shares.batches:
-        raise ValueError(f"dataset must have batch_size * processes rows at least, got {len(dataset)}.")
+        raise ValueError(
+            f"dataset must have at least batch_size * processes = {batch_size} * {accelerator.num_processes} rows, got "
+            f"{len(dataset)}. Lower batch_size or add rows."
+        )
     return QueryLoader(dataset, shares, collate_fn=collate_fn or lists_of_columns, device=accelerator.device)
 
 

@@ -176,7 +176,8 @@ def _architecture_of(model_id: str, kwargs: dict[str, Any]) -> Any:
     architecture = getattr(transformers, names[0], None)
     if architecture is None:
         raise ValueError(
-            f"'{model_id}' is a {names[0]}, unknown to transformers. Upgrade, or set trust_remote_code=True."
+            f"'{model_id}' is a {names[0]}, unknown to transformers. Upgrade, or set trust_remote_code=True if you have read and "
+            "trust the code in that repository."
         )
     return architecture
 

@@ -232,7 +232,9 @@ def make_reference(
         raise ValueError("ref_model cannot be set with a PEFT model, unless force_use_ref_model=True.")
     if trained is not None and ref_model is None:
         if given.precompute_ref_log_probs and shards:
-            raise ValueError("precompute_ref_log_probs=True with an adapter needs unsharded weights.")
+            raise ValueError(
+                "precompute_ref_log_probs=True with an adapter needs unsharded weights, got ZeRO-3 or FSDP. Set it to False."
+            )
         return AdapterReference(scorer, given.ref_adapter_name, trained)
     if ref_model is None and given.precompute_ref_log_probs and not shards:
         return InitialPolicy(policy, scorer)
@@ -254,7 +256,8 @@ def make_reference(
     ours, theirs = (embedded_tokens(causal_core(each)) for each in (policy, model))
     if ours != theirs:
         raise ValueError(
-            f"ref_model has a vocabulary of {theirs} tokens, the model one of {ours}. Use `ref_model.resize_token_embeddings`."
+            f"ref_model has a vocabulary of {theirs} tokens, the model one of {ours}. Choose a reference of the same "
+            "family, or use `ref_model.resize_token_embeddings`."
         )
     return FrozenModel(model, language_scorer(model, pad_token_id=scorer.pad_token_id))
 

@@ -114,7 +114,9 @@ def take_chat_template(
         logger.warning("chat_template_path added %d tokens: they are trained beside the adapter.", len(added))
     elif added and (peft_config is not None or is_peft_model(model)):
         logger.warning(
-            "chat_template_path added %d tokens, whose embeddings this adapter does not train.", len(added)
+            "chat_template_path added %d tokens, whose embeddings this adapter does not train. Add them before the adapter is "
+            "made, with trainable_token_indices.",
+            len(added),
         )
     return model, peft_config
 
