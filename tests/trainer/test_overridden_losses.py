@@ -210,6 +210,37 @@ def test_store_metrics():
     assert mode == "train" and "rewards/margins" in metrics and "rewards/margins" not in log
 
 
+def two_arguments(base):
+    """A subclass with an `outcome` that takes a model and a batch alone, and doubles the loss."""
+
+    def outcome(self, model, batch):
+        found = base.outcome(self, model, batch)
+        local = None if found.local is None else 2 * found.local
+        return found._replace(
+            terms=[each._replace(values=2 * each.values) for each in found.terms], local=local
+        )
+
+    return type("Own", (base,), {"outcome": outcome})
+
+
+def test_outcome_with_two_arguments(plain):
+    trainer = dpo(two_arguments(DPOTrainer), **CUT)
+    assert_same_gradient(step(trainer)[0], times(plain[0], 2))
+    trainer.predict(Dataset.from_list(dpo_runs.pairs()[:2]))
+
+
+def test_outcome_of_groups_replaces_the_scoring(monkeypatch):
+    found = []
+    for kind in (GRPOTrainer, two_arguments(GRPOTrainer)):
+        if found:
+            kind._get_per_token_logps = None
+        monkeypatch.setitem(grpo_runs.TRAINERS, "grpo", (grpo_runs.TRAINERS["grpo"][0], kind))
+        trainer, keep = grpo_runs.make("grpo", max_steps=1, beta=0.0)
+        trainer.train()
+        found.append(keep.steps[0])
+    assert_same_gradient(found[1], times(found[0], 2))
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_compute_loss(plain, whole):
     """One of its own is the mean over its micro-batch; ours is a share of the step, also where the count is not handed on."""

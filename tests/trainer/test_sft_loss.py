@@ -234,6 +234,33 @@ def test_compute_metrics_sees_aligned_rows(layout):
         assert found[name] == pytest.approx(plain[name], rel=1e-9), name
 
 
+class OwnLogits(SFTTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        loss, outputs.logits = outputs.logits.mean(), outputs.logits * 2
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_an_own_loss_beside_an_outcome_that_cannot_see_the_step_is_refused(monkeypatch):
+    kind = type(
+        "Own", (SFTTrainer,), {"outcome": lambda self, model, batch: SFTTrainer.outcome(self, model, batch)}
+    )
+    monkeypatch.setitem(globals(), "SFTTrainer", kind)
+    with pytest.raises(ValueError, match="compute_loss_func and an outcome"):
+        build(compute_loss_func=users_nll)
+
+
+def test_logits_of_an_overridden_loss_are_kept(monkeypatch):
+    expected = build()[0].predict(Dataset.from_list(ROWS[:3]))
+    monkeypatch.setitem(globals(), "SFTTrainer", OwnLogits)
+    trainer, calls = build(model64())[0], []
+    trainer.model.register_forward_hook(lambda *_: calls.append(1))
+    found = trainer.predict(Dataset.from_list(ROWS[:3]))
+    assert len(calls) == 1 and (found.label_ids == expected.label_ids).all()
+    trained = found.label_ids != -100
+    assert found.predictions[trained] == pytest.approx(2 * expected.predictions[trained], abs=1e-9)
+
+
 def test_predict_gives_logits_and_labels():
     trainer, _ = build()
     result = trainer.predict(Dataset.from_list(ROWS[:3]))

@@ -23,7 +23,7 @@ from trl.options.checks import library_config
 WHOLE_BATCH = ("get_batch_loss_metrics", "get_batch_metrics", "store_metrics")
 REFERENCES = ("compute_ref_log_probs", "compute_reference_log_probs")
 LOSSES = ("dpo_loss", "cpo_loss", "odds_ratio_loss", "kto_loss", "bco_loss")
-CALLED = ("compute_loss", "objective", *WHOLE_BATCH, *REFERENCES, *LOSSES)
+CALLED = ("compute_loss", "outcome", "objective", *WHOLE_BATCH, *REFERENCES, *LOSSES)
 """Methods that training calls where a subclass overrides them, or a program replaces them."""
 
 GIVEN = "given"

@@ -39,7 +39,7 @@ from trl.data.prepared_sets import DataSets
 from trl.data.ragged import list_lengths
 from trl.data.streaming import CountedStream, RepeatedStream, is_streaming
 from trl.legacy import move_onto_config
-from trl.legacy.interface import GIVEN, LegacyInterface
+from trl.legacy.interface import GIVEN, LegacyInterface, call_with
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.models.loading import load_saved_weights
 from trl.models.packed.layout import count_sequence_tokens, count_tokens, first_rows, is_packed
@@ -342,7 +342,7 @@ class BaseTrainer(LegacyInterface, Trainer):
         step = own.clamp(min=1)
         if num_items_in_batch is not None:
             step = torch.as_tensor(num_items_in_batch).view(-1)
-        found = self.outcome(model, inputs, step=step, with_outputs=return_outputs)
+        found = call_with(self.outcome, model, inputs, step=step, with_outputs=return_outputs)
         loss = found.loss(self.method.units, own, step, router_weight=self.aux_loss_coef)
         self._record(found, own)
         if num_items_in_batch is not None and self.accelerator.num_processes > 1:
@@ -501,11 +501,23 @@ class BaseTrainer(LegacyInterface, Trainer):
             if prediction_loss_only:
                 return self.compute_loss(model, batch).detach(), None, None
             loss, outputs = self.compute_loss(model, batch, return_outputs=True)
-            if self._predictions in outputs and "labels" in outputs:
-                return loss.detach(), outputs[self._predictions].detach(), outputs["labels"]
-            with self.unrecorded():  # those of an overridden compute_loss lack them
-                found = self.outcome(model, self.take_batch(batch), with_outputs=True)
-            return loss.detach(), found.predictions.detach(), found.labels
+            # Those of an overridden method may lack them.
+            predictions, labels = (
+                outputs.get(name) if isinstance(outputs, Mapping) else None
+                for name in (self._predictions, "labels")
+            )
+            labels = self.labels_of(batch) if labels is None else labels
+            if predictions is None or labels is None:
+                outcome: Any = self._own_methods["outcome"]
+                with self.unrecorded():
+                    _, predictions, labels, *_ = outcome(
+                        self, model, self.take_batch(batch), with_outputs=True
+                    )
+            return loss.detach(), predictions.detach(), labels
+
+    def labels_of(self, batch: Any) -> Any:
+        """The labels of a batch; None where they are known only together with predictions."""
+        return None
 
     def evaluation_loop(
         self,

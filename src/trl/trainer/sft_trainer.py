@@ -23,6 +23,7 @@ from trl._lazy import attach
 from trl.collators.images import DataCollatorForVisionLanguageModeling
 from trl.collators.language_modelling import CountedSequences, DataCollatorForLanguageModeling
 from trl.data.image_rows import has_images
+from trl.legacy.interface import takes
 from trl.models.packed.layout import IGNORED, count_scored, padded_batch
 from trl.models.parts import check_decoder_only
 from trl.models.scoring.causal import Scored, Scorer
@@ -146,7 +147,7 @@ class SFTTrainer(BaseTrainer):
         policy, args = self.begin(model, args, processing_class, peft_config, older, data="rows")
         assert isinstance(args, SFTConfig)
         self.method = SFTMethod(args.loss_type)
-        _check_one_loss(args, compute_loss_func)
+        _check_one_loss(args, compute_loss_func, takes_step=takes(self.outcome, "step"))
         self.check_model(policy.scorer.core)
         self._padding_free = args.padding_free or (args.packing and args.packing_strategy == "bfd")
         self.with_images = isinstance(data_collator, DataCollatorForVisionLanguageModeling) or has_images(
@@ -231,13 +232,21 @@ class SFTTrainer(BaseTrainer):
         terms = found.terms[0]._replace(values=total, weights=torch.ones_like(total))
         return found._replace(terms=[terms], predictions=logits, labels=labels)
 
+    def labels_of(self, batch: Any) -> Tensor:
+        """The labels of the padded rows."""
+        return self.scorer.padded_inputs(self.take_batch(batch))["labels"]
 
-def _check_one_loss(args: SFTConfig, compute_loss_func: Callable[..., Tensor] | None) -> None:
+
+def _check_one_loss(
+    args: SFTConfig, compute_loss_func: Callable[..., Tensor] | None, *, takes_step: bool
+) -> None:
     """Refuse settings of which each is a loss of its own."""
+    needs_step = compute_loss_func is not None or bool(args.label_smoothing_factor)
     losses = {
         "compute_loss_func": compute_loss_func is not None,
         f"label_smoothing_factor={args.label_smoothing_factor}": bool(args.label_smoothing_factor),
         f"loss_type={args.loss_type!r}": args.loss_type != "nll",
+        "an outcome without **kwargs": needs_step and not takes_step,
     }
     given = [name for name, is_set in losses.items() if is_set]
     if len(given) > 1:
