@@ -143,7 +143,7 @@ def test_unknown_architecture(tmp_path):
     model = tiny_model("llama")
     model.config.architectures = ["NoSuchForCausalLM"]
     model.config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"NoSuchForCausalLM.*trust_remote_code"):
+    with pytest.raises(ValueError, match=r"NoSuchForCausalLM.*trust_remote_code.*trust the code"):
         create_model_from_path(str(tmp_path))
 
 

@@ -77,7 +77,7 @@ def test_parts_of_a_trainer():
         PPOTrainer(config, value_model(), "gpt2", tokenizer)
     with pytest.raises(ValueError, match="vocabulary"):
         PPOTrainer(config, value_model(), tiny_model("llama", vocab_size=50), tokenizer)
-    with pytest.raises(ValueError, match="dataset must have batch_size"):
+    with pytest.raises(ValueError, match=r"dataset must have at least batch_size .*, got .*Lower batch_size"):
         PPOTrainer(config, value_model(), None, tokenizer, Dataset.from_dict({"query": ["a"]}))
     with pytest.raises(TypeError, match="rows by number, got IterableDataset"):
         PPOTrainer(

@@ -75,11 +75,11 @@ BAD: dict[str, Bad] = {
     ),
     "images": Bad(
         tuple(m for m in OF_TEXT if m != "prm"), ValueError,
-        ("train dataset has images", "made for text"),
+        ("train dataset has images", "made for text", "SFTTrainer, DPOTrainer"),
         [{**PAIR, "images": [IMAGE]}] * 2,
     ),
     "images of steps": Bad(
-        ("prm",), ValueError, ("train dataset has images", "made for text"), [{**STEPS, "image": IMAGE}] * 2
+        ("prm",), ValueError, ("train dataset has images", "made for text", "SFTTrainer, DPOTrainer"), [{**STEPS, "image": IMAGE}] * 2
     ),
     "images without a processor": Bad(
         ("dpo",), TypeError, ("processing_class is a", "the rows have images, expected a processor", "AutoProcessor"),
