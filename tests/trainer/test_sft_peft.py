@@ -82,7 +82,7 @@ def test_only_the_adapter_is_saved_and_training_goes_on(tmp_path):
     assert logged(first, "loss") + logged(second, "loss") == pytest.approx(logged(whole, "loss"), rel=1e-6)
 
 
-def test_tokens_of_a_template_are_trained_beside_the_adapter(tmp_path):
+def test_tokens_of_a_template_are_trained_beside_the_adapter(tmp_path, caplog):
     larger = tiny_tokenizer()
     larger.add_special_tokens({"eos_token": "<|over|>"})
     larger.chat_template = larger.chat_template.replace("<|im_end|>", "<|over|>")
@@ -100,6 +100,9 @@ def test_tokens_of_a_template_are_trained_beside_the_adapter(tmp_path):
         after = trainer.model.get_input_embeddings()(torch.tensor([5, 400])).detach()
         assert torch.equal(before[0], after[0])
         assert not torch.equal(before[1], after[1])
+    made = get_peft_model(model_for(), lora(target_modules="all-linear"))
+    make(ROWS, model=made, tokenizer=tiny_tokenizer("none"), chat_template_path=str(tmp_path))
+    assert "before the adapter is made, with trainable_token_indices" in caplog.text
 
 
 def test_prompt_tuning_is_scored_from_its_own_logits(caplog):
