@@ -40,7 +40,7 @@ def test_a_client_gets_the_models_own_answer(tmp_path):
         command, env=environment | {"XDG_CACHE_HOME": str(tmp_path)}, stdout=subprocess.PIPE, text=True
     )
     try:
-        found = PORT.search(server.stdout.readline().strip())
+        found = next(line for line in map(PORT.search, map(str.strip, server.stdout)) if line is not None)
         key = Path(found[2]).read_text()
         client = openai.OpenAI(base_url=found[1], api_key=key, max_retries=0)
         messages = [{"role": "user", "content": "Hello."}]

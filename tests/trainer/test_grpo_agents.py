@@ -1,60 +1,17 @@
 """GRPO with agents: sessions over HTTP are completions, trees of turns are trained once, and resuming continues them."""
 
 import asyncio
+import json
 import sys
 
-import openai
 import pytest
 import torch
-from datasets import Dataset
 
-from tests.experimental.test_agent_sessions import SCHEMAS, answers, as_dict
 from tests.rollouts.tool_words import TOOLS
+from tests.trainer.grpo_agent_runs import ROWS, agents, forgetful, tool_agent, trained
 from tests.trainer.grpo_runs import logs
-from tests.trainer.grpo_tool_runs import QUESTIONS, caller, make
-
-SETTINGS = {
-    "max_completion_length": 8, "num_generations": 4, "per_device_train_batch_size": 8, "max_steps": 2,
-    "max_tool_calling_iterations": None,
-}  # fmt: skip
-ROWS = Dataset.from_list([
-    {"prompt": [{"role": "user", "content": text}], "number": number} for number, text in enumerate(QUESTIONS)
-])  # fmt: skip
-
-
-async def tool_agent(row, base_url, api_key, *, rounds=2):
-    """Answers calls; its reward is the number of calls and a little for length."""
-    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
-    messages, count = list(row["prompt"]), 0
-    for _ in range(rounds):
-        answer = await client.chat.completions.create(model="policy", messages=messages, tools=SCHEMAS)
-        reply = answer.choices[0].message
-        count += len(reply.tool_calls or []) + 0.01 * answer.usage.completion_tokens
-        messages += [as_dict(reply), *answers(reply)]
-    return count
-
-
-async def forgetful(row, base_url, api_key):
-    """Takes back a word of what the policy said, so that its session has several trees; asks twice for the last answer."""
-    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
-    messages, length = list(row["prompt"]), 0
-    for number in range(2):
-        answer = await client.chat.completions.create(model="policy", messages=messages, n=1 + number)
-        text = answer.choices[0].message.content
-        length += answer.usage.completion_tokens
-        messages += [{"role": "assistant", "content": f"{text} no"}, {"role": "user", "content": "hi"}]
-    return {"reward": length + row["number"]}
-
-
-def agents(method="grpo", *, agent=tool_agent, given=None, **settings):
-    given = {"agent": agent, "tools": None, **(given or {})}
-    return make(method, reward_funcs=None, **{**SETTINGS, "data": ROWS, "given": given, **settings})
-
-
-def trained(*method, **settings):
-    trainer, gradients = agents(*method, **settings)
-    trainer.train()
-    return trainer, gradients
+from tests.trainer.grpo_tool_runs import caller
+from tests.two_processes import launch
 
 
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
@@ -125,13 +82,23 @@ async def unreliable(row, base_url, api_key):
     return await tool_agent(row, base_url, api_key)
 
 
-def test_sessions_that_fail_have_no_reward_and_are_counted():
+def test_sessions_that_fail_have_no_reward_and_are_counted(caplog):
     trainer, _ = trained(agent=unreliable, agent_deadline=5.0, per_device_train_batch_size=20, max_steps=1)
+    assert caplog.text.count("An agent raised") == 1 and "no such luck" in caplog.text
     found = logs(trainer)[0]
     for kind in ("raised", "deadline", "silent", "malformed"):
         assert found[f"agent/failures/{kind}"] == pytest.approx(0.2), kind
     scores = trainer._rollout_batch.per_row["scores"]
     assert scores.isnan().sum() == 16
+
+
+async def often_silent(row, base_url, api_key):
+    return 1.0 if row["number"] % 2 else await tool_agent(row, base_url, api_key)
+
+
+def test_parts_of_silent_sessions_have_the_columns_of_others():
+    trainer, _ = trained(agent=often_silent, top_p=0.9, generation_parts=2, max_steps=1)
+    assert "sampling_kept" in trainer._rollout_batch.per_token
 
 
 def test_a_budget_cuts_sessions():
@@ -154,6 +121,21 @@ def test_an_agent_may_be_a_command():
     trainer, _ = trained(agent=[sys.executable, "-c", COMMAND, "{row}", "{base_url}"], max_steps=1)
     assert logs(trainer)[0]["reward"] == 2.5
     assert (trainer._rollout_batch.per_row["agent_turns"] == 1).all()
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    settings = {"per_device_train_batch_size": 8, "max_steps": 2, "learning_rate": 0.01}
+    trainer, expected = trained(**settings)
+    metrics = trainer.evaluate(ROWS.select(range(3)))
+    cut = {**settings, "per_device_train_batch_size": 4}
+    launch("tests.trainer.grpo_agent_runs", str(tmp_path / "two.pt"), json.dumps(cut))
+    found = torch.load(tmp_path / "two.pt")
+    for mine, theirs in zip(found["gradients"], expected.steps, strict=True):
+        for name in theirs:
+            torch.testing.assert_close(mine[name], theirs[name], rtol=1e-8, atol=1e-12)
+    assert found["logs"][0]["agent/turns"] == logs(trainer)[0]["agent/turns"]
+    assert found["eval"]["eval_reward"] == pytest.approx(metrics["eval_reward"])
 
 
 def synchronous(row, base_url, api_key):

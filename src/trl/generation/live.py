@@ -52,6 +52,11 @@ class LiveCalls:
     """Requests over `engine.generate`, for engines without steps: all that wait with equal settings are completed by one call."""
 
     def __init__(self, engine: Engine) -> None:
+        if engine.together:
+            raise ValueError(
+                f"{type(engine).__name__} generates in several processes at once, and requests that come and go differ among them. Use "
+                "an engine in each process, such as the policy itself or one vLLM per process."
+            )
         self.engine = engine
         self._numbers = itertools.count()
         self._waiting: dict[int, tuple[list[int], Sampling, int, int | None, Listener | None]] = {}
@@ -125,6 +130,7 @@ class Broker:
 
     def __init__(self) -> None:
         self.busy_s = self.idle_s = 0.0
+        self.failure: Exception | None = None
         self._arriving: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
         self._running: dict[int, Asked] = {}
 
@@ -143,6 +149,8 @@ class Broker:
         """
         asked = Asked(prompt, sampling, stream, limit, listener, Future())
         self._arriving.put(asked)
+        if self.failure is not None:
+            self.fail(self.failure)
         return asked.future
 
     def wake(self) -> None:
@@ -178,7 +186,7 @@ class Broker:
             return
         try:
             number = live.submit(*asked[:2], stream=asked.stream, limit=asked.limit, listener=asked.listener)
-        except ValueError as error:
+        except Exception as error:
             asked.future.set_exception(error)
         else:
             self._running[number] = asked
@@ -200,7 +208,8 @@ class Broker:
                 future.set_result(generated)
 
     def fail(self, error: Exception) -> None:
-        """End all requests, those that wait too, with an error."""
+        """End all requests with an error, those that wait and those that come later too."""
+        self.failure = error
         waiting = self._take(wait=False)
         for asked in [*self._running.values(), *waiting]:
             if asked.future.set_running_or_notify_cancel():

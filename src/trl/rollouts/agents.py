@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 import math
 import os
 import shlex
 import signal
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,6 +30,7 @@ from trl.rollouts.measures import CHAINS, CUT, OUTCOME_OF, OUTCOMES, TURNS, Outc
 from trl.rollouts.sessions import Budget, Chain, chains_of
 from trl.tensors.ragged import Ragged
 
+logger = logging.getLogger(__name__)
 REWARD_FIELD = "agent_reward"
 MOST_OUTPUT = 1 << 20  # bytes of a command's output
 
@@ -70,6 +73,7 @@ class AgentCompleter:
             template_kwargs,
         )
         self._calls = AsyncCalls("agent")
+        self._told: set[str] = set()
 
     def __call__(self, maker: RolloutMaker, rows: Rows, *, streams: Sequence[int]) -> Completed:
         names = [name for name in rows if name != PROMPT_IDS]
@@ -93,7 +97,20 @@ class AgentCompleter:
                 for call in pending:
                     call.future.cancel()
         played = [Played.of(session, call) for session, call in zip(sessions, pending, strict=True)]
-        return completed(played, text_tokenizer(self.processing_class))
+        for session, one in zip(sessions, played, strict=True):
+            self._tell(session, one.error)
+        sampling = maker.sampling
+        keeps = (sampling.truncates_distribution or bool(sampling.processors)) and hasattr(
+            maker.engine, "live"
+        )
+        return completed(played, text_tokenizer(self.processing_class), keeps=keeps)
+
+    def _tell(self, session: OpenSession, error: BaseException | None) -> None:
+        """Log the first error of each type."""
+        if error is not None and (kind := type(error).__name__) not in self._told:
+            self._told.add(kind)
+            lines = "".join(traceback.format_exception(error)).replace(session.api_key, "***")
+            logger.warning("An agent raised an error; further ones of this type are only counted:\n%s", lines)
 
     async def _play(self, session: OpenSession, gate: asyncio.Semaphore) -> Any:
         async with gate:
@@ -170,6 +187,7 @@ class Played:
     cut: bool
     reward: float | None = None
     failure: Outcome | None = None
+    error: BaseException | None = None
 
     @classmethod
     def of(cls, session: OpenSession, call: Pending) -> Played:
@@ -188,7 +206,7 @@ class Played:
         except BaseException as error:
             if played.cut and not isinstance(error, (KeyboardInterrupt, SystemExit)):
                 return played  # the client was told that the budget is spent
-            played.failure = "raised"
+            played.failure, played.error = "raised", error
         else:
             played._take(result)
         if played.failure is None and not turns:
@@ -205,8 +223,11 @@ class Played:
             self.failure = "malformed"
 
 
-def completed(played: Sequence[Played], tokenizer: Any) -> Completed:
-    """Sessions as completions. Tokens that the policy did not sample have a log-prob of 0 and count as tool output."""
+def completed(played: Sequence[Played], tokenizer: Any, *, keeps: bool) -> Completed:
+    """Sessions as completions. Tokens that the policy did not sample have a log-prob of 0 and count as tool output.
+
+    `keeps`: whether samples have the mass that truncated sampling kept.
+    """
     end = tokenizer.eos_token_id or 0
     silent = Chain([end], [end], [False], [1])
     rows = [one.chains or [silent] for one in played]
@@ -224,7 +245,7 @@ def completed(played: Sequence[Played], tokenizer: Any) -> Completed:
         SAMPLING_LOGPS: column(lambda part: part.logps),
         TOOL_OUTPUT: torch.tensor([not mark for chain in flat for mark in chain.sampled]),
     }
-    if sampled and all(part.kept is not None for part in sampled):
+    if keeps:
         per_token[SAMPLING_KEPT] = column(lambda part: part.kept)
     per_row = {
         STOPPED: torch.tensor([chains[-1].ended for chains in rows]),

@@ -6,6 +6,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -15,7 +16,7 @@ from trl.generation.engine import Engine, Sampling
 from trl.generation.live import Broker, opened
 from trl.generation.serving.app import HTTPServer
 from trl.generation.serving.openai_api import openai_app
-from trl.generation.transformers.engine import context_length_of
+from trl.generation.transformers.engine import context_length_of, without_wrappers
 from trl.generation.transformers.requests import fresh_seed, stop_tokens
 from trl.rollouts.sessions import Budget, Chats, Session
 
@@ -40,7 +41,7 @@ class Endpoint:
 
     Inside the block, `session(row)` gives an address and a key. The engine runs in a thread of its own, or, with
     `threaded=False`, where `run` is called. `sampling` are the settings of all sessions; with `fixed` other values of temperature
-    and truncation are refused. `model_name` is what clients may call the model.
+    and truncation are refused. `model_name` is what clients may call the model. `server` is one that has its address already.
 
     Example:
         >>> with Endpoint(engine, tokenizer) as endpoint:  # doctest: +SKIP
@@ -63,27 +64,28 @@ class Endpoint:
         model_name: str = "policy",
         most_sessions: int = MOST_SESSIONS,
         threaded: bool = True,
+        server: HTTPServer | None = None,
     ) -> None:
-        self.engine, self.sampling, self.fixed, self.model_name = (
-            engine,
-            sampling or Sampling(),
-            fixed,
-            model_name,
-        )
+        self.engine, self.fixed, self.model_name = engine, fixed, model_name
         self.host, self.most_sessions, self.threaded = host, most_sessions, threaded
-        if self.sampling.seed is None:
-            self.sampling = Sampling(**{**_fields(self.sampling), "seed": fresh_seed()})
         model: Any = getattr(engine, "model", None)
+        window = getattr(engine, "context_length", None)  # of vLLM
+        if model is not None:
+            model = without_wrappers(model)
+            window = context_length_of(model, window)
+        self.sampling = sampling or Sampling(max_new_tokens=window or 1 << 30)
+        if self.sampling.seed is None:
+            self.sampling = replace(self.sampling, seed=fresh_seed())
         ends = self.sampling.stop_token_ids
         tokenizer: Any = text_tokenizer(processing_class)
         if ends is None:
             ends = stop_tokens(model, tokenizer) if model is not None else [tokenizer.eos_token_id]
         self.chats = Chats(
             processing_class, ends=ends, template_kwargs=template_kwargs,
-            context_length=None if model is None else context_length_of(model),
+            context_length=window,
         )  # fmt: skip
         self._port, self._threads = port, list[threading.Thread]()
-        self._server: HTTPServer | None = None
+        self._server = server
         self._open: dict[str, Session] = {}
         self._closing = threading.Event()
         self._sessions_so_far = 0
@@ -152,7 +154,9 @@ class Endpoint:
     # ---- the engine
 
     def __enter__(self) -> Endpoint:
-        self._server = server = HTTPServer(self.host, self._port)
+        if self._server is None:
+            self._server = HTTPServer(self.host, self._port)
+        server = self._server
         server.listen()
         if self.threaded:
             self._start(self._run_engine)
@@ -167,6 +171,7 @@ class Endpoint:
         self.broker.wake()
         assert self._server is not None
         self._server.shutdown()
+        self.broker.fail(RuntimeError("the endpoint is closing."))
         for thread in self._threads:
             thread.join(_STARTING_S)
         self._server.close()
@@ -179,16 +184,12 @@ class Endpoint:
     def _run_engine(self) -> None:
         try:
             self.run(self._closing.is_set)
-            self.broker.fail(RuntimeError("the endpoint is closing."))
         except Exception as error:  # its requests were given it
             logger.exception("The engine of the endpoint has ended.")
+            self.broker.fail(error)
             self.failure = error
 
     def _start(self, function: Callable[[], None]) -> None:
         thread = threading.Thread(target=function, name="agent-endpoint", daemon=True)
         thread.start()
         self._threads.append(thread)
-
-
-def _fields(sampling: Sampling) -> dict[str, Any]:
-    return {name: getattr(sampling, name) for name in sampling.__dataclass_fields__}

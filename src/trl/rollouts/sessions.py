@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from trl.rollouts.tool_turns import ReplyWriter, TurnReader
 
 FIXED = ("temperature", "top_p", "top_k", "min_p")  # settings that change what is learned
 _STREAMS = 2**63
+_PAUSE_S = 0.05  # between the events of a stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,12 @@ class Turn:
 
     def __init__(self, session: Session, parent: Turn | None, shown: list[int], history: _History) -> None:
         self.session, self.parent, self.shown, self.history = session, parent, shown, history
+        self.context = [
+            *(parent.tokens if parent is not None else []),
+            *shown,
+        ]  # all tokens before the completion
+        self.tokens = self.context  # all tokens with it, when it has ended
+        self.limit = 0
         self.generated: Generated | None = None
         self.written: Written | None = None
         self.version = session.version
@@ -68,17 +76,6 @@ class Turn:
             loop.call_soon_threadsafe(newest.put_nowait, ids)
 
         return listener
-
-    @property
-    def context(self) -> list[int]:
-        """All tokens before the completion."""
-        before = [] if self.parent is None else self.parent.tokens
-        return [*before, *self.shown]
-
-    @property
-    def tokens(self) -> list[int]:
-        """All tokens with the completion."""
-        return [*self.context, *(self.generated.ids if self.generated is not None else [])]
 
     async def result(self) -> Written:
         """The completion. Raises: APIError."""
@@ -102,18 +99,21 @@ class Turn:
         if self.written is None and self._newest is not None and not self.history.tools:
             ids: list[int] = []
             sent = ""
-            stops = self.history.stops
+            stops = (*self.session.sampling.stop_strings, *self.history.stops)
             hold = max((len(stop) for stop in stops), default=1) - 1
             while not (self.future is not None and self.future.done() and self._newest.empty()):
                 try:
                     ids += await asyncio.wait_for(self._newest.get(), 0.2)
                 except TimeoutError:
                     continue
+                while not self._newest.empty():
+                    ids += self._newest.get_nowait()
                 text = self.session.text_of(ids, stops)
                 ready = text[: len(text) - hold] if hold else text
                 if ready.startswith(sent) and len(ready) > len(sent) and not ready.endswith("\ufffd"):
                     yield ready[len(sent) :]
                     sent = ready
+                await asyncio.sleep(_PAUSE_S)  # the text is decoded anew each time
             rest = (await self.result()).text
             if rest[len(sent) :]:
                 yield rest[len(sent) :]
@@ -165,7 +165,8 @@ class Session:
         self.started = time.monotonic()
         self._states: dict[bytes, Turn] = {}
         self._asked: dict[tuple[int, ...], list[Turn]] = {}
-        self._running = 0
+        self._running: list[Turn] = []
+        self._requests = itertools.count()
 
     # ---- requests
 
@@ -182,21 +183,21 @@ class Session:
             raise APIError(400, f"messages: {error}", param="messages") from None
         limit = body.max_completion_tokens or body.max_tokens
         history = _History(states, None, tuple(tools), body.stops)
-        return self._begin(parent, shown, history, body, limit=limit, is_retry=is_retry)
+        return self._begin([(parent, shown, history)], body, limit=limit, is_retry=is_retry)
 
     def complete(self, body: CompletionBody, *, is_retry: bool) -> list[Turn]:
         """Begin `n` completions of each prompt. Raises: APIError."""
         given: list[Any] = (
             [body.prompt] if not body.prompt or not _is_several(body.prompt) else list(body.prompt)
         )
-        turns = []
+        begun = []
         for prompt in given:
             if not prompt:
                 raise APIError(400, "prompt must not be empty.", param="prompt")
             parent, shown = self._of_text(prompt) if isinstance(prompt, str) else self._of_ids(prompt)
             history = _History((), prompt if isinstance(prompt, str) else None, (), body.stops)
-            turns += self._begin(parent, shown, history, body, limit=body.max_tokens or 16, is_retry=is_retry)
-        return turns
+            begun.append((parent, shown, history))
+        return self._begin(begun, body, limit=body.max_tokens or 16, is_retry=is_retry)
 
     def _longest(self, states: tuple[bytes, ...], messages: Sequence[Message]) -> tuple[Turn | None, int]:
         """The turn that wrote the longest prefix of the messages, and the number of messages in it."""
@@ -209,7 +210,8 @@ class Session:
         held = [turn for turn in self.turns if turn.history.text is not None and turn.written is not None]
         best, length = None, 0
         for turn in held:
-            text = f"{turn.history.text}{turn.written.text if turn.written else ''}"
+            ids = turn.generated.ids if turn.generated is not None else []
+            text = f"{turn.history.text}{self.chats.whole_text(ids)}"  # without an end token, only
             if len(text) > length and prompt.startswith(text):
                 best, length = turn, len(text)
         tokenizer = self.chats.tokenizer
@@ -218,7 +220,9 @@ class Session:
         return best, list(tokenizer(prompt[length:], add_special_tokens=False)["input_ids"])
 
     def _of_ids(self, prompt: Sequence[int]) -> tuple[Turn | None, list[int]]:
-        best, length = None, 0
+        best, length, known = None, 0, len(self.chats.tokenizer)
+        if not all(0 <= token < known for token in prompt):
+            raise APIError(400, f"prompt: token ids must be from 0 to {known - 1}.", param="prompt")
         for turn in self.turns:
             tokens = turn.tokens
             if (
@@ -231,46 +235,57 @@ class Session:
 
     def _begin(
         self,
-        parent: Turn | None,
-        shown: list[int],
-        history: _History,
+        begun: Sequence[tuple[Turn | None, list[int], _History]],
         body: Body,
         *,
         limit: int | None,
         is_retry: bool,
     ) -> list[Turn]:
-        sampling = self._sampling(body)
-        started = []
-        for number in range(body.n):
-            turn = Turn(self, parent, shown, history)
-            prompt = turn.context
-            asked = self._asked.setdefault(tuple(prompt), [])
-            if is_retry and len(asked) >= body.n - number:  # the answer was lost on its way
-                started.append(asked[len(asked) - body.n + number])
-                continue
-            room = self._room()
-            if len(prompt) >= self.chats.context_length:
-                raise _too_long(f"{len(prompt)} tokens")
-            most = min(limit or room, room, self.chats.context_length - len(prompt))
-            listener = turn.listen() if body.stream else None
-            turn.future = self.broker.submit(
-                prompt,
-                sampling,
-                stream=_stream(self.stream, prompt, len(asked)),
-                limit=most,
-                listener=listener,
-            )
-            asked.append(turn)
-            self._running += 1
-            started.append(turn)
-        return started
+        """Begin `n` turns of each prompt, or none."""
+        found: list[Turn] = []
+        try:
+            for parent, shown, history in begun:
+                for number in range(body.n):
+                    turn = Turn(self, parent, shown, history)
+                    asked = self._asked.setdefault(tuple(turn.context), [])
+                    if is_retry and len(asked) >= body.n - number:  # the answer was lost on its way
+                        turn = asked[len(asked) - body.n + number]
+                    else:
+                        self._start(turn, asked, body, limit)
+                    found.append(turn)
+        except APIError:
+            for turn in found:
+                turn.cancel()
+            raise
+        return found
+
+    def _start(self, turn: Turn, asked: list[Turn], body: Body, limit: int | None) -> None:
+        """Send a turn to the engine. Raises: APIError."""
+        prompt, sampling = turn.context, self._sampling(body)
+        window = self.chats.context_length - len(prompt)
+        room = self._room()
+        if window < 1:
+            raise _too_long(f"{len(prompt)} tokens")
+        turn.limit = min(limit or room, room, window, sampling.new_tokens or window)
+        is_new = self.keeps or body.seed is not None
+        number = len(asked) if is_new else next(self._requests)
+        turn.future = self.broker.submit(
+            prompt,
+            sampling,
+            stream=_stream(self.stream, prompt, number),
+            limit=turn.limit,
+            listener=turn.listen() if body.stream else None,
+        )
+        asked.append(turn)
+        self._running.append(turn)
 
     def _room(self) -> int:
         """Tokens that the next turn may have by the budget. Raises: APIError if it is spent."""
         budget = self.budget
         sampled = sum(len(turn.generated.ids) for turn in self.turns if turn.generated is not None)
+        sampled += sum(turn.limit for turn in self._running)
         spent = {
-            "turns": budget.turns is not None and len(self.turns) + self._running >= budget.turns,
+            "turns": budget.turns is not None and len(self.turns) + len(self._running) >= budget.turns,
             "tokens": budget.tokens is not None and sampled >= budget.tokens,
             "seconds": budget.seconds is not None and time.monotonic() - self.started >= budget.seconds,
         }
@@ -302,11 +317,12 @@ class Session:
     def finish(self, turn: Turn, generated: Generated) -> None:
         """Keep what the policy wrote."""
         turn.generated, turn.ended = generated, time.monotonic()
+        turn.tokens = [*turn.context, *generated.ids]
         turn.written = self.chats.read(turn, self.sampling.stop_strings)
         if not self.keeps:
             self.drop(turn)
             return
-        self._running -= 1
+        self._running.remove(turn)
         self.turns.append(turn)
         if turn.history.states:
             message = {
@@ -323,7 +339,8 @@ class Session:
         asked = self._asked.get(prompt, [])
         if turn in asked:
             asked.remove(turn)
-            self._running -= 1
+            if turn in self._running:
+                self._running.remove(turn)
             if not asked:
                 del self._asked[prompt]
 
@@ -374,10 +391,14 @@ class Chats:
             template_kwargs=self.template_kwargs,
         )
 
+    def whole_text(self, ids: Sequence[int]) -> str:
+        """The text of a completion with all its tokens."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
     def text(self, ids: Sequence[int], stops: Sequence[str]) -> str:
         """The text of a completion without its end token and special tokens, up to a stop string."""
         text = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
+        return _cut(text, stops)
 
     def read(self, turn: Turn, stops: Sequence[str]) -> Written:
         """A completion as the client sees it; calls of tools are read where the request has tools."""
@@ -390,7 +411,7 @@ class Chats:
                 .read(generated.ids, context=turn.context, ends=self.ends)
                 .message
             )
-            text = message.get("content") or ""
+            text = _cut(message.get("content") or "", (*stops, *turn.history.stops))
             for number, call in enumerate(message.get("tool_calls") or []):
                 function = call.get("function", call)
                 arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
@@ -485,13 +506,19 @@ def _readable(message: Mapping[str, Any]) -> Message:
         found["role"] = "system"
     calls = found.get("tool_calls")
     if calls is not None:
-        if not isinstance(calls, list) or not all(isinstance(_function(call), dict) for call in calls):
-            raise APIError(400, "messages: tool_calls must be a list of calls.", param="messages")
+        functions = [_function(call) for call in calls] if isinstance(calls, list) else [None]
+        if not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in functions):
+            raise APIError(400, "messages: tool_calls must be a list of calls with names.", param="messages")
         found["tool_calls"] = [
             {**call, "function": {**_function(call), "arguments": _parsed(_function(call).get("arguments"))}}
             for call in calls
         ]
     return found
+
+
+def _cut(text: str, stops: Sequence[str]) -> str:
+    """A text up to the first stop string."""
+    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
 
 
 def _function(call: Any) -> Any:

@@ -53,21 +53,23 @@ def serve(arguments: ServeArguments) -> None:
     from trl.generation.serving.connection import check_token_source, server_token, token_file
     from trl.scripts.vllm_serve import until_told
 
-    with reporting_input_errors():
-        check_token_source(arguments.host)
+    with until_told(), ExitStack() as stack:
+        with reporting_input_errors():
+            check_token_source(arguments.host)
+        from trl.generation.serving.app import HTTPServer
         from trl.rollouts.endpoint import Endpoint
 
-        engine = loaded_engine(arguments)
-    name = arguments.served_model_name or str(arguments.model_name_or_path)
-    where: Any = {"host": arguments.host, "port": arguments.port}
-    endpoint = Endpoint(engine, engine.tokenizer, fixed=False, model_name=name, threaded=False, **where)
-    with until_told(), ExitStack() as stack:
         try:
-            stack.enter_context(endpoint)
+            server = stack.enter_context(HTTPServer(arguments.host, arguments.port))
         except OSError as error:
             raise CommandError(
                 f"Port {arguments.port} of {arguments.host} cannot be used: {error}"
             ) from error
+        with reporting_input_errors():
+            engine = loaded_engine(arguments)
+        name = arguments.served_model_name or str(arguments.model_name_or_path)
+        options: Any = {"fixed": False, "threaded": False, "model_name": name, "host": arguments.host}
+        endpoint = stack.enter_context(Endpoint(engine, engine.tokenizer, server=server, **options))
         token = stack.enter_context(server_token(arguments.host, endpoint.port))
         endpoint.session(key=token, keeps=False)
         place = token_file(endpoint.port)

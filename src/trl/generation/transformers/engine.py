@@ -22,7 +22,7 @@ from trl.generation.transformers.decoders import FusedDecoder, OwnForward, fused
 from trl.generation.transformers.live import LiveRequests
 from trl.generation.transformers.model_generate import MoreInputs, generate_with_model
 from trl.generation.transformers.requests import Requests, Rules, StopStrings, end_tokens, fresh_seed
-from trl.generation.transformers.rollout_loop import RolloutLoop, default_rows
+from trl.generation.transformers.rollout_loop import RolloutLoop, default_rows, row_memory
 from trl.models.distributed import fsdp2_modules, is_sharded, unwrap_model_for_generation
 from trl.models.packed.attention import packed_unsupported
 from trl.models.parts import (
@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Route = Literal["auto", "fused", "forward", "generate"]
-LIVE_ROWS = 256  # that are decoded at once, where requests come and go
 
 
 class TransformersEngine:
@@ -136,9 +135,10 @@ class TransformersEngine:
                 RolloutCache(config.num_hidden_layers),
             )
             decoder = self._decoder(route, core, cache, dtype)
-            rows = self.max_batch or LIVE_ROWS
+            memory, itemsize = row_memory(core.device), (dtype or core.dtype).itemsize
             yield LiveRequests(
-                requests, RolloutLoop(decoder, cache, requests, max_rows=rows), vocabulary=vocabulary,
+                requests, RolloutLoop(decoder, cache, requests, max_rows=self.max_batch or 1), vocabulary=vocabulary,
+                rows_for=lambda: self.max_batch or default_rows(config, requests, itemsize, memory=memory),
                 rules_of=lambda sampling: self._rules(sampling, core, end_tokens(sampling.stop_token_ids, core)),
                 step_context=(
                     torch.no_grad, partial(rollout_attention_of, core, cache),

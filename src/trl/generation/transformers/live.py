@@ -30,7 +30,10 @@ class Waiting:
 
 
 class LiveRequests:
-    """A `Live` engine over a `RolloutLoop`; see there. `step_context` is entered around each step."""
+    """A `Live` engine over a `RolloutLoop`; see there.
+
+    `rows_for()` is how many rows may run at once with the present requests. `step_context` is entered around each step.
+    """
 
     def __init__(
         self,
@@ -39,10 +42,11 @@ class LiveRequests:
         *,
         vocabulary: int,
         rules_of: Callable[[Sampling], Rules],
+        rows_for: Callable[[], int],
         step_context: Sequence[Callable[[], AbstractContextManager[Any]]],
     ) -> None:
         self.requests, self.loop, self.vocabulary = requests, loop, vocabulary
-        self.rules_of, self.step_context = rules_of, step_context
+        self.rules_of, self.rows_for, self.step_context = rules_of, rows_for, step_context
         self._numbers = itertools.count()
         self._waiting: dict[int, Waiting] = {}
         self._row_of: dict[int, int] = {}
@@ -111,6 +115,8 @@ class LiveRequests:
             for row, each in zip(rows, several, strict=True):
                 self._row_of[each.number], self._running[row] = row, each
             self.loop.queue += self.requests.queue(rows)
+        if alike:
+            self.loop.max_rows = max(self.rows_for(), len(self.loop.request))
 
     def _release(self, row: int) -> int:
         """Forget a request in a row of the tables; its number."""

@@ -148,8 +148,15 @@ class RolloutLoop:
         self.place_of = {number: places[at] for number, at in self.place_of.items() if kept[at]}
 
 
-def default_rows(config: Any, requests: Requests, itemsize: int, most: int = 512) -> int:
-    """The number of rows that are decoded at once: what fits in 2 GiB on a CPU, or half of a GPU's free memory.
+def row_memory(device: torch.device) -> int:
+    """Bytes for rows: 2 GiB on a CPU, or half of a GPU's free memory."""
+    return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 2 << 30
+
+
+def default_rows(
+    config: Any, requests: Requests, itemsize: int, *, most: int = 512, memory: int | None = None
+) -> int:
+    """The number of rows that are decoded at once: what fits in the `memory` (default: `row_memory`).
 
     A row needs keys and values of its tokens and of its share of the prompts, and three rows of logits.
     """
@@ -158,6 +165,5 @@ def default_rows(config: Any, requests: Requests, itemsize: int, most: int = 512
     size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // query_heads
     held = requests.longest + sum(map(len, requests.prompts.values())) // len(requests.prompt_of)
     cached = 2 * getattr(config, "num_hidden_layers", 1) * heads * size * itemsize * held
-    device = requests.device
-    budget = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 2 << 30
+    budget = row_memory(requests.device) if memory is None else memory
     return int(max(1, min(most, budget // (cached + 12 * getattr(config, "vocab_size", 1)))))
