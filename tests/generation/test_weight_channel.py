@@ -40,7 +40,7 @@ def test_a_sender_and_two_receivers():
 @pytest.mark.distributed
 def test_a_sender_that_never_comes_is_an_error_in_time():
     port = free_port()
-    said = rf"127.0.0.1:{port} needs all 2 processes within 1 s; rank 1 .*wait timeout.*log of the other side"
+    said = rf"127.0.0.1:{port} needs 2 processes within 1 s; rank 1: .*wait timeout"
     for _ in range(2):  # the port is free again afterwards
         started = time.monotonic()
         with pytest.raises(ConnectionError, match=said):

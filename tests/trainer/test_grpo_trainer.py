@@ -214,10 +214,10 @@ def rollouts(**changes):
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
-        (rollouts(completion_ids=[[4]]), ValueError, "1 completion_ids"),
+        (rollouts(completion_ids=[[4]]), ValueError, "8 completion_ids"),
         (rollouts(completion_ids=[[]] * 8), ValueError, "completion_ids of row 0"),
         (rollouts(logprobs=[[-1.0]] * 8), ValueError, "1 logprobs for 2 tokens"),
-        ({"rollout_func": lambda prompts, trainer: [1]}, TypeError, "returned list"),
+        ({"rollout_func": lambda prompts, trainer: [1]}, TypeError, "got list"),
     ],
 )
 def test_bad_rollouts_are_named(given, error, words):
