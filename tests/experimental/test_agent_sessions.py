@@ -348,10 +348,7 @@ def test_without_settings_an_answer_may_fill_the_context(policy):
         session = running.session()
         turn_limits = []
         submit = running.broker.submit
-        running.broker.submit = lambda *given, **more: (
-            turn_limits.append(more["limit"]),
-            submit(*given, **more),
-        )[1]
+        running.broker.submit = lambda request: (turn_limits.append(request.limit), submit(request))[1]
         client_of(session).completions.create(model="policy", prompt="hi", max_tokens=300)
         assert turn_limits == [min(300, policy.config.n_positions - 1)]
 
@@ -387,8 +384,8 @@ class Endless:
 
     busy = True
 
-    def submit(self, prompt, sampling, **given):
-        self.running[len(self.running)] = prompt
+    def submit(self, request):
+        self.running[len(self.running)] = request
         return len(self.running) - 1
 
     def cancel(self, request):

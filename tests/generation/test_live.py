@@ -8,7 +8,7 @@ import torch
 
 from tests.tiny import tiny_model
 from trl.generation.engine import Sampling
-from trl.generation.live import Broker, LiveCalls, opened
+from trl.generation.live import Broker, LiveCalls, Request, opened
 from trl.generation.transformers.engine import TransformersEngine
 
 PROMPTS = [[5, 6, 7], [5, 6, 7], [8, 9], [3, 4, 5, 6, 7, 8], [9], [8, 9]]
@@ -49,7 +49,7 @@ def test_the_tokens_are_those_of_one_call(architecture, options, how):
     with how(own) as live:
         numbers, found = [], {}
         for stream, (prompt, limit) in enumerate(zip(PROMPTS, LIMITS, strict=True)):
-            numbers.append(live.submit(prompt, SAMPLING, stream=stream, limit=limit))
+            numbers.append(live.submit(Request(prompt, SAMPLING, stream=stream, limit=limit)))
             if stream % 2:
                 found |= live.step()
         while live.busy:
@@ -67,9 +67,9 @@ def test_each_request_has_its_own_settings():
     own = engine()
     expected = [own.generate([PROMPTS[number]], kind)[0] for number, kind in enumerate(kinds)]
     with own.live() as live:
-        numbers = [live.submit(PROMPTS[number], kind) for number, kind in enumerate(kinds)]
+        numbers = [live.submit(Request(PROMPTS[number], kind)) for number, kind in enumerate(kinds)]
         found = live.step()
-        late = live.submit(PROMPTS[0], kinds[1], stream=9)
+        late = live.submit(Request(PROMPTS[0], kinds[1], stream=9))
         while live.busy:
             found |= live.step()
     for number, one in zip(numbers, expected, strict=True):
@@ -81,9 +81,9 @@ def test_cancelled_requests_leave_the_others_alone():
     own, heard = engine(), []
     (expected,) = own.generate([PROMPTS[3]], SAMPLING, streams=[3])
     with own.live() as live:
-        running = live.submit(PROMPTS[0], SAMPLING)
-        number = live.submit(PROMPTS[3], SAMPLING, stream=3, listener=heard.extend)
-        waiting = live.submit(PROMPTS[1], SAMPLING)
+        running = live.submit(Request(PROMPTS[0], SAMPLING))
+        number = live.submit(Request(PROMPTS[3], SAMPLING, stream=3, listener=heard.extend))
+        waiting = live.submit(Request(PROMPTS[1], SAMPLING))
         live.cancel(waiting)
         found = live.step()
         live.cancel(running)
@@ -99,9 +99,11 @@ def test_requests_that_end_as_they_join_beside_a_running_one():
     own, short = engine(), Sampling(max_new_tokens=12, seed=3, top_p=0.9, stop_token_ids=tuple(range(5, 60)))
     expected = own.generate(PROMPTS * 3, short, streams=range(18))
     with own.live() as live:
-        first, found = live.submit(PROMPTS[0], SAMPLING), {}
+        first, found = live.submit(Request(PROMPTS[0], SAMPLING)), {}
         found |= live.step()
-        numbers = [live.submit(prompt, short, stream=stream) for stream, prompt in enumerate(PROMPTS * 3)]
+        numbers = [
+            live.submit(Request(prompt, short, stream=stream)) for stream, prompt in enumerate(PROMPTS * 3)
+        ]
         while live.busy:
             found |= live.step()
     assert any(len(one.ids) == 1 for one in expected) and len(found[first].ids) == 12
@@ -113,7 +115,7 @@ def test_rows_of_the_tables_are_used_again():
     with engine().live() as live:
         for round_ in range(20):
             for stream in range(3):
-                live.submit(PROMPTS[stream], SAMPLING, stream=round_, limit=2)
+                live.submit(Request(PROMPTS[stream], SAMPLING, stream=round_, limit=2))
             while live.busy:
                 live.step()
         assert len(live.requests.counts) <= 4
@@ -123,7 +125,7 @@ def test_rows_of_the_tables_are_used_again():
 def test_an_invalid_prompt_is_refused_at_once(prompt):
     with engine().live() as live:
         with pytest.raises(ValueError, match="prompts"):
-            live.submit(prompt, SAMPLING)
+            live.submit(Request(prompt, SAMPLING))
         assert not live.busy
 
 
@@ -132,8 +134,8 @@ class Breaks:
 
     busy = True
 
-    def submit(self, prompt, sampling, **given):
-        return prompt[0]
+    def submit(self, request):
+        return request.prompt[0]
 
     def step(self):
         raise FloatingPointError("logits")
@@ -146,16 +148,15 @@ def test_threads_share_an_engine():
         broker = Broker()
 
         def ask(stream):
-            found[stream] = broker.submit(
-                PROMPTS[stream], SAMPLING, stream=stream, limit=LIMITS[stream]
-            ).result(60)
+            asked = Request(PROMPTS[stream], SAMPLING, stream=stream, limit=LIMITS[stream])
+            found[stream] = broker.submit(asked).result(60)
             broker.wake()
 
         threads = [threading.Thread(target=ask, args=(stream,)) for stream in range(len(PROMPTS))]
         for thread in threads:
             thread.start()
         broker.run(live, lambda: len(found) == len(PROMPTS))
-        refused, dropped = broker.submit([], SAMPLING), broker.submit([5], SAMPLING)
+        refused, dropped = (broker.submit(Request(prompt, SAMPLING)) for prompt in ([], [5]))
         dropped.cancel()
         broker.run(live, refused.done)
     for stream, one in enumerate(expected):
@@ -166,7 +167,7 @@ def test_threads_share_an_engine():
 
 def test_an_error_of_the_engine_ends_all_requests():
     broker = Broker()
-    futures = [broker.submit([number], SAMPLING) for number in range(2)]
+    futures = [broker.submit(Request([number], SAMPLING)) for number in range(2)]
     with pytest.raises(FloatingPointError):
         broker.run(Breaks(), lambda: False)
     assert all(isinstance(future.exception(0), FloatingPointError) for future in futures)

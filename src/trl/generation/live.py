@@ -8,12 +8,27 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from trl.generation.engine import Engine, Generated, Sampling
 
 Listener = Callable[[Sequence[int]], None]
 """Is given the newest tokens of a request, in the thread that runs the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A completion of `prompt`. Its tokens depend on the prompt, `sampling`, its seed and the random `stream`.
+
+    `limit` is its own maximum of new tokens, beside that of `sampling`.
+    """
+
+    prompt: Sequence[int]
+    sampling: Sampling
+    stream: int = 0
+    limit: int | None = None
+    listener: Listener | None = None
 
 
 class Live(Protocol):
@@ -24,16 +39,8 @@ class Live(Protocol):
         """Whether requests wait or run."""
         ...
 
-    def submit(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        *,
-        stream: int = 0,
-        limit: int | None = None,
-        listener: Listener | None = None,
-    ) -> int:
-        """Begin a completion, and return the request's number. Its tokens depend on its prompt, the seed and the stream.
+    def submit(self, request: Request) -> int:
+        """Begin a completion, and return the request's number.
 
         Raises: ValueError for an invalid prompt, or one that leaves no room for a completion.
         """
@@ -59,44 +66,38 @@ class LiveCalls:
             )
         self.engine = engine
         self._numbers = itertools.count()
-        self._waiting: dict[int, tuple[list[int], Sampling, int, int | None, Listener | None]] = {}
+        self._waiting: dict[int, Request] = {}
 
     @property
     def busy(self) -> bool:
         return bool(self._waiting)
 
-    def submit(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        *,
-        stream: int = 0,
-        limit: int | None = None,
-        listener: Listener | None = None,
-    ) -> int:
+    def submit(self, request: Request) -> int:
         number = next(self._numbers)
-        self._waiting[number] = list(prompt), sampling, stream, limit, listener
+        self._waiting[number] = request
         return number
 
     def cancel(self, request: int) -> None:
         self._waiting.pop(request, None)
 
     def step(self) -> dict[int, Generated]:
-        (_, sampling, _, first, _) = next(iter(self._waiting.values()))
+        first = next(iter(self._waiting.values()))
         together = {
             number: each
             for number, each in self._waiting.items()
-            if each[1] == sampling and (each[3] is None) == (first is None)
+            if each.sampling == first.sampling and (each.limit is None) == (first.limit is None)
         }
         for number in together:
             del self._waiting[number]
-        prompts, _, streams, limits, listeners = zip(*together.values(), strict=True)
+        several = list(together.values())
+        limits = [each.limit for each in several if each.limit is not None]
         found = self.engine.generate(
-            prompts, sampling, streams=streams, limits=None if first is None else limits
-        )
-        for listener, one in zip(listeners, found, strict=True):
-            if listener is not None:
-                listener(one.ids)
+            [each.prompt for each in several], first.sampling,
+            streams=[each.stream for each in several], limits=limits or None,
+        )  # fmt: skip
+        for each, one in zip(several, found, strict=True):
+            if each.listener is not None:
+                each.listener(one.ids)
         return dict(zip(together, found, strict=True))
 
 
@@ -114,11 +115,7 @@ def opened(engine: Engine) -> Iterator[Live]:
 class Asked(NamedTuple):
     """A request of another thread; `future` gets its completion."""
 
-    prompt: Sequence[int]
-    sampling: Sampling
-    stream: int
-    limit: int | None
-    listener: Listener | None
+    request: Request
     future: Future[Generated]
 
 
@@ -134,20 +131,12 @@ class Broker:
         self._arriving: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
         self._running: dict[int, Asked] = {}
 
-    def submit(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        *,
-        stream: int = 0,
-        limit: int | None = None,
-        listener: Listener | None = None,
-    ) -> Future[Generated]:
+    def submit(self, request: Request) -> Future[Generated]:
         """Begin a completion, from any thread. Cancelling the future takes the request out of the engine.
 
         The future raises ValueError for an invalid prompt, and what the engine raises.
         """
-        asked = Asked(prompt, sampling, stream, limit, listener, Future())
+        asked = Asked(request, Future())
         self._arriving.put(asked)
         if self.failure is not None:
             self.fail(self.failure)
@@ -185,7 +174,7 @@ class Broker:
         if asked.future.cancelled():
             return
         try:
-            number = live.submit(*asked[:2], stream=asked.stream, limit=asked.limit, listener=asked.listener)
+            number = live.submit(asked.request)
         except Exception as error:
             asked.future.set_exception(error)
         else:

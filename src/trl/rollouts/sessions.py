@@ -19,7 +19,7 @@ from typing import Any
 from trl.data.rendering import Chat, Message, ProcessingClass, TemplateRefusal, render_prompt, text_tokenizer
 from trl.data.tokenization import encode
 from trl.generation.engine import Generated, Sampling
-from trl.generation.live import Broker, Listener
+from trl.generation.live import Broker, Listener, Request
 from trl.generation.serving.openai_api import APIError, Body, ChatBody, CompletionBody
 from trl.rollouts.tool_turns import ReplyWriter, TurnReader
 
@@ -269,13 +269,9 @@ class Session:
         turn.limit = min(limit or room, room, window, sampling.new_tokens or window)
         is_new = self.keeps or body.seed is not None
         number = len(asked) if is_new else next(self._requests)
-        turn.future = self.broker.submit(
-            prompt,
-            sampling,
-            stream=_stream(self.stream, prompt, number),
-            limit=turn.limit,
-            listener=turn.listen() if body.stream else None,
-        )
+        listener = turn.listen() if body.stream else None
+        stream = _stream(self.stream, prompt, number)
+        turn.future = self.broker.submit(Request(prompt, sampling, stream, turn.limit, listener))
         asked.append(turn)
         self._running.append(turn)
 

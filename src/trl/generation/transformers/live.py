@@ -11,22 +11,20 @@ from typing import Any
 from torch import Tensor
 
 from trl.generation.engine import Generated, Sampling, check_requests, completion_limits
-from trl.generation.live import Listener
+from trl.generation.live import Request
 from trl.generation.transformers.requests import Requests, Rules, fresh_seed
 from trl.generation.transformers.rollout_loop import RolloutLoop
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A request that has not begun."""
+    """A request with its number; `sampling` has a seed, `prompt` was checked."""
 
     number: int
+    request: Request
     prompt: tuple[int, ...]
-    stream: int
     sampling: Sampling
     rules: Rules
-    limit: int | None
-    listener: Listener | None
 
 
 class LiveRequests:
@@ -58,20 +56,12 @@ class LiveRequests:
     def busy(self) -> bool:
         return bool(self._waiting) or self.loop.busy
 
-    def submit(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        *,
-        stream: int = 0,
-        limit: int | None = None,
-        listener: Listener | None = None,
-    ) -> int:
-        length = self.requests.context_length
-        (found,), (stream,) = check_requests(
-            [prompt], [stream], context_length=length, vocabulary=self.vocabulary
+    def submit(self, request: Request) -> int:
+        length, sampling = self.requests.context_length, request.sampling
+        (found,), _ = check_requests(
+            [request.prompt], None, context_length=length, vocabulary=self.vocabulary
         )
-        completion_limits([len(found)], sampling, length, None if limit is None else [limit])
+        completion_limits([len(found)], sampling, length, None if request.limit is None else [request.limit])
         # What is given to each request alone does not tell apart how tokens are drawn.
         shared = replace(
             sampling, seed=None, max_new_tokens=None, max_length=None, min_new_tokens=0, min_length=0
@@ -81,7 +71,7 @@ class LiveRequests:
         if sampling.seed is None:
             sampling = replace(sampling, seed=fresh_seed())
         number = next(self._numbers)
-        self._waiting[number] = Waiting(number, found, stream, sampling, self._rules[shared], limit, listener)
+        self._waiting[number] = Waiting(number, request, found, sampling, self._rules[shared])
         return number
 
     def cancel(self, request: int) -> None:
@@ -105,12 +95,13 @@ class LiveRequests:
         """Add what waits; equal prompts of one step are run once."""
         alike: dict[tuple[Rules, Sampling, bool], list[Waiting]] = {}
         for each in self._waiting.values():
-            alike.setdefault((each.rules, each.sampling, each.limit is None), []).append(each)
+            alike.setdefault((each.rules, each.sampling, each.request.limit is None), []).append(each)
         self._waiting = {}
         for (rules, sampling, unlimited), several in alike.items():
-            limits = None if unlimited else [each.limit for each in several if each.limit is not None]
+            limits = [each.request.limit for each in several if each.request.limit is not None]
             rows = self.requests.add(
-                [each.prompt for each in several], [each.stream for each in several], sampling, rules, limits=limits
+                [each.prompt for each in several], [each.request.stream for each in several], sampling, rules,
+                limits=None if unlimited else limits,
             )  # fmt: skip
             for row, each in zip(rows, several, strict=True):
                 self._row_of[each.number], self._running[row] = row, each
@@ -126,7 +117,7 @@ class LiveRequests:
         return number
 
     def _newest(self, rows: Tensor, ids: Tensor) -> None:
-        if any(each.listener is not None for each in self._running.values()):
+        if any(each.request.listener is not None for each in self._running.values()):
             for row, token in zip(rows.tolist(), ids.tolist(), strict=True):
-                if (listener := self._running[row].listener) is not None:
+                if (listener := self._running[row].request.listener) is not None:
                     listener([token])
