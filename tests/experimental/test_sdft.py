@@ -212,6 +212,8 @@ def test_what_is_refused(tmp_path: Any) -> None:
         SDFTConfig(str(tmp_path), teacher_prompt_template="{prompt}", use_cpu=True)
     with pytest.raises(ValueError, match="distillation_alpha"):
         SDFTConfig(str(tmp_path), distillation_mode="sampled_token", use_cpu=True)
+    with pytest.raises(TypeError, match="use_teacher_server"):
+        SDFTConfig(str(tmp_path), use_teacher_server=True, use_cpu=True)  # type: ignore[call-arg]
 
 
 @pytest.mark.slow
