@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from tests.tiny import tiny_model
+from tests.tiny import tiny_classifier, tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from trl.collators.preference import completion_batch
 from trl.models.packed.layout import padded_rows
@@ -197,6 +197,9 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Any) -> None:
     path = saved(tmp_path / "other", exchanged)
     for teacher in (path, AutoModelForCausalLM.from_pretrained(path)):
         with pytest.raises(ValueError, match=r"'A' and 'B'.*GOLDTrainer"):
+            make_teacher(teacher, None, model, tokenizer)
+    for teacher, error in ((None, ValueError), (3, TypeError), (tiny_classifier("gpt2"), TypeError)):
+        with pytest.raises(error, match=r"^teacher_model must be"):
             make_teacher(teacher, None, model, tokenizer)
 
 

@@ -55,9 +55,10 @@ def test_a_pairwise_judge_gives_win_rates():
     assert judge.asked == [("p", ["aaaa", "a"]), ("p", ["aaaa", "aa"]), ("p", ["a", "aa"])]
 
 
-def test_comparisons_without_an_answer_do_not_count():
+def test_comparisons_without_an_answer_do_not_count(caplog):
     given = inputs(["p"] * 3 + ["q"] * 2, ["ab", "cd", "abc", "x", "y"])
     assert same(scores_of(Longer(), given), [0, 0, 1, NONE, NONE])
+    assert "or the judge gave no verdict (Longer)" in caplog.text
     equal = inputs(["p"] * 3, ["ab", "ab", "c"])
     assert same(scores_of(Longer(), equal), [0.75, 0.75, 0])
 

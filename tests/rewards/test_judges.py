@@ -203,6 +203,21 @@ def test_a_judge_by_name_has_no_limit_of_its_own(monkeypatch):
     assert resolve_judge("openai").max_requests is None
 
 
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nowhere", "or a path such as my_module.MyJudge, got 'nowhere'"),
+        ("nowhere.Judge", "judge must be one of pair_rm.*There is no module 'nowhere'"),
+        ("tests.rewards.judges_for_tests.IsShort", r"judge must be .* has \[.*'IsLong'"),
+        ("tests.tiny.tiny_model", r"judge must be .* has \[\]"),
+    ],
+)
+def test_a_wrong_path_of_a_judge(path, message):
+    with pytest.raises(ValueError, match=message) as error:
+        resolve_judge(path)
+    assert "reward function" not in str(error.value)
+
+
 def test_openai_over_http(server, monkeypatch):
     pytest.importorskip("openai", reason="the judges extra is not installed")
     monkeypatch.setenv("OPENAI_BASE_URL", f"http://127.0.0.1:{server.server_port}/v1")

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -69,6 +70,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The process is ours, and ends with the help text or the script.
     if argv is None and (name == "completion" or {"-h", "--help"} & set(rest)):
         _leave_out_peft()
+    try:
+        return _run(name, rest)
+    finally:
+        if argv is None:  # a second Ctrl-C while the process ends prints no traceback
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _run(name: str, rest: list[str]) -> int:
     try:
         if COMMANDS[name].kind == "training":
             from trl.cli.launch import launch

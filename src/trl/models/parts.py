@@ -21,14 +21,14 @@ _IN_FLOAT32, _UNTIED = "computes_in_float32", "head_was_untied"  # attributes
 _LARGE_LOGIT = 50.0  # beyond the usual soft cap, 30
 
 
-def causal_core(model: nn.Module) -> PreTrainedModel:
+def causal_core(model: nn.Module, *, name: str = "model") -> PreTrainedModel:
     """The transformers model inside PEFT's wrappers.
 
     Raises: TypeError where there is none.
     """
     core: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     if not isinstance(core, PreTrainedModel):
-        raise TypeError(f"model must be a PreTrainedModel or PeftModel, got {type(model).__name__}.")
+        raise TypeError(f"{name} must be a PreTrainedModel or PeftModel, got {type(model).__name__}.")
     return core
 
 

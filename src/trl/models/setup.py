@@ -34,36 +34,39 @@ TEMPLATE_FILES = (".jinja", ".jinja2", ".j2")
 POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings")
 
 
-def load_model(model: Any, init_kwargs: dict[str, Any] | None) -> Any:
+def load_model(model: Any, init_kwargs: dict[str, Any] | None, *, name: str = "model") -> Any:
     """The model itself, or the one of this name or path, loaded with `init_kwargs` (`model_init_kwargs` of a config).
+
+    Errors call it `name`.
 
     Raises: ValueError without a model, or for `init_kwargs` with a model that is loaded already; TypeError for what is
     no model.
     """
     if isinstance(model, (str, os.PathLike)):
         return create_model_from_path(os.fspath(model), **(init_kwargs or {}))
-    core = check_given(model, init_kwargs)
+    core = check_given(model, init_kwargs, name=name)
     has_head = core.can_generate() or core.get_output_embeddings() is not None
     has_own_loss = "labels" in inspect.signature(type(core).forward).parameters
     if not (has_head or (has_own_loss and not hasattr(core, "num_labels"))):
-        raise TypeError(f"model must be a causal LM, got {type(core).__name__}. Use AutoModelForCausalLM.")
+        raise TypeError(f"{name} must be a causal LM, got {type(core).__name__}. Use AutoModelForCausalLM.")
     return model
 
 
-def check_given(model: Any, init_kwargs: dict[str, Any] | None) -> PreTrainedModel:
+def check_given(model: Any, init_kwargs: dict[str, Any] | None, *, name: str = "model") -> PreTrainedModel:
     """The transformers model inside a model that is loaded already.
 
     Raises: ValueError without a model, without weights, or for `init_kwargs`; TypeError for what is no model.
     """
     if model is None:
-        raise ValueError("model must be a name, a path or a model, got None. Pass it as the first argument.")
-    core = causal_core(model)
+        hint = " Pass it as the first argument." if name == "model" else ""
+        raise ValueError(f"{name} must be a name, a path or a model, got None.{hint}")
+    core = causal_core(model, name=name)
     # FSDP and ZeRO-3 fill the weights of a meta model in themselves.
     is_filled = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" or is_deepspeed_zero3_enabled()
-    missing = [name for name, parameter in core.named_parameters() if parameter.is_meta]
+    missing = [weight for weight, parameter in core.named_parameters() if parameter.is_meta]
     if missing and not is_filled:
         raise ValueError(
-            f"model has no weights for {len(missing)} parameters ({missing[0]}, ...). Load it without init_empty_weights."
+            f"{name} has no weights for {len(missing)} parameters ({missing[0]}, ...). Load it without init_empty_weights."
         )
     if init_kwargs:
         raise ValueError("model_init_kwargs needs a model given by name or path, got a loaded one.")

@@ -273,7 +273,7 @@ def load_teacher(teacher: Any, init_kwargs: Mapping[str, Any] | None, student: n
         raise ValueError(
             f"teacher_model_init_kwargs={dict(init_kwargs)!r} needs teacher_model as a name or path, got {given}."
         )
-    model = load_model(teacher, dict(init_kwargs or {}))
+    model = load_model(teacher, dict(init_kwargs or {}), name="teacher_model")
     if share_parameters(student, model, trained=True):
         raise ValueError(
             "teacher_model and model share weights that train, expected a separate model. Load the teacher a second time."

@@ -164,11 +164,20 @@ def resolve_judge(name: str) -> Any:
     }
     if name in known:
         return known[name]()
+
+    def refused(reason: str = "") -> ValueError:
+        others = f"{', '.join(known)}, or a path such as my_module.MyJudge"
+        return ValueError(f"judge must be one of {others}, got {name!r}.{reason}")
+
     if "." not in name:
-        raise ValueError(
-            f"judge must be one of {', '.join(known)}, or a path such as my_module.MyJudge, got {name!r}."
-        )
-    return _function(name)
+        raise refused()
+    module_name, _, attribute = name.rpartition(".")
+    module = _imported(module_name, refused)
+    found: Any = getattr(module, attribute, None)
+    if not _is_judge(found):
+        there = sorted(n for n, v in vars(module).items() if _is_judge(v))
+        raise refused(f" It is no class of a judge. Module {module_name!r} has {there}.")
+    return found()
 
 
 def _resolve(name: str) -> Callable[..., Any] | str:
@@ -200,9 +209,9 @@ def _resolve(name: str) -> Callable[..., Any] | str:
 
 def _function(path: str) -> Any:
     module_name, _, attribute = path.rpartition(".")
-    module = _imported(module_name, path)
+    module = _imported(module_name, functools.partial(_unknown, path))
     found: Any = getattr(module, attribute, None)
-    if isinstance(found, type) and issubclass(found, (BaseJudge, BaseRankJudge)):
+    if _is_judge(found):
         return found()
     if isinstance(found, type) or not callable(found):
         others = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
@@ -212,7 +221,11 @@ def _function(path: str) -> Any:
     return found
 
 
-def _imported(module_name: str, path: str) -> Any:
+def _is_judge(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, (BaseJudge, BaseRankJudge))
+
+
+def _imported(module_name: str, refused: Callable[[str], ValueError]) -> Any:
     here = os.getcwd()
     sys.path.insert(0, here)
     try:
@@ -220,7 +233,7 @@ def _imported(module_name: str, path: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # an import of the module itself fails
-        raise _unknown(path, f" There is no module {error.name!r} here ({here}) or installed.") from error
+        raise refused(f" There is no module {error.name!r} here ({here}) or installed.") from error
     finally:
         sys.path.remove(here)
 

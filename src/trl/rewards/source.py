@@ -204,8 +204,8 @@ class RewardSources:
         if rows and "unscored" not in self._warned:
             self._warned.add("unscored")
             logger.warning(
-                "%d of %d rollouts got no reward, because every reward function returned None (%s); the first is %s. Return a "
-                "number from at least one of them. Logged once, then counted.",
+                "%d of %d rollouts got no reward: every reward function returned None, or the judge gave no verdict (%s). The "
+                "first is %s. They are not trained on. Logged once, then counted.",
                 len(rows), len(inputs), ", ".join(self.names), inputs.row_text(rows[0]),
             )  # fmt: skip
         return result

@@ -190,10 +190,14 @@ def test_bad_input(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(merge_model, "is_mergekit_available", lambda: True)
         run = runs.trainer(tmp_path, callbacks=[MergeModelCallback()])
-        wrong = config_of("linear", "a/b", "a/b")
-        wrong.dtype = "float17"
-        with pytest.raises(ValueError, match="dtype"):
-            wrong.create()
+        for method, name, value, message in (
+            ("linear", "dtype", "float17", "dtype"),
+            ("linear", "target_model_weight", "half", "weight must be a number"),
+            ("ties", "policy_model_density", [1.0, None], "density must be a number"),
+            ("slerp", "t_values", [{"filter": "mlp", "value": ["x"]}], "t must be a number"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                config_of(method, "a/b", "a/b", **{name: value}).create()
     with pytest.raises(ValueError, match="target_model_path"):
         run.train()
     monkeypatch.setattr(merge_model, "is_mergekit_available", lambda: False)

@@ -102,11 +102,30 @@ class MergeConfig:
         check_one_of("dtype", str(self.dtype).removeprefix("torch."), _DTYPES)
         from mergekit.config import MergeConfiguration  # pyright: ignore[reportMissingImports]
 
+        for parameters in (settings.get("parameters", {}), *(model["parameters"] for model in models)):
+            for name, value in parameters.items():
+                _check_parameter(name, value)
         if has_base:
             settings["base_model"] = _source(self.policy_model_path)["model"]
         return MergeConfiguration.model_validate(
             {"merge_method": method, "models": models, "dtype": self.dtype, **settings}
         )
+
+
+def _check_parameter(name: str, value: Any) -> None:
+    """Raise ValueError for what mergekit does not read as a number, a list of numbers, or numbers by filter.
+
+    mergekit itself checks them only when it merges.
+    """
+    for given in value if isinstance(value, (list, tuple)) else [value]:
+        each: Any = given.get("value") if isinstance(given, dict) else given
+        if isinstance(each, list):
+            _check_parameter(name, each)
+            continue
+        try:
+            float(each)
+        except (TypeError, ValueError):
+            raise ValueError(f"{name} must be a number or a list of numbers, got {each!r}.") from None
 
 
 def _source(path: str | None, **parameters: Any) -> dict[str, Any]:
