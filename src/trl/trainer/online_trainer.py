@@ -157,7 +157,7 @@ class OnlineTrainer(BaseTrainer):
         self.reference = group_setup.reference_of(args, policy, model, ref_model)
         self._shown = ShownCompletions()
         self._token_counts = TokenCounts(masks_truncated=args.mask_truncated_completions)
-        self.method, self.rows_at_once = self.method_type(args), args.per_device_train_batch_size
+        self.method, self.rows_at_once = self.method_type(args), args.device_rows
         self.teacher = group_setup.teacher_of(teacher_model, args, policy, needed=self.method.needs_teacher)
         known = getattr(self.teacher, "vocabulary", None)
         if known is not None and known < embedded_tokens(self.scorer.core):
