@@ -46,13 +46,17 @@ LEARNING: dict[str, Any] = {
 
 
 class Method(NamedTuple):
-    """A trainer with its config, what it learns from, its settings besides `LEARNING`, and the metric of its curve."""
+    """A trainer with its config, what it learns from, its settings besides `LEARNING`, and the metric of its curve.
+
+    A run ends after `looks` looks in a row at which the goal is met; 0: after its last step.
+    """
 
     trainer: Any
     config: Any
     given: dict[str, Any]
     settings: dict[str, Any]
     metric: str = "reward"
+    looks: int = 0
 
 
 REWARD = {"reward_funcs": is_right}
@@ -141,13 +145,15 @@ def fine_tune(student: Student, *, seed: int, folder: str, enough: float = ENOUG
 def learn(method: Method, student: Student, result: Result, *, folder: str) -> None:
     """Learn by trying, and note in `result` what is reached on the way."""
 
-    def look(step: int, logs: dict[str, float]) -> None:
+    def look(step: int, logs: dict[str, float]) -> bool:
         share = share_right(student.model, student.tokenizer, student.task.held_out)
         result.curve.append((step, logs[method.metric], share))
         print(
             f"step {step:>4} of {result.steps}   {method.metric} {logs[method.metric]:.3f}   held-out {share:.1%}",
             flush=True,
         )
+        last = [each[2] >= GOAL for each in result.curve[-method.looks :]]
+        return 0 < method.looks == len(last) and all(last)
 
     started = time.perf_counter()
     settings = {**COMMON, **LEARNING, **method.settings, "max_steps": result.steps, "seed": result.seed}

@@ -4,7 +4,8 @@
 
 is `arithmetic_rl.py` with a judge in place of a reward: of two answers to a sum it prefers the right one, and the shorter one if
 both are right or both wrong. The model is fine-tuned until it answers three training sums in five, and is then the reference of the
-three methods. `--out` and `--table` are those of `arithmetic_rl.py`; nothing is downloaded.
+three methods. A run ends when it answers nine of ten unseen sums at two looks in a row, at the latest after `--steps`. `--out` and
+`--table` are those of `arithmetic_rl.py`; nothing is downloaded.
 """
 
 import re
@@ -46,13 +47,14 @@ ONLINE_DPO: dict[str, Any] = {
     **COMPARING, "per_device_train_batch_size": 16, "num_generations": 8, "pair_selection": "all", "beta": 0.5,
 }  # fmt: skip
 NASH_MD: dict[str, Any] = {**COMPARING, "mixture_coef": 0.25, "beta": 0.05, "learning_rate": 3e-4}
-XPO: dict[str, Any] = {**COMPARING, "alpha": 1e-4, "beta": 0.1}
+XPO: dict[str, Any] = {**COMPARING, "alpha": 1e-4, "beta": 0.5}
+LOOKS = 2
 METHODS = {
-    "online_dpo": Method(OnlineDPOTrainer, OnlineDPOConfig, JUDGED, ONLINE_DPO, "rewards/accuracies"),
-    "nash_md": Method(NashMDTrainer, NashMDConfig, JUDGED, NASH_MD, "rewards/probabilities"),
-    "xpo": Method(XPOTrainer, XPOConfig, JUDGED, XPO, "rewards/accuracies"),
+    "online_dpo": Method(OnlineDPOTrainer, OnlineDPOConfig, JUDGED, ONLINE_DPO, "rewards/accuracies", LOOKS),
+    "nash_md": Method(NashMDTrainer, NashMDConfig, JUDGED, NASH_MD, "rewards/probabilities", LOOKS),
+    "xpo": Method(XPOTrainer, XPOConfig, JUDGED, XPO, "rewards/accuracies", LOOKS),
 }
-ENOUGH, STEPS = 0.6, 400
+ENOUGH, STEPS = 0.6, 3200
 
 if __name__ == "__main__":
     main(METHODS, __doc__, enough=ENOUGH, steps=STEPS)
