@@ -25,7 +25,7 @@ check: .venv/.installed-dev
 	$(BIN)/ruff check --no-cache .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 	$(OFFLINE) $(BIN)/python -m pytest -q tests/test_import_direction.py
-	$(OFFLINE) $(BIN)/python -m pytest -q --doctest-modules src/trl/tensors src/trl/objectives src/trl/data
+	$(OFFLINE) $(BIN)/python -m pytest -q --doctest-modules src/trl
 	$(BIN)/python .ci/import_time.py
 	$(OFFLINE) $(BIN)/python .ci/size.py
 

@@ -95,8 +95,8 @@ def length_controlled(shares: Sequence[float | None], lengths: Sequence[tuple[in
     paper's third term, the difficulty of each prompt, needs the answers of many models and is left out.
     Source: Dubois et al. 2024, eq. 2 (arXiv:2404.04475).
 
-    >>> round(length_controlled([1.0, 0.0, 1.0, 1.0], [(5, 9), (9, 5), (7, 7), (5, 9)]), 2) < 0.9
-    True
+    >>> round(length_controlled([1.0, 0.0, 1.0, 0.0], [(5, 9), (9, 5), (5, 9), (9, 5)]), 2)  # the longer wins
+    0.5
     """
     rows = [
         (share, second - first)

@@ -59,7 +59,7 @@ class ManagedJudge(BasePairwiseJudge):
         >>> from trl.rewards.judges import RandomPairwiseJudge
         >>> judge = ManagedJudge(RandomPairwiseJudge(), max_calls=1, on_failure="skip")
         >>> judge.judge(["2 + 2?"] * 2, [["4", "5"], ["four", "five"]])[1], judge.cost["calls"]
-        (-1, 1)
+        (-1, 1.0)
     """
 
     def __init__(
