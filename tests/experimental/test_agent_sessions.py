@@ -34,6 +34,7 @@ def serving(policy, **options):
     engine = options.pop("engine", None) or TransformersEngine(policy, tokenizer=call_tokenizer())
     with Endpoint(engine, call_tokenizer(), sampling=sampling, **options) as endpoint:
         yield endpoint
+    assert not any(thread.is_alive() for thread in endpoint._threads)
 
 
 @pytest.fixture(scope="module")

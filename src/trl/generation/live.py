@@ -7,7 +7,7 @@ import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -166,8 +166,9 @@ class Broker:
     def _take(self, *, wait: bool) -> list[Asked]:
         """What arrived; without a running request at least one, or a `wake`."""
         found: list[Any] = [self._arriving.get()] if wait else []
-        while not self._arriving.empty():
-            found.append(self._arriving.get())
+        with suppress(queue.Empty):  # another thread may take some too
+            while True:
+                found.append(self._arriving.get_nowait())
         return [asked for asked in found if asked is not None]
 
     def _begin(self, live: Live, asked: Asked) -> None:
@@ -200,6 +201,7 @@ class Broker:
         """End all requests with an error, those that wait and those that come later too."""
         self.failure = error
         waiting = self._take(wait=False)
+        self.wake()  # `run` may have been meant by what was taken
         for asked in [*self._running.values(), *waiting]:
             if asked.future.set_running_or_notify_cancel():
                 asked.future.set_exception(error)
