@@ -30,6 +30,14 @@ if TYPE_CHECKING:
     from trl.data.templates import maybe_apply_chat_template as maybe_apply_chat_template
     from trl.experimental.ppo.ppo_config import PPOConfig as PPOv2Config  # noqa: F401
     from trl.experimental.ppo.ppo_trainer import PPOTrainer as PPOv2Trainer  # noqa: F401
+    from trl.models.diffusion.ddim import DDPOSchedulerOutput as DDPOSchedulerOutput
+    from trl.models.diffusion.stable_diffusion import DDPOPipelineOutput as DDPOPipelineOutput
+    from trl.models.diffusion.stable_diffusion import (
+        DDPOStableDiffusionPipeline as DDPOStableDiffusionPipeline,
+    )
+    from trl.models.diffusion.stable_diffusion import (
+        DefaultDDPOStableDiffusionPipeline as DefaultDDPOStableDiffusionPipeline,
+    )
     from trl.models.loading import clone_chat_template as clone_chat_template
     from trl.models.loading import setup_chat_format as setup_chat_format
     from trl.models.peft import get_kbit_device_map as get_kbit_device_map
@@ -64,6 +72,8 @@ if TYPE_CHECKING:
     from trl.scripts.arguments import SFTScriptArguments as SFTScriptArguments
     from trl.scripts.parser import TrlParser as TrlParser
     from trl.scripts.running import init_zero_verbose as init_zero_verbose
+    from trl.trainer.alignprop_config import AlignPropConfig as AlignPropConfig
+    from trl.trainer.alignprop_trainer import AlignPropTrainer as AlignPropTrainer
     from trl.trainer.bco_config import BCOConfig as BCOConfig
     from trl.trainer.bco_trainer import BCOTrainer as BCOTrainer
     from trl.trainer.callbacks.bema import BEMACallback as BEMACallback
@@ -75,6 +85,8 @@ if TYPE_CHECKING:
     from trl.trainer.callbacks.win_rate import WinRateCallback as WinRateCallback
     from trl.trainer.cpo_config import CPOConfig as CPOConfig
     from trl.trainer.cpo_trainer import CPOTrainer as CPOTrainer
+    from trl.trainer.ddpo_config import DDPOConfig as DDPOConfig
+    from trl.trainer.ddpo_trainer import DDPOTrainer as DDPOTrainer
     from trl.trainer.distillation_config import DistillationConfig as DistillationConfig
     from trl.trainer.distillation_trainer import DistillationTrainer as DistillationTrainer
     from trl.trainer.dpo_config import DPOConfig as DPOConfig

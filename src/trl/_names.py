@@ -17,8 +17,8 @@ _CALLBACKS: Row = {"trl.trainer.callbacks.bema": "BEMACallback",
     "trl.trainer.callbacks.sync_ref_model": "SyncRefModelCallback",
     "trl.trainer.callbacks.weave": "WeaveCallback",
     "trl.trainer.callbacks.win_rate": "WinRateCallback"}
-_UPPER = ("bco", "cpo", "dpo", "gkd", "grpo", "kto", "orpo", "ppo", "prm", "rloo", "sft")
-_METHODS = {**{name: name.upper() for name in _UPPER}, "distillation": "Distillation", "iterative_sft": "IterativeSFT",
+_UPPER = ("bco", "cpo", "ddpo", "dpo", "gkd", "grpo", "kto", "orpo", "ppo", "prm", "rloo", "sft")
+_METHODS = {**{name: name.upper() for name in _UPPER}, "alignprop": "AlignProp", "distillation": "Distillation", "iterative_sft": "IterativeSFT",
     "nash_md": "NashMD", "online_dpo": "OnlineDPO", "reward": "Reward", "xpo": "XPO"}
 _TRAINERS: Row = {**{f"trl.trainer.{name}_config": f"{method}Config" for name, method in _METHODS.items()},
     **{f"trl.trainer.{name}_trainer": f"{method}Trainer" for name, method in _METHODS.items()},
@@ -29,6 +29,9 @@ _VALUE_HEADS: Row = {
     "trl.models.value_head": "AutoModelForCausalLMWithValueHead AutoModelForSeq2SeqLMWithValueHead",
     "trl.models.value_wrapper": "PreTrainedModelWrapper",
     "trl.models.reference_weights": "create_reference_model"}
+_DIFFUSION: Row = {"trl.models.diffusion.ddim": "DDPOSchedulerOutput",
+    "trl.models.diffusion.stable_diffusion": "DDPOPipelineOutput DDPOStableDiffusionPipeline "
+    "DefaultDDPOStableDiffusionPipeline"}
 _MODEL_SETUP: Row = {"trl.models.loading": "clone_chat_template setup_chat_format",
     "trl.models.distributed": "prepare_deepspeed prepare_fsdp unwrap_model_for_generation",
     "trl.models.peft": "prepare_model_for_kbit_training prepare_peft_model"}
@@ -49,7 +52,7 @@ _GRPO_PARTS: Row = {"trl.rewards.source": "RewardFunc", "trl.rollouts.schedule":
     "trl.tensors.statistics": "nanmax nanmin nanstd"}
 
 NAMES: dict[str, Row] = {
-    "trl": {**_TRAINERS, **_JUDGES, **_CALLBACKS, **_VALUE_HEADS,
+    "trl": {**_TRAINERS, **_JUDGES, **_CALLBACKS, **_VALUE_HEADS, **_DIFFUSION,
         "trl.models.value_head": f"{_VALUE_HEADS['trl.models.value_head']} SUPPORTED_ARCHITECTURES", **_ROWS,
         **_MODEL_OPTIONS, "trl.models.loading": "clone_chat_template setup_chat_format",
         "trl.data.sources": "DatasetMixtureConfig get_dataset",
@@ -133,11 +136,18 @@ NAMES: dict[str, Row] = {
         "is_rich_available is_torch_greater_2_0 is_torchvision_available is_transformers_greater_than "
         "is_unsloth_available is_uvicorn_available is_vllm_ascend_available is_vllm_available "
         "is_wandb_available is_weave_available suppress_experimental_warning suppress_warning"},
-    "trl.models": {**_VALUE_HEADS, **_MODEL_SETUP,
+    "trl.models": {**_VALUE_HEADS, **_MODEL_SETUP, **_DIFFUSION,
         "trl.models.value_head": f"{_VALUE_HEADS['trl.models.value_head']} SUPPORTED_ARCHITECTURES",
         "trl.models.activation_offloading": "get_act_offloading_ctx_manager",
         "trl.models.geometric_mixture": "GeometricMixtureWrapper",
         "trl.options.packages": "is_diffusers_available"},
+    "trl.models.auxiliary_modules": {"trl.rewards.images": "AestheticScorer MLP aesthetic_scorer"},
+    "trl.models.modeling_sd_base": {"trl.models.diffusion.ddim": "DDPOSchedulerOutput scheduler_step",
+        "trl.models.diffusion.stable_diffusion": "DDPOPipelineOutput DDPOStableDiffusionPipeline "
+        "DefaultDDPOStableDiffusionPipeline pipeline_step pipeline_step_with_grad"},
+    "trl.models.sd_utils": {"diffusers.utils.state_dict_utils": "DIFFUSERS_OLD_TO_DIFFUSERS "
+        "DIFFUSERS_STATE_DICT_MAPPINGS KEYS_TO_ALWAYS_REPLACE PEFT_TO_DIFFUSERS StateDictType convert_state_dict "
+        "convert_state_dict_to_diffusers"},
     "trl.models.modeling_base": {"trl.models.geometric_mixture": "GeometricMixtureWrapper",
         "trl.models.reference_weights": "LAYER_PATTERNS create_reference_model",
         "trl.models.value_wrapper": "PreTrainedModelWrapper"},
@@ -152,6 +162,7 @@ NAMES: dict[str, Row] = {
         "trl.models.value_head": "SUPPORTED_ARCHITECTURES"},
     "trl.rewards": {"trl.rewards.ready_made": "accuracy_reward reasoning_accuracy_reward get_soft_overlong_punishment "
         "think_format_reward", "trl.rewards.functions": "FunctionSource resolve_reward_funcs",
+        "trl.rewards.images": "AestheticScorer jpeg_compressibility jpeg_incompressibility",
         "trl.rewards.judge_source": "JudgeSource", "trl.rewards.managed_judge": "ManagedJudge",
         "trl.rewards.models": "ModelSource", "trl.rewards.result": "RewardError RewardInputs RewardResult", "trl.rewards.source": "RewardSources"},
     "trl.rewards.accuracy_rewards": {"trl.rewards.ready_made": "accuracy_reward reasoning_accuracy_reward"},
@@ -211,6 +222,7 @@ NAMES: dict[str, Row] = {
         "trl.models.distributed": "ensure_master_addr_port prepare_deepspeed=prepare_frozen_deepspeed",
         "trl.models.loading": "create_model_from_path get_config_model_id",
         "trl.models.peft": "get_kbit_device_map get_peft_config get_quantization_config peft_module_casting_to_bf16",
+        "trl.objectives.diffusion": "PerPromptStatTracker",
         "trl.objectives.kl": "AdaptiveKLController FixedKLController",
         "trl.reporting.metrics": "compute_accuracy",
         "trl.reporting.model_card": "generate_model_card trl_sanitze_kwargs_for_tagging",
@@ -241,9 +253,6 @@ NAMES["trl.experimental.bco.bco_trainer"]["trl.tensors.moments"] = "RunningMomen
 
 # Names of methods that are not implemented yet. Looking one up says so; `hasattr` is False and its module is absent.
 NOT_YET: dict[str, str] = {
-    "training diffusion models": "AestheticScorer AlignPropConfig AlignPropTrainer DDPOConfig DDPOPipelineOutput "
-    "DDPOSchedulerOutput DDPOStableDiffusionPipeline DDPOTrainer DefaultDDPOStableDiffusionPipeline PerPromptStatTracker "
-    "alignprop_config alignprop_trainer auxiliary_modules ddpo_config ddpo_trainer modeling_sd_base sd_utils",
     "rollouts in OpenEnv environments": "generate_rollout_completions openenv",
 }
 

@@ -15,12 +15,12 @@ from trl.checkpoints.wholeness import CheckpointError, faults, listed, write_man
 from trl.models.value_wrapper import under_module_names
 from trl.tensors.moments import RunningMoments
 
-_FILE = "ppo_state.json"
+_FILE = "ppo_state.json"  # of the plain values
 _FORMAT = 1
 
 
 def save_step_state(
-    folder: str | Path, accelerator: Any, state: dict[str, Any], scheduler: Any | None
+    folder: str | Path, accelerator: Any, state: dict[str, Any], scheduler: Any | None, *, file: str = _FILE
 ) -> None:
     """Save weights, optimiser, `state` (plain values), scheduler and random generators, replacing `folder` atomically.
 
@@ -39,7 +39,7 @@ def save_step_state(
         if scheduler is not None:
             torch.save(scheduler.state_dict(), staging / "scheduler.pt")
         known = {"format": _FORMAT, "processes": accelerator.num_processes, **state}
-        (staging / _FILE).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+        (staging / file).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         write_manifest(staging, {})
@@ -56,7 +56,9 @@ def _beside(folder: str | Path, kind: str) -> Path:
     return Path(folder).with_name(f"_{kind}-{Path(folder).name}")
 
 
-def load_step_state(folder: str | Path, accelerator: Any, scheduler: Any | None) -> dict[str, Any]:
+def load_step_state(
+    folder: str | Path, accelerator: Any, scheduler: Any | None, *, file: str = _FILE
+) -> dict[str, Any]:
     """Load a saved state; returns the plain values.
 
     Raises: FileNotFoundError for a folder without a state; CheckpointError if a file is missing; ValueError for another number
@@ -65,12 +67,12 @@ def load_step_state(folder: str | Path, accelerator: Any, scheduler: Any | None)
     folder = Path(folder)
     if not folder.exists() and _beside(folder, "replaced").exists():  # killed between two renames
         folder = _beside(folder, "replaced")
-    file = folder / _FILE
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing. Give a folder that save_state wrote.")
+    values = folder / file
+    if not values.is_file():
+        raise FileNotFoundError(f"{values} is missing. Give a folder that save_state wrote.")
     if found := faults(folder, needed={}):
         raise CheckpointError(f"{folder} is not whole: {listed(found)}. Load another state.")
-    state = json.loads(file.read_text(encoding="utf-8"))
+    state = json.loads(values.read_text(encoding="utf-8"))
     if state["processes"] != accelerator.num_processes:
         raise ValueError(
             f"{folder} was saved by {state['processes']} processes, not {accelerator.num_processes}. Launch as many."

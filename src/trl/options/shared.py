@@ -1,5 +1,7 @@
 """Fields that several configs have, where no group of them belongs together: configs take them one by one."""
 
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -52,3 +54,8 @@ class SharedFields:
 def shared(name: str, *default: Any, **metadata: Any) -> Any:
     """The field `name` of `SharedFields`, with another default if one is given; `metadata` replaces parts of it."""
     return same(SharedFields, name, *default, **metadata)
+
+
+def script_name() -> str:
+    """The name of the running script, without its ending."""
+    return os.path.splitext(os.path.basename(sys.argv[0]))[0]

@@ -1,8 +1,6 @@
 """Configuration of PPO step by step, with a loop of the user's own, and what all configs of a policy's own responses share."""
 
 import dataclasses
-import os
-import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,7 +9,7 @@ from transformers import TrainerState, TrainingArguments
 from trl.options.checks import json_object, warn_caller
 from trl.options.groups import documented, moved, option
 from trl.options.methods import PPOOptions
-from trl.options.shared import shared
+from trl.options.shared import script_name, shared
 from trl.options.training import TrainingDefaults
 from trl.reporting.step_statistics import flatten_dict
 
@@ -131,11 +129,6 @@ class OnlineTrainerState(TrainerState):
     episode: int = 0
 
 
-def _script_name() -> str:
-    """The name of the running script, without its ending."""
-    return os.path.splitext(os.path.basename(sys.argv[0]))[0]
-
-
 @documented
 @dataclass
 class PPOConfig(PPOOptions):
@@ -161,7 +154,7 @@ class PPOConfig(PPOOptions):
             )
         return super().__new__(cls)
 
-    exp_name: str = option(_script_name, "Name of the experiment. Default: that of the script.")
+    exp_name: str = option(script_name, "Name of the experiment. Default: that of the script.")
     seed: int = option(0, "Seed of all random streams, set when the trainer is built.")
     log_with: Literal["wandb", "tensorboard"] | str | None = option(
         None,

@@ -1,0 +1,100 @@
+"""Objectives of diffusion models: a denoising step is a Gaussian action, and its log-probability is what rewards train.
+
+Log-probabilities and divergences of a step are means over the elements of the latent, not sums: `train_clip_range` and `beta`
+belong to that scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def gaussian_log_prob(sample: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Log-density of `sample` under `N(mean, std^2)`, the mean over all elements of a row: `(B, ...) -> (B,)`.
+
+    `sample` is not differentiated; `std` broadcasts against it. 0, without gradient, for rows whose `std` is 0: such a step is
+    deterministic and has no density. Source: Black et al. 2023, section 4.3 (arXiv:2305.13301).
+
+    >>> gaussian_log_prob(torch.tensor([[1.0, 3.0]]), torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0]]))
+    tensor([-1.8621])
+    """
+    spread = std.expand_as(mean)
+    random = spread > 0
+    spread = torch.where(random, spread, 1.0)
+    errors = torch.where(random, sample.detach() - mean, 0.0)
+    values = -(errors / spread).square() / 2 - spread.log() - math.log(2 * math.pi) / 2
+    return torch.where(random, values, 0.0).flatten(1).mean(dim=1)
+
+
+def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
+    """KL divergence of two Gaussians with one deviation, `(mean - ref_mean)^2 / (2 std^2)`, a mean over elements: `(B,)`.
+
+    0 for rows whose `std` is 0. Source: Liu et al. 2025, section 3.2 (arXiv:2505.05470).
+
+    >>> gaussian_kl(torch.tensor([[1.0, 3.0]]), torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0]]))
+    tensor([0.2500])
+    """
+    spread = std.expand_as(mean)
+    random = spread > 0
+    scaled = torch.where(random, mean - ref_mean, 0.0) / torch.where(random, spread, 1.0)
+    return (scaled.square() / 2).flatten(1).mean(dim=1)
+
+
+def clipped_ratio_loss(ratio: Tensor, advantages: Tensor, clip_range: float) -> Tensor:
+    """PPO's pessimistic surrogate of each row, `max(-A r, -A clip(r, 1 - c, 1 + c))`: `(B,) -> (B,)`.
+
+    >>> clipped_ratio_loss(torch.tensor([1.5, 0.5]), torch.tensor([1.0, 1.0]), 0.2)
+    tensor([-1.2000, -0.5000])
+    """
+    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range))
+
+
+def standardized(rewards: Tensor) -> Tensor:
+    """Rewards less their mean, over their population deviation (with 1e-8 added): `(N,) -> (N,)`.
+
+    >>> standardized(torch.tensor([1.0, 3.0]))
+    tensor([-1.,  1.])
+    """
+    return (rewards - rewards.mean()) / (rewards.std(unbiased=False) + 1e-8)
+
+
+class PerPromptStatTracker:
+    """Advantages of rewards against the remembered rewards of their own prompt.
+
+    `buffer_size` rewards are remembered for each prompt; a prompt with fewer than `min_count` takes the mean and deviation of
+    the whole batch instead. Source: Black et al. 2023, section 4.3 (arXiv:2305.13301).
+
+    >>> tracker = PerPromptStatTracker(buffer_size=8, min_count=2)
+    >>> tracker.update(["a", "a", "b"], [1.0, 3.0, 2.0]).round(3).tolist()
+    [-1.0, 1.0, 0.0]
+    """
+
+    def __init__(self, buffer_size: int, min_count: int) -> None:
+        self.buffer_size, self.min_count = buffer_size, min_count
+        self.stats: dict[str, deque[float]] = {}
+
+    def update(self, prompts: Sequence[str], rewards: Any) -> np.ndarray:
+        """Remember the rewards `(N,)` of N prompts; returns their advantages `(N,)`."""
+        names, values = np.asarray(prompts), np.asarray(rewards, dtype=np.float64)
+        advantages = np.empty_like(values)
+        for prompt in dict.fromkeys(names.tolist()):
+            own = values[names == prompt]
+            known = self.stats.setdefault(prompt, deque(maxlen=self.buffer_size))
+            known.extend(own.tolist())
+            against = values if len(known) < self.min_count else np.asarray(known)
+            advantages[names == prompt] = (own - against.mean()) / (against.std() + 1e-6)
+        return advantages
+
+    def get_stats(self) -> dict[str, dict[str, Any]]:
+        """Mean, deviation and number of the remembered rewards of each prompt."""
+        return {
+            prompt: {"mean": np.mean(known), "std": np.std(known), "count": len(known)}
+            for prompt, known in self.stats.items()
+        }

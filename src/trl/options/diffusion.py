@@ -1,0 +1,85 @@
+"""Settings that the trainers of diffusion models share."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trl.options.checks import json_object
+from trl.options.groups import OptionGroup, option
+from trl.options.packages import is_bitsandbytes_available
+from trl.options.shared import script_name
+
+MixedPrecision = Literal["fp16", "bf16", "no"]
+
+
+@dataclass
+class DiffusionOptions(OptionGroup):
+    """A run's name and place, sampling, and the optimiser. Every process adds its rank to the seed of prompts and workers."""
+
+    exp_name: str = option(script_name, "Name of the experiment. Default: that of the script.")
+    run_name: str = option("", "Name of this run, for trackers only.")
+    seed: int = option(0, "Seed of all random streams.")
+    log_with: Literal["wandb", "tensorboard"] | str | None = option(
+        None, "Tracker: 'wandb', 'tensorboard' or another one of accelerate's. None: none."
+    )
+    tracker_kwargs: dict[str, Any] = option(dict, "init_kwargs of accelerate's init_trackers.")
+    accelerator_kwargs: dict[str, Any] = option(dict, "Arguments of the Accelerator.")
+    project_kwargs: dict[str, Any] = option(
+        dict,
+        "Arguments of accelerate's ProjectConfiguration. Checkpoints go to project_dir/checkpoints, at most total_limit.",
+    )
+    tracker_project_name: str = option("trl", "Name of the project for trackers.")
+    logdir: str = option("logs", "Folder of the checkpoints where project_kwargs has no project_dir.")
+    num_epochs: int = option(100, "Epochs of a training run: each samples, scores and trains.", ">= 1")
+    save_freq: int = option(
+        1,
+        "Save a checkpoint after each epoch that is a multiple of this, and the last; never after epoch 0. 0: never.",
+        ">= 0",
+    )
+    num_checkpoint_limit: int = option(
+        5, "Checkpoints kept, where project_kwargs has no total_limit.", ">= 1"
+    )
+    mixed_precision: MixedPrecision = option(
+        "fp16", "fp16, bf16 or no. fp16 becomes no where there is no GPU, with a warning."
+    )
+    allow_tf32: bool = option(True, "Let matrix products on NVIDIA GPUs use TF32.")
+    resume_from: str = option(
+        "", "A checkpoint_N folder, or one that has some: the last whole one. '': start anew."
+    )
+    sample_num_steps: int = option(50, "Denoising steps of an image.", ">= 1")
+    sample_eta: float = option(1.0, "Share of DDPM's noise in a DDIM step; 0 is deterministic.", "[0, 1]")
+    sample_guidance_scale: float = option(5.0, "Weight of classifier-free guidance; 1 or less: none.")
+    train_batch_size: int = option(1, "Images per process and forward pass in training.", ">= 1")
+    train_use_8bit_adam: bool = option(False, "Use AdamW8bit of bitsandbytes.")
+    train_learning_rate: float = option(3e-4, "Learning rate of AdamW.", "> 0")
+    train_adam_beta1: float = option(0.9, "AdamW's beta 1.", "[0, 1)")
+    train_adam_beta2: float = option(0.999, "AdamW's beta 2.", "[0, 1)")
+    train_adam_weight_decay: float = option(1e-4, "AdamW's weight decay.")
+    train_adam_epsilon: float = option(1e-8, "AdamW's epsilon.")
+    train_gradient_accumulation_steps: int = option(
+        1, "Batches of images per optimiser step, with all of their denoising steps.", ">= 1"
+    )
+    train_max_grad_norm: float = option(1.0, "Largest norm of the gradient.", "(0, inf]")
+    push_to_hub: bool = option(False, "Upload the model at the end. Read by scripts only.")
+
+    def __post_init__(self) -> None:
+        self.settle()
+
+    def check(self) -> None:
+        """Raise on bad values."""
+        super().check()
+        for name in ("tracker_kwargs", "accelerator_kwargs", "project_kwargs"):
+            setattr(self, name, json_object(name, getattr(self, name)) or {})
+        if self.train_use_8bit_adam and not is_bitsandbytes_available():
+            raise ImportError("train_use_8bit_adam needs bitsandbytes. Run `pip install trl[quantization]`.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as one flat dict, those of dicts as `name/key`."""
+        flat: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            own = isinstance(value, dict)
+            flat |= (
+                {f"{field.name}/{key}": each for key, each in value.items()} if own else {field.name: value}
+            )
+        return flat

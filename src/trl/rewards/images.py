@@ -1,0 +1,127 @@
+"""Rewards of images: an aesthetic score, and the size of the image as JPEG."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+CLIP = "openai/clip-vit-large-patch14"
+JPEG_QUALITY = 95
+
+
+class MLP(nn.Module):
+    """The head of the aesthetic scorer: five linear layers without activations, `(B, D) -> (B, 1)`."""
+
+    def __init__(self, width: int = 768) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(width, 1024), nn.Dropout(0.2), nn.Linear(1024, 128), nn.Dropout(0.2),
+            nn.Linear(128, 64), nn.Dropout(0.1), nn.Linear(64, 16), nn.Linear(16, 1),
+        )  # fmt: skip
+
+    def forward(self, embed: Tensor) -> Tensor:
+        """The score of each row."""
+        return self.layers(embed)
+
+
+class AestheticScorer(nn.Module):
+    """Aesthetic scores of images, about 1 to 10, differentiable: a linear head on CLIP's normalised image features.
+
+    `model_id` is a Hub name or a folder, `model_filename` the head's weights in it; `clip_model` the name or folder of the CLIP model.
+    Source: LAION's improved aesthetic predictor (github.com/christophschuhmann/improved-aesthetic-predictor).
+    """
+
+    def __init__(
+        self, *, dtype: torch.dtype, model_id: str, model_filename: str, clip_model: str = CLIP
+    ) -> None:
+        super().__init__()
+        from transformers import CLIPModel
+
+        self.clip: Any = CLIPModel.from_pretrained(clip_model)
+        self.mlp = MLP(self.clip.config.projection_dim)
+        file = _weights(model_id, model_filename)
+        loaded = (
+            load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+        )
+        self.mlp.load_state_dict(loaded)
+        self.dtype, self.target_size = dtype, self.clip.config.vision_config.image_size
+        self.to(dtype).eval().requires_grad_(False)
+
+    def normalize(self, images: Tensor) -> Tensor:
+        """Images `(B, 3, H, W)` in 0..1 as CLIP takes them."""
+        mean, std = (images.new_tensor(each).view(1, 3, 1, 1) for each in (CLIP_MEAN, CLIP_STD))
+        return (images - mean) / std
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Scores `(B,)` of images `(B, 3, H, W)` in 0..1: resized by the shorter side, and cut to the centre."""
+        images, size = images.to(next(self.parameters()).device, self.dtype).clamp(0, 1), self.target_size
+        scale = size / min(images.shape[-2:])
+        shape = [max(round(side * scale), size) for side in images.shape[-2:]]
+        images = nn.functional.interpolate(images, shape, mode="bilinear", antialias=True)
+        top, left = ((side - size) // 2 for side in shape)
+        pixels = self.normalize(images[..., top : top + size, left : left + size])
+        features = self.clip.visual_projection(self.clip.vision_model(pixel_values=pixels).pooler_output)
+        return self.mlp(features / features.norm(dim=-1, keepdim=True)).squeeze(1)
+
+
+def _weights(model_id: str, filename: str) -> Path:
+    """The file of a folder, or of the Hub."""
+    if Path(model_id).is_dir():
+        return Path(model_id) / filename
+    try:
+        return Path(hf_hub_download(model_id, filename))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise FileNotFoundError(
+            f"{filename} of {model_id!r} is neither in a folder of that name nor can it be downloaded: {error}"
+        ) from error
+
+
+def aesthetic_scorer(hub_model_id: str, model_filename: str) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
+    """A reward function `(images, prompts, metadata) -> (scores, {})` of the `AestheticScorer`, for AlignProp and DDPO."""
+    scorer = AestheticScorer(dtype=torch.float32, model_id=hub_model_id, model_filename=model_filename)
+
+    def aesthetic_score(
+        images: Tensor, prompts: Any = None, metadata: Any = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        return scorer.to(images.device)(images), {}
+
+    return aesthetic_score
+
+
+def jpeg_kilobytes(images: Any) -> list[float]:
+    """The size of each image as a JPEG of quality 95, in kB; `(B, 3, H, W)` in 0..1, or a list of images."""
+    from PIL import Image
+
+    sizes = []
+    for image in images:
+        pixels = (image.detach().float().clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu().numpy()
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, format="JPEG", quality=JPEG_QUALITY)
+        sizes.append(buffer.tell() / 1000)
+    return sizes
+
+
+def jpeg_compressibility(
+    images: Any, prompts: Any = None, metadata: Any = None
+) -> tuple[list[float], dict[str, Any]]:
+    """A reward function for images that compress well: less the size as JPEG in kB.
+
+    Source: Black et al. 2023, section 5.1 (arXiv:2305.13301).
+    """
+    return [-size for size in jpeg_kilobytes(images)], {}
+
+
+def jpeg_incompressibility(
+    images: Any, prompts: Any = None, metadata: Any = None
+) -> tuple[list[float], dict[str, Any]]:
+    """A reward function for images that do not compress: the size as JPEG in kB."""
+    return jpeg_kilobytes(images), {}

@@ -1,0 +1,49 @@
+"""Configuration of AlignProp."""
+
+from dataclasses import dataclass
+
+from trl.options.diffusion import DiffusionOptions
+from trl.options.groups import documented, option, same
+
+
+@documented
+@dataclass
+class AlignPropConfig(DiffusionOptions):
+    """Configuration of `AlignPropTrainer`.
+
+    Example:
+        >>> config = AlignPropConfig(sample_num_steps=10, truncated_rand_backprop_minmax=(0, 9), mixed_precision="no")
+        >>> config.train_learning_rate
+        0.001
+    """
+
+    train_learning_rate: float = same(DiffusionOptions, "train_learning_rate", 1e-3)
+    log_image_freq: int = option(
+        1, "Call the image hook after each optimiser step that is a multiple of this.", ">= 1"
+    )
+    negative_prompts: str | None = option(None, "Negative prompt of guidance. None: ''.")
+    truncated_backprop_rand: bool = option(
+        True, "Draw the step from which gradients flow, once per trajectory."
+    )
+    truncated_backprop_timestep: int = option(
+        49, "Without truncated_backprop_rand: the first step (0 is the noisiest) with a gradient.", ">= 0"
+    )
+    truncated_rand_backprop_minmax: tuple[int, int] = option(
+        (0, 50), "Bounds of the draw, both included; steps after the last are drawn as the last."
+    )
+
+    def check(self) -> None:
+        """Raise on bad values."""
+        super().check()
+        lowest, highest = self.truncated_rand_backprop_minmax
+        self.truncated_rand_backprop_minmax = (lowest, highest)  # JSON has lists
+        rand, last = self.truncated_backprop_rand, self.sample_num_steps - 1
+        if not 0 <= lowest <= highest or (rand and lowest > last):
+            raise ValueError(
+                f"truncated_rand_backprop_minmax must be two steps from 0 to {last}, the lower first, got {lowest}, {highest}."
+            )
+        if not rand and self.truncated_backprop_timestep > last:
+            raise ValueError(
+                f"truncated_backprop_timestep must be at most sample_num_steps - 1 = {last}, else nothing has a gradient, got "
+                f"{self.truncated_backprop_timestep}."
+            )

@@ -1,0 +1,87 @@
+"""Runs of DDPO and AlignProp on a tiny pipeline; as a program, one of two processes."""
+
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tests.tiny_diffusion import PROMPTS, tiny_pipeline
+from trl import AlignPropConfig, AlignPropTrainer, DDPOConfig, DDPOTrainer, DefaultDDPOStableDiffusionPipeline
+
+
+def brightness(images, prompts, metadata):
+    return images.mean(dim=(1, 2, 3)), {}
+
+
+def in_turn(count=4):
+    """A prompt function that takes the first prompts in turn; a process of two takes its own of them."""
+    drawn = iter(range(10**9))
+    return lambda: (PROMPTS[next(drawn) % count], {})
+
+
+def drawn():
+    """A prompt, drawn by Python's and numpy's generators."""
+    return PROMPTS[random.randrange(2) + 2 * int(np.random.randint(2))], {}
+
+
+def pipeline(*, lora=True, dtype=torch.float32, seed=0, **more):
+    """With `lora`, an adapter whose weights are not 0."""
+    return DefaultDDPOStableDiffusionPipeline(tiny_pipeline(seed, dtype=dtype, **more), use_lora=lora)
+
+
+SHARED = {"sample_num_steps": 4, "mixed_precision": "no", "save_freq": 0, "sample_guidance_scale": 2.0}
+DDPO = {
+    "sample_batch_size": 2,
+    "sample_num_batches_per_epoch": 2,
+    "train_batch_size": 2,
+    "train_learning_rate": 1e-3,
+}
+
+
+def ddpo(model=None, *, reward=brightness, prompts=None, hook=None, kind=DDPOTrainer, **settings):
+    config = DDPOConfig(**{**SHARED, **DDPO, **settings})
+    return kind(config, reward, prompts or in_turn(), model or pipeline(), hook)
+
+
+def alignprop(model=None, *, reward=brightness, prompts=None, hook=None, **settings):
+    own = {"truncated_rand_backprop_minmax": (0, 3), "train_batch_size": 2}
+    config = AlignPropConfig(**{**SHARED, **own, **settings})
+    return AlignPropTrainer(config, reward, prompts or in_turn(), model or pipeline(), hook)
+
+
+KINDS = {"ddpo": ddpo, "alignprop": alignprop}
+
+
+def weights(trainer):
+    return {
+        name: p.detach().clone() for name, p in trainer.policy.model.named_parameters() if p.requires_grad
+    }
+
+
+def of_two(kind: str, folder: str) -> None:
+    """One epoch in float64; then a run that is resumed and one that is not end with the same bits."""
+    own = (
+        {"sample_batch_size": 1, "train_batch_size": 1, "train_gradient_accumulation_steps": 2}
+        if kind == "ddpo"
+        else {"train_batch_size": 1}
+    )
+    trainer = KINDS[kind](pipeline(dtype=torch.float64), prompts=lambda: (PROMPTS[0], {}), **own)
+    trainer.train(1)
+    if trainer.accelerator.is_main_process:
+        torch.save(weights(trainer), Path(folder) / "weights.pt")
+    saved = {"project_kwargs": {"project_dir": folder}, "save_freq": 1, "prompts": drawn, **own}
+    whole = KINDS[kind](pipeline(dtype=torch.float64), **saved)
+    whole.train(3)
+    resumed = KINDS[kind](
+        pipeline(dtype=torch.float64), **saved, resume_from=f"{folder}/checkpoints/checkpoint_1"
+    )
+    resumed.train(3)
+    assert resumed.first_epoch == 2
+    ended = weights(resumed)
+    assert all(torch.equal(value, ended[name]) for name, value in weights(whole).items())
+
+
+if __name__ == "__main__":
+    of_two(*sys.argv[1:])
