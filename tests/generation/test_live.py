@@ -171,3 +171,77 @@ def test_an_error_of_the_engine_ends_all_requests():
     with pytest.raises(FloatingPointError):
         broker.run(Breaks(), lambda: False)
     assert all(isinstance(future.exception(0), FloatingPointError) for future in futures)
+
+
+def spy(live):
+    """The numbers of tokens that are prefilled."""
+    found, prefill = [], live.loop.decoder.prefill
+
+    def counting(prompts, held=()):
+        found.append(sum(map(len, prompts)) - sum(own.length for own in held if own is not None))
+        return prefill(prompts, held)
+
+    live.loop.decoder.prefill = counting
+    return found
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [("llama", {}), ("gpt2", {}), ("gemma2", {}), ("mistral", {"sliding_window": 7})],
+)
+def test_a_next_turn_prefills_only_what_is_new(architecture, changes):
+    """Three sessions of four turns, one of them branches: the completions are those of `generate`."""
+    own = TransformersEngine(tiny_model(architecture, dtype=torch.float64, **changes))
+    with own.live() as live:
+        found, asked = [], []
+        histories = [list(range(5, 15 + number)) for number in range(3)]
+        counts = spy(live)
+        for turn in range(4):
+            numbers = {}
+            for stream, history in enumerate(histories):
+                request = Request(tuple(history), SAMPLING, stream=stream, limit=6 + stream)
+                asked.append(request)
+                numbers[live.submit(request)] = stream
+            ended = {}
+            while live.busy:
+                ended |= live.step()
+            for number, stream in numbers.items():
+                found.append(ended[number])
+                histories[stream] += [*ended[number].ids, 40 + turn, 41]
+            if turn == 2:
+                histories[2] = [*histories[2][:-3], 50]
+        used = live.loop.reuse.used
+    for request, one in zip(asked, found, strict=True):
+        same(
+            one, own.generate([request.prompt], SAMPLING, streams=[request.stream], limits=[request.limit])[0]
+        )
+    assert counts[0] == 33 and counts[1:] == [9, 9, 7]
+    longest = sum(
+        len(request.prompt) + len(one.ids) - 1 for request, one in zip(asked[-3:], found[-3:], strict=True)
+    )
+    core = own.model.config
+    heads = getattr(core, "num_key_value_heads", None) or core.num_attention_heads
+    size = getattr(core, "head_dim", None) or core.hidden_size // core.num_attention_heads
+    per_token = 2 * 8 * core.num_hidden_layers * heads * size
+    assert longest * per_token <= used <= (longest + 50) * per_token  # and the branch that was left
+
+
+def test_kept_keys_are_bounded_and_end_with_the_weights():
+    prompt = list(range(5, 40))
+    for memory in (0, 1, None):
+        own = engine(reuse_memory=memory)
+        with own.live() as live:
+            counts = spy(live)
+            for _ in range(2):
+                live.submit(Request(prompt, SAMPLING))
+                while live.busy:
+                    live.step()
+            assert counts == [35, 35] if memory is not None else [35, 1]
+            assert live.loop.reuse is None or live.loop.reuse.used <= live.loop.reuse.memory
+    own.model.get_input_embeddings().weight.data.mul_(1.5)
+    with own.live() as live:
+        number = live.submit(Request(prompt, SAMPLING))
+        found = {}
+        while live.busy:
+            found |= live.step()
+    same(found[number], own.generate([prompt], SAMPLING)[0])

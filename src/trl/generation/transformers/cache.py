@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from trl.generation.transformers.reuse import Held
 from trl.models.packed.attention import packed_attention
 
 
@@ -184,20 +186,34 @@ class RolloutCache:
         self.most_columns = 0  # maximum completion length
         self.step: Step | None = None
         self._arriving: tuple[Tensor, int] | None = None
+        self._held: Sequence[Held | None] = ()  # of the arriving prompts
 
-    def expect_prompts(self, lengths: Sequence[int], device: torch.device) -> None:
-        """Prepare for prompts of these lengths, one after another in the packed row of the next forward."""
-        starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
-        columns = torch.arange(max(lengths))
-        index = starts[:, None] + torch.minimum(columns, torch.tensor(lengths)[:, None] - 1)
-        self._arriving = (index.to(device), self.prompts)
+    def expect_prompts(
+        self, lengths: Sequence[int], device: torch.device, held: Sequence[Held | None] = ()
+    ) -> None:
+        """Prepare for prompts, of which so many tokens come one after another in the packed row of the next forward.
+
+        The tokens before them are those that are `held`.
+        """
+        self._held = held if any(held) else ()
+        before = [0 if own is None else own.length for own in self._held or [None] * len(lengths)]
+        # In the order of `store_prompts`: the packed row, then what is held.
+        places = torch.arange(sum(lengths) + sum(before)).split([*lengths, *before])
+        rows = [torch.cat(pair) for pair in zip(places[len(lengths) :], places[: len(lengths)], strict=True)]
+        self._arriving = (pad_sequence(rows, batch_first=True).to(device), self.prompts)
         self.prompts += len(lengths)
+
+    def held_of(self, layer: int) -> list[tuple[Tensor, Tensor] | None]:
+        """Keys and values of a layer before those of the next forward; empty if nothing is held."""
+        return [None if own is None else own.layers[layer] for own in self._held]
 
     def store_prompts(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store the keys and values `(heads, N, D)` of a packed row of prompts."""
         assert self._arriving is not None
         (index, first), cache = self._arriving, self.layers[layer]
-        for name, part in (("prompt_key", key), ("prompt_value", value)):
+        held = [pair for pair in self.held_of(layer) if pair is not None]
+        for number, (name, part) in enumerate((("prompt_key", key), ("prompt_value", value))):
+            part = torch.cat([part, *(pair[number] for pair in held)], dim=1)
             shape = (self.prompts, part.shape[0], index.shape[1], part.shape[2])
             cache[name] = fitted(cache.get(name), shape, part)
             cache[name][first : self.prompts, :, : index.shape[1]] = part[:, index].transpose(0, 1)
@@ -245,6 +261,17 @@ class RolloutCache:
                 buffer[step.rows, :, step.columns] = part
             yield buffer[: len(part), :, : step.width]
 
+    def copy_of(self, row: int, tokens: int, prompt: int, prompt_tokens: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of a prompt and of so many of a row's own tokens, by layer, in new memory."""
+        found = []
+        for cache in self.layers:
+            parts = [[cache[f"prompt_{name}"][prompt, :, :prompt_tokens]] for name in ("key", "value")]
+            if tokens:
+                parts[0].append(cache["own_key"][row, :, :tokens])
+                parts[1].append(cache["own_value"][row, :, :tokens])
+            found.append((torch.cat(parts[0], dim=1), torch.cat(parts[1], dim=1)))
+        return found
+
     def drop_rows(self, moves: Moves, width: int) -> None:
         """Remove rows; `width` is the longest completion so far."""
         for cache in self.layers:
@@ -287,7 +314,7 @@ def rollout_attention(
         cache.store_prompts(layer, key[0], value[0])
         return packed_attention(
             module, query, key, value, attention_mask, 0.0, scaling,
-            sliding_window=sliding_window, softcap=softcap, **kwargs,
+            sliding_window=sliding_window, softcap=softcap, held=cache.held_of(layer), **kwargs,
         )  # fmt: skip
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = sliding_window or getattr(module, "sliding_window", None)

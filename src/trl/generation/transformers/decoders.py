@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trl.generation.transformers.cache import RolloutCache, without_autocast
+from trl.generation.transformers.reuse import Held
 from trl.models.parts import decoder_of, logit_rule
 from trl.tensors.segments import Segments
 
@@ -29,13 +30,17 @@ class OwnForward:
         self.rule = logit_rule(model.config)
         self._no_table = torch.zeros(1, 1, 1, 4, dtype=torch.int64, device=self.device)
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Run prompts, and return the logits `(n, V)` after the last token of each."""
-        segments = Segments.from_lengths(len(prompt) for prompt in prompts)
-        ids = torch.tensor([token for prompt in prompts for token in prompt], device=self.device)
+    def prefill(self, prompts: Sequence[Sequence[int]], held: Sequence[Held | None] = ()) -> Tensor:
+        """Run prompts, each without the tokens that are `held`; the logits `(n, V)` after the last token of each."""
+        before = [0 if own is None else own.length for own in held or [None] * len(prompts)]
+        parts = [prompt[count:] for prompt, count in zip(prompts, before, strict=True)]
+        segments = Segments.from_lengths(map(len, parts))
+        ids = torch.tensor([token for part in parts for token in part], device=self.device)
+        positions = segments.position_ids()[0]
+        positions = positions + torch.tensor(before).repeat_interleave(torch.tensor(segments.length))
         self.cache.step = None
-        self.cache.expect_prompts(segments.length, self.device)
-        hidden = self._hidden(ids, segments.position_ids()[0].to(self.device), segments.to_table())
+        self.cache.expect_prompts(segments.length, self.device, held)
+        hidden = self._hidden(ids, positions.to(self.device), segments.to_table())
         lasts = torch.tensor(segments.length).cumsum(0) - 1
         return self.logits(hidden[lasts.to(self.device)])
 

@@ -22,6 +22,7 @@ from trl.generation.transformers.decoders import FusedDecoder, OwnForward, fused
 from trl.generation.transformers.live import LiveRequests
 from trl.generation.transformers.model_generate import MoreInputs, generate_with_model
 from trl.generation.transformers.requests import Requests, Rules, StopStrings, end_tokens, fresh_seed
+from trl.generation.transformers.reuse import Reuse
 from trl.generation.transformers.rollout_loop import RolloutLoop, default_rows, row_memory
 from trl.models.distributed import fsdp2_modules, is_sharded, unwrap_model_for_generation
 from trl.models.packed.attention import packed_unsupported
@@ -49,7 +50,8 @@ class TransformersEngine:
     `max_batch` rows are decoded at once (default: what fits in 2 GiB on a CPU, or half of a GPU's free memory). Mixed precision
     is that of the autocast context around `generate`, else of the `accelerator`.
     `gather_zero3=False` (`ds3_gather_for_generation`) leaves ZeRO-3 weights sharded, which requires `"generate"` and the same
-    number of requests in all processes.
+    number of requests in all processes. Requests that come and go (`live`) reuse the keys and values of earlier ones that begin with
+    the same tokens: `reuse_memory` bytes of them are kept (default: a quarter of the memory for rows; 0: none).
 
     Example:
         >>> engine = TransformersEngine(model, tokenizer=tokenizer)  # doctest: +SKIP
@@ -67,12 +69,14 @@ class TransformersEngine:
         route: Route = "auto",
         max_batch: int | None = None,
         gather_zero3: bool = True,
+        reuse_memory: int | None = None,
     ) -> None:
         check_at_least("max_batch", max_batch, minimum=1)
+        check_at_least("reuse_memory", reuse_memory, minimum=0)
         check_one_of("route", route, ("auto", "fused", "forward", "generate"))
         self.model, self.tokenizer, self.accelerator = model, tokenizer, accelerator
         self.route: Route = route
-        self.max_batch, self.gather_zero3 = max_batch, gather_zero3
+        self.max_batch, self.gather_zero3, self.reuse_memory = max_batch, gather_zero3, reuse_memory
         self.fallbacks: list[str] = []
         self._strings: StopStrings | None = None
         self._warned: set[str] = set()
@@ -136,8 +140,11 @@ class TransformersEngine:
             )
             decoder = self._decoder(route, core, cache, dtype)
             memory, itemsize = row_memory(core.device), (dtype or core.dtype).itemsize
+            kept = memory // 4 if self.reuse_memory is None else self.reuse_memory
+            reuse = Reuse(kept) if kept else None
+            loop = RolloutLoop(decoder, cache, requests, max_rows=self.max_batch or 1, reuse=reuse)
             yield LiveRequests(
-                requests, RolloutLoop(decoder, cache, requests, max_rows=self.max_batch or 1), vocabulary=vocabulary,
+                requests, loop, vocabulary=vocabulary,
                 rows_for=lambda: self.max_batch or default_rows(config, requests, itemsize, memory=memory),
                 rules_of=lambda sampling: self._rules(sampling, core, end_tokens(sampling.stop_token_ids, core)),
                 step_context=(

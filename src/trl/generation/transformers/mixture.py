@@ -105,7 +105,7 @@ class _Mixture:
     def __init__(self, members: Sequence[_Member]) -> None:
         self.members = members
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+    def prefill(self, prompts: Sequence[Sequence[int]], held: Sequence[None] = ()) -> Tensor:
         return self._mixed(lambda decoder: decoder.prefill(prompts))
 
     def decode(self, tokens: Tensor, positions: Tensor) -> Tensor:

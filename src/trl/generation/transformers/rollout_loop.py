@@ -11,19 +11,29 @@ from torch import Tensor
 from trl.generation.transformers.cache import Moves, RolloutCache, Step
 from trl.generation.transformers.decoders import OwnForward
 from trl.generation.transformers.requests import Requests
+from trl.generation.transformers.reuse import Held, Reuse
 
 PREFILL_TOKENS = 8192  # of prompts that are prefilled in one packed row
 _REFILL_SHARE = 4  # new rows enter when a quarter of the places is free, because small prefills are slow
 
 
 class RolloutLoop:
-    """Runs requests through a decoder and its cache, at most `max_rows` at once."""
+    """Runs requests through a decoder and its cache, at most `max_rows` at once.
+
+    With `reuse`, keys and values of ended requests are kept there, for prompts that begin with the same tokens.
+    """
 
     def __init__(
-        self, decoder: OwnForward, cache: RolloutCache, requests: Requests, *, max_rows: int
+        self,
+        decoder: OwnForward,
+        cache: RolloutCache,
+        requests: Requests,
+        *,
+        max_rows: int,
+        reuse: Reuse | None = None,
     ) -> None:
         self.decoder, self.cache, self.requests = decoder, cache, requests
-        self.max_rows = max_rows
+        self.max_rows, self.reuse = max_rows, reuse
         self.queue: deque[int] = requests.queue()
         self.ended: list[int] = []  # requests that ended since this was last emptied
         empty = torch.zeros(0, dtype=torch.int64, device=requests.device)
@@ -69,23 +79,26 @@ class RolloutLoop:
             first = len(self.lengths)
             self.place_of.update({number: first + index for index, number in enumerate(new)})
             if new:
-                logits = self.decoder.prefill([self.requests.prompts[number] for number in new])
+                prompts = [self.requests.prompts[number] for number in new]
+                logits = self.decoder.prefill(prompts, list(new.values()))
                 self.firsts.update(zip(new, logits, strict=True))
                 self.lengths = torch.cat([self.lengths, self.lengths.new_tensor(lengths)])
             self._enter(arriving)
 
-    def _next_requests(self) -> tuple[list[int], list[int]]:
-        """The next requests that fit, and those of their prompts that are not cached yet."""
+    def _next_requests(self) -> tuple[list[int], dict[int, Held | None]]:
+        """The next requests that fit, and those of their prompts that are not cached yet, with what is held of each."""
         arriving: list[int] = []
-        new: list[int] = []
+        new: dict[int, Held | None] = {}
         tokens = 0
         while self.queue and len(self.request) + len(arriving) < self.max_rows:
             number = self.requests.prompt_of[self.queue[0]]
             if number not in self.place_of and number not in new:
-                tokens += len(self.requests.prompts[number])
+                prompt = self.requests.prompts[number]
+                held = None if self.reuse is None else self.reuse.longest(prompt)
+                tokens += len(prompt) - (0 if held is None else held.length)
                 if new and tokens > PREFILL_TOKENS:
                     break
-                new.append(number)
+                new[number] = held
             arriving.append(self.queue.popleft())
         return arriving, new
 
@@ -126,6 +139,8 @@ class RolloutLoop:
             return
         width = int(self.requests.counts[self.request].max())
         self.ended += self.request[done].tolist()
+        if self.reuse is not None:
+            self._keep(self.reuse, done)
         moves = Moves(~done)
         self.cache.drop_rows(moves, width)
         self.request, self.prompt, self.token = (
@@ -146,6 +161,17 @@ class RolloutLoop:
         self.prompt = place[self.prompt]
         kept, places = needed.tolist(), place.tolist()
         self.place_of = {number: places[at] for number, at in self.place_of.items() if kept[at]}
+
+    def _keep(self, reuse: Reuse, done: Tensor) -> None:
+        """Keep all tokens of rows but the newest one, which has not been run."""
+        for row in done.nonzero()[:, 0].tolist():
+            request, place = int(self.request[row]), int(self.prompt[row])
+            prompt, own = (
+                self.requests.prompts[self.requests.prompt_of[request]],
+                int(self.requests.counts[request]) - 1,
+            )
+            ids = [*prompt, *self.requests.ids[request, :own].tolist()]
+            reuse.keep(ids, self.cache.copy_of(row, own, place, len(prompt)))
 
 
 def row_memory(device: torch.device) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -114,9 +114,12 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    held: Sequence[tuple[Tensor, Tensor] | None] = (),
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of every segment over (its prompt | itself): `query (1, heads, N, D) -> (1, N, heads, D)`.
+
+    Plain segments may have keys and values `(heads, tokens, D)` of earlier tokens, which are `held`.
 
     Without a segment table this is transformers' SDPA; with a soft-cap (Gemma 2), which SDPA does not know, the same
     written out.
@@ -135,19 +138,26 @@ def packed_attention(
     plan = _Plan.of(mask)
     # Qwen2-MoE keeps its window on the module and builds it into the mask alone (transformers 5.19).
     window: int | None = sliding_window or getattr(module, "sliding_window", None)
-    if window and max(call.prompt + call.length for call in plan.calls) <= window:
+    before = held or [None] * len(plan.calls)
+    longest = max((pair[0].shape[1] for pair in before if pair is not None), default=0)
+    if window and longest + max(call.prompt + call.length for call in plan.calls) <= window:
         window = None  # no segment is long enough to meet it
     query, key, value = _in_autocast_dtype(query, key, value)
-    if _takes_variable_length(query, dropout, softcap):
+    if not longest and _takes_variable_length(query, dropout, softcap):
         return _variable_length(query, key, value, plan, scaling, window), None
-    groups = query.shape[1] // key.shape[1]
+    groups, repeats = query.shape[1] // key.shape[1], 1
     if groups > 1 and (softcap is not None or query.device.type != "cpu"):
         # On a CPU SDPA shares key heads itself, 10 % faster; other devices would leave their fast kernels for it.
-        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+        key, value, repeats = repeat_kv(key, groups), repeat_kv(value, groups), groups
     lengths = [call.length for call in plan.calls]
     queries, keys, values = (part.split(lengths, dim=2) for part in (query, key, value))
     outputs = []
-    for call, q, k, v in zip(plan.calls, queries, keys, values, strict=True):
+    for call, own, q, k, v in zip(plan.calls, before, queries, keys, values, strict=True):
+        if own is not None:
+            k, v = (
+                torch.cat([repeat_kv(part[None], repeats), newer], dim=2)
+                for part, newer in zip(own, (k, v), strict=True)
+            )
         if call.prompt:
             k = torch.cat([keys[call.prefix][:, :, : call.prompt], k], dim=2)
             v = torch.cat([values[call.prefix][:, :, : call.prompt], v], dim=2)
