@@ -3,6 +3,7 @@
 import copy
 
 import numpy as np
+import openai
 import pytest
 import torch
 
@@ -11,9 +12,12 @@ from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.collators.preference import completion_batch
+from trl.experimental.agents import Endpoint
 from trl.generation import teacher_servers
 from trl.generation.serving.connection import ServerLost
 from trl.generation.teacher_servers import TeacherServer, TeacherServers
+from trl.generation.transformers import live
+from trl.generation.transformers.engine import TransformersEngine
 from trl.models.packed.layout import padded_rows
 
 TOKENIZER = tiny_tokenizer()
@@ -193,3 +197,55 @@ def test_a_server_that_refuses_requests_is_an_error_at_once(teacher):
 def test_tokens_that_the_student_lacks_are_refused(teacher):
     with pytest.raises(RuntimeError, match="the student has 20 tokens"):
         connect(teacher, top_k=len(TOKENIZER), vocabulary=20)
+
+
+@pytest.fixture(scope="module")
+def endpoint(model):
+    engine = TransformersEngine(model, tokenizer=TOKENIZER, reuse_memory=1 << 20)
+    with Endpoint(engine, TOKENIZER, fixed=False, model_name="own") as running:
+        yield running
+
+
+@pytest.mark.parametrize("form", ["vllm", "openai, ids", "openai, text"])
+def test_our_own_endpoint_teaches(endpoint, model, form, monkeypatch):
+    monkeypatch.setattr(live, "_LOGITS", 3 * len(TOKENIZER))  # several parts
+    session = endpoint.session(keeps=False)
+    monkeypatch.setenv("TRL_TEACHER_SERVER_TOKEN", session.api_key)
+    server = TeacherServer(
+        session.base_url, top_k=3, tokenizer=TOKENIZER, vocabulary=len(TOKENIZER), deadline=30.0
+    )
+    assert server.model == "own" and not server._echoes
+    if form != "vllm":
+        server._echoes = True
+    if form == "openai, text":  # tokens whose text is that of no other one
+        client = openai.OpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
+        words = [token for token in range(3, 60) if unique_text(token) == TOKENIZER.decode([token])][:5]
+        answer = client.completions.create(
+            model="own", prompt=words, echo=True, logprobs=2, max_tokens=1, temperature=0
+        )
+        choice, best = answer.choices[0], expected(model, words)
+        assert choice.text.startswith(TOKENIZER.decode(words)) and len(choice.logprobs.tokens) == 6
+        assert choice.logprobs.token_logprobs[0] is None and answer.usage.prompt_tokens == 5
+        own = [float(row[0]) for row in best.values]
+        assert [max(entry.values()) for entry in choice.logprobs.top_logprobs[1:5]] == pytest.approx(
+            own, rel=1e-12
+        )
+        return
+    for ids, found in zip(ROWS, server.best(ROWS, ["a", "b", "c"]), strict=True):
+        best = expected(model, ids)
+        assert found[0].tolist() == best.indices.tolist()
+        np.testing.assert_allclose(found[1], best.values.numpy(), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"max_tokens": 0}, "max_tokens"), ({"logprobs": 5}, "logprobs"), ({"echo": True, "n": 2}, "n and stream"),
+        ({"extra_body": {"prompt_logprobs": 999}}, "prompt_logprobs"), ({"prompt": [3] * 999, "echo": True}, "context length"),
+    ],
+)  # fmt: skip
+def test_unsupported_scoring_is_refused(endpoint, given, named):
+    session = endpoint.session(keeps=False)
+    client = openai.OpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
+    with pytest.raises(openai.BadRequestError, match=named):
+        client.completions.create(**{"model": "own", "prompt": [3, 4], **given})

@@ -31,6 +31,19 @@ class Request:
     listener: Listener | None = None
 
 
+class PromptLogps(NamedTuple):
+    """Of each of a prompt's `ids` but the first: its log-prob and its rank (from 1), and the `best` tokens with their log-probs.
+
+    `logps` and `ranks` have T - 1 numbers, `best` and `best_logps` k for each of them. Log-probs are at temperature 1, in nats.
+    """
+
+    ids: Sequence[int]
+    logps: list[float]
+    ranks: list[int]
+    best: list[list[int]]
+    best_logps: list[list[float]]
+
+
 class Live(Protocol):
     """An engine whose weights do not change while it is open. One thread calls its methods."""
 
@@ -101,6 +114,16 @@ class LiveCalls:
         return dict(zip(together, found, strict=True))
 
 
+def prompt_logps(live: Any, *, prompt: Sequence[int], count: int) -> PromptLogps:
+    """Log-probs of a prompt's tokens, and its `count` most likely ones at each place.
+
+    Raises: ValueError for an invalid prompt, and for engines that cannot give them.
+    """
+    if not hasattr(live, "prompt_logps"):
+        raise ValueError("this engine gives no log-probs of prompts. Serve the model with `trl serve`.")
+    return live.prompt_logps(prompt, count)
+
+
 @contextmanager
 def opened(engine: Engine) -> Iterator[Live]:
     """Inside the block, the engine's own `live`, or its `generate` behind the same interface."""
@@ -113,10 +136,10 @@ def opened(engine: Engine) -> Iterator[Live]:
 
 
 class Asked(NamedTuple):
-    """A request of another thread; `future` gets its completion."""
+    """A request of another thread, or a function of the engine; `future` gets the completion or the result."""
 
-    request: Request
-    future: Future[Generated]
+    request: Request | Callable[[Any], Any]
+    future: Future[Any]
 
 
 class Broker:
@@ -136,7 +159,13 @@ class Broker:
 
         The future raises ValueError for an invalid prompt, and what the engine raises.
         """
-        asked = Asked(request, Future())
+        return self._added(Asked(request, Future()))
+
+    def call(self, function: Callable[[Any], Any]) -> Future[Any]:
+        """The result of a function of the `Live` engine, which is called between two steps. The future raises as `submit`."""
+        return self._added(Asked(function, Future()))
+
+    def _added(self, asked: Asked) -> Future[Any]:
         self._arriving.put(asked)
         if self.failure is not None:
             self.fail(self.failure)
@@ -175,11 +204,12 @@ class Broker:
         if asked.future.cancelled():
             return
         try:
-            number = live.submit(asked.request)
+            if isinstance(asked.request, Request):
+                self._running[live.submit(asked.request)] = asked
+            else:
+                asked.future.set_result(asked.request(live))
         except Exception as error:
             asked.future.set_exception(error)
-        else:
-            self._running[number] = asked
 
     def _drop_cancelled(self, live: Live) -> None:
         for number in [number for number, asked in self._running.items() if asked.future.cancelled()]:

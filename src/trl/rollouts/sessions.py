@@ -14,13 +14,14 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from trl.data.rendering import Chat, Message, ProcessingClass, TemplateRefusal, render_prompt, text_tokenizer
 from trl.data.tokenization import encode
 from trl.generation.engine import Generated, Sampling
-from trl.generation.live import Broker, Listener, Request
-from trl.generation.serving.openai_api import APIError, Body, ChatBody, CompletionBody
+from trl.generation.live import Broker, Listener, Request, prompt_logps
+from trl.generation.serving.openai_api import APIError, Body, ChatBody, CompletionBody, ScoredPrompt
 from trl.rollouts.tool_turns import ReplyWriter, TurnReader
 
 FIXED = ("temperature", "top_p", "top_k", "min_p")  # settings that change what is learned
@@ -47,6 +48,7 @@ class Written:
     tokens: list[tuple[str, float]]
     prompt_tokens: int
     completion_tokens: int
+    prompt: ScoredPrompt | None = None
 
 
 class Turn:
@@ -127,6 +129,43 @@ class Turn:
             self.session.drop(self)
 
 
+class ScoredTurn:
+    """A prompt's log-probs, and its completion; None for no completion."""
+
+    def __init__(self, session: Session, turn: Turn | None, prompt: list[int], body: CompletionBody) -> None:
+        self.turn, self.prompt, self.as_ids = turn, prompt, body.return_tokens_as_token_ids
+        self.tokenizer = session.chats.tokenizer
+        self.future = session.broker.call(partial(prompt_logps, prompt=prompt, count=body.scored or 0))
+
+    async def result(self) -> Written:
+        """The completion, with its scored prompt. Raises: APIError."""
+        try:
+            found = await asyncio.wrap_future(self.future)
+        except ValueError as error:
+            raise APIError(400, f"prompt: {error}", param="prompt") from None
+        except Exception as error:
+            raise APIError(503, f"The engine has ended ({type(error).__name__}: {error}).") from None
+        text, used = self.tokenizer.decode(self.prompt), {*self.prompt}.union(*found.best)
+        texts = {
+            token: f"token_id:{token}" if self.as_ids else self.tokenizer.decode([token]) for token in used
+        }
+        written = Written("", [], "length", [], len(self.prompt), 0)
+        if self.turn is not None:
+            written = await self.turn.result()
+        return replace(written, prompt=ScoredPrompt(found, text, texts))
+
+    async def deltas(self) -> AsyncIterator[str]:
+        """Nothing: scored prompts are not streamed."""
+        for part in ():
+            yield part
+
+    def cancel(self) -> None:
+        """Give it up."""
+        self.future.cancel()
+        if self.turn is not None:
+            self.turn.cancel()
+
+
 @dataclass(frozen=True, slots=True)
 class _History:
     """What a turn's prompt was made of: `states` are digests of the messages up to each one, or the text of a completion's prompt."""
@@ -185,7 +224,7 @@ class Session:
         history = _History(states, None, tuple(tools), body.stops)
         return self._begin([(parent, shown, history)], body, limit=limit, is_retry=is_retry)
 
-    def complete(self, body: CompletionBody, *, is_retry: bool) -> list[Turn]:
+    def complete(self, body: CompletionBody, *, is_retry: bool) -> Sequence[Turn | ScoredTurn]:
         """Begin `n` completions of each prompt. Raises: APIError."""
         given: list[Any] = (
             [body.prompt] if not body.prompt or not _is_several(body.prompt) else list(body.prompt)
@@ -197,7 +236,13 @@ class Session:
             parent, shown = self._of_text(prompt) if isinstance(prompt, str) else self._of_ids(prompt)
             history = _History((), prompt if isinstance(prompt, str) else None, (), body.stops)
             begun.append((parent, shown, history))
-        return self._begin(begun, body, limit=body.max_tokens or 16, is_retry=is_retry)
+        turns: list[Any] = [None] * len(begun)
+        if body.max_tokens != 0:
+            turns = self._begin(begun, body, limit=body.max_tokens or 16, is_retry=is_retry)
+        if body.scored is None:
+            return turns
+        prompts = [[*([] if parent is None else parent.tokens), *shown] for parent, shown, _ in begun]
+        return [ScoredTurn(self, *pair, body) for pair in zip(turns, prompts, strict=True)]
 
     def _longest(self, states: tuple[bytes, ...], messages: Sequence[Message]) -> tuple[Turn | None, int]:
         """The turn that wrote the longest prefix of the messages, and the number of messages in it."""

@@ -7,15 +7,20 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal, Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from trl.generation.live import PromptLogps
+
+MOST_LOGPROBS = 256
 MAX_BODY_BYTES = 16 * 1024**2
 BODY_DEADLINE_S = 30.0  # for a whole request to arrive
 MOST_HEADERS = 100
@@ -45,6 +50,37 @@ class APIError(Exception):
         return {"message": str(self), "type": kind, "param": self.param, "code": self.code}
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredPrompt:
+    """Log-probs of a prompt's tokens, its text, and the text of each of the tokens."""
+
+    logps: PromptLogps
+    text: str
+    texts: Mapping[int, str]
+
+    def in_vllms_form(self) -> list[dict[str, Any] | None]:
+        """vLLM's `prompt_logprobs`: for each token but the first those at its place, by their ids."""
+        return [None, *(self._entries(place) for place in range(len(self.logps.logps)))]
+
+    def _entries(self, place: int) -> dict[str, Any]:
+        best = zip(self.logps.best[place], self.logps.best_logps[place], strict=True)
+        ranked = [(token, logp, rank) for rank, (token, logp) in enumerate(best, 1)]
+        own = self.logps.ids[place + 1], self.logps.logps[place], self.logps.ranks[place]
+        return {
+            str(token): {"logprob": logp, "rank": rank, "decoded_token": self.texts[token]}
+            for token, logp, rank in [*ranked, own]
+        }
+
+    def tokens(self) -> list[tuple[str, float | None, dict[str, float] | None]]:
+        """OpenAI's form: the text and log-prob of each token, and the most likely texts at its place."""
+        found: list[Any] = [(self.texts[self.logps.ids[0]], None, None)]
+        ids, logps, _, best, best_logps = self.logps
+        for token, logp, *several in zip(ids[1:], logps, best, best_logps, strict=True):
+            entry = {self.texts[each]: value for each, value in zip(*several, strict=True)}
+            found.append((self.texts[token], logp, entry))
+        return found
+
+
 class Written(Protocol):
     """A completion: its text or message, its tokens' log-probs, and the numbers of tokens."""
 
@@ -60,6 +96,8 @@ class Written(Protocol):
     def prompt_tokens(self) -> int: ...
     @property
     def completion_tokens(self) -> int: ...
+    @property
+    def prompt(self) -> ScoredPrompt | None: ...
 
 
 class Turn(Protocol):
@@ -149,10 +187,26 @@ class CompletionBody(Body):
     """`/v1/completions`; prompts are texts or token ids."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
-    logprobs: Literal[0, 1] | None = None
-    echo: Literal[False] | None = None
+    max_tokens: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    echo: bool | None = None
+    return_tokens_as_token_ids: bool = False
     suffix: None = None
     best_of: Literal[1] | None = None
+
+    @property
+    def scored(self) -> int | None:
+        """How many log-probs of each of the prompt's tokens are wanted; None for none."""
+        return (self.logprobs or 0) if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
+
+    @model_validator(mode="after")
+    def _scores_alone(self) -> CompletionBody:
+        if self.scored is None and (self.max_tokens == 0 or (self.logprobs or 0) > 1):
+            raise ValueError("max_tokens=0 and more than 1 of logprobs need echo or prompt_logprobs")
+        if self.scored is not None and (self.n > 1 or self.stream):
+            raise ValueError("n and stream cannot be combined with echo and prompt_logprobs")
+        return self
 
 
 # ---- The app
@@ -400,18 +454,29 @@ class _Text(_Form):
     kind, prefix, suffix = "text_completion", "cmpl", ""
 
     def choice(self, written: Written) -> dict[str, Any]:
-        return {
-            "text": written.text,
+        shown = written.prompt.text if written.prompt is not None and self.body.echo else ""
+        found = {
+            "text": shown + written.text,
             "finish_reason": written.finish_reason,
             "logprobs": self._logprobs(written),
         }
+        if written.prompt is not None and self.body.prompt_logprobs is not None:
+            found["prompt_logprobs"] = written.prompt.in_vllms_form()
+        return found
 
     def _logprobs(self, written: Written) -> dict[str, Any] | None:
         if self.body.logprobs is None:
             return None
-        texts, logps = [text for text, _ in written.tokens], [logp for _, logp in written.tokens]
-        offsets = [sum(len(text) for text in texts[:place]) for place in range(len(texts))]
-        return {"tokens": texts, "token_logprobs": logps, "top_logprobs": None, "text_offset": offsets}
+        found: list[Any] = [(text, logp, {text: logp}) for text, logp in written.tokens]
+        if written.prompt is not None and self.body.echo:
+            found = [*written.prompt.tokens(), *found]
+        texts = [text for text, _, _ in found]
+        return {
+            "tokens": texts,
+            "token_logprobs": [logp for _, logp, _ in found],
+            "top_logprobs": [best for _, _, best in found] if self.body.logprobs else None,
+            "text_offset": list(accumulate(map(len, texts), initial=0))[:-1],
+        }
 
     def first(self, index: int) -> dict[str, Any]:
         return self.delta(index, "")

@@ -32,17 +32,22 @@ class OwnForward:
 
     def prefill(self, prompts: Sequence[Sequence[int]], held: Sequence[Held | None] = ()) -> Tensor:
         """Run prompts, each without the tokens that are `held`; the logits `(n, V)` after the last token of each."""
+        hidden, lengths = self.prompt_states(prompts, held)
+        return self.logits(hidden[(lengths.cumsum(0) - 1).to(self.device)])
+
+    def prompt_states(
+        self, prompts: Sequence[Sequence[int]], held: Sequence[Held | None] = ()
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states `(N, H)` of prompts, one after another and without the tokens that are `held`; their lengths."""
         before = [0 if own is None else own.length for own in held or [None] * len(prompts)]
         parts = [prompt[count:] for prompt, count in zip(prompts, before, strict=True)]
         segments = Segments.from_lengths(map(len, parts))
         ids = torch.tensor([token for part in parts for token in part], device=self.device)
-        positions = segments.position_ids()[0]
-        positions = positions + torch.tensor(before).repeat_interleave(torch.tensor(segments.length))
+        lengths = torch.tensor(segments.length)
+        positions = segments.position_ids()[0] + torch.tensor(before).repeat_interleave(lengths)
         self.cache.step = None
         self.cache.expect_prompts(segments.length, self.device, held)
-        hidden = self._hidden(ids, positions.to(self.device), segments.to_table())
-        lasts = torch.tensor(segments.length).cumsum(0) - 1
-        return self.logits(hidden[lasts.to(self.device)])
+        return self._hidden(ids, positions.to(self.device), segments.to_table()), lengths
 
     def decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Run one token `(R,)` of each row at its position, and return logits `(R, V)`."""

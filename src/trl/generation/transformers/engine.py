@@ -147,10 +147,8 @@ class TransformersEngine:
                 requests, loop, vocabulary=vocabulary,
                 rows_for=lambda: self.max_batch or default_rows(config, requests, itemsize, memory=memory),
                 rules_of=lambda sampling: self._rules(sampling, core, end_tokens(sampling.stop_token_ids, core)),
-                step_context=(
-                    torch.no_grad, partial(rollout_attention_of, core, cache),
-                    partial(torch.autocast, core.device.type, dtype=dtype, enabled=dtype is not None),
-                ),
+                attention=partial(rollout_attention_of, core),
+                autocast=partial(torch.autocast, core.device.type, dtype=dtype, enabled=dtype is not None),
             )  # fmt: skip
 
     @property

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trl.generation.engine import Generated, Sampling, check_requests, completion_limits
-from trl.generation.live import Request
+from trl.generation.live import PromptLogps, Request
+from trl.generation.transformers.cache import RolloutCache
 from trl.generation.transformers.requests import Requests, Rules, fresh_seed
 from trl.generation.transformers.rollout_loop import RolloutLoop
+
+_LOGITS = 1 << 24  # of a prompt at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +35,8 @@ class Waiting:
 class LiveRequests:
     """A `Live` engine over a `RolloutLoop`; see there.
 
-    `rows_for()` is how many rows may run at once with the present requests. `step_context` is entered around each step.
+    `rows_for()` is how many rows may run at once with the present requests. `attention(cache)` and `autocast()` are entered around
+    each step.
     """
 
     def __init__(
@@ -41,10 +47,11 @@ class LiveRequests:
         vocabulary: int,
         rules_of: Callable[[Sampling], Rules],
         rows_for: Callable[[], int],
-        step_context: Sequence[Callable[[], AbstractContextManager[Any]]],
+        attention: Callable[[RolloutCache], AbstractContextManager[Any]],
+        autocast: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self.requests, self.loop, self.vocabulary = requests, loop, vocabulary
-        self.rules_of, self.rows_for, self.step_context = rules_of, rows_for, step_context
+        self.rules_of, self.rows_for, self.attention, self.autocast = rules_of, rows_for, attention, autocast
         self._numbers = itertools.count()
         self._waiting: dict[int, Waiting] = {}
         self._row_of: dict[int, int] = {}
@@ -81,15 +88,43 @@ class LiveRequests:
             self.loop.ended.clear()
 
     def step(self) -> dict[int, Generated]:
-        with ExitStack() as stack:
-            for context in self.step_context:
-                stack.enter_context(context())
+        with self._running_model(self.loop.cache):
             self._begin()
             self.loop.advance()
         ended = self.loop.ended[:]
         self.loop.ended.clear()
         found = self.requests.results(ended) if ended else []
         return {self._release(row): one for row, one in zip(ended, found, strict=True)}
+
+    def prompt_logps(self, prompt: Sequence[int], count: int) -> PromptLogps:
+        """Log-probs of a prompt's tokens, and its `count` most likely ones.
+
+        Raises: ValueError for an invalid prompt.
+        """
+        length = self.requests.context_length
+        (ids,), _ = check_requests([prompt], None, context_length=length, vocabulary=self.vocabulary, room=0)
+        decoder, found = copy.copy(self.loop.decoder), PromptLogps(ids, [], [], [], [])
+        decoder.cache = RolloutCache(len(self.loop.cache.layers))
+        with self._running_model(decoder.cache):
+            hidden, _ = decoder.prompt_states([ids])
+            targets = torch.tensor(ids[1:], device=hidden.device)
+            rows = max(1, _LOGITS // self.vocabulary)
+            for states, own in zip(hidden[:-1].split(rows), targets.split(rows), strict=True):
+                logits = decoder.logits(states)
+                best, totals = logits.topk(min(count, logits.shape[1])), logits.logsumexp(1)
+                drawn = logits.gather(1, own[:, None])
+                found.logps.extend((drawn[:, 0] - totals).tolist())
+                found.ranks.extend(((logits > drawn).sum(1) + 1).tolist())
+                found.best.extend(best.indices.tolist())
+                found.best_logps.extend((best.values - totals[:, None]).tolist())
+        if self.loop.reuse is not None:  # of a completion after it
+            self.loop.reuse.keep(ids, decoder.cache.copy_of(0, 0, 0, len(ids)))
+        return found
+
+    @contextmanager
+    def _running_model(self, cache: RolloutCache) -> Iterator[None]:
+        with torch.no_grad(), self.attention(cache), self.autocast():
+            yield
 
     def _begin(self) -> None:
         """Add what waits; equal prompts of one step are run once."""
