@@ -7,13 +7,17 @@ import sys
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 
+import openai
 import pytest
 import torch
 
 from tests.generation.vllm_runs import adapted, model
 from tests.generation.weight_parts_worker import checkpoint_weights
 from tests.tiny import tiny_model
+from tests.trainer.resume_worker import tokenizer
+from trl.experimental.agents import Endpoint
 from trl.generation.engine import Sampling
+from trl.generation.live import Request
 from trl.generation.vllm import backend
 from trl.generation.vllm.engine import VLLMEngine, VLLMSettings
 
@@ -60,6 +64,43 @@ class StandIn:
     def wake_up(self):
         self.calls.append(("wake",))
 
+    @property
+    def llm_engine(self):
+        return self.steps
+
+
+class Steps:
+    """vLLM's engine: draws the prompt's last token plus one, then plus two, ... for each request in each step."""
+
+    def __init__(self):
+        self.running = {}
+
+    def add_request(self, name, prompt, settings):
+        self.running[name] = (prompt["prompt_token_ids"], settings, [])
+
+    def abort_request(self, names):
+        for name in names:
+            self.running.pop(name, None)
+
+    def step(self):
+        found = []
+        for name, (prompt, settings, ids) in list(self.running.items()):
+            ids.append(prompt[-1] + len(ids) + 1)
+            finished = len(ids) == settings["max_tokens"]
+            if finished or not hasattr(settings, "output_kind"):
+                logprobs = [{token: SimpleNamespace(logprob=-float(token))} for token in ids]
+                output = SimpleNamespace(
+                    token_ids=ids, logprobs=logprobs, finish_reason="length" if finished else None
+                )
+                found.append(SimpleNamespace(request_id=name, outputs=[output], finished=finished))
+            if finished:
+                del self.running[name]
+        return found
+
+
+class Settings(dict):
+    """vLLM's `SamplingParams`."""
+
 
 @pytest.fixture
 def stand_in(monkeypatch):
@@ -67,13 +108,14 @@ def stand_in(monkeypatch):
         ModuleType(name) for name in ("vllm", "vllm.sampling_params", "vllm.exceptions")
     )
     package.exceptions = errors  # type: ignore[attr-defined]
-    package.LLM, package.SamplingParams = StandIn, dict  # type: ignore[attr-defined]
+    package.LLM, package.SamplingParams = StandIn, Settings  # type: ignore[attr-defined]
+    params.RequestOutputKind = SimpleNamespace(FINAL_ONLY="final")  # type: ignore[attr-defined]
     params.StructuredOutputsParams = lambda regex: ("regex", regex)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", package)
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)
     monkeypatch.setattr(backend, "find_spec", lambda name: True)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # put back afterwards: the engine sets it
-    StandIn.calls = []
+    StandIn.calls, StandIn.steps = [], Steps()
     return StandIn.calls
 
 
@@ -115,6 +157,47 @@ def test_weights_are_sent_when_they_changed(stand_in):
     policy.lm_head.weight.data.mul_(2)
     engine.sync_weights(policy, 1)
     assert [call[0] for call in stand_in[4:]] == ["wake", "generate", "sleep", "wake", "reload_weights", "reset", "sleep"]  # fmt: skip
+
+
+def test_requests_join_and_leave_between_vllms_steps(stand_in):
+    policy, heard = model(), []
+    engine = VLLMEngine(policy, settings=VLLMSettings(sleeps=True))
+    engine.sync_weights(policy, 0)
+    sampling = Sampling(max_new_tokens=3, seed=1, stop_token_ids=())
+    with engine.live() as live:
+        first = live.submit(Request([5, 6], sampling, listener=heard.append))
+        assert live.step() == {} and live.busy
+        second, dropped = (live.submit(Request([5], sampling, limit=limit)) for limit in (2, 3))
+        found = live.step()
+        live.cancel(dropped)
+        while live.busy:
+            found |= live.step()
+        with pytest.raises(ValueError, match="empty"):
+            live.submit(Request([], sampling))
+        live.submit(Request([9], sampling))
+    assert not StandIn.steps.running  # the last one was aborted
+    assert (found[first].ids, found[second].ids) == ([7, 8, 9], [6, 7]) and set(found) == {first, second}
+    assert heard == [[7], [8], [9]] and found[second].logps.tolist() == [-6.0, -7.0]
+    assert stand_in[-1] == ("sleep", 1)
+    policy.lm_head.weight.data.mul_(2)
+    engine.sync_weights(policy, 1)
+    assert [call[0] for call in stand_in[-4:]] == ["wake", "reload_weights", "reset", "sleep"]
+
+
+def test_agents_talk_to_vllm(stand_in):
+    engine = VLLMEngine(model(), settings=VLLMSettings(context_length=32))
+    with Endpoint(engine, tokenizer(), sampling=Sampling(max_new_tokens=3, seed=0)) as endpoint:
+        session = endpoint.session()
+        client = openai.OpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
+        client.completions.create(model="policy", prompt=[5, 6])
+        streamed = client.completions.create(
+            model="policy", prompt=[5, 6, 7, 8, 9, 3], max_tokens=2, stream=True
+        )
+        assert len(list(streamed)) > 2
+        assert [turn.generated.ids for turn in session.turns] == [[7, 8, 9], [4, 5]]
+        assert session.turns[1].parent is session.turns[0]
+        with pytest.raises(openai.BadRequestError, match="no log-probs of prompts"):
+            client.completions.create(model="policy", prompt=[5, 6], echo=True)
 
 
 def test_adapters_are_added_in_copies():

@@ -100,9 +100,7 @@ class AgentCompleter:
         for session, one in zip(sessions, played, strict=True):
             self._tell(session, one.error)
         sampling = maker.sampling
-        keeps = (sampling.truncates_distribution or bool(sampling.processors)) and hasattr(
-            maker.engine, "live"
-        )
+        keeps = (sampling.truncates_distribution or bool(sampling.processors)) and maker.engine.exact
         return completed(played, text_tokenizer(self.processing_class), keeps=keeps)
 
     def _tell(self, session: OpenSession, error: BaseException | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -14,10 +15,12 @@ import torch
 from torch import nn
 
 from trl.generation.engine import Generated, Numbers, Prompts, Sampling, check_requests, completion_limits
+from trl.generation.live import Live, LiveCalls
+from trl.generation.live import Request as LiveRequest
 from trl.generation.main_process import any_process, process_count, raise_in_all
 from trl.generation.transformers.engine import MIXED, context_length_of, generating, without_wrappers
 from trl.generation.transformers.requests import end_tokens, fresh_seed, rng_stream_keys
-from trl.generation.vllm.backend import check_vllm, complete
+from trl.generation.vllm.backend import as_value_errors, check_vllm, complete, drawn, sampling_params
 from trl.generation.vllm.weights import WeightParts, check_sendable
 from trl.models.distributed import is_fsdp1, reshard
 from trl.models.parts import causal_core
@@ -78,22 +81,19 @@ class PolicyCopy(ABC):
         """
         own, failure = [], None
         try:
-            own = self._requests(prompts, sampling, streams, limits)
+            own = self.requests(prompts, sampling, streams, limits)
         except Exception as error:
             failure = error
         self._agree(failure)
-        found = [_generated(**answer) for answer in self._completed(own)]
-        last = max((token for each in found for token in each.ids), default=0)
-        if sampling.vocabulary is not None and last >= sampling.vocabulary:
-            raise ValueError(
-                f"a completion has token id {last}, expected ids below {sampling.vocabulary}, which policy and teacher both have. "
-                "Generate without vLLM (use_vllm=False), which draws no others."
-            )
-        return found
+        return [
+            self.generated(one["ids"], one["logprobs"], one["finish_reason"], sampling)
+            for one in self._completed(own)
+        ]
 
-    def _requests(
+    def requests(
         self, prompts: Prompts, sampling: Sampling, streams: Numbers, limits: Numbers
     ) -> list[Request]:
+        """What vLLM is sent for each prompt. Raises: ValueError for invalid prompts."""
         core = causal_core(without_wrappers(self.model))
         context_length = context_length_of(core, self.context_length)
         found, names = check_requests(prompts, streams, context_length=context_length, vocabulary=None)
@@ -108,6 +108,19 @@ class PolicyCopy(ABC):
                 own["seed"] = key % _SEEDS
             requests.append({"prompt_ids": list(prompt), "sampling": own})
         return requests
+
+    def generated(
+        self, ids: Sequence[int], logprobs: Sequence[float], finish_reason: str | None, sampling: Sampling
+    ) -> Generated:
+        """vLLM's answer as a completion. Raises: RuntimeError and ValueError, see `generate`."""
+        if finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM ended a completion with {finish_reason!r}. See its log.")
+        if sampling.vocabulary is not None and (last := max(ids, default=0)) >= sampling.vocabulary:
+            raise ValueError(
+                f"a completion has token id {last}, expected ids below {sampling.vocabulary}, which policy and teacher both have. "
+                "Generate without vLLM (use_vllm=False), which draws no others."
+            )
+        return Generated(list(ids), torch.tensor(logprobs, dtype=torch.float32), None, finish_reason)
 
     def sync_weights(self, model: nn.Module, step: int) -> None:
         """Send the weights of `model` to the copy, if they changed in any process."""
@@ -147,12 +160,6 @@ def _shared_settings(sampling: Sampling, ends: Sequence[int], regex: str | None)
     if regex is not None:
         found["structured_outputs"] = {"regex": regex}
     return found
-
-
-def _generated(ids: list[int], logprobs: Sequence[float], finish_reason: str | None) -> Generated:
-    if finish_reason not in ("stop", "length"):
-        raise RuntimeError(f"vLLM ended a completion with {finish_reason!r}. See its log.")
-    return Generated(list(ids), torch.tensor(logprobs, dtype=torch.float32), None, finish_reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +208,19 @@ class VLLMEngine(PolicyCopy):
     def together(self) -> bool:
         """Whether other processes share this copy."""
         return self._sharing is not None
+
+    @contextmanager
+    def live(self) -> Iterator[Live]:
+        """Inside the block, requests come and go. Raises: ValueError for a copy that several processes share."""
+        if self.together:
+            yield LiveCalls(self)  # which refuses
+            return
+        with self._awake() as llm:
+            live = LiveSteps(self, llm.llm_engine)
+            try:
+                yield live
+            finally:
+                live.close()
 
     def close(self) -> None:
         """Release vLLM's memory."""
@@ -277,6 +297,58 @@ class VLLMEngine(PolicyCopy):
                 seed=0,
                 **distributed,
             )
+
+
+class LiveSteps:
+    """A `Live` engine over `steps`, vLLM's `LLMEngine`."""
+
+    def __init__(self, copy: PolicyCopy, steps: Any) -> None:
+        self.copy, self.steps = copy, steps
+        self._numbers = itertools.count()
+        self._running: dict[int, LiveRequest] = {}
+        self._heard: dict[int, int] = {}  # tokens that a listener was given
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running)
+
+    def submit(self, request: LiveRequest) -> int:
+        limits = None if request.limit is None else [request.limit]
+        (own,) = self.copy.requests([request.prompt], request.sampling, [request.stream], limits)
+        number, settings = next(self._numbers), sampling_params(own["sampling"])
+        if request.listener is None:
+            from vllm.sampling_params import RequestOutputKind  # pyright: ignore
+
+            settings.output_kind = RequestOutputKind.FINAL_ONLY
+        with as_value_errors():
+            self.steps.add_request(str(number), {"prompt_token_ids": own["prompt_ids"]}, settings)
+        self._running[number] = request
+        return number
+
+    def cancel(self, request: int) -> None:
+        if self._running.pop(request, None) is not None:
+            self.steps.abort_request([str(request)])
+
+    def step(self) -> dict[int, Generated]:
+        ended = {}
+        for answer in self.steps.step():
+            number, output = int(answer.request_id), answer.outputs[0]
+            if (request := self._running.get(number)) is None:  # cancelled
+                continue
+            ids, logps = drawn(output)
+            if request.listener is not None:
+                heard, self._heard[number] = self._heard.get(number, 0), len(ids)
+                request.listener(ids[heard:])
+            if answer.finished:
+                del self._running[number]
+                self._heard.pop(number, None)
+                ended[number] = self.copy.generated(ids, logps, output.finish_reason, request.sampling)
+        return ended
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        for number in list(self._running):
+            self.cancel(number)
 
 
 def _sharing(parallel: int) -> Any:
