@@ -279,6 +279,13 @@ def test_completions_are_the_policys_own(kind, tmp_path):
 
 
 @needs_vllm
+def test_agents_get_the_policys_own_tokens_over_http(tmp_path):
+    (found,) = ran("served", tmp_path)
+    assert found["ids"] == found["expected"] and len(found["ids"]) == 16
+    assert found["ids"][:8] != found["ids"][8:] and max(found["gaps"]) < 1e-4
+
+
+@needs_vllm
 def test_grpo_learns_from_it(tmp_path):
     (found,) = ran("trained", tmp_path)
     rewards = [entry["reward"] for entry in found]

@@ -5,14 +5,17 @@ import json
 import os
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import openai
 import torch
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.trainer.resume_worker import tokenizer
 from trl import GRPOConfig, GRPOTrainer
+from trl.experimental.agents import Endpoint
 from trl.generation.engine import Sampling
 from trl.generation.transformers.engine import TransformersEngine
 from trl.generation.vllm.engine import VLLMEngine, VLLMSettings
@@ -123,7 +126,41 @@ def shared() -> dict[str, Any]:
     return {"ids": [one.ids for one in found], "expected": [one.ids for one in expected]}
 
 
+def served() -> dict[str, Any]:
+    """Sessions side by side with vLLM behind the endpoint, before and after the weights change; and the embedded engine's tokens."""
+    policy, sampling = model(), Sampling(max_new_tokens=8, do_sample=False, stop_token_ids=())
+    vllm, own = VLLMEngine(policy), TransformersEngine(policy)
+    found: dict[str, Any] = {"ids": [], "expected": [], "gaps": []}
+    for step in range(2):
+        vllm.sync_weights(policy, step)
+        with Endpoint(vllm, tokenizer(), sampling=sampling) as endpoint:
+
+            def agent(number: int, endpoint: Endpoint = endpoint) -> Any:
+                session = endpoint.session()
+                client = openai.OpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
+                for length in (4, 8):
+                    prompt = session.turns[-1].tokens if session.turns else PROMPTS[number]
+                    stream = bool(number % 2)
+                    answer = client.completions.create(
+                        model="policy", prompt=[*prompt, 7], max_tokens=length, stream=stream
+                    )
+                    list(answer)
+                return session.turns
+
+            with ThreadPoolExecutor(4) as pool:
+                turns = [turn for several in pool.map(agent, range(4)) for turn in several]
+        for turn in turns:
+            (one,) = own.generate([turn.context], sampling, limits=[turn.limit])
+            found["ids"].append(turn.generated.ids)
+            found["expected"].append(one.ids)
+            found["gaps"].append(float((turn.generated.logps - one.logps).abs().max()))
+        with torch.no_grad():
+            policy.model.norm.weight.mul_(-1)
+    return found
+
+
 KINDS = {
+    "served": served,
     "plain": lambda: compared(model(), VLLMSettings(context_length=48)),
     "adapted": lambda: compared(adapted(), VLLMSettings()),
     "trained": trained,
