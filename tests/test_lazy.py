@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import trl
-from trl._names import NAMES, NOT_YET, places
+from trl._names import NAMES, places
 
 INIT = """
 from trl._lazy import attach
@@ -75,7 +75,6 @@ WITHOUT_FILE = [
     for module in NAMES
     if not (path := ROOT.joinpath(*module.split(".")[1:])).with_suffix(".py").exists() and not path.is_dir()
 ]
-PLANNED = [name for names in NOT_YET.values() for name in names.split()]
 
 
 def test_every_path_imports_in_a_fresh_process():
@@ -110,22 +109,3 @@ def test_a_folder_that_was_left_over_does_not_hide_a_path(tmp_path):
 def test_a_path_that_nobody_knows():
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'trl\.no_such_path'"):
         importlib.import_module("trl.no_such_path")
-
-
-@pytest.mark.parametrize("name", PLANNED)
-def test_what_is_not_implemented_yet_says_so(name):
-    """Programs that guard their imports go on: `hasattr` is False, imports raise ImportError, and no other name is offered."""
-    for module in (trl, trl.trainer, importlib.import_module("trl.trainer.utils")):
-        assert not hasattr(module, name) and name not in dir(module)
-        with pytest.raises(
-            AttributeError, match=rf"^{module.__name__}\.{name} is not implemented yet \(.*\); see "
-        ):
-            getattr(module, name)
-    with pytest.raises(ImportError):
-        exec(f"from trl import {name}")
-    for look_up in (find_spec, importlib.import_module):
-        with pytest.raises(
-            ModuleNotFoundError, match=rf"^trl.experimental\.{name} is not implemented yet "
-        ) as found:
-            look_up(f"trl.experimental.{name}")
-        assert found.value.name == f"trl.experimental.{name}"

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from trl._names import NAMES, places, planned
+from trl._names import NAMES, places
 
 _ROOT = os.path.dirname(__file__)
 
@@ -51,14 +51,8 @@ class TableFinder:
     def find_spec(
         cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a module of the table; None for every other module, and for those that have a file.
-
-        Raises: ModuleNotFoundError for a module that is not implemented yet.
-        """
+        """The spec of a module of the table; None for every other module, and for those that have a file."""
         if fullname not in NAMES or _has_file(fullname):
-            parent, _, name = fullname.rpartition(".")
-            if parent.startswith("trl") and planned(name) and not _has_file(fullname):
-                raise ModuleNotFoundError(_unknown(parent, name, ()), name=fullname)
             return None
         is_package = any(other.startswith(f"{fullname}.") for other in NAMES)
         spec = ModuleSpec(fullname, cls, origin=_path(fullname) + ".py", is_package=is_package)  # pyright: ignore
@@ -100,14 +94,11 @@ def _has_file(module: str) -> bool:
 
 
 def _is_submodule(module: str, name: str) -> bool:
-    has_path = "__path__" in vars(sys.modules[module]) and not name.startswith("_") and not planned(name)
+    has_path = "__path__" in vars(sys.modules[module]) and not name.startswith("_")
     return has_path and find_spec(f"{module}.{name}") is not None
 
 
 def _unknown(module: str, name: str, names: Sequence[str] | dict[str, str]) -> str:
-    method = planned(name)
-    if method is not None:
-        return f"{module}.{name} is not implemented yet ({method}); see 'Not implemented yet' in docs/deviations.md."
     close = get_close_matches(name, names, n=3)
     remedy = f"Did you mean {' or '.join(close)}?" if close else f"`dir({module})` lists what there is."
     return f"{module} has no name {name!r}. {remedy}"

@@ -86,10 +86,14 @@ NAMES: dict[str, Row] = {
         "trl.rollouts.text_environment": "TextEnvironment TextHistory"},
     "trl.experimental": {"trl.options.packages": "TRLExperimentalWarning"},
     "trl.experimental.agents": {"trl.rollouts.endpoint": "Endpoint OpenSession",
+        "trl.rollouts.environments": "StepEnvironment", "trl.rollouts.journal": "read_sessions",
         "trl.rollouts.sessions": "Budget Chain Session Turn chains_of"},
     "trl.experimental.bema_for_ref_model": {"trl.experimental.bema_for_ref_model.callback": "BEMACallback",
         "trl.trainer.dpo_trainer": "DPOTrainer"},
     "trl.experimental.bema_for_ref_model.dpo_trainer": {"trl.trainer.dpo_trainer": "DPOTrainer"},
+    "trl.experimental.openenv": {"trl.rollouts.environments": "StepEnvironment",
+        "trl.rollouts.rollout_func": "generate_rollout_completions"},
+    "trl.experimental.openenv.utils": {"trl.rollouts.rollout_func": "generate_rollout_completions"},
     "trl.experimental.gfpo": {"trl.experimental.gfpo.gfpo_config": "GFPOConfig",
         "trl.experimental.gfpo.gfpo_trainer": "GFPOTrainer"},
     "trl.experimental.grpo_with_replay_buffer": {
@@ -251,11 +255,6 @@ NAMES["trl.experimental.bco.bco_trainer"]["trl.tensors.moments"] = "RunningMomen
 
 # fmt: on
 
-# Names of methods that are not implemented yet. Looking one up says so; `hasattr` is False and its module is absent.
-NOT_YET: dict[str, str] = {
-    "rollouts in OpenEnv environments": "generate_rollout_completions openenv",
-}
-
 
 def places(module: str) -> dict[str, str]:
     """Where each name of an import path lives: `name -> "home:name at home"`."""
@@ -265,8 +264,3 @@ def places(module: str) -> dict[str, str]:
             name, _, at_home = entry.partition("=")
             found[name] = f"{home}:{at_home or name}"
     return found
-
-
-def planned(name: str) -> str | None:
-    """What a name that is not implemented yet belongs to; None for every other name."""
-    return next((method for method, names in NOT_YET.items() if name in names.split()), None)

@@ -101,7 +101,7 @@ def make(
     made = trainer(
         given.pop("model", None) or tiny_model(architecture, dtype=dtype),
         args=args,
-        train_dataset=prompts(method=method) if data is None else data,
+        train_dataset=given.pop("train_dataset", prompts(method=method) if data is None else data),
         processing_class=words,
         callbacks=[keep, *given.pop("callbacks", [])],
         **given,

@@ -2,16 +2,20 @@
 
 import asyncio
 import json
+import signal
+import subprocess
 import sys
 
 import pytest
 import torch
 
 from tests.rollouts.tool_words import TOOLS
+from tests.trainer.agent_kill_runs import make as make_kill_run
 from tests.trainer.grpo_agent_runs import ROWS, agents, forgetful, tool_agent, trained
 from tests.trainer.grpo_runs import logs
 from tests.trainer.grpo_tool_runs import caller
 from tests.two_processes import launch
+from trl.experimental.agents import read_sessions
 
 
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
@@ -169,3 +173,34 @@ def test_a_stopped_run_continues_exactly(tmp_path):
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     for mine, theirs in zip(whole.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("concurrency", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_run_killed_among_its_sessions_does_not_run_those_that_ended_again(concurrency, tmp_path):
+    """Batches of 8 sessions: the process is killed in the sixth of the second batch."""
+    whole = make_kill_run(str(new_folder(tmp_path / "whole")), concurrency)
+    whole.train()
+    folder = new_folder(tmp_path / "killed")
+    line = [sys.executable, "-m", "tests.trainer.agent_kill_runs", str(folder), str(concurrency), "14"]
+    ended = subprocess.run(line, capture_output=True, timeout=300)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr[-2000:]
+    (journal,) = (folder / "sessions").glob("*.jsonl")
+    known = len(list(read_sessions(folder / "sessions")))
+    assert journal.name == "00000001-0.jsonl" and 3 <= known <= 5
+    with journal.open("a") as file:
+        file.write('{"key": "torn')
+    (folder / "started.txt").write_text("")
+    again = make_kill_run(str(folder), concurrency)
+    again.train(resume_from_checkpoint=True)
+    assert len((folder / "started.txt").read_text().splitlines()) == 2 * 8 - known
+    mine, theirs = again._rollout_batch, whole._rollout_batch
+    assert torch.equal(mine.completions.values, theirs.completions.values)
+    rtol = 0 if concurrency == 1 else 1e-9
+    for own, other in zip(again.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=rtol, atol=rtol)
+    assert not list((folder / "sessions").glob("*.jsonl"))
+
+
+def new_folder(path):
+    path.mkdir()
+    return path

@@ -8,7 +8,9 @@ from trl.options.shared import shared
 
 VLLMMode = Literal["server", "colocate"]
 VLLMModelImpl = Literal["vllm", "transformers"]
-AGENT_SETTINGS = ("agent_concurrency", "agent_deadline", "agent_max_turns", "agent_max_tokens")
+AGENT_SETTINGS = (
+    "agent_concurrency", "agent_deadline", "agent_max_turns", "agent_max_tokens", "agent_keep_sessions",
+)  # fmt: skip
 TOOL_SETTINGS = ("max_tool_calling_iterations", "tool_deadline")
 
 
@@ -66,3 +68,4 @@ class Generation(Completions):
     agent_deadline: float | None = option(None, "Seconds until a session fails. None: never.", "(0, inf]")
     agent_max_turns: int | None = option(None, "Completions in a session. None: no limit.", ">= 1")
     agent_max_tokens: int | None = option(None, "Sampled tokens in a session. None: no limit.", ">= 1")
+    agent_keep_sessions: bool = option(False, "Keep all sessions in output_dir/sessions, for export.")

@@ -130,7 +130,7 @@ class AsyncCalls:
             name = f"{self.name}-event-loop-{next(_numbers)}"
             self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
             self._thread.start()
-        future = asyncio.run_coroutine_threadsafe(_bounded(awaitable, seconds), self._loop)
+        future = asyncio.run_coroutine_threadsafe(bounded(awaitable, seconds), self._loop)
         return Pending(future, self._thread, _until(seconds))
 
     def outcome(self, pending: Pending) -> Any:
@@ -156,7 +156,8 @@ class AsyncCalls:
         self._loop = self._thread = None
 
 
-async def _bounded(awaitable: Awaitable[Any], seconds: float | None) -> Any:
+async def bounded(awaitable: Awaitable[Any], seconds: float | None) -> Any:
+    """What the call returns or raises within `seconds`; it is cancelled after them. Raises: DeadlinePassed."""
     started = time.monotonic()
     try:
         return await asyncio.wait_for(awaitable, seconds)

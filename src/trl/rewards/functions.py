@@ -78,6 +78,11 @@ class FunctionSource:
             )
 
 
+def column_reward(name: str) -> FunctionSource:
+    """The source of rewards that stand in a column of this name."""
+    return FunctionSource(lambda **columns: list(columns[name]), name=name)
+
+
 def _copied(value: Any) -> Any:
     """Copies of lists and dicts at any depth; other values as they are."""
     if isinstance(value, (list, tuple)):

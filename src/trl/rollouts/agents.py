@@ -12,7 +12,7 @@ import shlex
 import signal
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from numbers import Real
 from typing import Any
@@ -24,14 +24,18 @@ from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.generation.engine import Generated
 from trl.reporting.deadlines import AsyncCalls, DeadlinePassed, Pending
 from trl.rollouts.endpoint import Endpoint, OpenSession
+from trl.rollouts.environments import EnvironmentAgent, Episode
 from trl.rollouts.experience import BRANCHES, SAMPLING_KEPT, SAMPLING_LOGPS, STOPPED, TOOL_OUTPUT, Experience
+from trl.rollouts.journal import Journal
 from trl.rollouts.maker import Completed, RolloutMaker, Rows
 from trl.rollouts.measures import CHAINS, CUT, OUTCOME_OF, OUTCOMES, TURNS, Outcome
-from trl.rollouts.sessions import Budget, Chain, chains_of
+from trl.rollouts.sessions import Budget, Chain, chains_of, conversations_of
+from trl.rollouts.tool_loop import CALLS, FAILED_OF, LIMITED
+from trl.rollouts.tools import FAILURES
 from trl.tensors.ragged import Ragged
 
 logger = logging.getLogger(__name__)
-REWARD_FIELD = "agent_reward"
+REWARD_FIELD, ENVIRONMENTS = "agent_reward", "environments"
 MOST_OUTPUT = 1 << 20  # bytes of a command's output
 
 Agent = Callable[..., Awaitable[Any]] | Sequence[str] | str
@@ -48,10 +52,10 @@ class AgentSettings:
 
 
 class AgentCompleter:
-    """Completes rows by running an agent on each: a `Completer`. A row's completion is what its session holds.
+    """Completes rows by running an agent, or an environment, on each: a `Completer`. A row's completion is what its session holds.
 
     The agent's result is its reward: a number, None, or a dict with `reward`. An agent that raises, takes too long or never asks
-    the policy has none; such rows are counted.
+    the policy has none; such rows are counted. Sessions that a `journal` holds are not run again.
 
     Raises: TypeError for an agent that is neither an async function of (row, base_url, api_key) nor a command.
     """
@@ -60,13 +64,18 @@ class AgentCompleter:
 
     def __init__(
         self,
-        agent: Agent,
+        agent: Agent | EnvironmentAgent,
         processing_class: ProcessingClass,
         settings: AgentSettings,
         *,
         template_kwargs: Mapping[str, Any] | None = None,
+        journal: Journal | None = None,
     ) -> None:
-        self.agent = check_agent(agent)
+        self.environments = agent if isinstance(agent, EnvironmentAgent) else None
+        self.agent = agent.play if isinstance(agent, EnvironmentAgent) else check_agent(agent)
+        self.journal = journal
+        self.reward_names = [REWARD_FIELD] if self.environments is None else self.environments.reward_names
+        self.adds = [] if self.environments is None else [ENVIRONMENTS]  # columns for reward functions
         self.processing_class, self.settings, self.template_kwargs = (
             processing_class,
             settings,
@@ -78,30 +87,61 @@ class AgentCompleter:
     def __call__(self, maker: RolloutMaker, rows: Rows, *, streams: Sequence[int]) -> Completed:
         names = [name for name in rows if name != PROMPT_IDS]
         each = [{name: rows[name][row] for name in names} for row in range(len(streams))]
+        if self.environments is not None:
+            self.environments.begin()
+        known = {} if self.journal is None else self.journal.found(zip(streams, each, strict=True))
+        played = {place: Played.of_record(record) for place, record in known.items()}
+        wanted = {
+            place: (streams[place], each[place]) for place in range(len(streams)) if place not in played
+        }
+
+        def ended(place: int, one: Played) -> None:
+            played[place] = one
+            if self.journal is not None:
+                self.journal.write(*wanted[place], one.record())
+
+        if wanted:
+            self._run(maker, wanted, ended)
+        sampling = maker.sampling
+        keeps = (sampling.truncates_distribution or bool(sampling.processors)) and maker.engine.exact
+        every = [played[place] for place in range(len(streams))]
+        found = completed(every, text_tokenizer(self.processing_class), keeps=keeps)
+        return found if self.environments is None else with_environments(found, every, self.environments)
+
+    def _run(
+        self,
+        maker: RolloutMaker,
+        wanted: Mapping[int, tuple[int, Mapping[str, Any]]],
+        ended: Callable[[int, Played], None],
+    ) -> None:
+        """Run a session for each stream and row. `ended` is called in this thread when one has ended."""
         gate = asyncio.Semaphore(self.settings.concurrency)
         options: Any = {"sampling": maker.sampling, "template_kwargs": self.template_kwargs}
         with Endpoint(
-            maker.engine, self.processing_class, threaded=False, most_sessions=len(streams), **options
+            maker.engine, self.processing_class, threaded=False, most_sessions=len(wanted), **options
         ) as endpoint:
-            sessions = [
-                endpoint.session(row, stream=stream, budget=self.settings.budget)
-                for row, stream in zip(each, streams, strict=True)
-            ]
-            pending = [self._calls.submit(self._play(session, gate), None) for session in sessions]
-            for call in pending:
+            running = dict[int, tuple[OpenSession, Pending]]()
+
+            def all_ended() -> bool:
+                for place in [place for place, (_, call) in running.items() if call.future.done()]:
+                    session, call = running.pop(place)
+                    episodes = {} if self.environments is None else self.environments.episodes
+                    one = Played.of(session, call, episodes.get(session.api_key))
+                    self._tell(session, one.error)
+                    ended(place, one)
+                return not running
+
+            for place, (stream, row) in wanted.items():
+                session = endpoint.session(row, stream=stream, budget=self.settings.budget)
+                running[place] = session, self._calls.submit(self._play(session, gate), None)
+            for _, call in running.values():
                 call.future.add_done_callback(lambda _: endpoint.broker.wake())
             try:
                 with maker.accelerator.autocast():
-                    endpoint.run(lambda: all(call.future.done() for call in pending))
+                    endpoint.run(all_ended)
             finally:
-                for call in pending:
+                for _, call in running.values():
                     call.future.cancel()
-        played = [Played.of(session, call) for session, call in zip(sessions, pending, strict=True)]
-        for session, one in zip(sessions, played, strict=True):
-            self._tell(session, one.error)
-        sampling = maker.sampling
-        keeps = (sampling.truncates_distribution or bool(sampling.processors)) and maker.engine.exact
-        return completed(played, text_tokenizer(self.processing_class), keeps=keeps)
 
     def _tell(self, session: OpenSession, error: BaseException | None) -> None:
         """Log the first error of each type."""
@@ -177,18 +217,27 @@ def _filled(word: str, given: Mapping[str, str]) -> str:
 
 @dataclass(slots=True)
 class Played:
-    """A session that has ended: its chains, the agent's reward, and why it failed."""
+    """A session that has ended: its chains, the reward under its name, why it failed, and its conversations.
+
+    `messages` are what the policy wrote, in an environment with its answers. `calls` to `limited` count an environment's tool calls.
+    """
 
     chains: list[Chain]
     messages: list[dict[str, Any]]
     turns: int
     cut: bool
     reward: float | None = None
+    reward_name: str = REWARD_FIELD
     failure: Outcome | None = None
     error: BaseException | None = None
+    conversations: list[dict[str, Any]] = field(default_factory=list)
+    calls: int = 0
+    call_failures: dict[str, int] = field(default_factory=dict)
+    limited: bool = False
+    environment: Any = None
 
     @classmethod
-    def of(cls, session: OpenSession, call: Pending) -> Played:
+    def of(cls, session: OpenSession, call: Pending, episode: Episode | None = None) -> Played:
         """What the session holds, and the agent's result."""
         turns = session.turns
         written = [turn.written for turn in turns]
@@ -197,6 +246,11 @@ class Played:
             for one in written
         ]  # fmt: skip
         played = cls(chains_of(turns), messages, len(turns), session.session.cut is not None)
+        played.conversations = conversations_of(turns)
+        if episode is not None:
+            played.messages, played.environment = episode.messages or messages, episode.environment
+            played.calls, played.limited = episode.calls, episode.limited
+            played.call_failures, played.reward_name = dict(episode.failures), episode.kind.name
         try:
             result = call.future.result()
         except DeadlinePassed:
@@ -219,6 +273,22 @@ class Played:
             self.reward = float(reward)
         else:
             self.failure = "malformed"
+
+    def record(self) -> dict[str, Any]:
+        """All of it but the error and the environment, as JSON values."""
+        found = {name: getattr(self, name) for name in _RECORDED}
+        return {**found, "chains": [chain.record() for chain in self.chains]}
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Played:
+        """The inverse of `record`."""
+        found = {name: record[name] for name in _RECORDED}
+        return cls(chains=[Chain.of_record(each) for each in record["chains"]], **found)
+
+
+_RECORDED = (
+    "messages", "turns", "cut", "reward", "reward_name", "failure", "conversations", "calls", "call_failures", "limited",
+)  # fmt: skip
 
 
 def completed(played: Sequence[Played], tokenizer: Any, *, keeps: bool) -> Completed:
@@ -246,7 +316,12 @@ def completed(played: Sequence[Played], tokenizer: Any, *, keeps: bool) -> Compl
     if keeps:
         per_token[SAMPLING_KEPT] = column(lambda part: part.kept)
     per_row = {
-        STOPPED: torch.tensor([chains[-1].ended for chains in rows]),
+        STOPPED: torch.tensor(
+            [
+                chains[-1].ended and not (one.cut or one.limited)
+                for chains, one in zip(rows, played, strict=True)
+            ]
+        ),
         TURNS: torch.tensor([one.turns for one in played]),
         CHAINS: torch.tensor([len(one.chains) for one in played]),
         CUT: torch.tensor([one.cut for one in played]),
@@ -259,9 +334,25 @@ def completed(played: Sequence[Played], tokenizer: Any, *, keeps: bool) -> Compl
         per_row,
         {BRANCHES: Ragged.of([_branches(chains) for chains in rows])},
     )
-    return Completed(
-        experience, {REWARD_FIELD: [one.reward for one in played]}, messages=[one.messages or [{"role": "assistant", "content": ""}] for one in played]
-    )  # fmt: skip
+    messages = [one.messages or [{"role": "assistant", "content": ""}] for one in played]
+    return Completed(experience, {REWARD_FIELD: [one.reward for one in played]}, messages=messages)
+
+
+def with_environments(
+    found: Completed, played: Sequence[Played], environments: EnvironmentAgent
+) -> Completed:
+    """With the numbers of tool calls, the rewards of each class of environments, and the environments."""
+    counts = {
+        CALLS: torch.tensor([one.calls for one in played]),
+        LIMITED: torch.tensor([one.limited for one in played]),
+        **{FAILED_OF + kind: torch.tensor([one.call_failures.get(kind, 0) for one in played]) for kind in FAILURES},
+    }  # fmt: skip
+    rewards = {
+        name: [one.reward if one.reward_name == name else None for one in played]
+        for name in environments.reward_names
+    }
+    fields = {**rewards, ENVIRONMENTS: [one.environment for one in played]}
+    return found._replace(experience=found.experience.with_rows(**counts), fields=fields)
 
 
 def _branches(chains: Sequence[Chain]) -> list[int]:

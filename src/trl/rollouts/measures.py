@@ -85,11 +85,6 @@ def split_extremes(
     return {name: value for name, value in metrics.items() if name not in extremes}, extremes
 
 
-def agent_reward(agent_reward: Sequence[float | None] = (), **_: Any) -> list[float | None]:
-    """The reward function of what agents return."""
-    return list(agent_reward)
-
-
 def agent_metrics(rows: Mapping[str, Tensor], *, share: float) -> dict[str, Weighted]:
     """Metrics of sessions in rows of all processes, of which this process logs a `share`.
 

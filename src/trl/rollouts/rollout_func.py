@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from numbers import Integral
@@ -13,8 +14,11 @@ from typing import Any
 import torch
 
 from trl.data.prompts import PROMPT_IDS
+from trl.data.rendering import Chat, render_prompt, text_tokenizer
+from trl.data.tokenization import encode_open
 from trl.rollouts.experience import SAMPLING_LOGPS, STOPPED, Experience
 from trl.rollouts.maker import Completed, RolloutMaker, Rows
+from trl.rollouts.schedule import stream_of
 from trl.tensors.ragged import Ragged
 
 _ROUNDING = 1e-2  # by which log-probs of low precision may lie above 0
@@ -34,13 +38,68 @@ class RolloutFunction:
     ) -> None:
         self.function, self._trainer = function, trainer
         self._limits = {"vocabulary": vocabulary, "context_length": context_length}
+        self._stream, self._asked = 0, Counter[tuple[int, ...]]()
+
+    def next_streams(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        """A random stream for a completion of each prompt: another one each time that a rollout asks for it."""
+        found = []
+        for prompt in map(tuple, prompts):
+            found.append(stream_of(self._stream, prompt, self._asked[prompt]))
+            self._asked[prompt] += 1
+        return found
 
     def __call__(self, maker: RolloutMaker, rows: Rows, *, streams: Sequence[int]) -> Completed:
+        self._stream, self._asked = streams[0], Counter()
         ids: Any = rows[PROMPT_IDS]
         prompts = rows["prompt"] if "prompt" in rows else maker.tokenizer.batch_decode(list(ids))
         answer = self.function(list(prompts), self._trainer)
         ends = maker.sampling.stop_token_ids or ()
         return read_rollouts(answer, len(ids), end_tokens=ends, **self._limits)
+
+
+def generate_rollout_completions(
+    trainer: Any,
+    prompts: Sequence[Any],
+    *,
+    generation_overrides: Mapping[str, Any] | None = None,
+    as_chat: bool | None = None,
+) -> list[dict[str, Any]]:
+    """Completions of prompts by the trainer's engine, for a `rollout_func`.
+
+    Prompts are texts or conversations (`as_chat`; None: as they are). `generation_overrides` change the trainer's sampling.
+    Returns `prompt_ids`, `completion_ids`, `logprobs` (those of sampling) and `text` of each. Each call draws anew.
+
+    Raises: ValueError for prompts of the other kind, and for unsupported settings.
+    """
+    maker, tokenizer = trainer.rollouts, trainer.processing_class
+    chats = [not isinstance(prompt, str) for prompt in prompts]
+    if any(is_chat != (chats[0] if as_chat is None else as_chat) for is_chat in chats):
+        raise ValueError(
+            f"prompts must be all texts or all conversations, got as_chat={as_chat}. Change them."
+        )
+    kwargs = trainer.args.chat_template_kwargs or {}
+    texts = [
+        prompt if isinstance(prompt, str) else render_prompt(tokenizer, Chat(list(prompt), None, kwargs))
+        for prompt in prompts
+    ]
+    opened = encode_open(text_tokenizer(tokenizer), texts, add_special_tokens=not any(chats))
+    ids = [list(own) for own, _ in opened]
+    given = dict(generation_overrides or {})
+    if "max_tokens" in given:  # vLLM's name
+        given["max_new_tokens"] = given.pop("max_tokens")
+    completer: Any = maker.completer
+    streams = completer.next_streams(ids) if isinstance(completer, RolloutFunction) else None
+    with maker.accelerator.autocast():
+        found = maker.engine.generate(ids, maker.sampling.updated(given), streams=streams)
+    return [
+        {
+            "prompt_ids": prompt,
+            "completion_ids": list(one.ids),
+            "logprobs": one.logps.tolist(),
+            "text": maker.tokenizer.decode(one.ids, skip_special_tokens=True),
+        }
+        for prompt, one in zip(ids, found, strict=True)
+    ]
 
 
 def check_rollout_func(function: Any) -> None:

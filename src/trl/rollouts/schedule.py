@@ -5,6 +5,8 @@ There is no state, so the rows are the same after resuming and for any number of
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
@@ -211,6 +213,12 @@ def refill_rows(
 def refill_rng_streams(turn: int, rows: Sequence[int], sizes: RolloutSizes, *, batch: int) -> list[int]:
     """Random streams for rows of a rollout batch that are sampled again, in refill `turn` 1, 2, ... of it: no other row has them."""
     return [turn * _ROUND + batch * sizes.rows + row for row in rows]
+
+
+def stream_of(stream: int, prompt: Sequence[int], number: int) -> int:
+    """The random stream of the completion `number` of a prompt within the row that has a `stream`."""
+    digest = hashlib.blake2b(json.dumps([stream, list(prompt), number]).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def replayed_groups(batch: int, count: int, *, among: int, seed: int) -> list[int]:

@@ -17,25 +17,30 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from trl.data.rendering import Chat, Message, ProcessingClass, TemplateRefusal, render_prompt, text_tokenizer
 from trl.data.tokenization import encode
 from trl.generation.engine import Generated, Sampling
 from trl.generation.live import Broker, Listener, Request, prompt_logps
 from trl.generation.serving.openai_api import APIError, Body, ChatBody, CompletionBody, ScoredPrompt
+from trl.rollouts.schedule import stream_of
 from trl.rollouts.tool_turns import ReplyWriter, TurnReader
 
 FIXED = ("temperature", "top_p", "top_k", "min_p")  # settings that change what is learned
-_STREAMS = 2**63
+BUDGET_EXCEEDED, TOO_LONG = "budget_exceeded", "context_length_exceeded"  # codes of errors
 _PAUSE_S = 0.05  # between the events of a stream
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The most turns, sampled tokens and seconds of a session; None for no limit."""
+    """The most turns, sampled tokens and seconds of a session, and the most tokens after a first prompt (`length`, with those of the agent); None for no limit."""
 
     turns: int | None = None
     tokens: int | None = None
     seconds: float | None = None
+    length: int | None = None
 
 
 @dataclass(slots=True)
@@ -61,6 +66,7 @@ class Turn:
             *shown,
         ]  # all tokens before the completion
         self.tokens = self.context  # all tokens with it, when it has ended
+        self.opening: int = parent.opening if parent is not None else len(shown)  # tokens of the first prompt
         self.limit = 0
         self.generated: Generated | None = None
         self.written: Written | None = None
@@ -122,6 +128,13 @@ class Turn:
         elif text := (await self.result()).text:
             yield text
 
+    @property
+    def message(self) -> Message:
+        """The completion as the next prompt would have it."""
+        assert self.written is not None
+        written = {"content": self.written.text, "tool_calls": self.written.tool_calls}
+        return readable({"role": "assistant", **written})
+
     def cancel(self) -> None:
         """Give it up, if it has not ended."""
         if self.written is None and self.future is not None:
@@ -168,8 +181,9 @@ class ScoredTurn:
 
 @dataclass(frozen=True, slots=True)
 class _History:
-    """What a turn's prompt was made of: `states` are digests of the messages up to each one, or the text of a completion's prompt."""
+    """What a turn's prompt was made of: its messages, with digests (`states`) of those up to each one, or the text of a completion's prompt."""
 
+    messages: tuple[Message, ...] = ()
     states: tuple[bytes, ...] = ()
     text: str | None = None
     tools: tuple[Any, ...] = ()
@@ -212,7 +226,7 @@ class Session:
     def chat(self, body: ChatBody, *, is_retry: bool) -> list[Turn]:
         """Begin `n` answers to a conversation. Raises: APIError."""
         tools = [] if body.tool_choice == "none" else body.tools or []
-        messages = [_readable(message) for message in body.messages]
+        messages = [readable(message) for message in body.messages]
         seed = _digest(b"", ["tools", tools, self.chats.template_kwargs])
         states = tuple(_rolling(seed, map(_meaning, messages)))
         parent, rest = self._longest(states, messages)
@@ -221,7 +235,7 @@ class Session:
         except TemplateRefusal as error:
             raise APIError(400, f"messages: {error}", param="messages") from None
         limit = body.max_completion_tokens or body.max_tokens
-        history = _History(states, None, tuple(tools), body.stops)
+        history = _History(tuple(messages), states, tools=tuple(tools), stops=body.stops)
         return self._begin([(parent, shown, history)], body, limit=limit, is_retry=is_retry)
 
     def complete(self, body: CompletionBody, *, is_retry: bool) -> Sequence[Turn | ScoredTurn]:
@@ -234,7 +248,7 @@ class Session:
             if not prompt:
                 raise APIError(400, "prompt must not be empty.", param="prompt")
             parent, shown = self._of_text(prompt) if isinstance(prompt, str) else self._of_ids(prompt)
-            history = _History((), prompt if isinstance(prompt, str) else None, (), body.stops)
+            history = _History(text=prompt if isinstance(prompt, str) else None, stops=body.stops)
             begun.append((parent, shown, history))
         turns: list[Any] = [None] * len(begun)
         if body.max_tokens != 0:
@@ -243,6 +257,17 @@ class Session:
             return turns
         prompts = [[*([] if parent is None else parent.tokens), *shown] for parent, shown, _ in begun]
         return [ScoredTurn(self, *pair, body) for pair in zip(turns, prompts, strict=True)]
+
+    def extend(
+        self, parent: Turn | None, messages: Sequence[Message], held: int, tools: Sequence[Any]
+    ) -> Turn:
+        """Begin the answer to a conversation of which `parent` holds the first `held` messages, its own among them.
+
+        Raises: APIError, TemplateRefusal.
+        """
+        shown = self.chats.shown(messages, held, tools, parent)
+        history = _History(tuple(messages), tools=tuple(tools))
+        return self._begin([(parent, shown, history)], Body(), limit=None, is_retry=False)[0]  # type: ignore[call-arg]
 
     def _longest(self, states: tuple[bytes, ...], messages: Sequence[Message]) -> tuple[Turn | None, int]:
         """The turn that wrote the longest prefix of the messages, and the number of messages in it."""
@@ -308,32 +333,34 @@ class Session:
         """Send a turn to the engine. Raises: APIError."""
         prompt, sampling = turn.context, self._sampling(body)
         window = self.chats.context_length - len(prompt)
-        room = self._room()
+        room = self._room(turn)
         if window < 1:
             raise _too_long(f"{len(prompt)} tokens")
         turn.limit = min(limit or room, room, window, sampling.new_tokens or window)
         is_new = self.keeps or body.seed is not None
         number = len(asked) if is_new else next(self._requests)
         listener = turn.listen() if body.stream else None
-        stream = _stream(self.stream, prompt, number)
+        stream = stream_of(self.stream, prompt, number)
         turn.future = self.broker.submit(Request(prompt, sampling, stream, turn.limit, listener))
         asked.append(turn)
         self._running.append(turn)
 
-    def _room(self) -> int:
-        """Tokens that the next turn may have by the budget. Raises: APIError if it is spent."""
-        budget = self.budget
+    def _room(self, turn: Turn) -> int:
+        """Tokens that a new turn may have by the budget. Raises: APIError if it is spent."""
+        budget, written = self.budget, len(turn.context) - turn.opening
         sampled = sum(len(turn.generated.ids) for turn in self.turns if turn.generated is not None)
         sampled += sum(turn.limit for turn in self._running)
         spent = {
             "turns": budget.turns is not None and len(self.turns) + len(self._running) >= budget.turns,
             "tokens": budget.tokens is not None and sampled >= budget.tokens,
             "seconds": budget.seconds is not None and time.monotonic() - self.started >= budget.seconds,
+            "length": budget.length is not None and written >= budget.length,
         }
         if found := [name for name, is_spent in spent.items() if is_spent]:
             self.cut = self.cut or found[0]
-            raise APIError(400, f"This session has used up its budget of {found[0]}.", code="budget_exceeded")
-        return self.chats.context_length if budget.tokens is None else budget.tokens - sampled
+            raise APIError(400, f"This session has used up its budget of {found[0]}.", code=BUDGET_EXCEEDED)
+        rooms = (budget.tokens, sampled), (budget.length, written)
+        return min([self.chats.context_length, *(most - used for most, used in rooms if most is not None)])
 
     def _sampling(self, body: Body) -> Sampling:
         given = {name: value for name in FIXED if (value := getattr(body, name)) is not None}
@@ -366,12 +393,7 @@ class Session:
         self._running.remove(turn)
         self.turns.append(turn)
         if turn.history.states:
-            message = {
-                "role": "assistant",
-                "content": turn.written.text,
-                "tool_calls": turn.written.tool_calls,
-            }
-            state = _digest(turn.history.states[-1], _meaning(_readable(message)))
+            state = _digest(turn.history.states[-1], _meaning(turn.message))
             self._states[state] = turn
 
     def drop(self, turn: Turn) -> None:
@@ -498,6 +520,34 @@ class Chain:
         self.parts.append(generated)
         self.ended = generated.finish_reason == "stop"
 
+    def record(self) -> dict[str, Any]:
+        """The chain as JSON values."""
+        parts = [
+            part
+            if isinstance(part, int)
+            else [str(part.logps.dtype), part.logps.tolist(), _listed(part.kept), part.finish_reason]
+            for part in self.parts
+        ]
+        return {"prompt": self.prompt, "ids": self.ids, "parts": parts}
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Chain:
+        """The inverse of `record`."""
+        chain, rest = cls(record["prompt"]), iter(record["ids"])
+        for part in record["parts"]:
+            if isinstance(part, int):
+                chain.show(list(itertools.islice(rest, part)))
+                continue
+            dtype = getattr(torch, part[0].removeprefix("torch."))
+            logps, kept = (None if each is None else torch.tensor(each, dtype=dtype) for each in part[1:3])
+            assert logps is not None
+            chain.write(Generated(list(itertools.islice(rest, len(logps))), logps, kept, part[3]))
+        return chain
+
+
+def _listed(values: Tensor | None) -> list[float] | None:
+    return None if values is None else values.tolist()
+
 
 def chains_of(turns: Sequence[Turn]) -> list[Chain]:
     """A session as chains in which each sampled token is once: one for each tree, and one more for each further branch.
@@ -524,10 +574,20 @@ def chains_of(turns: Sequence[Turn]) -> list[Chain]:
     return found
 
 
+def conversations_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """The `messages` and `tools` of each conversation of a session that no other one continues."""
+    continued = {id(turn.parent) for turn in turns}
+    return [
+        {"messages": [*turn.history.messages, turn.message], "tools": list(turn.history.tools)}
+        for turn in turns
+        if id(turn) not in continued and turn.history.messages
+    ]
+
+
 # ---- Meanings
 
 
-def _readable(message: Mapping[str, Any]) -> Message:
+def readable(message: Mapping[str, Any]) -> Message:
     """A message as templates read it: texts instead of lists of text parts, arguments as objects.
 
     Raises: APIError for a message without a role, and for parts that are not text.
@@ -594,12 +654,6 @@ def _rolling(state: bytes, values: Iterator[Any]) -> Iterator[bytes]:
         yield state
 
 
-def _stream(stream: int, prompt: Sequence[int], number: int) -> int:
-    """The random stream of the completion `number` of a prompt."""
-    digest = _digest(b"", [stream, list(prompt), number])
-    return int.from_bytes(digest[:8], "big") % _STREAMS
-
-
 def _name_of(turn: Turn, number: int) -> str:
     """The id of a call: the same for the same turn."""
     digest = _digest(b"", [turn.session.stream, turn.tokens, number])
@@ -614,5 +668,5 @@ def _too_long(reason: object) -> APIError:
     text = str(reason)
     return APIError(
         400, f"The prompt is too long for this model's maximum context length: {text}. Reduce the length of the messages.",
-        code="context_length_exceeded", param="messages",
+        code=TOO_LONG, param="messages",
     )  # fmt: skip

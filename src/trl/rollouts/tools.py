@@ -160,7 +160,7 @@ class ToolRunner:
 
         Raises: RuntimeError if too many earlier calls are still running.
         """
-        replies = [self._refused(call) for call in calls]
+        replies = [refusal(call, self.tools) for call in calls]
         ready = [call for call, reply in zip(calls, replies, strict=True) if reply is None]
         started = [(f"tool-{call.name}", partial(self._called, call)) for call in ready]
         outcomes = self._threads.run(started, self.deadline)
@@ -168,28 +168,29 @@ class ToolRunner:
             if inspect.isawaitable(given):  # a coroutine function only makes its coroutine on the thread
                 outcomes[place] = self._loop.submit(given, self.deadline)
         ended = (self._loop.outcome(each) if isinstance(each, Pending) else each for each in outcomes)
-        return [_reply(next(ended)) if reply is None else reply for reply in replies]
+        return [reply_of(next(ended)) if reply is None else reply for reply in replies]
 
     def close(self) -> None:
         """Stop the event loop; the next call starts another."""
         self._loop.close()
 
-    def _refused(self, call: ToolCall) -> Reply | None:
-        """The reply to an invalid call."""
-        if call.error is not None:
-            return Reply(f"Error: {call.error}", "malformed")
-        if call.name not in self.tools:
-            known = ", ".join(self.tools)
-            return Reply(f"Error: unknown tool {call.name!r}, expected one of {known}.", "unknown")
-        if error := self.tools[call.name].argument_error(call.arguments):
-            return Reply(f"Error: {call.name}: {error}.", "arguments")
-        return None
-
     def _called(self, call: ToolCall) -> Any:
         return self.tools[call.name].function(**copy.deepcopy(call.arguments))
 
 
-def _reply(outcome: Any) -> Reply:
+def refusal(call: ToolCall, tools: Mapping[str, Tool]) -> Reply | None:
+    """The reply to an invalid call; None for a valid one."""
+    if call.error is not None:
+        return Reply(f"Error: {call.error}", "malformed")
+    if call.name not in tools:
+        known = ", ".join(tools)
+        return Reply(f"Error: unknown tool {call.name!r}, expected one of {known}.", "unknown")
+    if error := tools[call.name].argument_error(call.arguments):
+        return Reply(f"Error: {call.name}: {error}.", "arguments")
+    return None
+
+
+def reply_of(outcome: Any) -> Reply:
     """The reply for a result or an exception."""
     if isinstance(outcome, DeadlinePassed):
         return Reply("Error: the tool did not answer in time.", "deadline")

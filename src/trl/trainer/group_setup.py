@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -23,7 +25,9 @@ from trl.models.reference import Reference, make_reference
 from trl.models.teacher import make_teacher, own_teacher
 from trl.options.checks import json_object, warn_unread
 from trl.options.generation import AGENT_SETTINGS, TOOL_SETTINGS
+from trl.rewards.functions import column_reward
 from trl.rewards.source import RewardSources
+from trl.rollouts.schedule import RolloutSizes
 from trl.rollouts.tool_loop import ToolLoop
 from trl.rollouts.tools import tools_of
 from trl.trainer.group_images import ImagePromptSets
@@ -264,24 +268,88 @@ def teacher_of(teacher: Any, args: RolloutTraining, policy: Policy, *, needed: b
     return None
 
 
-def agent_completer(agent: Any, args: RolloutTraining, policy: Policy, **others: Any) -> Any:
-    """The agent of a run; None for none. `others` are what it excludes, by name.
+def agent_completer(
+    agent: Any,
+    environment_factory: Any,
+    args: RolloutTraining,
+    policy: Policy,
+    *,
+    rewards: Any,
+    **others: Any,
+) -> Any:
+    """The agent of a run, or its environments as one; None for neither. `others` are what they exclude, by name.
 
-    Raises: TypeError for an object that is no agent, ValueError for one beside tools, images or a rollout_func.
+    Environments may have `tools` beside their own, and need `rewards` if they give none.
+
+    Raises: TypeError for an object that is no agent or environment, ValueError for a combination that cannot work.
     """
-    if agent is None:
+    if agent is None and environment_factory is None:
         warn_unread(args, AGENT_SETTINGS, "without an agent. Pass one to the trainer, or leave it out")
         return None
+    name = "environment_factory" if agent is None else "agent"
+    if agent is not None:
+        others["environment_factory"] = environment_factory
+    tools = others.pop("tools") if agent is None else None
+    if agent is None and isinstance(args, GroupTraining) and args.generation_parts > 1:
+        others["generation_parts > 1"] = True
     if given := [name for name, other in others.items() if other]:
-        raise ValueError(f"agent cannot be combined with {', '.join(given)}. Leave one of them out.")
+        raise ValueError(f"{name} cannot be combined with {', '.join(given)}. Leave one of them out.")
     try:
         from trl.rollouts.agents import AgentCompleter, AgentSettings, Budget
+        from trl.rollouts.environments import EnvironmentAgent
+        from trl.rollouts.journal import Journal
     except ImportError as error:
-        raise ImportError(f"agent needs a server: pip install trl[serve] ({error}).") from error
-    budget = Budget(args.agent_max_turns, args.agent_max_tokens)
-    settings = AgentSettings(args.agent_concurrency, args.agent_deadline, budget)
+        raise ImportError(f"{name} needs a server: pip install trl[serve] ({error}).") from error
     kwargs: Any = args.chat_template_kwargs
-    return AgentCompleter(agent, policy.processing_class, settings, template_kwargs=kwargs)
+    length, journal = None, None
+    if agent is None:
+        limits = {"iterations": args.max_tool_calling_iterations, "deadline": args.tool_deadline}
+        tools = tools or ()
+        agent = EnvironmentAgent(
+            environment_factory, policy.processing_class, tools=tools, template_kwargs=kwargs, **limits
+        )
+        length, agent.keeps = args.max_completion_length, bool(rewards)
+        if not rewards and not agent.reward_names:
+            raise ValueError(
+                "Neither environments nor reward_funcs give a reward. Add get_reward or a function."
+            )
+    if not (args.save_strategy == "no" or getattr(agent, "keeps", False)) or args.agent_keep_sessions:
+        folder = Path(args.output_dir or ".") / "sessions"
+        journal = Journal(folder, rank=args.process_index, keeps=args.agent_keep_sessions)
+    budget = Budget(args.agent_max_turns, args.agent_max_tokens, length=length)
+    settings = AgentSettings(args.agent_concurrency, args.agent_deadline, budget)
+    return AgentCompleter(agent, policy.processing_class, settings, template_kwargs=kwargs, journal=journal)
+
+
+def agent_rewards(reward_funcs: Any, agents: Any) -> list[Any]:
+    """The reward sources of a run with an agent: its own come last."""
+    given = [] if reward_funcs is None else reward_funcs
+    return [
+        *(given if isinstance(given, (list, tuple)) else [given]),
+        *map(column_reward, agents.reward_names),
+    ]
+
+
+def agent_rows(
+    agents: Any, args: RolloutTraining, sizes: RolloutSizes, train: Any, evaluation: Any
+) -> tuple[Any, Any]:
+    """The data sets of a run with an agent, with a prompt in each row; rows for environments that have their own data.
+
+    Raises: ValueError for rows that do not fit the environments, and without a data set for no `max_steps`.
+    """
+    if agents is None or agents.environments is None:
+        return train, evaluation
+    from trl.rollouts.environments import environment_rows
+
+    if train is None and args.max_steps <= 0:
+        raise ValueError(
+            f"environment_factory without train_dataset needs max_steps > 0, got {args.max_steps}. Set it."
+        )
+    count = math.ceil(max(args.max_steps, 1) / sizes.steps) * sizes.prompts
+    several = evaluation if isinstance(evaluation, dict) else {"": evaluation}
+    several = {name: environment_rows(agents.environments, each) for name, each in several.items()}
+    evaluation = several if isinstance(evaluation, dict) else several[""]
+    return environment_rows(agents.environments, train, count=count), evaluation
 
 
 def tool_completer(

@@ -154,7 +154,7 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
         args: an `OnlineDPOConfig`.
         train_dataset: rows with a `prompt` (text or messages).
 
-    `reward_processing_classes`, `tools`, `callbacks`, `optimizers` and `peft_config` are those of `GRPOTrainer`. The loss is the
+    `reward_processing_classes`, `tools`, `agent`, `environment_factory`, `callbacks`, `optimizers` and `peft_config` are those of `GRPOTrainer`. The loss is the
     mean over the pairs of an optimiser step. Pairs without a judge's answer, or with equal scores (`tie_policy`), are dropped.
 
     Example:
@@ -198,6 +198,8 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
         optimizers: tuple[Any, Any] = (None, None),
         preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
         tools: Sequence[Callable[..., Any]] | None = None,
+        agent: Any = None,
+        environment_factory: Any = None,
     ) -> None:
         unread = {
             "data_collator": data_collator,
@@ -210,12 +212,20 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
             )
         args = config_or_default(args, self.config_type, self._tag_names[-1])  # type: ignore[assignment]
         assert isinstance(args, OnlineDPOConfig)
-        if self.has_opponent and (tools or has_images(train_dataset, eval_dataset)):
+        has_agent = agent is not None or environment_factory is not None
+        wrong = {"tools": tools, "images": has_images(train_dataset, eval_dataset), "an agent": has_agent}
+        if self.has_opponent and (given := [name for name in wrong if wrong[name]]):
             raise ValueError(
-                f"{self._name} generates with an opponent on prompts of text alone, got {'tools' if tools else 'images'}. Leave them "
-                "out, or use OnlineDPOTrainer."
+                f"{self._name} generates with an opponent on prompts of text alone, got {given[0]}. Leave them out, or "
+                "use OnlineDPOTrainer."
             )
-        sources, managed = comparison_source(reward_funcs, judge, args)
+        if has_agent and (judge or args.judge):
+            raise ValueError(
+                "An agent's result is its reward, which a judge does not replace. Leave one of them out."
+            )
+        sources, managed = reward_funcs or args.reward_model_path, None
+        if not has_agent:
+            sources, managed = comparison_source(reward_funcs, judge, args)
         super().__init__(
             model,  # type: ignore[arg-type]
             sources,
@@ -229,6 +239,8 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
             peft_config,
             tools,
             ref_model=ref_model,
+            agent=agent,
+            environment_factory=environment_factory,
         )
         if args.missing_eos_penalty is not None and not self.sampling.stop_token_ids:
             raise ValueError(

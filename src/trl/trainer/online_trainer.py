@@ -51,7 +51,7 @@ from trl.rollouts.experience import (
     save_rollout_batch,
 )
 from trl.rollouts.maker import Completer, Prompts, RolloutMaker
-from trl.rollouts.measures import agent_reward, of_all_processes, split_extremes
+from trl.rollouts.measures import of_all_processes, split_extremes
 from trl.rollouts.refill import Refill
 from trl.rollouts.rollout_func import RolloutFunction, check_rollout_func
 from trl.rollouts.schedule import RolloutSizes, check_evaluation, step_rows
@@ -124,6 +124,7 @@ class OnlineTrainer(BaseTrainer):
         teacher_model: str | nn.Module | PreTrainedModel | None = None,
         ref_model: Any = None,
         agent: Any = None,
+        environment_factory: Any = None,
     ) -> None:
         args = config_or_default(args, self.config_type, self._tag_names[-1])
         settle_inherited(args, "rollouts")
@@ -145,12 +146,19 @@ class OnlineTrainer(BaseTrainer):
             "rollout_func": rollout_func,
             "images": has_images(train_dataset, eval_dataset),
         }
-        if (agents := group_setup.agent_completer(agent, args, policy, **others)) is not None:
-            given = [] if reward_funcs is None else reward_funcs
-            reward_funcs = [*(given if isinstance(given, (list, tuple)) else [given]), agent_reward]
+        agents = group_setup.agent_completer(
+            agent, environment_factory, args, policy, rewards=reward_funcs, **others
+        )
+        if agents is not None:
+            reward_funcs, tools = group_setup.agent_rewards(reward_funcs, agents), None
+        train_dataset, eval_dataset = group_setup.agent_rows(
+            agents, args, self.sizes, train_dataset, eval_dataset
+        )
         rewards = group_setup.group_rewards(reward_funcs, reward_processing_classes, args, policy)
         sets = train_dataset, eval_dataset
-        tool_loop = group_setup.tool_completer(tools, args, policy, *sets, rollout_func=rollout_func)
+        tool_loop = None
+        if environment_factory is None:
+            tool_loop = group_setup.tool_completer(tools, args, policy, *sets, rollout_func=rollout_func)
         schemas = tool_loop.schemas if tool_loop else None
         self._sets = group_setup.prompt_sets(args, policy, *sets, tools=schemas, own=own)
         self.images = getattr(self._sets, "images", None)
@@ -234,7 +242,8 @@ class OnlineTrainer(BaseTrainer):
             later = list(given.values()) if isinstance(given, dict) else [given] if given is not None else []
             for each in (rows, *later):
                 columns = self.rollouts.prompts.reward_columns
-                rewards.check_columns([name for name in columns if name in each.column_names])
+                added = [*getattr(completer, "reward_names", ()), *getattr(completer, "adds", ())]
+                rewards.check_columns([*(name for name in columns if name in each.column_names), *added])
         place_reward_models(rewards.models, self.accelerator)
 
     # ---- the hooks of a method
@@ -311,7 +320,12 @@ class OnlineTrainer(BaseTrainer):
         Its metrics are recorded, and its tokens counted once, however often they are learned from.
         """
         self.rollouts.follow(self.model_wrapped, self.state)
-        experience = self.advantages(self.scored(self.rollouts.make(number), learning=True))
+        if (journal := self._journal) is not None:
+            journal.begin(self.state.global_step, self.model)  # type: ignore[arg-type]
+        made = self.rollouts.make(number)
+        if journal is not None:
+            journal.end()
+        experience = self.advantages(self.scored(made, learning=True))
         if self.rollouts.refill is not None:
             self._sums["train"].add_all(self.rollouts.refill.measured)
         if self._token_counts is not None:
@@ -321,6 +335,11 @@ class OnlineTrainer(BaseTrainer):
                 self._shown.gather(experience, self.rollouts.texts, self.rewards.names, advantages=advantages)
         self._record_rollouts(experience)
         return experience
+
+    @property
+    def _journal(self) -> Any:
+        """Of the sessions of agents."""
+        return getattr(self.rollouts.completer, "journal", None)
 
     def _record_rollouts(self, experience: Experience) -> None:
         self._sums["train"].add_all(self.rollout_metrics(experience, share=1 / self.args.world_size))
@@ -575,10 +594,14 @@ class OnlineTrainer(BaseTrainer):
         self._resumed_from = self._random_state_of = None
         if self._token_counts is not None:
             self._token_counts.load_state({})
+        if self._journal is not None:
+            self._journal.start(resumes=bool(resume_from_checkpoint))
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
+        if self._journal is not None:
+            self._journal.prune(self.state.global_step - self.state.global_step % self.sizes.steps)
         if self._rollout_batch is not None and self.state.global_step % self.sizes.steps:
             save_rollout_batch(
                 Path(output_dir),

@@ -120,6 +120,7 @@ class RLOOTrainer(OnlineTrainer):
         tools: Sequence[Callable[..., Any]] | None = None,
         rollout_func: RolloutFunc | None = None,
         agent: Any = None,
+        environment_factory: Any = None,
         **older: Any,
     ) -> None:
         named = {
@@ -143,4 +144,5 @@ class RLOOTrainer(OnlineTrainer):
             tools=tools,
             rollout_func=rollout_func,
             agent=agent,
+            environment_factory=environment_factory,
         )

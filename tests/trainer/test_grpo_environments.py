@@ -1,0 +1,344 @@
+"""GRPO in environments: methods as tools, rewards of their own, several kinds, data of their own, steps."""
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset
+
+from tests.rollouts.tool_words import TOOLS
+from tests.trainer.grpo_agent_runs import agents
+from tests.trainer.grpo_runs import logs
+from trl.experimental.openenv import StepEnvironment
+from trl.experimental.openenv.utils import generate_rollout_completions
+
+SETTINGS = {"max_completion_length": 24, "max_tool_calling_iterations": 2, "max_steps": 1}
+MADE = []
+
+
+class Sums:
+    """Adds numbers; its reward is the number of its calls and of the words that it was given."""
+
+    def __init__(self):
+        MADE.append(self)
+
+    def reset(self, word="", **columns):
+        self.word, self.calls, self.columns = word, 0, columns
+        return f" {word}"
+
+    def add(self, a: int, b: int) -> int:
+        """Adds two numbers.
+
+        Args:
+            a: The one.
+            b: The other.
+        """
+        self.calls += 1
+        return a + b
+
+    async def echo(self, word: str) -> str:
+        """Says a word again.
+
+        Args:
+            word: What to say.
+        """
+        await asyncio.sleep(0.001)
+        self.calls += 1
+        return word
+
+    def fail(self) -> str:
+        """Never works."""
+        raise OSError("no such luck")
+
+    async def get_reward(self):
+        return float(self.calls)
+
+    def _private(self):
+        return None
+
+
+class Quiet(Sums):
+    """Has no reward, and one tool less."""
+
+    fail = None
+    get_reward = None
+
+
+def rows(**columns):
+    count = len(next(iter(columns.values())))
+    return Dataset.from_dict({"prompt": [[{"role": "user", "content": "What is"}]] * count, **columns})
+
+
+def environments(factory=Sums, *, method="grpo", reward_funcs=None, given=None, data="words", **settings):
+    data = rows(word=["one", "two", "three"]) if data == "words" else data
+    given = {"agent": None, "environment_factory": factory, "reward_funcs": reward_funcs, **(given or {})}
+    if data is None:
+        given["train_dataset"] = None
+    return agents(method, given=given, data=data, **{**SETTINGS, **settings})
+
+
+def trained(*factory, **settings):
+    trainer, _ = environments(*factory, **settings)
+    trainer.train()
+    return trainer, trainer._rollout_batch, logs(trainer)[0]
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo", "online_dpo"])
+def test_methods_are_tools_and_give_the_reward(method):
+    trainer, batch, found = trained(method=method)
+    assert trainer.rewards.names == ("Sums",)
+    counts = batch.per_row
+    assert counts["scores"].tolist() == (counts["tool_calls"] - sum(
+        counts[f"tool_failed_{kind}"] for kind in ("malformed", "unknown", "arguments", "raised")
+    )).tolist()  # fmt: skip
+    assert counts["tool_calls"].sum() > 0 and counts["tool_failed_raised"].sum() > 0
+    assert found["tools/call_frequency"] == counts["tool_calls"].double().mean()
+    assert not any(counts[f"agent_failed_{kind}"].any() for kind in ("raised", "deadline", "silent"))
+    assert batch.completions.lengths.max() <= SETTINGS["max_completion_length"]
+    first = trainer._tokenizer.decode(batch.prompts.split()[0])
+    assert first.startswith("<tools> add echo fail <user> What is") and "_private" not in first
+    assert any(
+        first.split()[-2] != word for word in ("one", "two", "three")
+    )  # reset's text, then the assistant
+
+
+def test_the_tokens_are_those_of_the_conversation():
+    said = []
+
+    def keep(prompts, completions, word, **columns):
+        said.extend(zip(prompts, completions, word, strict=True))
+        return [0.0] * len(said)
+
+    trainer, batch, _ = trained(reward_funcs=keep, mask_truncated_completions=True)
+    words, compared = trainer._tokenizer, 0
+    schemas = trainer.rollouts.completer.environments.kinds[""].schemas
+    for row, (prompt, messages, word) in enumerate(said):
+        if not batch.per_row["stopped"][row] or batch.per_row["tool_failed_malformed"][row]:
+            continue
+        whole = [{"role": "user", "content": f"{prompt[0]['content']} {word}"}, *messages]
+        shown = words.apply_chat_template(whole, tools=schemas, tokenize=False).split()
+        ids = torch.cat([batch.prompts.split()[row], batch.completions.split()[row]])
+        assert words.decode(ids[:-1]).split() == shown[:-1], row  # other tokens may end a turn
+        compared += len(messages) > 1
+    assert compared
+    from_tool, logps = batch.per_token["tool_output"], batch.per_token["sampling_logps"]
+    assert (logps[~from_tool] < 0).all() and (logps[from_tool] == 0).all() and from_tool.any()
+
+
+def test_environments_are_kept_and_read_by_reward_functions():
+    seen = []
+
+    def words(environments, completions, word, **columns):
+        seen.append([environment.word for environment in environments])
+        assert seen[-1] == word and all(each[-1]["role"] == "assistant" for each in completions)
+        return [float(environment.calls) for environment in environments]
+
+    MADE.clear()
+    trainer, _, found = trained(reward_funcs=words, max_steps=3)
+    assert trainer.rewards.names == ("words", "Sums") and len(seen) == 3
+    assert len(MADE) == trainer.sizes.own_rows
+    assert found["rewards/words/mean"] == found["rewards/Sums/mean"] == found["reward"] / 2
+    assert MADE[0].columns.keys() == {"prompt"}
+
+
+def test_a_column_chooses_among_several():
+    data = rows(word=["one", "two"], environment=["sums", "quiet"])
+    trainer, batch, _ = trained(
+        {"sums": Sums, "quiet": Quiet},
+        data=data,
+        shuffle_dataset=False,
+    )
+    shown = [trainer._tokenizer.decode(row).split()[:4] for row in batch.prompts.split()]
+    kinds = [words[3] == "fail" for words in shown]
+    assert sorted(set(kinds)) == [False, True]
+    scores = batch.per_row["scores"]
+    assert [bool(score) for score in scores.isnan()] == [not is_sums for is_sums in kinds]
+
+
+def test_functions_are_offered_beside_methods():
+    def fly() -> str:
+        """Flies."""
+        return "high"
+
+    trainer, batch, _ = trained(given={"tools": [fly]})
+    assert len(trainer.rollouts.completer.environments.kinds[""].schemas) == 4
+    assert trainer._tokenizer.decode(batch.prompts.split()[0]).startswith(
+        "<tools> add echo fail <unk> <user>"
+    )
+    assert batch.per_row["tool_failed_unknown"].sum() == 0
+
+
+class Owner(Sums):
+    """Has its own data."""
+
+    def reset(self, seed):
+        self.calls, self.seed = 0, seed
+        return ["one", "two", "three"][seed % 3]
+
+
+def test_an_environment_may_own_the_data():
+    trainer, batch, _ = trained(Owner, data=None, max_steps=3)
+    assert len(trainer.train_dataset) == 3 * trainer.sizes.prompts
+    words = [trainer._tokenizer.decode(row).split()[-3] for row in batch.prompts.split()]
+    assert len(set(words[:4])) == 1 and set(words) <= {"one", "two", "three"}
+    with pytest.raises(ValueError, match="max_steps"):
+        environments(Owner, data=None, max_steps=-1)
+
+
+class Breaks(Sums):
+    def reset(self, word):
+        super().reset(word)
+        if word == "one":
+            raise OSError("no display")
+        return word
+
+    def get_reward(self):
+        if self.word == "two":
+            time.sleep(30)
+        return 1.0
+
+
+def test_environments_that_fail_are_counted_and_not_used_again(caplog):
+    MADE.clear()
+    trainer, batch, found = trained(Breaks, agent_deadline=2.0, per_device_train_batch_size=12)
+    scores, counts = batch.per_row["scores"], batch.per_row
+    assert "no display" in caplog.text
+    assert found["agent/failures/raised"] == found["agent/failures/deadline"] == pytest.approx(1 / 3)
+    assert (
+        scores.isnan().tolist()
+        == (counts["agent_failed_raised"] | counts["agent_failed_deadline"]).bool().tolist()
+    )
+    assert len(trainer.rollouts.completer.environments.kinds[""].free) == 4
+
+
+def test_a_slow_tool_of_one_session_does_not_hold_others_up():
+    class Slow(Sums):
+        async def echo(self, word: str) -> str:
+            """Says a word again.
+
+            Args:
+                word: What to say.
+            """
+            await asyncio.sleep(0.3)
+            return await super().echo(word)
+
+    first, second = (trained(kind)[1] for kind in (Sums, Slow))
+    assert first.completions.values.tolist() == second.completions.values.tolist()
+
+
+class Guess:
+    """OpenEnv's form: guess a word of the row."""
+
+    def reset(self, word):
+        self.word, self.left = word, 3
+        return SimpleNamespace(observation={"left": 3}, reward=None, done=False)
+
+    async def step(self, action):
+        self.left -= 1
+        is_right = self.word in action["said"]
+        reward = 1.0 if is_right else -0.25
+        return SimpleNamespace(
+            observation={"left": self.left}, reward=reward, done=is_right or self.left == 0
+        )
+
+
+def test_steps(caplog):
+    factory = StepEnvironment(
+        Guess, action=lambda text: {"said": text.split()}, show=lambda observation: f" {'hi ' * observation['left']}"
+    )  # fmt: skip
+    trainer, batch, found = trained(factory, max_completion_length=60, max_tool_calling_iterations=None)
+    assert trainer.rewards.names == ("Guess",)
+    turns, scores = batch.per_row["agent_turns"], batch.per_row["scores"]
+    assert (turns <= 3).all()
+    lost = scores == -0.25 * turns
+    assert ((scores == 1 - 0.25 * (turns - 1)) | lost).all() and (turns[lost] == 3).any()
+    assert "hi hi hi" in trainer._tokenizer.decode(batch.prompts.split()[0])
+    assert found["agent/turns"] == turns.double().mean()
+
+
+class NoReset:
+    def act(self) -> str:
+        """Acts."""
+        return ""
+
+
+class Undocumented(Sums):
+    def act(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("factory", "given", "error", "named"),
+    [
+        (NoReset, {}, ValueError, "reset"),
+        (Undocumented, {}, ValueError, "act"),
+        ("Sums", {}, TypeError, "environment_factory"),
+        (Quiet, {}, ValueError, "reward"),
+        (Owner, {}, ValueError, "seed"),
+        ({"sums": Sums}, {}, ValueError, "environment"),
+        (Sums, {"agent": lambda: None}, ValueError, "agent"),
+        (Sums, {"rollout_func": lambda prompts, trainer: {}}, ValueError, "rollout_func"),
+        (Sums, {"tools": TOOLS}, ValueError, "add"),
+        (StepEnvironment(Sums), {}, ValueError, "step"),
+        (StepEnvironment(Guess), {"tools": TOOLS}, ValueError, "tools"),
+    ],
+)
+def test_what_is_no_environment_is_refused(factory, given, error, named):
+    with pytest.raises(error, match=named):
+        environments(factory, given=given)
+
+
+def test_text_prompts_are_refused():
+    with pytest.raises(ValueError, match="messages"):
+        environments(data=Dataset.from_dict({"prompt": ["What is one ?"]}))
+
+
+def test_an_opponent_is_not_an_agent():
+    with pytest.raises(ValueError, match="opponent"):
+        environments(method="nash_md")
+
+
+def test_resuming_within_a_rollout_batch_is_exact(tmp_path):
+    settings = {"steps_per_generation": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    whole, _ = environments(folder=str(tmp_path), **settings)
+    whole.train()
+    again, _ = environments(folder=str(tmp_path), **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    for mine, theirs in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_rollout_function_may_use_the_engine():
+    calls = []
+
+    def rollout(prompts, trainer):
+        found, again = (generate_rollout_completions(trainer, prompts) for _ in range(2))
+        short = generate_rollout_completions(
+            trainer, prompts, as_chat=True, generation_overrides={"max_tokens": 1}
+        )
+        assert all(len(each["completion_ids"]) == 1 for each in short)
+        assert [each["completion_ids"] for each in found] != [each["completion_ids"] for each in again]
+        assert found[0]["text"] == trainer.processing_class.decode(
+            found[0]["completion_ids"], skip_special_tokens=True
+        )
+        with pytest.raises(ValueError, match="as_chat"):
+            generate_rollout_completions(trainer, prompts, as_chat=False)
+        calls.append(found)
+        return {name: [each[name] for each in found] for name in ("prompt_ids", "completion_ids", "logprobs")}
+
+    def length(completion_ids, **columns):
+        return [float(len(ids)) for ids in completion_ids]
+
+    def run():
+        trainer, _ = environments(None, reward_funcs=length, given={"rollout_func": rollout})
+        trainer.train()
+        return trainer._rollout_batch
+
+    batch = run()
+    assert [row.tolist() for row in batch.completions.split()] == [
+        each["completion_ids"] for each in calls[0]
+    ]
+    assert len({tuple(each["completion_ids"]) for each in calls[0]}) > 2
+    assert torch.equal(run().completions.values, batch.completions.values)
