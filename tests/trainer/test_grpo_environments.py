@@ -104,27 +104,24 @@ def test_methods_are_tools_and_give_the_reward(method):
     )  # reset's text, then the assistant
 
 
-def test_the_tokens_are_those_of_the_conversation():
+def test_the_answers_are_messages_and_their_tokens_are_not_trained():
     said = []
 
-    def keep(prompts, completions, word, **columns):
-        said.extend(zip(prompts, completions, word, strict=True))
-        return [0.0] * len(said)
+    def keep(completions, **columns):
+        said.extend(completions)
+        return [0.0] * len(completions)
 
-    trainer, batch, _ = trained(reward_funcs=keep, mask_truncated_completions=True)
-    words, compared = trainer._tokenizer, 0
-    schemas = trainer.rollouts.completer.environments.kinds[""].schemas
-    for row, (prompt, messages, word) in enumerate(said):
-        if not batch.per_row["stopped"][row] or batch.per_row["tool_failed_malformed"][row]:
-            continue
-        whole = [{"role": "user", "content": f"{prompt[0]['content']} {word}"}, *messages]
-        shown = words.apply_chat_template(whole, tools=schemas, tokenize=False).split()
-        ids = torch.cat([batch.prompts.split()[row], batch.completions.split()[row]])
-        assert words.decode(ids[:-1]).split() == shown[:-1], row  # other tokens may end a turn
-        compared += len(messages) > 1
-    assert compared
+    trainer, batch, _ = trained(reward_funcs=keep, per_device_train_batch_size=24)
     from_tool, logps = batch.per_token["tool_output"], batch.per_token["sampling_logps"]
-    assert (logps[~from_tool] < 0).all() and (logps[from_tool] == 0).all() and from_tool.any()
+    assert (logps[~from_tool] < 0).all() and (logps[from_tool] == 0).all()
+    for messages, ids, marks in zip(
+        said, batch.completions.split(), batch.ragged("tool_output").split(), strict=True
+    ):
+        assert messages[0]["role"] == messages[-1]["role"] == "assistant"
+        shown = trainer._tokenizer.decode(ids[marks]).split()
+        assert shown.count("<tool>") == sum(message["role"] == "tool" for message in messages)
+        assert all(str(message["content"]) != "3" or "3" in shown for message in messages)
+    assert from_tool.any()
 
 
 def test_environments_are_kept_and_read_by_reward_functions():
