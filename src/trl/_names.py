@@ -94,6 +94,10 @@ NAMES: dict[str, Row] = {
     "trl.experimental.openenv": {"trl.rollouts.environments": "StepEnvironment",
         "trl.rollouts.rollout_func": "generate_rollout_completions"},
     "trl.experimental.openenv.utils": {"trl.rollouts.rollout_func": "generate_rollout_completions"},
+    "trl.experimental.diffusion_grpo": {
+        "trl.experimental.diffusion_grpo.diffusion_grpo_config": "DiffusionGRPOConfig",
+        "trl.experimental.diffusion_grpo.diffusion_grpo_trainer": "DiffusionGRPOTrainer",
+        "trl.models.diffusion.flow": "FlowPipeline"},
     "trl.experimental.gfpo": {"trl.experimental.gfpo.gfpo_config": "GFPOConfig",
         "trl.experimental.gfpo.gfpo_trainer": "GFPOTrainer"},
     "trl.experimental.grpo_with_replay_buffer": {

@@ -298,7 +298,11 @@ def test_trackers(tmp_path):
 def test_configs_as_plain_values():
     config = DDPOConfig(project_kwargs={"project_dir": "here"}, train_learning_rate="1e-4")  # type: ignore[arg-type]
     values = config.to_dict()
-    assert values["project_kwargs/project_dir"] == "here" and values["train_learning_rate"] == 1e-4
+    assert (
+        values["seed"] == 0
+        and values["project_kwargs/project_dir"] == "here"
+        and values["train_learning_rate"] == 1e-4
+    )
     assert json.loads(json.dumps(AlignPropConfig().to_dict()))["truncated_rand_backprop_minmax"] == [0, 50]
 
 

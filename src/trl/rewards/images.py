@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import io
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+
+from trl.rewards.functions import FunctionSource, accepted
+from trl.rewards.result import RewardInputs
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 CLIP = "openai/clip-vit-large-patch14"
@@ -97,15 +101,20 @@ def aesthetic_scorer(hub_model_id: str, model_filename: str) -> Callable[..., tu
     return aesthetic_score
 
 
-def jpeg_kilobytes(images: Any) -> list[float]:
-    """The size of each image as a JPEG of quality 95, in kB; `(B, 3, H, W)` in 0..1, or a list of images."""
+def as_picture(image: Tensor) -> Any:
+    """A `PIL.Image.Image` of an image `(3, H, W)` in 0..1."""
     from PIL import Image
 
+    pixels = (image.detach().float().clamp(0, 1) * 255).round().byte().permute(1, 2, 0)
+    return Image.fromarray(pixels.cpu().numpy())
+
+
+def jpeg_kilobytes(images: Any) -> list[float]:
+    """The size of each image as a JPEG of quality 95, in kB; `(B, 3, H, W)` in 0..1, or a list of images."""
     sizes = []
     for image in images:
-        pixels = (image.detach().float().clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu().numpy()
         buffer = io.BytesIO()
-        Image.fromarray(pixels).save(buffer, format="JPEG", quality=JPEG_QUALITY)
+        as_picture(image).save(buffer, format="JPEG", quality=JPEG_QUALITY)
         sizes.append(buffer.tell() / 1000)
     return sizes
 
@@ -125,3 +134,52 @@ def jpeg_incompressibility(
 ) -> tuple[list[float], dict[str, Any]]:
     """A reward function for images that do not compress: the size as JPEG in kB."""
     return jpeg_kilobytes(images), {}
+
+
+class ImageFunctionSource(FunctionSource):
+    """A reward function of images as a source: it is called with `images` `(B, 3, H, W)`, `prompts`, and the columns that it names.
+
+    A function of DDPO's form, which returns `(rewards, metadata)`, is one, too.
+    """
+
+    def score(self, inputs: RewardInputs) -> Any:
+        """What the function returns, without metadata."""
+        images = torch.stack(list(inputs.completions))
+        every = {**inputs.columns, "images": images, "prompts": tuple(inputs.prompts)}
+        found = self.function(
+            **accepted({"metadata": inputs.columns, "completions": images, **every}, self._parameters)
+        )
+        return _awaited(found) if inspect.isawaitable(found) else _rewards_of(found)
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Raise ValueError if the function needs an argument that there is not."""
+        super().check_columns({*columns, "images", "metadata"})
+
+
+def _rewards_of(found: Any) -> Any:
+    return found[0] if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict) else found
+
+
+async def _awaited(found: Awaitable[Any]) -> Any:
+    return _rewards_of(await found)
+
+
+def image_sources(reward_funcs: Any) -> list[Any]:
+    """Reward functions and image-scoring modules as sources; judges and sources as they are.
+
+    Raises: TypeError for anything else.
+    """
+    given = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+    found = []
+    for each in given:
+        if isinstance(each, nn.Module):
+            module = each
+            each = ImageFunctionSource(lambda images, own=module: own(images), name=type(module).__name__)
+        elif callable(each) and not hasattr(each, "check_columns") and not isinstance(each, type):
+            each = ImageFunctionSource(each)
+        elif isinstance(each, (str, type)):
+            raise TypeError(
+                f"reward_funcs holds {each!r}, expected functions, modules that score images, or judges."
+            )
+        found.append(each)
+    return found

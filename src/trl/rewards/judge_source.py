@@ -7,9 +7,12 @@ from itertools import combinations
 from numbers import Real
 from typing import Any
 
+from torch import Tensor
+
 from trl.options.checks import warn_caller, warn_unread
 from trl.reporting.win_rate import JudgeError, shares_of_first
 from trl.rewards.functions import resolve_judge
+from trl.rewards.images import as_picture
 from trl.rewards.judges import BaseBinaryJudge, BasePairwiseJudge, BaseRankJudge
 from trl.rewards.managed_judge import JUDGE_SETTINGS, ManagedJudge, managed
 from trl.rewards.ready_made import content_of
@@ -77,7 +80,10 @@ class JudgeSource:
 
         Raises: RewardError for invalid answers, and if a judge that compares gets a prompt with a single completion.
         """
-        texts = [content_of(completion) for completion in inputs.completions]
+        texts: Any = [  # or pictures
+            as_picture(completion) if isinstance(completion, Tensor) else content_of(completion)
+            for completion in inputs.completions
+        ]
         if not self.compares:
             gold = inputs.columns.get(self.gold_column or GOLD)
             more = {} if gold is None else {"gold_completions": [content_of(answer) for answer in gold]}

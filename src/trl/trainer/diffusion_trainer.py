@@ -108,6 +108,7 @@ class DiffusionTrainer:
         """Bring all modules to the device; those that are not trained to half precision where it is used."""
         half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.accelerator.mixed_precision)
         for module in [*frozen, self.policy.model]:
+            module.eval()
             trains = any(parameter.requires_grad for parameter in module.parameters())
             module.to(self.accelerator.device, **({} if trains or half is None else {"dtype": half}))
 

@@ -63,9 +63,9 @@ class DiffusionPolicy(Protocol):
         ...
 
     def step(
-        self, latents: Tensor, timesteps: Tensor, next_latents: Tensor, embeds: Any
+        self, latents: Tensor, timesteps: Tensor, next_latents: Tensor, embeds: Any, model: Any = None
     ) -> DDPOSchedulerOutput:
-        """A step's log-probability `(B,)` under the present weights, with gradient; `timesteps (B,)`."""
+        """A step's log-probability `(B,)` under the present weights (or another `model`'s), with gradient; `timesteps (B,)`."""
         ...
 
     def decode(self, latents: Tensor) -> Tensor:
@@ -178,11 +178,11 @@ class DDIMPolicy:
         return torch.cat([self.negative.expand_as(embeds), embeds]) if self.trains_guidance else embeds
 
     def step(
-        self, latents: Tensor, timesteps: Tensor, next_latents: Tensor, embeds: Any
+        self, latents: Tensor, timesteps: Tensor, next_latents: Tensor, embeds: Any, model: Any = None
     ) -> DDPOSchedulerOutput:
         """A DDIM step's log-probability."""
         guidance = self.guidance_scale if len(embeds) == 2 * len(latents) else None
-        output = predict_noise(self.pipeline.unet, latents, timesteps, embeds, guidance)
+        output = predict_noise(self.model if model is None else model, latents, timesteps, embeds, guidance)
         return self.pipeline.scheduler_step(
             output, timesteps, latents, eta=self.eta, prev_sample=next_latents
         )

@@ -1,0 +1,55 @@
+"""Configuration of GRPO for diffusion models."""
+
+from dataclasses import dataclass
+
+from trl.objectives.group_advantages import Scale
+from trl.options.diffusion import DiffusionOptions
+from trl.options.groups import documented, option, same
+from trl.options.methods import RewardFailure
+from trl.trainer.ddpo_config import PolicyGradientOptions
+
+
+@documented
+@dataclass
+class DiffusionGRPOConfig(PolicyGradientOptions):
+    """Configuration of `DiffusionGRPOTrainer`.
+
+    `sample_batch_size` must be a multiple of `num_generations` and of `train_batch_size`.
+
+    Example:
+        >>> from trl.experimental.diffusion_grpo import DiffusionGRPOConfig
+        >>> config = DiffusionGRPOConfig(sample_batch_size=16, num_generations=8, beta=0.01, mixed_precision="no")
+        >>> config.sample_num_steps
+        10
+    """
+
+    sample_num_steps: int = same(DiffusionOptions, "sample_num_steps", 10)
+    sample_batch_size: int = same(PolicyGradientOptions, "sample_batch_size", 8)
+    num_generations: int = option(8, "Images of each prompt, which are compared.", ">= 2")
+    beta: float = option(
+        0.0, "Weight of the KL divergence from the model before training, per denoising step."
+    )
+    scale_rewards: Scale = option(
+        "group", "Deviation that advantages are divided by: of the group, of the batch, or none."
+    )
+    reward_weights: list[float] | None = option(
+        None, "Weights of the reward functions. None: 1.", "(-inf, inf)"
+    )
+    reward_deadline: float | None = option(None, "Maximum seconds of a call of a reward function.", "> 0")
+    reward_failure: RewardFailure = option("error", "If a reward function fails: error, or skip its rows.")
+    noise_level: float = option(
+        0.7, "Noise of a flow model's stochastic equation; DDIM takes sample_eta.", "> 0"
+    )
+    resolution: int | None = option(
+        None, "Side of a flow model's images in pixels. None: the model's.", ">= 8"
+    )
+
+    def check(self) -> None:
+        """Raise on bad values."""
+        super().check()
+        if self.sample_batch_size % self.num_generations:
+            fitting = (self.sample_batch_size // self.num_generations + 1) * self.num_generations
+            raise ValueError(
+                f"sample_batch_size must be a multiple of num_generations, got {self.sample_batch_size} and {self.num_generations}. "
+                f"Set sample_batch_size to {fitting}, or change num_generations."
+            )

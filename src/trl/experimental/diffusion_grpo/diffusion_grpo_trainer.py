@@ -1,0 +1,228 @@
+"""GRPO for diffusion models, DDIM and rectified flows: advantages within groups of images of one prompt."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from trl.experimental.diffusion_grpo.diffusion_grpo_config import DiffusionGRPOConfig
+from trl.models.diffusion.ddim import DDPOSchedulerOutput
+from trl.models.diffusion.flow import FlowPipeline, FlowPolicy
+from trl.models.diffusion.policy import DDIMPolicy, DiffusionPolicy, generator_of
+from trl.models.diffusion.stable_diffusion import (
+    DDPOStableDiffusionPipeline,
+    DefaultDDPOStableDiffusionPipeline,
+)
+from trl.objectives.diffusion import gaussian_kl
+from trl.objectives.group_advantages import group_relative, reward_statistics
+from trl.rewards.images import image_sources
+from trl.rewards.result import RewardInputs, reward_metrics
+from trl.rewards.source import RewardSources
+from trl.rollouts.token_counts import BUCKETS, METRIC, token_ledger
+from trl.trainer.ddpo_trainer import DDPOTrainer, Images
+from trl.trainer.diffusion_trainer import DiffusionTrainer
+
+_CITATION = """@article{liu2025flowgrpo,
+    title   = {Flow-GRPO: Training Flow Matching Models via Online RL},
+    author  = {Liu, Jie and Liu, Gongye and Liang, Jiajun and Li, Yangguang and Liu, Jiaheng and Wang, Xintao and Wan, Pengfei and
+               Zhang, Di and Ouyang, Wanli},
+    journal = {arXiv preprint arXiv:2505.05470},
+    year    = {2025}
+}"""
+
+
+class DiffusionGRPOTrainer(DDPOTrainer):
+    """Trains a diffusion model by GRPO: `num_generations` images of a prompt are compared, and each denoising step is a token.
+
+    Args:
+        model: a `FlowPipeline` (Stable Diffusion 3, Flux), a `DDPOStableDiffusionPipeline`, a pipeline of diffusers (an adapter is
+            then trained), or its name or folder as one of these classes takes it.
+        reward_funcs: functions of `images` `(B, 3, H, W)` in 0..1, `prompts` and columns of the data set, plain or async, that return a
+            number or None for each image; modules that score images; judges, which are shown images in place of completions.
+            Functions of DDPO's form are accepted.
+        args: settings.
+        train_dataset: rows with a `prompt` (text); other columns are given to reward functions.
+        image_samples_hook: as in `DDPOTrainer`.
+
+    Example:
+        >>> trainer = DiffusionGRPOTrainer(FlowPipeline("model"), reward, config, dataset)  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    _name = "diffusion GRPO"
+    _tag_names: ClassVar[list[str]] = ["trl", "grpo", "diffusers", "reinforcement-learning", "text-to-image"]
+    _paper: ClassVar[dict[str, str]] = {
+        "title": "Flow-GRPO: Training Flow Matching Models via Online RL", "id": "2505.05470", "citation": _CITATION
+    }  # fmt: skip
+    _config_class: ClassVar[Any] = DiffusionGRPOConfig
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any,
+        args: DiffusionGRPOConfig | None = None,
+        train_dataset: Any = None,
+        image_samples_hook: Callable[[Any, Any, Any], Any] | None = None,
+    ) -> None:
+        config = DiffusionGRPOConfig() if args is None else args
+        self.rows = list(train_dataset or ())
+        if not self.rows or not all(isinstance(row.get("prompt"), str) for row in self.rows):
+            raise ValueError("train_dataset must have rows with a text as 'prompt'. Give at least one.")
+        self.rewards = RewardSources(
+            image_sources(reward_funcs),
+            weights=config.reward_weights,
+            deadline=config.reward_deadline,
+            on_failure=config.reward_failure,
+        )
+        self.rewards.check_columns(set(self.rows[0]) - {"prompt"})
+        self.rewards.check_groups(config.num_generations, rows=config.sample_batch_size)
+        for source in self.rewards.sources:
+            if hasattr(source, "group_size"):  # of a judge
+                source.group_size = config.num_generations  # type: ignore[attr-defined]
+        self._scoring, self._kls = threading.Lock(), list[Tensor]()
+        self._counts = dict.fromkeys(BUCKETS, 0)
+        DiffusionTrainer.__init__(self, config, lambda: make_policy(model, config), image_samples_hook)
+        self._reference = None
+        if config.beta and not getattr(self.policy.pipeline, "use_lora", False):
+            self._reference = copy.deepcopy(self.policy.model).requires_grad_(False)
+        self.set_up_steps()
+        self.resume()
+
+    # ---- rollouts
+
+    def draw_prompts(self, epoch: int, batch: int) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+        """Each row's prompt `num_generations` times; rows come in an order drawn anew for each pass over them."""
+        config, size = self.config, self.config.sample_batch_size
+        processes, index = self.accelerator.num_processes, self.accelerator.process_index
+        first = ((epoch * config.sample_num_batches_per_epoch + batch) * processes + index) * size
+        chosen = []
+        for group in range(first // config.num_generations, (first + size) // config.num_generations):
+            number, place = divmod(group, len(self.rows))
+            order = torch.randperm(len(self.rows), generator=generator_of(config.seed, number))
+            chosen += [self.rows[int(order[place])]] * config.num_generations
+        columns = tuple({name: value for name, value in row.items() if name != "prompt"} for row in chosen)
+        return tuple(row["prompt"] for row in chosen), columns
+
+    def compute_rewards(
+        self,
+        prompt_image_pairs: Sequence[tuple[Tensor, tuple[str, ...], tuple[Any, ...]]],
+        is_async: bool = False,
+    ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+        """Weighted sums `(B,)` of the rewards of batches, NaN for images without any, and the scores by source `(B, S)`."""
+        found = []
+        for images, prompts, rows in prompt_image_pairs:
+            names = rows[0] if rows else {}
+            columns = {name: [row[name] for row in rows] for name in names}
+            with self._scoring:  # also of several threads
+                result = self.rewards.score(RewardInputs(prompts, list(images), columns=columns))
+            found.append(
+                (result.rewards.to(self.accelerator.device), result.scores.to(self.accelerator.device))
+            )
+        rewards, scores = zip(*found, strict=True)
+        return rewards, scores
+
+    def advantages(self, images: Images, rewards: Tensor) -> Tensor:
+        """Rewards of a group's images less their mean, by `scale_rewards`; 0 for images without a reward."""
+        found = group_relative(rewards, self.config.num_generations, scale=self.config.scale_rewards)
+        self._count(found, rewards.isnan(), images.log_probs.shape[1])
+        return self._own(found).to(images.log_probs)
+
+    def _count(self, advantages: Tensor, unscored: Tensor, steps: int) -> None:
+        """Count the denoising steps of the images of all processes by what becomes of them."""
+        masked = torch.arange(steps, device=advantages.device) >= self.num_train_timesteps
+        claims = {
+            "reward_failed": unscored.repeat_interleave(steps),
+            "masked": masked.repeat(len(advantages)),
+        }
+        found = token_ledger(advantages.repeat_interleave(steps), claims).tolist()
+        self._counts = {
+            name: count + more for (name, count), more in zip(self._counts.items(), found, strict=True)
+        }
+
+    def reward_statistics(self, images: Images, rewards: Tensor) -> dict[str, Any]:
+        """`reward`, `reward_std`, `frac_reward_zero_std`, those of each source, and the denoising steps by what became of them."""
+        found = reward_statistics(rewards, self.config.num_generations, scale=self.config.scale_rewards)
+        scores: Any = self.accelerator.gather(torch.cat(images.reward_metadata))
+        counts = {
+            f"{METRIC}{name}": count for name, count in self._counts.items() if count or name == "trained"
+        }
+        means = {name: float(each.mean) for name, each in found.items()}
+        return means | reward_metrics(self.rewards.names, scores) | counts
+
+    # ---- the penalty
+
+    @contextlib.contextmanager
+    def reference(self) -> Iterator[Any]:
+        """The model before training: a frozen copy, or the model without its adapter."""
+        model = self.policy.model
+        if self._reference is not None:
+            yield self._reference
+            return
+        model.disable_adapters()
+        try:
+            yield model
+        finally:
+            model.enable_adapters()
+
+    def penalty(
+        self,
+        found: DDPOSchedulerOutput,
+        latents: Tensor,
+        timesteps: Tensor,
+        next_latents: Tensor,
+        embeds: Any,
+    ) -> Tensor | float:
+        """`beta` times the KL divergence of a step from the reference's."""
+        if not self.config.beta:
+            return 0.0
+        with torch.no_grad(), self.autocast(), self.reference() as model:
+            known = self.policy.step(latents, timesteps, next_latents, embeds, model)
+        if found.mean is None or found.std is None or known.mean is None:
+            raise ValueError(
+                "beta needs a pipeline whose scheduler_step returns the mean and std of a step. Set beta=0."
+            )
+        kl = gaussian_kl(found.mean, known.mean, found.std).mean()
+        self._kls.append(kl.detach())
+        return self.config.beta * kl
+
+    def loss_statistics(self) -> dict[str, float]:
+        """The mean `kl` of an optimiser step."""
+        kls, self._kls = self._kls, []
+        return {"kl": self._mean(kls)} if kls else {}
+
+    # ---- checkpoints
+
+    def carried(self) -> dict[str, Any]:
+        """The counts of denoising steps."""
+        return self._counts
+
+    def load_carried(self, state: dict[str, Any]) -> None:
+        """Restore `carried`."""
+        self._counts = {name: state[name] for name in BUCKETS}
+
+
+def make_policy(model: Any, config: DiffusionGRPOConfig) -> DiffusionPolicy:
+    """The policy of a model, by its kind. Raises TypeError for another kind of model."""
+    shared = {
+        "num_steps": config.sample_num_steps,
+        "guidance_scale": config.sample_guidance_scale,
+        "trains_guidance": config.train_cfg,
+        "negative_prompt": config.negative_prompts,
+    }
+    if hasattr(model, "transformer") and not isinstance(model, FlowPipeline):
+        model = FlowPipeline(model)
+    elif hasattr(model, "unet") and not isinstance(model, DDPOStableDiffusionPipeline):
+        model = DefaultDDPOStableDiffusionPipeline(model)
+    if isinstance(model, FlowPipeline):
+        return FlowPolicy(model, **shared, noise_level=config.noise_level, resolution=config.resolution)  # pyright: ignore[reportArgumentType]
+    if isinstance(model, DDPOStableDiffusionPipeline):
+        return DDIMPolicy(model, **shared, eta=config.sample_eta)  # pyright: ignore[reportArgumentType]
+    raise TypeError(
+        f"model must be a FlowPipeline, a DDPOStableDiffusionPipeline or a pipeline of diffusers, got {type(model).__name__}."
+    )

@@ -1,0 +1,184 @@
+"""GRPO for diffusion models, and rectified flows as policies."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny_diffusion import PROMPTS, tiny_flux, tiny_pipeline, tiny_sd3
+from tests.trainer.diffusion_runs import weights
+from trl.experimental.diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, FlowPipeline
+from trl.models.diffusion.flow import FlowPolicy, flow_step
+from trl.models.diffusion.policy import generator_of
+from trl.models.diffusion.stable_diffusion import DefaultDDPOStableDiffusionPipeline
+from trl.rewards import jpeg_compressibility
+from trl.rewards.judges import BasePairwiseJudge
+from trl.rewards.result import RewardError
+
+MODELS = {"ddim": tiny_pipeline, "sd3": tiny_sd3, "flux": tiny_flux}
+ROWS = [{"prompt": prompt, "target": number / 4} for number, prompt in enumerate(PROMPTS)]
+
+
+def streams(count):
+    return [generator_of(0, number) for number in range(count)]
+
+
+def near_target(images, target, **_):
+    return [-abs(float(image.mean()) - each) for image, each in zip(images, target, strict=True)]
+
+
+def wrapped(kind, *, lora=True, **more):
+    pipeline = MODELS[kind](**more)
+    return (DefaultDDPOStableDiffusionPipeline if kind == "ddim" else FlowPipeline)(pipeline, use_lora=lora)
+
+
+def make(kind="sd3", reward=near_target, *, lora=True, model=None, **settings):
+    config = {
+        "sample_num_steps": 4, "mixed_precision": "no", "save_freq": 0, "sample_guidance_scale": 2.0, "sample_batch_size": 4,
+        "sample_num_batches_per_epoch": 2, "num_generations": 4, "train_batch_size": 4, "train_learning_rate": 1e-3,
+        "resolution": None if kind == "ddim" else 64,
+    }  # fmt: skip
+    args = DiffusionGRPOConfig(**{**config, **settings})
+    return DiffusionGRPOTrainer(model or wrapped(kind, lora=lora), reward, args, ROWS)
+
+
+def test_a_step_of_the_stochastic_equation_by_hand():
+    x, v = torch.randn(2, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
+    sigma, after, level = 0.6, 0.4, 0.7
+    now, then = torch.full((2,), sigma, dtype=torch.float64), torch.full((2,), after, dtype=torch.float64)
+    found = flow_step(v, x, now, then, noise_level=level, first_sigma=0.9, generators=streams(2))
+    square, dt = level**2 * sigma / (1 - sigma), after - sigma
+    mean = x + (v + square / (2 * sigma) * (x + (1 - sigma) * v)) * dt
+    torch.testing.assert_close(found.mean, mean, rtol=1e-12, atol=1e-12)
+    expected = torch.distributions.Normal(mean, (square * -dt) ** 0.5).log_prob(found.latents).mean(dim=1)
+    torch.testing.assert_close(found.log_probs, expected, rtol=1e-12, atol=1e-12)
+    plain = flow_step(v, x, now, then, noise_level=0.0, first_sigma=0.9)
+    torch.testing.assert_close(plain.latents, x + v * dt, rtol=1e-12, atol=1e-12)
+    first = flow_step(v, x, torch.ones(2), now, noise_level=level, first_sigma=0.9)
+    assert first.std.flatten().tolist() == pytest.approx([level * (1 / 0.1 * 0.4) ** 0.5] * 2)
+
+
+@pytest.mark.parametrize("kind", ["sd3", "flux"])
+def test_without_noise_a_flow_is_that_of_diffusers(kind):
+    pipeline = MODELS[kind]()
+    policy = FlowPolicy(
+        FlowPipeline(pipeline), num_steps=4, noise_level=1e-12, guidance_scale=3.0, resolution=64
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    images = policy.sample(policy.embed(PROMPTS[:2]), streams(2)).images
+    given = {"num_inference_steps": 4, "guidance_scale": 3.0, "height": 64, "width": 64, "output_type": "pt"}
+    theirs = pipeline(PROMPTS[:2], generator=streams(2), **given).images
+    torch.testing.assert_close(images, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("settings", [{}, {"train_cfg": False}])
+def test_the_first_optimiser_step_has_ratio_one(kind, settings):
+    trainer = make(kind, train_gradient_accumulation_steps=2, train_num_inner_epochs=2, **settings)
+    start = weights(trainer)
+    trainer.train(1)
+    rewards, first, second = trainer.log_history
+    assert first["clipfrac"] == 0 and first["approx_kl"] < 1e-12 and second["approx_kl"] > 0
+    assert rewards["tokens/trained"] == 2 * 4 * 4 and rewards["rewards/near_target/mean"] == pytest.approx(
+        rewards["reward"]
+    )
+    assert any(not torch.equal(value, start[name]) for name, value in weights(trainer).items())
+
+
+@pytest.mark.parametrize(("kind", "lora"), [("ddim", True), ("sd3", True), ("sd3", False)])
+def test_the_penalty_is_the_divergence_from_the_model_before_training(kind, lora):
+    trainer = make(kind, lora=lora, beta=0.1, train_learning_rate=1e-2)
+    trainer.train(1)
+    _, first, second = trainer.log_history
+    assert first["kl"] == pytest.approx(0, abs=1e-12) and second["kl"] > 0
+    images = trainer.sample_images(1)
+    embeds = trainer.policy.training_embeds(tuple(each[:1] for each in images.conditions))
+    given = (images.latents[:1, 1], images.timesteps[:1, 1], images.latents[:1, 2], embeds)
+    found = trainer.policy.step(*given)
+    with trainer.reference() as model:
+        known = trainer.policy.step(*given, model)
+    expected = ((found.mean - known.mean) ** 2 / (2 * found.std**2)).mean()
+    assert trainer.penalty(found, *given).item() == pytest.approx(0.1 * expected.item(), rel=1e-5)
+    assert trainer.policy.step(*given).log_probs == found.log_probs
+
+
+def test_weights_do_not_depend_on_the_split():
+    found = []
+    for own in (
+        {"train_gradient_accumulation_steps": 2},
+        {"sample_batch_size": 8, "sample_num_batches_per_epoch": 1, "train_batch_size": 2, "train_gradient_accumulation_steps": 4},
+    ):  # fmt: skip
+        trainer = make(model=wrapped("sd3", dtype=torch.float64), beta=0.1, **own)
+        trainer.train(1)
+        found.append(weights(trainer))
+    for name, value in found[0].items():
+        torch.testing.assert_close(value, found[1][name], rtol=1e-10, atol=1e-10)
+
+
+def test_resuming_is_bit_exact(tmp_path):
+    settings = {"project_kwargs": {"project_dir": str(tmp_path)}, "save_freq": 1, "beta": 0.1}
+    whole = make(**settings)
+    whole.train(3)
+    resumed = make(**settings, resume_from=str(tmp_path / "checkpoints" / "checkpoint_1"))
+    resumed.train(3)
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(resumed).items())
+    assert resumed.log_history == whole.log_history[-3:]
+    whole.save_pretrained(tmp_path / "model")
+    assert (tmp_path / "model" / "pytorch_lora_weights.safetensors").exists()
+
+
+def test_sources_and_images_without_a_reward():
+    """An async function, one of DDPO's form, a judge of images, and a function without an opinion on a group."""
+
+    class Brighter(BasePairwiseJudge):
+        def judge(self, prompts, completions, shuffle_order=True):
+            return [int(np.mean(second) > np.mean(first)) for first, second in completions]
+
+    async def slow(images, **_):
+        return [float(value) for value in images.mean(dim=(1, 2, 3))]
+
+    def silent(prompts, **_):
+        return [None if prompt == PROMPTS[0] else 1.0 for prompt in prompts]
+
+    trainer = make(
+        reward=[slow, jpeg_compressibility, Brighter(), silent],
+        reward_weights=[1.0, 0.1, 1.0, 1.0],
+        async_reward_computation=True,
+    )
+    trainer.train(1)
+    entry = trainer.log_history[0]
+    assert {"rewards/slow/mean", "rewards/jpeg_compressibility/mean", "rewards/Brighter/mean"} <= set(entry)
+    assert entry["rewards/Brighter/mean"] == pytest.approx(0.5)
+    alone = make(reward=silent)
+    start = weights(alone)
+    alone.train(2)  # every prompt once
+    counts = alone.log_history[-3]
+    assert counts["tokens/reward_failed"] == 4 * 4 and counts["tokens/zero_advantage"] == 3 * 4 * 4
+    assert counts["frac_reward_zero_std"] == 1 and np.isfinite(counts["reward"])
+    for name, value in weights(alone).items():  # AdamW's decay of 1e-4 alone, of the weights that are not 0
+        torch.testing.assert_close(value, start[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("reward", "settings", "error", "message"), [
+    (near_target, {"num_generations": 3}, ValueError, "sample_batch_size to 6"),
+    (near_target, {"sample_num_steps": 1}, ValueError, "sample_num_steps >= 2"),
+    (near_target, {"noise_level": 0.0}, ValueError, "noise_level"),
+    ("a-model", {}, TypeError, "reward_funcs"),
+    (lambda images, colour: [], {}, ValueError, "colour"),
+    (near_target, {"model": torch.nn.Linear(1, 1)}, TypeError, "FlowPipeline"),
+])  # fmt: skip
+def test_refused(reward, settings, error, message):
+    with pytest.raises(error, match=message):
+        make(reward=reward, **settings)
+
+
+def test_a_failing_reward_is_an_error_or_skipped():
+    def broken(images, **_):
+        raise OSError("no network")
+
+    with pytest.raises(RewardError, match="no network"):
+        make(reward=broken).train(1)
+    trainer = make(reward=broken, reward_failure="skip")
+    trainer.train(1)
+    assert trainer.log_history[0]["tokens/reward_failed"] == 32
+    with pytest.raises(ValueError, match="prompt"):
+        DiffusionGRPOTrainer(wrapped("sd3"), near_target, DiffusionGRPOConfig(), [{"text": "a"}])
