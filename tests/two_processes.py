@@ -1,138 +1,165 @@
-"""Programs in two processes over gloo: in one pool that all tests share, or in processes of their own.
+"""Programs in forks of one process that has imported the libraries: in two over gloo, or in one.
 
-The pool starts once in a test run. As a program, this module is one of its processes: it reads jobs `[MODULE, ARGUMENT...]`
-line by line, runs each as `python -m MODULE ARGUMENT...`, and answers with the error's traceback or nothing.
+That process starts with the first program of a test run. As a program, this module is it: it reads jobs line by line, runs each
+as `python -m MODULE ARGUMENT...` in its forks, and answers with their exit statuses and what they wrote.
 """
 
 import atexit
 import gc
+import importlib.util
 import json
 import os
-import queue
 import runpy
+import select
+import signal
 import subprocess
 import sys
-import threading
+import tempfile
+import time
 import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-STARTED: list[tuple[subprocess.Popen, queue.Queue]] = []
+TAIL = 4000  # characters of what a process wrote
+STARTED: list[subprocess.Popen] = []
 
 
-def launch(module: str, *arguments: str, timeout: int = 400, own: bool = False) -> None:
-    """Run `python -m module` in two processes over gloo; the test fails with their errors.
-
-    Those of the pool, unless the program needs its `own`: one that changes the libraries for good or keeps groups open.
-    """
-    if own:
-        return launch_own(module, *arguments, timeout=timeout)
-    if any(process.poll() is not None for process, _ in STARTED):
-        stop_pool()
-    if not STARTED:
-        start_pool()
-    for process, _ in STARTED:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps([module, *arguments]) + "\n")
-        process.stdin.flush()
-    try:
-        errors = [json.loads(answers.get(timeout=timeout)) for _, answers in STARTED]
-    except (queue.Empty, json.JSONDecodeError):
-        errors = [f"a process ended, or gave no answer for {timeout} s"]
-    if any(errors):
-        stop_pool()  # the other process may wait for this one
-        pytest.fail(f"{module} {arguments}: " + "\n".join(error[-4000:] for error in errors if error))
-    return None
-
-
-def launch_own(module: str, *arguments: str, timeout: int) -> None:
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-        "-m", "tests.two_processes", module, *arguments,
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    started = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        _, errors = started.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        started.terminate()  # torchrun ends its processes with it; killed, it would leave them behind
-        _, errors = started.communicate()
-        pytest.fail(f"{module} {arguments} took over {timeout} s:\n{errors[-4000:]}")
-    assert started.returncode == 0, errors[-4000:]
-
-
-def start_pool() -> None:
+def launch(module: str, *arguments: str, timeout: int = 400) -> None:
+    """Run `python -m module` in two processes over gloo; the test fails with their errors."""
     from accelerate.utils.other import get_free_port
 
-    shared = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(get_free_port()),
-        "WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-    }
-    for rank in ("0", "1"):
-        process = subprocess.Popen(
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}  # fmt: skip
+    ranks = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+    statuses, written = run(module, arguments, ranks, timeout)
+    assert statuses == [0, 0], f"{module} {arguments} ended with {statuses}:\n{written}"
+
+
+def ending(module: str, *arguments: str, timeout: int = 400) -> tuple[int, str]:
+    """The exit status of `python -m module` in a process, as `subprocess` counts it, and what it wrote."""
+    (status,), written = run(module, arguments, [{}], timeout)
+    return status, written
+
+
+def run(
+    module: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], timeout: int
+) -> tuple[list[int], str]:
+    """Exit statuses of processes that run a module at once, each with additions to the environment, and what they wrote.
+
+    If one fails, the others are killed.
+    """
+    if not STARTED or STARTED[0].poll() is not None:
+        start()
+    process = STARTED[0]
+    assert process.stdin is not None and process.stdout is not None
+    every = [{**os.environ, "OMP_NUM_THREADS": "1", **own} for own in environments]
+    process.stdin.write(json.dumps([module, arguments, every]) + "\n")
+    process.stdin.flush()
+    readable, _, _ = select.select([process.stdout], [], [], timeout)
+    line = process.stdout.readline() if readable else ""
+    if not line:
+        stop()
+        pytest.fail(f"{module} {arguments} gave no answer for {timeout} s")
+    statuses, written = json.loads(line)
+    return statuses, written
+
+
+def start() -> None:
+    STARTED[:] = [
+        subprocess.Popen(
             [sys.executable, "-m", "tests.two_processes"], cwd=ROOT, text=True, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            env={**os.environ, **shared, "RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"},
-        )  # fmt: skip
-        answers: queue.Queue[str] = queue.Queue()
-
-        def read(process: subprocess.Popen = process, answers: queue.Queue = answers) -> None:
-            for line in process.stdout or ():
-                answers.put(line)
-            answers.put("")
-
-        threading.Thread(target=read, daemon=True).start()
-        STARTED.append((process, answers))
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+        )
+    ]  # fmt: skip
 
 
 @atexit.register
-def stop_pool() -> None:
-    for process, _ in STARTED:
-        process.kill()
+def stop() -> None:
+    for process in STARTED:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     STARTED.clear()
 
 
+# ---- in that process
+
+
 def work() -> None:
-    """Run the jobs of the pool in this process."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what programs print
-    import torch
-    from accelerate.state import AcceleratorState, GradientState
-
-    environment = dict(os.environ)
-    torch.distributed.destroy_process_group = lambda group=None: None  # the group is that of the pool
+    import_libraries()
+    gc.collect()
+    gc.freeze()  # what was imported is neither collected nor copied
     for line in sys.stdin:
-        module, *sys.argv[1:] = json.loads(line)
-        error = ""
-        try:
-            torch.manual_seed(0)
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
-        except BaseException:
-            error = traceback.format_exc()
-        gc.collect()
-        gc.freeze()  # as in conftest.py: what was imported is not collected again
-        os.environ.clear()
-        os.environ.update(environment)
-        AcceleratorState._reset_state()
-        GradientState._reset_state()
-        answers.write(json.dumps(error) + "\n")
+        answers.write(json.dumps(in_forks(*json.loads(line))) + "\n")
         answers.flush()
 
 
+def import_libraries() -> None:
+    """What most programs need. Threads would not survive a fork, so nothing is computed."""
+    import torch.distributed.fsdp
+
+    import tests.contracts.methods  # noqa: F401
+    from tests.tiny import tiny_model
+
+    for architecture in ("gpt2", "llama"):
+        tiny_model(architecture)
+    if importlib.util.find_spec("deepspeed") is not None:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        importlib.import_module("deepspeed")
+
+
+def in_forks(
+    module: str, arguments: list[str], environments: list[dict[str, str]]
+) -> tuple[list[int], str]:
+    files = [tempfile.TemporaryFile("w+") for _ in environments]
+    running = {
+        fork(module, arguments, environment, file): rank
+        for rank, (environment, file) in enumerate(zip(environments, files, strict=True))
+    }
+    statuses = [0] * len(files)
+    while running:
+        child, status = os.wait()
+        rank = running.pop(child)
+        statuses[rank] = os.waitstatus_to_exitcode(status)
+        if statuses[rank] and running:
+            time.sleep(1)  # the others write their errors
+            for other in running:
+                os.kill(other, signal.SIGKILL)
+    return statuses, "\n".join(read(file)[-TAIL:] for file in files)
+
+
+def read(file) -> str:
+    with file:
+        file.seek(0)
+        return file.read()
+
+
+def fork(module: str, arguments: list[str], environment: dict[str, str], file) -> int:
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv[1:] = arguments
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Threads of torch and gloo that still wait when the interpreter exits abort it now and then on a busy machine
+        # ("terminate called without an active exception"), after all work is done.
+        os._exit(status)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        del sys.argv[0]
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    else:
-        work()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Threads of torch and gloo that still wait when the interpreter exits abort it now and then on a busy machine
-    # ("terminate called without an active exception"), after all work is done.
-    os._exit(0)
+    work()

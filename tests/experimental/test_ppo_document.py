@@ -180,7 +180,7 @@ def test_sharded_runs_equal_that_of_one_process(how, tmp_path):
     """Three optimiser steps over two batches of rollouts, with a function and a reward model, on two processes."""
     if how != "fsdp2" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
-    launch("tests.experimental.ppo_sharded", str(tmp_path), how, own=True)
+    launch("tests.experimental.ppo_sharded", str(tmp_path), how)
     single, _ = run_with_models(**SETTINGS)
     expected = single.model.policy.state_dict()
     found = load_file(tmp_path / "model.safetensors")

@@ -25,7 +25,7 @@ def test_sharded_generation(how, whole, tmp_path):
     """Also that weights are gathered once per phase: see `sharded_worker`."""
     if how != "fsdp2" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
-    launch("tests.generation.sharded_worker", str(tmp_path), how, own=True)
+    launch("tests.generation.sharded_worker", str(tmp_path), how)
     (few, more), weights = whole
     for process in (0, 1):
         found = torch.load(tmp_path / f"process_{process}.pt")

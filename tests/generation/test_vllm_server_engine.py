@@ -84,7 +84,7 @@ def test_two_processes_with_tools_share_one_server(tmp_path, group_port):
     """They ask together, one of them now and then for nothing; all equals one process without a server."""
     stand_in = zeroed("tools")
     with serving(stand_in) as url:
-        launch("tests.generation.served_runs", str(tmp_path), "tools", url, str(group_port), own=True)
+        launch("tests.generation.served_runs", str(tmp_path), "tools", url, str(group_port))
     found = torch.load(tmp_path / "found_0.pt")
     expected = found_of("tools")[1]
     assert_same(found, expected, 1e-6)
@@ -104,7 +104,7 @@ def test_sharded_weights_are_gathered_and_sent(how, tmp_path, group_port):
         pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
     stand_in = zeroed("sharded")
     with serving(stand_in) as url:
-        launch("tests.generation.served_runs", str(tmp_path), how, url, str(group_port), own=True)
+        launch("tests.generation.served_runs", str(tmp_path), how, url, str(group_port))
     assert stand_in.calls.count("load") == 3
     trainer, expected = found_of("sharded")
     found = torch.load(tmp_path / "found_0.pt")

@@ -118,7 +118,7 @@ def test_sharded_weights_are_gathered_by_parts(how, tmp_path, monkeypatch):
         start_new_session=True,
     )
     try:
-        launch(worker, str(tmp_path), how, *ports, timeout=300, own=True)
+        launch(worker, str(tmp_path), how, *ports, timeout=300)
         assert server.wait(20) == 0
         sent = [(tmp_path / f"{name}.txt").read_text() for name in ("dies", "dies_again")]
         assert sent[0] == sent[1]

@@ -375,7 +375,7 @@ def whole(tmp_path_factory):
 def test_sharded_references(how, whole, tmp_path):
     if how == "zero3" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
-    launch("tests.models.reference_worker", str(tmp_path), how, own=True)
+    launch("tests.models.reference_worker", str(tmp_path), how)
     seen, (expected, adapter) = torch.load(tmp_path / "seen.pt"), whole
     assert seen.keys() == expected.keys()
     for name, value in expected.items():

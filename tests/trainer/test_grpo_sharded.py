@@ -24,7 +24,7 @@ def test_sharded_runs_equal_that_of_one_process_and_go_on_within_a_window(how, t
     """
     if how != "fsdp2" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
-    launch("tests.trainer.grpo_sharded", str(tmp_path), how, *OF_GRPO, own=True)
+    launch("tests.trainer.grpo_sharded", str(tmp_path), how, *OF_GRPO)
     singles = {name: finished(name, models_of(name), str(tmp_path / "single")) for name in ("whole", "tools")}
     assert singles["whole"][1] == {"generate": 2, "nothing": 0, "score_rollout": 4, "load_rollout_batch": 0}
     assert singles["tools"][1] == {"generate": 4, "nothing": 0, "score_rollout": 2, "load_rollout_batch": 0}
@@ -48,7 +48,7 @@ def test_sharded_distillation_equals_that_of_one_process(how, tmp_path):
     """Teachers: another model, an average of the student (SDFT) and the student itself (SDPO), sharded like it."""
     if how != "fsdp2" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
-    launch("tests.trainer.grpo_sharded", str(tmp_path), how, *OF_TEACHERS, own=True)
+    launch("tests.trainer.grpo_sharded", str(tmp_path), how, *OF_TEACHERS)
     for name in OF_TEACHERS:
         single, _ = finished(name, models_of(name), str(tmp_path / "single"))
         assert_same_end(tmp_path / name, single, policy_of(name).state_dict())

@@ -61,7 +61,7 @@ def test_sharded_steps_equal_those_of_one_process(one_process, tmp_path, how):
     expected = one_process
     if how != "fsdp2" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
-    launch("tests.trainer.ppo_sharded", str(tmp_path), how, timeout=200, own=True)
+    launch("tests.trainer.ppo_sharded", str(tmp_path), how, timeout=200)
     found = torch.load(tmp_path / how, weights_only=False)
     assert found["before"] == expected["before"][:2]
     assert found["after"] == expected["after"][:2]

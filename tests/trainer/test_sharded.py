@@ -20,7 +20,7 @@ LOGGED = {"loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "
 def test_three_steps_equal_those_of_one_process(how, tmp_path):
     if how == "zero3" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
-    launch("tests.trainer.sharded_worker", str(tmp_path), how, own=True)
+    launch("tests.trainer.sharded_worker", str(tmp_path), how)
 
     for method, batch_size in {**dict.fromkeys(METHODS, 4), "kto": 8}.items():
         single = three_steps(method, models_of(method), per_device_train_batch_size=batch_size)
