@@ -18,50 +18,57 @@ import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import IO, NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENT = dict(os.environ)  # without what a test sets
 TAIL = 4000  # characters of what a process wrote
 STARTED: list[subprocess.Popen] = []
 
 
-def launch(module: str, *arguments: str, timeout: int = 400) -> None:
-    """Run `python -m module` in two processes over gloo; the test fails with their errors."""
+class Program(NamedTuple):
+    """What a process runs: `python -m module`, with additions to the environment."""
+
+    module: str
+    arguments: Sequence[str]
+    environment: Mapping[str, str] = {}
+
+
+def launch(module: str, *arguments: str, timeout: int = 400, beside: Sequence[Program] = ()) -> None:
+    """Run `python -m module` in two processes over gloo, and what runs `beside` them; the test fails with their errors."""
     from accelerate.utils.other import get_free_port
 
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}  # fmt: skip
-    ranks = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
-    statuses, written = run(module, arguments, ranks, timeout)
-    assert statuses == [0, 0], f"{module} {arguments} ended with {statuses}:\n{written}"
+    ranks = [Program(module, arguments, {**shared, "RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "1")]
+    statuses, written = run([*beside, *ranks], timeout)
+    assert not any(statuses), f"{module} {arguments} ended with {statuses}:\n{written}"
 
 
 def ending(module: str, *arguments: str, timeout: int = 400) -> tuple[int, str]:
     """The exit status of `python -m module` in a process, as `subprocess` counts it, and what it wrote."""
-    (status,), written = run(module, arguments, [{}], timeout)
+    (status,), written = run([Program(module, arguments)], timeout)
     return status, written
 
 
-def run(
-    module: str, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], timeout: int
-) -> tuple[list[int], str]:
-    """Exit statuses of processes that run a module at once, each with additions to the environment, and what they wrote.
-
-    If one fails, the others are killed.
-    """
+def run(programs: Sequence[Program], timeout: int) -> tuple[list[int], str]:
+    """Exit statuses of programs that run at once, and what they wrote. If one fails, the others are killed."""
     if not STARTED or STARTED[0].poll() is not None:
         start()
     process = STARTED[0]
     assert process.stdin is not None and process.stdout is not None
-    every = [{**os.environ, "OMP_NUM_THREADS": "1", **own} for own in environments]
-    process.stdin.write(json.dumps([module, arguments, every]) + "\n")
+    base = {**os.environ, "OMP_NUM_THREADS": "1"}
+    jobs = [(each.module, each.arguments, {**base, **each.environment}) for each in programs]
+    process.stdin.write(json.dumps(jobs) + "\n")
     process.stdin.flush()
     readable, _, _ = select.select([process.stdout], [], [], timeout)
     line = process.stdout.readline() if readable else ""
     if not line:
         stop()
-        pytest.fail(f"{module} {arguments} gave no answer for {timeout} s")
+        pytest.fail(f"{programs} gave no answer for {timeout} s")
     statuses, written = json.loads(line)
     return statuses, written
 
@@ -69,7 +76,7 @@ def run(
 def start() -> None:
     STARTED[:] = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.two_processes"], cwd=ROOT, text=True, stdin=subprocess.PIPE,
+            [sys.executable, "-m", "tests.two_processes"], cwd=ROOT, env=ENVIRONMENT, text=True, stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
         )
     ]  # fmt: skip
@@ -93,15 +100,14 @@ def work() -> None:
     gc.collect()
     gc.freeze()  # what was imported is neither collected nor copied
     for line in sys.stdin:
-        answers.write(json.dumps(in_forks(*json.loads(line))) + "\n")
+        answers.write(json.dumps(in_forks(json.loads(line))) + "\n")
         answers.flush()
 
 
 def import_libraries() -> None:
     """What most programs need. Threads would not survive a fork, so nothing is computed."""
-    import torch.distributed.fsdp
-
-    import tests.contracts.methods  # noqa: F401
+    for module in ("torch.distributed.fsdp", "tests.contracts.methods"):
+        importlib.import_module(module)
     from tests.tiny import tiny_model
 
     for architecture in ("gpt2", "llama"):
@@ -111,33 +117,25 @@ def import_libraries() -> None:
         importlib.import_module("deepspeed")
 
 
-def in_forks(
-    module: str, arguments: list[str], environments: list[dict[str, str]]
-) -> tuple[list[int], str]:
-    files = [tempfile.TemporaryFile("w+") for _ in environments]
-    running = {
-        fork(module, arguments, environment, file): rank
-        for rank, (environment, file) in enumerate(zip(environments, files, strict=True))
-    }
-    statuses = [0] * len(files)
-    while running:
-        child, status = os.wait()
-        rank = running.pop(child)
-        statuses[rank] = os.waitstatus_to_exitcode(status)
-        if statuses[rank] and running:
-            time.sleep(1)  # the others write their errors
-            for other in running:
-                os.kill(other, signal.SIGKILL)
-    return statuses, "\n".join(read(file)[-TAIL:] for file in files)
+def in_forks(jobs: list[tuple[str, list[str], dict[str, str]]]) -> tuple[list[int], str]:
+    with ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in jobs]
+        running = {fork(*job, file): place for place, (job, file) in enumerate(zip(jobs, files, strict=True))}
+        statuses = [0] * len(jobs)
+        while running:
+            child, status = os.wait()
+            place = running.pop(child)
+            statuses[place] = os.waitstatus_to_exitcode(status)
+            if statuses[place] and running:
+                time.sleep(1)  # the others write their errors
+                for other in running:
+                    os.kill(other, signal.SIGKILL)
+        for file in files:
+            file.seek(0)
+        return statuses, "\n".join(file.read()[-TAIL:] for file in files)
 
 
-def read(file) -> str:
-    with file:
-        file.seek(0)
-        return file.read()
-
-
-def fork(module: str, arguments: list[str], environment: dict[str, str], file) -> int:
+def fork(module: str, arguments: list[str], environment: dict[str, str], file: IO[str]) -> int:
     child = os.fork()
     if child:
         return child

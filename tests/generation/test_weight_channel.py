@@ -2,8 +2,6 @@
 
 import ast
 import socket
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 
 from tests.generation.channel_runs import ran
+from tests.two_processes import ending
 from trl.generation.serving.weight_channel import WeightChannel
 
 
@@ -22,13 +21,12 @@ def free_port():
 @pytest.mark.distributed
 def test_a_sender_and_two_receivers():
     ports = [free_port(), free_port()]
-    command = [sys.executable, "-m", "tests.generation.channel_runs", "2", *map(str, ports)]
-    other = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with ThreadPoolExecutor() as ranks:  # ranks 0 and 1 here, rank 2 there, where it dies with its process
+        other = ranks.submit(ending, "tests.generation.channel_runs", "2", *map(str, ports))
         sender, receiver = ranks.map(lambda rank: ran(rank, ports), range(2))
-    out, log = other.communicate(timeout=60)
-    assert other.returncode == 0, log
-    died = ast.literal_eval(out)
+        status, written = other.result()
+    assert status == 0, written
+    died = ast.literal_eval(written)
     assert not torch.distributed.is_initialized()
     for same_first, same_second, silent, closed in (receiver[:4], died):
         assert same_first and same_second

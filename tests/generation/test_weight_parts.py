@@ -2,12 +2,7 @@
 
 import importlib.util
 import json
-import os
-import shlex
-import signal
 import socket
-import subprocess
-import sys
 import weakref
 
 import pytest
@@ -16,8 +11,7 @@ from peft import LoraConfig, get_peft_model
 
 from tests.generation.weight_parts_worker import KINDS, checkpoint_weights, policy_of
 from tests.tiny import tiny_model
-from tests.trainer.one_step import ROOT
-from tests.two_processes import launch
+from tests.two_processes import Program, launch
 from trl.generation.serving.connection import VARIABLE
 from trl.generation.vllm import weights as weight_parts
 from trl.generation.vllm.weights import WeightParts
@@ -107,24 +101,10 @@ def test_sharded_weights_are_gathered_by_parts(how, tmp_path, monkeypatch):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             ports.append(str(listener.getsockname()[1]))
     worker = "tests.generation.weight_parts_worker"
-    own = [
-        shlex.join([sys.executable, "-m", worker, str(tmp_path), name, *ports])
-        for name in ("dies", "dies_again")
-    ]
-    server = subprocess.Popen(
-        ["sh", "-c", "; ".join(own)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
-    try:
-        launch(worker, str(tmp_path), how, *ports, timeout=300)
-        assert server.wait(20) == 0
-        sent = [(tmp_path / f"{name}.txt").read_text() for name in ("dies", "dies_again")]
-        assert sent[0] == sent[1]
-    finally:
-        if server.poll() is None:
-            os.killpg(server.pid, signal.SIGKILL)
+    servers = Program(worker, (str(tmp_path), "servers", *ports))
+    launch(worker, str(tmp_path), how, *ports, timeout=300, beside=[servers])
+    sent = [(tmp_path / f"{name}.txt").read_text() for name in ("dies", "dies_again")]
+    assert sent[0] == sent[1]
     for process in (0, 1):
         found = json.loads((tmp_path / f"found_{process}.json").read_text())
         death = found.pop("death")

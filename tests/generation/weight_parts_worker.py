@@ -1,7 +1,7 @@
 """Sharded weights that two processes gather by parts: `torchrun ... -m tests.generation.weight_parts_worker FOLDER HOW PORT GROUP_PORT`.
 
-HOW: `fsdp2`, `zero3`; or, in one process, `dies` (and `dies_again`, for another one in its place): a server that ends amid the
-weights that it is sent second.
+HOW: `fsdp2`, `zero3`; or, in one process, `servers`: one that ends amid the weights that it is sent second, and another one in
+its place.
 """
 
 import hashlib
@@ -174,7 +174,7 @@ def sends_to_one_that_dies(wrapped, port, group_port):
     return {"error": None}
 
 
-def serve_and_die(folder, how, port):
+def serve_and_die(folder, name, port):
     """A server that writes down which weights it received, and ends without a word amid those that come second."""
     from tests.generation.stand_in import TOKEN, StandIn
     from trl.generation.serving.app import GenerationServer
@@ -189,7 +189,7 @@ def serve_and_die(folder, how, port):
                 digest = hashlib.sha256()
                 for each, tensor in zip(weights, received, strict=True):
                     digest.update(each.name.encode() + tensor.numpy().tobytes())
-                Path(folder, f"{how}.txt").write_text(digest.hexdigest())
+                Path(folder, f"{name}.txt").write_text(digest.hexdigest())
                 self.received.append({each.name for each in weights})
                 return
             for _ in range(len(entries) // 3):
@@ -203,8 +203,11 @@ def main(folder: str, how: str, port: str, group_port: str) -> None:
     if how == "zero3":
         use_deepspeed_on_cpu()
     torch.set_num_threads(1)
-    if how.startswith("dies"):
-        serve_and_die(folder, how, port)
+    if how == "servers":
+        for name in ("dies", "dies_again"):
+            if (child := os.fork()) == 0:
+                serve_and_die(folder, name, port)
+            assert os.waitpid(child, 0)[1] == 0
         return
     dist.init_process_group("gloo")
     found, wrapped = {}, None

@@ -1,6 +1,6 @@
-"""A step-level loop of PPO that kills itself with SIGKILL where it is told to: `python -m tests.trainer.ppo_killed JOBS`.
+"""A step-level loop of PPO that kills itself with SIGKILL where it is told to: `python -m tests.trainer.ppo_killed OUT KILL`.
 
-JOBS: `[[OUT, KILL], ...]`, as in `tests.trainer.resume_worker`. KILL: `generate:N`, `reward:N`, `score:N` within the N-th call of
+KILL: `generate:N`, `reward:N`, `score:N` within the N-th call of
 the process, `micro:N` before the N-th minibatch, `write:N` within the N-th file of a state, `rename:N` behind the N-th renaming.
 The loop saves its state after every second step, and goes on from it.
 """
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tests.models.test_step_state import new_trainer
-from tests.trainer.resume_worker import digest, in_a_process, kill_while_writing, kill_within
+from tests.trainer.resume_worker import digest, kill_while_writing, kill_within
 from trl.models import step_state
 
 STEPS, EVERY = 7, 2
@@ -76,4 +76,4 @@ def one_step(trainer, batch, user, log) -> None:
 
 
 if __name__ == "__main__":
-    print("ended", json.dumps([in_a_process(job, main) for job in json.loads(sys.argv[1])]))
+    main(*sys.argv[1:])

@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+import datasets.config
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
@@ -92,6 +93,7 @@ class Counted:
 
 def main(out: str, batch_size: str) -> None:
     torch.set_num_threads(1)
+    datasets.config.HF_DATASETS_CACHE = str(Path(out, "cache"))
     accelerator = Accelerator(cpu=True)
     counted = Counted()
     found = [

@@ -1,22 +1,18 @@
 """Trains a tiny model, kills itself with SIGKILL where it is told to, and writes what the run ended in.
 
-`python -m tests.trainer.resume_worker JOBS` runs each job of a JSON list `[[OUT, KIND, KILL], ...]` in a fresh process
-of its own and prints how it ended; a run goes on from the newest checkpoint in OUT.
+`python -m tests.trainer.resume_worker OUT KIND KILL`: a run goes on from the newest checkpoint in OUT.
 KILL: `micro:N` before the N-th micro-batch of the process, `write:N` within the N-th file of a checkpoint, or nothing; where
 rollouts are learned from also `rollout:N`, `reward:N` or `score:N`, within the N-th call of the engine, of the reward sources,
 or of the scoring pass after a rollout.
 """
 
 import asyncio
-import gc
 import hashlib
 import json
 import os
 import random
 import signal
 import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -225,19 +221,5 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
     return total.hexdigest()
 
 
-def in_a_process(job: list[str], main: Callable[..., None]) -> int:
-    """Run one job in a fork (the imports are done once) and return how it ended, as `subprocess` counts it."""
-    gc.freeze()  # what was imported is not collected again
-    child = os.fork()
-    if child == 0:
-        try:
-            main(*job)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 if __name__ == "__main__":
-    print("ended", json.dumps([in_a_process(job, main) for job in json.loads(sys.argv[1])]))
+    main(*sys.argv[1:])

@@ -141,9 +141,8 @@ def test_an_unfinished_or_foreign_file_is_not_read(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_processes_share_the_work_and_agree(tmp_path, monkeypatch):
+def test_two_processes_share_the_work_and_agree(tmp_path):
     """Three batches: the second process does the last one too, because sharded weights need both."""
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     launch("tests.trainer.precompute_worker", str(tmp_path), "3")
     found = [json.loads((tmp_path / f"columns_{rank}.json").read_text()) for rank in (0, 1)]
     assert found[0]["columns"] == found[1]["columns"]

@@ -1,17 +1,13 @@
 """Killed at any moment and resumed, a run ends in the same bits as one that was not."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.trainer.sft_runs import make, model_for
+from tests.two_processes import ending
 
-ROOT = Path(__file__).resolve().parents[2]
 SIGKILLED = -9
 # Between two checkpoints, in the middle of an accumulated step, at the end of an epoch, and within the files of the
 # first and the third checkpoint (weights, optimiser, scheduler, random state: 4-6 files each).
@@ -32,17 +28,6 @@ KILLS_OF_GROUPS = {
 }
 
 
-def work(*jobs: list[str], module: str = "tests.trainer.resume_worker") -> tuple[list[int], str]:
-    """How each job of a program ended, as `subprocess` counts it, and what the program wrote."""
-    command = [sys.executable, "-m", module, json.dumps(jobs)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.rpartition("ended")[2]), done.stderr
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [KILLS, KILLS_OF_GROUPS], ids=["rows", "groups"])
 def test_killed_runs_end_in_the_same_bits(kills, tmp_path):
@@ -52,8 +37,9 @@ def test_killed_runs_end_in_the_same_bits(kills, tmp_path):
         for kind, moments in kills.items()
         for number, kill in enumerate(["", *moments, ""])
     ]
-    ends, log = work(*jobs)
-    assert ends == [SIGKILLED if kill else 0 for _, _, kill in jobs], log
+    for job in jobs:
+        status, written = ending("tests.trainer.resume_worker", *job)
+        assert status == (SIGKILLED if job[-1] else 0), written
     assert not list(tmp_path.glob("*/_run-*"))
     for kind in kills:
         expected, found = (
