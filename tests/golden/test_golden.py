@@ -1,9 +1,7 @@
 """Recorded numbers of the reference (../shared/golden): every case agrees, or is listed with the reason why ours is right."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 import tomllib
 from fnmatch import fnmatch
@@ -11,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.two_processes import ending
+
 HERE = Path(__file__).parent
-# Families of recorded cases; those of a row share a process, as most of a family's time is its start.
+# Families of recorded cases; those of a row share a process.
 BUILT = ("sft gkd reward prm cpo orpo kto bco", "dpo", "grpo rloo", "ppo_step")
 DEVIATIONS = tomllib.loads((HERE / "deviations.toml").read_text())
 
@@ -33,18 +33,15 @@ def test_recorded_cases_agree(families, shared, tmp_path):
     report = tmp_path / "report.json"
     file = "golden_ppo_public.json" if families == "ppo_step" else "golden_public.json"
     prefixes = tuple(f"{family}/" for family in families.split())
-    path = f"{HERE.parents[1] / 'src'}{os.pathsep}{HERE / 'no_collections'}"
-    command = [
-        sys.executable, str(golden / "check.py"), "--python", sys.executable, "--golden", str(golden / file),
-        "--cases", ",".join(f"{prefix}*" for prefix in prefixes), "--report", str(report), "--traces", "--pythonpath", path,
-    ]  # fmt: skip
-    environment = {**os.environ, "GOLDEN_INJECT": "rollout"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    assert report.is_file(), run.stdout + run.stderr
+    _, written = ending(
+        "tests.golden.recorded_cases", str(golden / "check.py"), "--python", sys.executable, "--golden", str(golden / file),
+        "--cases", ",".join(f"{prefix}*" for prefix in prefixes), "--report", str(report), "--traces", timeout=590,
+    )  # fmt: skip
+    assert report.is_file(), written
     cases = json.loads(report.read_text())["cases"]
     assert {name.partition("/")[0] for name in cases} == set(families.split())
     unlisted = {name: found for name, case in cases.items() if (found := unlisted_differences(name, case))}
-    assert not unlisted, run.stdout
+    assert not unlisted, written
     known = [p for p, entry in DEVIATIONS.items() if p.startswith(prefixes) and not entry.get("rounding")]
     stale = [p for p in known if not any(fnmatch(n, p) and c["status"] != "ok" for n, c in cases.items())]
     assert not stale, f"these deviations differ from nothing any more: {stale}"
