@@ -2,18 +2,20 @@
 
 `engine`: sessions through HTTP and the same requests by `generate`, turn by turn. `http`: requests per second with an engine that
 answers at once, server and clients on a core each. `tools`: agents with a slow tool, compared with the slowest session alone.
-`reuse`: a session whose turns keep their keys and values. The clients are a process of their own.
+`reuse`: a session whose turns keep their keys and values. The clients are a process of their own. With `--fuzz` bad requests are sent.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import subprocess
 import sys
 import time
 from argparse import ArgumentParser, Namespace
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from benchmarks.agent_clients import session
+from benchmarks.agent_fuzz import fuzz
 from benchmarks.data import BPE_SIZE, load_corpus, word_tokenizer
 from benchmarks.tables import table_row, write_figures
 from benchmarks.variants import SHAPES, build_model
@@ -56,6 +59,7 @@ def parse(given: Sequence[str] | None = None) -> Namespace:
     parser.add_argument("--delay", type=float, nargs=2, default=(0.2, 2.0), help="seconds of the slow tool")
     parser.add_argument("--rounds", type=int, default=3, help="of which the best ratio counts")
     parser.add_argument("--tiny", action="store_true", help="few sessions and a tiny model, for the tests")
+    parser.add_argument("--fuzz", type=int, metavar="N", help="only send N bad requests to a tiny model")
     parser.add_argument("--out", type=Path, help="also write the figures as JSON to this file")
     args = parser.parse_args(given)
     if args.tiny:
@@ -72,7 +76,8 @@ def main(given: Sequence[str] | None = None) -> list[Result]:
     tokenizer = word_tokenizer() if args.tiny else load_corpus(None, max_length=512, rows=1).tokenizer
     tokenizer.chat_template = QWEN3_TRAINING_TEMPLATE
     bench = Bench(args, tokenizer, [f"What is {number} + 3?" for number in range(args.sessions)])
-    found = [result for case in args.cases for result in getattr(bench, case)()]
+    cases = args.cases if args.fuzz is None else ["fuzz"]
+    found = [result for case in cases for result in getattr(bench, case)()]
     write_figures(found, args.out)
     return found
 
@@ -215,6 +220,23 @@ class Bench:
                 "reuse", f"speed-up, answers of {words} words", seconds[0] / seconds[1], "", 1, turns
             )
 
+    def fuzz(self) -> Iterator[Result]:
+        """Errors of the server, and growth of memory after a tenth of the requests."""
+        logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
+        counts, faults, grown = Counter[str](), 0, 0.0
+        engine = TransformersEngine(build_model("tiny", BPE_SIZE).eval(), tokenizer=self.tokenizer)
+        with Endpoint(engine, self.tokenizer, fixed=False) as endpoint:
+            session = endpoint.session(keeps=False)
+            for part in range(10):
+                found, wrong = fuzz(endpoint.port, session.api_key, self.args.fuzz // 10, seed=part)
+                counts, faults = counts + found, faults + len(wrong)
+                grown = memory() if part == 0 else grown
+            if endpoint.failure is not None:
+                raise endpoint.failure
+        print(dict(counts))
+        yield self._row("fuzz", f"errors of the server in {self.args.fuzz} requests", faults, "0", 1, 1)
+        yield self._row("fuzz", "growth of memory after the first tenth, MB", memory() - grown, "", 1, 1)
+
     # ---- parts
 
     def _own(self, **options: Any) -> TransformersEngine:
@@ -256,6 +278,12 @@ class Bench:
         cells = [case, *counts, figure, f"{value:.2f}", aim]
         print(table_row(cells), flush=True)
         return {"case": case, "figure": figure, "value": value}
+
+
+def memory() -> float:
+    """Resident memory of this process in MB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def timed(function: Callable[[], Any]) -> float:

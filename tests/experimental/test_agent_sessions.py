@@ -4,18 +4,21 @@ import json
 import socket
 import threading
 import time
+import urllib.error
+import urllib.request
 from contextlib import contextmanager
 
 import openai
 import pytest
 import torch
+from benchmarks.agent_fuzz import fuzz
 from transformers.utils import get_json_schema
 
 from tests.rollouts.tool_words import TOOLS, call_tokenizer
 from tests.trainer.grpo_tool_runs import caller
 from trl.experimental.agents import Budget, Endpoint, chains_of
 from trl.generation.engine import Sampling
-from trl.generation.serving import openai_api
+from trl.generation.serving import app, openai_api
 from trl.generation.transformers.engine import TransformersEngine
 
 SCHEMAS = [get_json_schema(tool) for tool in TOOLS]
@@ -407,6 +410,8 @@ def test_after_an_error_of_the_engine_requests_fail_at_once(policy):
         for _ in range(3):
             with pytest.raises(openai.InternalServerError, match="logits"):
                 ask(client_of(running.session()), [USER])
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(running.base_url.replace("/v1", "/health"))
 
 
 def waits_for(condition):
@@ -446,7 +451,22 @@ def test_closing_ends_every_request(policy):
         thread.start()
         time.sleep(0.3)
     thread.join(20)
-    assert len(failed) == 1
+    assert [error.status_code for error in failed] == [503] and "closed" in str(failed[0])
+
+
+def test_bad_requests_leave_nothing_behind(policy, caplog, monkeypatch):
+    caplog.set_level("CRITICAL", logger="uvicorn")
+    monkeypatch.setattr(app, "_HEAD_S", 0.5)
+    with serving(policy, fixed=False) as running:
+        session, other = running.session(keeps=False), running.session()
+        found, faults = fuzz(running.port, session.api_key, 300)
+        assert faults == [] and found["200"] >= 10 and found["400"] >= 50
+        with socket.create_connection(("127.0.0.1", running.port), timeout=20) as silent:
+            silent.sendall(b"POST /v1/completions HTTP/1.1\r\nHos")
+            assert silent.recv(1) == b""  # closed
+        waits_for(lambda: not running.broker._running and not session.session._running)
+        assert not session.session._asked and not other.turns and running.failure is None
+        assert ask(client_of(other), [USER]).role == "assistant"
 
 
 def test_malformed_requests_are_refused(endpoint, monkeypatch):

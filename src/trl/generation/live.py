@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -153,6 +154,7 @@ class Broker:
         self.failure: Exception | None = None
         self._arriving: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
         self._running: dict[int, Asked] = {}
+        self._answering = threading.Lock()
 
     def submit(self, request: Request) -> Future[Generated]:
         """Begin a completion, from any thread. Cancelling the future takes the request out of the engine.
@@ -201,20 +203,23 @@ class Broker:
         return [asked for asked in found if asked is not None]
 
     def _begin(self, live: Live, asked: Asked) -> None:
-        if asked.future.cancelled():
-            return
+        future = asked.future
         try:
-            if isinstance(asked.request, Request):
+            if not isinstance(asked.request, Request):
+                if future.set_running_or_notify_cancel():
+                    future.set_result(asked.request(live))
+            elif not future.cancelled():
                 self._running[live.submit(asked.request)] = asked
-            else:
-                asked.future.set_result(asked.request(live))
         except Exception as error:
-            asked.future.set_exception(error)
+            if future.running() or future.set_running_or_notify_cancel():
+                future.set_exception(error)
 
     def _drop_cancelled(self, live: Live) -> None:
-        for number in [number for number, asked in self._running.items() if asked.future.cancelled()]:
-            live.cancel(number)
-            del self._running[number]
+        with self._answering:
+            dropped = [number for number, asked in self._running.items() if asked.future.cancelled()]
+            for number in dropped:
+                live.cancel(number)
+                del self._running[number]
 
     def _step(self, live: Live) -> None:
         try:
@@ -222,17 +227,19 @@ class Broker:
         except Exception as error:
             self.fail(error)
             raise
-        for number, generated in ended.items():
-            future = self._running.pop(number).future
-            if future.set_running_or_notify_cancel():
-                future.set_result(generated)
+        with self._answering:
+            for number, generated in ended.items():
+                asked = self._running.pop(number, None)
+                if asked is not None and asked.future.set_running_or_notify_cancel():
+                    asked.future.set_result(generated)
 
     def fail(self, error: Exception) -> None:
         """End all requests with an error, those that wait and those that come later too."""
         self.failure = error
         waiting = self._take(wait=False)
         self.wake()  # `run` may have been meant by what was taken
-        for asked in [*self._running.values(), *waiting]:
-            if asked.future.set_running_or_notify_cancel():
-                asked.future.set_exception(error)
-        self._running.clear()
+        with self._answering:
+            for asked in [*self._running.values(), *waiting]:
+                if asked.future.set_running_or_notify_cancel():
+                    asked.future.set_exception(error)
+            self._running.clear()

@@ -90,9 +90,13 @@ class Endpoint:
         self._closing = threading.Event()
         self._sessions_so_far = 0
         self.broker = Broker()
-        self.failure: Exception | None = None
 
     # ---- the service of the HTTP app
+
+    @property
+    def failure(self) -> Exception | None:
+        """The error that ended the engine."""
+        return self.broker.failure
 
     def session_of(self, key: str) -> Session | None:
         """The open session of a key."""
@@ -187,7 +191,6 @@ class Endpoint:
         except Exception as error:  # its requests were given it
             logger.exception("The engine of the endpoint has ended.")
             self.broker.fail(error)
-            self.failure = error
 
     def _start(self, function: Callable[[], None]) -> None:
         thread = threading.Thread(target=function, name="agent-endpoint", daemon=True)

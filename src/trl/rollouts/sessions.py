@@ -94,6 +94,10 @@ class Turn:
             except ValueError as error:
                 self.session.drop(self)
                 raise _too_long(error) from None
+            except asyncio.CancelledError:
+                if not self.future.cancelled():
+                    raise
+                raise APIError(503, "The session or the endpoint has been closed.") from None
             except Exception as error:
                 self.session.drop(self)
                 raise APIError(503, f"The engine has ended ({type(error).__name__}: {error}).") from None
@@ -317,7 +321,7 @@ class Session:
             for parent, shown, history in begun:
                 for number in range(body.n):
                     turn = Turn(self, parent, shown, history)
-                    asked = self._asked.setdefault(tuple(turn.context), [])
+                    asked = self._asked.get(tuple(turn.context), [])
                     if is_retry and len(asked) >= body.n - number:  # the answer was lost on its way
                         turn = asked[len(asked) - body.n + number]
                     else:
@@ -342,7 +346,7 @@ class Session:
         listener = turn.listen() if body.stream else None
         stream = stream_of(self.stream, prompt, number)
         turn.future = self.broker.submit(Request(prompt, sampling, stream, turn.limit, listener))
-        asked.append(turn)
+        self._asked.setdefault(tuple(prompt), asked).append(turn)
         self._running.append(turn)
 
     def _room(self, turn: Turn) -> int:

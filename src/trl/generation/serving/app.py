@@ -17,6 +17,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, field_validator, model_validator
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from trl.generation.serving.connection import resolved
 from trl.generation.vllm.backend import BackendDied, NoChannel, VLLMBackend
@@ -26,12 +27,44 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 512 * 1024**2
 _IDLE_S = 120  # until an idle connection is closed
 _ENDING_S = 2  # for requests to end at shutdown
+_HEAD_S = 30.0  # for the headers of a request to arrive
+_MOST_CONNECTIONS = 4096
 _ERRORS_SHOWN = 5  # of a body
 _STATUS: dict[type[Exception], int] = {
     RequestValidationError: 400, ValueError: 400, TypeError: 400, NoChannel: 409, BackendDied: 503, Exception: 500,
 }  # fmt: skip
 TokenIds = Annotated[list[NonNegativeInt], Field(min_length=1)]
 _SENDING = ("/update_weights/", "/update_named_param/")  # the client waits to send
+
+
+class _Connection(H11Protocol):
+    """Closes a connection whose request has begun, or is the first one, and does not arrive in time."""
+
+    _limit: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def _watch(self) -> None:
+        if not self._awaits_head():
+            if self._limit is not None:
+                self._limit.cancel()
+            self._limit = None
+        elif self._limit is None:
+            self._limit = self.loop.call_later(_HEAD_S, self._give_up)
+
+    def _awaits_head(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _give_up(self) -> None:
+        self._limit = None
+        if self._awaits_head():
+            self.transport.close()
 
 
 class HTTPServer:
@@ -60,7 +93,7 @@ class HTTPServer:
     def run(self, app: ASGIApp) -> None:
         """Answer requests until `shutdown` is called in another thread, or SIGTERM or SIGINT in the main one."""
         config = uvicorn.Config(
-            app, http="h11", ws="none", lifespan="off", log_config=None, server_header=False,
+            app, http=_Connection, ws="none", limit_concurrency=_MOST_CONNECTIONS, lifespan="off", log_config=None, server_header=False,
             access_log=logger.isEnabledFor(logging.DEBUG), timeout_keep_alive=_IDLE_S,
             timeout_graceful_shutdown=_ENDING_S,
         )  # fmt: skip

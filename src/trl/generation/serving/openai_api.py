@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -127,6 +127,11 @@ class Service(Protocol):
 
     model_name: str
 
+    @property
+    def failure(self) -> Exception | None:
+        """The error that ended the engine."""
+        ...
+
     def session_of(self, key: str) -> Session | None:
         """The session of a key; None for an unknown one."""
         ...
@@ -145,9 +150,9 @@ class Body(BaseModel):
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = None
+    top_k: int | None = Field(None, ge=-1, lt=1 << 31)
     min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = None
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
     stop: str | list[str] | None = None
     stream: bool = False
     stream_options: dict[str, Any] | None = None
@@ -158,6 +163,11 @@ class Body(BaseModel):
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
+
+    @model_validator(mode="after")
+    def _is_unicode(self) -> Self:
+        json.dumps(self.model_dump(), ensure_ascii=False).encode()  # fails for halves of surrogate pairs
+        return self
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -219,6 +229,10 @@ def openai_app(service: Service) -> ASGIApp:
 
     @app.get("/health")
     async def health() -> Any:
+        if service.failure is not None:
+            raise APIError(
+                503, f"The engine has ended ({type(service.failure).__name__}: {service.failure})."
+            )
         return {"status": "ok"}
 
     @app.get("/v1/models")
@@ -294,6 +308,9 @@ def _admission(app: ASGIApp, service: Service) -> ASGIApp:
                 taken = -1
             return message
 
+        async def send_timely(message: Message) -> None:
+            await asyncio.wait_for(send(message), BODY_DEADLINE_S)  # a client that does not read
+
         given = dict(scope["headers"]).get(b"authorization", b"").removeprefix(b"Bearer ")
         if scope["path"] != "/health":
             scope["session"] = service.session_of(given.decode("latin-1"))
@@ -306,7 +323,7 @@ def _admission(app: ASGIApp, service: Service) -> ASGIApp:
             return
         headers = [each for each in scope["headers"] if each[0] != b"content-type"]
         scope = {**scope, "headers": [*headers, (b"content-type", b"application/json")]}
-        await app(scope, receive_limited, send)
+        await app(scope, receive_limited, send_timely)
 
     return admitted
 
@@ -317,6 +334,7 @@ async def _answered(request: Request, turns: Sequence[Turn], body: Body, form: _
         return StreamingResponse(_events(turns, body, form), media_type="text/event-stream")
     watch = asyncio.ensure_future(_gone(request))
     work = asyncio.ensure_future(_results(turns))
+    work.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # which no one may read
     try:
         await asyncio.wait({watch, work}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():

@@ -94,7 +94,11 @@ class LiveRequests:
         ended = self.loop.ended[:]
         self.loop.ended.clear()
         found = self.requests.results(ended) if ended else []
-        return {self._release(row): one for row, one in zip(ended, found, strict=True)}
+        answers = {self._release(row): one for row, one in zip(ended, found, strict=True)}
+        if not self.busy:  # other settings would add up
+            self._rules.clear()
+            self.requests.forget_rules()
+        return answers
 
     def prompt_logps(self, prompt: Sequence[int], count: int) -> PromptLogps:
         """Log-probs of a prompt's tokens, and its `count` most likely ones.

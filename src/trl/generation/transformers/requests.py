@@ -199,6 +199,12 @@ class Requests:
         if number not in self.prompt_of.values():
             del self.prompts[number]
 
+    def forget_rules(self) -> None:
+        """Forget the rules of requests that have ended, when none is left."""
+        assert not self.prompt_of
+        self._rules.clear()
+        self._has_minima = False
+
     def _tensor(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(list(numbers), dtype=torch.int64, device=self.device)
 
