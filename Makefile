@@ -36,6 +36,7 @@ bench: .venv/.installed
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python benchmarks/group.py --method online-dpo
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python benchmarks/distillation.py
 	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/generation.py
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python benchmarks/agents.py
 
 format: .venv/.installed-dev
 	$(BIN)/ruff format .

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from trl import GRPOConfig
 from trl.cli import main as entry_point
 from trl.cli.main import COMMANDS, Command, main
 
@@ -24,6 +25,14 @@ def test_no_command_prints_the_overview_and_fails(capsys):
 def test_unknown_commands_suggest_the_nearest(capsys):
     assert main(["stf"]) == 2
     assert "Did you mean trl sft?" in capsys.readouterr().err
+
+
+def test_the_forks_names_of_a_served_vllm(capsys, tmp_path):
+    assert main(["vllm-serve-async", "--help"]) == 0
+    assert "trl vllm-serve --model" in capsys.readouterr().out
+    assert GRPOConfig(str(tmp_path), use_vllm=True, vllm_mode="async_server").vllm_mode == "server"
+    with pytest.raises(ValueError, match="vllm_mode"):
+        GRPOConfig(str(tmp_path), use_vllm=True, vllm_mode="async")
 
 
 def test_plain_commands_return_their_status(monkeypatch, capsys):

@@ -44,6 +44,7 @@ _PLAIN = {
     "env": "print versions and hardware, for bug reports",
     "completion": "print a completion script for bash",
 }
+_OTHER_NAMES = {"vllm-serve-async": "vllm-serve"}
 COMMANDS = {
     name: Command(f"trl.scripts.{name.replace('-', '_')}", text, "training" if name in _TRAINING else "plain")
     for name, text in {**_TRAINING, **_PLAIN}.items()
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(importlib.metadata.version("trl"))
         return 0
-    name, rest = arguments[0], arguments[1:]
+    name, rest = _OTHER_NAMES.get(arguments[0], arguments[0]), arguments[1:]
     if name not in COMMANDS:
         from trl.scripts.plain_parser import did_you_mean
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from trl.options.groups import OptionGroup, moved, option
 from trl.options.shared import shared
 
-VLLMMode = Literal["server", "colocate"]
+VLLMMode = Literal["server", "colocate", "async_server"]
 VLLMModelImpl = Literal["vllm", "transformers"]
 AGENT_SETTINGS = (
     "agent_concurrency", "agent_deadline", "agent_max_turns", "agent_max_tokens", "agent_keep_sessions",
@@ -47,6 +47,8 @@ class Completions(OptionGroup):
     def check(self) -> None:
         super().check()
         self.top_k = 0 if self.top_k == -1 else self.top_k  # vLLM's "off"
+        if self.vllm_mode == "async_server":  # the name of a fork for a server that agents use
+            self.vllm_mode = "server"
 
 
 @dataclass
