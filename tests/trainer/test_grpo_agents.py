@@ -6,14 +6,16 @@ import signal
 import subprocess
 import sys
 
+import openai
 import pytest
 import torch
+from datasets import Dataset
 
 from tests.rollouts.tool_words import TOOLS
 from tests.trainer.agent_kill_runs import make as make_kill_run
 from tests.trainer.grpo_agent_runs import ROWS, agents, forgetful, tool_agent, trained
 from tests.trainer.grpo_runs import logs
-from tests.trainer.grpo_tool_runs import caller
+from tests.trainer.grpo_tool_runs import QUESTIONS, caller
 from tests.two_processes import launch
 from trl.experimental.agents import read_sessions
 
@@ -59,6 +61,17 @@ def test_the_gradient_is_that_of_each_part_alone(agent):
     named = dict(policy.named_parameters())
     for name, value in gradients.steps[0].items():
         torch.testing.assert_close(value, named[name].grad, rtol=1e-8, atol=1e-12)
+
+
+def test_prompts_may_be_texts():
+    async def writer(row, base_url, api_key):
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+        answer = await client.completions.create(model="policy", prompt=row["prompt"], max_tokens=4)
+        return len(answer.choices[0].text)
+
+    rows = Dataset.from_list([{"prompt": text, "number": number} for number, text in enumerate(QUESTIONS)])
+    trainer, _ = trained(agent=writer, data=rows, max_steps=1)
+    assert logs(trainer)[0]["agent/failures/raised"] == 0 and logs(trainer)[0]["reward"] > 0
 
 
 def test_gradients_do_not_depend_on_who_is_first():

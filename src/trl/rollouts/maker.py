@@ -273,8 +273,10 @@ def split_begun(prompt: Sequence[Message]) -> tuple[list[Message], str]:
     return list(prompt[:-1]), "".join(parts)
 
 
-def with_begun(prompt: Sequence[Message], messages: Sequence[Message]) -> list[Message]:
-    """A completion of several messages, of which the first includes its beginning in the prompt."""
+def with_begun(prompt: Sequence[Message] | str, messages: Sequence[Message]) -> list[Message]:
+    """A completion of several messages, of which the first includes its beginning in a prompt of messages."""
+    if isinstance(prompt, str):
+        return list(messages)
     begun, content = split_begun(prompt)[1], str(messages[0].get("content") or "")
     if content.startswith(begun):  # a response template may include it
         return list(messages)
