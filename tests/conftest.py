@@ -17,6 +17,8 @@ os.environ.update(
 import gc
 from pathlib import Path
 
+gc.disable()  # until the tests are collected: among all that is imported, collections take seconds
+
 import pytest
 import torch
 
@@ -31,6 +33,14 @@ def pytest_collection_finish() -> None:
     accelerate runs a full collection at the start of each training: 0.4 s over what torch and transformers have imported,
     more than all else in most tests.
     """
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported_so_far() -> None:
+    """The same for what the tests before have imported."""
     gc.collect()
     gc.freeze()
 

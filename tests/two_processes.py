@@ -96,7 +96,9 @@ def stop() -> None:
 def work() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what programs print
+    gc.disable()
     import_libraries()
+    gc.enable()
     gc.collect()
     gc.freeze()  # what was imported is neither collected nor copied
     for line in sys.stdin:

@@ -36,8 +36,8 @@ def new_trainer():
     )  # fmt: skip
 
 
-def loop(trainer, steps, save_at=None, folder=None):
-    """Steps over as many passes as it takes; what each drew and found."""
+def loop(trainer, steps, folder=None):
+    """Steps over as many passes as it takes; what each drew and found. The state after each goes into a `folder`."""
     trace = []
     while len(trace) < steps:
         for batch in trainer.dataloader:
@@ -54,22 +54,31 @@ def loop(trainer, steps, save_at=None, folder=None):
                     stats["objective/kl_coef"],
                 )
             )
-            if len(trace) == save_at:
-                trainer.save_state(folder)
+            if folder is not None:
+                trainer.save_state(folder / f"state{len(trace)}")
             if len(trace) == steps:
                 break
     return trace
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A trainer after five steps, what it drew, and the folder of another one that saved its state after each of four."""
+    torch.manual_seed(0), np.random.seed(0), random.seed(0)
+    trainer, folder = new_trainer(), tmp_path_factory.mktemp("states")
+    expected = loop(trainer, 5)
+    torch.manual_seed(0), np.random.seed(0), random.seed(0)
+    assert loop(new_trainer(), 4, folder) == expected[:4]
+    return trainer, expected, folder
+
+
 @pytest.mark.parametrize("killed_after", [1, 2, 3])
-def test_a_killed_loop_goes_on_to_the_same_bits(tmp_path, killed_after):
+def test_a_killed_loop_goes_on_to_the_same_bits(whole, killed_after):
     """Two batches are one pass: in the middle of a pass, at its end, and in the next one."""
-    whole = new_trainer()
-    expected = loop(whole, 5)
-    loop(new_trainer(), killed_after + 1, save_at=killed_after, folder=tmp_path / "state")  # one step is lost
+    whole, expected, folder = whole
     torch.manual_seed(99), np.random.seed(99), random.seed(99)
     resumed = new_trainer()
-    resumed.load_state(tmp_path / "state")
+    resumed.load_state(folder / f"state{killed_after}")
     assert resumed.current_step == killed_after
     assert loop(resumed, 5 - killed_after) == expected[killed_after:]
     for (name, found), wanted in zip(resumed.model.named_parameters(), whole.model.parameters(), strict=True):
@@ -100,7 +109,8 @@ def test_tied_weights_and_adapters_come_back(tmp_path, tied):
 
 def test_a_save_that_is_killed_leaves_the_last_state_whole(tmp_path, monkeypatch):
     trainer = new_trainer()
-    loop(trainer, 1, save_at=1, folder=tmp_path / "state")
+    loop(trainer, 1)
+    trainer.save_state(tmp_path / "state")
     value = trainer.kl_ctl.value
     loop(trainer, 1)
 
