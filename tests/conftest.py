@@ -17,12 +17,11 @@ os.environ.update(
 import gc
 from pathlib import Path
 
-gc.disable()  # until the tests are collected: among all that is imported, collections take seconds
-
 import pytest
 import torch
 
 torch.set_num_threads(1)
+gc.disable()  # until the tests are collected: among all that is imported, collections take seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 
