@@ -53,6 +53,7 @@ SCRIPTS = [
 SLOW = [
     ("scripts/prm", "--max_steps 200", "accuracy", 0.3),
     ("scripts/grpo_agent", "--max_steps 15", None, 0.3),
+    ("scripts/grpo_agent", "--agent --max_steps 15", None, 0.3),
     (f"{TOOLS}/triviaqa", "--steps 20", None, 0.05),
     (f"{TOOLS}/python_interpreter", "--steps 12", None, 0.05),
 ]

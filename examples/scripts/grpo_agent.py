@@ -5,10 +5,13 @@
 `tools=[add]` is all that the trainer is told. The chat template shows the model the function's signature and docstring, what the
 model calls is run, and what the tool answers is never trained on.
 
+With `--agent` a program of its own solves the task, over OpenAI's API: `GRPOTrainer(agent=calculator)`.
+
 Without a model at hand, `--tiny` first shows a two-layer Llama of random weights conversations of which a quarter call the tool (one in five with a wrong number), while the others guess, and then
 trains it. Sums it is tested on are not among those that it learns from.
 """
 
+import json
 import random
 import sys
 from functools import partial
@@ -16,7 +19,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import openai
 from datasets import Dataset
+from transformers.utils import get_json_schema
 
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config
 from trl.scripts.loading import model_init_kwargs
@@ -86,6 +91,29 @@ def correct(completions: list[list[dict[str, Any]]], result: list[int], **column
     return [float(words[-1:] == [str(wanted)]) for words, wanted in zip(said, result, strict=True)]
 
 
+CLIENT = openai.AsyncOpenAI(base_url="http://localhost", api_key="none")  # its connections are shared
+
+
+async def calculator(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    """An agent: it asks the policy, answers its calls, and gives 1 for the right result."""
+    client, messages = CLIENT.with_options(base_url=base_url, api_key=api_key), list(row["prompt"])
+    for _ in range(3):
+        answer = await client.chat.completions.create(
+            model="policy", messages=messages, tools=[get_json_schema(add)]
+        )
+        message = answer.choices[0].message
+        messages.append(message.model_dump(exclude_none=True))
+        for call in message.tool_calls or []:
+            try:
+                content = str(add(**json.loads(call.function.arguments)))
+            except (TypeError, ValueError) as error:
+                content = f"Error: {error}"
+            messages.append({"role": "tool", "tool_call_id": call.id, "name": "add", "content": content})
+        if not message.tool_calls:
+            break
+    return correct([messages], [row["result"]])[0]
+
+
 def shown(pairs: list[tuple[int, int]], count: int, dice: random.Random) -> Dataset:
     """Conversations to imitate: a quarter of them call the tool, the others guess."""
     rows = []
@@ -128,8 +156,12 @@ def sums(pairs: list[tuple[int, int]]) -> Dataset:
 
 
 if __name__ == "__main__":
+    if uses_agent := "--agent" in sys.argv:
+        sys.argv.remove("--agent")
     parser = TrlParser((GRPOConfig, ModelConfig))
-    parser.set_defaults(num_generations=8, max_tool_calling_iterations=2, seed=0)
+    parser.set_defaults(
+        num_generations=8, seed=0, **({} if uses_agent else {"max_tool_calling_iterations": 2})
+    )
     seed = int(sys.argv[sys.argv.index("--seed") + 1]) if "--seed" in sys.argv else 0
     given = tiny.arguments(parser, partial(small_parts, seed=seed), **TINY)
     training_args, model_args = parser.parse_args_and_config(given)
@@ -137,16 +169,19 @@ if __name__ == "__main__":
     known, held_out = split(training_args.seed)
     trainer = GRPOTrainer(
         model_args.model_name_or_path,
-        correct,
+        None if uses_agent else correct,
         training_args,
         sums(known),
         sums(held_out),
-        tools=[add],
         peft_config=get_peft_config(model_args),
+        **({"agent": calculator} if uses_agent else {"tools": [add]}),
     )
     before = trainer.evaluate()
     trainer.train()
     after = trainer.evaluate()
-    for name, what in (("eval_reward", "right results"), ("eval_tools/call_frequency", "calls per question")):
+    asked = (
+        ("eval_agent/turns", "turns") if uses_agent else ("eval_tools/call_frequency", "calls per question")
+    )
+    for name, what in (("eval_reward", "right results"), asked):
         print(f"{what}: {before[name]:.3f} -> {after[name]:.3f} over {trainer.state.global_step} steps")
     trainer.save_model(training_args.output_dir)

@@ -87,6 +87,7 @@ NAMES: dict[str, Row] = {
     "trl.experimental": {"trl.options.packages": "TRLExperimentalWarning"},
     "trl.experimental.agents": {"trl.rollouts.endpoint": "Endpoint OpenSession",
         "trl.rollouts.environments": "StepEnvironment", "trl.rollouts.journal": "read_sessions",
+        "trl.rollouts.export": "preference_rows session_record sft_rows",
         "trl.rollouts.sessions": "Budget Chain Session Turn chains_of"},
     "trl.experimental.bema_for_ref_model": {"trl.experimental.bema_for_ref_model.callback": "BEMACallback",
         "trl.trainer.dpo_trainer": "DPOTrainer"},

@@ -1,0 +1,81 @@
+"""Sessions of agents as rows for supervised fine-tuning and for preferences."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from trl.data.formats import common_prefix_length
+from trl.data.rendering import Message
+from trl.rollouts.endpoint import OpenSession
+from trl.rollouts.sessions import conversations_of
+
+
+def session_record(session: OpenSession, reward: float | None) -> dict[str, Any]:
+    """The record of a session of an `Endpoint`, as `read_sessions` gives those of a run: `row`, `reward`, `conversations`."""
+    return {
+        "row": dict(session.row),
+        "reward": reward,
+        "conversations": conversations_of(session.turns),
+    }
+
+
+def sft_rows(sessions: Iterable[Mapping[str, Any]], *, least_reward: float) -> list[dict[str, Any]]:
+    """The conversations of sessions with at least this reward, each a row with `messages`, and `tools` where it had some.
+
+    Conversations that end with an empty message are left out.
+    """
+    return [
+        {"messages": each["messages"], **_tools(each)}
+        for session in sessions
+        if session["reward"] is not None and session["reward"] >= least_reward
+        for each in _answered(session)
+    ]
+
+
+def preference_rows(
+    sessions: Iterable[Mapping[str, Any]], *, least_margin: float = 0.0
+) -> list[dict[str, Any]]:
+    """The best and the worst session of each row whose rewards differ by more than `least_margin`: `prompt`, `chosen`, `rejected`.
+
+    The prompt is what both have in common up to a message of the policy. Of a session with several conversations the longest
+    counts. Sessions without a common beginning, or that end with an empty message, are left out.
+    """
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for session in sessions:
+        if session["reward"] is not None and _answered(session):
+            key = json.dumps(session["row"], sort_keys=True, default=str)
+            groups.setdefault(key, []).append(session)
+    rows = []
+    for group in groups.values():
+        best, worst = (choose(group, key=lambda each: each["reward"]) for choose in (max, min))
+        if best["reward"] - worst["reward"] <= least_margin:
+            continue
+        pair = [max(_answered(each), key=lambda found: len(found["messages"])) for each in (best, worst)]
+        chosen, rejected = (each["messages"] for each in pair)
+        shared = common_prefix_length(chosen, rejected)
+        while shared and not _both_answer(chosen[shared:], rejected[shared:]):
+            shared -= 1
+        if shared:
+            parts = {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
+            rows.append({**parts, **_tools(pair[0])})
+    return rows
+
+
+def _answered(session: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The conversations whose last message is not empty."""
+    return [
+        each
+        for each in session["conversations"]
+        if each["messages"][-1].get("content") or each["messages"][-1].get("tool_calls")
+    ]
+
+
+def _both_answer(*rests: list[Message]) -> bool:
+    return all(rest and rest[0]["role"] == "assistant" for rest in rests)
+
+
+def _tools(conversation: Mapping[str, Any]) -> dict[str, Any]:
+    """As JSON, because schemas of different tools make no column."""
+    return {"tools": json.dumps(conversation["tools"])} if conversation["tools"] else {}
