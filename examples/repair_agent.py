@@ -12,10 +12,10 @@ import argparse
 import asyncio
 import contextlib
 import difflib
+import functools
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -56,7 +56,7 @@ def rows(count: int, seed: int) -> list[dict[str, Any]]:
     for _ in range(count):
         name, file, code, wrong, right, tests = dice.choice(TASKS)
         others = dice.sample([task[1] for task in TASKS if task[1] != file], 2)
-        files = {file: code.format(wrong), **{other: "# nothing is wrong here\n" for other in others}}
+        files = {file: code.format(wrong), **dict.fromkeys(others, "# nothing is wrong here\n")}
         text = f"The test of {file} fails . Files : {' '.join(sorted(files))}"
         found.append({
             "prompt": [{"role": "user", "content": text}], "task": name, "file": file, "files": json.dumps(files),
@@ -67,7 +67,12 @@ def rows(count: int, seed: int) -> list[dict[str, Any]]:
 
 # ---- The sandbox
 
-LIMITS = {resource.RLIMIT_CPU: 5, resource.RLIMIT_AS: 1 << 30, resource.RLIMIT_FSIZE: 1 << 20, resource.RLIMIT_NPROC: 64}  # fmt: skip
+LIMITS = """\
+import resource, sys
+for name, most in {"CPU": 5, "AS": 1 << 30, "FSIZE": 1 << 20, "NPROC": 64}.items():
+    resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
+sys.path.insert(0, ".")
+"""
 SECONDS = 10  # for a program
 NO_NETWORK = ["unshare", "--user", "--map-root-user", "--net"]
 
@@ -112,11 +117,11 @@ class Sandbox:
 
     def run(self, program: str) -> tuple[int, str]:
         """The status and the end of the output of a Python program."""
-        line = [*self.prefix, sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, '.')\n{program}"]
+        line = [*self.prefix, sys.executable, "-IB", "-c", LIMITS + program]
         with tempfile.TemporaryFile() as out:  # of limited size, as the program's other files
             process = subprocess.Popen(
                 line, cwd=self.folder, env={"PATH": "/usr/bin:/bin"}, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                start_new_session=True, preexec_fn=limit,
+                start_new_session=True,
             )  # fmt: skip
             try:
                 status = process.wait(SECONDS)
@@ -130,12 +135,7 @@ class Sandbox:
             return status, out.read()[-1000:].decode(errors="replace")
 
 
-def limit() -> None:
-    """Set the limits of the process that is about to run a program."""
-    for kind, most in LIMITS.items():
-        resource.setrlimit(kind, (most, most))
-
-
+@functools.cache
 def why_refused() -> str | None:
     """Why the kernel makes no namespace without a network; None if it does."""
     try:

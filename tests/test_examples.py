@@ -1,5 +1,6 @@
 """Every example runs offline with `--tiny`, under the path that the reference documents name, and learns what it says."""
 
+import json
 import re
 import runpy
 import subprocess
@@ -54,6 +55,7 @@ SLOW = [
     ("scripts/prm", "--max_steps 200", "accuracy", 0.3),
     ("scripts/grpo_agent", "--max_steps 15", None, 0.3),
     ("scripts/grpo_agent", "--agent --max_steps 15", None, 0.3),
+    ("repair_agent", "--max_steps 25", None, 0.15),
     (f"{TOOLS}/triviaqa", "--steps 20", None, 0.05),
     (f"{TOOLS}/python_interpreter", "--steps 12", None, 0.05),
 ]
@@ -132,6 +134,38 @@ def test_the_interpreter_reaches_nothing_outside_its_process(run, monkeypatch):
         assert interpret(program).startswith("PermissionError"), program
     assert interpret("x = 'x' * 10**10") == "MemoryError"
     assert interpret("1 / 0") == "ZeroDivisionError: division by zero"
+
+
+def test_the_repaired_programs_run_in_a_sandbox(run, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    parts = runpy.run_path(str(EXAMPLES / "repair_agent.py"))
+    assert len({task[0] for task in parts["TASKS"]}) == 12
+    (row,) = parts["rows"](1, seed=0)
+    with parts["Sandbox"](
+        json.loads(row["files"]), allow_network=parts["why_refused"]() is not None
+    ) as sandbox:
+        before = parts["share_passed"](sandbox, row["tests"]), parts["similarity"](sandbox, row)
+        assert parts["answer"](sandbox, "write", {"file": row["file"], "text": row["true"]}, "") == "written"
+        assert parts["share_passed"](sandbox, row["tests"]) == parts["similarity"](sandbox, row) == 1
+        assert before[0] < 1 and before[1] < 1
+        outside = parts["answer"](sandbox, "read", {"file": "../../etc/passwd"}, "")
+        assert outside == "Error: ValueError"
+        for program, wanted in (
+            ("x = 'x' * 10**10", "MemoryError"),
+            ("open('f', 'w').write('x' * 10**7)", "large"),
+        ):
+            status, text = sandbox.run(program)
+            assert status != 0 and wanted in text
+        if sandbox.prefix:
+            assert (
+                "unreachable"
+                in sandbox.run("import socket; socket.create_connection(('127.0.0.1', 9), 1)")[1]
+            )
+    assert not sandbox.folder.exists()
+    refused = parts["Sandbox"].__init__.__globals__
+    monkeypatch.setitem(refused, "why_refused", lambda: "not permitted")
+    with pytest.raises(OSError, match="allow_network"):
+        parts["Sandbox"]({})
 
 
 def test_the_search_finds_the_text_with_the_rarest_words(run, monkeypatch):
