@@ -56,30 +56,37 @@ def ending(module: str, *arguments: str, timeout: int = 400) -> tuple[int, str]:
 
 def run(programs: Sequence[Program], timeout: int) -> tuple[list[int], str]:
     """Exit statuses of programs that run at once, and what they wrote. If one fails, the others are killed."""
-    if not STARTED or STARTED[0].poll() is not None:
-        start()
-    process = STARTED[0]
-    assert process.stdin is not None and process.stdout is not None
+    process = prepared()
+    assert process.stdin is not None
     base = {**os.environ, "OMP_NUM_THREADS": "1"}
     jobs = [(each.module, each.arguments, {**base, **each.environment}) for each in programs]
     process.stdin.write(json.dumps(jobs) + "\n")
     process.stdin.flush()
+    statuses, written = json.loads(answer(process, timeout))
+    return statuses, written
+
+
+def prepared() -> subprocess.Popen:
+    """The process that forks, with everything imported."""
+    if STARTED and STARTED[0].poll() is None:
+        return STARTED[0]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.two_processes"], cwd=ROOT, env=ENVIRONMENT, text=True, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    STARTED[:] = [process]
+    answer(process, 400)
+    return process
+
+
+def answer(process: subprocess.Popen, timeout: int) -> str:
+    assert process.stdout is not None
     readable, _, _ = select.select([process.stdout], [], [], timeout)
     line = process.stdout.readline() if readable else ""
     if not line:
         stop()
-        pytest.fail(f"{programs} gave no answer for {timeout} s")
-    statuses, written = json.loads(line)
-    return statuses, written
-
-
-def start() -> None:
-    STARTED[:] = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.two_processes"], cwd=ROOT, env=ENVIRONMENT, text=True, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
-        )
-    ]  # fmt: skip
+        pytest.fail(f"a program gave no answer for {timeout} s")
+    return line
 
 
 @atexit.register
@@ -101,6 +108,7 @@ def work() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()  # what was imported is neither collected nor copied
+    print("ready", file=answers, flush=True)
     for line in sys.stdin:
         answers.write(json.dumps(in_forks(json.loads(line))) + "\n")
         answers.flush()

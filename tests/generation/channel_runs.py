@@ -39,9 +39,9 @@ def ran(rank, ports):
         else:
             said.append(all(map(same, channel.receive(ENTRIES), tensors(seed))))
     if rank == 0:
-        time.sleep(3)
+        time.sleep(1.5)
     else:
-        channel.timeout_s = 1
+        channel.timeout_s = 0.5
         said += [error(channel, rank), error(channel, rank)]
     channel.close()
     channel.close()
