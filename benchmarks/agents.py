@@ -7,6 +7,7 @@ answers at once, server and clients on a core each. `tools`: agents with a slow 
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
@@ -231,6 +232,7 @@ class Bench:
             for part in range(10):
                 found, wrong = fuzz(endpoint.port, session.api_key, self.args.fuzz // 10, seed=part)
                 counts, faults = counts + found, faults + len(wrong)
+                gc.collect()
                 levels.append(round(memory()))
             if endpoint.failure is not None:
                 raise endpoint.failure

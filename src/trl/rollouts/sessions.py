@@ -316,6 +316,10 @@ class Session:
         is_retry: bool,
     ) -> list[Turn]:
         """Begin `n` turns of each prompt, or none."""
+        for parent, shown, _ in begun:
+            length = len(shown) + (0 if parent is None else len(parent.tokens))
+            if length >= self.chats.context_length:
+                raise _too_long(f"{length} tokens")
         found: list[Turn] = []
         try:
             for parent, shown, history in begun:
@@ -338,8 +342,6 @@ class Session:
         prompt, sampling = turn.context, self._sampling(body)
         window = self.chats.context_length - len(prompt)
         room = self._room(turn)
-        if window < 1:
-            raise _too_long(f"{len(prompt)} tokens")
         turn.limit = min(limit or room, room, window, sampling.new_tokens or window)
         is_new = self.keeps or body.seed is not None
         number = len(asked) if is_new else next(self._requests)
