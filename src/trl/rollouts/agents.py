@@ -89,7 +89,9 @@ class AgentCompleter:
         each = [{name: rows[name][row] for name in names} for row in range(len(streams))]
         if self.environments is not None:
             self.environments.begin()
-        known = {} if self.journal is None else self.journal.found(zip(streams, each, strict=True))
+        known = {}
+        if self.journal is not None and not getattr(self.environments, "keeps", False):
+            known = self.journal.found(zip(streams, each, strict=True))
         played = {place: Played.of_record(record) for place, record in known.items()}
         wanted = {
             place: (streams[place], each[place]) for place in range(len(streams)) if place not in played
