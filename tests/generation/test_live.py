@@ -245,3 +245,14 @@ def test_kept_keys_are_bounded_and_end_with_the_weights():
         while live.busy:
             found |= live.step()
     same(found[number], own.generate([prompt], SAMPLING)[0])
+
+
+def test_a_failure_leaves_the_wake_up_to_the_thread_that_runs():
+    """As where an endpoint closes: the condition holds, the thread is woken, and what waits is failed before it looks."""
+    broker, conditions = Broker(), iter([False, True])
+    broker.wake()
+    broker.fail(RuntimeError("closing"))
+    running = threading.Thread(target=broker.run, args=(None, lambda: next(conditions)), daemon=True)
+    running.start()
+    running.join(20)
+    assert not running.is_alive()
