@@ -110,7 +110,7 @@ class OnlineTrainer(BaseTrainer):
     def __init__(
         self,
         model: str | nn.Module | PreTrainedModel,
-        reward_funcs: Any | Sequence[Any],
+        reward_funcs: Any | Sequence[Any] = None,
         args: RolloutTraining | None = None,
         train_dataset: AnyDataset | None = None,
         eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
