@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,18 @@ from torch import Tensor, nn
 
 from trl.models.diffusion.ddim import DDPOSchedulerOutput
 from trl.models.diffusion.policy import Conditions, Trajectory
-from trl.models.diffusion.stable_diffusion import (
-    import_diffusers,
-    load_model,
-    save_lora,
-    save_model,
-    trainable,
-    without_adapter_names,
-)
+from trl.models.diffusion.trained import TrainedPipeline, import_diffusers
 from trl.objectives.diffusion import gaussian_log_prob
 from trl.tensors.statistics import randn_tensor
 
 
-class FlowPipeline:
+class FlowPipeline(TrainedPipeline):
     """A `StableDiffusion3Pipeline` or `FluxPipeline` of diffusers, with an adapter (`use_lora`) or whole, to be trained.
 
     `pretrained_model_name` is a Hub name, a folder, or the pipeline.
     """
+
+    part = "transformer"
 
     def __init__(
         self, pretrained_model_name: Any, *, pretrained_model_revision: str = "main", use_lora: bool = True
@@ -50,34 +44,6 @@ class FlowPipeline:
         for module in given.components.values():
             if isinstance(module, nn.Module):
                 module.requires_grad_(module is given.transformer and not use_lora)
-
-    @property
-    def autocast(self) -> Callable[[], Any] | None:
-        """None (the accelerator's), or nothing with LoRA."""
-        return contextlib.nullcontext if self.use_lora else None
-
-    def set_progress_bar_config(self, **kwargs: Any) -> None:
-        """Passed on to diffusers."""
-        self.sd_pipeline.set_progress_bar_config(**kwargs)
-
-    def get_trainable_layers(self) -> nn.Module:
-        """The transformer; with LoRA its adapter alone can be trained."""
-        return trainable(self.sd_pipeline.transformer, use_lora=self.use_lora)
-
-    def save_pretrained(self, output_dir: str | Path) -> None:
-        """Write the whole pipeline, and the LoRA weights beside it."""
-        if self.use_lora:
-            save_lora(self.sd_pipeline, self.sd_pipeline.transformer, output_dir)
-        with without_adapter_names(self.sd_pipeline.transformer):
-            self.sd_pipeline.save_pretrained(output_dir)
-
-    def save_checkpoint(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
-        """Write the LoRA weights, or the folder `transformer`, from the main process."""
-        save_model(self.sd_pipeline, models, weights, output_dir, use_lora=self.use_lora, name="transformer")
-
-    def load_checkpoint(self, models: list[Any], input_dir: str) -> None:
-        """Load what `save_checkpoint` wrote."""
-        load_model(models, input_dir, use_lora=self.use_lora, name="transformer")
 
 
 def flow_step(

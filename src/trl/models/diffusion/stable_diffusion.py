@@ -11,18 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from trl.checkpoints.wholeness import CheckpointError
 from trl.models.diffusion.ddim import DDPOSchedulerOutput, Generators, scheduler_step
+from trl.models.diffusion.trained import LORA_FILE, TrainedPipeline, import_diffusers
 
 logger = logging.getLogger(__name__)
-
-LORA_FILE = "pytorch_lora_weights.safetensors"
-TARGETS = ["to_k", "to_q", "to_v", "to_out.0"]
 
 
 @dataclass
@@ -81,7 +76,7 @@ class DDPOStableDiffusionPipeline:
         )
 
 
-class DefaultDDPOStableDiffusionPipeline(DDPOStableDiffusionPipeline):
+class DefaultDDPOStableDiffusionPipeline(TrainedPipeline, DDPOStableDiffusionPipeline):
     """A Stable Diffusion pipeline of diffusers, with a DDIM scheduler and without safety checker.
 
     `pretrained_model_name` is a Hub name, a folder, or a `StableDiffusionPipeline`. LoRA weights beside the model are loaded, and
@@ -142,149 +137,6 @@ class DefaultDDPOStableDiffusionPipeline(DDPOStableDiffusionPipeline):
     tokenizer = property(lambda self: self.sd_pipeline.tokenizer)
     scheduler = property(lambda self: self.sd_pipeline.scheduler)
     text_encoder = property(lambda self: self.sd_pipeline.text_encoder)
-
-    @property
-    def autocast(self) -> Callable[[], Any] | None:
-        """None (the accelerator's), or nothing with LoRA."""
-        return contextlib.nullcontext if self.use_lora else None
-
-    def set_progress_bar_config(self, *args: Any, **kwargs: Any) -> None:
-        """Passed on to diffusers."""
-        self.sd_pipeline.set_progress_bar_config(*args, **kwargs)
-
-    def get_trainable_layers(self) -> nn.Module:
-        """The UNet; with LoRA its adapter alone can be trained, whose weights are float32 or wider."""
-        return trainable(self.unet, use_lora=self.use_lora)
-
-    def save_pretrained(self, output_dir: str | Path) -> None:
-        """Write the whole pipeline, and the LoRA weights beside it, which `from_pretrained` of this class loads too."""
-        if self.use_lora:
-            save_lora(self.sd_pipeline, self.unet, output_dir)
-        with without_adapter_names(self.unet):
-            self.sd_pipeline.save_pretrained(output_dir)
-
-    def save_checkpoint(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
-        """Write the LoRA weights, or the folder `unet`, from the main process.
-
-        Raises: ValueError unless there is one model.
-        """
-        save_model(self.sd_pipeline, models, weights, output_dir, use_lora=self.use_lora, name="unet")
-
-    def load_checkpoint(self, models: list[Any], input_dir: str) -> None:
-        """Load what `save_checkpoint` wrote.
-
-        Raises: ValueError unless there is one model; CheckpointError for weights of another model.
-        """
-        load_model(models, input_dir, use_lora=self.use_lora, name="unet")
-
-
-def import_diffusers() -> Any:
-    """The package. Raises ImportError with the install command."""
-    try:
-        import diffusers
-    except ImportError as error:
-        raise ImportError(
-            "Diffusion models need diffusers. Install it with `pip install trl[diffusers,peft]`."
-        ) from error
-    return diffusers
-
-
-# ---- weights
-
-
-def trainable(model: Any, *, use_lora: bool) -> nn.Module:
-    """`model` with its parameters trainable, or with an adapter whose weights are; an adapter that it has is kept."""
-    if not use_lora:
-        return model
-    if not getattr(model, "peft_config", None):
-        from peft import LoraConfig
-
-        model.add_adapter(LoraConfig(r=4, lora_alpha=4, init_lora_weights="gaussian", target_modules=TARGETS))
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name)
-        if "lora_" in name:
-            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
-    return model
-
-
-def save_lora(pipeline: Any, model: Any, folder: str | Path) -> None:
-    """Write the adapter of a pipeline's model in diffusers' format."""
-    from peft.utils import get_peft_model_state_dict
-
-    adapter = next(iter(model.peft_config))
-    kind = "transformer" if getattr(pipeline, "unet", None) is None else "unet"
-    known = {
-        f"{kind}_lora_layers": get_peft_model_state_dict(model, adapter_name=adapter),
-        f"{kind}_lora_adapter_metadata": model.peft_config[adapter].to_dict(),
-    }
-    type(pipeline).save_lora_weights(str(folder), **known)
-
-
-def save_model(
-    pipeline: Any, models: list[Any], weights: list[Any], folder: str, *, use_lora: bool, name: str
-) -> None:
-    """Write the one trained model from the main process, as LoRA weights or into the folder `name`; empties `weights`.
-
-    Raises: ValueError unless there is one model.
-    """
-    model = _only(models)
-    weights.clear()
-    if not PartialState().is_main_process:
-        return
-    if use_lora:
-        save_lora(pipeline, model, folder)
-    else:
-        model.save_pretrained(Path(folder) / name)
-
-
-def load_model(models: list[Any], folder: str, *, use_lora: bool, name: str) -> None:
-    """Load what `save_model` wrote; empties `models`. Raises: ValueError, CheckpointError."""
-    model = _only(models)
-    models.clear()
-    if use_lora:
-        from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
-
-        adapter = next(iter(model.peft_config))
-        own = get_peft_model_state_dict(model, adapter_name=adapter)
-    else:
-        own = model.state_dict()
-    file = Path(folder) / (LORA_FILE if use_lora else f"{name}/diffusion_pytorch_model.safetensors")
-    if not file.is_file():
-        raise CheckpointError(
-            f"{file} is missing. Resume with the use_lora that the checkpoint was saved with."
-        )
-    prefix = f"{name}." if use_lora else ""
-    saved = {key.removeprefix(prefix): value for key, value in load_file(file).items()}
-    if {key: value.shape for key, value in own.items()} != {key: value.shape for key, value in saved.items()}:
-        raise CheckpointError(f"{file} is of another model. Resume with the model that was trained there.")
-    if use_lora:
-        set_peft_model_state_dict(model, saved, adapter_name=adapter)  # pyright: ignore[reportPossiblyUnbound]
-    else:
-        model.load_state_dict(saved)
-
-
-def _only(models: list[Any]) -> Any:
-    if len(models) != 1:
-        raise ValueError(f"a pipeline trains one model, got {len(models)}. Save and load others yourself.")
-    return models[0]
-
-
-@contextlib.contextmanager
-def without_adapter_names(model: Any):
-    """A block in which `state_dict` has the model's own weights by their own names: diffusers (0.42) saves those of peft's layers."""
-    own = {
-        key.replace(".base_layer.", "."): value
-        for key, value in model.state_dict().items()
-        if "lora_" not in key
-    }
-    model.state_dict = lambda *args, **kwargs: own
-    try:
-        yield
-    finally:
-        del model.state_dict
-
-
-# ---- denoising
 
 
 def pipeline_step(
