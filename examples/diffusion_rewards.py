@@ -108,7 +108,7 @@ def main() -> None:
     )
     parser.add_argument("--method", choices=["ddpo", "alignprop", "grpo"], default="ddpo")
     parser.add_argument("--reward", choices=["brightness", "jpeg"], default="brightness")
-    parser.add_argument("--epochs", type=int, default=15, help="of sampling and training")
+    parser.add_argument("--epochs", type=int, default=15, help="passes of sampling and training")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=5, help="of each row of the table")
     parser.add_argument("--pictures", type=Path, help="folder for pictures before and after")

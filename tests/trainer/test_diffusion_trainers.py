@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 from tests.tiny_diffusion import PROMPTS
 from tests.trainer.diffusion_runs import (
@@ -228,6 +229,26 @@ def test_half_precision_is_chosen_by_the_device(caplog):
         trainer = ddpo(mixed_precision="fp16")
     assert trainer.accelerator.mixed_precision == "no" and "fp16" in caplog.text
     trainer.train(1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16(kind):
+    """Frozen weights are bfloat16, those of the adapter and images are not; the first ratio is 1 up to rounding."""
+    seen = []
+
+    def reward(images, prompts, metadata):
+        seen.append(images.dtype)
+        return brightness(images, prompts, metadata)
+
+    AcceleratorState._reset_state()  # accelerate keeps one precision per process
+    try:
+        trainer = KINDS[kind](mixed_precision="bf16", reward=reward)
+        trainer.train(1)
+    finally:
+        AcceleratorState._reset_state()
+    assert {each.dtype for each in weights(trainer).values()} == {torch.float32} == set(seen)
+    assert trainer.policy.model.conv_in.weight.dtype == torch.bfloat16
+    assert kind != "ddpo" or trainer.log_history[1]["approx_kl"] < 1e-5
 
 
 def test_black_images_are_counted(caplog):

@@ -124,8 +124,7 @@ class AlignPropTrainer(DiffusionTrainer):
                 truncated_backprop_rand=False,
                 truncated_backprop_timestep=self.first_step(epoch, number),
             )
-        self._check_images(found.images)
-        return {"images": found.images, "prompts": prompts, "prompt_metadata": metadata}
+        return {"images": self._checked_images(found.images), "prompts": prompts, "prompt_metadata": metadata}
 
     def compute_rewards(self, prompt_image_pairs: Mapping[str, Any]) -> Tensor:
         """The rewards `(B,)` of a batch, with gradient.

@@ -161,14 +161,14 @@ class DDPOTrainer(DiffusionTrainer):
             first = (batch * processes + index) * size
             with self.autocast():
                 found = self.policy.sample(embeds, self.generators(epoch, first, size))
-            self._check_images(found.images)
+            images = self._checked_images(found.images)
             if not found.log_probs.isfinite().all():
                 raise FloatingPointError(
                     "log-probabilities of sampled steps must be finite. Check the model, its scheduler and mixed_precision."
                 )
-            pairs.append((found.images, prompts, metadata))
+            pairs.append((images, prompts, metadata))
             conditions.append(embeds)
-            trajectories.append(found._replace(images=found.images[:0]))
+            trajectories.append(found._replace(images=images[:0]))
             numbers += range(first, first + size)
             if self.config.async_reward_computation:  # while the next batch is sampled
                 pending.append(self.executor.submit(self.compute_rewards, pairs[-1:]))

@@ -189,8 +189,11 @@ class DiffusionTrainer:
         prompts, metadata = zip(*drawn, strict=True)
         return prompts, metadata
 
-    def _check_images(self, images: Tensor) -> None:
-        """Warn once of images that are black: a safety checker blanks images, and their rewards teach nothing."""
+    def _checked_images(self, images: Tensor) -> Tensor:
+        """Images in float32 or wider, as rewards are computed from them.
+
+        Warns once of those that are black: a safety checker blanks images, and their rewards teach nothing.
+        """
         blank = int((images.flatten(1).amax(dim=1) <= 0).sum())
         if blank:
             self.blank_images += blank
@@ -201,6 +204,7 @@ class DiffusionTrainer:
                 blank,
                 len(images),
             )
+        return images.to(torch.promote_types(images.dtype, torch.float32))
 
     blank_images = 0
     """Images of this process that were black so far."""
