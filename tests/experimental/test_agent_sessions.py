@@ -1,5 +1,6 @@
 """A zoo of agents over HTTP: what is trained are the tokens that were sampled, whatever an agent does with its history."""
 
+import asyncio
 import json
 import socket
 import threading
@@ -398,6 +399,20 @@ class Endless:
     def step(self):
         time.sleep(0.01)
         return {}
+
+
+def test_a_deadline_within_a_turn_is_a_deadline(policy):
+    engine = Endless()
+    with serving(policy, engine=engine) as running:
+        session = running.session().session
+
+        async def episode():
+            await asyncio.wait_for(session.extend(None, [USER], 0, []).result(), 0.2)
+
+        with pytest.raises(TimeoutError):
+            asyncio.run(episode())
+        waits_for(lambda: not engine.running)
+        assert not session._running and not session._asked
 
 
 class Broken(Endless):

@@ -133,11 +133,12 @@ def test_environments_are_kept_and_read_by_reward_functions():
         return [float(environment.calls) for environment in environments]
 
     MADE.clear()
-    trainer, _, found = trained(reward_funcs=words, max_steps=3)
+    data = rows(word=["one", "two", "three"], hint=[None, None, "yes"])
+    trainer, _, found = trained(reward_funcs=words, max_steps=3, data=data)
     assert trainer.rewards.names == ("words", "Sums") and len(seen) == 3
     assert len(MADE) == trainer.sizes.own_rows
     assert found["rewards/words/mean"] == found["rewards/Sums/mean"] == found["reward"] / 2
-    assert MADE[0].columns.keys() == {"prompt"}
+    assert all(each.columns.keys() == {"prompt", "hint"} for each in MADE)
 
 
 def test_a_column_chooses_among_several():

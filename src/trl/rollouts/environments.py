@@ -159,7 +159,7 @@ class EnvironmentAgent:
 
     async def play(self, session: OpenSession) -> float | None:
         """Run an episode; its reward, None for an environment without one."""
-        row = remove_none_values(dict(session.row))
+        row = {name: remove_none_values(value) for name, value in session.row.items()}
         kind = self.kinds[row.pop(KIND) if self.chooses else ""]
         environment = kind.free.pop() if kind.free else kind.factory()
         episode = self.episodes[session.api_key] = Episode(kind, environment)

@@ -95,8 +95,10 @@ class Turn:
                 self.session.drop(self)
                 raise _too_long(error) from None
             except asyncio.CancelledError:
-                if not self.future.cancelled():
-                    raise
+                self.session.drop(self)
+                task = asyncio.current_task()
+                if not self.future.cancelled() or (task is not None and task.cancelling()):
+                    raise  # of a deadline, say
                 raise APIError(503, "The session or the endpoint has been closed.") from None
             except Exception as error:
                 self.session.drop(self)
