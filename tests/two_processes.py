@@ -130,7 +130,12 @@ def import_libraries() -> None:
 def in_forks(jobs: list[tuple[str, list[str], dict[str, str]]]) -> tuple[list[int], str]:
     with ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in jobs]
-        running = {fork(*job, file): place for place, (job, file) in enumerate(zip(jobs, files, strict=True))}
+        ends = os.pipe()
+        running = {
+            fork(*job, file, ends): place for place, (job, file) in enumerate(zip(jobs, files, strict=True))
+        }
+        for end in ends:
+            os.close(end)
         statuses = [0] * len(jobs)
         while running:
             child, status = os.wait()
@@ -145,10 +150,14 @@ def in_forks(jobs: list[tuple[str, list[str], dict[str, str]]]) -> tuple[list[in
         return statuses, "\n".join(file.read()[-TAIL:] for file in files)
 
 
-def fork(module: str, arguments: list[str], environment: dict[str, str], file: IO[str]) -> int:
+def fork(
+    module: str, arguments: list[str], environment: dict[str, str], file: IO[str], ends: tuple[int, int]
+) -> int:
     child = os.fork()
     if child:
         return child
+    import torch
+
     status = 1
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -157,7 +166,12 @@ def fork(module: str, arguments: list[str], environment: dict[str, str], file: I
         os.environ.clear()
         os.environ.update(environment)
         sys.argv[1:] = arguments
+        torch.distributed.destroy_process_group = lambda group=None: (
+            None
+        )  # it may wait for ever for a process that has ended
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+        os.close(ends[1])
+        select.select([ends[0]], [], [], 5)  # until the others are done too: process 0 holds the store
         status = 0
     except BaseException:
         traceback.print_exc()
