@@ -8,11 +8,13 @@ import pytest
 import torch
 from datasets import Dataset
 
+from tests.generation.stand_in import LocalCopy
 from tests.rollouts.tool_words import TOOLS
 from tests.trainer.grpo_agent_runs import agents
 from tests.trainer.grpo_runs import logs
 from trl.experimental.openenv import StepEnvironment
 from trl.experimental.openenv.utils import generate_rollout_completions
+from trl.trainer import group_setup
 
 SETTINGS = {"max_completion_length": 24, "max_tool_calling_iterations": 2, "max_steps": 1}
 MADE = []
@@ -308,7 +310,12 @@ def test_resuming_within_a_rollout_batch_is_exact(tmp_path):
         assert torch.equal(mine, theirs)
 
 
-def test_a_rollout_function_may_use_the_engine():
+@pytest.mark.parametrize("use_vllm", [False, True])
+def test_a_rollout_function_may_use_the_engine(use_vllm, monkeypatch):
+    monkeypatch.setattr(group_setup, "check_vllm", lambda: None)
+    monkeypatch.setattr(
+        group_setup, "VLLMEngine", lambda model, *, accelerator, **_: LocalCopy(model, accelerator)
+    )
     calls = []
 
     def rollout(prompts, trainer):
@@ -330,7 +337,10 @@ def test_a_rollout_function_may_use_the_engine():
         return [float(len(ids)) for ids in completion_ids]
 
     def run():
-        trainer, _ = environments(None, reward_funcs=length, given={"rollout_func": rollout})
+        trainer, _ = environments(
+            None, reward_funcs=length, given={"rollout_func": rollout}, use_vllm=use_vllm, vllm_mode="colocate",
+        )  # fmt: skip
+        assert isinstance(trainer.engine, LocalCopy) == use_vllm
         trainer.train()
         return trainer._rollout_batch
 

@@ -195,9 +195,7 @@ def test_a_function_may_generate(method):
     def fit_for(fit, **_):
         return [float(value) for value in fit]
 
-    trainer, _ = run(
-        method, reward_funcs=fit_for, given={"rollout_func": rollout}, max_steps=1, use_vllm=True
-    )
+    trainer, _ = run(method, reward_funcs=fit_for, given={"rollout_func": rollout}, max_steps=1)
     first = logs(trainer)[0]
     assert first["reward"] == pytest.approx(3.5, abs=1e-9) and first["completions/clipped_ratio"] == 0.5
     assert ("sampling/sampling_logp_difference/mean" in first) == (method == "grpo")

@@ -112,12 +112,12 @@ def sampling_of(args: RolloutTraining, policy: Policy) -> Sampling:
     return sampling
 
 
-def check_engine(args: RolloutTraining, *, own: bool = True) -> Served | None:
-    """The running vLLM server of a run; None without one, and with a rollout_func (not `own`).
+def check_engine(args: RolloutTraining) -> Served | None:
+    """The running vLLM server of a run; None without one.
 
     Raises: ImportError for vLLM in this process that is not installed, and the errors of `served_of`.
     """
-    if not args.use_vllm or not own:
+    if not args.use_vllm:
         return None
     if args.vllm_mode == "server":
         return served_of(args)
@@ -140,10 +140,9 @@ def engine_of(
     policy: Policy,
     accelerator: Any,
     *,
-    own: bool = True,
     served: Served | None = None,
 ) -> Engine:
-    """The engine: vLLM in the server that was found or in this process, or the policy itself (with a rollout_func always)."""
+    """The engine: vLLM in the server that was found or in this process, or the policy itself."""
     if served is not None:
         return VLLMServerEngine(
             model,
@@ -154,7 +153,7 @@ def engine_of(
             patience=args.vllm_server_timeout,
         )
     parts = {"tokenizer": policy.tokenizer, "accelerator": accelerator}
-    if not (args.use_vllm and own):
+    if not args.use_vllm:
         return TransformersEngine(model, gather_zero3=args.ds3_gather_for_generation, **parts)
     settings = VLLMSettings(
         memory=args.vllm_gpu_memory_utilization,

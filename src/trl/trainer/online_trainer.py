@@ -130,7 +130,7 @@ class OnlineTrainer(BaseTrainer):
         settle_inherited(args, "rollouts")
         if not (own := rollout_func is None):
             check_rollout_func(rollout_func)
-        served = group_setup.check_engine(args, own=own)
+        served = group_setup.check_engine(args)
         assert args.num_generations is not None
         self.sizes = replace(args.rollout_sizes(), group=args.num_generations)
         self.evaluation_group = args.num_generations_eval or args.num_generations
@@ -196,7 +196,7 @@ class OnlineTrainer(BaseTrainer):
             )
         self.begin_rollouts(
             self.rollout_engine(
-                group_setup.engine_of(args, self.model, policy, self.accelerator, own=own, served=served)
+                group_setup.engine_of(args, self.model, policy, self.accelerator, served=served)
             ),
             sampling,
             rewards,
