@@ -2,14 +2,16 @@
 
 import json
 import logging
+import shutil
 import threading
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
-from tests.tiny_diffusion import PROMPTS
+from tests.tiny_diffusion import PROMPTS, tiny_pipeline
 from tests.trainer.diffusion_runs import (
     KINDS,
     alignprop,
@@ -20,7 +22,7 @@ from tests.trainer.diffusion_runs import (
     weights,
 )
 from tests.two_processes import launch
-from trl import AlignPropConfig, DDPOConfig, DDPOTrainer
+from trl import AlignPropConfig, DDPOConfig, DDPOTrainer, DefaultDDPOStableDiffusionPipeline
 from trl.checkpoints.wholeness import CheckpointError
 from trl.rewards.result import RewardError
 from trl.trainer.utils import PerPromptStatTracker
@@ -148,6 +150,57 @@ def test_checkpoints_that_cannot_be_resumed(tmp_path, caplog):
     assert "not whole" in caplog.text
 
 
+def test_a_run_keeps_its_own_checkpoints(tmp_path, caplog):
+    """Another run's do not count, also those after the one that a run resumes from."""
+    folder = tmp_path / "checkpoints"
+    settings = {"project_kwargs": {"project_dir": str(tmp_path)}, "save_freq": 1, "num_checkpoint_limit": 2}
+    others = [f"checkpoint_{number}" for number in (4, 5)]
+
+    def names():
+        return sorted(path.name for path in folder.iterdir())
+
+    ddpo(**settings).train(3)
+    assert names() == ["checkpoint_1", "checkpoint_2"] and "another run" not in caplog.text
+    for name in others:
+        shutil.copytree(folder / "checkpoint_1", folder / name)
+    ddpo(**settings).train(4)
+    assert names() == ["checkpoint_2", "checkpoint_3", *others] and "another run" in caplog.text
+    ddpo(**settings, resume_from=str(folder / "checkpoint_2")).train(4)
+    assert names() == ["checkpoint_2", "checkpoint_3", *others]
+
+
+def test_a_pipeline_that_leaves_the_weights_to_the_trainer(tmp_path):
+    """As those of older programs: the model is stored once."""
+
+    class Own(DefaultDDPOStableDiffusionPipeline):
+        def save_checkpoint(self, models, weights, output_dir):
+            super().save_checkpoint(models, list(weights), output_dir)
+
+        def load_checkpoint(self, models, input_dir):
+            super().load_checkpoint(list(models), input_dir)
+
+    settings = {"project_kwargs": {"project_dir": str(tmp_path)}, "save_freq": 1}
+    trainer = ddpo(Own(tiny_pipeline(), use_lora=False), **settings)
+    trainer.train(2)
+    folder = tmp_path / "checkpoints" / "checkpoint_1"
+    assert [path.parent.name for path in folder.rglob("*model*.*")] == ["unet"]
+    resumed = ddpo(Own(tiny_pipeline(seed=1), use_lora=False), **settings, resume_from=str(folder))
+    assert all(torch.equal(value, weights(trainer)[name]) for name, value in weights(resumed).items())
+
+
+def test_a_hook_that_samples_images_changes_nothing():
+    ended = []
+    for steps in (0, 2):
+        trainer = ddpo(hook=lambda *given, steps=steps: steps and show(steps))
+
+        def show(steps, pipeline=trainer.sd_pipeline):
+            pipeline("a dog", num_inference_steps=steps, generator=torch.Generator(), output_type="pt")
+
+        trainer.train(1)
+        ended.append(weights(trainer))
+    assert all(torch.equal(value, ended[0][name]) for name, value in ended[1].items())
+
+
 def test_async_rewards_overlap_with_sampling():
     """The first batch's rewards wait until the second batch is sampled; both finish."""
     sampled, started = threading.Event(), []
@@ -208,6 +261,7 @@ def test_refused_rewards(kind, reward, error):
         (ddpo, {"sample_eta": 0.0}, "sample_eta"),
         (ddpo, {"train_timestep_fraction": 0.1}, "train_timestep_fraction"),
         (ddpo, {"mixed_precision": "fp8"}, "mixed_precision"),
+        (ddpo, {"accelerator_kwargs": {"gradient_accumulation_steps": 2}}, "train_gradient_accumulation"),
         (alignprop, {"truncated_rand_backprop_minmax": (4, 50)}, "truncated_rand_backprop_minmax"),
         (alignprop, {"truncated_backprop_rand": False}, "truncated_backprop_timestep"),
     ],
@@ -306,14 +360,26 @@ def test_the_card_and_the_folder(tmp_path):
 
 
 def test_trackers(tmp_path):
-    trainer = ddpo(
-        log_with="tensorboard", project_kwargs={"logging_dir": str(tmp_path), "project_dir": str(tmp_path)}
-    )
+    trainer = ddpo(log_with="tensorboard", logdir=str(tmp_path))
     seen = []
     trainer.image_samples_callback = lambda images, step, tracker: seen.append(tracker.name)
     trainer.train(1)
     trainer.accelerator.end_training()
     assert seen == ["tensorboard"] and any("events" in path.name for path in tmp_path.rglob("*"))
+
+
+def test_what_trackers_are_told(monkeypatch):
+    """The run's name beside other settings of wandb's; no key of an account among the hyperparameters."""
+    told = {}
+    monkeypatch.setattr(
+        Accelerator,
+        "init_trackers",
+        lambda self, name, config, init_kwargs: told.update(config, kwargs=init_kwargs),
+    )
+    monkeypatch.setattr("accelerate.accelerator.filter_trackers", lambda *given: [])
+    ddpo(log_with="wandb", run_name="first", tracker_kwargs={"wandb": {"api_key": "s3cret"}})
+    assert told.pop("kwargs") == {"wandb": {"name": "first", "api_key": "s3cret"}}
+    assert told["run_name"] == "first" and "s3cret" not in str(told)
 
 
 def test_configs_as_plain_values():

@@ -145,6 +145,7 @@ class DDPOTrainer(DiffusionTrainer):
         advantages = self.advantages(images, rewards)  # type: ignore[arg-type]
         self.log(self.reward_statistics(images, rewards) | {"epoch": epoch}, global_step)  # type: ignore[arg-type]
         self.policy.model.train()
+        self.policy.set_timesteps()  # the hook and rewards may have used the pipeline
         for inner_epoch in range(self.config.train_num_inner_epochs):
             global_step = self._train_once(images, advantages, epoch, inner_epoch, global_step)
         self._save_if_due(epoch, global_step)

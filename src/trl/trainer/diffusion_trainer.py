@@ -70,6 +70,7 @@ class DiffusionTrainer:
         self.policy, self.log_history = policy(), list[dict[str, Any]]()
         self._given_limit = config.project_kwargs.get("total_limit")
         self._folder = Path(config.project_kwargs.get("project_dir") or config.logdir) / "checkpoints"
+        self._checkpoints = list[Path]()  # of this run, the oldest first
         self.accelerator = make_accelerator(config)
         self._start_trackers()
         set_seed(config.seed)  # the adapter's weights are those of every process
@@ -96,8 +97,8 @@ class DiffusionTrainer:
             # Not wrapped: the pipeline calls the module itself, and `_update` averages the gradients.
             layers = self.accelerator.prepare_model(layers, evaluation_mode=True)
         self.trainable_layers = layers
-        self.accelerator.register_save_state_pre_hook(pipeline.save_checkpoint)
-        self.accelerator.register_load_state_pre_hook(pipeline.load_checkpoint)
+        self.accelerator.register_save_state_pre_hook(self._save_model)
+        self.accelerator.register_load_state_pre_hook(self._load_model)
         self.first_epoch, self._global_step = 0, 0
         self._loop = AsyncCalls("reward")
         self._warned: set[str] = set()
@@ -133,11 +134,12 @@ class DiffusionTrainer:
         settings = {
             name: value if isinstance(value, (bool, int, float, str)) else str(value)
             for name, value in config.to_dict().items()
+            if not name.startswith("tracker_kwargs/")  # may hold keys of an account
         }
-        wandb = {"wandb": {"name": config.run_name}} if config.run_name and config.log_with == "wandb" else {}
-        self.accelerator.init_trackers(
-            config.tracker_project_name, config=settings, init_kwargs={**wandb, **config.tracker_kwargs}
-        )
+        given = dict(config.tracker_kwargs)
+        if config.run_name and config.log_with == "wandb":
+            given["wandb"] = {"name": config.run_name, **given.get("wandb", {})}
+        self.accelerator.init_trackers(config.tracker_project_name, config=settings, init_kwargs=given)
 
     @property
     def sd_pipeline(self) -> Any:
@@ -160,7 +162,10 @@ class DiffusionTrainer:
         raise TypeError(f"{type(self).__name__} does not define step.")
 
     def train(self, epochs: int | None = None) -> None:
-        """Run `step` from the first epoch to `epochs` (default: `num_epochs`); the last epoch is saved too."""
+        """Run `step` from the first epoch to `epochs` (default: `num_epochs`); the last epoch is saved too.
+
+        A second call starts at the first epoch again, with the same noise.
+        """
         last = (self.config.num_epochs if epochs is None else epochs) - 1
         for epoch in range(self.first_epoch, last + 1):
             self._global_step = self.step(epoch, self._global_step)
@@ -257,17 +262,32 @@ class DiffusionTrainer:
         """Restore `carried`."""
 
     def save_checkpoint(self, epoch: int, global_step: int) -> Path:
-        """Write `checkpoint_<epoch>`, whole or not at all, and remove the oldest above the limit. All processes must call it."""
+        """Write `checkpoint_<epoch>`, whole or not at all, and remove this run's oldest above the limit.
+
+        All processes must call it.
+        """
         folder = self._folder / f"checkpoint_{epoch}"
         state = {"method": self._name, "epoch": epoch, "global_step": global_step, "carried": self.carried()}
         folder.parent.mkdir(parents=True, exist_ok=True)
         save_step_state(folder, self.accelerator, state, None, file=STATE)
+        kept = [*(each for each in self._checkpoints if each != folder), folder]
+        self._checkpoints = kept[-(self._given_limit or self.config.num_checkpoint_limit) :]
         if self.accelerator.is_main_process:
-            limit = self._given_limit or self.config.num_checkpoint_limit
-            for old in checkpoints_in(self._folder)[limit:]:
+            for old in kept[: -len(self._checkpoints)]:
                 shutil.rmtree(old, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         return folder
+
+    def _save_model(self, models: list[Any], weights: list[Any], folder: str) -> None:
+        """The pipeline's `save_checkpoint` on the main process; accelerate then writes no weights itself."""
+        if self.accelerator.is_main_process:
+            self.sd_pipeline.save_checkpoint(models, weights, folder)
+        weights.clear()
+
+    def _load_model(self, models: list[Any], folder: str) -> None:
+        """The pipeline's `load_checkpoint`; accelerate then loads no weights itself."""
+        self.sd_pipeline.load_checkpoint(models, folder)
+        models.clear()
 
     def _save_if_due(self, epoch: int, global_step: int) -> None:
         frequency = self.config.save_freq
@@ -277,10 +297,23 @@ class DiffusionTrainer:
     def resume(self) -> None:
         """Load the checkpoint that `resume_from` means, if any.
 
+        Warns of checkpoints in the run's folder that are not its own.
+
         Raises: ValueError where there is none; CheckpointError for one of another model or method, and where none is whole.
         """
-        if not self.config.resume_from:
-            return
+        if self.config.resume_from:
+            self._resume()
+        others = [each.name for each in checkpoints_in(self._folder) if each not in self._checkpoints]
+        if others and self.config.save_freq:
+            logger.warning(
+                "%s has checkpoints of another run (%s). They are kept, but replaced where this run saves the same epoch, and "
+                "resume_from=%r would take the last of all. Set another project_dir in project_kwargs.",
+                self._folder,
+                ", ".join(others),
+                str(self._folder),
+            )
+
+    def _resume(self) -> None:
         given = Path(self.config.resume_from).expanduser()
         inner = given / "checkpoints"
         own = _CHECKPOINT.fullmatch(given.name) is not None
@@ -294,6 +327,9 @@ class DiffusionTrainer:
             raise CheckpointError(f"{folder} is of a run of {state['method']}, and this is {self._name}.")
         self.first_epoch, self._global_step = state["epoch"] + 1, state["global_step"]
         self.load_carried(state["carried"])
+        if folder.parent.resolve() == self._folder.resolve():
+            earlier = [each for each in checkpoints_in(self._folder) if epoch_of(each) <= state["epoch"]]
+            self._checkpoints = earlier[::-1]
 
     def _load_first(self, folders: list[Path]) -> tuple[Path, dict[str, Any]]:
         """The first checkpoint that is whole, with its state."""
@@ -370,7 +406,7 @@ class DiffusionTrainer:
 def make_accelerator(config: DiffusionOptions) -> Accelerator:
     """The accelerator of a config, in float32 where float16 is not to be had.
 
-    Raises: ValueError for FSDP and DeepSpeed.
+    Raises: ValueError for FSDP and DeepSpeed, and for gradient accumulation of accelerate's.
     """
     options, precision = dict(config.accelerator_kwargs), config.mixed_precision
     has_gpu = torch.accelerator.is_available() and not options.get("cpu")
@@ -381,7 +417,8 @@ def make_accelerator(config: DiffusionOptions) -> Accelerator:
         )
     if not has_gpu and options.get("cpu", True):
         PartialState(cpu=True)  # connects the processes that torchrun starts on a CPU
-    project = {**config.project_kwargs}
+    logging_dir = config.project_kwargs.get("project_dir") or config.logdir
+    project = {"logging_dir": logging_dir, **config.project_kwargs}
     for name in ("automatic_checkpoint_naming", "total_limit"):  # checkpoints are named and removed here
         project.pop(name, None)
     accelerator = Accelerator(
@@ -395,14 +432,20 @@ def make_accelerator(config: DiffusionOptions) -> Accelerator:
             f"diffusion models train on one device or by data parallelism, got {accelerator.distributed_type.value}. Launch "
             "without FSDP and DeepSpeed."
         )
+    if accelerator.gradient_accumulation_steps != 1:
+        raise ValueError(
+            f"gradient_accumulation_steps of the Accelerator must be 1, got {accelerator.gradient_accumulation_steps}: it would "
+            "divide gradients that are means already. Set train_gradient_accumulation_steps."
+        )
     return accelerator
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """All `checkpoint_<epoch>` folders, the last first."""
-    found = {
-        int(match[1]): path
-        for path in folder.glob("checkpoint_*")
-        if (match := _CHECKPOINT.fullmatch(path.name))
-    }
-    return [found[epoch] for epoch in sorted(found, reverse=True)]
+    found = [path for path in folder.glob("checkpoint_*") if _CHECKPOINT.fullmatch(path.name)]
+    return sorted(found, key=epoch_of, reverse=True)
+
+
+def epoch_of(folder: Path) -> int:
+    """The N of a `checkpoint_N` folder."""
+    return int(folder.name.removeprefix("checkpoint_"))

@@ -58,6 +58,10 @@ class DiffusionPolicy(Protocol):
         """Denoise without gradient; each generator draws all noise of its row."""
         ...
 
+    def set_timesteps(self) -> Any:
+        """Give the scheduler, which others may have used, the timesteps of a trajectory."""
+        ...
+
     def training_embeds(self, conditions: Conditions) -> Any:
         """The conditions as `step` takes them: with the negative prompt's in front where guidance is trained."""
         ...
@@ -172,6 +176,10 @@ class DDIMPolicy:
             log_probs = torch.stack(scored, dim=1)
         return Trajectory(found.images, latents, timesteps, log_probs)
 
+    def set_timesteps(self) -> None:
+        """Of a trajectory."""
+        self.pipeline.scheduler.set_timesteps(self.num_steps)
+
     def training_embeds(self, conditions: Conditions) -> Tensor:
         """`(2 B, T, D)`, negative ones first, or `(B, T, D)` without guidance."""
         (embeds,) = conditions
@@ -206,7 +214,7 @@ class DDIMPolicy:
                 f"the scheduler must be a DDIMScheduler, whose steps have a log-probability, got {kind}. Set "
                 "scheduler = DDIMScheduler.from_config(scheduler.config)."
             )
-        scheduler.set_timesteps(self.num_steps)
+        self.set_timesteps()
         if kind != "DDIMScheduler":
             return torch.ones(len(scheduler.timesteps), dtype=torch.bool)
         return deviations(scheduler, scheduler.timesteps, self.eta) > 0

@@ -51,8 +51,8 @@ class DDPOStableDiffusionPipeline:
     keeps gradients. `scheduler_step` is the function of that name without its first argument, `autocast` makes the context of
     forward passes (None: the accelerator's), `get_trainable_layers()` returns the module or parameters to train.
 
-    `save_checkpoint(models, weights, output_dir)` and `load_checkpoint(models, input_dir)` are called by accelerate on every
-    process; they empty `weights` and `models`, which accelerate would write and load itself.
+    `save_checkpoint(models, weights, output_dir)` is called on the main process, `load_checkpoint(models, input_dir)` on every one,
+    with the trained module in `models`.
     """
 
     unet: Any = _Member()

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate import PartialState
 from safetensors.torch import load_file
 from torch import nn
 
@@ -76,15 +75,14 @@ class TrainedPipeline:
             self.sd_pipeline.save_pretrained(output_dir)
 
     def save_checkpoint(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
-        """Write the LoRA weights, or the model into a folder of its name, from the main process; empties `weights`.
+        """Write the LoRA weights, or the model into a folder of its name.
 
         Raises: ValueError unless there is one model.
         """
         model = _only(models)
-        weights.clear()
-        if PartialState().is_main_process and self.use_lora:
+        if self.use_lora:
             self._save_lora(output_dir)
-        elif PartialState().is_main_process:
+        else:
             model.save_pretrained(Path(output_dir) / self.part, max_shard_size=ONE_FILE)
 
     def _save_lora(self, folder: str | Path) -> None:
@@ -98,12 +96,11 @@ class TrainedPipeline:
         type(self.sd_pipeline).save_lora_weights(str(folder), **known)
 
     def load_checkpoint(self, models: list[Any], input_dir: str) -> None:
-        """Load what `save_checkpoint` wrote; empties `models`.
+        """Load what `save_checkpoint` wrote.
 
         Raises: ValueError unless there is one model; CheckpointError for weights of another model.
         """
         model = _only(models)
-        models.clear()
         own, load, prefix = model.state_dict(), model.load_state_dict, ""
         file = Path(input_dir) / self.part / "diffusion_pytorch_model.safetensors"
         if self.use_lora:
