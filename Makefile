@@ -18,7 +18,7 @@ test: .venv/.installed-dev
 # vLLM's CPU build wants another numpy than the rest, so it is tried in an environment of its own.
 test-vllm: .venv-vllm/.installed
 	$(OFFLINE) .venv-vllm/bin/python -m pytest tests/generation/test_vllm_engine.py tests/generation/test_vllm_server.py \
-		tests/generation/test_vllm_server_training.py
+		tests/generation/test_vllm_server_training.py tests/generation/test_vllm_teacher.py
 
 check: .venv/.installed-dev
 	$(BIN)/ruff format --no-cache --check .

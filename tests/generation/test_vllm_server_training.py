@@ -37,7 +37,10 @@ KINDS = {
     "rloo": {"method": "rloo", "steps_per_generation": 2},
     "lora": {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)},
     "tools": {"tools": TOOLS, "max_completion_length": 24, "max_tool_calling_iterations": 2, "max_steps": 3},
+    "online_dpo": {"method": "online_dpo", "beta": 0.1},
+    "distillation": {"method": "distillation", "beta": 1.0},
 }
+UNCORRECTED = ("rloo", "online_dpo", "distillation")
 
 
 @pytest.fixture(scope="module")
@@ -81,22 +84,28 @@ def even(completion_ids, **_):
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_with_a_server(kind, policy, server, tmp_path):
     """The sampler is the policy, up to rounding: weights arrive before each rollout, adapters added."""
-    given = {**KINDS[kind]}
+    given = {**SETTINGS, **KINDS[kind]}
     config, trainer = TRAINERS[given.pop("method", "grpo")]
     parts = {name: given.pop(name) for name in ("peft_config", "tools") if name in given}
     where = {"vllm_server_port": server.port, "vllm_group_port": free_port()}
     prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
     rows = conversations() if kind == "tools" else Dataset.from_dict({"input_ids": prompts})
+    if kind == "distillation":
+        parts["teacher_model"] = model(1)
+        del given["num_generations"]
+    else:
+        parts["reward_funcs"] = many_tools if kind == "tools" else even
     made = trainer(
-        copy.deepcopy(policy), many_tools if kind == "tools" else even, config(str(tmp_path), **{**SETTINGS, **where, **given}),
-        train_dataset=rows, processing_class=call_tokenizer(), **parts,
+        copy.deepcopy(policy), args=config(str(tmp_path), **where, **given), train_dataset=rows,
+        processing_class=call_tokenizer(), **parts,
     )  # fmt: skip
     made.train()
-    logs = [entry for entry in made.state.log_history if "reward" in entry]
+    logs = [entry for entry in made.state.log_history if "loss" in entry]
     assert len(logs) >= 3
-    if kind == "rloo":  # it has no correction: compare with what the policy says itself
-        gaps = made._rollout_batch.per_token["old_logps"] - made._rollout_batch.per_token["sampling_logps"]
-        assert float(gaps.abs().max()) < 1e-3
+    if kind in UNCORRECTED:  # compare with what the policy says itself
+        columns = made._rollout_batch.per_token
+        if "old_logps" in columns:
+            assert float((columns["old_logps"] - columns["sampling_logps"]).abs().max()) < 1e-3
     else:
         assert all(abs(each["sampling/importance_sampling_ratio/mean"] - 1) < 1e-3 for each in logs)
         assert max(each["sampling/sampling_logp_difference/max"] for each in logs) < 1e-3
