@@ -100,7 +100,9 @@ def test_training_with_a_server(kind, policy, server, tmp_path):
         processing_class=call_tokenizer(), **parts,
     )  # fmt: skip
     made.train()
-    logs = [entry for entry in made.state.log_history if "completions/mean_length" in entry]  # of each rollout
+    logs = [
+        entry for entry in made.state.log_history if "completions/mean_length" in entry
+    ]  # of each rollout
     assert len(logs) >= 3
     if kind in UNCORRECTED:  # compare with what the policy says itself
         columns = made._rollout_batch.per_token

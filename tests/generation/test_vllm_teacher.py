@@ -31,7 +31,11 @@ def url(tmp_path_factory):
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)]
     command += ["--port", str(port), "--dtype", "float32", "--enforce-eager", "--host", "127.0.0.1"]
     process = subprocess.Popen(
-        command, env=os.environ | SMALL, start_new_session=True, stdout=log.open("w"), stderr=subprocess.STDOUT
+        command,
+        env=os.environ | SMALL,
+        start_new_session=True,
+        stdout=log.open("w"),
+        stderr=subprocess.STDOUT,
     )
     try:
         until = time.monotonic() + 600
