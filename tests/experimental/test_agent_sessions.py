@@ -315,6 +315,41 @@ def test_a_budget_holds_for_answers_side_by_side(endpoint):
     assert sum(len(turn.generated.ids) for turn in session.turns) <= 20
 
 
+@pytest.mark.parametrize(("tokens", "refused"), [(60, 0), (5, 1)])
+def test_requests_side_by_side_wait_for_the_budget(tokens, refused, policy):
+    texts = ["hi", "yes no", "two three ?"]
+
+    async def together(session):
+        client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
+        calls = [
+            client.completions.create(model="policy", prompt=text, max_tokens=30, stream=text == "yes no")
+            for text in texts
+        ]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        return sum([isinstance(one, openai.BadRequestError) or await failed(one) for one in found])
+
+    async def failed(answer):
+        try:
+            return isinstance(answer, openai.AsyncStream) and not [chunk async for chunk in answer]
+        except openai.APIError as error:
+            assert error.code == "budget_exceeded"
+            return True
+
+    with serving(policy, sampling=Sampling(max_new_tokens=30, seed=0)) as running:
+        session = running.session(budget=Budget(tokens=tokens), stream=0)
+        assert (asyncio.run(together(session)) > 0) == (refused > 0)
+        assert (session.session.cut == "tokens") == (refused > 0)
+        assert sum(len(turn.generated.ids) for turn in session.turns) <= tokens
+        assert not session.session._running
+        if not refused:
+            alone = running.session(budget=Budget(tokens=tokens), stream=0)
+            for text in texts:
+                client_of(alone).completions.create(model="policy", prompt=text, max_tokens=30)
+            assert sorted(turn.tokens for turn in session.turns) == sorted(
+                turn.tokens for turn in alone.turns
+            )
+
+
 def test_a_text_is_continued_only_if_it_is_what_the_policy_wrote(endpoint):
     session, words = endpoint.session(), call_tokenizer()
     client = client_of(session)
@@ -353,7 +388,10 @@ def test_without_settings_an_answer_may_fill_the_context(policy):
         session = running.session()
         turn_limits = []
         submit = running.broker.submit
-        running.broker.submit = lambda request: (turn_limits.append(request.limit), submit(request))[1]
+        running.broker.submit = lambda request, future: (
+            turn_limits.append(request.limit),
+            submit(request, future),
+        )
         client_of(session).completions.create(model="policy", prompt="hi", max_tokens=300)
         assert turn_limits == [min(300, policy.config.n_positions - 1)]
 

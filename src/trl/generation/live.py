@@ -156,12 +156,12 @@ class Broker:
         self._running: dict[int, Asked] = {}
         self._answering = threading.Lock()
 
-    def submit(self, request: Request) -> Future[Generated]:
-        """Begin a completion, from any thread. Cancelling the future takes the request out of the engine.
+    def submit(self, request: Request, future: Future[Generated] | None = None) -> Future[Generated]:
+        """Begin a completion, from any thread. Cancelling the future (a new one if none is given) takes the request out of the engine.
 
         The future raises ValueError for an invalid prompt, and what the engine raises.
         """
-        return self._added(Asked(request, Future()))
+        return self._added(Asked(request, future or Future()))
 
     def call(self, function: Callable[[Any], Any]) -> Future[Any]:
         """The result of a function of the `Live` engine, which is called between two steps. The future raises as `submit`."""

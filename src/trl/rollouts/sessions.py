@@ -91,6 +91,8 @@ class Turn:
             assert self.future is not None
             try:
                 generated = await asyncio.wrap_future(self.future)
+            except APIError:  # of the budget
+                raise
             except ValueError as error:
                 self.session.drop(self)
                 raise _too_long(error) from None
@@ -224,7 +226,7 @@ class Session:
         self.started = time.monotonic()
         self._states: dict[bytes, Turn] = {}
         self._asked: dict[tuple[int, ...], list[Turn]] = {}
-        self._running: list[Turn] = []
+        self._running: dict[Turn, Request | None] = {}  # with the requests that wait for the budget
         self._requests = itertools.count()
 
     # ---- requests
@@ -343,23 +345,49 @@ class Session:
         """Send a turn to the engine. Raises: APIError."""
         prompt, sampling = turn.context, self._sampling(body)
         window = self.chats.context_length - len(prompt)
-        room = self._room(turn)
-        turn.limit = min(limit or room, room, window, sampling.new_tokens or window)
+        turn.limit = min(limit or window, window, sampling.new_tokens or window)
+        self._room(turn)
         is_new = self.keeps or body.seed is not None
         number = len(asked) if is_new else next(self._requests)
         listener = turn.listen() if body.stream else None
         stream = stream_of(self.stream, prompt, number)
-        turn.future = self.broker.submit(Request(prompt, sampling, stream, turn.limit, listener))
+        turn.future = Future()
         self._asked.setdefault(tuple(prompt), asked).append(turn)
-        self._running.append(turn)
+        self._running[turn] = Request(prompt, sampling, stream, turn.limit, listener)
+        self._admit()
+
+    def _admit(self) -> None:
+        """Send turns to the engine, in order, as long as the budget holds even if all that run write up to their limits."""
+        while found := next(((turn, each) for turn, each in self._running.items() if each is not None), None):
+            turn, request = found
+            assert turn.future is not None
+            try:
+                room = self._room(turn)
+            except APIError as error:
+                if turn.future.set_running_or_notify_cancel():
+                    turn.future.set_exception(error)
+                self.drop(turn)
+                continue
+            limit, most = min(turn.limit, room), self.budget.tokens
+            if most is not None and self._sampled + self._promised + limit > most:
+                return  # until one of those that run has ended
+            turn.limit, self._running[turn] = limit, None
+            self.broker.submit(replace(request, limit=limit), turn.future)
+
+    @property
+    def _sampled(self) -> int:
+        return sum(len(turn.generated.ids) for turn in self.turns if turn.generated is not None)
+
+    @property
+    def _promised(self) -> int:
+        return sum(turn.limit for turn, waiting in self._running.items() if waiting is None)
 
     def _room(self, turn: Turn) -> int:
-        """Tokens that a new turn may have by the budget. Raises: APIError if it is spent."""
-        budget, written = self.budget, len(turn.context) - turn.opening
-        sampled = sum(len(turn.generated.ids) for turn in self.turns if turn.generated is not None)
-        sampled += sum(turn.limit for turn in self._running)
+        """Tokens that a turn may have by the budget once those that run have ended. Raises: APIError if it is spent."""
+        budget, written, sampled = self.budget, len(turn.context) - turn.opening, self._sampled
+        begun = len(self.turns) + len(self._running) - (turn in self._running)
         spent = {
-            "turns": budget.turns is not None and len(self.turns) + len(self._running) >= budget.turns,
+            "turns": budget.turns is not None and begun >= budget.turns,
             "tokens": budget.tokens is not None and sampled >= budget.tokens,
             "seconds": budget.seconds is not None and time.monotonic() - self.started >= budget.seconds,
             "length": budget.length is not None and written >= budget.length,
@@ -398,11 +426,12 @@ class Session:
         if not self.keeps:
             self.drop(turn)
             return
-        self._running.remove(turn)
+        self._running.pop(turn, None)
         self.turns.append(turn)
         if turn.history.states:
             state = _digest(turn.history.states[-1], _meaning(turn.message))
             self._states[state] = turn
+        self._admit()
 
     def drop(self, turn: Turn) -> None:
         """Forget a turn that was given up."""
@@ -410,10 +439,10 @@ class Session:
         asked = self._asked.get(prompt, [])
         if turn in asked:
             asked.remove(turn)
-            if turn in self._running:
-                self._running.remove(turn)
             if not asked:
                 del self._asked[prompt]
+        self._running.pop(turn, None)
+        self._admit()
 
     def text_of(self, ids: Sequence[int], stops: Sequence[str]) -> str:
         """The text of a completion without its end token, up to a stop string."""
@@ -421,9 +450,12 @@ class Session:
 
     def close(self) -> None:
         """End what still runs."""
-        for turns in list(self._asked.values()):
-            for turn in list(turns):
-                turn.cancel()
+        running = list(self._running)
+        for turn in running:
+            if turn.future is not None:
+                turn.future.cancel()
+        for turn in running:  # all of them cancelled, so that none is sent to the engine
+            self.drop(turn)
 
 
 class Chats:
