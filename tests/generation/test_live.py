@@ -1,6 +1,8 @@
 """Requests that come and go get the same tokens as by one call, whatever runs beside them."""
 
+import gc
 import threading
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -119,6 +121,21 @@ def test_rows_of_the_tables_are_used_again():
             while live.busy:
                 live.step()
         assert len(live.requests.counts) <= 4
+
+
+def test_caches_and_weights_are_freed_when_it_ends():
+    gc.collect()
+    gc.disable()
+    try:
+        with engine().live() as live:
+            live.submit(Request(PROMPTS[0], SAMPLING))
+            while live.busy:
+                live.step()
+            held = [weakref.ref(each) for each in (live.loop.cache, live.loop.decoder, live.loop.reuse)]
+        del live
+        assert [each() for each in held] == [None] * 3
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("prompt", [[], [-1], [10**6], [5] * 4096])

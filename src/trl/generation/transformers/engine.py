@@ -143,13 +143,18 @@ class TransformersEngine:
             kept = memory // 4 if self.reuse_memory is None else self.reuse_memory
             reuse = Reuse(kept) if kept else None
             loop = RolloutLoop(decoder, cache, requests, max_rows=self.max_batch or 1, reuse=reuse)
-            yield LiveRequests(
+            live = LiveRequests(
                 requests, loop, vocabulary=vocabulary,
                 rows_for=lambda: self.max_batch or default_rows(config, requests, itemsize, memory=memory),
                 rules_of=lambda sampling: self._rules(sampling, core, end_tokens(sampling.stop_token_ids, core)),
                 attention=partial(rollout_attention_of, core),
                 autocast=partial(torch.autocast, core.device.type, dtype=dtype, enabled=dtype is not None),
             )  # fmt: skip
+            try:
+                yield live
+            finally:
+                # A circle, in which caches and fused weights would wait for the garbage collector.
+                requests.listener = None
 
     @property
     def together(self) -> bool:
