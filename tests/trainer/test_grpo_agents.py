@@ -18,6 +18,7 @@ from tests.trainer.grpo_runs import logs
 from tests.trainer.grpo_tool_runs import QUESTIONS, caller
 from tests.two_processes import launch
 from trl.experimental.agents import read_sessions
+from trl.rollouts.sessions import Session
 
 
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
@@ -199,7 +200,7 @@ def test_a_run_killed_among_its_sessions_does_not_run_those_that_ended_again(con
     assert ended.returncode == -signal.SIGKILL, ended.stderr[-2000:]
     (journal,) = (folder / "sessions").glob("*.jsonl")
     known = len(list(read_sessions(folder / "sessions")))
-    assert journal.name == "00000001-0.jsonl" and 3 <= known <= 5
+    assert journal.name.startswith("00000001-") and journal.name.endswith("-0.jsonl") and 3 <= known <= 5
     with journal.open("a") as file:
         file.write('{"key": "torn')
     (folder / "started.txt").write_text("")
@@ -212,6 +213,47 @@ def test_a_run_killed_among_its_sessions_does_not_run_those_that_ended_again(con
     for own, other in zip(again.model.parameters(), whole.model.parameters(), strict=True):
         torch.testing.assert_close(own, other, rtol=rtol, atol=rtol)
     assert not list((folder / "sessions").glob("*.jsonl"))
+
+
+KEPT = {"save_strategy": "steps", "save_steps": 1, "agent_keep_sessions": True, "learning_rate": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("other_run", "changed", "repeated"),
+    [
+        (False, {}, 0),
+        (False, {"temperature": 0.3}, 8),
+        (False, {"agent_max_turns": 7}, 8),
+        (False, {"chat_template_kwargs": {"style": "new"}}, 8),
+        (False, {"bf16": True}, 8),
+        (True, {}, 8),
+    ],
+)
+def test_only_sessions_of_this_run_and_its_settings_are_taken(
+    other_run, changed, repeated, tmp_path, monkeypatch
+):
+    """Resumed after the first of two steps, with the sessions of the second; the weights do not change."""
+    versions, finish = set(), Session.finish
+    monkeypatch.setattr(
+        Session, "finish", lambda self, turn, found: (versions.add(turn.version), finish(self, turn, found))
+    )
+    settings, started = {**KEPT, "folder": str(tmp_path)}, []
+
+    async def agent(row, base_url, api_key):
+        started.append(row)
+        return await tool_agent(row, base_url, api_key)
+
+    trained(agent=agent, **settings)
+    assert versions == {record["step"] for record in read_sessions(tmp_path / "sessions")} == {0, 1}
+    if other_run:
+        trained(agent=agent, **settings, max_steps=1)
+    started.clear()
+    again, _ = agents(agent=agent, **settings, **changed)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert len(started) == repeated
+    keys = [record["key"] for record in read_sessions(tmp_path / "sessions")]
+    assert len(keys) == len(set(keys)) == 16 + repeated + 8 * other_run
+    assert not again._journal._held
 
 
 def new_folder(path):

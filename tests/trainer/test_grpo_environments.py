@@ -12,6 +12,7 @@ from tests.generation.stand_in import LocalCopy
 from tests.rollouts.tool_words import TOOLS
 from tests.trainer.grpo_agent_runs import agents
 from tests.trainer.grpo_runs import logs
+from trl.experimental.agents import read_sessions
 from trl.experimental.openenv import StepEnvironment
 from trl.experimental.openenv.utils import generate_rollout_completions
 from trl.trainer import group_setup
@@ -350,3 +351,22 @@ def test_a_rollout_function_may_use_the_engine(use_vllm, monkeypatch):
     ]
     assert len({tuple(each["completion_ids"]) for each in calls[0]}) > 2
     assert torch.equal(run().completions.values, batch.completions.values)
+
+
+def test_kept_sessions_are_written_once(tmp_path):
+    """A resumed run plays episodes again whose environments reward functions read."""
+
+    def calls(environments, completions, **columns):
+        return [float(one.calls) for one in environments]
+
+    settings = {
+        "reward_funcs": calls,
+        "folder": str(tmp_path),
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "max_steps": 2,
+    }
+    for checkpoint in (None, str(tmp_path / "checkpoint-1")):
+        environments(**settings, agent_keep_sessions=True)[0].train(resume_from_checkpoint=checkpoint)
+    keys = [record["key"] for record in read_sessions(tmp_path / "sessions")]
+    assert len(keys) == len(set(keys)) == 16

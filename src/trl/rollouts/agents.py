@@ -18,6 +18,7 @@ from numbers import Real
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 
 from trl.data.prompts import PROMPT_IDS
 from trl.data.rendering import ProcessingClass, text_tokenizer
@@ -89,9 +90,13 @@ class AgentCompleter:
         each = [{name: rows[name][row] for name in names} for row in range(len(streams))]
         if self.environments is not None:
             self.environments.begin()
-        known = {}
+        keys, known = [], {}
+        if self.journal is not None:
+            engine, precision = type(maker.engine).__name__, maker.accelerator.mixed_precision
+            drawn = maker.sampling, self.settings.budget, self.template_kwargs, engine, precision
+            keys = [self.journal.key(*one, *drawn) for one in zip(streams, each, strict=True)]
         if self.journal is not None and not getattr(self.environments, "keeps", False):
-            known = self.journal.found(zip(streams, each, strict=True))
+            known = self.journal.found(keys)
         played = {place: Played.of_record(record) for place, record in known.items()}
         wanted = {
             place: (streams[place], each[place]) for place in range(len(streams)) if place not in played
@@ -100,9 +105,10 @@ class AgentCompleter:
         def ended(place: int, one: Played) -> None:
             played[place] = one
             if self.journal is not None:
-                self.journal.write(*wanted[place], one.record())
+                self.journal.write(keys[place], each[place], one.record())
 
-        if wanted:
+        # Weights that are sharded are gathered by all processes, also by those whose sessions have all ended.
+        if any(gather_object([bool(wanted)])) if maker.engine.together else wanted:
             self._run(maker, wanted, ended)
         sampling = maker.sampling
         keeps = (sampling.truncates_distribution or bool(sampling.processors)) and maker.engine.exact
@@ -134,7 +140,9 @@ class AgentCompleter:
                 return not running
 
             for place, (stream, row) in wanted.items():
-                session = endpoint.session(row, stream=stream, budget=self.settings.budget)
+                session = endpoint.session(
+                    row, stream=stream, budget=self.settings.budget, version=maker.step
+                )
                 running[place] = session, self._calls.submit(self._play(session, gate), None)
             for _, call in running.values():
                 call.future.add_done_callback(lambda _: endpoint.broker.wake())

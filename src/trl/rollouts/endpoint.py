@@ -124,10 +124,11 @@ class Endpoint:
         budget: Budget | None = None,
         key: str | None = None,
         keeps: bool = True,
+        version: int = 0,
     ) -> OpenSession:
         """Open a session. Its tokens depend on the seed, its `stream` (default: its number) and its requests.
 
-        Without `keeps` its turns are forgotten.
+        Without `keeps` its turns are forgotten. `version` of the weights is noted on each turn.
 
         Raises: RuntimeError for too many open sessions.
         """
@@ -146,6 +147,7 @@ class Endpoint:
             fixed=self.fixed,
             keeps=keeps,
             budget=budget,
+            version=version,
         )
         self._open[key] = session
         return OpenSession(session, base_url=self.base_url, api_key=key, row=row or {})

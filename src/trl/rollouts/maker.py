@@ -125,6 +125,11 @@ class RolloutMaker:
         """Whether log-probs of sampling are those of the plain policy in the engine's precision."""
         return self.completer.exact and self.engine.exact and not self.sampling.alters_distribution
 
+    @property
+    def step(self) -> int:
+        """The optimiser step of the weights that generate."""
+        return self._state.global_step
+
     def follow(self, model: Any, state: Any) -> None:
         """Generate with the present weights of `model` from now on; `state` is the trainer's, for reward functions."""
         self._state = state

@@ -321,7 +321,7 @@ class OnlineTrainer(BaseTrainer):
         """
         self.rollouts.follow(self.model_wrapped, self.state)
         if (journal := self._journal) is not None:
-            journal.begin(self.state.global_step, self.model)  # type: ignore[arg-type]
+            journal.begin(self.state.global_step, self.model_wrapped, run=self._run_name)
         made = self.rollouts.make(number)
         if journal is not None:
             journal.end()
@@ -340,6 +340,10 @@ class OnlineTrainer(BaseTrainer):
     def _journal(self) -> Any:
         """Of the sessions of agents."""
         return getattr(self.rollouts.completer, "journal", None)
+
+    @property
+    def _run_name(self) -> str | None:
+        return None if self._run is None else self._run.facts["run"]
 
     def _record_rollouts(self, experience: Experience) -> None:
         self._sums["train"].add_all(self.rollout_metrics(experience, share=1 / self.args.world_size))
@@ -594,14 +598,13 @@ class OnlineTrainer(BaseTrainer):
         self._resumed_from = self._random_state_of = None
         if self._token_counts is not None:
             self._token_counts.load_state({})
-        if self._journal is not None:
-            self._journal.start(resumes=bool(resume_from_checkpoint))
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         if self._journal is not None:
-            self._journal.prune(self.state.global_step - self.state.global_step % self.sizes.steps)
+            first = self.state.global_step - self.state.global_step % self.sizes.steps
+            self._journal.prune(first, run=self._run_name)
         if self._rollout_batch is not None and self.state.global_step % self.sizes.steps:
             save_rollout_batch(
                 Path(output_dir),
