@@ -29,7 +29,7 @@ ROWS = Dataset.from_dict(
 def new_trainer():
     model = value_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
     return make_trainer(
         model, options={"dataset": ROWS, "optimizer": optimizer, "lr_scheduler": schedule}, batch_size=4, mini_batch_size=2,
         ppo_epochs=2, use_score_scaling=True, use_score_norm=True, target=1.0, horizon=20,
