@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from tests.tiny import tiny_model
-from tests.trainer import grpo_runs, grpo_tool_runs
+from tests.trainer import grpo_agent_runs, grpo_runs, grpo_tool_runs
 from tests.trainer.grpo_runs import logs
 from tests.trainer.sharded_worker import exit_now, shard
 from trl.trainer import online_trainer
@@ -20,6 +20,9 @@ SETTINGS = {
     "dtype": "float32", "per_device_train_batch_size": 8, "steps_per_generation": 2, "max_steps": 4, "optim": "adamw_torch",
     "adam_epsilon": 1e-4, "learning_rate": 1e-3, "max_grad_norm": 1.0, "beta": 0.1, "prefix_sharing": False,
     "save_strategy": "steps", "save_steps": 3,
+}  # fmt: skip
+AGENTS = {
+    "max_steps": 2, "beta": 0.0, "steps_per_generation": 1, "save_steps": 1, "agent_keep_sessions": True, "learning_rate": 1e-2,
 }  # fmt: skip
 # Four steps, the same from the checkpoint within their second window, and a window with tools.
 RUNS = {
@@ -33,13 +36,20 @@ RUNS = {
         "method": "sdpo", "max_steps": 2, "beta": 0.0, "teacher_model_kind": "live", "distillation_weight": 0.6,
         "success_reward_threshold": 0.6,
     },
+    "agents": AGENTS,
+    "agents-again": AGENTS,
 }  # fmt: skip
 OF_GRPO, OF_TEACHERS = ("whole", "resumed", "tools"), ("distillation", "minillm", "sdft", "sdpo")
+OF_AGENTS = ("agents", "agents-again")
 
 
 def policy_of(name: str):
     """The policy that a run begins with."""
-    return grpo_tool_runs.caller("llama", torch.float32) if name == "tools" else tiny_model("llama")
+    return (
+        grpo_tool_runs.caller("llama", torch.float32)
+        if name in ("tools", *OF_AGENTS)
+        else tiny_model("llama")
+    )
 
 
 def models_of(name: str) -> dict:
@@ -51,18 +61,24 @@ def models_of(name: str) -> dict:
 def finished(name: str, models: dict, folder: str, **settings):
     """A trainer after its run, and how often it asked for whole weights (`nothing`: without a prompt), scored with the policy
     and loaded a window."""
-    make = grpo_tool_runs.make if name == "tools" else grpo_runs.make
+    makers = {"tools": grpo_tool_runs.make, **dict.fromkeys(OF_AGENTS, grpo_agent_runs.agents)}
+    make = makers.get(name, grpo_runs.make)
     own = {key: value for key, value in {**SETTINGS, **RUNS[name], **settings}.items() if value is not None}
     trainer, keep = make(folder=folder, given=models, **own)
     trainer.remove_callback(keep)  # it asks for whole gradients
-    counts = {"generate": 0, "nothing": 0, "score_rollout": 0, "load_rollout_batch": 0}
+    counts = {"generate": 0, "nothing": 0, "live": 0, "score_rollout": 0, "load_rollout_batch": 0}
     for holder, method in (
         (trainer.engine, "generate"),
+        (trainer.engine, "live"),
         (trainer, "score_rollout"),
         (online_trainer, "load_rollout_batch"),
     ):
         count_calls(holder, method, counts)
-    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-3" if name == "resumed" else None)
+    if name == "agents-again" and trainer.args.process_index == 1:  # the other process finds all its sessions
+        for journal in Path(folder, "sessions").glob("00000001-*-1.jsonl"):
+            journal.unlink()
+    checkpoint = {"resumed": "checkpoint-3", "agents-again": "checkpoint-1"}.get(name)
+    trainer.train(resume_from_checkpoint=checkpoint and f"{folder}/{checkpoint}")
     return trainer, counts
 
 

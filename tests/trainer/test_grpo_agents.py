@@ -18,6 +18,7 @@ from tests.trainer.grpo_runs import logs
 from tests.trainer.grpo_tool_runs import QUESTIONS, caller
 from tests.two_processes import launch
 from trl.experimental.agents import read_sessions
+from trl.rollouts.journal import Journal
 from trl.rollouts.sessions import Session
 
 
@@ -254,6 +255,16 @@ def test_only_sessions_of_this_run_and_its_settings_are_taken(
     keys = [record["key"] for record in read_sessions(tmp_path / "sessions")]
     assert len(keys) == len(set(keys)) == 16 + repeated + 8 * other_run
     assert not again._journal._held
+
+
+def test_a_session_belongs_to_the_weights_of_each_process(tmp_path):
+    """ZeRO-3 keeps this process's part of a parameter in `ds_tensor`, and nothing in the parameter itself."""
+    model, journal, keys = torch.nn.Linear(2, 2), Journal(tmp_path, rank=0), []
+    for value in (1.0, 1.0, 2.0):
+        model.weight.data, model.weight.ds_tensor = torch.empty(0), torch.full((2,), value)
+        journal.begin(0, model, run="a")
+        keys.append(journal.key(0, {}))
+    assert keys[0] == keys[1] != keys[2]
 
 
 def new_folder(path):

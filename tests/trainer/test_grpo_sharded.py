@@ -9,7 +9,16 @@ from safetensors.torch import load_file
 
 from tests.trainer.group_methods import comparable
 from tests.trainer.grpo_runs import logs, run
-from tests.trainer.grpo_sharded import KINDS, OF_GRPO, OF_TEACHERS, SETTINGS, finished, models_of, policy_of
+from tests.trainer.grpo_sharded import (
+    KINDS,
+    OF_AGENTS,
+    OF_GRPO,
+    OF_TEACHERS,
+    SETTINGS,
+    finished,
+    models_of,
+    policy_of,
+)
 from tests.two_processes import launch
 from trl.rollouts.experience import CORRECTION, OLD, SAMPLING_LOGPS
 
@@ -26,8 +35,20 @@ def test_sharded_runs_equal_that_of_one_process_and_go_on_within_a_window(how, t
         pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
     launch("tests.trainer.grpo_sharded", str(tmp_path), how, *OF_GRPO)
     singles = {name: finished(name, models_of(name), str(tmp_path / "single")) for name in ("whole", "tools")}
-    assert singles["whole"][1] == {"generate": 2, "nothing": 0, "score_rollout": 4, "load_rollout_batch": 0}
-    assert singles["tools"][1] == {"generate": 4, "nothing": 0, "score_rollout": 2, "load_rollout_batch": 0}
+    assert singles["whole"][1] == {
+        "generate": 2,
+        "nothing": 0,
+        "live": 0,
+        "score_rollout": 4,
+        "load_rollout_batch": 0,
+    }
+    assert singles["tools"][1] == {
+        "generate": 4,
+        "nothing": 0,
+        "live": 0,
+        "score_rollout": 2,
+        "load_rollout_batch": 0,
+    }
     found = {
         name: [torch.load(tmp_path / f"{name}_{rank}.pt")["counts"] for rank in (0, 1)] for name in OF_GRPO
     }
@@ -52,6 +73,25 @@ def test_sharded_distillation_equals_that_of_one_process(how, tmp_path):
     for name in OF_TEACHERS:
         single, _ = finished(name, models_of(name), str(tmp_path / "single"))
         assert_same_end(tmp_path / name, single, policy_of(name).state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("how", ["fsdp2", "zero3"])
+def test_sharded_runs_with_agents_take_the_sessions_that_ended(how, tmp_path):
+    """One process finds all its sessions of the second batch and gathers the weights for the other, which finds none."""
+    if how != "fsdp2" and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
+    launch("tests.trainer.grpo_sharded", str(tmp_path), how, *OF_AGENTS)
+    single, _ = finished("agents", models_of("agents"), str(tmp_path / "single"))
+    assert_same_end(tmp_path / "agents", single, policy_of("agents").state_dict())
+    again, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("agents-again", "agents"))
+    for name, weight in whole.items():
+        torch.testing.assert_close(again[name], weight, rtol=1e-5, atol=1e-5)
+    counts = [torch.load(tmp_path / f"agents-again_{rank}.pt")["counts"] for rank in (0, 1)]
+    assert [each["live"] for each in counts] == [1, 1]
+    files = sorted((tmp_path / "sessions").glob("*.jsonl"))
+    assert [len(file.read_text().splitlines()) for file in files] == [4] * 4
 
 
 def assert_same_end(saved, single, first):
