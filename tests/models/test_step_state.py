@@ -149,7 +149,7 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "file", ["pytorch_model.bin", "optimizer.bin", "scheduler.pt", "random_streams_0.pt", "ppo_state.json"]
+    "file", ["pytorch_model.bin", "optimizer.bin", "scheduler.bin", "random_streams_0.pt", "ppo_state.json"]
 )
 def test_a_state_that_lost_a_file_is_refused(file, saved, tmp_path):
     folder = shutil.copytree(saved, tmp_path / "state")

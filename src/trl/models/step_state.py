@@ -20,9 +20,9 @@ _FORMAT = 1
 
 
 def save_step_state(
-    folder: str | Path, accelerator: Any, state: dict[str, Any], scheduler: Any | None, *, file: str = _FILE
+    folder: str | Path, accelerator: Any, state: dict[str, Any], *, file: str = _FILE
 ) -> None:
-    """Save weights, optimiser, `state` (plain values), scheduler and random generators, replacing `folder` atomically.
+    """Save what accelerate prepared, `state` (plain values) and random generators, replacing `folder` atomically.
 
     All processes must call it.
     """
@@ -36,8 +36,6 @@ def save_step_state(
         accelerator.save_state(str(staging), safe_serialization=False)
     torch.save(rng_states(), staging / f"random_streams_{accelerator.process_index}.pt")
     if accelerator.is_main_process:
-        if scheduler is not None:
-            torch.save(scheduler.state_dict(), staging / "scheduler.pt")
         known = {"format": _FORMAT, "processes": accelerator.num_processes, **state}
         (staging / file).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     accelerator.wait_for_everyone()
@@ -57,9 +55,9 @@ def _beside(folder: str | Path, kind: str) -> Path:
 
 
 def load_step_state(
-    folder: str | Path, accelerator: Any, scheduler: Any | None, *, file: str = _FILE
+    folder: str | Path, accelerator: Any, *, scheduled: bool = False, file: str = _FILE
 ) -> dict[str, Any]:
-    """Load a saved state; returns the plain values.
+    """Load a saved state; returns the plain values. `scheduled`: the accelerator has prepared a scheduler.
 
     Raises: FileNotFoundError for a folder without a state; CheckpointError if a file is missing; ValueError for another number
     of processes.
@@ -77,15 +75,13 @@ def load_step_state(
         raise ValueError(
             f"{folder} was saved by {state['processes']} processes, not {accelerator.num_processes}. Launch as many."
         )
-    has_schedule = (folder / "scheduler.pt").is_file()
-    if has_schedule != (scheduler is not None):
+    has_schedule = (folder / "scheduler.bin").is_file()
+    if has_schedule != scheduled:
         raise ValueError(
             f"{folder} was saved {'with' if has_schedule else 'without'} an lr_scheduler. Build the trainer likewise."
         )
     with under_module_names(accelerator):
         accelerator.load_state(str(folder))
-    if scheduler is not None:
-        scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
     streams = folder / f"random_streams_{accelerator.process_index}.pt"
     set_rng_states(torch.load(streams, weights_only=True, map_location="cpu"))
     return state

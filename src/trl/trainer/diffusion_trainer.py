@@ -269,7 +269,7 @@ class DiffusionTrainer:
         folder = self._folder / f"checkpoint_{epoch}"
         state = {"method": self._name, "epoch": epoch, "global_step": global_step, "carried": self.carried()}
         folder.parent.mkdir(parents=True, exist_ok=True)
-        save_step_state(folder, self.accelerator, state, None, file=STATE)
+        save_step_state(folder, self.accelerator, state, file=STATE)
         kept = [*(each for each in self._checkpoints if each != folder), folder]
         self._checkpoints = kept[-(self._given_limit or self.config.num_checkpoint_limit) :]
         if self.accelerator.is_main_process:
@@ -340,7 +340,7 @@ class DiffusionTrainer:
             folders = [folder]
             break
         with naming_weights(folders[-1]):
-            return folders[-1], load_step_state(folders[-1], self.accelerator, None, file=STATE)
+            return folders[-1], load_step_state(folders[-1], self.accelerator, file=STATE)
 
     # ---- the trained model
 

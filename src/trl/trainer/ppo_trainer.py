@@ -604,14 +604,14 @@ class PPOTrainer:
             "highest_reward": self.highest_reward,
             "loader": None if self.dataloader is None else self.dataloader.state_dict(),
         }
-        save_step_state(output_dir, self.accelerator, state, self.lr_scheduler)
+        save_step_state(output_dir, self.accelerator, state)
 
     def load_state(self, input_dir: str | Path) -> None:
         """Go on from a folder of `save_state`, with a trainer that was built as that one was.
 
         The next pass over `dataloader` begins behind the last batch that was handed out before.
         """
-        state = load_step_state(input_dir, self.accelerator, self.lr_scheduler)
+        state = load_step_state(input_dir, self.accelerator, scheduled=self.lr_scheduler is not None)
         self.current_step, self.highest_reward = state["current_step"], state["highest_reward"]
         self.kl_ctl.value = state["kl_coef"]
         self.running = RunningMoments(self.accelerator, **state["running"])
