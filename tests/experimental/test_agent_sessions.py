@@ -21,6 +21,7 @@ from trl.experimental.agents import Budget, Endpoint, chains_of
 from trl.generation.engine import Sampling
 from trl.generation.serving import app, openai_api
 from trl.generation.transformers.engine import TransformersEngine
+from trl.rollouts.agents import Played, completed
 
 SCHEMAS = [get_json_schema(tool) for tool in TOOLS]
 USER = {"role": "user", "content": "What is one ?"}
@@ -215,6 +216,22 @@ def test_tokens_do_not_depend_on_the_order_of_sessions(policy):
     alone = tokens(False)
     assert tokens(True) == alone
     assert alone[0] != alone[1]
+
+
+def test_chains_do_not_depend_on_the_order_of_requests(endpoint):
+    found = []
+    for order in (1, -1):
+        session = endpoint.session(stream=0)
+        for text in ["hi", "two three ?", "hi"][::order]:
+            first = [{"role": "user", "content": text}]
+            messages = [*first, as_dict(ask(client_of(session), first)), USER]
+            for more in ([], [USER])[::order]:
+                ask(client_of(session), messages + more)
+        chains = chains_of(session.turns)
+        found.append([(chain.prompt, chain.ids) for chain in chains])
+        stopped = completed([Played(chains, [], 9, False)], call_tokenizer(), keeps=False).experience.per_row
+        assert stopped["stopped"].tolist() == [all(chain.ended for chain in chains)]
+    assert found[0] == found[1] and len(found[0]) == 6
 
 
 def test_answers_have_usage_log_probs_and_calls(endpoint):

@@ -328,7 +328,7 @@ def completed(played: Sequence[Played], tokenizer: Any, *, keeps: bool) -> Compl
     per_row = {
         STOPPED: torch.tensor(
             [
-                chains[-1].ended and not (one.cut or one.limited)
+                all(chain.ended for chain in chains) and not (one.cut or one.limited)
                 for chains, one in zip(rows, played, strict=True)
             ]
         ),

@@ -592,10 +592,11 @@ def _listed(values: Tensor | None) -> list[float] | None:
 def chains_of(turns: Sequence[Turn]) -> list[Chain]:
     """A session as chains in which each sampled token is once: one for each tree, and one more for each further branch.
 
-    A branch's prompt is all that came before it.
+    A branch's prompt is all that came before it. Turns after the same one are ordered by their tokens, short prompts first, and
+    not by time, which differs from run to run for requests side by side.
     """
     children: dict[int | None, list[Turn]] = {}
-    for turn in turns:
+    for turn in sorted(turns, key=lambda turn: (len(turn.context), turn.tokens)):
         children.setdefault(None if turn.parent is None else id(turn.parent), []).append(turn)
     found: list[Chain] = []
     first = list(children.get(None, []))
