@@ -69,15 +69,20 @@ class Live(Protocol):
         ...
 
 
+def check_alone(engine: Engine) -> None:
+    """Raise ValueError for an engine that several processes share."""
+    if engine.together:
+        raise ValueError(
+            f"{type(engine).__name__} generates in several processes at once, and requests that come and go differ among them. Use "
+            "an engine in each process, such as the policy itself or one vLLM per process."
+        )
+
+
 class LiveCalls:
     """Requests over `engine.generate`, for engines without steps: all that wait with equal settings are completed by one call."""
 
     def __init__(self, engine: Engine) -> None:
-        if engine.together:
-            raise ValueError(
-                f"{type(engine).__name__} generates in several processes at once, and requests that come and go differ among them. Use "
-                "an engine in each process, such as the policy itself or one vLLM per process."
-            )
+        check_alone(engine)
         self.engine = engine
         self._numbers = itertools.count()
         self._waiting: dict[int, Request] = {}

@@ -291,6 +291,7 @@ def agent_completer(
     tools = others.pop("tools") if agent is None else None
     if agent is None and isinstance(args, GroupTraining) and args.generation_parts > 1:
         others["generation_parts > 1"] = True
+    others["ds3_gather_for_generation=False"] = not (args.ds3_gather_for_generation or args.use_vllm)
     if given := [name for name, other in others.items() if other]:
         raise ValueError(f"{name} cannot be combined with {', '.join(given)}. Leave one of them out.")
     try:

@@ -22,6 +22,7 @@ from trl.data.prompts import PromptSets
 from trl.data.rendering import text_tokenizer
 from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
+from trl.generation.live import check_alone
 from trl.generation.vllm.engine import PolicyCopy
 from trl.legacy.interface import NOT_CALLED_OF_GROUPS
 from trl.models.parts import causal_core, check_decoder_only, embedded_tokens
@@ -194,10 +195,11 @@ class OnlineTrainer(BaseTrainer):
                 lacks_variance=partial(self.method.lacks_variance, group_size=self.sizes.group),
                 discard=partial(self._count_sampled, is_discarded=True),
             )
+        engine = group_setup.engine_of(args, self.model, policy, self.accelerator, served=served)
+        if agents is not None and args.use_vllm:
+            check_alone(engine)
         self.begin_rollouts(
-            self.rollout_engine(
-                group_setup.engine_of(args, self.model, policy, self.accelerator, served=served)
-            ),
+            self.rollout_engine(engine),
             sampling,
             rewards,
             shuffle=bool(args.shuffle_dataset),

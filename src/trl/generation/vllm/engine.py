@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from trl.generation.engine import Generated, Numbers, Prompts, Sampling, check_requests, completion_limits
-from trl.generation.live import Live, LiveCalls
+from trl.generation.live import Live, check_alone
 from trl.generation.live import Request as LiveRequest
 from trl.generation.main_process import any_process, process_count, raise_in_all
 from trl.generation.transformers.engine import MIXED, context_length_of, generating, without_wrappers
@@ -212,9 +212,7 @@ class VLLMEngine(PolicyCopy):
     @contextmanager
     def live(self) -> Iterator[Live]:
         """Inside the block, requests come and go. Raises: ValueError for a copy that several processes share."""
-        if self.together:
-            yield LiveCalls(self)  # which refuses
-            return
+        check_alone(self)
         with self._awake() as llm:
             live = LiveSteps(self, llm.llm_engine)
             try:
