@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -20,6 +21,7 @@ from tests.two_processes import launch
 from trl.experimental.agents import read_sessions
 from trl.rollouts.journal import Journal
 from trl.rollouts.sessions import Session
+from trl.trainer import group_setup
 
 
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
@@ -136,6 +138,16 @@ print(json.dumps({"reward": 2.5}))
 """
 
 
+@pytest.mark.parametrize("graded", [False, True])
+def test_a_command_may_print_no_result(graded):
+    code = COMMAND.replace("print(json.dumps", "print('Patch written', sys.stdin.read(), ")
+    given = {"reward_funcs": (lambda completions, **_: [1.5] * len(completions)) if graded else None}
+    trainer, _ = trained(agent=[sys.executable, "-c", code, "{row}", "{base_url}"], max_steps=1, given=given)
+    found = logs(trainer)[0]
+    assert found["agent/failures/malformed"] == (not graded) and found["agent/failures/raised"] == 0
+    assert trainer._rollout_batch.per_row["scores"].nan_to_num(-1).tolist() == [1.5 if graded else -1] * 8
+
+
 def test_an_agent_may_be_a_command():
     trainer, _ = trained(agent=[sys.executable, "-c", COMMAND, "{row}", "{base_url}"], max_steps=1)
     assert logs(trainer)[0]["reward"] == 2.5
@@ -179,6 +191,20 @@ async def two_arguments(row, base_url):
 def test_what_is_no_agent_is_refused(given, error, named):
     with pytest.raises(error, match=named):
         agents(given=given)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"ds3_gather_for_generation": False}, "ds3_gather_for_generation"),
+        ({"use_vllm": True, "vllm_mode": "colocate"}, "several processes"),
+    ],
+)
+def test_engines_that_processes_share_are_refused(settings, named, monkeypatch):
+    monkeypatch.setattr(group_setup, "check_vllm", lambda: None)
+    monkeypatch.setattr(group_setup, "VLLMEngine", lambda *_, **__: SimpleNamespace(together=True))
+    with pytest.raises(ValueError, match=named):
+        agents(**settings)
 
 
 def test_a_stopped_run_continues_exactly(tmp_path):

@@ -56,7 +56,8 @@ class AgentCompleter:
     """Completes rows by running an agent, or an environment, on each: a `Completer`. A row's completion is what its session holds.
 
     The agent's result is its reward: a number, None, or a dict with `reward`. An agent that raises, takes too long or never asks
-    the policy has none; such rows are counted. Sessions that a `journal` holds are not run again.
+    the policy has none; such rows are counted. Sessions that a `journal` holds are not run again. With `graded` reward functions
+    give rewards too, so a command may print anything.
 
     Raises: TypeError for an agent that is neither an async function of (row, base_url, api_key) nor a command.
     """
@@ -71,9 +72,10 @@ class AgentCompleter:
         *,
         template_kwargs: Mapping[str, Any] | None = None,
         journal: Journal | None = None,
+        graded: bool = False,
     ) -> None:
         self.environments = agent if isinstance(agent, EnvironmentAgent) else None
-        self.agent = agent.play if isinstance(agent, EnvironmentAgent) else check_agent(agent)
+        self.agent = agent.play if isinstance(agent, EnvironmentAgent) else check_agent(agent, graded=graded)
         self.journal = journal
         self.reward_names = [REWARD_FIELD] if self.environments is None else self.environments.reward_names
         self.adds = [] if self.environments is None else [ENVIRONMENTS]  # columns for reward functions
@@ -170,8 +172,8 @@ class AgentCompleter:
                 raise DeadlinePassed(f"took more than {self.settings.deadline:g} s") from error
 
 
-def check_agent(given: Any) -> Callable[[OpenSession], Awaitable[Any]]:
-    """The agent as a coroutine function of a session.
+def check_agent(given: Any, *, graded: bool = False) -> Callable[[OpenSession], Awaitable[Any]]:
+    """The agent as a coroutine function of a session; see `AgentCompleter`.
 
     Raises: TypeError for another kind of object.
     """
@@ -181,7 +183,7 @@ def check_agent(given: Any) -> Callable[[OpenSession], Awaitable[Any]]:
         words = shlex.split(given) if isinstance(given, str) else list(given)
         if not any("{base_url}" in word for word in words):
             raise TypeError(f"agent={words}: a command needs '{{base_url}}' among its words.")
-        return lambda session: _run_command(words, session)
+        return lambda session: _run_command(words, session, graded=graded)
     agent: Any = given
     called = getattr(type(agent), "__call__", None)  # noqa: B004 - of an object that is called as a function
     if not (inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(called)):
@@ -195,15 +197,16 @@ def check_agent(given: Any) -> Callable[[OpenSession], Awaitable[Any]]:
     return lambda session: agent(session.row, session.base_url, session.api_key)
 
 
-async def _run_command(words: Sequence[str], session: OpenSession) -> Any:
-    """The number or JSON object in the last line that a command prints. Its environment has the address and key too."""
+async def _run_command(words: Sequence[str], session: OpenSession, *, graded: bool) -> Any:
+    """The JSON value in the last line that a command prints; else the line, or None if `graded`. Its environment has the address and key too."""
     given = {
         "base_url": session.base_url, "api_key": session.api_key, "row": json.dumps(session.row, default=str),
     }  # fmt: skip
     line = [_filled(word, given) for word in words]
     environment = os.environ | {"OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key}
     process = await asyncio.create_subprocess_exec(
-        *line, env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True
+        *line, env=environment, start_new_session=True, stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
         out, err = await process.communicate()
@@ -216,7 +219,10 @@ async def _run_command(words: Sequence[str], session: OpenSession) -> Any:
             f"{words[0]} ended with status {process.returncode}: {err[-500:].decode(errors='replace')}"
         )
     last = out[-MOST_OUTPUT:].decode(errors="replace").strip().splitlines()[-1:] or ["null"]
-    return json.loads(last[0])
+    try:
+        return json.loads(last[0])
+    except ValueError:
+        return None if graded else last[0]
 
 
 def _filled(word: str, given: Mapping[str, str]) -> str:

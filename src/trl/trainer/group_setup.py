@@ -318,7 +318,8 @@ def agent_completer(
         journal = Journal(folder, rank=args.process_index, keeps=args.agent_keep_sessions)
     budget = Budget(args.agent_max_turns, args.agent_max_tokens, length=length)
     settings = AgentSettings(args.agent_concurrency, args.agent_deadline, budget)
-    return AgentCompleter(agent, policy.processing_class, settings, template_kwargs=kwargs, journal=journal)
+    more: Any = {"template_kwargs": kwargs, "journal": journal, "graded": bool(rewards)}
+    return AgentCompleter(agent, policy.processing_class, settings, **more)
 
 
 def agent_rewards(reward_funcs: Any, agents: Any) -> list[Any]:
