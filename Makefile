@@ -37,6 +37,7 @@ bench: .venv/.installed
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python benchmarks/distillation.py
 	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/generation.py
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python benchmarks/agents.py
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python benchmarks/diffusion.py
 
 format: .venv/.installed-dev
 	$(BIN)/ruff format .

@@ -19,27 +19,24 @@ from small_diffusion import PROMPTS, small_pipeline
 from trl import AlignPropConfig, AlignPropTrainer, DDPOConfig, DDPOTrainer, DefaultDDPOStableDiffusionPipeline
 from trl.experimental.diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer
 from trl.models.diffusion.policy import generator_of
-from trl.rewards.images import as_picture, jpeg_kilobytes
+from trl.rewards.images import as_picture, jpeg_compressibility, jpeg_kilobytes
 
 SHARED: dict[str, Any] = {
     "sample_num_steps": 4, "sample_guidance_scale": 1.0, "mixed_precision": "no", "save_freq": 0, "train_batch_size": 16,
 }  # fmt: skip
 SAMPLED = {
-    "sample_batch_size": 32, "sample_num_batches_per_epoch": 1, "train_clip_range": 0.05, "train_learning_rate": 4e-4,
+    "sample_batch_size": 32, "sample_num_batches_per_epoch": 1, "train_clip_range": 0.05, "train_learning_rate": 1e-3,
     "train_num_inner_epochs": 2,
 }  # fmt: skip
-TILES = {"brightness": 4, "jpeg": 8}  # per side
-RUNS = [("alignprop", "brightness"), ("ddpo", "brightness"), ("grpo", "brightness")]
+PIPELINES: dict[str, dict[str, Any]] = {"brightness": {"side": 4}, "jpeg": {"side": 8, "has_contrast": True}}
+EPOCHS = {
+    ("alignprop", "brightness"): 15, ("ddpo", "brightness"): 25, ("grpo", "brightness"): 40, ("ddpo", "jpeg"): 30, ("grpo", "jpeg"): 40,
+}  # fmt: skip
 
 
 def brightness(images: torch.Tensor, prompts: Any = None, metadata: Any = None) -> tuple[Any, dict]:
     """The mean of an image's values, 0 to 1."""
     return images.mean(dim=(1, 2, 3)), {}
-
-
-def small_file(images: torch.Tensor, prompts: Any = None, metadata: Any = None) -> tuple[Any, dict]:
-    """Less the size as JPEG, in kB."""
-    return [-size for size in jpeg_kilobytes(images)], {}
 
 
 def prompts_in_turn() -> Any:
@@ -49,11 +46,11 @@ def prompts_in_turn() -> Any:
 
 
 def make_trainer(method: str, reward: str, seed: int, **settings: Any) -> Any:
-    """A trainer of a new pipeline."""
+    """A trainer of a new pipeline, whose weights are drawn with `seed`, too."""
     pipeline = DefaultDDPOStableDiffusionPipeline(
-        small_pipeline(Path(mkdtemp()), side=TILES[reward]), use_lora=False
+        small_pipeline(Path(mkdtemp()), seed=seed, **PIPELINES[reward]), use_lora=False
     )
-    function = brightness if reward == "brightness" else small_file
+    function = brightness if reward == "brightness" else jpeg_compressibility
     if method == "alignprop":
         own = {"truncated_rand_backprop_minmax": (0, 3), "train_learning_rate": 2e-3}
         config = AlignPropConfig(**{**SHARED, **own, "seed": seed, **settings})
@@ -106,24 +103,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--method", choices=["ddpo", "alignprop", "grpo"], default="ddpo")
-    parser.add_argument("--reward", choices=["brightness", "jpeg"], default="brightness")
-    parser.add_argument("--epochs", type=int, default=15, help="passes of sampling and training")
+    parser.add_argument("--method", choices=["ddpo", "alignprop", "grpo"], help="default: ddpo; --table: all")
+    parser.add_argument("--reward", choices=["brightness", "jpeg"], help="default: brightness; --table: both")
+    parser.add_argument("--epochs", type=int, help="passes of sampling and training; default: 15 to 30")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=5, help="of each row of the table")
-    parser.add_argument("--pictures", type=Path, help="folder for pictures before and after")
-    parser.add_argument("--table", action="store_true", help="all methods on brightness")
-    given = parser.parse_args()
-    runs = (
-        [(*each, seed) for each in RUNS for seed in range(given.seeds)]
-        if given.table
-        else [(given.method, given.reward, given.seed)]
+    parser.add_argument(
+        "--pictures", type=Path, help="folder for pictures before and after, of the first seed"
     )
-    print("| method | reward | seed | before | after | seconds |\n|---|---|---|---|---|---|", flush=True)
-    for method, reward, seed in runs:
-        folder = given.pictures if seed == runs[0][2] else None
-        before, after, seconds = run(method, reward, seed, epochs=given.epochs, folder=folder)
-        print(f"| {method} | {reward} | {seed} | {before:.3f} | {after:.3f} | {seconds:.0f} |", flush=True)
+    parser.add_argument(
+        "--table", action="store_true", help="all methods and rewards, or those that are given"
+    )
+    parser.add_argument("--out", type=Path, help="also append the rows to this file")
+    given = parser.parse_args()
+    chosen, seeds = [(given.method or "ddpo", given.reward or "brightness")], [given.seed]
+    if given.table:
+        chosen = [row for row in EPOCHS if given.method in (None, row[0]) and given.reward in (None, row[1])]
+        seeds = list(range(given.seeds))
+    print(
+        "| method | reward | seed | epochs | before | after | seconds |\n|---|---|---|---|---|---|---|",
+        flush=True,
+    )
+    for method, reward in chosen:
+        for seed in seeds:
+            epochs, folder = (
+                given.epochs or EPOCHS.get((method, reward), 15),
+                given.pictures if seed == seeds[0] else None,
+            )
+            before, after, seconds = run(method, reward, seed, epochs=epochs, folder=folder)
+            row = f"| {method} | {reward} | {seed} | {epochs} | {before:.3f} | {after:.3f} | {seconds:.0f} |"
+            print(row, flush=True)
+            if given.out:
+                with given.out.open("a") as file:
+                    file.write(row + "\n")
 
 
 if __name__ == "__main__":

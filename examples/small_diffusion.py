@@ -39,22 +39,59 @@ def mosaic_decoder(side: int) -> AutoencoderKL:
         elif "upsamplers" in name:
             nn.init.dirac_(parameter)
     for conv, gain in ((vae.post_quant_conv, 1.0), (decoder.conv_in, 1.0), (decoder.conv_out, 1.5)):
-        weight = torch.zeros_like(conv.weight)
-        middle = weight.shape[-1] // 2
-        weight[:, :, middle, middle] = gain * torch.randn(weight.shape[:2]) / weight.shape[1] ** 0.5
-        conv.weight.data, conv.bias.data = weight, torch.zeros_like(conv.bias)
+        set_middle(conv, gain * torch.randn(conv.weight.shape[:2]) / conv.weight.shape[1] ** 0.5)
     return vae
 
 
-def small_pipeline(folder: Path, *, seed: int = 0, side: int = 4) -> StableDiffusionPipeline:
-    """The pipeline, with the tokenizer's files in `folder` and mosaics of `side` x `side` tiles."""
+def set_middle(conv: Any, weight: torch.Tensor, bias: float | torch.Tensor = 0.0) -> None:
+    """Make a convolution act on each place alone: `weight` `(channels out, channels in)`."""
+    middle = conv.weight.shape[-1] // 2
+    nn.init.zeros_(conv.weight).data[:, :, middle, middle] = weight
+    conv.bias.data[:] = bias
+
+
+def let_contrast_follow(vae: AutoencoderKL) -> None:
+    """Set a mosaic decoder's weights so that three numbers are colours, and the fourth's mean over the image is its contrast.
+
+    Channels 0 to 5 hold the colours with both signs, 6 and 7 the fourth number. Attention with equal weights adds the mean of
+    channel 6 to the colours. The last layer subtracts their activations: `silu(c + x) - silu(c - x)` vanishes as c falls.
+    """
+    decoder: Any = vae.decoder
+    weight, spread, last, both = torch.zeros(8, 4), torch.zeros(8, 8), torch.zeros(3, 8), torch.eye(3)
+    weight[:3, :3], weight[3:6, :3], weight[6, 3], weight[7, 3] = both, -both, 1.0, -1.0
+    spread[:6, 6], spread[6:, 6] = 10.0, -30.0  # the sum of all channels stays 0
+    last[:, :3], last[:, 3:6] = both / 4, -both / 4
+    set_middle(vae.post_quant_conv, torch.eye(4))
+    set_middle(decoder.conv_in, weight, torch.tensor([0.0] * 6 + [-0.5, 0.5]))
+    attention = decoder.mid_block.attentions[0]
+    nn.init.zeros_(attention.to_q.weight)
+    nn.init.eye_(attention.to_v.weight)
+    attention.to_out[0].weight.data = spread
+    nn.init.constant_(decoder.conv_norm_out.weight, 4.0)
+    set_middle(decoder.conv_out, last)
+
+
+def small_pipeline(
+    folder: Path,
+    *,
+    seed: int = 0,
+    side: int = 4,
+    channels: tuple[int, int] = (32, 64),
+    has_contrast: bool = False,
+) -> StableDiffusionPipeline:
+    """The pipeline, with the tokenizer's files in `folder` and mosaics of `side` x `side` tiles.
+
+    With `has_contrast` the mean of a latent's fourth channel is the contrast of its picture.
+    """
     torch.manual_seed(seed)
     blocks = ("DownBlock2D", "CrossAttnDownBlock2D"), ("CrossAttnUpBlock2D", "UpBlock2D")
     unet = UNet2DConditionModel(
-        block_out_channels=(32, 64), layers_per_block=1, sample_size=side, in_channels=4, out_channels=4,
+        block_out_channels=channels, layers_per_block=1, sample_size=side, in_channels=4, out_channels=4,
         down_block_types=blocks[0], up_block_types=blocks[1], cross_attention_dim=32, attention_head_dim=8, norm_num_groups=8,
     )  # fmt: skip
     vae = mosaic_decoder(side)
+    if has_contrast:
+        let_contrast_follow(vae)
     text = CLIPTextConfig(
         vocab_size=54, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_hidden_layers=2,
         max_position_embeddings=TOKENS, bos_token_id=52, eos_token_id=53, pad_token_id=53,

@@ -5,8 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from trl.models.diffusion.stable_diffusion import DefaultDDPOStableDiffusionPipeline
+from trl.rewards.images import jpeg_kilobytes
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -49,3 +51,17 @@ def test_a_small_pipeline_becomes_brighter(run):
 def test_unknown_options_of_a_config_are_listed(run):
     with pytest.raises(SystemExit, match="train_batch_size"):
         run("scripts/ddpo", "--ddpo_config.batch_size=3")
+
+
+@torch.no_grad()
+def test_the_fourth_number_of_a_latent_is_its_contrast(run, tmp_path):
+    pipeline = run("small_diffusion", name="small_diffusion")["small_pipeline"](
+        tmp_path, side=8, has_contrast=True
+    )
+    latents = 5 * torch.randn(4, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    sizes = []
+    for shift in (2.0, 0.0, -2.0):
+        shifted = latents + shift * torch.tensor([0.0, 0.0, 0.0, 1.0]).view(4, 1, 1)
+        images = pipeline.vae.decode(shifted).sample / 2 + 0.5
+        sizes.append(sum(jpeg_kilobytes(images.clamp(0, 1))))
+    assert sizes[2] < sizes[1] < sizes[0] and sizes[2] < 0.8 * sizes[0]
