@@ -1,5 +1,8 @@
 """GRPO for diffusion models, and rectified flows as policies."""
 
+import dataclasses
+import logging
+
 import numpy as np
 import pytest
 import torch
@@ -11,8 +14,9 @@ from trl.models.diffusion.flow import FlowPolicy, flow_step
 from trl.models.diffusion.policy import generator_of
 from trl.models.diffusion.stable_diffusion import DefaultDDPOStableDiffusionPipeline
 from trl.rewards import jpeg_compressibility
+from trl.rewards.images import image_sources
 from trl.rewards.judges import BasePairwiseJudge
-from trl.rewards.result import RewardError
+from trl.rewards.result import RewardError, RewardInputs
 
 MODELS = {"ddim": tiny_pipeline, "sd3": tiny_sd3, "flux": tiny_flux}
 ROWS = [{"prompt": prompt, "target": number / 4} for number, prompt in enumerate(PROMPTS)]
@@ -101,6 +105,53 @@ def test_the_penalty_is_the_divergence_from_the_model_before_training(kind, lora
     assert trainer.policy.step(*given).log_probs == found.log_probs
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("sd3", torch.float32), ("flux", torch.bfloat16)])
+def test_half_precision_has_the_timesteps_of_diffusers(kind, dtype):
+    policy, seen = FlowPolicy(wrapped(kind, lora=False, dtype=torch.bfloat16), num_steps=4, resolution=64), []
+    policy.model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["timestep"].dtype), with_kwargs=True
+    )
+    policy.sample(policy.embed(PROMPTS[:1]), streams(1))
+    assert set(seen) == {dtype}
+
+
+@pytest.mark.parametrize(("kind", "count"), [("sd3", 2), ("flux", 0)])
+def test_long_prompts_are_counted(kind, count, caplog):
+    """Flux's T5 takes 512 tokens."""
+    policy = FlowPolicy(wrapped(kind), num_steps=4, resolution=64)
+    diffusers_logger = logging.getLogger("diffusers")
+    diffusers_logger.addHandler(caplog.handler)
+    try:
+        policy.embed(["a very long prompt of many letters", "a dog"])
+        policy.embed(["another very long prompt of many letters"])
+    finally:
+        diffusers_logger.removeHandler(caplog.handler)
+    assert policy.cut_prompts == count
+    names = [record.name.partition(".")[0] for record in caplog.records]
+    assert names.count("trl") == bool(count) and "diffusers" not in names
+
+
+def test_modules_and_functions_of_ddpo_as_rewards():
+    """A module scores float32 images in evaluation mode; a function of DDPO's form gets one dict for each image."""
+    seen = []
+
+    class Score(torch.nn.Module):
+        def forward(self, images):
+            assert not self.training and images.dtype == torch.float32 and torch.is_inference_mode_enabled()
+            return images.mean(dim=(1, 2, 3))
+
+    def of_ddpo(images, prompts, metadata):
+        seen.append(metadata)
+        return [0.0] * len(images), {}
+
+    module, both = image_sources([Score(), of_ddpo])
+    inputs = RewardInputs(["a", "b"], list(torch.ones(2, 3, 8, 8).half()), columns={"target": [1, 2]})
+    assert module.name == "Score" and module.score(inputs).tolist() == [1, 1]
+    both.score(inputs)
+    both.score(dataclasses.replace(inputs, columns={}))
+    assert seen == [({"target": 1}, {"target": 2}), ({}, {})]
+
+
 def test_weights_do_not_depend_on_the_split():
     found = []
     for own in (
@@ -124,6 +175,22 @@ def test_resuming_is_bit_exact(tmp_path):
     assert resumed.log_history == whole.log_history[-3:]
     whole.save_pretrained(tmp_path / "model")
     assert (tmp_path / "model" / "pytorch_lora_weights.safetensors").exists()
+
+
+def test_a_saved_pipeline_is_loaded_with_its_adapter(tmp_path):
+    own = wrapped("flux")
+
+    def adapter(pipeline):
+        parameters = pipeline.get_trainable_layers().named_parameters()
+        return {name.replace("default_0", "default"): each for name, each in parameters if each.requires_grad}
+
+    for parameter in adapter(own).values():
+        parameter.data = torch.randn_like(parameter)
+    own.save_pretrained(tmp_path)
+    again = FlowPipeline(str(tmp_path), use_lora=False)
+    found = adapter(again)
+    assert again.use_lora and found.keys() == adapter(own).keys()
+    assert all(torch.equal(found[name], value) for name, value in adapter(own).items())
 
 
 def test_sources_and_images_without_a_reward():

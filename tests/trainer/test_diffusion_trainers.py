@@ -1,5 +1,6 @@
 """DDPO and AlignProp: their steps, invariances, resuming, and what they refuse."""
 
+import copy
 import json
 import logging
 import shutil
@@ -22,7 +23,7 @@ from tests.trainer.diffusion_runs import (
     weights,
 )
 from tests.two_processes import launch
-from trl import AlignPropConfig, DDPOConfig, DDPOTrainer, DefaultDDPOStableDiffusionPipeline
+from trl import AlignPropConfig, DDPOConfig, DDPOTrainer, DefaultDDPOStableDiffusionPipeline, TrlParser
 from trl.checkpoints.wholeness import CheckpointError
 from trl.rewards.result import RewardError
 from trl.trainer.utils import PerPromptStatTracker
@@ -263,6 +264,7 @@ def test_refused_rewards(kind, reward, error):
         (ddpo, {"mixed_precision": "fp8"}, "mixed_precision"),
         (ddpo, {"accelerator_kwargs": {"gradient_accumulation_steps": 2}}, "train_gradient_accumulation"),
         (alignprop, {"truncated_rand_backprop_minmax": (4, 50)}, "truncated_rand_backprop_minmax"),
+        (alignprop, {"truncated_rand_backprop_minmax": [3]}, "truncated_rand_backprop_minmax"),
         (alignprop, {"truncated_backprop_rand": False}, "truncated_backprop_timestep"),
     ],
 )
@@ -303,6 +305,25 @@ def test_bfloat16(kind):
     assert {each.dtype for each in weights(trainer).values()} == {torch.float32} == set(seen)
     assert trainer.policy.model.conv_in.weight.dtype == torch.bfloat16
     assert kind != "ddpo" or trainer.log_history[1]["approx_kl"] < 1e-5
+
+
+def test_float16_leaves_out_what_the_model_keeps_in_float32(monkeypatch):
+    trainer = ddpo()
+    monkeypatch.setattr(type(trainer.accelerator), "mixed_precision", "fp16")
+    encoder = copy.deepcopy(trainer.sd_pipeline.text_encoder)
+    encoder._keep_in_fp32_modules = ["fc2"]
+    trainer._place([encoder], trainer.sd_pipeline)
+    found = {name: value.dtype for name, value in encoder.named_parameters()}
+    assert {dtype for name, dtype in found.items() if "fc2" in name} == {torch.float32}
+    assert {dtype for name, dtype in found.items() if "fc2" not in name} == {torch.float16}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_that_are_not_finite_are_an_error(kind):
+    model = pipeline()
+    model.vae.decoder.conv_out.bias.data.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="images"):
+        KINDS[kind](model).train(1)
 
 
 def test_black_images_are_counted(caplog):
@@ -391,19 +412,24 @@ def test_configs_as_plain_values():
         and values["train_learning_rate"] == 1e-4
     )
     assert json.loads(json.dumps(AlignPropConfig().to_dict()))["truncated_rand_backprop_minmax"] == [0, 50]
+    options = ["--truncated_rand_backprop_minmax", "0", "20", "--project_kwargs", '{"project_dir": "there"}']
+    (config,) = TrlParser([AlignPropConfig]).parse_args_and_config(options)
+    assert config.truncated_rand_backprop_minmax == (0, 20)
+    assert config.project_kwargs == {"project_dir": "there"}
 
 
 def test_alignprop_steps_and_its_hook():
     seen = []
     trainer = alignprop(
         log_image_freq=2, hook=lambda *given: seen.append(given), train_gradient_accumulation_steps=2,
-        reward=lambda images, prompts, metadata: (images.mean(dim=(1, 2, 3)), {}),
+        reward=lambda images, prompts, metadata: (images.half().mean(dim=(1, 2, 3)), {}),
     )  # fmt: skip
     start = weights(trainer)
     trainer.train(2)
     ((images, step, _),) = seen
     assert step == 2 and set(images) == {"images", "prompts", "prompt_metadata", "rewards"}
     assert not images["images"].requires_grad and images["rewards"].shape == (2,)
+    assert images["rewards"].dtype == torch.float32
     entry = trainer.log_history[0]
     assert entry["loss"] == pytest.approx(10 - entry["reward_mean"], rel=1e-6)
     assert any(not torch.equal(value, start[name]) for name, value in weights(trainer).items())

@@ -9,6 +9,7 @@ from trl.options.groups import OptionGroup, option
 from trl.options.packages import is_bitsandbytes_available
 from trl.options.shared import script_name
 
+JSONDict = dict[str, Any] | str | None
 MixedPrecision = Literal["fp16", "bf16", "no"]
 
 
@@ -22,9 +23,9 @@ class DiffusionOptions(OptionGroup):
     log_with: Literal["wandb", "tensorboard"] | str | None = option(
         None, "Tracker: 'wandb', 'tensorboard' or another one of accelerate's. None: none."
     )
-    tracker_kwargs: dict[str, Any] = option(dict, "init_kwargs of accelerate's init_trackers.")
-    accelerator_kwargs: dict[str, Any] = option(dict, "Arguments of the Accelerator.")
-    project_kwargs: dict[str, Any] = option(
+    tracker_kwargs: JSONDict = option(dict, "init_kwargs of accelerate's init_trackers.")
+    accelerator_kwargs: JSONDict = option(dict, "Arguments of the Accelerator.")
+    project_kwargs: JSONDict = option(
         dict,
         "Arguments of accelerate's ProjectConfiguration. Checkpoints go to project_dir/checkpoints, at most total_limit.",
     )

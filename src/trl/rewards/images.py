@@ -146,8 +146,11 @@ class ImageFunctionSource(FunctionSource):
         """What the function returns, without metadata."""
         images = torch.stack(list(inputs.completions))
         every = {**inputs.columns, "images": images, "prompts": tuple(inputs.prompts)}
+        # As DDPO gives it: the columns of each image.
+        rows = zip(*inputs.columns.values(), strict=True) if inputs.columns else [()] * len(images)
+        metadata = tuple(dict(zip(inputs.columns, row, strict=True)) for row in rows)
         found = self.function(
-            **accepted({"metadata": inputs.columns, "completions": images, **every}, self._parameters)
+            **accepted({"metadata": metadata, "completions": images, **every}, self._parameters)
         )
         return _awaited(found) if inspect.isawaitable(found) else _rewards_of(found)
 
@@ -164,6 +167,18 @@ async def _awaited(found: Awaitable[Any]) -> Any:
     return _rewards_of(await found)
 
 
+def _scores_of(module: nn.Module) -> Callable[[Tensor], Any]:
+    """A function that runs a module on images in float32, where they are and without gradient."""
+    module.eval()
+
+    def scores(images: Tensor) -> Any:
+        module.to(images.device)
+        with torch.inference_mode():
+            return module(images.float())
+
+    return scores
+
+
 def image_sources(reward_funcs: Any) -> list[Any]:
     """Reward functions and image-scoring modules as sources; judges and sources as they are.
 
@@ -173,8 +188,7 @@ def image_sources(reward_funcs: Any) -> list[Any]:
     found = []
     for each in given:
         if isinstance(each, nn.Module):
-            module = each
-            each = ImageFunctionSource(lambda images, own=module: own(images), name=type(module).__name__)
+            each = ImageFunctionSource(_scores_of(each), name=type(each).__name__)
         elif callable(each) and not hasattr(each, "check_columns") and not isinstance(each, type):
             each = ImageFunctionSource(each)
         elif isinstance(each, (str, type)):

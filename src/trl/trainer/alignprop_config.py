@@ -28,15 +28,19 @@ class AlignPropConfig(DiffusionOptions):
     truncated_backprop_timestep: int = option(
         49, "Without truncated_backprop_rand: the first step (0 is the noisiest) with a gradient.", ">= 0"
     )
-    truncated_rand_backprop_minmax: tuple[int, int] = option(
+    truncated_rand_backprop_minmax: list[int] = option(
         (0, 50), "Bounds of the draw, both included; steps after the last are drawn as the last."
     )
 
     def check(self) -> None:
         """Raise on bad values."""
         super().check()
+        if len(self.truncated_rand_backprop_minmax) != 2:
+            raise ValueError(
+                f"truncated_rand_backprop_minmax must be two steps, got {self.truncated_rand_backprop_minmax}."
+            )
         lowest, highest = self.truncated_rand_backprop_minmax
-        self.truncated_rand_backprop_minmax = (lowest, highest)  # JSON has lists
+        self.truncated_rand_backprop_minmax = (lowest, highest)  # type: ignore[assignment]
         rand, last = self.truncated_backprop_rand, self.sample_num_steps - 1
         if not 0 <= lowest <= highest or (rand and lowest > last):
             raise ValueError(

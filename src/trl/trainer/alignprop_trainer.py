@@ -52,7 +52,6 @@ class AlignPropTrainer(DiffusionTrainer):
         "citation": _CITATION,
     }  # fmt: skip
     _config_class: ClassVar[Any] = AlignPropConfig
-    config: Any
     policy: Any
 
     def __init__(
@@ -148,7 +147,7 @@ class AlignPropTrainer(DiffusionTrainer):
                 f"the reward function gave {rewards.flatten()[row].item()} for the image of "
                 f"{prompt_image_pairs['prompts'][row]!r}, expected a finite number."
             )
-        return rewards.flatten()
+        return rewards.flatten().to(torch.promote_types(rewards.dtype, torch.float32))
 
     def calculate_loss(self, rewards: Tensor) -> Tensor:
         """10 less the mean reward."""

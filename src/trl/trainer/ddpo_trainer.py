@@ -69,7 +69,6 @@ class DDPOTrainer(DiffusionTrainer):
         "title": "Training Diffusion Models with Reinforcement Learning", "id": "2305.13301", "citation": _CITATION
     }  # fmt: skip
     _config_class: ClassVar[Any] = DDPOConfig
-    config: Any
 
     def __init__(
         self,

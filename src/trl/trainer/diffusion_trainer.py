@@ -55,6 +55,7 @@ class DiffusionTrainer:
     _tag_names: ClassVar[list[str]] = ["trl"]
     _paper: ClassVar[dict[str, str]] = {}
     _config_class: ClassVar[type[DiffusionOptions]] = DiffusionOptions
+    config: Any
 
     def __init__(
         self,
@@ -68,8 +69,9 @@ class DiffusionTrainer:
             logger.warning("There is no image_samples_hook: no images are logged.")
         self.config, self.image_samples_callback = config, image_samples_hook
         self.policy, self.log_history = policy(), list[dict[str, Any]]()
-        self._given_limit = config.project_kwargs.get("total_limit")
-        self._folder = Path(config.project_kwargs.get("project_dir") or config.logdir) / "checkpoints"
+        project: Any = config.project_kwargs
+        self._given_limit = project.get("total_limit")
+        self._folder = Path(project.get("project_dir") or config.logdir) / "checkpoints"
         self._checkpoints = list[Path]()  # of this run, the oldest first
         self.accelerator = make_accelerator(config)
         self._start_trackers()
@@ -111,7 +113,13 @@ class DiffusionTrainer:
         for module in [*frozen, self.policy.model]:
             module.eval()
             trains = any(parameter.requires_grad for parameter in module.parameters())
-            module.to(self.accelerator.device, **({} if trains or half is None else {"dtype": half}))
+            cast = [] if trains or half is None else [*module.named_parameters(), *module.named_buffers()]
+            # As transformers loads a model in float16: T5 overflows otherwise.
+            wide = (getattr(module, "_keep_in_fp32_modules", None) or ()) if half == torch.float16 else ()
+            for name, value in cast:
+                if value.is_floating_point() and not set(wide) & set(name.split(".")):
+                    value.data = value.data.to(half)
+            module.to(self.accelerator.device)
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         config, kind = self.config, torch.optim.AdamW
@@ -198,7 +206,13 @@ class DiffusionTrainer:
         """Images in float32 or wider, as rewards are computed from them.
 
         Warns once of those that are black: a safety checker blanks images, and their rewards teach nothing.
+
+        Raises: FloatingPointError for images that are not finite.
         """
+        if not images.isfinite().all():
+            raise FloatingPointError(
+                "images must be finite: the decoder overflows, or the weights do. Set mixed_precision='bf16' or 'no'."
+            )
         blank = int((images.flatten(1).amax(dim=1) <= 0).sum())
         if blank:
             self.blank_images += blank
@@ -306,8 +320,9 @@ class DiffusionTrainer:
         others = [each.name for each in checkpoints_in(self._folder) if each not in self._checkpoints]
         if others and self.config.save_freq:
             logger.warning(
-                "%s has checkpoints of another run (%s). They are kept, but replaced where this run saves the same epoch, and "
-                "resume_from=%r would take the last of all. Set another project_dir in project_kwargs.",
+                "%s has checkpoints of another run, or later than the one resumed from (%s). They are kept, but replaced where this "
+                "run saves the same epoch, and resume_from=%r would take the last of all. Set another project_dir in "
+                "project_kwargs.",
                 self._folder,
                 ", ".join(others),
                 str(self._folder),
@@ -403,7 +418,7 @@ class DiffusionTrainer:
         return card
 
 
-def make_accelerator(config: DiffusionOptions) -> Accelerator:
+def make_accelerator(config: Any) -> Accelerator:
     """The accelerator of a config, in float32 where float16 is not to be had.
 
     Raises: ValueError for FSDP and DeepSpeed, and for gradient accumulation of accelerate's.

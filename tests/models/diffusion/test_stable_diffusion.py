@@ -10,12 +10,12 @@ from tests.tiny_diffusion import PROMPTS, tiny_pipeline
 from trl.models.diffusion.ddim import deviations, scheduler_step
 from trl.models.diffusion.policy import DDIMPolicy, generator_of
 from trl.models.diffusion.stable_diffusion import (
-    LORA_FILE,
     DDPOStableDiffusionPipeline,
     DefaultDDPOStableDiffusionPipeline,
     pipeline_step,
     pipeline_step_with_grad,
 )
+from trl.models.diffusion.trained import LORA_FILE
 
 
 def policy(pipeline=None, **settings):

@@ -41,8 +41,8 @@ class DiffusionGRPOTrainer(DDPOTrainer):
     """Trains a diffusion model by GRPO: `num_generations` images of a prompt are compared, and each denoising step is a token.
 
     Args:
-        model: a `FlowPipeline` (Stable Diffusion 3, Flux), a `DDPOStableDiffusionPipeline`, a pipeline of diffusers (an adapter is
-            then trained), or its name or folder as one of these classes takes it.
+        model: a `FlowPipeline` (Stable Diffusion 3, Flux), a `DDPOStableDiffusionPipeline`, or a pipeline of diffusers, of which an
+            adapter is then trained.
         reward_funcs: functions of `images` `(B, 3, H, W)` in 0..1, `prompts` and columns of the data set, plain or async, that return a
             number or None for each image; modules that score images; judges, which are shown images in place of completions.
             Functions of DDPO's form are accepted.

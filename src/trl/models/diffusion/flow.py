@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trl.models.diffusion.ddim import DDPOSchedulerOutput
-from trl.models.diffusion.policy import Conditions, Trajectory
+from trl.models.diffusion.policy import Conditions, Trajectory, count_cut
 from trl.models.diffusion.trained import TrainedPipeline, import_diffusers
 from trl.objectives.diffusion import gaussian_log_prob
 from trl.tensors.statistics import randn_tensor
@@ -20,7 +21,8 @@ from trl.tensors.statistics import randn_tensor
 class FlowPipeline(TrainedPipeline):
     """A `StableDiffusion3Pipeline` or `FluxPipeline` of diffusers, with an adapter (`use_lora`) or whole, to be trained.
 
-    `pretrained_model_name` is a Hub name, a folder, or the pipeline.
+    `pretrained_model_name` is a Hub name, a folder, or the pipeline. LoRA weights beside the model are loaded, and `use_lora` is then
+    True.
     """
 
     part = "transformer"
@@ -40,10 +42,12 @@ class FlowPipeline(TrainedPipeline):
             raise TypeError(
                 f"a flow model needs a transformer and a flow-matching scheduler, got {type(given).__name__}."
             )
-        self.pretrained_model, self.sd_pipeline, self.use_lora = pretrained_model_name, given, use_lora
+        self.pretrained_model, self.pretrained_revision = pretrained_model_name, pretrained_model_revision
+        self.sd_pipeline, self.use_lora = given, use_lora
+        self._load_lora()
         for module in given.components.values():
             if isinstance(module, nn.Module):
-                module.requires_grad_(module is given.transformer and not use_lora)
+                module.requires_grad_(module is given.transformer and not self.use_lora)
 
 
 def flow_step(
@@ -100,6 +104,7 @@ class FlowPolicy:
         self.trains_guidance = self.is_guided and trains_guidance
         self.size = resolution or self._inner.default_sample_size * self._inner.vae_scale_factor
         self._negative: Conditions | None = None
+        self.cut_prompts = 0
 
     @property
     def frozen(self) -> list[Any]:
@@ -119,11 +124,18 @@ class FlowPolicy:
 
     @torch.no_grad()
     def embed(self, prompts: Sequence[str]) -> Conditions:
-        """Hidden states and pooled states of the text encoders; diffusers warns of prompts that it cuts."""
-        if self.is_flux:
-            return tuple(self._inner.encode_prompt(list(prompts), None, device=self.device)[:2])
-        given = {"device": self.device, "do_classifier_free_guidance": False}
-        hidden, _, pooled, _ = self._inner.encode_prompt(list(prompts), None, None, **given)
+        """Hidden states and pooled states of the text encoders; a prompt is cut if none of them takes it whole."""
+        inner, limit = self._inner, 512 if self.is_flux else 256
+        clip = [(inner.tokenizer, inner.tokenizer.model_max_length)]
+        t5 = inner.tokenizer_2 if self.is_flux else inner.tokenizer_3
+        count_cut(self, prompts, [*clip, (t5, limit)] if t5 is not None else clip)
+        given: dict[str, Any] = {"device": self.device, "max_sequence_length": limit}
+        with _quiet_diffusers():
+            if self.is_flux:
+                hidden, pooled, _ = inner.encode_prompt(list(prompts), None, **given)
+            else:
+                given["do_classifier_free_guidance"] = False
+                hidden, _, pooled, _ = inner.encode_prompt(list(prompts), None, None, **given)
         return hidden, pooled
 
     def _guided(self, conditions: Conditions) -> Conditions:
@@ -156,11 +168,12 @@ class FlowPolicy:
 
     def _velocity(self, latents: Tensor, timesteps: Tensor, embeds: Conditions, model: Any) -> Tensor:
         hidden, pooled = embeds
-        rows, times = len(hidden), timesteps.to(latents.dtype)
+        rows = len(hidden)
         if self.is_flux:
             side = self.size // (2 * self._inner.vae_scale_factor)
             places = self._inner._prepare_latent_image_ids(rows, side, side, self.device, hidden.dtype)
             scale = torch.full((rows,), self.guidance_scale, device=self.device)
+            times = timesteps.to(latents.dtype)  # diffusers rounds them for Flux, not for Stable Diffusion 3
             return model(
                 hidden_states=latents, timestep=times / 1000, encoder_hidden_states=hidden, pooled_projections=pooled,
                 guidance=scale if model.config.guidance_embeds else None,
@@ -169,7 +182,7 @@ class FlowPolicy:
         doubled = rows == 2 * len(latents)
         output = model(
             hidden_states=torch.cat([latents] * 2) if doubled else latents,
-            timestep=torch.cat([times] * 2) if doubled else times,
+            timestep=torch.cat([timesteps] * 2) if doubled else timesteps,
             encoder_hidden_states=hidden, pooled_projections=pooled, return_dict=False,
         )[0]  # fmt: skip
         if not doubled:
@@ -245,3 +258,15 @@ class FlowPolicy:
                 "step has no log-probability."
             )
         return torch.ones(self.num_steps, dtype=torch.bool)
+
+
+@contextlib.contextmanager
+def _quiet_diffusers() -> Iterator[None]:
+    """A block in which diffusers logs errors alone: it warns of each prompt that an encoder cuts."""
+    logging = import_diffusers().utils.logging
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)

@@ -128,13 +128,7 @@ class DDIMPolicy:
         """Hidden states of the text encoder, `(B, T, D)`."""
         tokenizer, encoder = self.pipeline.tokenizer, self.pipeline.text_encoder
         limit = tokenizer.model_max_length
-        cut = sum(len(ids) > limit for ids in tokenizer(list(prompts), verbose=False).input_ids)
-        if cut and not self.cut_prompts:
-            logger.warning(
-                "%d of %d prompts are longer than the text encoder's %d tokens and are cut. Logged once; counted as cut_prompts.",
-                cut, len(prompts), limit,
-            )  # fmt: skip
-        self.cut_prompts += cut
+        count_cut(self, prompts, [(tokenizer, limit)])
         ids = tokenizer(
             list(prompts), padding="max_length", max_length=limit, truncation=True, return_tensors="pt"
         )
@@ -218,6 +212,21 @@ class DDIMPolicy:
         if kind != "DDIMScheduler":
             return torch.ones(len(scheduler.timesteps), dtype=torch.bool)
         return deviations(scheduler, scheduler.timesteps, self.eta) > 0
+
+
+def count_cut(policy: Any, prompts: Sequence[str], tokenizers: Sequence[tuple[Any, int]]) -> None:
+    """Add the prompts that are longer than the limit of each tokenizer to `policy.cut_prompts`; warns of the first."""
+    fits = [
+        [len(ids) <= limit for ids in tokenizer(list(prompts), verbose=False).input_ids]
+        for tokenizer, limit in tokenizers
+    ]
+    cut = sum(not any(each) for each in zip(*fits, strict=True))
+    if cut and not policy.cut_prompts:
+        logger.warning(
+            "%d of %d prompts are longer than the text encoder's %d tokens and are cut. Logged once; counted as cut_prompts.",
+            cut, len(prompts), max(limit for _, limit in tokenizers),
+        )  # fmt: skip
+    policy.cut_prompts += cut
 
 
 def generator_of(*numbers: int) -> torch.Generator:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from trl.models.diffusion.ddim import DDPOSchedulerOutput, Generators, scheduler_step
-from trl.models.diffusion.trained import LORA_FILE, TrainedPipeline, import_diffusers
-
-logger = logging.getLogger(__name__)
+from trl.models.diffusion.trained import TrainedPipeline, import_diffusers
 
 
 @dataclass
@@ -104,21 +100,6 @@ class DefaultDDPOStableDiffusionPipeline(TrainedPipeline, DDPOStableDiffusionPip
             frozen.requires_grad_(False)
         self._load_lora()
         self.unet.requires_grad_(not self.use_lora)
-
-    def _load_lora(self) -> None:
-        name = self.pretrained_model
-        if not isinstance(name, (str, Path)) or (
-            Path(name).is_dir() and not (Path(name) / LORA_FILE).exists()
-        ):
-            return
-        try:
-            self.sd_pipeline.load_lora_weights(name, weight_name=LORA_FILE, revision=self.pretrained_revision)
-            self.use_lora = True
-        except OSError:
-            if self.use_lora:
-                logger.warning(
-                    "%s has no LoRA weights (%s): training starts from a new adapter.", name, LORA_FILE
-                )
 
     def __call__(self, *args: Any, **kwargs: Any) -> DDPOPipelineOutput:
         """`pipeline_step` of this pipeline."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,6 +13,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from trl.checkpoints.wholeness import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 TARGETS = ["to_k", "to_q", "to_v", "to_out.0"]
@@ -34,6 +37,8 @@ class TrainedPipeline:
 
     part: ClassVar[str] = "unet"
     sd_pipeline: Any
+    pretrained_model: Any
+    pretrained_revision: str
     use_lora: bool
 
     @property
@@ -66,6 +71,22 @@ class TrainedPipeline:
             if "lora_" in name:
                 parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
         return model
+
+    def _load_lora(self) -> None:
+        """Load the LoRA weights beside the model, if there are any; `use_lora` is then True."""
+        name = self.pretrained_model
+        if not isinstance(name, (str, Path)) or (
+            Path(name).is_dir() and not (Path(name) / LORA_FILE).exists()
+        ):
+            return
+        try:
+            self.sd_pipeline.load_lora_weights(name, weight_name=LORA_FILE, revision=self.pretrained_revision)
+            self.use_lora = True
+        except OSError:
+            if self.use_lora:
+                logger.warning(
+                    "%s has no LoRA weights (%s): training starts from a new adapter.", name, LORA_FILE
+                )
 
     def save_pretrained(self, output_dir: str | Path) -> None:
         """Write the whole pipeline, and the LoRA weights beside it."""
