@@ -30,7 +30,7 @@ SAMPLED = {
 }  # fmt: skip
 PIPELINES: dict[str, dict[str, Any]] = {"brightness": {"side": 4}, "jpeg": {"side": 8, "has_contrast": True}}
 EPOCHS = {
-    ("alignprop", "brightness"): 15, ("ddpo", "brightness"): 25, ("grpo", "brightness"): 40, ("ddpo", "jpeg"): 30, ("grpo", "jpeg"): 40,
+    ("alignprop", "brightness"): 15, ("ddpo", "brightness"): 60, ("grpo", "brightness"): 80, ("ddpo", "jpeg"): 30, ("grpo", "jpeg"): 40,
 }  # fmt: skip
 
 
