@@ -45,17 +45,21 @@ def brightness(images: Any, prompts: Any, metadata: Any) -> tuple[Any, dict[str,
 def parse(arguments: type[Arguments], config: type[Config], prefix: str) -> tuple[Arguments, Config]:
     """The command line's arguments, and a config from its options `--prefix.field=value` or `--prefix.field value`."""
     names = {item.name for item in dataclasses.fields(config)}  # type: ignore[arg-type]
-    own, of_config, words = [], {}, iter(sys.argv[1:])
-    for word in words:
-        name, has_value, value = word.removeprefix(f"--{prefix}.").partition("=")
-        if not word.startswith(f"--{prefix}."):
-            own.append(word)
-        elif name in names:
-            of_config[name] = value if has_value else next(words)
-        else:
-            raise SystemExit(f"--{prefix}.{name} is no option. The fields are {', '.join(sorted(names))}.")
+    own, of_config, given = [], [], set[str]()
+    words = own
+    for word in sys.argv[1:]:
+        if word.startswith("--"):
+            name = word.removeprefix(f"--{prefix}.").partition("=")[0]
+            words = of_config if word.startswith(f"--{prefix}.") else own
+            if words is of_config and name not in names:
+                raise SystemExit(
+                    f"--{prefix}.{name} is no option. The fields are {', '.join(sorted(names))}."
+                )
+            given |= {name} if words is of_config else set()
+        words.append(word.replace(f"--{prefix}.", "--", 1) if words is of_config else word)
     (found,) = HfArgumentParser(arguments).parse_args_into_dataclasses(own)  # type: ignore[arg-type]
-    return found, config(**of_config)
+    settings = HfArgumentParser(config).parse_args(of_config)  # type: ignore[arg-type]
+    return found, config(**{name: getattr(settings, name) for name in given})
 
 
 def tiny_settings(config: Any, folder: str) -> str:

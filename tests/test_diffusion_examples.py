@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from trl import AlignPropConfig, DDPOConfig
 from trl.models.diffusion.stable_diffusion import DefaultDDPOStableDiffusionPipeline
 from trl.rewards.images import jpeg_kilobytes
 
@@ -51,6 +52,21 @@ def test_a_small_pipeline_becomes_brighter(run):
 def test_unknown_options_of_a_config_are_listed(run):
     with pytest.raises(SystemExit, match="train_batch_size"):
         run("scripts/ddpo", "--ddpo_config.batch_size=3")
+
+
+def test_options_of_a_config_are_read_by_their_types(run, monkeypatch):
+    parse = run("diffusion_options", name="diffusion_options")["parse"]
+    arguments_of = {name: run(f"scripts/{name}", name=name)["Arguments"] for name in ("ddpo", "alignprop")}
+    words = ["--a.train_batch_size=3", "--a.sample_batch_size", "6", "--tiny", "--a.per_prompt_stat_tracking"]
+    monkeypatch.setattr(sys, "argv", ["ddpo", *words, '--a.project_kwargs={"total_limit": 2}'])
+    arguments, ddpo = parse(arguments_of["ddpo"], DDPOConfig, "a")
+    assert arguments.tiny and (ddpo.train_batch_size, ddpo.sample_batch_size) == (3, 6)
+    assert ddpo.per_prompt_stat_tracking and ddpo.project_kwargs == {"total_limit": 2}
+    monkeypatch.setattr(
+        sys, "argv", ["alignprop", "--a.truncated_rand_backprop_minmax", "1", "3", "--a.sample_num_steps=9"]
+    )
+    _, aligned = parse(arguments_of["alignprop"], AlignPropConfig, "a")
+    assert aligned.truncated_rand_backprop_minmax == (1, 3) and aligned.sample_num_steps == 9
 
 
 @torch.no_grad()
