@@ -105,7 +105,7 @@ def main() -> None:
     )
     parser.add_argument("--method", choices=["ddpo", "alignprop", "grpo"], help="default: ddpo; --table: all")
     parser.add_argument("--reward", choices=["brightness", "jpeg"], help="default: brightness; --table: both")
-    parser.add_argument("--epochs", type=int, help="passes of sampling and training; default: 15 to 30")
+    parser.add_argument("--epochs", type=int, help="passes of sampling and training; default: 15 to 80")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=5, help="of each row of the table")
     parser.add_argument(
