@@ -19,7 +19,8 @@ def test_both_sides_have_the_same_rewards_and_gradients():
         check_same_work(*found)
 
 
-def test_truncation_is_measured_from_the_step_that_is_given(capsys):
+def test_truncation_is_measured_from_the_step_that_is_given(capsys, caplog):
+    caplog.set_level("ERROR", logger="trl")  # as main does; put back at the end
     (found,) = main(["--tiny", "--only", "2"])
     assert found["first"] == 2 and found["seconds"] > 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == found

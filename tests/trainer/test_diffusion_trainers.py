@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 
 from tests.tiny_diffusion import PROMPTS, tiny_pipeline
 from tests.trainer.diffusion_runs import (
@@ -296,12 +295,8 @@ def test_bfloat16(kind):
         seen.append(images.dtype)
         return brightness(images, prompts, metadata)
 
-    AcceleratorState._reset_state()  # accelerate keeps one precision per process
-    try:
-        trainer = KINDS[kind](mixed_precision="bf16", reward=reward)
-        trainer.train(1)
-    finally:
-        AcceleratorState._reset_state()
+    trainer = KINDS[kind](mixed_precision="bf16", reward=reward)
+    trainer.train(1)
     assert {each.dtype for each in weights(trainer).values()} == {torch.float32} == set(seen)
     assert trainer.policy.model.conv_in.weight.dtype == torch.bfloat16
     assert kind != "ddpo" or trainer.log_history[1]["approx_kl"] < 1e-5

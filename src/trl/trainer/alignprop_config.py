@@ -29,7 +29,7 @@ class AlignPropConfig(DiffusionOptions):
         49, "Without truncated_backprop_rand: the first step (0 is the noisiest) with a gradient.", ">= 0"
     )
     truncated_rand_backprop_minmax: list[int] = option(
-        (0, 50), "Bounds of the draw, both included; steps after the last are drawn as the last."
+        lambda: (0, 50), "Bounds of the draw, both included; steps after the last are drawn as the last."
     )
 
     def check(self) -> None:

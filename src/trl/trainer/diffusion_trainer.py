@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, ProjectConfiguration, broadcast, set_seed
 from huggingface_hub import HfApi
 from torch import Tensor, nn
@@ -436,6 +437,7 @@ def make_accelerator(config: Any) -> Accelerator:
     project = {"logging_dir": logging_dir, **config.project_kwargs}
     for name in ("automatic_checkpoint_naming", "total_limit"):  # checkpoints are named and removed here
         project.pop(name, None)
+    AcceleratorState._reset_state()  # a process may train several models; TrainingArguments does the same
     accelerator = Accelerator(
         log_with=config.log_with,
         mixed_precision=options.pop("mixed_precision", precision),
