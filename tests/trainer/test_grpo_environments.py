@@ -1,6 +1,9 @@
 """GRPO in environments: methods as tools, rewards of their own, several kinds, data of their own, steps."""
 
 import asyncio
+import subprocess
+import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -12,13 +15,20 @@ from tests.generation.stand_in import LocalCopy
 from tests.rollouts.tool_words import TOOLS
 from tests.trainer.grpo_agent_runs import agents
 from tests.trainer.grpo_runs import logs
-from trl.experimental.agents import read_sessions
 from trl.experimental.openenv import StepEnvironment
 from trl.experimental.openenv.utils import generate_rollout_completions
+from trl.rollouts import environments as environments_module
+from trl.rollouts.journal import _records
 from trl.trainer import group_setup
 
 SETTINGS = {"max_completion_length": 24, "max_tool_calling_iterations": 2, "max_steps": 1}
-MADE = []
+MADE, RESET, CLOSED = [], [], []
+
+
+@pytest.fixture(autouse=True)
+def nothing_made():
+    for each in (MADE, RESET, CLOSED):
+        each.clear()
 
 
 class Sums:
@@ -28,6 +38,7 @@ class Sums:
         MADE.append(self)
 
     def reset(self, word="", **columns):
+        RESET.append(word)
         self.word, self.calls, self.columns = word, 0, columns
         return f" {word}"
 
@@ -135,7 +146,6 @@ def test_environments_are_kept_and_read_by_reward_functions():
         assert seen[-1] == word and all(each[-1]["role"] == "assistant" for each in completions)
         return [float(environment.calls) for environment in environments]
 
-    MADE.clear()
     data = rows(word=["one", "two", "three"], hint=[None, None, "yes"])
     trainer, _, found = trained(reward_funcs=words, max_steps=3, data=data)
     assert trainer.rewards.names == ("words", "Sums") and len(seen) == 3
@@ -200,10 +210,17 @@ class Breaks(Sums):
             time.sleep(30)
         return 1.0
 
+    async def close(self):
+        CLOSED.append(self)
+        raise OSError("closed before")
+
 
 def test_environments_that_fail_are_counted_and_not_used_again(caplog):
-    MADE.clear()
-    trainer, batch, found = trained(Breaks, agent_deadline=2.0, per_device_train_batch_size=12)
+    def calls(environments, **_):
+        return [float(one.calls) for one in environments]  # those of sessions that failed have none
+
+    settings = {"agent_deadline": 2.0, "per_device_train_batch_size": 12}
+    _, batch, found = trained(Breaks, reward_funcs=calls, **settings)
     scores, counts = batch.per_row["scores"], batch.per_row
     assert "no display" in caplog.text
     assert found["agent/failures/raised"] == found["agent/failures/deadline"] == pytest.approx(1 / 3)
@@ -211,7 +228,19 @@ def test_environments_that_fail_are_counted_and_not_used_again(caplog):
         scores.isnan().tolist()
         == (counts["agent_failed_raised"] | counts["agent_failed_deadline"]).bool().tolist()
     )
-    assert len(trainer.rollouts.completer.environments.kinds[""].free) == 4
+    assert set(MADE) == set(CLOSED) and len(MADE) == len(CLOSED) == 12 and "closed before" in caplog.text
+
+
+def test_environments_are_made_side_by_side():
+    together = threading.Barrier(7)  # the first is made with the trainer
+
+    class Slow(Sums):
+        def __init__(self):
+            if len(MADE) > 0:
+                together.wait(10)
+            super().__init__()
+
+    assert trained(Slow)[2]["agent/failures/raised"] == 0
 
 
 def test_a_slow_tool_of_one_session_does_not_hold_others_up():
@@ -259,6 +288,19 @@ def test_steps(caplog):
     assert found["agent/turns"] == turns.double().mean()
 
 
+def test_they_need_no_server(monkeypatch):
+    """Neither to be imported nor to run; agents do."""
+    packages = ("fastapi", "uvicorn", "starlette", "pydantic")
+    line = f"import sys; sys.modules.update(dict.fromkeys({packages})); import trl.trainer.group_setup"
+    subprocess.run([sys.executable, "-c", line], check=True, timeout=300)
+    for name in ("app", "openai_api"):
+        monkeypatch.setitem(sys.modules, f"trl.generation.serving.{name}", None)
+    assert trained()[2]["agent/failures/raised"] == 0
+    monkeypatch.setattr(group_setup, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install trl\[serve\]"):
+        agents()
+
+
 class NoReset:
     def act(self) -> str:
         """Acts."""
@@ -294,6 +336,12 @@ def test_what_is_no_environment_is_refused(factory, given, error, named):
 def test_text_prompts_are_refused():
     with pytest.raises(ValueError, match="messages"):
         environments(data=Dataset.from_dict({"prompt": ["What is one ?"]}))
+
+
+def test_streams_may_have_no_prompts():
+    data = Dataset.from_dict({"word": ["one", "two", "three"]}).to_iterable_dataset()
+    trainer, batch, _ = trained(data=data)
+    assert all("<user>" in trainer._tokenizer.decode(row) for row in batch.prompts.split())
 
 
 def test_an_opponent_is_not_an_agent():
@@ -332,9 +380,11 @@ def test_a_rollout_function_may_use_the_engine(use_vllm, monkeypatch):
         with pytest.raises(ValueError, match="as_chat"):
             generate_rollout_completions(trainer, prompts, as_chat=False)
         calls.append(found)
+        prompts[0][0]["content"] = "changed"  # in the function's own copy
         return {name: [each[name] for each in found] for name in ("prompt_ids", "completion_ids", "logprobs")}
 
-    def length(completion_ids, **columns):
+    def length(prompts, completion_ids, **columns):
+        assert all(prompt[0]["content"] == "What is" for prompt in prompts)
         return [float(len(ids)) for ids in completion_ids]
 
     def run():
@@ -353,20 +403,73 @@ def test_a_rollout_function_may_use_the_engine(use_vllm, monkeypatch):
     assert torch.equal(run().completions.values, batch.completions.values)
 
 
-def test_kept_sessions_are_written_once(tmp_path):
-    """A resumed run plays episodes again whose environments reward functions read."""
+class Closes(Sums):
+    def close(self):
+        CLOSED.append(self)
+
+
+class Locked(Closes):
+    """Cannot be pickled."""
+
+    def reset(self, word="", **columns):
+        self.lock = threading.Lock()
+        return super().reset(word, **columns)
+
+
+@pytest.mark.parametrize(("factory", "repeated"), [(Closes, 0), (Locked, 8)])
+def test_environments_of_ended_sessions_are_restored(factory, repeated, tmp_path):
+    """Those that cannot be pickled play their sessions again. Sessions are written once, and all environments closed."""
+    seen = []
 
     def calls(environments, completions, **columns):
+        seen.append([(type(one), one.word, one.calls) for one in environments])
         return [float(one.calls) for one in environments]
 
-    settings = {
-        "reward_funcs": calls,
-        "folder": str(tmp_path),
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "max_steps": 2,
-    }
+    settings = {"reward_funcs": calls, "folder": str(tmp_path), "save_strategy": "steps", "save_steps": 1}
     for checkpoint in (None, str(tmp_path / "checkpoint-1")):
-        environments(**settings, agent_keep_sessions=True)[0].train(resume_from_checkpoint=checkpoint)
-    keys = [record["key"] for record in read_sessions(tmp_path / "sessions")]
+        RESET.clear()
+        CLOSED.clear()
+        trainer, _ = environments(factory, **settings, max_steps=2, agent_keep_sessions=True)
+        trainer.train(resume_from_checkpoint=checkpoint)
+    assert seen[2] == seen[1] and len(seen) == 3 and any(count for *_, count in seen[1])
+    assert len(RESET) == repeated
+    assert len(CLOSED) == (repeated or 9)  # one is made with the trainer
+    keys = [record["key"] for record in _records(tmp_path / "sessions", "*.jsonl") if "row" in record]
     assert len(keys) == len(set(keys)) == 16
+
+
+class Hangs(Sums):
+    def echo(self, word: str) -> str:
+        """Says a word again.
+
+        Args:
+            word: What to say.
+        """
+        HUNG.append(word)
+        RELEASED.wait(60)
+        return word
+
+
+HUNG, RELEASED = [], threading.Event()
+
+
+def test_threads_that_miss_their_deadline_are_bounded(monkeypatch):
+    monkeypatch.setattr(environments_module, "MOST_LEFT_BEHIND", 2)
+    trainer, _ = environments(Hangs, tool_deadline=0.1, max_steps=2, agent_concurrency=1)
+    try:
+        with pytest.raises(RuntimeError, match="earlier calls"):
+            trainer.train()
+        failed = trainer._rollout_batch.per_row
+        assert failed["agent_failed_deadline"].sum() == 2 <= failed["agent_failed_raised"].sum()
+        assert len(HUNG) == 2
+    finally:
+        RELEASED.set()
+
+
+def test_an_evaluation_set_may_have_no_prompts():
+    data = Dataset.from_dict({"word": ["one", "two", "three"]})
+    trainer, _ = environments(data=data)
+    metrics = trainer.evaluate(data.select(range(2)))
+    assert metrics["eval_rewards/Sums/mean"] == metrics["eval_reward"] > 0
+    with pytest.raises(ValueError, match="environment"):
+        environments({"sums": Sums}, data=rows(word=["one"], environment=["sums"]))[0].evaluate(data)
