@@ -48,6 +48,12 @@ def launch(module: str, *arguments: str, timeout: int = 400, beside: Sequence[Pr
     assert not any(statuses), f"{module} {arguments} ended with {statuses}:\n{written}"
 
 
+def need_deepspeed(how: str) -> None:
+    """Skip a test of ZeRO ("zero2", "zero3") where DeepSpeed is not installed."""
+    if how.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
+
+
 def ending(module: str, *arguments: str, timeout: int = 400) -> tuple[int, str]:
     """The exit status of `python -m module` in a process, as `subprocess` counts it, and what it wrote."""
     (status,), written = run([Program(module, arguments)], timeout)

@@ -1,7 +1,6 @@
 """The dataset-level PPO as its document (003) shows it, and what can go wrong around it without a word."""
 
 import copy
-import importlib.util
 import json
 import runpy
 import sys
@@ -19,7 +18,7 @@ from tests.experimental.ppo_runs import END, make, prompts, run, run_with_models
 from tests.experimental.ppo_sharded import KINDS, SETTINGS
 from tests.tiny import tiny_classifier, tiny_model
 from tests.trainer.resume_worker import tokenizer
-from tests.two_processes import launch
+from tests.two_processes import launch, need_deepspeed
 
 SHORT = {"dtype": "float32", "max_steps": 2, "num_ppo_epochs": 1, "per_device_train_batch_size": 4}
 
@@ -178,8 +177,7 @@ def test_a_batch_of_which_one_row_has_a_score_trains_that_row_alone():
 @pytest.mark.parametrize("how", KINDS)
 def test_sharded_runs_equal_that_of_one_process(how, tmp_path):
     """Three optimiser steps over two batches of rollouts, with a function and a reward model, on two processes."""
-    if how != "fsdp2" and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
+    need_deepspeed(how)
     launch("tests.experimental.ppo_sharded", str(tmp_path), how)
     single, _ = run_with_models(**SETTINGS)
     expected = single.model.policy.state_dict()

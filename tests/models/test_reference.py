@@ -1,7 +1,6 @@
 """Every kind of reference answers alike: without gradient, without dropout, and the policy is left as it was."""
 
 import copy
-import importlib.util
 from types import SimpleNamespace
 
 import peft
@@ -13,7 +12,7 @@ from torch import nn
 from tests.models.reference_worker import BATCH, logps, train
 from tests.tiny import tiny_model
 from tests.trainer.sharded_worker import KINDS
-from tests.two_processes import launch
+from tests.two_processes import launch, need_deepspeed
 from trl.models.reference import (
     _SETTINGS,
     REFERENCE_FILE,
@@ -373,8 +372,7 @@ def whole(tmp_path_factory):
 @pytest.mark.distributed
 @pytest.mark.parametrize("how", KINDS)
 def test_sharded_references(how, whole, tmp_path):
-    if how == "zero3" and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
+    need_deepspeed(how)
     launch("tests.models.reference_worker", str(tmp_path), how)
     seen, (expected, adapter) = torch.load(tmp_path / "seen.pt"), whole
     assert seen.keys() == expected.keys()

@@ -156,6 +156,35 @@ def test_rows_without_any_opinion_are_said_once_and_counted(caplog):
     assert "'Is the sky' -> ' blue?'" in caplog.text
 
 
+@pytest.mark.parametrize("lost", [[False, True, False], [True] * 3])
+def test_functions_are_not_given_lost_rows_also_beside_other_sources(lost, caplog):
+    class Every:
+        name, is_async, deadline, on_failure = "every", False, None, None
+
+        def check_columns(self, columns):
+            pass
+
+        def score(self, inputs):
+            return [1.0] * len(inputs)
+
+    def function(completions, **kwargs):
+        seen.append(len(completions))
+        return length(completions)
+
+    async def async_function(completions, **kwargs):
+        return function(completions)
+
+    seen, kept = [], len(lost) - sum(lost)
+    sources = RewardSources([function, Every(), async_function])
+    scores = sources.score(INPUTS, lost=torch.tensor(lost)).scores
+    sources.close()
+    assert seen == [kept] * 2 * (kept > 0) and not caplog.records
+    expected = [
+        [math.nan] * 3 if gone else [own, 1.0, own] for gone, (own,) in zip(lost, LENGTHS, strict=True)
+    ]
+    torch.testing.assert_close(scores, torch.tensor(expected).double(), equal_nan=True)
+
+
 # ---- what is no reward
 
 BAD_ANSWERS = {
@@ -330,6 +359,31 @@ def test_an_async_source_that_blocks_its_loop_is_left_behind(monkeypatch):
     with pytest.raises(RewardError, match=r"blocks its event loop .*Its thread 'reward-event-loop-"):
         RewardSources(blocking, deadline=0.05).score(INPUTS)
     release.set()
+
+
+def test_threads_share_one_loop_and_are_limited(monkeypatch):
+    make, made, running, most = asyncio.new_event_loop, [], [], []
+
+    def slowly():
+        time.sleep(0.05)
+        made.append(make())
+        return made[-1]
+
+    async def answer():
+        return asyncio.get_running_loop()
+
+    def call(number):
+        running.append(number)
+        most.append(len(running))
+        found = calls.outcome(calls.submit(answer(), 10))
+        running.remove(number)
+        return threading.current_thread().daemon, found, number
+
+    monkeypatch.setattr(asyncio, "new_event_loop", slowly)
+    calls = deadlines.AsyncCalls("reward")
+    found = list(deadlines.DaemonThreads(2).map(call, range(6)))
+    calls.close()
+    assert found == [(True, made[0], number) for number in range(6)] and len(made) == 1 and max(most) == 2
 
 
 # ---- what cannot work

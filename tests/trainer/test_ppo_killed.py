@@ -1,6 +1,5 @@
 """A step-level loop that is killed anywhere, and loads its state, ends in the same bits; with sharded weights it is the same loop."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests.trainer.ppo_sharded import KINDS, steps, trainer_of
 from tests.trainer.test_resume import SIGKILLED
-from tests.two_processes import ending, launch
+from tests.two_processes import ending, launch, need_deepspeed
 
 # A state after steps 2, 4 and 6 of 7; a step has four minibatches, a state five files and one renaming, later ones two.
 KILLS = [
@@ -60,8 +59,7 @@ def one_process():
 def test_sharded_steps_equal_those_of_one_process(one_process, tmp_path, how):
     """Two steps of two epochs each: responses, statistics, saved weights; the state is loaded to the same bits."""
     expected = one_process
-    if how != "fsdp2" and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
+    need_deepspeed(how)
     launch("tests.trainer.ppo_sharded", str(tmp_path), how, timeout=200)
     found = torch.load(tmp_path / how, weights_only=False)
     assert found["before"] == expected["before"][:2]

@@ -1,6 +1,5 @@
 """FSDP2 and DeepSpeed ZeRO-3 over gloo: three steps of SFT, KTO and distillation of two processes equal those of one, to 1e-5."""
 
-import importlib.util
 import json
 
 import pytest
@@ -9,7 +8,7 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 
 from tests.trainer.sharded_worker import KINDS, METHODS, models_of, three_steps
-from tests.two_processes import launch
+from tests.two_processes import launch, need_deepspeed
 
 LOGGED = {"loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "kl", "rewards/margins"}
 
@@ -18,8 +17,7 @@ LOGGED = {"loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "
 @pytest.mark.distributed
 @pytest.mark.parametrize("how", KINDS)
 def test_three_steps_equal_those_of_one_process(how, tmp_path):
-    if how == "zero3" and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
+    need_deepspeed(how)
     launch("tests.trainer.sharded_worker", str(tmp_path), how)
 
     for method, batch_size in {**dict.fromkeys(METHODS, 4), "kto": 8}.items():

@@ -72,12 +72,12 @@ def faults(
     return {file: why for file, why in found.items() if _part_of(file) not in without}
 
 
-def checkpoints_in(output_dir: str | Path) -> list[Path]:
-    """All `checkpoint-<step>` folders, the highest step first."""
+def checkpoints_in(output_dir: str | Path, stem: str = "checkpoint-") -> list[Path]:
+    """All `checkpoint-<step>` folders (or of another `stem`), the highest step first."""
     found = {
         int(match[1]): path
-        for path in Path(output_dir).glob("checkpoint-*")
-        if (match := re.fullmatch(r"checkpoint-(\d+)", path.name)) and path.is_dir()
+        for path in Path(output_dir).glob(f"{stem}*")
+        if (match := re.fullmatch(rf"{stem}(\d+)", path.name)) and path.is_dir()
     }
     return [found[step] for step in sorted(found, reverse=True)]
 

@@ -38,18 +38,20 @@ _OF_IMAGES = {
 }
 
 
-def completion_batch(rows: Sequence[Prompted], *, prefix_sharing: bool) -> dict[str, Tensor]:
+def completion_batch(
+    rows: Sequence[Prompted], *, prefix_sharing: bool, unscored: Sequence[int] = ()
+) -> dict[str, Tensor]:
     """Prompts and completions as one packed batch; its sequences are the completions, in order.
 
     With `prefix_sharing` each prompt occurs once, before its completions (`pack_prefix_groups`), otherwise once per completion.
-    `labels (1, N)` are -100 on prompts. `rows (B,)` counts the rows.
+    `labels (1, N)` are -100 on prompts, and on the first `unscored` tokens of each completion. `rows (B,)` counts the rows.
 
     Raises: ValueError for a prompt or completion without tokens.
 
     >>> completion_batch([([5, 6], [[7], [8, 9]])], prefix_sharing=False)["input_ids"].tolist()
     [[5, 6, 7, 5, 6, 8, 9]]
     """
-    groups = pack_prefix_groups(rows)  # checks the rows too
+    groups = pack_prefix_groups(rows, unscored)  # checks the rows too
     count = torch.arange(len(rows))  # first, where transformers looks for how many rows a batch has
     if prefix_sharing:
         return {"rows": count, **groups}
@@ -63,12 +65,12 @@ def completion_batch(rows: Sequence[Prompted], *, prefix_sharing: bool) -> dict[
     return {"rows": count, **pack_sequences(torch.cat(ids), torch.cat(labels), lengths, pad_token_id=0)}
 
 
-def pack_prefix_groups(rows: Sequence[Prompted]) -> dict[str, Tensor]:
+def pack_prefix_groups(rows: Sequence[Prompted], unscored: Sequence[int] = ()) -> dict[str, Tensor]:
     """Prompts, each followed by its completions, as one packed row of prefix groups.
 
-    `labels (1, N)` are the completions' tokens, and -100 on prompts. A completion's first token is predicted by its prompt's
-    last one, not by its left neighbour: `scored_source`, `scored_target` and `scored_sequence`, int64 `(K,)`, are the
-    predicting position, the token and its completion.
+    `labels (1, N)` are the completions' tokens without the first `unscored` of each, and -100 on the rest. A completion's first
+    token is predicted by its prompt's last one, not by its left neighbour: `scored_source`, `scored_target` and
+    `scored_sequence`, int64 `(K,)`, are the predicting position, the token and its completion.
 
     Raises: ValueError for a prompt or completion without tokens, or a row without completions.
 
@@ -89,6 +91,9 @@ def pack_prefix_groups(rows: Sequence[Prompted]) -> dict[str, Tensor]:
     target = torch.arange(int(length.sum())) - (first - start)[branch]
     source = target - 1
     source[first] = prefix_start + prefix_length - 1
+    if any(unscored):
+        scored = target - start[branch] >= torch.tensor(unscored)[branch]
+        source, target, branch = source[scored], target[scored], branch[scored]
     labels = torch.full_like(input_ids, IGNORED)
     labels[target] = input_ids[target]
     return {

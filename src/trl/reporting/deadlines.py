@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 SLOW_SECONDS = 60.0  # after which a call without a deadline is warned about
+BLOCKED_SECONDS = 5.0  # of an event loop, which is warned about then
 GRACE_SECONDS = 1.0  # for the event loop to cancel a call after its deadline
 MOST_AT_ONCE = 64  # threads
 _numbers = itertools.count(1)
@@ -62,6 +63,22 @@ def start(function: Callable[[], Any], name: str, seconds: float | None = None) 
     return Pending(future, thread, until)
 
 
+class DaemonThreads(Executor):
+    """Calls of functions on daemon threads, `max_workers` at a time. The program may end before they do."""
+
+    def __init__(self, max_workers: int) -> None:
+        self._free = threading.Semaphore(max_workers)
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Start `fn(*args, **kwargs)` as soon as a thread is free."""
+
+        def run() -> Any:
+            with self._free:
+                return fn(*args, **kwargs)
+
+        return start(run, "worker").future
+
+
 def is_abandoned() -> bool:
     """Whether the call of `start` that runs this code has missed its deadline."""
     return _left(_call_until.get()) == 0
@@ -83,6 +100,19 @@ class ThreadedCalls:
                 f"{len(self._left_behind)} earlier calls missed their deadline and still run (the last is {last.name!r}, at "
                 f"{place_of(last)}). Set a timeout in what they wait for, or run it in a process that can be killed."
             )
+
+    async def call(self, function: Callable[[], Any], name: str, seconds: float | None) -> Any:
+        """What a function returns on its thread within `seconds`, awaited on the running event loop.
+
+        Raises: DeadlinePassed, RuntimeError if too many earlier calls are still running, and what the function raises.
+        """
+        self.check()
+        pending = start(function, name)
+        try:
+            return await bounded(asyncio.wrap_future(pending.future), seconds)
+        finally:
+            if not pending.future.done():
+                self._left_behind.append(pending.thread)
 
     def run(self, functions: Sequence[tuple[str, Callable[[], Any]]], seconds: float | None) -> list[Any]:
         """What each function, given with a name for its thread, returns or raises within `seconds`; `DeadlinePassed` if it
@@ -119,19 +149,43 @@ class AsyncCalls:
     """One event loop on a daemon thread, kept from call to call, so that clients that belong to a loop stay usable."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name, self._warned = name, False
+        self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
     def submit(self, awaitable: Awaitable[Any], seconds: float | None) -> Pending:
         """Start on the loop, beside what already runs there; cancelled after `seconds`."""
-        if self._loop is None or self._thread is None or not self._thread.is_alive():
-            self._loop = asyncio.new_event_loop()
-            name = f"{self.name}-event-loop-{next(_numbers)}"
-            self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-            self._thread.start()
-        future = asyncio.run_coroutine_threadsafe(bounded(awaitable, seconds), self._loop)
-        return Pending(future, self._thread, _until(seconds))
+        with self._starting:
+            loop, thread = self._loop, self._thread
+            if loop is None or thread is None or not thread.is_alive():
+                self._loop = loop = asyncio.new_event_loop()
+                name = f"{self.name}-event-loop-{next(_numbers)}"
+                self._thread = thread = threading.Thread(target=_run, args=[loop], name=name, daemon=True)
+                thread.start()
+        future = asyncio.run_coroutine_threadsafe(bounded(awaitable, seconds), loop)
+        return Pending(future, thread, _until(seconds))
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside the block, warn once if something blocks the loop, and all that runs on it, for some seconds."""
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not (self._warned or ended.wait(BLOCKED_SECONDS)):
+                beat = self.submit(asyncio.sleep(0), None)
+                if wait([beat.future], BLOCKED_SECONDS).not_done:
+                    self._warned = True
+                    logger.warning(
+                        "One %s blocks all others for more than %g s (at %s): it waits without `await`. Use async clients there, "
+                        "or asyncio.to_thread.", self.name, BLOCKED_SECONDS, place_of(beat.thread),
+                    )  # fmt: skip
+
+        threading.Thread(target=watch, name=f"{self.name}-watch", daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
 
     def outcome(self, pending: Pending) -> Any:
         """What the call returns or raises.
@@ -154,6 +208,15 @@ class AsyncCalls:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._loop = self._thread = None
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop until it is stopped. Calls that exit the program have that as their result, and other calls continue."""
+    while True:
+        try:
+            return loop.run_forever()
+        except (SystemExit, KeyboardInterrupt):
+            continue
 
 
 async def bounded(awaitable: Awaitable[Any], seconds: float | None) -> Any:

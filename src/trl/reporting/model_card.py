@@ -163,23 +163,32 @@ def card_of_trainer(
 
     Reads the class attributes `_name`, `_paper` (a dict of `title`, `id`, `citation`, all optional) and `_tag_names`.
     """
-    args, paper = trainer.args, trainer._paper
+    args = trainer.args
     place = getattr(trainer, "hub_model_id", None) or args.hub_model_id or HERE
-    given = [tags] if isinstance(tags, str) else list(tags or [])
-    return generate_model_card(
+    return card_of_run(
+        trainer,
         base_model=getattr(trainer.model.config, "_name_or_path", None) or None,
         model_name=model_name or Path(args.output_dir or "model").resolve().name,
         hub_model_id=place,
         dataset_name=dataset_name,
-        tags=list(dict.fromkeys([*trainer._tag_names, *given])),
+        tags=tags,
+        training_facts=_training_facts(trainer),
+        usage=_usage(trainer, place),
+    )
+
+
+def card_of_run(trainer: Any, *, tags: str | list[str] | None, **given: Any) -> ModelCard:
+    """`generate_model_card` with what the trainer's class says of its method."""
+    paper, more = trainer._paper, [tags] if isinstance(tags, str) else list(tags or [])
+    return generate_model_card(
+        tags=list(dict.fromkeys([*trainer._tag_names, *more])),
         wandb_url=get_wandb_run_url(),
         comet_url=get_comet_experiment_url(),
         trainer_name=trainer._name,
         trainer_citation=paper.get("citation"),
         paper_title=paper.get("title"),
         paper_id=paper.get("id"),
-        training_facts=_training_facts(trainer),
-        usage=_usage(trainer, place),
+        **given,
     )
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -52,18 +51,12 @@ class AestheticScorer(nn.Module):
 
         self.clip: Any = CLIPModel.from_pretrained(clip_model)
         self.mlp = MLP(self.clip.config.projection_dim)
-        file = _weights(model_id, model_filename)
-        loaded = (
-            load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-        )
-        self.mlp.load_state_dict(loaded)
+        folder = Path(model_id)
+        file = str(folder / model_filename if folder.is_dir() else hf_hub_download(model_id, model_filename))
+        is_safe = file.endswith(".safetensors")
+        self.mlp.load_state_dict(load_file(file) if is_safe else torch.load(file, "cpu", weights_only=True))
         self.dtype, self.target_size = dtype, self.clip.config.vision_config.image_size
         self.to(dtype).eval().requires_grad_(False)
-
-    def normalize(self, images: Tensor) -> Tensor:
-        """Images `(B, 3, H, W)` in 0..1 as CLIP takes them."""
-        mean, std = (images.new_tensor(each).view(1, 3, 1, 1) for each in (CLIP_MEAN, CLIP_STD))
-        return (images - mean) / std
 
     def forward(self, images: Tensor) -> Tensor:
         """Scores `(B,)` of images `(B, 3, H, W)` in 0..1: resized by the shorter side, and cut to the centre."""
@@ -72,30 +65,17 @@ class AestheticScorer(nn.Module):
         shape = [max(round(side * scale), size) for side in images.shape[-2:]]
         images = nn.functional.interpolate(images, shape, mode="bilinear", antialias=True)
         top, left = ((side - size) // 2 for side in shape)
-        pixels = self.normalize(images[..., top : top + size, left : left + size])
+        mean, std = (images.new_tensor(each).view(1, 3, 1, 1) for each in (CLIP_MEAN, CLIP_STD))
+        pixels = (images[..., top : top + size, left : left + size] - mean) / std
         features = self.clip.visual_projection(self.clip.vision_model(pixel_values=pixels).pooler_output)
         return self.mlp(features / features.norm(dim=-1, keepdim=True)).squeeze(1)
-
-
-def _weights(model_id: str, filename: str) -> Path:
-    """The file of a folder, or of the Hub."""
-    if Path(model_id).is_dir():
-        return Path(model_id) / filename
-    try:
-        return Path(hf_hub_download(model_id, filename))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        raise FileNotFoundError(
-            f"{filename} of {model_id!r} is neither in a folder of that name nor can it be downloaded: {error}"
-        ) from error
 
 
 def aesthetic_scorer(hub_model_id: str, model_filename: str) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
     """A reward function `(images, prompts, metadata) -> (scores, {})` of the `AestheticScorer`, for AlignProp and DDPO."""
     scorer = AestheticScorer(dtype=torch.float32, model_id=hub_model_id, model_filename=model_filename)
 
-    def aesthetic_score(
-        images: Tensor, prompts: Any = None, metadata: Any = None
-    ) -> tuple[Tensor, dict[str, Any]]:
+    def aesthetic_score(images: Tensor, prompts: Any = None, metadata: Any = None) -> tuple[Tensor, dict]:
         return scorer.to(images.device)(images), {}
 
     return aesthetic_score
@@ -119,9 +99,7 @@ def jpeg_kilobytes(images: Any) -> list[float]:
     return sizes
 
 
-def jpeg_compressibility(
-    images: Any, prompts: Any = None, metadata: Any = None
-) -> tuple[list[float], dict[str, Any]]:
+def jpeg_compressibility(images: Any, prompts: Any = None, metadata: Any = None) -> tuple[list[float], dict]:
     """A reward function for images that compress well: less the size as JPEG in kB.
 
     Source: Black et al. 2023, section 5.1 (arXiv:2305.13301).
@@ -131,7 +109,7 @@ def jpeg_compressibility(
 
 def jpeg_incompressibility(
     images: Any, prompts: Any = None, metadata: Any = None
-) -> tuple[list[float], dict[str, Any]]:
+) -> tuple[list[float], dict]:
     """A reward function for images that do not compress: the size as JPEG in kB."""
     return jpeg_kilobytes(images), {}
 
@@ -144,14 +122,12 @@ class ImageFunctionSource(FunctionSource):
 
     def score(self, inputs: RewardInputs) -> Any:
         """What the function returns, without metadata."""
-        images = torch.stack(list(inputs.completions))
-        every = {**inputs.columns, "images": images, "prompts": tuple(inputs.prompts)}
-        # As DDPO gives it: the columns of each image.
-        rows = zip(*inputs.columns.values(), strict=True) if inputs.columns else [()] * len(images)
-        metadata = tuple(dict(zip(inputs.columns, row, strict=True)) for row in rows)
-        found = self.function(
-            **accepted({"metadata": metadata, "completions": images, **every}, self._parameters)
-        )
+        images, columns = torch.stack(list(inputs.completions)), inputs.columns
+        rows = zip(*columns.values(), strict=True) if columns else [()] * len(images)
+        metadata = tuple(dict(zip(columns, row, strict=True)) for row in rows)  # as DDPO gives it
+        given = {"metadata": metadata, "completions": images, **columns}
+        given |= {"images": images, "prompts": tuple(inputs.prompts)}
+        found = self.function(**accepted(given, self._parameters))
         return _awaited(found) if inspect.isawaitable(found) else _rewards_of(found)
 
     def check_columns(self, columns: Collection[str]) -> None:

@@ -6,7 +6,7 @@ import json
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from trl.tensors.reduce import Weighted, weighted
 RESERVED = ("prompts", "completions", "completion_ids", "completions_ids", "trainer_state", "prompt_ids")
 _LARGEST = torch.finfo(torch.float32).max  # what trainers compute with
 _SCORE_OF = "score_of_"
+_LISTS = ("prompts", "completions", "completion_ids", "prompt_ids")
 
 
 class RewardError(RuntimeError):
@@ -60,6 +61,14 @@ class RewardInputs:
     def __len__(self) -> int:
         return len(self.prompts)
 
+    def take(self, rows: Sequence[int]) -> RewardInputs:
+        """Some of the rows."""
+        given = {name: getattr(self, name) for name in _LISTS} | dict(self.columns)
+        own = {
+            name: [values[row] for row in rows] if len(values) else values for name, values in given.items()
+        }
+        return replace(self, **{name: own.pop(name) for name in _LISTS}, columns=own)
+
     def row_text(self, row: int) -> str:
         """A row's prompt and completion, at most 200 characters each."""
         return f"{self.prompts[row]!r:.200} -> {self.completions[row]!r:.200}"
@@ -71,8 +80,7 @@ def joined(parts: Sequence[RewardInputs]) -> RewardInputs:
     >>> joined([RewardInputs(["p"], ["a"]), RewardInputs(["q"], ["b"])]).completions
     ['a', 'b']
     """
-    names = ("prompts", "completions", "completion_ids", "prompt_ids")
-    rows = {name: [row for part in parts for row in getattr(part, name)] for name in names}
+    rows = {name: [row for part in parts for row in getattr(part, name)] for name in _LISTS}
     columns = {name: [row for part in parts for row in part.columns[name]] for name in parts[0].columns}
     return RewardInputs(**rows, columns=columns, trainer_state=parts[0].trainer_state)
 
@@ -110,14 +118,14 @@ def read_answers(given: Any, *, count: int) -> Answers:
         kind = "None (is a return statement missing?)" if given is None else f"a {type(given).__name__}"
         raise RewardError(f"gave {kind}, expected a list of {count} numbers.")
     if len(given) != count:
-        raise RewardError(f"gave {len(given)} values, expected {count}, one for each completion.")
+        raise RewardError(f"gave {len(given)} values, expected {count}, one for each completion or image.")
     read = [_read(value) for value in given]
     unusable = {row: value for row, value in enumerate(read) if isinstance(value, str)}
     return Answers([None if isinstance(value, str) else value for value in read], unusable)
 
 
-def read_scores(given: Any, *, count: int, name: str) -> list[float]:
-    """A finite number for each of `count` texts, as the function `name` returned them; a tensor may have any shape.
+def read_scores(given: Any, *, count: int, name: str, of: str = "text") -> list[float]:
+    """A finite number for each of `count` texts (what they are `of`), as the function `name` returned them; a tensor may have any shape.
 
     Raises: ValueError for another number of values, and for values that are not finite numbers (also None).
     """
@@ -129,7 +137,7 @@ def read_scores(given: Any, *, count: int, name: str) -> list[float]:
         if value is None:
             wrong = answers.unusable.get(row, "None")
             raise ValueError(
-                f"{name} gave {wrong} for text {row}, expected a finite number for each of {count} texts."
+                f"{name} gave {wrong} for {of} {row}, expected a finite number for each of {count} {of}s."
             )
     return [value for value in answers.values if value is not None]
 

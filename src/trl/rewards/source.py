@@ -120,25 +120,29 @@ class RewardSources:
                 "the batch size per device."
             )
 
-    def score(self, inputs: RewardInputs) -> RewardResult:
-        """Scores of all completions by all sources.
+    def score(self, inputs: RewardInputs, *, lost: Tensor | None = None) -> RewardResult:
+        """Scores of all completions by all sources. Rows that are `lost`, bool `(B,)`, have none, and functions are not given them.
 
         Raises: RewardError if a source whose policy is "error" fails, ValueError for a missing column.
         """
         self.check_columns(inputs.columns)
+        kept = torch.ones(len(inputs), dtype=torch.bool) if lost is None else ~lost
+        some = inputs if kept.all() else inputs.take(kept.nonzero()[:, 0].tolist())
+        # Models that are sharded, and judges that compare, need the same rows in any case.
+        given = [some if isinstance(source, FunctionSource) else inputs for source in self.sources]
         pending: dict[int, Pending] = {}
         try:
             for number, source in enumerate(self.sources):
-                if source.is_async:
-                    pending[number] = self._loop.submit(source.score(inputs), self._deadlines[number])
+                if source.is_async and len(given[number]):
+                    pending[number] = self._loop.submit(source.score(given[number]), self._deadlines[number])
             plain = [number for number in range(len(self.sources)) if number not in pending]
-            answers = {number: self._read(number, self._call(number, inputs), inputs) for number in plain}
+            answers = {each: self._read(each, self._call(each, given[each]), given[each]) for each in plain}
             for number, call in pending.items():
-                answers[number] = self._read(number, self._await(number, call), inputs)
+                answers[number] = self._read(number, self._await(number, call), given[number])
         finally:
             for call in pending.values():
                 call.future.cancel()
-        return self._result([answer for _, answer in sorted(answers.items())], inputs)
+        return self._result([answer for _, answer in sorted(answers.items())], inputs, kept)
 
     def close(self) -> None:
         """Stop the event loop of the async sources; the next call starts another."""
@@ -147,6 +151,8 @@ class RewardSources:
     def _call(self, number: int, inputs: RewardInputs) -> Any:
         """What a source returns, or the exception that it raises."""
         source, seconds = self.sources[number], self._deadlines[number]
+        if not len(inputs):
+            return []
         try:
             if seconds is None:
                 with warn_when_slow(self.names[number], threading.current_thread()):
@@ -192,14 +198,16 @@ class RewardSources:
             skipped = "These rows have no score of it (reward_failure='skip'; logged once, then counted)."
             logger.warning("%s %s", text, skipped, exc_info=cause)
 
-    def _result(self, answers: Sequence[Answers], inputs: RewardInputs) -> RewardResult:
-        columns = [[math.nan if v is None else v for v in each.values] for each in answers]
-        scores = torch.tensor(columns, dtype=torch.float64).view(len(columns), len(inputs)).T.contiguous()
+    def _result(self, answers: Sequence[Answers], inputs: RewardInputs, kept: Tensor) -> RewardResult:
+        scores = torch.full((len(inputs), len(answers)), math.nan, dtype=torch.float64)
+        for column, each in enumerate(answers):
+            values = torch.tensor([math.nan if v is None else v for v in each.values], dtype=scores.dtype)
+            scores[kept, column] = values[kept] if len(values) == len(kept) else values
         failures = {name: len(each.unusable) for name, each in zip(self.names, answers, strict=True)}
-        missing = dict(zip(self.names, scores.isnan().sum(dim=0).tolist(), strict=True))
+        missing = dict(zip(self.names, scores[kept].isnan().sum(dim=0).tolist(), strict=True))
         nones = {name: missing[name] - failures[name] for name in self.names}
         result = RewardResult(self.names, scores, self.weights, nones, failures)
-        rows = result.unscored.nonzero()[:, 0].tolist()
+        rows = (result.unscored & kept).nonzero()[:, 0].tolist()
         self.unscored_rows += len(rows)
         if rows and "unscored" not in self._warned:
             self._warned.add("unscored")
