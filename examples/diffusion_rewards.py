@@ -13,6 +13,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import torch
+from diffusion_options import brightness
 from PIL import Image
 from small_diffusion import PROMPTS, small_pipeline
 
@@ -32,11 +33,6 @@ PIPELINES: dict[str, dict[str, Any]] = {"brightness": {"side": 4}, "jpeg": {"sid
 EPOCHS = {
     ("alignprop", "brightness"): 15, ("ddpo", "brightness"): 60, ("grpo", "brightness"): 80, ("ddpo", "jpeg"): 30, ("grpo", "jpeg"): 40,
 }  # fmt: skip
-
-
-def brightness(images: torch.Tensor, prompts: Any = None, metadata: Any = None) -> tuple[Any, dict]:
-    """The mean of an image's values, 0 to 1."""
-    return images.mean(dim=(1, 2, 3)), {}
 
 
 def prompts_in_turn() -> Any:

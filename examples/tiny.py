@@ -1,6 +1,7 @@
 """What the examples share: small models, tokenizers and rows for `--tiny`, and a few lines of the PPO loops."""
 
 import argparse
+import json
 import random
 import shutil
 import sys
@@ -77,6 +78,36 @@ def arguments(
     options = {name: value for name, value in usual.items() if name in known}
     options |= {**settings, **build(Path(asked.output_dir) / "tiny")}
     return [*(word for name, value in options.items() for word in (f"--{name}", str(value))), *rest]
+
+
+def figures(parser: argparse.ArgumentParser) -> Callable[[dict[str, Any]], None]:
+    """What appends the figures of a run to the file `--out`. With `--table FILE` they are printed instead, and the program ends."""
+    for name, text in (
+        ("--out", "jsonl file to which the figures are appended"),
+        ("--table", "such a file, to be printed as a table"),
+    ):
+        parser.add_argument(name, type=Path, default=argparse.SUPPRESS, help=text)
+    look = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    look.add_argument("--out", type=Path)
+    look.add_argument("--table", type=Path)
+    given, rest = look.parse_known_args()
+    sys.argv = [sys.argv[0], *rest]
+    if given.table:
+        rows = [json.loads(line) for line in given.table.read_text(encoding="utf-8").splitlines()]
+        lines = [
+            list(rows[0]),
+            ["---"] * len(rows[0]),
+            *([str(value) for value in row.values()] for row in rows),
+        ]
+        print("\n".join(f"| {' | '.join(line)} |" for line in lines))
+        parser.exit()
+
+    def append(found: dict[str, Any]) -> None:
+        if given.out:
+            with given.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(found, ensure_ascii=False) + "\n")
+
+    return append
 
 
 def save(folder: Path, rows: dict[str, list[dict[str, Any]]], *parts: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,18 +56,29 @@ def test_unknown_options_of_a_config_are_listed(run):
 
 
 def test_options_of_a_config_are_read_by_their_types(run, monkeypatch):
-    parse = run("diffusion_options", name="diffusion_options")["parse"]
-    arguments_of = {name: run(f"scripts/{name}", name=name)["Arguments"] for name in ("ddpo", "alignprop")}
+    shared = run("diffusion_options", name="diffusion_options")
+    parse = shared["parse"]
     words = ["--a.train_batch_size=3", "--a.sample_batch_size", "6", "--tiny", "--a.per_prompt_stat_tracking"]
     monkeypatch.setattr(sys, "argv", ["ddpo", *words, '--a.project_kwargs={"total_limit": 2}'])
-    arguments, ddpo = parse(arguments_of["ddpo"], DDPOConfig, "a")
+    arguments, ddpo = parse(shared["Arguments"], DDPOConfig, "a")
     assert arguments.tiny and (ddpo.train_batch_size, ddpo.sample_batch_size) == (3, 6)
+    assert ddpo.mixed_precision == "no"  # of --tiny
     assert ddpo.per_prompt_stat_tracking and ddpo.project_kwargs == {"total_limit": 2}
     monkeypatch.setattr(
         sys, "argv", ["alignprop", "--a.truncated_rand_backprop_minmax", "1", "3", "--a.sample_num_steps=9"]
     )
-    _, aligned = parse(arguments_of["alignprop"], AlignPropConfig, "a")
+    _, aligned = parse(shared["Arguments"], AlignPropConfig, "a")
     assert aligned.truncated_rand_backprop_minmax == (1, 3) and aligned.sample_num_steps == 9
+
+
+@pytest.mark.parametrize(("name", "shape"), [("wandb", (1, 8, 6, 3)), ("tensorboard", (1, 3, 8, 6))])
+def test_trackers_get_images_in_their_form(name, shape, run, tmp_path):
+    seen = {}
+    tracker = SimpleNamespace(name=name, log_images=lambda values, step: seen.update(values, step=step))
+    images, prompts = torch.rand(2, 3, 8, 6), ("a cat", "a dog")
+    run("diffusion_options", name="diffusion_options")["save_images"](images, prompts, 5, tracker, tmp_path)
+    assert seen.pop("step") == 5 and list(seen) == ["0 a cat", "1 a dog"]
+    assert all(value.shape == shape for value in seen.values())
 
 
 @torch.no_grad()

@@ -1,6 +1,8 @@
 """Every example runs offline with `--tiny`, under the path that the reference documents name, and learns what it says."""
 
+import asyncio
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -11,7 +13,12 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from tests.harnesses import scripted
+from tests.harnesses.scripted import call
 from trl import AutoModelForCausalLMWithValueHead
+from trl.experimental.agents import Endpoint, chains_of
+from trl.generation.engine import Sampling
+from trl.generation.transformers.engine import TransformersEngine
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -148,6 +155,10 @@ def test_the_repaired_programs_run_in_a_sandbox(run, monkeypatch):
         assert parts["answer"](sandbox, "write", {"file": row["file"], "text": row["true"]}, "") == "written"
         assert parts["share_passed"](sandbox, row["tests"]) == parts["similarity"](sandbox, row) == 1
         assert before[0] < 1 and before[1] < 1
+        for program in ("import os\nos._exit(0)", "raise SystemExit"):
+            sandbox.write(row["file"], program)
+            assert parts["share_passed"](sandbox, row["tests"]) == 0
+            assert parts["answer"](sandbox, "run_tests", {}, row["tests"]) == "status 0"
         outside = parts["answer"](sandbox, "read", {"file": "../../etc/passwd"}, "")
         assert outside == "Error: ValueError"
         for program, wanted in (
@@ -157,6 +168,7 @@ def test_the_repaired_programs_run_in_a_sandbox(run, monkeypatch):
             status, text = sandbox.run(program)
             assert status != 0 and wanted in text
         if sandbox.prefix:
+            assert "ProcessLookupError" in sandbox.run(f"import os; os.kill({os.getpid()}, 0)")[1]
             assert (
                 "unreachable"
                 in sandbox.run("import socket; socket.create_connection(('127.0.0.1', 9), 1)")[1]
@@ -166,6 +178,23 @@ def test_the_repaired_programs_run_in_a_sandbox(run, monkeypatch):
     monkeypatch.setitem(refused, "why_refused", lambda: "not permitted")
     with pytest.raises(OSError, match="allow_network"):
         parts["Sandbox"]({})
+
+
+@pytest.mark.parametrize("reward", ["tests", "patch"])
+def test_the_agent_that_repairs_programs_does_the_whole_task(reward, run, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    parts = runpy.run_path(str(EXAMPLES / "repair_agent.py"))
+    (row,) = parts["rows"](1, seed=0)
+    file, words = row["file"], scripted.words()
+    answers = [call("read", file=file), call("write", file=file, text=row["true"]), call("run_tests"), "done"]
+    engine = scripted.Scripted(TransformersEngine(scripted.policy(), tokenizer=words), words, answers)
+    agent = parts["Repair"](reward, turns=6, allow_network=parts["why_refused"]() is not None)
+    with Endpoint(engine, words, sampling=Sampling(max_new_tokens=1000, seed=0)) as endpoint:
+        session = endpoint.session(row)
+        assert asyncio.run(agent(row, session.base_url, session.api_key)) == 1
+        (chain,) = chains_of(session.turns)
+    shown = words.decode(chain.ids)
+    assert len(session.turns) == 4 and "written" in shown and "passed" in shown
 
 
 def test_the_search_finds_the_text_with_the_rarest_words(run, monkeypatch):

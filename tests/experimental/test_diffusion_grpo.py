@@ -9,6 +9,7 @@ import torch
 
 from tests.tiny_diffusion import PROMPTS, tiny_flux, tiny_pipeline, tiny_sd3
 from tests.trainer.diffusion_runs import weights
+from trl import DDPOConfig
 from trl.experimental.diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, FlowPipeline
 from trl.models.diffusion.flow import FlowPolicy, flow_step
 from trl.models.diffusion.policy import generator_of
@@ -20,6 +21,8 @@ from trl.rewards.result import RewardError, RewardInputs
 
 MODELS = {"ddim": tiny_pipeline, "sd3": tiny_sd3, "flux": tiny_flux}
 ROWS = [{"prompt": prompt, "target": number / 4} for number, prompt in enumerate(PROMPTS)]
+
+SMALL = {"num_steps": 4, "noise": 0.7, "guidance_scale": 4.5, "resolution": 64}
 
 
 def streams(count):
@@ -65,12 +68,18 @@ def test_a_step_of_the_stochastic_equation_by_hand():
 def test_without_noise_a_flow_is_that_of_diffusers(kind):
     pipeline = MODELS[kind]()
     policy = FlowPolicy(
-        FlowPipeline(pipeline), num_steps=4, noise_level=1e-12, guidance_scale=3.0, resolution=64
+        FlowPipeline(pipeline),
+        num_steps=4,
+        noise=0.0,
+        guidance_scale=3.0,
+        resolution=64,
+        negative_prompt="a cat",
     )
     pipeline.set_progress_bar_config(disable=True)
     images = policy.sample(policy.embed(PROMPTS[:2]), streams(2)).images
     given = {"num_inference_steps": 4, "guidance_scale": 3.0, "height": 64, "width": 64, "output_type": "pt"}
-    theirs = pipeline(PROMPTS[:2], generator=streams(2), **given).images
+    more = {"negative_prompt": ["a cat"] * 2} if kind == "sd3" else {}
+    theirs = pipeline(PROMPTS[:2], generator=streams(2), **given, **more).images
     torch.testing.assert_close(images, theirs, rtol=1e-4, atol=1e-5)
 
 
@@ -107,7 +116,7 @@ def test_the_penalty_is_the_divergence_from_the_model_before_training(kind, lora
 
 @pytest.mark.parametrize(("kind", "dtype"), [("sd3", torch.float32), ("flux", torch.bfloat16)])
 def test_half_precision_has_the_timesteps_of_diffusers(kind, dtype):
-    policy, seen = FlowPolicy(wrapped(kind, lora=False, dtype=torch.bfloat16), num_steps=4, resolution=64), []
+    policy, seen = FlowPolicy(wrapped(kind, lora=False, dtype=torch.bfloat16), **SMALL), []
     policy.model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["timestep"].dtype), with_kwargs=True
     )
@@ -117,8 +126,14 @@ def test_half_precision_has_the_timesteps_of_diffusers(kind, dtype):
 
 @pytest.mark.parametrize(("kind", "count"), [("sd3", 2), ("flux", 0)])
 def test_long_prompts_are_counted(kind, count, caplog):
-    """Flux's T5 takes 512 tokens."""
-    policy = FlowPolicy(wrapped(kind), num_steps=4, resolution=64)
+    """Flux's T5 takes 512 tokens. Pipelines are told by their base class."""
+    model = wrapped(kind)
+    inner = model.sd_pipeline
+    inner.__class__ = type("Own", (type(inner),), {})
+    policy = FlowPolicy(model, **SMALL)
+    filters = list(logging.getLogger(inner.encode_prompt.__module__).filters)
+    assert FlowPolicy(model, **SMALL).is_flux == (kind == "flux")
+    assert logging.getLogger(inner.encode_prompt.__module__).filters == filters
     diffusers_logger = logging.getLogger("diffusers")
     diffusers_logger.addHandler(caplog.handler)
     try:
@@ -229,6 +244,7 @@ def test_sources_and_images_without_a_reward():
     (near_target, {"num_generations": 3}, ValueError, "sample_batch_size to 6"),
     (near_target, {"sample_num_steps": 1}, ValueError, "sample_num_steps >= 2"),
     (near_target, {"noise_level": 0.0}, ValueError, "noise_level"),
+    (near_target, {"resolution": 60}, ValueError, "resolution .* Set 64"),
     ("a-model", {}, TypeError, "reward_funcs"),
     (lambda images, colour: [], {}, ValueError, "colour"),
     (near_target, {"model": torch.nn.Linear(1, 1)}, TypeError, "FlowPipeline"),
@@ -247,5 +263,12 @@ def test_a_failing_reward_is_an_error_or_skipped():
     trainer = make(reward=broken, reward_failure="skip")
     trainer.train(1)
     assert trainer.log_history[0]["tokens/reward_failed"] == 32
-    with pytest.raises(ValueError, match="prompt"):
-        DiffusionGRPOTrainer(wrapped("sd3"), near_target, DiffusionGRPOConfig(), [{"text": "a"}])
+    for args, row in (
+        (DiffusionGRPOConfig(), {"text": "a"}),
+        (DiffusionGRPOConfig(), "a"),
+        (DDPOConfig(), ROWS[0]),
+    ):
+        with pytest.raises(
+            (ValueError, TypeError), match="prompt" if row != ROWS[0] else "DiffusionGRPOConfig"
+        ):
+            DiffusionGRPOTrainer(wrapped("sd3"), near_target, args, [row])

@@ -1,14 +1,18 @@
-"""Runs of DDPO and AlignProp on a tiny pipeline; as a program, one of two processes."""
+"""Runs of DDPO, AlignProp and GRPO on tiny pipelines; as a program, one of two processes."""
 
+import os
 import random
+import signal
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from tests.tiny_diffusion import PROMPTS, tiny_pipeline
+from tests.tiny_diffusion import PROMPTS, tiny_pipeline, tiny_sd3
 from trl import AlignPropConfig, AlignPropTrainer, DDPOConfig, DDPOTrainer, DefaultDDPOStableDiffusionPipeline
+from trl.experimental.diffusion_grpo import DiffusionGRPOConfig, DiffusionGRPOTrainer, FlowPipeline
+from trl.models import step_state
 
 
 def brightness(images, prompts, metadata):
@@ -51,6 +55,14 @@ def alignprop(model=None, *, reward=brightness, prompts=None, hook=None, **setti
     return AlignPropTrainer(config, reward, prompts or in_turn(), model or pipeline(), hook)
 
 
+def grpo(model=None, *, reward=brightness, prompts=None, **settings):
+    """Of a flow model."""
+    own = {"num_generations": 2, "beta": 0.1, "train_timestep_fraction": 0.5, "resolution": 64}
+    config = DiffusionGRPOConfig(**{**SHARED, **DDPO, **own, **settings})
+    rows = [{"prompt": prompt} for prompt in PROMPTS]
+    return DiffusionGRPOTrainer(model or FlowPipeline(tiny_sd3()), reward, config, rows)
+
+
 KINDS = {"ddpo": ddpo, "alignprop": alignprop}
 
 
@@ -60,28 +72,58 @@ def weights(trainer):
     }
 
 
+def in_float64(kind, **settings):
+    model = FlowPipeline(tiny_sd3(dtype=torch.float64)) if kind == "grpo" else pipeline(dtype=torch.float64)
+    return {**KINDS, "grpo": grpo}[kind](model, **{"prompts": lambda: (PROMPTS[0], {}), **settings})
+
+
+# The same images and optimiser steps in two processes and in one.
+IN_TWO = {
+    "ddpo": {"sample_batch_size": 1, "train_batch_size": 1, "train_gradient_accumulation_steps": 2},
+    "alignprop": {"train_batch_size": 1},
+    "grpo": {"train_gradient_accumulation_steps": 2},
+}
+IN_ONE = {
+    "ddpo": {"train_gradient_accumulation_steps": 2},
+    "alignprop": {},
+    "grpo": {"sample_batch_size": 4, "train_batch_size": 4, "train_gradient_accumulation_steps": 2},
+}
+
+
 def of_two(kind: str, folder: str) -> None:
     """One epoch in float64; then a run that is resumed and one that is not end with the same bits."""
-    own = (
-        {"sample_batch_size": 1, "train_batch_size": 1, "train_gradient_accumulation_steps": 2}
-        if kind == "ddpo"
-        else {"train_batch_size": 1}
-    )
-    trainer = KINDS[kind](pipeline(dtype=torch.float64), prompts=lambda: (PROMPTS[0], {}), **own)
+    own = IN_TWO[kind]
+    trainer = in_float64(kind, **own)
     trainer.train(1)
     if trainer.accelerator.is_main_process:
         torch.save(weights(trainer), Path(folder) / "weights.pt")
     saved = {"project_kwargs": {"project_dir": folder}, "save_freq": 1, "prompts": drawn, **own}
-    whole = KINDS[kind](pipeline(dtype=torch.float64), **saved)
+    whole = in_float64(kind, **saved)
     whole.train(3)
-    resumed = KINDS[kind](
-        pipeline(dtype=torch.float64), **saved, resume_from=f"{folder}/checkpoints/checkpoint_1"
-    )
+    resumed = in_float64(kind, **saved, resume_from=f"{folder}/checkpoints/checkpoint_1")
     resumed.train(3)
     assert resumed.first_epoch == 2
     ended = weights(resumed)
     assert all(torch.equal(value, ended[name]) for name, value in weights(whole).items())
 
 
+def saved_in(folder, **settings):
+    project = {"project_dir": folder}
+    return ddpo(project_kwargs=project, save_freq=1, prompts=drawn, per_prompt_stat_tracking=True, **settings)
+
+
+def killed(kind: str, folder: str) -> None:
+    """A run that is killed while it writes its second checkpoint."""
+    write, written = step_state.write_manifest, []
+
+    def write_or_die(staging, facts):
+        if written:
+            os.kill(os.getpid(), signal.SIGKILL)
+        written.append(write(staging, facts))
+
+    step_state.write_manifest = write_or_die
+    saved_in(folder).train(4)
+
+
 if __name__ == "__main__":
-    of_two(*sys.argv[1:])
+    (killed if sys.argv[1] == "killed" else of_two)(*sys.argv[1:])

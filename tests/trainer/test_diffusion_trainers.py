@@ -4,27 +4,42 @@ import copy
 import json
 import logging
 import shutil
+import sys
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from huggingface_hub import HfApi
 
-from tests.tiny_diffusion import PROMPTS, tiny_pipeline
+from tests.tiny_diffusion import PROMPTS, tiny_flux, tiny_pipeline, tiny_sd3
 from tests.trainer.diffusion_runs import (
+    IN_ONE,
     KINDS,
     alignprop,
     brightness,
     ddpo,
     drawn,
+    grpo,
+    in_float64,
     pipeline,
+    saved_in,
     weights,
 )
-from tests.two_processes import launch
-from trl import AlignPropConfig, DDPOConfig, DDPOTrainer, DefaultDDPOStableDiffusionPipeline, TrlParser
+from tests.two_processes import ending, launch
+from trl import (
+    AlignPropConfig,
+    DDPOConfig,
+    DDPOStableDiffusionPipeline,
+    DDPOTrainer,
+    DefaultDDPOStableDiffusionPipeline,
+    TrlParser,
+)
 from trl.checkpoints.wholeness import CheckpointError
-from trl.rewards.result import RewardError
+from trl.experimental.diffusion_grpo import FlowPipeline
 from trl.trainer.utils import PerPromptStatTracker
 
 SAME = {"rtol": 1e-10, "atol": 1e-10}
@@ -89,15 +104,28 @@ def test_alignprop_does_not_depend_on_the_split():
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", IN_ONE)
 def test_two_processes_are_one(kind, tmp_path):
     launch("tests.trainer.diffusion_runs", kind, str(tmp_path))
     found = torch.load(tmp_path / "weights.pt")
-    own = {"train_gradient_accumulation_steps": 2} if kind == "ddpo" else {}
-    trainer = KINDS[kind](pipeline(dtype=torch.float64), prompts=lambda: (PROMPTS[0], {}), **own)
+    trainer = in_float64(kind, **IN_ONE[kind])
     trainer.train(1)
     for name, value in weights(trainer).items():
         torch.testing.assert_close(value, found[name], **SAME)
+
+
+@pytest.mark.distributed
+def test_a_run_that_was_killed_while_saving(tmp_path):
+    status, written = ending("tests.trainer.diffusion_runs", "killed", str(tmp_path / "run"))
+    assert status == -9, written
+    names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert names == {"checkpoint_1", "_saving-checkpoint_2"}
+    resumed = saved_in(tmp_path / "run", resume_from=str(tmp_path / "run"))
+    resumed.train(4)
+    whole = saved_in(tmp_path / "whole")
+    whole.train(4)
+    assert resumed.first_epoch == 2
+    assert all(torch.equal(value, weights(whole)[name]) for name, value in weights(resumed).items())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -144,6 +172,18 @@ def test_checkpoints_that_cannot_be_resumed(tmp_path, caplog):
             trainer(model, **settings, resume_from=str(tmp_path))
     with pytest.raises(ValueError, match="resume_from"):
         ddpo(resume_from=str(tmp_path / "nothing"))
+    state = folder / "checkpoint_2" / "diffusion_state.json"
+    shutil.copytree(state.parent, tmp_path / "two" / "checkpoint_2")
+    values = json.loads(state.read_text())
+    for text, message in (
+        (json.dumps(values | {"processes": 2}), "2 processes"),
+        (None, "diffusion_state.json is missing"),
+    ):
+        other = tmp_path / "two" / "checkpoint_2" / state.name
+        other.write_text(text) if text else other.unlink()
+        with pytest.raises(ValueError, match=f"^[^ ]*checkpoint_2 .*{message}") as found:
+            ddpo(resume_from=str(other.parent))
+        assert isinstance(found.value, CheckpointError) == (text is None)
     next((folder / "checkpoint_3").glob("optimizer*")).unlink()
     with caplog.at_level(logging.WARNING):
         assert ddpo(**settings, resume_from=str(tmp_path)).first_epoch == 3
@@ -188,17 +228,66 @@ def test_a_pipeline_that_leaves_the_weights_to_the_trainer(tmp_path):
     assert all(torch.equal(value, weights(trainer)[name]) for name, value in weights(resumed).items())
 
 
-def test_a_hook_that_samples_images_changes_nothing():
-    ended = []
-    for steps in (0, 2):
-        trainer = ddpo(hook=lambda *given, steps=steps: steps and show(steps))
+@pytest.mark.parametrize(("flow", "swaps"), [(False, False), (False, True), (True, False)])
+def test_hooks_and_async_rewards_may_use_the_pipeline_at_any_time(flow, swaps):
+    """They sample with two steps and by another scheduler, and the pipeline's is set to two before each call of the model."""
+    from diffusers import DPMSolverMultistepScheduler
 
-        def show(steps, pipeline=trainer.sd_pipeline):
-            pipeline("a dog", num_inference_steps=steps, generator=torch.Generator(), output_type="pt")
+    ended, settings = (
+        [],
+        {"train_cfg": False, "async_reward_computation": True, "max_workers": 1, "resolution": 64},
+    )
+    for uses in (False, True):
+        model = FlowPipeline(tiny_sd3()) if flow else pipeline()
+        inner = model.sd_pipeline
 
-        trainer.train(1)
+        def show(*given, inner=inner, uses=uses):
+            if uses:
+                if swaps:
+                    inner.scheduler = DPMSolverMultistepScheduler.from_config(inner.scheduler.config)
+                size = {"height": 64, "width": 64}
+                inner("a dog", num_inference_steps=2, generator=torch.Generator(), output_type="pt", **size)
+
+        def reward(images, prompts, metadata, show=show):
+            show()
+            return brightness(images, prompts, metadata)
+
+        trainer = ddpo(model, reward=reward, hook=show, **settings)
+        if uses:
+            trainer.policy.model.register_forward_pre_hook(
+                lambda *given, inner=inner: inner.scheduler.set_timesteps(2)
+            )
+        trainer.train(2)
         ended.append(weights(trainer))
     assert all(torch.equal(value, ended[0][name]) for name, value in ended[1].items())
+
+
+def test_a_loss_of_the_users_own():
+    """As older programs write it: with the pipeline's own step, also after a hook has sampled."""
+
+    class Own(DDPOTrainer):
+        def calculate_loss(self, latents, timesteps, next_latents, log_probs, advantages, embeds):
+            without, within = self.sd_pipeline.unet(
+                torch.cat([latents] * 2), torch.cat([timesteps] * 2), embeds
+            ).sample.chunk(2)
+            output = without + self.config.sample_guidance_scale * (within - without)
+            found = self.sd_pipeline.scheduler_step(
+                output, timesteps, latents, eta=self.config.sample_eta, prev_sample=next_latents
+            )
+            ratio = (found.log_probs - log_probs).exp()
+            loss = self.loss(advantages, self.config.train_clip_range, ratio)
+            return loss, (found.log_probs - log_probs).square().mean() / 2, ratio.mean()
+
+    model = pipeline()
+    own = ddpo(
+        model,
+        kind=Own,
+        hook=lambda *given: model.sd_pipeline("a dog", num_inference_steps=2, output_type="pt"),
+    )
+    plain = ddpo()
+    own.train(1)
+    plain.train(1)
+    assert all(torch.equal(value, weights(plain)[name]) for name, value in weights(own).items())
 
 
 def test_async_rewards_overlap_with_sampling():
@@ -206,10 +295,10 @@ def test_async_rewards_overlap_with_sampling():
     sampled, started = threading.Event(), []
 
     class Counting(DDPOTrainer):
-        def draw_prompts(self, epoch, batch):
-            if batch == 1:
+        def generators(self, epoch, first, count):
+            if first:  # of the second batch
                 sampled.set()
-            return super().draw_prompts(epoch, batch)
+            return super().generators(epoch, first, count)
 
     async def reward(images, prompts, metadata):
         started.append(sampled.wait(timeout=60))
@@ -230,13 +319,29 @@ def test_async_rewards_overlap_with_sampling():
     assert len(trainer.compute_rewards(pairs, is_async=True)[0]) == 2
 
 
+def test_a_failed_async_reward_does_not_wait_for_the_others():
+    release, threads = threading.Event(), []
+
+    def reward(images, prompts, metadata):
+        threads.append(threading.current_thread())
+        if len(threads) == 1:
+            raise OSError("no network")
+        assert release.wait(60)
+        return brightness(images, prompts, metadata)
+
+    with pytest.raises(OSError, match="no network"):
+        ddpo(reward=reward, async_reward_computation=True).train(1)
+    assert all(thread.daemon for thread in threads)  # the program may end
+    release.set()
+
+
 @pytest.mark.parametrize(
     ("kind", "reward", "error"),
     [
-        (ddpo, lambda i, p, m: ([1.0], {}), RewardError),
-        (ddpo, lambda i, p, m: ([1.0, float("nan")], {}), RewardError),
-        (ddpo, lambda i, p, m: ([1.0, None], {}), RewardError),
-        (ddpo, lambda i, p, m: (["a", 1.0], {}), RewardError),
+        (ddpo, lambda i, p, m: ([1.0], {}), ValueError),
+        (ddpo, lambda i, p, m: ([1.0, float("nan")], {}), ValueError),
+        (ddpo, lambda i, p, m: ([1.0, None], {}), ValueError),
+        (ddpo, lambda i, p, m: (["a", 1.0], {}), ValueError),
         (ddpo, lambda i, p, m: [1.0, 2.0], TypeError),
         (alignprop, lambda i, p, m: ([1.0, 2.0], {}), TypeError),
         (alignprop, lambda i, p, m: (i.detach().mean((1, 2, 3)), {}), TypeError),
@@ -264,6 +369,7 @@ def test_refused_rewards(kind, reward, error):
         (ddpo, {"accelerator_kwargs": {"gradient_accumulation_steps": 2}}, "train_gradient_accumulation"),
         (alignprop, {"truncated_rand_backprop_minmax": (4, 50)}, "truncated_rand_backprop_minmax"),
         (alignprop, {"truncated_rand_backprop_minmax": [3]}, "truncated_rand_backprop_minmax"),
+        (alignprop, {"truncated_rand_backprop_minmax": 3}, "truncated_rand_backprop_minmax"),
         (alignprop, {"truncated_backprop_rand": False}, "truncated_backprop_timestep"),
     ],
 )
@@ -277,17 +383,20 @@ def test_refused_prompts_and_configs():
         ddpo(prompts=lambda: "a prompt alone").train(1)
     with pytest.raises(TypeError, match="DDPOConfig"):
         DDPOTrainer(AlignPropConfig(), brightness, lambda: ("a", {}), pipeline())
+    for kind, name in ((ddpo, "scheduler_step"), (alignprop, "rgb_with_grad")):
+        with pytest.raises(TypeError, match=f"unet.*{name}"):
+            kind(DDPOStableDiffusionPipeline())
 
 
 def test_half_precision_is_chosen_by_the_device(caplog):
     with caplog.at_level(logging.WARNING):
         trainer = ddpo(mixed_precision="fp16")
-    assert trainer.accelerator.mixed_precision == "no" and "fp16" in caplog.text
+    assert trainer.accelerator.mixed_precision == "no" and caplog.text.count("fp16") == 1
     trainer.train(1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_bfloat16(kind):
+@pytest.mark.parametrize("make", [ddpo, alignprop, grpo])
+def test_bfloat16(make):
     """Frozen weights are bfloat16, those of the adapter and images are not; the first ratio is 1 up to rounding."""
     seen = []
 
@@ -295,11 +404,24 @@ def test_bfloat16(kind):
         seen.append(images.dtype)
         return brightness(images, prompts, metadata)
 
-    trainer = KINDS[kind](mixed_precision="bf16", reward=reward)
+    trainer = make(mixed_precision="bf16", reward=reward)
     trainer.train(1)
     assert {each.dtype for each in weights(trainer).values()} == {torch.float32} == set(seen)
-    assert trainer.policy.model.conv_in.weight.dtype == torch.bfloat16
-    assert kind != "ddpo" or trainer.log_history[1]["approx_kl"] < 1e-5
+    frozen = [each for each in trainer.policy.model.parameters() if not each.requires_grad]
+    assert {each.dtype for each in frozen} == {torch.bfloat16}
+    assert make is alignprop or trainer.log_history[1]["approx_kl"] < 1e-5
+
+
+@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("precision", ["fp16", "no", "bf16"])
+def test_pipelines_of_float16_weights(lora, precision):
+    """Without mixed precision, and in place of float16 on a CPU, all weights are float32; trained ones are in any case."""
+    trainer = ddpo(pipeline(lora=lora, dtype=torch.float16), mixed_precision=precision)
+    trainer.train(1)
+    every = [*trainer.policy.model.parameters(), *trainer.sd_pipeline.vae.parameters()]
+    half = {torch.bfloat16} if precision == "bf16" else set()
+    assert {each.dtype for each in every} == {torch.float32} | half
+    assert {each.dtype for each in weights(trainer).values()} == {torch.float32}
 
 
 def test_float16_leaves_out_what_the_model_keeps_in_float32(monkeypatch):
@@ -307,7 +429,7 @@ def test_float16_leaves_out_what_the_model_keeps_in_float32(monkeypatch):
     monkeypatch.setattr(type(trainer.accelerator), "mixed_precision", "fp16")
     encoder = copy.deepcopy(trainer.sd_pipeline.text_encoder)
     encoder._keep_in_fp32_modules = ["fc2"]
-    trainer._place([encoder], trainer.sd_pipeline)
+    trainer._place([encoder])
     found = {name: value.dtype for name, value in encoder.named_parameters()}
     assert {dtype for name, dtype in found.items() if "fc2" in name} == {torch.float32}
     assert {dtype for name, dtype in found.items() if "fc2" not in name} == {torch.float16}
@@ -329,6 +451,52 @@ def test_black_images_are_counted(caplog):
         trainer.train(1)
     assert trainer.blank_images == 4 and trainer.log_history[0]["blank_images"] == 4
     assert sum("black" in record.message for record in caplog.records) == 1
+
+
+def test_a_pipeline_of_the_users_own():
+    """It has the members that the interface names, steps by itself, and chooses the timesteps when it is called."""
+
+    class Own(DDPOStableDiffusionPipeline):
+        steps = 0
+
+        def __init__(self, inner):
+            self._inner = inner
+
+        def __call__(self, *args, **kwargs):
+            self.scheduler.register_to_config(timestep_spacing="trailing")
+            return self._inner(*args, **kwargs)
+
+        def __getattr__(self, name):
+            return getattr(self._inner, name)
+
+        def scheduler_step(self, *args, **kwargs):
+            self.steps += 1
+            return self._inner.scheduler_step(*args, **kwargs)
+
+        def get_trainable_layers(self):
+            return [each for each in self._inner.get_trainable_layers().parameters() if each.requires_grad]
+
+    own = Own(pipeline())
+    dropouts = [each for each in own.unet.modules() if isinstance(each, torch.nn.Dropout)]
+    for each in dropouts:
+        each.p = 0.5
+    found = ddpo(own), ddpo(pipeline(timestep_spacing="trailing"))
+    for trainer in found:
+        trainer.train(1)
+    assert dropouts and own.steps == 2 * 4 and "sd_pipeline" not in vars(own)
+    assert all(torch.equal(value, weights(found[0])[name]) for name, value in weights(found[1]).items())
+
+
+def test_adam_in_8_bits(monkeypatch):
+    kinds = []
+    module = SimpleNamespace(optim=SimpleNamespace(AdamW8bit=lambda *args, **given: kinds.append(given) or torch.optim.AdamW(*args, **given)))  # fmt: skip
+    monkeypatch.setitem(sys.modules, "bitsandbytes", module)
+    monkeypatch.setattr("trl.options.diffusion.is_bitsandbytes_available", lambda: True)
+    ddpo(train_use_8bit_adam=True, train_adam_beta1=0.8)
+    assert kinds[0]["betas"] == (0.8, 0.999) and kinds[0]["lr"] == 1e-3
+    monkeypatch.setattr("trl.options.diffusion.is_bitsandbytes_available", lambda: False)
+    with pytest.raises(ImportError, match="bitsandbytes"):
+        ddpo(train_use_8bit_adam=True)
 
 
 def test_steps_without_noise_are_not_trained():
@@ -370,9 +538,33 @@ def test_the_card_and_the_folder(tmp_path):
     trainer.create_model_card("my-model", tags="pictures")
     card = (tmp_path / "README.md").read_text()
     assert "library_name: diffusers" in card and "- pictures" in card and "2305.13301" in card
+    assert "from its initial weights" in card and 'from_pretrained(".")' in card
     trainer.save_pretrained(tmp_path / "model")
-    assert "load_lora_weights" in (tmp_path / "model" / "README.md").read_text()
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "load_lora_weights" in card and "# model\n" in card
     assert (tmp_path / "model" / "pytorch_lora_weights.safetensors").exists()
+
+
+def test_the_card_of_a_repository(tmp_path, monkeypatch):
+    """It names the pipeline that was trained, also one that was loaded by diffusers, and loads the repository."""
+    from diffusers import StableDiffusionPipeline
+
+    cards = []
+
+    def upload(self, folder_path, repo_id):
+        cards.append((Path(folder_path) / "README.md").read_text())
+        return f"https://hub/{repo_id}"
+
+    monkeypatch.setattr(HfApi, "create_repo", lambda *args, **kwargs: SimpleNamespace(repo_id="me/bright"))
+    monkeypatch.setattr(HfApi, "upload_folder", upload)
+    tiny_pipeline().save_pretrained(tmp_path)
+    trainer = ddpo(StableDiffusionPipeline.from_pretrained(tmp_path))
+    assert trainer.push_to_hub("bright") == "https://hub/me/bright"
+    assert (
+        'load_lora_weights("me/bright"' in cards[0]
+        and "# bright\n" in cards[0]
+        and f"`{tmp_path}`" in cards[0]
+    )
 
 
 def test_trackers(tmp_path):
@@ -428,3 +620,15 @@ def test_alignprop_steps_and_its_hook():
     entry = trainer.log_history[0]
     assert entry["loss"] == pytest.approx(10 - entry["reward_mean"], rel=1e-6)
     assert any(not torch.equal(value, start[name]) for name, value in weights(trainer).items())
+
+
+@pytest.mark.parametrize("model", [tiny_sd3, tiny_flux])
+def test_alignprop_of_a_flow(model):
+    """Without noise and a late gradient; brightness rises."""
+    settings = {"noise_level": 0.0, "resolution": 64, "train_learning_rate": 1e-2, "train_batch_size": 4}
+    trainer = alignprop(
+        FlowPipeline(model()), **settings, truncated_backprop_rand=False, truncated_backprop_timestep=2
+    )
+    trainer.train(3)
+    rewards = [entry["reward_mean"] for entry in trainer.log_history]
+    assert rewards[0] < rewards[1] < rewards[2]

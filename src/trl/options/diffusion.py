@@ -1,10 +1,8 @@
 """Settings that the trainers of diffusion models share."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trl.options.checks import json_object
 from trl.options.groups import OptionGroup, option
 from trl.options.packages import is_bitsandbytes_available
 from trl.options.shared import script_name
@@ -50,6 +48,13 @@ class DiffusionOptions(OptionGroup):
     sample_num_steps: int = option(50, "Denoising steps of an image.", ">= 1")
     sample_eta: float = option(1.0, "Share of DDPM's noise in a DDIM step; 0 is deterministic.", "[0, 1]")
     sample_guidance_scale: float = option(5.0, "Weight of classifier-free guidance; 1 or less: none.")
+    negative_prompts: str | None = option("", "Negative prompt of guidance. None: ''.")
+    noise_level: float = option(
+        0.7, "Noise of a flow model's stochastic equation, 0: deterministic; DDIM takes sample_eta.", ">= 0"
+    )
+    resolution: int | None = option(
+        None, "Side of a flow model's images in pixels. None: the model's.", ">= 8"
+    )
     train_batch_size: int = option(1, "Images per process and forward pass in training.", ">= 1")
     train_use_8bit_adam: bool = option(False, "Use AdamW8bit of bitsandbytes.")
     train_learning_rate: float = option(3e-4, "Learning rate of AdamW.", "> 0")
@@ -70,17 +75,15 @@ class DiffusionOptions(OptionGroup):
         """Raise on bad values."""
         super().check()
         for name in ("tracker_kwargs", "accelerator_kwargs", "project_kwargs"):
-            setattr(self, name, json_object(name, getattr(self, name)) or {})
+            setattr(self, name, getattr(self, name) or {})
         if self.train_use_8bit_adam and not is_bitsandbytes_available():
             raise ImportError("train_use_8bit_adam needs bitsandbytes. Run `pip install trl[quantization]`.")
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as one flat dict, those of dicts as `name/key`."""
         flat: dict[str, Any] = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            own = isinstance(value, dict)
+        for name, value in vars(self).items():
             flat |= (
-                {f"{field.name}/{key}": each for key, each in value.items()} if own else {field.name: value}
+                {f"{name}/{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
             )
         return flat

@@ -21,7 +21,7 @@ class AlignPropConfig(DiffusionOptions):
     log_image_freq: int = option(
         1, "Call the image hook after each optimiser step that is a multiple of this.", ">= 1"
     )
-    negative_prompts: str | None = option(None, "Negative prompt of guidance. None: ''.")
+    negative_prompts: str | None = same(DiffusionOptions, "negative_prompts", None)
     truncated_backprop_rand: bool = option(
         True, "Draw the step from which gradients flow, once per trajectory."
     )
@@ -35,17 +35,13 @@ class AlignPropConfig(DiffusionOptions):
     def check(self) -> None:
         """Raise on bad values."""
         super().check()
-        if len(self.truncated_rand_backprop_minmax) != 2:
+        bounds, last = self.truncated_rand_backprop_minmax, self.sample_num_steps - 1
+        rand, is_pair = self.truncated_backprop_rand, isinstance(bounds, (list, tuple)) and len(bounds) == 2
+        if not is_pair or not 0 <= bounds[0] <= bounds[1] or (rand and bounds[0] > last):
             raise ValueError(
-                f"truncated_rand_backprop_minmax must be two steps, got {self.truncated_rand_backprop_minmax}."
+                f"truncated_rand_backprop_minmax must be two steps from 0 to {last}, the lower first, got {bounds}."
             )
-        lowest, highest = self.truncated_rand_backprop_minmax
-        self.truncated_rand_backprop_minmax = (lowest, highest)  # type: ignore[assignment]
-        rand, last = self.truncated_backprop_rand, self.sample_num_steps - 1
-        if not 0 <= lowest <= highest or (rand and lowest > last):
-            raise ValueError(
-                f"truncated_rand_backprop_minmax must be two steps from 0 to {last}, the lower first, got {lowest}, {highest}."
-            )
+        self.truncated_rand_backprop_minmax = tuple(bounds)  # type: ignore[assignment]
         if not rand and self.truncated_backprop_timestep > last:
             raise ValueError(
                 f"truncated_backprop_timestep must be at most sample_num_steps - 1 = {last}, else nothing has a gradient, got "

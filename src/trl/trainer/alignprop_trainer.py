@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from trl.models.diffusion.policy import DDIMPolicy, generator_of
-from trl.models.diffusion.stable_diffusion import DDPOStableDiffusionPipeline
-from trl.objectives.diffusion import clipped_ratio_loss
+from trl.models.diffusion.policy import draw_step, generator_of
 from trl.trainer.alignprop_config import AlignPropConfig
-from trl.trainer.ddpo_trainer import PromptFunction, RewardFunction
-from trl.trainer.diffusion_trainer import DiffusionTrainer
-
-logger = logging.getLogger(__name__)
+from trl.trainer.diffusion_trainer import TAGS, DiffusionTrainer
 
 _CITATION = """@article{prabhudesai2023aligning,
     title   = {Aligning Text-to-Image Diffusion Models with Reward Backpropagation},
@@ -40,41 +34,12 @@ class AlignPropTrainer(DiffusionTrainer):
     """
 
     _name = "AlignProp"
-    _tag_names: ClassVar[list[str]] = [
-        "trl",
-        "alignprop",
-        "diffusers",
-        "reinforcement-learning",
-        "text-to-image",
-    ]
+    _tag_names: ClassVar[list[str]] = ["trl", "alignprop", *TAGS]
     _paper: ClassVar[dict[str, str]] = {
         "title": "Aligning Text-to-Image Diffusion Models with Reward Backpropagation", "id": "2310.03739",
         "citation": _CITATION,
     }  # fmt: skip
     _config_class: ClassVar[Any] = AlignPropConfig
-    policy: Any
-
-    def __init__(
-        self,
-        config: AlignPropConfig,
-        reward_function: RewardFunction,
-        prompt_function: PromptFunction,
-        sd_pipeline: DDPOStableDiffusionPipeline,
-        image_samples_hook: Callable[[Any, Any, Any], Any] | None = None,
-    ) -> None:
-        def policy() -> DDIMPolicy:
-            return DDIMPolicy(
-                sd_pipeline,
-                num_steps=config.sample_num_steps,
-                eta=config.sample_eta,
-                guidance_scale=config.sample_guidance_scale,
-                negative_prompt=config.negative_prompts,
-            )
-
-        self.prompt_fn, self.reward_fn = prompt_function, reward_function
-        super().__init__(config, policy, image_samples_hook)
-        self.neg_prompt_embed = self.policy.negative
-        self.resume()
 
     def step(self, epoch: int, global_step: int) -> int:
         """Sample `train_gradient_accumulation_steps` batches with gradient, and let the optimiser step once.
@@ -99,30 +64,23 @@ class AlignPropTrainer(DiffusionTrainer):
         if global_step % self.config.log_image_freq == 0:
             shown = {name: v.detach() if isinstance(v, Tensor) else v for name, v in pairs.items()}  # pyright: ignore[reportPossiblyUnbound]
             self._show_images(shown, global_step)
-        self._save_if_due(epoch, global_step)
         return global_step
 
-    def first_step(self, epoch: int, number: int) -> int:
-        """The first denoising step whose output has a gradient, the same for all trajectories of a batch and all processes."""
-        if not self.config.truncated_backprop_rand:
-            return self.config.truncated_backprop_timestep
-        lowest, highest = self.config.truncated_rand_backprop_minmax
-        last = max(min(highest, self.config.sample_num_steps - 1), lowest)
-        generator = generator_of(self.config.seed, epoch, number, 0)
-        return int(torch.randint(lowest, last + 1, (1,), generator=generator))
-
     def sample_with_grad(self, epoch: int, number: int) -> dict[str, Any]:
-        """A batch of images with gradient, with `prompts` and `prompt_metadata`."""
-        size = self.config.train_batch_size
+        """A batch of images with gradient, with `prompts` and `prompt_metadata`.
+
+        The first denoising step with a gradient is the same for all trajectories of a batch and all processes.
+        """
+        config, size = self.config, self.config.train_batch_size
         prompts, metadata = self._draw(size)
         first = (number * self.accelerator.num_processes + self.accelerator.process_index) * size
-        given = self.policy.sampling(self.policy.embed(prompts), self.generators(epoch, first, size))
+        at = config.truncated_backprop_timestep
+        if config.truncated_backprop_rand:
+            drawing = generator_of(config.seed, epoch, number, 0)
+            at = draw_step(config.truncated_rand_backprop_minmax, config.sample_num_steps - 1, drawing)
+        embeds = self.policy.embed(prompts)
         with self.autocast():
-            found = self.sd_pipeline.rgb_with_grad(
-                **given,
-                truncated_backprop_rand=False,
-                truncated_backprop_timestep=self.first_step(epoch, number),
-            )
+            found = self.policy.sample(embeds, self.generators(epoch, first, size), first_trained=at)
         return {"images": self._checked_images(found.images), "prompts": prompts, "prompt_metadata": metadata}
 
     def compute_rewards(self, prompt_image_pairs: Mapping[str, Any]) -> Tensor:
@@ -139,20 +97,12 @@ class AlignPropTrainer(DiffusionTrainer):
                 "AlignProp needs rewards with a gradient to the images: a tensor computed from them by torch, without "
                 f"torch.no_grad() or .item(), got a {type(rewards).__name__}. Use DDPO for other rewards."
             )
-        if rewards.numel() != len(images):
-            raise ValueError(f"the reward function gave {rewards.numel()} rewards for {len(images)} images.")
-        if not rewards.isfinite().all():
-            row = int((~rewards.flatten().isfinite()).nonzero()[0])
+        if rewards.numel() != len(images) or not rewards.isfinite().all():
             raise ValueError(
-                f"the reward function gave {rewards.flatten()[row].item()} for the image of "
-                f"{prompt_image_pairs['prompts'][row]!r}, expected a finite number."
+                f"expected a finite reward for each of {len(images)} images, got {rewards.flatten().tolist()}."
             )
         return rewards.flatten().to(torch.promote_types(rewards.dtype, torch.float32))
 
     def calculate_loss(self, rewards: Tensor) -> Tensor:
         """10 less the mean reward."""
         return HIGHEST_SCORE - rewards.mean()
-
-    def loss(self, advantages: Tensor, clip_range: float, ratio: Tensor) -> Tensor:
-        """PPO's clipped surrogate, as in `DDPOTrainer`; not part of AlignProp."""
-        return clipped_ratio_loss(ratio, advantages, clip_range).mean()

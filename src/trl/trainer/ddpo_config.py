@@ -28,8 +28,7 @@ class PolicyGradientOptions(DiffusionOptions):
     async_reward_computation: bool = option(
         False, "Compute the rewards of a batch on other threads while the next batches are sampled."
     )
-    max_workers: int = option(2, "Threads of async_reward_computation.", ">= 1")
-    negative_prompts: str | None = option("", "Negative prompt of guidance.")
+    max_workers: int = option(2, "Threads of async_reward_computation; 1 if rewards sample images.", ">= 1")
 
 
 @documented

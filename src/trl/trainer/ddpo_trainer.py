@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -12,16 +12,16 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from trl.models.diffusion.ddim import DDPOSchedulerOutput
-from trl.models.diffusion.policy import Conditions, DDIMPolicy, Trajectory, generator_of
-from trl.models.diffusion.stable_diffusion import DDPOStableDiffusionPipeline
-from trl.objectives.diffusion import PerPromptStatTracker, clipped_ratio_loss, standardized
+from trl.models.diffusion.policy import Conditions, generator_of
+from trl.objectives.diffusion import PerPromptStatTracker, standardized
 from trl.objectives.kl import LARGEST_LOG_RATIO
-from trl.rewards.result import RewardError, read_answers
+from trl.reporting.deadlines import DaemonThreads
+from trl.rewards.result import read_scores
 from trl.trainer.ddpo_config import DDPOConfig, PolicyGradientOptions
-from trl.trainer.diffusion_trainer import DiffusionTrainer
+from trl.trainer.diffusion_trainer import TAGS, DiffusionTrainer
 
-RewardFunction = Callable[[Tensor, tuple[str, ...], tuple[Any, ...]], Any]
-PromptFunction = Callable[[], tuple[str, Any]]
+Batch = tuple[Tensor, tuple[str, ...], tuple[Any, ...]]
+"""Images, prompts, metadata."""
 
 _CITATION = """@article{black2023training,
     title   = {Training Diffusion Models with Reinforcement Learning},
@@ -34,9 +34,7 @@ _CITATION = """@article{black2023training,
 class Images(NamedTuple):
     """The images of an epoch: those of a process, batch after batch."""
 
-    prompts: list[tuple[str, ...]]
-    metadata: list[tuple[Any, ...]]
-    batches: list[Tensor]
+    batches: list[Batch]
     conditions: Conditions
     latents: Tensor  # (N, S + 1, ...)
     timesteps: Tensor  # (N, S)
@@ -64,159 +62,92 @@ class DDPOTrainer(DiffusionTrainer):
     """
 
     _name = "DDPO"
-    _tag_names: ClassVar[list[str]] = ["trl", "ddpo", "diffusers", "reinforcement-learning", "text-to-image"]
+    _tag_names: ClassVar[list[str]] = ["trl", "ddpo", *TAGS]
     _paper: ClassVar[dict[str, str]] = {
         "title": "Training Diffusion Models with Reinforcement Learning", "id": "2305.13301", "citation": _CITATION
     }  # fmt: skip
     _config_class: ClassVar[Any] = DDPOConfig
 
-    def __init__(
-        self,
-        config: DDPOConfig,
-        reward_function: RewardFunction,
-        prompt_function: PromptFunction,
-        sd_pipeline: DDPOStableDiffusionPipeline,
-        image_samples_hook: Callable[[Any, Any, Any], Any] | None = None,
-    ) -> None:
-        def policy() -> DDIMPolicy:
-            return DDIMPolicy(
-                sd_pipeline,
-                num_steps=config.sample_num_steps,
-                eta=config.sample_eta,
-                guidance_scale=config.sample_guidance_scale,
-                trains_guidance=config.train_cfg,
-                negative_prompt=config.negative_prompts,
-            )
-
-        self.prompt_fn, self.reward_fn = prompt_function, reward_function
-        super().__init__(config, policy, image_samples_hook)
-        self.neg_prompt_embed = self.policy.negative  # type: ignore[attr-defined]
-        if config.per_prompt_stat_tracking:
-            self.stat_tracker = PerPromptStatTracker(
-                config.per_prompt_stat_tracking_buffer_size, config.per_prompt_stat_tracking_min_count
-            )
-        self.set_up_steps()
-        self.resume()
-
-    def set_up_steps(self) -> None:
+    def set_up(self) -> None:
         """Check the batch sizes, choose the denoising steps that are trained, and start the threads of async rewards."""
         check_batch_sizes(self.config, self.accelerator.num_processes)
         self._random_steps = self.policy.random_steps().nonzero()[:, 0].tolist()
-        if not self._random_steps:
+        steps, share = self.config.sample_num_steps, self.config.train_timestep_fraction
+        self.num_train_timesteps = min(int(steps * share), len(self._random_steps))
+        if not self.num_train_timesteps:
             raise ValueError(
-                "no denoising step draws noise, so there is nothing to learn from. Take more steps."
+                f"no denoising step is trained: {len(self._random_steps)} draw noise, sample_num_steps={steps}, "
+                f"train_timestep_fraction={share}. Raise one of them."
             )
-        wanted = int(self.config.sample_num_steps * self.config.train_timestep_fraction)
-        if not wanted:
-            raise ValueError(
-                f"train_timestep_fraction={self.config.train_timestep_fraction} of sample_num_steps="
-                f"{self.config.sample_num_steps} is no step. Raise one of them."
-            )
-        self.num_train_timesteps = min(wanted, len(self._random_steps))
         if self.config.async_reward_computation:
-            self.executor = ThreadPoolExecutor(max_workers=self.config.max_workers)
+            self.executor = DaemonThreads(self.config.max_workers)
+
+    @cached_property
+    def stat_tracker(self) -> PerPromptStatTracker:
+        """The rewards remembered of each prompt, with `per_prompt_stat_tracking`."""
+        config = self.config
+        sizes = config.per_prompt_stat_tracking_buffer_size, config.per_prompt_stat_tracking_min_count
+        return PerPromptStatTracker(*sizes)
 
     # ---- an epoch
 
     def step(self, epoch: int, global_step: int) -> int:
-        """Sample, score and train one epoch, and save a checkpoint where it is due; returns the number of optimiser steps so far.
+        """Sample, score and train one epoch; returns the number of optimiser steps so far.
 
         Logs `reward` (all), `reward_mean`, `reward_std`, then per optimiser step `loss`, `approx_kl`, `clipfrac` and
         `inner_epoch`.
         """
         self.policy.model.eval()
         images = self.sample_images(epoch)
-        self._show_images(
-            [
-                list(entry)
-                for entry in zip(
-                    images.batches,
-                    images.prompts,
-                    images.metadata,
-                    images.rewards,
-                    images.reward_metadata,
-                    strict=True,
-                )
-            ],
-            global_step,
-        )
+        scored = zip(images.batches, images.rewards, images.reward_metadata, strict=True)
+        self._show_images([[*batch, *found] for batch, *found in scored], global_step)
         rewards = self.accelerator.gather(torch.cat(images.rewards))
         advantages = self.advantages(images, rewards)  # type: ignore[arg-type]
         self.log(self.reward_statistics(images, rewards) | {"epoch": epoch}, global_step)  # type: ignore[arg-type]
         self.policy.model.train()
-        self.policy.set_timesteps()  # the hook and rewards may have used the pipeline
         for inner_epoch in range(self.config.train_num_inner_epochs):
             global_step = self._train_once(images, advantages, epoch, inner_epoch, global_step)
-        self._save_if_due(epoch, global_step)
         return global_step
 
     def sample_images(self, epoch: int) -> Images:
         """The images of an epoch of this process, with their rewards."""
         size, count = self.config.sample_batch_size, self.config.sample_num_batches_per_epoch
         index, processes = self.accelerator.process_index, self.accelerator.num_processes
-        pairs, conditions, trajectories, pending, numbers = [], list[Conditions](), list[Trajectory](), [], []
-        for batch in range(count):
-            prompts, metadata = self.draw_prompts(epoch, batch)
-            embeds = self.policy.embed(prompts)
+        batches, trajectories, pending, numbers = list[Batch](), [], [], []
+        drawn = [self.draw_prompts(epoch, batch) for batch in range(count)]
+        # Before async rewards start: tokenizers serve one thread at a time.
+        conditions = [self.policy.embed(prompts) for prompts, _ in drawn]
+        for batch, ((prompts, metadata), embeds) in enumerate(zip(drawn, conditions, strict=True)):
             first = (batch * processes + index) * size
             with self.autocast():
                 found = self.policy.sample(embeds, self.generators(epoch, first, size))
-            images = self._checked_images(found.images)
-            if not found.log_probs.isfinite().all():
-                raise FloatingPointError(
-                    "log-probabilities of sampled steps must be finite. Check the model, its scheduler and mixed_precision."
-                )
-            pairs.append((images, prompts, metadata))
-            conditions.append(embeds)
-            trajectories.append(found._replace(images=images[:0]))
+            batches.append((self._checked_images(found.images), prompts, metadata))
+            trajectories.append((found.latents, found.timesteps, found.log_probs))
             numbers += range(first, first + size)
             if self.config.async_reward_computation:  # while the next batch is sampled
-                pending.append(self.executor.submit(self.compute_rewards, pairs[-1:]))
-        scored = [each.result() for each in pending] or [self.compute_rewards(pairs)]
+                pending.append(self.executor.submit(self.compute_rewards, batches[-1:]))
+        scored = [each.result() for each in pending] or [self.compute_rewards(batches)]
         rewards, reward_metadata = ([each for found in scored for each in found[part]] for part in (0, 1))
-        latents, timesteps, log_probs = (
-            torch.cat([getattr(each, name) for each in trajectories])
-            for name in ("latents", "timesteps", "log_probs")
-        )
-        batches, prompts, metadata = (list(part) for part in zip(*pairs, strict=True))
-        joined = tuple(torch.cat(part) for part in zip(*conditions, strict=True))
-        return Images(
-            prompts,
-            metadata,
-            batches,
-            joined,
-            latents,
-            timesteps,
-            log_probs,
-            rewards,
-            reward_metadata,
-            numbers,
-        )
+        latents, timesteps, log_probs = map(torch.cat, zip(*trajectories, strict=True))
+        joined = tuple(map(torch.cat, zip(*conditions, strict=True)))
+        return Images(batches, joined, latents, timesteps, log_probs, rewards, reward_metadata, numbers)
 
     def draw_prompts(self, epoch: int, batch: int) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """The prompts of a batch of this process, with their metadata."""
         return self._draw(self.config.sample_batch_size)
 
     def compute_rewards(
-        self,
-        prompt_image_pairs: Sequence[tuple[Tensor, tuple[str, ...], tuple[Any, ...]]],
-        is_async: bool = False,
+        self, prompt_image_pairs: Sequence[Batch], is_async: bool = False
     ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
         """Rewards `(B,)` and reward metadata of batches `(images, prompts, metadata)`: one call of the function for each.
 
-        `is_async` calls it for several batches at a time. Raises RewardError for rewards that are not B finite numbers.
+        `is_async` calls it for several batches at a time. Raises ValueError for rewards that are not B finite numbers.
         """
 
-        def score(pair: tuple[Tensor, tuple[str, ...], tuple[Any, ...]]) -> tuple[Tensor, Any]:
-            given, metadata = self.call_reward_function(*pair)
-            read = read_answers(given.flatten() if isinstance(given, Tensor) else given, count=len(pair[0]))
-            for row, value in enumerate(read.values):
-                if value is None:
-                    raise RewardError(
-                        f"reward function gave {read.unusable.get(row, 'None')} for the image of {pair[1][row]!r}, expected a "
-                        "finite number for each image."
-                    )
-            return torch.tensor(read.values, device=self.accelerator.device), metadata
+        def score(batch: Batch) -> tuple[Tensor, Any]:
+            given, metadata = self.call_reward_function(*batch)
+            found = read_scores(given, count=len(batch[0]), name="reward_function", of="image")
+            return torch.tensor(found, device=self.accelerator.device), metadata
 
         every = self.executor.map(score, prompt_image_pairs) if is_async else map(score, prompt_image_pairs)
         rewards, metadata = zip(*every, strict=True)
@@ -227,7 +158,7 @@ class DDPOTrainer(DiffusionTrainer):
     def advantages(self, images: Images, rewards: Tensor) -> Tensor:
         """Advantages `(N,)` of this process's images, from the rewards of all processes."""
         if self.config.per_prompt_stat_tracking:
-            prompts = gather_object([prompt for batch in images.prompts for prompt in batch])
+            prompts = gather_object([prompt for _, prompts, _ in images.batches for prompt in prompts])
             found = torch.as_tensor(self.stat_tracker.update(prompts, rewards.cpu().double().numpy()))
         else:
             found = standardized(rewards.double())
@@ -263,24 +194,15 @@ class DDPOTrainer(DiffusionTrainer):
                 embeds = self.policy.training_embeds(tuple(each[part] for each in images.conditions))
                 for at in steps[part].unbind(dim=1):
                     figures = self.calculate_loss(
-                        images.latents[part, at],
-                        images.timesteps[part, at],
-                        images.latents[part, at + 1],
-                        images.log_probs[part, at],
-                        advantages[part],
-                        embeds,
-                    )
+                        images.latents[part, at], images.timesteps[part, at], images.latents[part, at + 1],
+                        images.log_probs[part, at], advantages[part], embeds,
+                    )  # fmt: skip
                     self.accelerator.backward(figures[0] / (len(parts) * steps.shape[1]))
                     found.append(tuple(figure.detach() for figure in figures))  # type: ignore[arg-type]
             self._update(global_step)
-            loss, approx_kl, clipfrac = (self._mean(part) for part in zip(*found, strict=True))
-            values = {
-                "loss": loss,
-                "approx_kl": approx_kl,
-                "clipfrac": clipfrac,
-                "epoch": epoch,
-                "inner_epoch": inner_epoch,
-            }
+            means = map(self._mean, zip(*found, strict=True))
+            values = dict(zip(("loss", "approx_kl", "clipfrac"), means, strict=True))
+            values |= {"epoch": epoch, "inner_epoch": inner_epoch}
             global_step += 1
             self.log(values | self.loss_statistics(), global_step)
         return global_step
@@ -290,56 +212,38 @@ class DDPOTrainer(DiffusionTrainer):
         return {}
 
     def calculate_loss(
-        self,
-        latents: Tensor,
-        timesteps: Tensor,
-        next_latents: Tensor,
-        log_probs: Tensor,
-        advantages: Tensor,
-        embeds: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, latents: Tensor, timesteps: Tensor, next_latents: Tensor, log_probs: Tensor, advantages: Tensor, embeds: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Loss, approximate KL divergence and clipped share of one denoising step of B images, 0-dim each.
 
         `latents`, `next_latents` `(B, C, h, w)`; `timesteps`, `log_probs`, `advantages` `(B,)`; `embeds` has 2 B rows, the negative
         ones first, where guidance is trained, else B.
         """
+        given = latents, timesteps, next_latents, embeds
         with self.autocast():
-            found = self.policy.step(latents, timesteps, next_latents, embeds)
+            found = self.policy.step(*given)
         limit = self.config.train_adv_clip_max
         ratio = (found.log_probs - log_probs).clamp(max=LARGEST_LOG_RATIO).exp()
         loss = self.loss(advantages.clamp(-limit, limit), self.config.train_clip_range, ratio)
-        loss = loss + self.penalty(found, latents, timesteps, next_latents, embeds)
+        loss = loss + self.penalty(found, *given)
         approx_kl = (found.log_probs - log_probs).square().mean() / 2
         clipfrac = ((ratio - 1).abs() > self.config.train_clip_range).float().mean()
         return loss, approx_kl, clipfrac
 
-    def loss(self, advantages: Tensor, clip_range: float, ratio: Tensor) -> Tensor:
-        """PPO's clipped surrogate, a mean over the batch."""
-        return clipped_ratio_loss(ratio, advantages, clip_range).mean()
-
-    def penalty(
-        self,
-        found: DDPOSchedulerOutput,
-        latents: Tensor,
-        timesteps: Tensor,
-        next_latents: Tensor,
-        embeds: Any,
-    ) -> Tensor | float:
-        """Added to the loss of a denoising step."""
+    def penalty(self, found: DDPOSchedulerOutput, *given: Any) -> Tensor | float:
+        """Added to the loss of a denoising step, which the policy `found` for its arguments."""
         return 0.0
 
     # ---- checkpoints
 
     def carried(self) -> dict[str, Any]:
         """The rewards remembered of each prompt."""
-        tracker = getattr(self, "stat_tracker", None)
-        return {} if tracker is None else {prompt: list(known) for prompt, known in tracker.stats.items()}
+        return {prompt: list(known) for prompt, known in self.stat_tracker.stats.items()}
 
     def load_carried(self, state: dict[str, Any]) -> None:
         """Restore `carried`."""
-        if self.config.per_prompt_stat_tracking:
-            size = self.stat_tracker.buffer_size
-            self.stat_tracker.stats = {prompt: deque(known, maxlen=size) for prompt, known in state.items()}
+        size = self.stat_tracker.buffer_size
+        self.stat_tracker.stats = {prompt: deque(known, maxlen=size) for prompt, known in state.items()}
 
 
 def check_batch_sizes(config: PolicyGradientOptions, processes: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -18,20 +17,30 @@ from accelerate.utils import DistributedType, ProjectConfiguration, broadcast, s
 from huggingface_hub import HfApi
 from torch import Tensor, nn
 
-from trl.checkpoints.wholeness import CheckpointError, faults, listed, naming_weights
+from trl.checkpoints.wholeness import CheckpointError, checkpoints_in, faults, listed
+from trl.models.diffusion.flow import FlowPipeline, FlowPolicy
 from trl.models.diffusion.policy import DiffusionPolicy, generator_of
+from trl.models.diffusion.stable_diffusion import (
+    DDIMPolicy,
+    DDPOStableDiffusionPipeline,
+    DefaultDDPOStableDiffusionPipeline,
+)
 from trl.models.step_state import load_step_state, save_step_state
 from trl.models.switches import disable_dropout_in_model
+from trl.objectives.diffusion import clipped_ratio_loss
 from trl.options.diffusion import DiffusionOptions
 from trl.options.training import wrong_config
 from trl.reporting.deadlines import AsyncCalls
-from trl.reporting.model_card import HERE, generate_model_card
-from trl.reporting.trackers import get_comet_experiment_url, get_wandb_run_url
+from trl.reporting.model_card import HERE, card_of_run
 
 logger = logging.getLogger(__name__)
 
-STATE = "diffusion_state.json"
-_CHECKPOINT = re.compile(r"checkpoint_(\d+)")
+RewardFunction = Callable[[Tensor, tuple[str, ...], tuple[Any, ...]], Any]
+PromptFunction = Callable[[], tuple[str, Any]]
+ImageHook = Callable[[Any, Any, Any], Any]
+
+TAGS = ("diffusers", "reinforcement-learning", "text-to-image")
+STATE, STEM = "diffusion_state.json", "checkpoint_"
 _FACTS = (
     "train_learning_rate", "sample_num_steps", "sample_eta", "sample_guidance_scale", "sample_batch_size",
     "sample_num_batches_per_epoch", "train_batch_size", "train_gradient_accumulation_steps", "train_num_inner_epochs",
@@ -42,7 +51,11 @@ _USAGE = """from diffusers import DiffusionPipeline
 pipeline = DiffusionPipeline.from_pretrained("{place}"){adapter}
 pipeline("a lighthouse at dusk").images[0].save("image.png")"""
 _ADAPTER = '\npipeline.load_lora_weights("{place}", weight_name="pytorch_lora_weights.safetensors")'
-_DISTRIBUTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+_MEMBERS = (
+    "unet", "vae", "tokenizer", "text_encoder", "scheduler", "autocast", "set_progress_bar_config", "save_pretrained",
+    "get_trainable_layers", "save_checkpoint", "load_checkpoint",
+)  # fmt: skip
+_KNOWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 class DiffusionTrainer:
@@ -61,17 +74,21 @@ class DiffusionTrainer:
     def __init__(
         self,
         config: Any,
-        policy: Callable[[], DiffusionPolicy],
-        image_samples_hook: Callable[[Any, Any, Any], Any] | None,
+        reward_function: RewardFunction | None,
+        prompt_function: PromptFunction | None,
+        sd_pipeline: Any,
+        image_samples_hook: ImageHook | None = None,
     ) -> None:
         if not isinstance(config, self._config_class):
             raise wrong_config(config, self._config_class)
         if image_samples_hook is None:
             logger.warning("There is no image_samples_hook: no images are logged.")
         self.config, self.image_samples_callback = config, image_samples_hook
-        self.policy, self.log_history = policy(), list[dict[str, Any]]()
+        self.reward_fn: Any = reward_function
+        self.prompt_fn: Any = prompt_function
+        self.policy, self.log_history = make_policy(sd_pipeline, config), list[dict[str, Any]]()
         project: Any = config.project_kwargs
-        self._given_limit = project.get("total_limit")
+        self._limit = project.get("total_limit") or config.num_checkpoint_limit
         self._folder = Path(project.get("project_dir") or config.logdir) / "checkpoints"
         self._checkpoints = list[Path]()  # of this run, the oldest first
         self.accelerator = make_accelerator(config)
@@ -81,9 +98,9 @@ class DiffusionTrainer:
             torch.backends.cuda.matmul.allow_tf32 = True
         pipeline = self.policy.pipeline
         pipeline.set_progress_bar_config(disable=True)
-        self._place(self.policy.frozen, pipeline)
         self.autocast = pipeline.autocast or self.accelerator.autocast
         layers = pipeline.get_trainable_layers()
+        self._place([*self.policy.frozen, self.policy.model])
         given = list(layers.parameters()) if isinstance(layers, nn.Module) else list(layers)
         self._trained: list[Any] = [each for each in given if each.requires_grad]
         if not self._trained:
@@ -95,31 +112,35 @@ class DiffusionTrainer:
                 parameter.data = broadcast(parameter.data)
         set_seed(config.seed, device_specific=True)
         self.optimizer: Any = self.accelerator.prepare_optimizer(self._make_optimizer())
+        disable_dropout_in_model(self.policy.model)
         if isinstance(layers, nn.Module):
-            disable_dropout_in_model(layers)
             # Not wrapped: the pipeline calls the module itself, and `_update` averages the gradients.
             layers = self.accelerator.prepare_model(layers, evaluation_mode=True)
         self.trainable_layers = layers
         self.accelerator.register_save_state_pre_hook(self._save_model)
         self.accelerator.register_load_state_pre_hook(self._load_model)
-        self.first_epoch, self._global_step = 0, 0
+        self.first_epoch, self._global_step, self.blank_images = 0, 0, 0
         self._loop = AsyncCalls("reward")
-        self._warned: set[str] = set()
+        self.neg_prompt_embed = self.policy.negative[0]
+        self.set_up()
+        self.resume()
 
-    # ---- setting up
+    def set_up(self) -> None:
+        """What a method needs before a checkpoint is loaded."""
 
-    def _place(self, frozen: Sequence[Any], pipeline: Any) -> None:
-        """Bring all modules to the device; those that are not trained to half precision where it is used."""
+    def _place(self, modules: Sequence[Any]) -> None:
+        """Bring modules to the device: weights in float32 or wider, or with mixed precision those that are not trained in half."""
         half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.accelerator.mixed_precision)
-        for module in [*frozen, self.policy.model]:
+        for module in modules:
             module.eval()
-            trains = any(parameter.requires_grad for parameter in module.parameters())
-            cast = [] if trains or half is None else [*module.named_parameters(), *module.named_buffers()]
             # As transformers loads a model in float16: T5 overflows otherwise.
-            wide = (getattr(module, "_keep_in_fp32_modules", None) or ()) if half == torch.float16 else ()
-            for name, value in cast:
-                if value.is_floating_point() and not set(wide) & set(name.split(".")):
-                    value.data = value.data.to(half)
+            keeps = (getattr(module, "_keep_in_fp32_modules", None) or ()) if half == torch.float16 else ()
+            whole = half is None or all(parameter.requires_grad for parameter in module.parameters())
+            for name, value in [*module.named_parameters(), *module.named_buffers()]:
+                if value.is_floating_point():
+                    wide = whole or value.requires_grad or set(keeps) & set(name.split("."))
+                    dtype = torch.promote_types(value.dtype, torch.float32) if wide else half
+                    value.data = value.data.to(dtype)
             module.to(self.accelerator.device)
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
@@ -140,11 +161,12 @@ class DiffusionTrainer:
         config = self.config
         if config.log_with is None:
             return
-        settings = {
-            name: value if isinstance(value, (bool, int, float, str)) else str(value)
-            for name, value in config.to_dict().items()
-            if not name.startswith("tracker_kwargs/")  # may hold keys of an account
+        # Not tracker_kwargs, which may hold keys of an account.
+        told = {
+            name: value for name, value in config.to_dict().items() if not name.startswith("tracker_kwargs")
         }
+        plain = (bool, int, float, str)
+        settings = {name: value if isinstance(value, plain) else str(value) for name, value in told.items()}
         given = dict(config.tracker_kwargs)
         if config.run_name and config.log_with == "wandb":
             given["wandb"] = {"name": config.run_name, **given.get("wandb", {})}
@@ -159,11 +181,6 @@ class DiffusionTrainer:
         """The random streams of `count` images of an epoch, which are numbered over all processes."""
         return [generator_of(self.config.seed, epoch, number) for number in range(first, first + count)]
 
-    def _warn_once(self, name: str, message: str, *values: Any) -> None:
-        if name not in self._warned:
-            self._warned.add(name)
-            logger.warning(message, *values)
-
     # ---- a run
 
     def step(self, epoch: int, global_step: int) -> int:
@@ -176,14 +193,15 @@ class DiffusionTrainer:
         A second call starts at the first epoch again, with the same noise.
         """
         last = (self.config.num_epochs if epochs is None else epochs) - 1
+        frequency = self.config.save_freq
         for epoch in range(self.first_epoch, last + 1):
             self._global_step = self.step(epoch, self._global_step)
-        if self.first_epoch <= last and self.config.save_freq and last and last % self.config.save_freq:
-            self.save_checkpoint(last, self._global_step)
+            if epoch and frequency and (epoch % frequency == 0 or epoch == last):
+                self.save_checkpoint(epoch, self._global_step)
 
     def call_reward_function(self, *given: Any) -> Any:
         """What the reward function returns, of an async one what it returns in the end."""
-        found = self.reward_fn(*given)  # type: ignore[attr-defined]
+        found = self.reward_fn(*given)
         if hasattr(found, "__await__"):
             found = self._loop.outcome(self._loop.submit(found, None))
             if isinstance(found, BaseException):
@@ -196,7 +214,7 @@ class DiffusionTrainer:
 
     def _draw(self, count: int) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """So many prompts with their metadata. Raises TypeError for a prompt function that returns something else."""
-        drawn = [self.prompt_fn() for _ in range(count)]  # type: ignore[attr-defined]
+        drawn = [self.prompt_fn() for _ in range(count)]
         for each in drawn:
             if not isinstance(each, tuple) or len(each) != 2 or not isinstance(each[0], str):
                 raise TypeError(f"prompt_function must return (prompt, metadata) with a text, got {each!r}.")
@@ -215,19 +233,18 @@ class DiffusionTrainer:
                 "images must be finite: the decoder overflows, or the weights do. Set mixed_precision='bf16' or 'no'."
             )
         blank = int((images.flatten(1).amax(dim=1) <= 0).sum())
-        if blank:
-            self.blank_images += blank
-            self._warn_once(
-                "blank",
+        if blank and not self.blank_images:
+            logger.warning(
                 "%d of %d images are black, as a safety checker makes them. Turn it off, or reward such images as you mean "
                 "to. Logged once; counted as blank_images.",
-                blank,
-                len(images),
-            )
+                blank, len(images),
+            )  # fmt: skip
+        self.blank_images += blank
         return images.to(torch.promote_types(images.dtype, torch.float32))
 
-    blank_images = 0
-    """Images of this process that were black so far."""
+    def loss(self, advantages: Tensor, clip_range: float, ratio: Tensor) -> Tensor:
+        """PPO's clipped surrogate, a mean over the batch; not part of AlignProp."""
+        return clipped_ratio_loss(ratio, advantages, clip_range).mean()
 
     def _update(self, step: int) -> None:
         """Average the gradients over processes, clip them, and let the optimiser step.
@@ -255,7 +272,7 @@ class DiffusionTrainer:
 
     def log(self, values: dict[str, Any], step: int) -> None:
         """Send values to the trackers, and to `log_history` without arrays."""
-        counts = {"blank_images": self.blank_images, "cut_prompts": getattr(self.policy, "cut_prompts", 0)}
+        counts = {"blank_images": self.blank_images, "cut_prompts": self.policy.cut_prompts}
         values |= {name: count for name, count in counts.items() if count}
         self.accelerator.log(values, step=step)
         self.log_history.append(
@@ -281,12 +298,12 @@ class DiffusionTrainer:
 
         All processes must call it.
         """
-        folder = self._folder / f"checkpoint_{epoch}"
+        folder = self._folder / f"{STEM}{epoch}"
         state = {"method": self._name, "epoch": epoch, "global_step": global_step, "carried": self.carried()}
         folder.parent.mkdir(parents=True, exist_ok=True)
         save_step_state(folder, self.accelerator, state, file=STATE)
         kept = [*(each for each in self._checkpoints if each != folder), folder]
-        self._checkpoints = kept[-(self._given_limit or self.config.num_checkpoint_limit) :]
+        self._checkpoints = kept[-self._limit :]
         if self.accelerator.is_main_process:
             for old in kept[: -len(self._checkpoints)]:
                 shutil.rmtree(old, ignore_errors=True)
@@ -304,59 +321,50 @@ class DiffusionTrainer:
         self.sd_pipeline.load_checkpoint(models, folder)
         models.clear()
 
-    def _save_if_due(self, epoch: int, global_step: int) -> None:
-        frequency = self.config.save_freq
-        if frequency and epoch and epoch % frequency == 0:
-            self.save_checkpoint(epoch, global_step)
-
     def resume(self) -> None:
         """Load the checkpoint that `resume_from` means, if any.
 
         Warns of checkpoints in the run's folder that are not its own.
 
-        Raises: ValueError where there is none; CheckpointError for one of another model or method, and where none is whole.
+        Raises: ValueError where there is none, and for another number of processes; CheckpointError for one of another model or
+        method, and where none is whole.
         """
+        there = checkpoints_in(self._folder, STEM)
         if self.config.resume_from:
-            self._resume()
-        others = [each.name for each in checkpoints_in(self._folder) if each not in self._checkpoints]
+            loaded = self._load().resolve()
+            newest = next((n for n, each in enumerate(there) if each.resolve() == loaded), len(there))
+            self._checkpoints = there[newest:][::-1]
+        others = [each.name for each in there if each not in self._checkpoints]
         if others and self.config.save_freq:
             logger.warning(
                 "%s has checkpoints of another run, or later than the one resumed from (%s). They are kept, but replaced where this "
-                "run saves the same epoch, and resume_from=%r would take the last of all. Set another project_dir in "
+                "run saves the same epoch, and resuming from the folder takes the last of all. Set another project_dir in "
                 "project_kwargs.",
-                self._folder,
-                ", ".join(others),
-                str(self._folder),
-            )
+                self._folder, ", ".join(others),
+            )  # fmt: skip
 
-    def _resume(self) -> None:
+    def _load(self) -> Path:
+        """Load the newest whole checkpoint of `resume_from`, and return its folder."""
         given = Path(self.config.resume_from).expanduser()
-        inner = given / "checkpoints"
-        own = _CHECKPOINT.fullmatch(given.name) is not None
-        found = [given] if own else checkpoints_in(given) or checkpoints_in(inner)
-        if not found or not found[0].is_dir():
+        own = [each for each in checkpoints_in(given.parent, STEM) if each.name == given.name]
+        found = own or checkpoints_in(given, STEM) or checkpoints_in(given / "checkpoints", STEM)
+        if not found:
             raise ValueError(
                 f"resume_from={str(given)!r} has no checkpoint_N folder. Give one, or '' to start anew."
             )
-        folder, state = self._load_first(found)
+        needed = {STATE: (STATE,)}
+        folder = next((each for each in found if not faults(each, needed=needed)), None)
+        if folder is None:
+            why = listed(faults(found[0], needed=needed))
+            raise CheckpointError(f"{found[0]} is not whole: {why}. Give another, or '' to start anew.")
+        if folder != found[0]:
+            logger.warning("%s is not whole: resuming from %s.", found[0], folder)
+        state = load_step_state(folder, self.accelerator, file=STATE)
         if state["method"] != self._name:
             raise CheckpointError(f"{folder} is of a run of {state['method']}, and this is {self._name}.")
         self.first_epoch, self._global_step = state["epoch"] + 1, state["global_step"]
         self.load_carried(state["carried"])
-        if folder.parent.resolve() == self._folder.resolve():
-            earlier = [each for each in checkpoints_in(self._folder) if epoch_of(each) <= state["epoch"]]
-            self._checkpoints = earlier[::-1]
-
-    def _load_first(self, folders: list[Path]) -> tuple[Path, dict[str, Any]]:
-        """The first checkpoint that is whole, with its state."""
-        for folder in folders[:-1]:
-            if missing := faults(folder, needed={STATE: (STATE,)}):
-                logger.warning("%s is not whole (%s): resuming from an earlier one.", folder, listed(missing))
-                continue
-            folders = [folder]
-            break
-        with naming_weights(folders[-1]):
-            return folders[-1], load_step_state(folders[-1], self.accelerator, file=STATE)
+        return folder
 
     # ---- the trained model
 
@@ -373,12 +381,14 @@ class DiffusionTrainer:
             return None
         Path(save_directory).mkdir(parents=True, exist_ok=True)
         self.sd_pipeline.save_pretrained(str(save_directory))
-        self._card(None, None, None).save(Path(save_directory) / "README.md")
+        place, name = HERE, repo_id or Path(save_directory).resolve().name
+        api = HfApi(token=kwargs.pop("token", None))
+        if push_to_hub:
+            place = api.create_repo(name, private=kwargs.pop("private", None), exist_ok=True).repo_id
+        self._card(name.rpartition("/")[2], place=place).save(Path(save_directory) / "README.md")
         if not push_to_hub:
             return None
-        api, name = HfApi(token=kwargs.pop("token", None)), repo_id or Path(save_directory).name
-        made = api.create_repo(name, private=kwargs.pop("private", None), exist_ok=True)
-        return str(api.upload_folder(folder_path=str(save_directory), repo_id=made.repo_id, **kwargs))
+        return str(api.upload_folder(folder_path=str(save_directory), repo_id=place, **kwargs))
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> str | None:
         """Upload pipeline and model card; `kwargs` are those of `HfApi.upload_folder`, with `token` and `private`."""
@@ -396,27 +406,56 @@ class DiffusionTrainer:
             self._folder.parent.mkdir(parents=True, exist_ok=True)
             self._card(model_name, dataset_name, tags).save(self._folder.parent / "README.md")
 
-    def _card(self, model_name: str | None, dataset_name: str | None, tags: str | list[str] | None) -> Any:
-        config, base = self.config, getattr(self.sd_pipeline, "pretrained_model", None)
+    def _card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+        place: str = HERE,
+    ) -> Any:
+        config, model = self.config, getattr(self.sd_pipeline, "sd_pipeline", self.sd_pipeline)
+        base = getattr(getattr(model, "config", None), "_name_or_path", None)
         facts = {name: getattr(config, name) for name in _FACTS if hasattr(config, name)}
-        adapter = _ADAPTER.format(place=HERE) if getattr(self.sd_pipeline, "use_lora", False) else ""
-        card = generate_model_card(
-            base_model=str(base) if isinstance(base, (str, Path)) else None,
+        adapter = _ADAPTER.format(place=place) if getattr(self.sd_pipeline, "use_lora", False) else ""
+        card: Any = card_of_run(
+            self,
+            base_model=str(base) if base else None,
             model_name=model_name or config.run_name or self._folder.parent.resolve().name,
-            hub_model_id=HERE,
+            hub_model_id=place,
             dataset_name=dataset_name,
-            tags=[*self._tag_names, *([tags] if isinstance(tags, str) else tags or [])],
-            wandb_url=get_wandb_run_url(),
-            comet_url=get_comet_experiment_url(),
-            trainer_name=self._name,
-            trainer_citation=self._paper.get("citation"),
-            paper_title=self._paper.get("title"),
-            paper_id=self._paper.get("id"),
+            tags=tags,
             training_facts=facts | {"optimiser steps": self._global_step},
-            usage=_USAGE.format(place=HERE, adapter=adapter),
+            usage=_USAGE.format(place=place, adapter=adapter),
         )
-        card.data.library_name = "diffusers"  # type: ignore[attr-defined]
+        card.data.library_name = "diffusers"
         return card
+
+
+def make_policy(model: Any, config: Any) -> DiffusionPolicy:
+    """The policy of a pipeline, by its kind; one of diffusers gets an adapter. Raises TypeError for another kind of model."""
+    if not isinstance(model, (FlowPipeline, DDPOStableDiffusionPipeline)):
+        wrappers = (FlowPipeline, DefaultDDPOStableDiffusionPipeline)
+        fitting = [kind for kind in wrappers if hasattr(model, kind.part)]
+        if not fitting:
+            raise TypeError(
+                "the model must be a FlowPipeline, a DDPOStableDiffusionPipeline or a pipeline of diffusers, got a "
+                f"{type(model).__name__}."
+            )
+        model = fitting[0](model)
+    elif isinstance(model, DDPOStableDiffusionPipeline):
+        with_grad = hasattr(config, "truncated_backprop_rand")  # AlignProp's
+        needed = [*_MEMBERS, *(["rgb_with_grad"] if with_grad else ["__call__", "scheduler_step"])]
+        if missing := [name for name in needed if not hasattr(model, name)]:
+            raise TypeError(
+                f"{type(model).__name__} must define what DDPOStableDiffusionPipeline describes, and lacks {', '.join(missing)}."
+            )
+    settings = {
+        "num_steps": config.sample_num_steps, "guidance_scale": config.sample_guidance_scale,
+        "negative_prompt": config.negative_prompts, "trains_guidance": getattr(config, "train_cfg", True),
+    }  # fmt: skip
+    if isinstance(model, FlowPipeline):
+        return FlowPolicy(model, noise=config.noise_level, resolution=config.resolution, **settings)
+    return DDIMPolicy(model, noise=config.sample_eta, **settings)
 
 
 def make_accelerator(config: Any) -> Accelerator:
@@ -433,8 +472,8 @@ def make_accelerator(config: Any) -> Accelerator:
         )
     if not has_gpu and options.get("cpu", True):
         PartialState(cpu=True)  # connects the processes that torchrun starts on a CPU
-    logging_dir = config.project_kwargs.get("project_dir") or config.logdir
-    project = {"logging_dir": logging_dir, **config.project_kwargs}
+    given = config.project_kwargs
+    project = {"logging_dir": given.get("project_dir") or config.logdir, **given}
     for name in ("automatic_checkpoint_naming", "total_limit"):  # checkpoints are named and removed here
         project.pop(name, None)
     AcceleratorState._reset_state()  # a process may train several models; TrainingArguments does the same
@@ -444,25 +483,10 @@ def make_accelerator(config: Any) -> Accelerator:
         project_config=ProjectConfiguration(**project),
         **options,
     )
-    if accelerator.distributed_type not in _DISTRIBUTED:
+    kind, count = accelerator.distributed_type, accelerator.gradient_accumulation_steps
+    if kind not in _KNOWN or count != 1:
         raise ValueError(
-            f"diffusion models train on one device or by data parallelism, got {accelerator.distributed_type.value}. Launch "
-            "without FSDP and DeepSpeed."
-        )
-    if accelerator.gradient_accumulation_steps != 1:
-        raise ValueError(
-            f"gradient_accumulation_steps of the Accelerator must be 1, got {accelerator.gradient_accumulation_steps}: it would "
-            "divide gradients that are means already. Set train_gradient_accumulation_steps."
+            f"diffusion models train on one device or by data parallelism, without gradient accumulation of accelerate's, got "
+            f"{kind.value} and {count} steps. Launch without FSDP and DeepSpeed, and set train_gradient_accumulation_steps."
         )
     return accelerator
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """All `checkpoint_<epoch>` folders, the last first."""
-    found = [path for path in folder.glob("checkpoint_*") if _CHECKPOINT.fullmatch(path.name)]
-    return sorted(found, key=epoch_of, reverse=True)
-
-
-def epoch_of(folder: Path) -> int:
-    """The N of a `checkpoint_N` folder."""
-    return int(folder.name.removeprefix("checkpoint_"))

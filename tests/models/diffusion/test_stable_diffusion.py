@@ -6,11 +6,12 @@ import logging
 import pytest
 import torch
 
-from tests.tiny_diffusion import PROMPTS, tiny_pipeline
+from tests.tiny_diffusion import PROMPTS, tiny_flux, tiny_pipeline, tiny_sd3
 from trl.models.diffusion.ddim import deviations, scheduler_step
-from trl.models.diffusion.policy import DDIMPolicy, generator_of
+from trl.models.diffusion.flow import FlowPipeline, FlowPolicy
+from trl.models.diffusion.policy import generator_of
 from trl.models.diffusion.stable_diffusion import (
-    DDPOStableDiffusionPipeline,
+    DDIMPolicy,
     DefaultDDPOStableDiffusionPipeline,
     pipeline_step,
     pipeline_step_with_grad,
@@ -21,7 +22,7 @@ from trl.models.diffusion.trained import LORA_FILE
 def policy(pipeline=None, **settings):
     wrapped = DefaultDDPOStableDiffusionPipeline(pipeline or tiny_pipeline(), use_lora=False)
     wrapped.set_progress_bar_config(disable=True)
-    return DDIMPolicy(wrapped, **{"num_steps": 4, "guidance_scale": 3.0, **settings})
+    return DDIMPolicy(wrapped, **{"num_steps": 4, "noise": 1.0, "guidance_scale": 3.0, **settings})
 
 
 def streams(count, seed=0):
@@ -76,11 +77,16 @@ def test_refused_steps(given, message):
 def test_a_deterministic_trajectory_is_that_of_diffusers():
     pipeline = tiny_pipeline(dtype=torch.float64)
     pipeline.set_progress_bar_config(disable=True)
-    settings = {"num_inference_steps": 4, "guidance_scale": 3.0, "eta": 0.0}
+    settings = {"num_inference_steps": 4, "guidance_scale": 3.0, "eta": 0.0, "negative_prompt": ["a cat"] * 2}
     own = pipeline_step(pipeline, PROMPTS[:2], generator=streams(2), output_type="np", **settings)
     theirs = pipeline(PROMPTS[:2], generator=streams(2), output_type="np", **settings)
     assert abs(own.images - theirs.images).max() < 1e-6  # the scheduler's table is float32
     assert len(own.latents) == 5 and len(own.log_probs) == 4 and own.images.shape == (2, 64, 64, 3)
+    sampler = policy(pipeline, noise=0.0, negative_prompt="a cat")
+    sampled = sampler.sample(sampler.embed(PROMPTS[:2]), streams(2)).images
+    torch.testing.assert_close(
+        sampled.permute(0, 2, 3, 1), torch.from_numpy(own.images).to(sampled), rtol=0, atol=1e-6
+    )
 
 
 def test_images_depend_on_their_own_stream_alone():
@@ -111,48 +117,64 @@ def test_steps_scored_again_have_the_sampled_log_probs(trains_guidance):
         assert (ratio - 1).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("first", [0, 2, 3])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_gradient_through_the_sampler_is_that_of_finite_differences(first, checkpointing):
+def flow_policy(make):
+    return FlowPolicy(
+        FlowPipeline(make(dtype=torch.float64), use_lora=False), num_steps=4, noise=0.7, guidance_scale=3.0, resolution=64
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "first"),
+    [
+        (tiny_pipeline, 0),
+        (tiny_pipeline, 2),
+        (tiny_pipeline, 3),
+        (tiny_sd3, 0),
+        (tiny_sd3, 2),
+        (tiny_flux, 3),
+    ],
+)
+def test_the_gradient_through_the_sampler_is_that_of_finite_differences(make, first):
     """Of the truncated gradient: outputs of earlier steps are held at those of the unchanged weights."""
-    pipeline = tiny_pipeline(dtype=torch.float64)
-    pipeline.set_progress_bar_config(disable=True)
-    weight = pipeline.unet.conv_out.weight
+    own = policy(make(dtype=torch.float64)) if make is tiny_pipeline else flow_policy(make)
+    model, conditions = own.model, own.embed(PROMPTS[:1])
+    weight = (model.conv_out if make is tiny_pipeline else model.proj_out).weight
     direction = torch.randn_like(weight)
-    frozen, forward, calls = copy.deepcopy(pipeline.unet), pipeline.unet.forward, []
+    frozen, forward, calls = copy.deepcopy(model), model.forward, []
 
     def held(*args, **kwargs):
-        """The UNet, with the first weights for calls before `first`."""
+        """The model, with the first weights for calls before `first`."""
         calls.append(0)
         return (frozen if len(calls) <= first else forward)(*args, **kwargs)
-
-    settings = {
-        "prompt": PROMPTS[:1],
-        "num_inference_steps": 4,
-        "guidance_scale": 3.0,
-        "eta": 1.0,
-        "output_type": "pt",
-    }
 
     def brightness(shift):
         calls.clear()
         with torch.no_grad():
             weight.add_(shift * direction)
-        pipeline.unet.forward = held
-        value = pipeline_step(pipeline, generator=streams(1), **settings).images.mean()
-        pipeline.unet.forward = forward
+        model.forward = held
+        value = own.sample(conditions, streams(1)).images.mean()
+        model.forward = forward
         with torch.no_grad():
             weight.sub_(shift * direction)
         return value
 
-    found = pipeline_step_with_grad(
-        pipeline, generator=streams(1), truncated_backprop_rand=False, truncated_backprop_timestep=first,
-        gradient_checkpoint=checkpointing, **settings,
-    )  # fmt: skip
+    found = own.sample(conditions, streams(1), first)
     (gradient,) = torch.autograd.grad(found.images.mean(), weight)
     size = 1e-5
     expected = (brightness(size) - brightness(-size)) / (2 * size)
     assert float((gradient * direction).sum()) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_recomputing_changes_no_gradient():
+    pipeline, gradients = tiny_pipeline(), []
+    pipeline.set_progress_bar_config(disable=True)
+    for recomputes in (True, False):
+        images = pipeline_step_with_grad(
+            pipeline, PROMPTS[:1], generator=streams(1), num_inference_steps=3, gradient_checkpoint=recomputes,
+            truncated_backprop=False, output_type="pt",
+        ).images  # fmt: skip
+        gradients += torch.autograd.grad(images.mean(), pipeline.unet.conv_out.weight)
+    torch.testing.assert_close(*gradients)
 
 
 def test_a_trajectory_has_one_step_from_which_gradients_flow():
@@ -175,17 +197,15 @@ def test_long_prompts_are_cut_and_counted(caplog):
 
 def test_refused_policies():
     with pytest.raises(ValueError, match="sample_eta"):
-        policy(eta=0.0).random_steps()
+        policy(noise=0.0).random_steps()
     from diffusers import PNDMScheduler
 
-    own = policy()
-    own.pipeline.sd_pipeline.scheduler = PNDMScheduler.from_config(own.pipeline.scheduler.config)
+    own = DefaultDDPOStableDiffusionPipeline(tiny_pipeline())
+    own.sd_pipeline.scheduler = PNDMScheduler.from_config(own.scheduler.config)
     with pytest.raises(ValueError, match="DDIMScheduler"):
-        own.random_steps()
-    with pytest.raises(TypeError, match="Default"):
-        DDIMPolicy(tiny_pipeline(), num_steps=4)
-    with pytest.raises(TypeError, match="scheduler_step"):
-        DDPOStableDiffusionPipeline().scheduler_step()
+        DDIMPolicy(own, num_steps=4, noise=1.0, guidance_scale=1.0).random_steps()
+    with pytest.raises(TypeError, match="StableDiffusionPipeline"):
+        DefaultDDPOStableDiffusionPipeline(tiny_sd3())
 
 
 def test_a_saved_pipeline_has_its_adapter_and_its_own_base(tmp_path):
@@ -205,6 +225,8 @@ def test_a_saved_pipeline_has_its_adapter_and_its_own_base(tmp_path):
     own.save_pretrained(tmp_path)
     plain = StableDiffusionPipeline.from_pretrained(tmp_path)
     assert all(torch.equal(value, kept[name]) for name, value in plain.unet.state_dict().items())
+    index = tmp_path / "model_index.json"
+    index.write_text(index.read_text().replace("StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline"))
     again = DefaultDDPOStableDiffusionPipeline(str(tmp_path), use_lora=False)
     again.set_progress_bar_config(disable=True)
     assert again.use_lora and (tmp_path / LORA_FILE).exists()

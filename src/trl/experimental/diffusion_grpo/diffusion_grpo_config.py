@@ -37,12 +37,6 @@ class DiffusionGRPOConfig(PolicyGradientOptions):
     )
     reward_deadline: float | None = option(None, "Maximum seconds of a call of a reward function.", "> 0")
     reward_failure: RewardFailure = option("error", "If a reward function fails: error, or skip its rows.")
-    noise_level: float = option(
-        0.7, "Noise of a flow model's stochastic equation; DDIM takes sample_eta.", "> 0"
-    )
-    resolution: int | None = option(
-        None, "Side of a flow model's images in pixels. None: the model's.", ">= 8"
-    )
 
     def check(self) -> None:
         """Raise on bad values."""

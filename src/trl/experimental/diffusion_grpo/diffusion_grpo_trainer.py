@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,20 +14,16 @@ from torch import Tensor
 
 from trl.experimental.diffusion_grpo.diffusion_grpo_config import DiffusionGRPOConfig
 from trl.models.diffusion.ddim import DDPOSchedulerOutput
-from trl.models.diffusion.flow import FlowPipeline, FlowPolicy
-from trl.models.diffusion.policy import DDIMPolicy, DiffusionPolicy, generator_of
-from trl.models.diffusion.stable_diffusion import (
-    DDPOStableDiffusionPipeline,
-    DefaultDDPOStableDiffusionPipeline,
-)
+from trl.models.diffusion.policy import generator_of
 from trl.objectives.diffusion import gaussian_kl
 from trl.objectives.group_advantages import group_relative, reward_statistics
+from trl.options.training import wrong_config
 from trl.rewards.images import image_sources
 from trl.rewards.result import RewardInputs, reward_metrics
 from trl.rewards.source import RewardSources
 from trl.rollouts.token_counts import BUCKETS, METRIC, token_ledger
-from trl.trainer.ddpo_trainer import DDPOTrainer, Images
-from trl.trainer.diffusion_trainer import DiffusionTrainer
+from trl.trainer.ddpo_trainer import Batch, DDPOTrainer, Images
+from trl.trainer.diffusion_trainer import TAGS, ImageHook
 
 _CITATION = """@article{liu2025flowgrpo,
     title   = {Flow-GRPO: Training Flow Matching Models via Online RL},
@@ -56,7 +53,7 @@ class DiffusionGRPOTrainer(DDPOTrainer):
     """
 
     _name = "diffusion GRPO"
-    _tag_names: ClassVar[list[str]] = ["trl", "grpo", "diffusers", "reinforcement-learning", "text-to-image"]
+    _tag_names: ClassVar[list[str]] = ["trl", "grpo", *TAGS]
     _paper: ClassVar[dict[str, str]] = {
         "title": "Flow-GRPO: Training Flow Matching Models via Online RL", "id": "2505.05470", "citation": _CITATION
     }  # fmt: skip
@@ -68,11 +65,15 @@ class DiffusionGRPOTrainer(DDPOTrainer):
         reward_funcs: Any,
         args: DiffusionGRPOConfig | None = None,
         train_dataset: Any = None,
-        image_samples_hook: Callable[[Any, Any, Any], Any] | None = None,
+        image_samples_hook: ImageHook | None = None,
     ) -> None:
         config = DiffusionGRPOConfig() if args is None else args
+        if not isinstance(config, self._config_class):
+            raise wrong_config(config, self._config_class)
         self.rows = list(train_dataset or ())
-        if not self.rows or not all(isinstance(row.get("prompt"), str) for row in self.rows):
+        if not self.rows or not all(
+            isinstance(r, Mapping) and isinstance(r.get("prompt"), str) for r in self.rows
+        ):
             raise ValueError("train_dataset must have rows with a text as 'prompt'. Give at least one.")
         self.rewards = RewardSources(
             image_sources(reward_funcs),
@@ -86,13 +87,15 @@ class DiffusionGRPOTrainer(DDPOTrainer):
             if hasattr(source, "group_size"):  # of a judge
                 source.group_size = config.num_generations  # type: ignore[attr-defined]
         self._scoring, self._kls = threading.Lock(), list[Tensor]()
-        self._counts = dict.fromkeys(BUCKETS, 0)
-        DiffusionTrainer.__init__(self, config, lambda: make_policy(model, config), image_samples_hook)
+        self._counts = Counter[str]()
+        super().__init__(config, None, None, model, image_samples_hook)
+
+    def set_up(self) -> None:
+        """Keep the model before training, too, where it is whole."""
+        super().set_up()
         self._reference = None
-        if config.beta and not getattr(self.policy.pipeline, "use_lora", False):
+        if self.config.beta and not getattr(self.policy.pipeline, "use_lora", False):
             self._reference = copy.deepcopy(self.policy.model).requires_grad_(False)
-        self.set_up_steps()
-        self.resume()
 
     # ---- rollouts
 
@@ -110,20 +113,15 @@ class DiffusionGRPOTrainer(DDPOTrainer):
         return tuple(row["prompt"] for row in chosen), columns
 
     def compute_rewards(
-        self,
-        prompt_image_pairs: Sequence[tuple[Tensor, tuple[str, ...], tuple[Any, ...]]],
-        is_async: bool = False,
+        self, prompt_image_pairs: Sequence[Batch], is_async: bool = False
     ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
         """Weighted sums `(B,)` of the rewards of batches, NaN for images without any, and the scores by source `(B, S)`."""
-        found = []
+        found, device = [], self.accelerator.device
         for images, prompts, rows in prompt_image_pairs:
-            names = rows[0] if rows else {}
-            columns = {name: [row[name] for row in rows] for name in names}
+            columns = {name: [row[name] for row in rows] for name in rows[0]}
             with self._scoring:  # also of several threads
                 result = self.rewards.score(RewardInputs(prompts, list(images), columns=columns))
-            found.append(
-                (result.rewards.to(self.accelerator.device), result.scores.to(self.accelerator.device))
-            )
+            found.append((result.rewards.to(device), result.scores.to(device)))
         rewards, scores = zip(*found, strict=True)
         return rewards, scores
 
@@ -136,22 +134,17 @@ class DiffusionGRPOTrainer(DDPOTrainer):
     def _count(self, advantages: Tensor, unscored: Tensor, steps: int) -> None:
         """Count the denoising steps of the images of all processes by what becomes of them."""
         masked = torch.arange(steps, device=advantages.device) >= self.num_train_timesteps
-        claims = {
-            "reward_failed": unscored.repeat_interleave(steps),
-            "masked": masked.repeat(len(advantages)),
-        }
+        failed = unscored.repeat_interleave(steps)
+        claims = {"reward_failed": failed, "masked": masked.repeat(len(advantages))}
         found = token_ledger(advantages.repeat_interleave(steps), claims).tolist()
-        self._counts = {
-            name: count + more for (name, count), more in zip(self._counts.items(), found, strict=True)
-        }
+        self._counts.update(dict(zip(BUCKETS, found, strict=True)))
 
     def reward_statistics(self, images: Images, rewards: Tensor) -> dict[str, Any]:
         """`reward`, `reward_std`, `frac_reward_zero_std`, those of each source, and the denoising steps by what became of them."""
         found = reward_statistics(rewards, self.config.num_generations, scale=self.config.scale_rewards)
         scores: Any = self.accelerator.gather(torch.cat(images.reward_metadata))
-        counts = {
-            f"{METRIC}{name}": count for name, count in self._counts.items() if count or name == "trained"
-        }
+        known = [name for name in BUCKETS if self._counts[name] or name == "trained"]
+        counts = {f"{METRIC}{name}": self._counts[name] for name in known}
         means = {name: float(each.mean) for name, each in found.items()}
         return means | reward_metrics(self.rewards.names, scores) | counts
 
@@ -170,19 +163,12 @@ class DiffusionGRPOTrainer(DDPOTrainer):
         finally:
             model.enable_adapters()
 
-    def penalty(
-        self,
-        found: DDPOSchedulerOutput,
-        latents: Tensor,
-        timesteps: Tensor,
-        next_latents: Tensor,
-        embeds: Any,
-    ) -> Tensor | float:
+    def penalty(self, found: DDPOSchedulerOutput, *given: Any) -> Tensor | float:
         """`beta` times the KL divergence of a step from the reference's."""
         if not self.config.beta:
             return 0.0
         with torch.no_grad(), self.autocast(), self.reference() as model:
-            known = self.policy.step(latents, timesteps, next_latents, embeds, model)
+            known = self.policy.step(*given, model=model)
         if found.mean is None or found.std is None or known.mean is None:
             raise ValueError(
                 "beta needs a pipeline whose scheduler_step returns the mean and std of a step. Set beta=0."
@@ -204,25 +190,4 @@ class DiffusionGRPOTrainer(DDPOTrainer):
 
     def load_carried(self, state: dict[str, Any]) -> None:
         """Restore `carried`."""
-        self._counts = {name: state[name] for name in BUCKETS}
-
-
-def make_policy(model: Any, config: DiffusionGRPOConfig) -> DiffusionPolicy:
-    """The policy of a model, by its kind. Raises TypeError for another kind of model."""
-    shared = {
-        "num_steps": config.sample_num_steps,
-        "guidance_scale": config.sample_guidance_scale,
-        "trains_guidance": config.train_cfg,
-        "negative_prompt": config.negative_prompts,
-    }
-    if hasattr(model, "transformer") and not isinstance(model, FlowPipeline):
-        model = FlowPipeline(model)
-    elif hasattr(model, "unet") and not isinstance(model, DDPOStableDiffusionPipeline):
-        model = DefaultDDPOStableDiffusionPipeline(model)
-    if isinstance(model, FlowPipeline):
-        return FlowPolicy(model, **shared, noise_level=config.noise_level, resolution=config.resolution)  # pyright: ignore[reportArgumentType]
-    if isinstance(model, DDPOStableDiffusionPipeline):
-        return DDIMPolicy(model, **shared, eta=config.sample_eta)  # pyright: ignore[reportArgumentType]
-    raise TypeError(
-        f"model must be a FlowPipeline, a DDPOStableDiffusionPipeline or a pipeline of diffusers, got {type(model).__name__}."
-    )
+        self._counts = Counter(state)

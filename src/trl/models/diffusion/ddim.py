@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,18 +29,11 @@ class DDPOSchedulerOutput:
     std: Tensor | None = None
 
 
-class Estimate(NamedTuple):
-    """The clean latent and the noise that a model's output stands for."""
-
-    clean: Tensor
-    noise: Tensor
-
-
-# Of (output, latent, sqrt(alpha), sqrt(1 - alpha)), by diffusers' `prediction_type`.
+# (clean latent, noise) of (output, latent, sqrt(alpha), sqrt(1 - alpha)), by diffusers' `prediction_type`.
 PREDICTIONS = {
-    "epsilon": lambda output, x, a, b: Estimate((x - b * output) / a, output),
-    "sample": lambda output, x, a, b: Estimate(output, (x - a * output) / b),
-    "v_prediction": lambda output, x, a, b: Estimate(a * x - b * output, a * output + b * x),
+    "epsilon": lambda output, x, a, b: ((x - b * output) / a, output),
+    "sample": lambda output, x, a, b: (output, (x - a * output) / b),
+    "v_prediction": lambda output, x, a, b: (a * x - b * output, a * output + b * x),
 }
 
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from trl.models.diffusion.ddim import DDPOSchedulerOutput, deviations
-from trl.models.diffusion.stable_diffusion import (
-    DDPOStableDiffusionPipeline,
-    DefaultDDPOStableDiffusionPipeline,
-    decode_latents,
-    predict_noise,
-)
+from trl.models.diffusion.ddim import DDPOSchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -34,199 +31,161 @@ class Trajectory(NamedTuple):
     log_probs: Tensor
 
 
-class DiffusionPolicy(Protocol):
-    """The seam between trainers and kinds of diffusion models."""
+class DiffusionPolicy(ABC):
+    """The seam between trainers and kinds of diffusion models.
 
-    pipeline: Any
-    """Has `get_trainable_layers`, `save_checkpoint`, `load_checkpoint`, `save_pretrained` and `autocast`."""
+    `pipeline` has `get_trainable_layers`, `save_checkpoint`, `load_checkpoint`, `save_pretrained` and `autocast`. `noise` is the
+    `sample_eta` of DDIM or the `noise_level` of a flow. Rewards and hooks may set or replace the pipeline's scheduler.
+    """
+
+    timesteps: Tensor
+    """Those of the S steps, `(S,)`."""
+
+    def __init__(
+        self, pipeline: Any, *, num_steps: int, noise: float, guidance_scale: float,
+        trains_guidance: bool = True, negative_prompt: str | None = None, is_guided: bool = True,
+    ) -> None:  # fmt: skip
+        self.pipeline = pipeline
+        self.num_steps, self.noise, self.guidance_scale = num_steps, noise, guidance_scale
+        self.is_guided = is_guided and guidance_scale > 1
+        self.trains_guidance = self.is_guided and trains_guidance
+        self.negative_prompt, self.cut_prompts = negative_prompt or "", 0
 
     @property
+    @abstractmethod
     def frozen(self) -> list[Any]:
         """The modules that are never trained."""
-        ...
 
     @property
+    @abstractmethod
     def model(self) -> Any:
         """The denoising model."""
-        ...
 
+    @abstractmethod
     def embed(self, prompts: Sequence[str]) -> Conditions:
         """The conditions of prompts; those that are too long for the text encoder are cut and counted."""
-        ...
 
-    def sample(self, conditions: Conditions, generators: list[torch.Generator]) -> Trajectory:
-        """Denoise without gradient; each generator draws all noise of its row."""
-        ...
+    @cached_property
+    def negative(self) -> Conditions:
+        """The conditions of the negative prompt, with one row."""
+        return self.embed([self.negative_prompt])
 
-    def set_timesteps(self) -> Any:
-        """Give the scheduler, which others may have used, the timesteps of a trajectory."""
-        ...
+    def _count_cut(self, prompts: Sequence[str], tokenizers: Sequence[tuple[Any, int]]) -> None:
+        """Add the prompts that are longer than the limit of each tokenizer to `cut_prompts`; warns of the first."""
+        fits = [
+            [len(ids) <= limit for ids in tokenizer(list(prompts), verbose=False).input_ids]
+            for tokenizer, limit in tokenizers
+        ]
+        cut = sum(not any(each) for each in zip(*fits, strict=True))
+        if cut and not self.cut_prompts:
+            logger.warning(
+                "%d of %d prompts are longer than the text encoder's %d tokens and are cut. Logged once; counted as cut_prompts.",
+                cut, len(prompts), max(limit for _, limit in tokenizers),
+            )  # fmt: skip
+        self.cut_prompts += cut
+
+    def guided(self, conditions: Conditions) -> Conditions:
+        """With `2 B` rows, those of the negative prompt first."""
+        pairs = zip(self.negative, conditions, strict=True)
+        return tuple(torch.cat([negative.expand_as(own), own]) for negative, own in pairs)
 
     def training_embeds(self, conditions: Conditions) -> Any:
         """The conditions as `step` takes them: with the negative prompt's in front where guidance is trained."""
-        ...
+        return self.guided(conditions) if self.trains_guidance else conditions
 
+    def sample(
+        self, conditions: Conditions, generators: list[torch.Generator], first_trained: int | None = None
+    ) -> Trajectory:
+        """Denoise; each generator draws all noise of its row.
+
+        Images have a gradient to the model's outputs at step `first_trained` and later, or none. With guidance that is not trained,
+        log-probabilities are those without guidance, which are trained.
+        """
+        with torch.set_grad_enabled(first_trained is not None):
+            images, latents, log_probs = self._denoise(conditions, generators, first_trained)
+            latents = torch.stack(list(latents), dim=1)
+            timesteps = self.timesteps.to(latents.device).expand(len(latents), -1)
+            if self.is_guided and not self.trains_guidance and first_trained is None:
+                given = zip(latents.unbind(1), timesteps.unbind(1), latents[:, 1:].unbind(1), strict=False)
+                log_probs = [self.step(*each, self.training_embeds(conditions)).log_probs for each in given]
+        return Trajectory(images, latents, timesteps, torch.stack(list(log_probs), dim=1))
+
+    @abstractmethod
+    def _denoise(
+        self, conditions: Conditions, generators: list[torch.Generator], first_trained: int | None
+    ) -> tuple[Tensor, Any, Any]:
+        """Images, S + 1 latents and S log-probabilities."""
+
+    @abstractmethod
     def step(
         self, latents: Tensor, timesteps: Tensor, next_latents: Tensor, embeds: Any, model: Any = None
     ) -> DDPOSchedulerOutput:
         """A step's log-probability `(B,)` under the present weights (or another `model`'s), with gradient; `timesteps (B,)`."""
-        ...
 
+    @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
         """Images in 0..1."""
-        ...
 
+    @abstractmethod
     def random_steps(self) -> Tensor:
         """Of the S steps of a trajectory, those that draw noise: bool `(S,)`. Only they can be learned from.
 
         Raises: ValueError where none does.
         """
-        ...
 
 
-class DDIMPolicy:
-    """A `DDPOStableDiffusionPipeline` as a policy; its scheduler must be DDIM unless it defines a `scheduler_step` of its own."""
+def denoise(
+    x: Tensor,
+    timesteps: Iterable[Tensor],
+    predict: Callable[[Tensor, Tensor], Tensor],
+    step: Callable[[Tensor, int, Tensor], DDPOSchedulerOutput],
+    *,
+    first_trained: int = 0,
+    recomputes: bool = True,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The S + 1 latents and S log-probabilities of a trajectory that starts at `x`.
 
-    def __init__(
-        self,
-        pipeline: DDPOStableDiffusionPipeline,
-        *,
-        num_steps: int,
-        eta: float = 1.0,
-        guidance_scale: float = 5.0,
-        trains_guidance: bool = True,
-        negative_prompt: str | None = "",
-    ) -> None:
-        if not isinstance(pipeline, DDPOStableDiffusionPipeline):
-            raise TypeError(
-                f"sd_pipeline must be a DDPOStableDiffusionPipeline, got {type(pipeline).__name__}. Wrap it: "
-                "DefaultDDPOStableDiffusionPipeline(pipeline)."
+    `predict(x, timestep)` is the model's output and `step(output, number, x)` the scheduler's step. Where gradients are enabled,
+    outputs of the step `first_trained` (0 is the noisiest) and later have one; `recomputes` runs the model again for it.
+    """
+    latents, log_probs = [x], []
+    for number, timestep in enumerate(timesteps):
+        has_grad = torch.is_grad_enabled() and number >= first_trained
+        with torch.set_grad_enabled(has_grad):
+            again = has_grad and recomputes
+            output: Any = (
+                checkpoint(predict, x, timestep, use_reentrant=False) if again else predict(x, timestep)
             )
-        self.pipeline, self.num_steps, self.eta, self.guidance_scale = (
-            pipeline,
-            num_steps,
-            eta,
-            guidance_scale,
-        )
-        self.is_guided = guidance_scale > 1
-        self.trains_guidance = self.is_guided and trains_guidance
-        self.negative_prompt, self.cut_prompts = negative_prompt or "", 0
-        self._negative: Conditions | None = None
-
-    @property
-    def frozen(self) -> list[Any]:
-        """Decoder and text encoder."""
-        return [self.pipeline.vae, self.pipeline.text_encoder]
-
-    @property
-    def model(self) -> Any:
-        """The UNet."""
-        return self.pipeline.unet
-
-    @torch.no_grad()
-    def embed(self, prompts: Sequence[str]) -> Conditions:
-        """Hidden states of the text encoder, `(B, T, D)`."""
-        tokenizer, encoder = self.pipeline.tokenizer, self.pipeline.text_encoder
-        limit = tokenizer.model_max_length
-        count_cut(self, prompts, [(tokenizer, limit)])
-        ids = tokenizer(
-            list(prompts), padding="max_length", max_length=limit, truncation=True, return_tensors="pt"
-        )
-        return (encoder(ids.input_ids.to(next(encoder.parameters()).device))[0],)
-
-    @property
-    def negative(self) -> Tensor:
-        """The negative prompt's hidden states, `(1, T, D)`."""
-        if self._negative is None:
-            self._negative = self.embed([self.negative_prompt])
-        return self._negative[0]
-
-    def sampling(self, conditions: Conditions, generators: list[torch.Generator] | None) -> dict[str, Any]:
-        """The arguments of a call of the pipeline."""
-        (embeds,) = conditions
-        return {
-            "prompt_embeds": embeds,
-            "negative_prompt_embeds": self.negative.expand_as(embeds),
-            "num_inference_steps": self.num_steps,
-            "guidance_scale": self.guidance_scale,
-            "eta": self.eta,
-            "generator": generators,
-            "output_type": "pt",
-        }
-
-    @torch.no_grad()
-    def sample(self, conditions: Conditions, generators: list[torch.Generator]) -> Trajectory:
-        """Denoise; with guidance that is not trained, log-probabilities are those without guidance, which are trained."""
-        found = self.pipeline(**self.sampling(conditions, generators))
-        latents = torch.stack(list(found.latents), dim=1)
-        timesteps = self.pipeline.scheduler.timesteps.to(latents.device).expand(len(latents), -1)
-        log_probs = torch.stack(list(found.log_probs), dim=1)
-        if self.is_guided and not self.trains_guidance:
-            embeds = self.training_embeds(conditions)
-            scored = [
-                self.step(latents[:, n], timesteps[:, n], latents[:, n + 1], embeds).log_probs
-                for n in range(timesteps.shape[1])
-            ]
-            log_probs = torch.stack(scored, dim=1)
-        return Trajectory(found.images, latents, timesteps, log_probs)
-
-    def set_timesteps(self) -> None:
-        """Of a trajectory."""
-        self.pipeline.scheduler.set_timesteps(self.num_steps)
-
-    def training_embeds(self, conditions: Conditions) -> Tensor:
-        """`(2 B, T, D)`, negative ones first, or `(B, T, D)` without guidance."""
-        (embeds,) = conditions
-        return torch.cat([self.negative.expand_as(embeds), embeds]) if self.trains_guidance else embeds
-
-    def step(
-        self, latents: Tensor, timesteps: Tensor, next_latents: Tensor, embeds: Any, model: Any = None
-    ) -> DDPOSchedulerOutput:
-        """A DDIM step's log-probability."""
-        guidance = self.guidance_scale if len(embeds) == 2 * len(latents) else None
-        output = predict_noise(self.model if model is None else model, latents, timesteps, embeds, guidance)
-        return self.pipeline.scheduler_step(
-            output, timesteps, latents, eta=self.eta, prev_sample=next_latents
-        )
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Images in 0..1."""
-        return decode_latents(getattr(self.pipeline, "sd_pipeline", self.pipeline), latents, "pt")
-
-    def random_steps(self) -> Tensor:
-        """The steps with noise, bool `(S,)`. Raises ValueError for eta 0 and for another scheduler than DDIM."""
-        scheduler, kind = self.pipeline.scheduler, type(self.pipeline.scheduler).__name__
-        if not self.eta > 0:
-            raise ValueError(
-                f"sample_eta must be > 0, got {self.eta}: without noise a step has no log-probability."
-            )
-        steps_itself = (
-            type(self.pipeline).scheduler_step is not DefaultDDPOStableDiffusionPipeline.scheduler_step
-        )
-        if kind != "DDIMScheduler" and not steps_itself:
-            raise ValueError(
-                f"the scheduler must be a DDIMScheduler, whose steps have a log-probability, got {kind}. Set "
-                "scheduler = DDIMScheduler.from_config(scheduler.config)."
-            )
-        self.set_timesteps()
-        if kind != "DDIMScheduler":
-            return torch.ones(len(scheduler.timesteps), dtype=torch.bool)
-        return deviations(scheduler, scheduler.timesteps, self.eta) > 0
+        found = step(output, number, x)
+        x = found.latents
+        latents.append(x)
+        log_probs.append(found.log_probs)
+    return latents, log_probs
 
 
-def count_cut(policy: Any, prompts: Sequence[str], tokenizers: Sequence[tuple[Any, int]]) -> None:
-    """Add the prompts that are longer than the limit of each tokenizer to `policy.cut_prompts`; warns of the first."""
-    fits = [
-        [len(ids) <= limit for ids in tokenizer(list(prompts), verbose=False).input_ids]
-        for tokenizer, limit in tokenizers
-    ]
-    cut = sum(not any(each) for each in zip(*fits, strict=True))
-    if cut and not policy.cut_prompts:
-        logger.warning(
-            "%d of %d prompts are longer than the text encoder's %d tokens and are cut. Logged once; counted as cut_prompts.",
-            cut, len(prompts), max(limit for _, limit in tokenizers),
-        )  # fmt: skip
-    policy.cut_prompts += cut
+def with_guidance(
+    forward: Callable[[Tensor, Tensor], Tensor], x: Tensor, times: Tensor, guidance: float | None, rescale: float = 0.0
+) -> Tensor:  # fmt: skip
+    """A model's output for latents `(B, ...)` at `times (B,)`; with `guidance`, `forward` takes them twice, without the prompt first.
+
+    Source: Ho and Salimans 2022, eq. 6 (arXiv:2207.12598), with weight `guidance - 1`; `rescale` as Lin et al. 2023, eq. 16
+    (arXiv:2305.08891).
+    """
+    if guidance is None:
+        return forward(x, times)
+    without, within = forward(torch.cat([x] * 2), torch.cat([times] * 2)).chunk(2)
+    output = without + guidance * (within - without)
+    if rescale:
+        axes = tuple(range(1, output.ndim))
+        same = output * within.std(axes, keepdim=True) / output.std(axes, keepdim=True)
+        output = rescale * same + (1 - rescale) * output
+    return output
+
+
+def draw_step(bounds: Sequence[int], last: int, generator: torch.Generator | None = None) -> int:
+    """A denoising step, drawn uniformly between two bounds (both included), those after the `last` left out."""
+    lowest, highest = bounds
+    return int(torch.randint(lowest, max(min(highest, last), lowest) + 1, (1,), generator=generator))
 
 
 def generator_of(*numbers: int) -> torch.Generator:

@@ -16,7 +16,7 @@ from trl.checkpoints.wholeness import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-LORA_FILE = "pytorch_lora_weights.safetensors"
+LORA_FILE, WEIGHTS_FILE = "pytorch_lora_weights.safetensors", "diffusion_pytorch_model.safetensors"
 TARGETS = ["to_k", "to_q", "to_v", "to_out.0"]
 ONE_FILE = "10TB"
 
@@ -33,13 +33,39 @@ def import_diffusers() -> Any:
 
 
 class TrainedPipeline:
-    """What trainers need of a pipeline of diffusers; `part` is the name of the model that is trained in it."""
+    """A pipeline of diffusers of which an adapter (`use_lora`) or a whole model is trained: that under the name `part`.
+
+    `pretrained_model_name` is a Hub name, a folder, or the pipeline. LoRA weights beside the model are loaded, and `use_lora` is then
+    True.
+
+    Raises: TypeError for a pipeline that is none of `kinds`.
+    """
 
     part: ClassVar[str] = "unet"
-    sd_pipeline: Any
-    pretrained_model: Any
-    pretrained_revision: str
-    use_lora: bool
+    kinds: ClassVar[tuple[str, ...]] = ("StableDiffusionPipeline",)
+
+    def __init__(
+        self, pretrained_model_name: Any, *, pretrained_model_revision: str = "main", use_lora: bool = True
+    ) -> None:
+        diffusers, given = import_diffusers(), pretrained_model_name
+        self.pretrained_model, self.pretrained_revision = given, pretrained_model_revision
+        if isinstance(given, (str, Path)):
+            kind = self.kinds[0] if len(self.kinds) == 1 else "DiffusionPipeline"
+            given = getattr(diffusers, kind).from_pretrained(given, revision=pretrained_model_revision)
+        if not isinstance(given, tuple(getattr(diffusers, kind) for kind in self.kinds)):
+            raise TypeError(
+                f"{type(self).__name__} takes a {' or '.join(self.kinds)}, got {type(given).__name__}."
+            )
+        self.sd_pipeline: Any = given
+        self.use_lora = use_lora
+        self._settle()
+        self._load_lora()
+        for module in given.components.values():
+            if isinstance(module, nn.Module):
+                module.requires_grad_(module is self.trained and not self.use_lora)
+
+    def _settle(self) -> None:
+        """Bring a pipeline that was loaded into the form that trainers need."""
 
     @property
     def trained(self) -> Any:
@@ -63,9 +89,8 @@ class TrainedPipeline:
         if not getattr(model, "peft_config", None):
             from peft import LoraConfig
 
-            model.add_adapter(
-                LoraConfig(r=4, lora_alpha=4, init_lora_weights="gaussian", target_modules=TARGETS)
-            )
+            config = LoraConfig(r=4, lora_alpha=4, init_lora_weights="gaussian", target_modules=TARGETS)
+            model.add_adapter(config)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("lora_" in name)
             if "lora_" in name:
@@ -84,9 +109,7 @@ class TrainedPipeline:
             self.use_lora = True
         except OSError:
             if self.use_lora:
-                logger.warning(
-                    "%s has no LoRA weights (%s): training starts from a new adapter.", name, LORA_FILE
-                )
+                logger.warning("%s has no %s: training starts from a new adapter.", name, LORA_FILE)
 
     def save_pretrained(self, output_dir: str | Path) -> None:
         """Write the whole pipeline, and the LoRA weights beside it."""
@@ -100,20 +123,20 @@ class TrainedPipeline:
 
         Raises: ValueError unless there is one model.
         """
-        model = _only(models)
+        (model,) = models
         if self.use_lora:
             self._save_lora(output_dir)
         else:
             model.save_pretrained(Path(output_dir) / self.part, max_shard_size=ONE_FILE)
 
-    def _save_lora(self, folder: str | Path) -> None:
+    def _adapter(self) -> dict[str, Any]:
         from peft.utils import get_peft_model_state_dict
 
-        adapter, config = next(iter(self.trained.peft_config.items()))
-        known = {
-            f"{self.part}_lora_layers": get_peft_model_state_dict(self.trained, adapter_name=adapter),
-            f"{self.part}_lora_adapter_metadata": config.to_dict(),
-        }
+        return get_peft_model_state_dict(self.trained, adapter_name=next(iter(self.trained.peft_config)))
+
+    def _save_lora(self, folder: str | Path) -> None:
+        config = next(iter(self.trained.peft_config.values())).to_dict()
+        known = {f"{self.part}_lora_layers": self._adapter(), f"{self.part}_lora_adapter_metadata": config}
         type(self.sd_pipeline).save_lora_weights(str(folder), **known)
 
     def load_checkpoint(self, models: list[Any], input_dir: str) -> None:
@@ -121,46 +144,28 @@ class TrainedPipeline:
 
         Raises: ValueError unless there is one model; CheckpointError for weights of another model.
         """
-        model = _only(models)
-        own, load, prefix = model.state_dict(), model.load_state_dict, ""
-        file = Path(input_dir) / self.part / "diffusion_pytorch_model.safetensors"
+        (model,) = models
+        file = Path(input_dir) / (LORA_FILE if self.use_lora else f"{self.part}/{WEIGHTS_FILE}")
+        loaded = load_file(file) if file.is_file() else {}
+        saved = {key.removeprefix(f"{self.part}."): value for key, value in loaded.items()}
+        own = self._adapter() if self.use_lora else model.state_dict()
+        if {key: each.shape for key, each in own.items()} != {key: each.shape for key, each in saved.items()}:
+            raise CheckpointError(
+                f"{file} is missing, or of another model. Resume with the model and the use_lora of that run."
+            )
         if self.use_lora:
-            from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+            from peft.utils import set_peft_model_state_dict
 
-            adapter, file = next(iter(model.peft_config)), Path(input_dir) / LORA_FILE
-            own, prefix = get_peft_model_state_dict(model, adapter_name=adapter), f"{self.part}."
-
-            def load(saved: dict[str, Any]) -> None:
-                set_peft_model_state_dict(model, saved, adapter_name=adapter)
-
-        if not file.is_file():
-            raise CheckpointError(
-                f"{file} is missing. Resume with the use_lora that the checkpoint was saved with."
-            )
-        saved = {key.removeprefix(prefix): value for key, value in load_file(file).items()}
-        if {key: value.shape for key, value in own.items()} != {
-            key: value.shape for key, value in saved.items()
-        }:
-            raise CheckpointError(
-                f"{file} is of another model. Resume with the model that was trained there."
-            )
-        load(saved)
-
-
-def _only(models: list[Any]) -> Any:
-    if len(models) != 1:
-        raise ValueError(f"a pipeline trains one model, got {len(models)}. Save and load others yourself.")
-    return models[0]
+            set_peft_model_state_dict(model, saved, adapter_name=next(iter(model.peft_config)))
+        else:
+            model.load_state_dict(saved)
 
 
 @contextlib.contextmanager
 def _without_adapter_names(model: Any) -> Iterator[None]:
     """A block in which `state_dict` has the model's own weights by their own names: diffusers (0.42) saves those of peft's layers."""
-    own = {
-        key.replace(".base_layer.", "."): value
-        for key, value in model.state_dict().items()
-        if "lora_" not in key
-    }
+    every = model.state_dict().items()
+    own = {key.replace(".base_layer.", "."): value for key, value in every if "lora_" not in key}
     model.state_dict = lambda *args, **kwargs: own
     try:
         yield
