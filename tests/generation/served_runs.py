@@ -1,15 +1,16 @@
 """Runs that generate with a server of `stand_in`; under torchrun: `-m tests.generation.served_runs FOLDER HOW URL PORT`.
 
-HOW: `tools` (DDP), `fsdp2` or `zero3`.
+HOW: `tools`, `agents` (DDP), `fsdp2` or `zero3`.
 """
 
 import sys
+from types import SimpleNamespace
 
 import torch
 
 from tests.generation.stand_in import LocalCopy
 from tests.tiny import tiny_model
-from tests.trainer import grpo_runs, grpo_tool_runs
+from tests.trainer import grpo_agent_runs, grpo_runs, grpo_tool_runs
 from tests.trainer.grpo_runs import CLOCKS, logs
 from tests.trainer.sharded_worker import exit_now, shard
 
@@ -22,9 +23,15 @@ SHARDED = {
 KINDS = {
     "plain": (grpo_runs, lambda: tiny_model("gpt2", dtype=torch.float64), WINDOWS),
     "tools": (grpo_tool_runs, grpo_tool_runs.caller, WINDOWS),
+    "agents": (
+        SimpleNamespace(make=grpo_agent_runs.agents),
+        grpo_tool_runs.caller,
+        {"per_device_train_batch_size": 8, "max_steps": 2},
+    ),
     "lora": (grpo_runs, lambda: tiny_model("llama", dtype=torch.float64), WINDOWS),
     "sharded": (grpo_runs, lambda: tiny_model("llama"), SHARDED),
 }
+TURNS = ("tools", "agents")  # several requests for each completion
 
 
 def asks(url, port, **more):
@@ -54,7 +61,9 @@ def found_of(kind, method="grpo", **settings):
     if kind == "sharded":
         trainer.remove_callback(keep)  # it asks for whole gradients
     trainer.train()
-    rows = grpo_tool_runs.conversations(3) if kind == "tools" else grpo_runs.prompts(4)
+    rows = grpo_runs.prompts(4)
+    if kind in TURNS:
+        rows = grpo_tool_runs.conversations(3) if kind == "tools" else grpo_agent_runs.ROWS.select(range(3))
     metrics = trainer.evaluate(rows)
     trainer.engine.close()
     metrics = {name: value for name, value in metrics.items() if not any(word in name for word in CLOCKS)}
@@ -73,9 +82,9 @@ def refused(trainer):
 def main(folder: str, how: str, url: str, port: str) -> None:
     torch.set_num_threads(1)
     settings: dict = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 2}
-    if how != "tools":
+    if how not in TURNS:
         settings |= {**shard(how), "ds3_gather_for_generation": False}
-    kind = "tools" if how == "tools" else "sharded"
+    kind = how if how in TURNS else "sharded"
     trainer, found = found_of(kind, served=asks(url, int(port)), **settings)
     found["refused"] = refused(trainer)
     trainer.save_model(f"{folder}/model")

@@ -1,7 +1,6 @@
 """A server as `trl vllm-serve` is one, in which the embedded engine stands in for vLLM; and that engine without a server."""
 
 import copy
-import json
 import secrets
 import socket
 import threading
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from trl.generation.engine import Sampling
+from trl.generation.live import Broker, Request
 from trl.generation.serving.weight_channel import WeightChannel
 from trl.generation.transformers.engine import TransformersEngine
 from trl.generation.vllm.backend import BackendDied, NoChannel
@@ -22,34 +22,47 @@ pytest.importorskip("fastapi", reason="the server of vLLM needs fastapi and uvic
 from trl.generation.serving.app import GenerationServer
 
 TOKEN = "the-secret"
-OWN = ("seed", "max_tokens", "min_tokens")  # settings that requests of one call may differ in
 
 
-def completed(engine, requests):
-    """What an engine makes of requests as a server gets them; a request's seed names its random stream."""
-    settings = [request["sampling"] for request in requests]
-    (shared,) = {
-        json.dumps({k: v for k, v in each.items() if k not in OWN}, sort_keys=True) for each in settings
-    }
-    given = json.loads(shared)
+def request_of(given):
+    """A request as a server gets it, for the embedded engine; its seed names its random stream."""
+    own = given["sampling"]
     sampling = Sampling(
-        max_new_tokens=max(each["max_tokens"] for each in settings),
-        temperature=given["temperature"],
-        repetition_penalty=given["repetition_penalty"],
-        min_new_tokens=settings[0]["min_tokens"],
-        stop_token_ids=tuple(given["stop_token_ids"]),
+        max_new_tokens=own["max_tokens"],
+        temperature=own["temperature"],
+        repetition_penalty=own["repetition_penalty"],
+        min_new_tokens=own["min_tokens"],
+        stop_token_ids=tuple(own["stop_token_ids"]),
         seed=0,
-        **{name: given.get(name) for name in ("top_p", "top_k", "min_p")},
+        **{name: own.get(name) for name in ("top_p", "top_k", "min_p")},
     )
-    found = engine.generate(
-        [request["prompt_ids"] for request in requests],
-        sampling,
-        streams=[each.get("seed", 0) for each in settings],
-        limits=[each["max_tokens"] for each in settings],
-    )
-    return [
-        {"ids": one.ids, "logprobs": one.logps.tolist(), "finish_reason": one.finish_reason} for one in found
-    ]
+    return Request(given["prompt_ids"], sampling, stream=own.get("seed", 0))
+
+
+class EngineSteps:
+    """What `Steps` is, by the embedded engine with its present weights."""
+
+    def __init__(self, engine):
+        self.engine, self.context, self.live = engine, None, None
+
+    def submit(self, request):
+        if self.live is None:
+            self.context = self.engine.live()
+            self.live = self.context.__enter__()
+        return self.live.submit(request_of(request))
+
+    def cancel(self, number):
+        self.live.cancel(number)
+
+    def step(self):
+        found = {
+            number: {"ids": one.ids, "logprobs": one.logps.tolist(), "finish_reason": one.finish_reason}
+            for number, one in self.live.step().items()
+        }
+        if not self.live.busy:
+            self.context.__exit__(None, None, None)
+            self.live = None
+        return found
 
 
 class LocalCopy(PolicyCopy):
@@ -61,7 +74,11 @@ class LocalCopy(PolicyCopy):
         super().__init__(model, accelerator=accelerator, context_length=None, regex=None)
 
     def _completed(self, own):
-        return completed(TransformersEngine(self.model, accelerator=self.accelerator), own)
+        steps, found = EngineSteps(TransformersEngine(self.model, accelerator=self.accelerator)), {}
+        numbers = [steps.submit(request) for request in own]
+        while steps.live is not None:
+            found |= steps.step()
+        return [found[number] for number in numbers]
 
     def _send(self, parts):
         return None
@@ -81,15 +98,20 @@ class StandIn:
         self.window = window or model.config.max_position_embeddings
         self.channel, self.calls, self.received = None, [], []
         self._receiving, self.dead = None, None
+        self.steps, self.broker, self.ended = EngineSteps(self.engine), Broker(), False
+
+    def run(self):
+        """Run the steps until the server ends."""
+        self.broker.run(self.steps, lambda: self.ended)
 
     def about(self):
         config, dtype = self.served.config, str(self.served.dtype).removeprefix("torch.")
         facts = {"model": "tiny", "dtype": dtype, "max_model_len": self.window, "device": "cpu"}
         return {**facts, "vocab_size": config.vocab_size}
 
-    def complete(self, requests):
+    def submit(self, request):
         self.calls.append("complete")
-        return completed(self.engine, requests)
+        return self.broker.submit(request)
 
     def generate(self, asked):
         return {"asked": asked.model_dump()}
@@ -108,6 +130,9 @@ class StandIn:
             raise BackendDied(self.dead)
 
     def load(self, weights, *, whole):
+        self.broker.call(lambda steps: self._load(weights), alone=True).result()
+
+    def _load(self, weights):
         if self._receiving is None:
             raise NoChannel("no channel")
         self._receiving.announce()
@@ -143,8 +168,9 @@ def serving(stand_in, port=0):
         with suppress(BackendDied):
             server.serve(stand_in, token=TOKEN)
 
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
+    threads = [threading.Thread(target=each, daemon=True) for each in (serve, stand_in.run)]
+    for thread in threads:
+        thread.start()
     while True:
         with suppress(OSError):
             socket.create_connection(("127.0.0.1", server.port), timeout=1).close()
@@ -154,6 +180,9 @@ def serving(stand_in, port=0):
         yield f"http://127.0.0.1:{server.port}"
     finally:
         server.shutdown()
-        thread.join()
+        stand_in.ended = True
+        stand_in.broker.wake()
+        for thread in threads:
+            thread.join()
         server.close()
         stand_in.leave()

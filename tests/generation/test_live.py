@@ -1,9 +1,12 @@
 """Requests that come and go get the same tokens as by one call, whatever runs beside them."""
 
 import gc
+import random
 import threading
 import weakref
 from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,6 +82,32 @@ def test_each_request_has_its_own_settings():
     same(found[late], own.generate([PROMPTS[0]], kinds[1], streams=[9])[0])
 
 
+def test_requests_of_any_settings_come_and_go():
+    own, rng = engine(max_batch=6), random.Random(0)
+    choices = {
+        "top_p": [1.0, 0.5], "top_k": [0, 4], "min_p": [0.0, 0.1], "repetition_penalty": [1.0, 1.3], "temperature": [1.0, 0.5],
+        "max_new_tokens": [1, 4, 20], "min_new_tokens": [0, 0, 1], "stop_token_ids": [(), (7, 8, 9)],
+    }  # fmt: skip
+    wanted, found = dict[int, Request](), {}
+    with own.live() as live:
+        for stream in range(60):
+            # Most are plain, so that rare settings end beside others that run.
+            names = [name for name in choices if rng.random() < 0.2 or name == "max_new_tokens"]
+            sampling = Sampling(seed=3, **{name: rng.choice(choices[name]) for name in names})
+            request = Request(rng.choice(PROMPTS), sampling, stream=stream)
+            wanted[live.submit(request)] = request
+            if rng.random() < 0.1:
+                live.cancel(rng.choice(list(wanted.keys() - found.keys())))
+            for _ in range(0 if stream % 20 < stream // 4 else 6):  # more and more at once
+                found |= live.step()
+        while live.busy:
+            found |= live.step()
+    for number, one in found.items():
+        each = wanted[number]
+        same(one, own.generate([each.prompt], each.sampling, streams=[each.stream])[0])
+    assert 40 < len(found) < 60
+
+
 def test_cancelled_requests_leave_the_others_alone():
     own, heard = engine(), []
     (expected,) = own.generate([PROMPTS[3]], SAMPLING, streams=[3])
@@ -123,6 +152,35 @@ def test_rows_of_the_tables_are_used_again():
         assert len(live.requests.counts) <= 4
 
 
+@pytest.mark.parametrize("steps", [2, 200])  # a wave begins while others run, or after them
+def test_keys_and_values_stay_within_the_planned_memory(monkeypatch, steps):
+    own = engine(reuse_memory=0)
+    config, long = own.model.config, 80
+    per_token = 2 * 8 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    memory = 4 * (per_token * (long + 3) + 12 * config.vocab_size)
+    monkeypatch.setattr("trl.generation.transformers.engine.row_memory", lambda device: memory)
+    short = [([5, 6, 7], 4)] * 60, [([5 + number, 6], 4) for number in range(30)]
+    waves = [*short, [([8], long)], *short, [([9] * (long - 4), 4)], short[1]]
+    everything = [each for wave in waves for each in wave]
+    prompts, limits = zip(*everything, strict=True)
+    sampling, found, stream = replace(SAMPLING, max_new_tokens=long), {}, 0
+    with own.live() as live:
+        for wave in waves:
+            for prompt, limit in wave:
+                live.submit(Request(prompt, sampling, stream=stream, limit=limit))
+                stream += 1
+            left = steps
+            while live.busy and (left := left - 1) >= 0:
+                found |= live.step()
+                tables = [table for layer in live.loop.cache.layers for table in layer.values()]
+                assert sum(table.nbytes for table in tables) <= memory
+        while live.busy:
+            found |= live.step()
+        assert not any(live.loop.cache.layers)
+    for number, one in enumerate(own.generate(prompts, sampling, limits=limits)):
+        same(found[number], one)
+
+
 def test_caches_and_weights_are_freed_when_it_ends():
     gc.collect()
     gc.disable()
@@ -146,6 +204,17 @@ def test_an_invalid_prompt_is_refused_at_once(prompt):
         assert not live.busy
 
 
+@pytest.mark.parametrize("architecture", ["llama", "bloom"])
+def test_a_sharded_model_without_our_cache_is_refused_early(architecture):
+    state = SimpleNamespace(fsdp_plugin=object())
+    own = engine(architecture, accelerator=SimpleNamespace(state=state, mixed_precision="no"))
+    if architecture == "llama":
+        own.check_live()
+        return
+    with pytest.raises(ValueError, match="BloomForCausalLM cannot be sharded"):
+        own.check_live()
+
+
 class Breaks:
     """Gives one error, then stops."""
 
@@ -154,8 +223,10 @@ class Breaks:
     def submit(self, request):
         return request.prompt[0]
 
-    def step(self):
+    def step(self, number=0):
         raise FloatingPointError("logits")
+
+    cancel = step
 
 
 def test_threads_share_an_engine():
@@ -182,12 +253,16 @@ def test_threads_share_an_engine():
         refused.result(0)
 
 
-def test_an_error_of_the_engine_ends_all_requests():
-    broker = Broker()
-    futures = [broker.submit(Request([number], SAMPLING)) for number in range(2)]
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_an_error_of_the_engine_ends_all_requests(cancelled):
+    broker, engine = Broker(), Breaks()
+    futures = [broker.submit(Request([number], SAMPLING)) for number in range(3)]
+    if cancelled:  # after it has begun
+        engine.submit = lambda request: (futures[0].cancel(), request.prompt[0])[1]
     with pytest.raises(FloatingPointError):
-        broker.run(Breaks(), lambda: False)
-    assert all(isinstance(future.exception(0), FloatingPointError) for future in futures)
+        broker.run(engine, lambda: False)
+    futures.append(broker.submit(Request([3], SAMPLING)))
+    assert all(isinstance(future.exception(0), FloatingPointError) for future in futures[cancelled:])
 
 
 def spy(live):

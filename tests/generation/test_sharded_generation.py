@@ -1,13 +1,11 @@
 """Completions from sharded weights are those of whole ones, and training goes on as if there had been none."""
 
-import importlib.util
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.generation.sharded_worker import Generate, train
-from tests.two_processes import launch
+from tests.two_processes import launch, need_deepspeed
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +21,7 @@ def whole():
 @pytest.mark.parametrize("how", ["fsdp2", "zero3", "zero3_layers"])
 def test_sharded_generation(how, whole, tmp_path):
     """Also that weights are gathered once per phase: see `sharded_worker`."""
-    if how != "fsdp2" and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
+    need_deepspeed(how)
     launch("tests.generation.sharded_worker", str(tmp_path), how)
     (few, more), weights = whole
     for process in (0, 1):

@@ -240,7 +240,8 @@ def test_our_own_endpoint_teaches(endpoint, model, form, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"max_tokens": 0}, "max_tokens"), ({"logprobs": 5}, "logprobs"), ({"echo": True, "n": 2}, "n and stream"),
+        ({"max_tokens": 0}, "max_tokens"), ({"logprobs": 5}, "logprobs"), ({"logprobs": 1}, "temperature=0"),
+        ({"echo": True, "n": 2}, "n and stream"),
         ({"extra_body": {"prompt_logprobs": 999}}, "prompt_logprobs"), ({"prompt": [3] * 999, "echo": True}, "context length"),
     ],
 )  # fmt: skip

@@ -2,12 +2,15 @@
 
 import os
 import sys
+import threading
+import time
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
+from tests.generation.test_vllm_engine import Settings, Steps
 from trl.generation.serving.app import BackendDied, ChatBody, GenerateBody, NoChannel, WeightBody
 from trl.generation.vllm import backend as vllm_backend
 from trl.generation.vllm.backend import WORKER, ServedModel, VLLMBackend
@@ -28,9 +31,8 @@ class LLM:
         self.settings, self.calls, self.worker_says, self.raises = settings, [], None, None
         self.model_config = SimpleNamespace(dtype=torch.bfloat16, max_model_len=32, get_vocab_size=lambda: 99)
         self.resources = SimpleNamespace(engine_dead=False)
-        self.llm_engine = SimpleNamespace(
-            engine_core=SimpleNamespace(shutdown=self._shutdown, resources=self.resources)
-        )
+        self.llm_engine = Steps()
+        self.llm_engine.engine_core = SimpleNamespace(shutdown=self._shutdown, resources=self.resources)
 
     def _shutdown(self, timeout):
         self.calls.append(("shutdown", timeout))
@@ -71,7 +73,7 @@ def parameters(**arguments):
         raise TypeError("Unexpected keyword argument 'tempo'")
     if arguments.get("temperature", 1) < 0:
         raise ClientError("temperature must be non-negative")
-    return arguments
+    return Settings(arguments)
 
 
 @pytest.fixture
@@ -80,7 +82,10 @@ def platform(monkeypatch):
     device = SimpleNamespace(device_type="cuda", is_cpu=lambda: device.device_type == "cpu")
     contents = {
         "vllm": {"LLM": LLM, "SamplingParams": parameters},
-        "vllm.sampling_params": {"StructuredOutputsParams": lambda **found: ("structured", found)},
+        "vllm.sampling_params": {
+            "StructuredOutputsParams": lambda **found: ("structured", found),
+            "RequestOutputKind": SimpleNamespace(FINAL_ONLY="final"),
+        },
         "vllm.platforms": {"current_platform": device},
         "vllm.exceptions": {"VLLMClientError": ClientError},
         "vllm.v1": {},
@@ -99,9 +104,14 @@ def platform(monkeypatch):
 
 @pytest.fixture
 def backend(platform):
-    return VLLMBackend(
-        ServedModel("some/model", revision="r1", tensor_parallel_size=2, vllm_model_impl="transformers")
-    )
+    served = ServedModel("some/model", revision="r1", tensor_parallel_size=2, vllm_model_impl="transformers")
+    made = VLLMBackend(served)
+    yield made
+    made.close()
+
+
+def completed(backend, *requests):
+    return [future.result(20) for future in [backend.submit(request) for request in requests]]
 
 
 WEIGHTS = [WeightBody(name="w", dtype="float32", shape=[2]), WeightBody(name="v", dtype="bfloat16", shape=[])]
@@ -131,17 +141,44 @@ def test_completions_come_with_their_log_probs(backend):
         },
         {"prompt_ids": [8]},
     ]
-    assert backend.complete(requests) == [
-        {"ids": [5], "logprobs": [-0.5], "finish_reason": "length"},
-        {"ids": [8], "logprobs": [-0.5], "finish_reason": "length"},
+    assert completed(backend, *requests) == [
+        {"ids": [7, 8, 9], "logprobs": [-7.0, -8.0, -9.0], "finish_reason": "length"},
+        {"ids": [9], "logprobs": [-9.0], "finish_reason": "length"},
     ]
-    _, prompts, settings, _ = backend._llm.calls[-1]
-    assert prompts == [{"prompt_token_ids": [5, 6]}, {"prompt_token_ids": [8]}]
-    assert settings == [
+    assert backend._llm.llm_engine.asked == [
         {"max_tokens": 3, "structured_outputs": ("structured", {"regex": "a"}), "seed": 4, "logprobs": 0},
         {"logprobs": 0},
     ]
-    assert backend.complete([]) == []
+
+
+def test_requests_join_and_leave_and_weights_wait_for_them(backend):
+    """A short one ends beside a long one; new weights wait for what runs, and what comes later for them."""
+    engine, taken = backend._llm.llm_engine, threading.Semaphore(0)
+    step = engine.step
+
+    def stepping():
+        taken.acquire()
+        return step()
+
+    engine.step = stepping
+    backend.broker.call(lambda steps: setattr(backend, "channel", "c")).result(20)
+    long, dropped = (backend.submit({"prompt_ids": [1], "sampling": {"max_tokens": 50}}) for _ in range(2))
+    taken.release()
+    short = backend.submit({"prompt_ids": [2], "sampling": {"max_tokens": 2}})
+    taken.release(5)
+    assert short.result(20)["ids"] == [3, 4] and not long.done()
+    dropped.cancel()
+    loading = threading.Thread(target=backend.load, args=(WEIGHTS,), kwargs={"whole": True}, daemon=True)
+    loading.start()
+    while not backend.broker._arriving.qsize() and not backend.broker._waiting:
+        time.sleep(0.001)
+    late = backend.submit({"prompt_ids": [4], "sampling": {"max_tokens": 1}})
+    taken.release(20)
+    assert not long.done() and not late.done() and backend._llm.calls[-1][0] != "reset"
+    taken.release(100)
+    assert len(long.result(20)["ids"]) == 50 and late.result(20)["ids"] == [5]
+    loading.join(20)
+    assert backend._llm.calls[-1] == ("reset",) and not engine.running
 
 
 def test_prompts_and_conversations(backend):
@@ -173,16 +210,26 @@ def test_prompts_and_conversations(backend):
 )  # fmt: skip
 def test_sampling_arguments_that_vllm_does_not_take(backend, sampling, said):
     with pytest.raises(ValueError, match=said):
-        backend.complete([{"prompt_ids": [1], "sampling": sampling}])
+        completed(backend, {"prompt_ids": [1], "sampling": sampling})
 
 
 def test_errors_of_vllm(backend):
     backend._llm.raises = ClientError("the prompt is too long")
     with pytest.raises(ValueError, match="too long"):
-        backend.complete([{"prompt_ids": [1]}])
-    backend._llm.raises = Dead("see above.")
+        backend.generate(GenerateBody(prompts=["a"]))
+    raises = backend._llm.llm_engine.raises
+    raises["add"] = ClientError("the prompt is too long")
+    with pytest.raises(ValueError, match="too long"):
+        completed(backend, {"prompt_ids": [1]})
+    backend._llm.raises = raises["add"] = Dead("see above.")
     with pytest.raises(BackendDied, match=r"vLLM's engine has ended: see above\."):
-        backend.complete([{"prompt_ids": [1]}])
+        backend.generate(GenerateBody(prompts=["a"]))
+    with pytest.raises(BackendDied, match=r"vLLM's engine has ended: see above\."):
+        completed(backend, {"prompt_ids": [1]})
+    raises["step"] = Dead("see above.")
+    for _ in range(2):  # that one and later ones
+        with pytest.raises(BackendDied, match=r"vLLM's engine has ended: see above\."):
+            completed(backend, {"prompt_ids": [1]})
 
 
 def test_weights_need_a_channel_and_clear_the_cache(backend):
@@ -210,7 +257,7 @@ def test_a_failed_update_is_no_model_until_a_whole_one_came(backend):
         backend.load(WEIGHTS, whole=True)
     assert backend.channel is None
     with pytest.raises(RuntimeError, match=r"worker 1: out of memory.*Send all of them again"):
-        backend.complete([{"prompt_ids": [1]}])
+        completed(backend, {"prompt_ids": [1]})
     with pytest.raises(RuntimeError, match="worker 1: out of memory"):
         backend.join(**JOIN)
     assert backend.channel is None
@@ -220,7 +267,7 @@ def test_a_failed_update_is_no_model_until_a_whole_one_came(backend):
     with pytest.raises(RuntimeError, match="Send all of them again"):
         backend.generate(GenerateBody(prompts=["a"]))
     backend.load(WEIGHTS, whole=True)
-    assert backend.complete([{"prompt_ids": [1]}])
+    assert completed(backend, {"prompt_ids": [1]})
 
 
 def test_closing_ends_the_engine_and_removes_its_shared_memory(backend, tmp_path, monkeypatch):

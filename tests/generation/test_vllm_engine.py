@@ -35,22 +35,12 @@ SMALL = {
 
 
 class StandIn:
-    """Says what it was asked, and answers each request with its prompt's first token and a stop token."""
+    """Says what it was asked; `steps` answers requests."""
 
     calls: list = []  # noqa: RUF012
 
     def __init__(self, **settings):
         self.calls.append(("made", settings))
-
-    def generate(self, prompts, settings, use_tqdm):
-        self.calls.append(("generate", prompts, settings))
-        step = [{prompt["prompt_token_ids"][0]: SimpleNamespace(logprob=-0.5)} for prompt in prompts]
-        return [
-            SimpleNamespace(
-                outputs=[SimpleNamespace(token_ids=list(each), logprobs=[each], finish_reason="stop")]
-            )
-            for each in step
-        ]
 
     def collective_rpc(self, name, kwargs):
         self.calls.append((name, dict(kwargs["weights_iterator"])))
@@ -73,9 +63,12 @@ class Steps:
     """vLLM's engine: draws the prompt's last token plus one, then plus two, ... for each request in each step."""
 
     def __init__(self):
-        self.running = {}
+        self.running, self.asked, self.raises = {}, [], {}
 
     def add_request(self, name, prompt, settings):
+        if "add" in self.raises:
+            raise self.raises.pop("add")
+        self.asked.append(settings)
         self.running[name] = (prompt["prompt_token_ids"], settings, [])
 
     def abort_request(self, names):
@@ -83,16 +76,30 @@ class Steps:
             self.running.pop(name, None)
 
     def step(self):
+        if "step" in self.raises:
+            raise self.raises["step"]
         found = []
         for name, (prompt, settings, ids) in list(self.running.items()):
             ids.append(prompt[-1] + len(ids) + 1)
-            finished = len(ids) == settings["max_tokens"]
+            finished = len(ids) == settings.get("max_tokens", 1)
             if finished or not hasattr(settings, "output_kind"):
                 logprobs = [{token: SimpleNamespace(logprob=-float(token))} for token in ids]
                 output = SimpleNamespace(
                     token_ids=ids, logprobs=logprobs, finish_reason="length" if finished else None
                 )
-                found.append(SimpleNamespace(request_id=name, outputs=[output], finished=finished))
+                scores = None
+                if "prompt_logprobs" in settings:  # the most likely token is 1, then 2, ...
+                    best = range(1, settings["prompt_logprobs"] + 1)
+                    each = [{token: token for token in best} | {token: token} for token in prompt[1:]]
+                    scores = [
+                        None,
+                        *(
+                            {k: SimpleNamespace(logprob=-float(v), rank=v) for k, v in entry.items()}
+                            for entry in each
+                        ),
+                    ]
+                answer = {"request_id": name, "outputs": [output], "finished": finished}
+                found.append(SimpleNamespace(**answer, prompt_logprobs=scores))
             if finished:
                 del self.running[name]
         return found
@@ -107,12 +114,13 @@ def stand_in(monkeypatch):
     package, params, errors = (
         ModuleType(name) for name in ("vllm", "vllm.sampling_params", "vllm.exceptions")
     )
-    package.exceptions = errors  # type: ignore[attr-defined]
+    package.exceptions, errors.EngineDeadError = errors, ChildProcessError  # type: ignore[attr-defined]
     package.LLM, package.SamplingParams = StandIn, Settings  # type: ignore[attr-defined]
     params.RequestOutputKind = SimpleNamespace(FINAL_ONLY="final")  # type: ignore[attr-defined]
     params.StructuredOutputsParams = lambda regex: ("regex", regex)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", package)
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.exceptions", errors)
     monkeypatch.setattr(backend, "find_spec", lambda name: True)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # put back afterwards: the engine sets it
     StandIn.calls, StandIn.steps = [], Steps()
@@ -126,8 +134,9 @@ def test_requests_say_what_the_sampling_says(stand_in):
         stop_token_ids=(7, 3), stop_strings=("end",), seed=1,
     )  # fmt: skip
     found = engine.generate([[5, 6], [8] * 10], sampling, streams=[4, 9], limits=[3, 9])
-    assert [one.ids for one in found] == [[5], [8]] and [one.logps.tolist() for one in found] == [[-0.5]] * 2
-    settings = stand_in[-1][2]
+    assert [one.ids for one in found] == [[7, 8, 9], [9, 10, 11, 12, 13, 14]]
+    assert found[0].logps.tolist() == [-7.0, -8.0, -9.0]
+    settings = StandIn.steps.asked
     assert [each["max_tokens"] for each in settings] == [
         3,
         6,
@@ -140,8 +149,8 @@ def test_requests_say_what_the_sampling_says(stand_in):
         "include_stop_str_in_output": True, "structured_outputs": ("regex", "[0-9]+"),
     }  # fmt: skip
     engine.generate([[8] * 10], sampling, streams=[9])
-    assert stand_in[-1][2][0]["seed"] == settings[1]["seed"]  # by the stream, whoever else is asked for
-    with pytest.raises(ValueError, match=r"token id 8.*below 8.*use_vllm=False"):
+    assert settings[2]["seed"] == settings[1]["seed"]  # by the stream, whoever else is asked for
+    with pytest.raises(ValueError, match=r"token id 15.*below 8.*use_vllm=False"):
         engine.generate([[5, 6], [8]], Sampling(9, vocabulary=8))
 
 
@@ -156,7 +165,7 @@ def test_weights_are_sent_when_they_changed(stand_in):
     engine.generate([[5]], Sampling(max_new_tokens=1, seed=0))
     policy.lm_head.weight.data.mul_(2)
     engine.sync_weights(policy, 1)
-    assert [call[0] for call in stand_in[4:]] == ["wake", "generate", "sleep", "wake", "reload_weights", "reset", "sleep"]  # fmt: skip
+    assert [call[0] for call in stand_in[4:]] == ["wake", "sleep", "wake", "reload_weights", "reset", "sleep"]  # fmt: skip
 
 
 def test_requests_join_and_leave_between_vllms_steps(stand_in):
@@ -196,8 +205,12 @@ def test_agents_talk_to_vllm(stand_in):
         assert len(list(streamed)) > 2
         assert [turn.generated.ids for turn in session.turns] == [[7, 8, 9], [4, 5]]
         assert session.turns[1].parent is session.turns[0]
-        with pytest.raises(openai.BadRequestError, match="no log-probs of prompts"):
-            client.completions.create(model="policy", prompt=[5, 6], echo=True)
+        scored = client.completions.create(
+            model="policy", prompt=[5, 6, 2], echo=True, logprobs=3, max_tokens=0
+        )
+        found = scored.choices[0].logprobs
+        assert found.token_logprobs == [None, -6.0, -2.0]
+        assert [sorted(best.values(), reverse=True) for best in found.top_logprobs[1:]] == [[-1, -2, -3]] * 2
 
 
 def test_adapters_are_added_in_copies():
@@ -249,7 +262,7 @@ def test_a_copy_cannot_be_split_over_more_processes_than_there_are(stand_in):
 # ---- with vLLM itself
 
 
-def ran(kind, folder, processes=0):
+def ran(kind, folder, processes=0, **environment):
     """What `vllm_runs` found, in a process of its own or in several."""
     out, launcher = folder / "found.json", [sys.executable, "-m"]
     if processes:
@@ -262,7 +275,9 @@ def ran(kind, folder, processes=0):
             "-m",
         ]
     command = [*launcher, "tests.generation.vllm_runs", str(out), kind]
-    done = subprocess.run(command, env=os.environ | SMALL, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, env=os.environ | SMALL | environment, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(file.read_text()) for file in sorted(folder.glob("found.json*"))]
 
@@ -281,8 +296,8 @@ def test_completions_are_the_policys_own(kind, tmp_path):
 @needs_vllm
 def test_agents_get_the_policys_own_tokens_over_http(tmp_path):
     (found,) = ran("served", tmp_path)
-    assert found["ids"] == found["expected"] and len(found["ids"]) == 16
-    assert found["ids"][:8] != found["ids"][8:] and max(found["gaps"]) < 1e-4
+    assert found["ids"] == found["expected"] and len(found["ids"]) == 18
+    assert found["ids"][:9] != found["ids"][9:] and max(found["gaps"]) < 1e-4
 
 
 @needs_vllm

@@ -4,6 +4,7 @@ import http.client
 import json
 import socket
 import threading
+from concurrent.futures import Future
 
 import pytest
 
@@ -29,6 +30,7 @@ class Recorder:
 
     def __init__(self):
         self.calls, self.raises, self.channel, self.dead = [], None, None, False
+        self.answer = {"ids": [1], "logprobs": [-0.5], "finish_reason": "stop"}
 
     def _called(self, *call):
         self.calls.append(call)
@@ -39,9 +41,11 @@ class Recorder:
     def about(self):
         return {"model": "m", "dtype": "bfloat16", "max_model_len": 32, "vocab_size": 99, "device": "cpu"}
 
-    def complete(self, requests):
-        self._called("complete", requests)
-        return [{"ids": [1], "logprobs": [-0.5], "finish_reason": "stop"} for _ in requests]
+    def submit(self, request):
+        self._called("complete", [request])
+        future = Future()
+        future.set_result(self.answer)
+        return future
 
     def generate(self, asked):
         self._called("generate", asked)
@@ -258,7 +262,7 @@ def test_errors_of_the_backend(served):
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_log_probs_that_are_no_numbers_are_500_and_no_json_of_their_own(served, value):
-    served.backend.complete = lambda requests: [{"ids": [1], "logprobs": [-0.5, value]}]
+    served.backend.answer = {"ids": [1], "logprobs": [-0.5, value]}
     status, answer = served.ask("POST", "/complete/", {"requests": [{"prompt_ids": [1]}]})
     assert status == 500 and "not finite" in answer["error"]
 

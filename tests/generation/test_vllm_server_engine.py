@@ -1,23 +1,28 @@
 """Training with a vLLM server, in whose place the embedded engine answers: the same numbers as without a server."""
 
-import importlib.util
 import logging
 import socket
+import threading
+import time
 from contextlib import ExitStack
 
+import openai
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback
 
-from tests.generation.served_runs import KINDS, asks, found_of, trainer_of
+from tests.generation.served_runs import KINDS, TURNS, asks, found_of, trainer_of
 from tests.generation.stand_in import TOKEN, StandIn, serving
 from tests.tiny import tiny_model
 from tests.trainer import grpo_runs
 from tests.trainer.group_methods import comparable
-from tests.two_processes import launch
+from tests.trainer.resume_worker import tokenizer
+from tests.two_processes import launch, need_deepspeed
+from trl.experimental.agents import Endpoint
 from trl.generation.engine import Engine, Sampling
+from trl.generation.live import Request
 from trl.generation.transformers.engine import TransformersEngine
 from trl.generation.vllm.client import VLLMClient
 from trl.generation.vllm.server_engine import VLLMServerEngine
@@ -61,7 +66,8 @@ def assert_same(found, expected, atol):
 
 
 @pytest.mark.parametrize(
-    ("kind", "method"), [("plain", "grpo"), ("plain", "rloo"), ("tools", "grpo"), ("lora", "grpo")]
+    ("kind", "method"),
+    [("plain", "grpo"), ("plain", "rloo"), ("tools", "grpo"), ("agents", "grpo"), ("lora", "grpo")],
 )
 def test_runs_with_a_server_equal_those_with_a_copy_here(kind, method, group_port):
     """Gradients, logs and an evaluation; weights are sent once for each window and once for the evaluation."""
@@ -73,20 +79,21 @@ def test_runs_with_a_server_equal_those_with_a_copy_here(kind, method, group_por
         found = found_of(kind, method, given=given, served=asks(url, group_port))[1]
     assert_same(found, expected, 1e-9)
     assert stand_in.calls.count("load") == 3 and stand_in.calls.count("join") == 1
-    batches = 7  # of the evaluation
-    assert (stand_in.calls.count("complete") > 2 + batches) == (kind == "tools")
+    completions = 28 if kind == "agents" else 2 * 16 + 28  # of two windows and the evaluation
+    assert (stand_in.calls.count("complete") > completions) == (kind in TURNS)
     assert stand_in.received[0] == set(stand_in.served.state_dict())  # adapters are added on the way
     assert max(float(step.abs().max()) for step in found["gradients"][-1].values()) > 0.01
 
 
 @pytest.mark.distributed
-def test_two_processes_with_tools_share_one_server(tmp_path, group_port):
-    """They ask together, one of them now and then for nothing; all equals one process without a server."""
-    stand_in = zeroed("tools")
+@pytest.mark.parametrize("kind", TURNS)
+def test_two_processes_share_one_server(kind, tmp_path, group_port):
+    """With tools they ask together, one of them now and then for nothing; all equals one process without a server."""
+    stand_in = zeroed(kind)
     with serving(stand_in) as url:
-        launch("tests.generation.served_runs", str(tmp_path), "tools", url, str(group_port))
+        launch("tests.generation.served_runs", str(tmp_path), kind, url, str(group_port))
     found = torch.load(tmp_path / "found_0.pt")
-    expected = found_of("tools")[1]
+    expected = found_of(kind)[1]
     assert_same(found, expected, 1e-6)
     other = torch.load(tmp_path / "found_1.pt")[
         "refused"
@@ -100,8 +107,7 @@ def test_two_processes_with_tools_share_one_server(tmp_path, group_port):
 @pytest.mark.distributed
 @pytest.mark.parametrize("how", ["zero3"])
 def test_sharded_weights_are_gathered_and_sent(how, tmp_path, group_port):
-    if how == "zero3" and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
+    need_deepspeed(how)
     stand_in = zeroed("sharded")
     with serving(stand_in) as url:
         launch("tests.generation.served_runs", str(tmp_path), how, url, str(group_port))
@@ -140,7 +146,58 @@ def test_an_engine_without_a_trainer(group_port):
         assert stand_in.channel is None
 
 
+def test_requests_join_and_leave(group_port):
+    """The tokens are those of one call, a short request ends beside a long one, and a cancelled one leaves the server."""
+    policy = tiny_model("gpt2", dtype=torch.float64, max_position_embeddings=4096)
+    stand_in, heard = StandIn(policy), []
+    sampling = Sampling(max_new_tokens=6, seed=3, stop_token_ids=())
+    prompts, limits = [[5, 6, 7], [8, 9], [5, 6, 7], [4]], [6, 3, 2, 5]
+    long = Request([5], Sampling(max_new_tokens=4000, seed=3, stop_token_ids=()))
+    with serving(stand_in) as url:
+        engine = VLLMServerEngine(policy, VLLMClient(url, group_port=group_port))
+        engine.sync_weights(policy, 0)
+        expected = engine.generate(prompts, sampling, limits=limits)
+        with engine.live() as live:
+            endless, found = live.submit(long), {}
+            each = zip(prompts, limits, strict=True)
+            numbers = [
+                live.submit(Request(prompt, sampling, stream, limit, heard.append if stream == 1 else None))
+                for stream, (prompt, limit) in enumerate(each)
+            ]
+            while len(found) < len(numbers):
+                found |= live.step()
+            live.cancel(endless)
+            assert live.step() == {} and not live.busy
+            live.submit(long)  # the end of the block gives it up
+        while stand_in.broker._running:
+            time.sleep(0.01)
+        assert not stand_in.steps.live.busy
+        engine.close()
+    for number, one in zip(numbers, expected, strict=True):
+        assert (found[number].ids, found[number].finish_reason) == (one.ids, one.finish_reason)
+        torch.testing.assert_close(found[number].logps, one.logps)
+    assert heard == [expected[1].ids]
+
+
 # ---- a server that ends
+
+
+@pytest.mark.parametrize("how", ["stops", "other weights"])
+def test_agents_of_a_server_that_ends_are_told(how, group_port):
+    policy = tiny_model("gpt2", max_position_embeddings=4096)
+    stand_in, sampling = StandIn(policy), Sampling(max_new_tokens=4000, seed=3, stop_token_ids=())
+    with ExitStack() as running:
+        engine = VLLMServerEngine(
+            policy, VLLMClient(running.enter_context(serving(stand_in)), group_port=group_port)
+        )
+        engine.sync_weights(policy, 0)
+        with Endpoint(engine, tokenizer(), sampling=sampling) as endpoint:
+            session = endpoint.session()
+            client = openai.OpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
+            threading.Timer(0.3, running.close if how == "stops" else stand_in.leave).start()
+            with pytest.raises(openai.InternalServerError, match=r"The engine has ended \(ServerLost: "):
+                client.completions.create(model="policy", prompt=[5, 6], max_tokens=500)
+        assert engine._sent is None
 
 
 class AtStep(TrainerCallback):

@@ -11,8 +11,10 @@ from peft import LoraConfig
 from transformers import LlamaForCausalLM
 
 from tests.generation.real_server import RealServer, free_port
+from tests.generation.test_vllm_engine import ran
 from tests.generation.vllm_runs import model
 from tests.rollouts.tool_words import TOOLS, call_tokenizer
+from tests.trainer.grpo_agent_runs import ROWS, tool_agent
 from tests.trainer.grpo_runs import TRAINERS
 from tests.trainer.grpo_tool_runs import conversations, many_tools
 from trl.generation.engine import Sampling
@@ -37,6 +39,7 @@ KINDS = {
     "rloo": {"method": "rloo", "steps_per_generation": 2},
     "lora": {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)},
     "tools": {"tools": TOOLS, "max_completion_length": 24, "max_tool_calling_iterations": 2, "max_steps": 3},
+    "agents": {"agent": tool_agent, "max_completion_length": 10, "max_steps": 3},
     "online_dpo": {"method": "online_dpo", "beta": 0.1},
     "distillation": {"method": "distillation", "beta": 1.0},
 }
@@ -86,11 +89,13 @@ def test_training_with_a_server(kind, policy, server, tmp_path):
     """The sampler is the policy, up to rounding: weights arrive before each rollout, adapters added."""
     given = {**SETTINGS, **KINDS[kind]}
     config, trainer = TRAINERS[given.pop("method", "grpo")]
-    parts = {name: given.pop(name) for name in ("peft_config", "tools") if name in given}
+    parts = {name: given.pop(name) for name in ("peft_config", "tools", "agent") if name in given}
     where = {"vllm_server_port": server.port, "vllm_group_port": free_port()}
     prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
     rows = conversations() if kind == "tools" else Dataset.from_dict({"input_ids": prompts})
-    if kind == "distillation":
+    if kind == "agents":
+        rows, parts["reward_funcs"] = ROWS, None
+    elif kind == "distillation":
         parts["teacher_model"] = model(1)
         del given["num_generations"]
     else:
@@ -114,6 +119,8 @@ def test_training_with_a_server(kind, policy, server, tmp_path):
     if kind == "grpo":
         rewards = [entry["reward"] for entry in logs]
         assert rewards[0] < 0.7 and min(rewards[-3:]) > 0.9
+    if kind == "agents":
+        assert all(entry["agent/turns"] == 2 and entry["agent/failures/raised"] == 0 for entry in logs)
     if kind == "tools":
         assert max(entry["tools/call_frequency"] for entry in logs) > 0
     made.engine.sync_weights(made.model, -1)
@@ -125,6 +132,16 @@ def test_training_with_a_server(kind, policy, server, tmp_path):
         < 1e-4
     )
     made.engine.close()
+
+
+def test_two_processes_with_agents_share_a_server(server, tmp_path):
+    """Requests of 16 sessions, 8 of each process: the policy's own tokens, before and after its weights change."""
+    where = {"SERVER": f"http://127.0.0.1:{server.port}", "GROUP_PORT": str(free_port())}
+    found = ran("sharing", tmp_path, processes=2, **where)
+    assert [len(each["ids"]) for each in found] == [18, 18]
+    for each in found:
+        assert each["ids"] == each["expected"] and max(each["gaps"]) < 1e-4
+        assert each["ids"][:9] != each["ids"][9:]
 
 
 def test_a_loop_of_ones_own(policy, server):

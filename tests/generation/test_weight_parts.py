@@ -1,6 +1,5 @@
 """Weights by parts are those of the whole, bit for bit, and no more than a part is gathered or copied at any moment."""
 
-import importlib.util
 import json
 import socket
 import weakref
@@ -11,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 
 from tests.generation.weight_parts_worker import KINDS, checkpoint_weights, policy_of
 from tests.tiny import tiny_model
-from tests.two_processes import Program, launch
+from tests.two_processes import Program, launch, need_deepspeed
 from trl.generation.serving.connection import VARIABLE
 from trl.generation.vllm import weights as weight_parts
 from trl.generation.vllm.weights import WeightParts
@@ -91,8 +90,7 @@ def test_a_conversion_that_joins_parts_is_made_of_the_whole(monkeypatch):
 def test_sharded_weights_are_gathered_by_parts(how, tmp_path, monkeypatch):
     """Two processes: the same bits, at most the largest part whole. A server that ends amid the weights and is started anew gets
     all of them; one that does not come back ends both processes."""
-    if how == "zero3" and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
+    need_deepspeed(how)
     from tests.generation.stand_in import TOKEN  # needs fastapi
 
     monkeypatch.setenv(VARIABLE, TOKEN)

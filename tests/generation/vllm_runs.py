@@ -18,18 +18,20 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.agents import Endpoint
 from trl.generation.engine import Sampling
 from trl.generation.transformers.engine import TransformersEngine
+from trl.generation.vllm.client import VLLMClient
 from trl.generation.vllm.engine import VLLMEngine, VLLMSettings
+from trl.generation.vllm.server_engine import VLLMServerEngine
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [5, 6, 7]] * 4
 
 
-def model(seed: int = 0) -> LlamaForCausalLM:
+def model(seed: int = 0, *, tied: bool = False) -> LlamaForCausalLM:
     """A model whose heads vLLM has kernels for, and whose choices are not nearly ties."""
     torch.manual_seed(seed)
     made = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
+            num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2,
         )
     )  # fmt: skip
     with torch.no_grad():
@@ -126,10 +128,20 @@ def shared() -> dict[str, Any]:
     return {"ids": [one.ids for one in found], "expected": [one.ids for one in expected]}
 
 
-def served() -> dict[str, Any]:
+def sharing() -> dict[str, Any]:
+    """Two processes whose sessions share the server at SERVER."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    policy = model(seed=3, tied=True)  # as the server's
+    client = VLLMClient(os.environ["SERVER"], group_port=int(os.environ["GROUP_PORT"]))
+    engine = VLLMServerEngine(policy, None if dist.get_rank() else client, device="cpu")
+    return sessions(engine, policy)
+
+
+def sessions(vllm: Any, policy: Any) -> dict[str, Any]:
     """Sessions side by side with vLLM behind the endpoint, before and after the weights change; and the embedded engine's tokens."""
-    policy, sampling = model(), Sampling(max_new_tokens=8, do_sample=False, stop_token_ids=())
-    vllm, own = VLLMEngine(policy), TransformersEngine(policy)
+    sampling, own = Sampling(max_new_tokens=8, do_sample=False, stop_token_ids=()), TransformersEngine(policy)
     found: dict[str, Any] = {"ids": [], "expected": [], "gaps": []}
     for step in range(2):
         vllm.sync_weights(policy, step)
@@ -154,13 +166,24 @@ def served() -> dict[str, Any]:
             found["ids"].append(turn.generated.ids)
             found["expected"].append(one.ids)
             found["gaps"].append(float((turn.generated.logps - one.logps).abs().max()))
+        with vllm.live() as live, own.live() as exact:
+            scored, expected = (each.prompt_logps([*PROMPTS[1], 9, 3], 4) for each in (live, exact))
+        found["ids"].append([scored.best, scored.ranks])
+        found["expected"].append([expected.best, expected.ranks])
+        found["gaps"].append(max(abs(a - b) for a, b in zip(scored.logps, expected.logps, strict=True)))
         with torch.no_grad():
             policy.model.norm.weight.mul_(-1)
     return found
 
 
+def served() -> dict[str, Any]:
+    policy = model()
+    return sessions(VLLMEngine(policy), policy)
+
+
 KINDS = {
     "served": served,
+    "sharing": sharing,
     "plain": lambda: compared(model(), VLLMSettings(context_length=48)),
     "adapted": lambda: compared(adapted(), VLLMSettings()),
     "trained": trained,
@@ -172,5 +195,5 @@ if __name__ == "__main__":
     found = KINDS[kind]()
     with open(f"{out}{os.environ.get('RANK', '')}", "w") as file:
         json.dump(found, file)
-    if "RANK" not in os.environ:  # with others, vLLM has shared memory to give back
+    if "RANK" not in os.environ or kind == "sharing":  # with others, vLLM has shared memory to give back
         os._exit(0)

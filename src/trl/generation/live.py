@@ -6,6 +6,7 @@ import itertools
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -142,35 +143,41 @@ def opened(engine: Engine) -> Iterator[Live]:
 
 
 class Asked(NamedTuple):
-    """A request of another thread, or a function of the engine; `future` gets the completion or the result."""
+    """A request of another thread, or a function of the engine; `future` gets the completion or the result.
 
-    request: Request | Callable[[Any], Any]
+    A function that is called `alone` waits until no request runs, and what comes after it waits for it.
+    """
+
+    request: Any
     future: Future[Any]
+    alone: bool = False
 
 
 class Broker:
     """Lets several threads use a `Live` engine that one thread runs; requests wait until it does.
 
-    `busy_s` and `idle_s` are the seconds in which the engine worked and in which it waited for requests.
+    Requests are of the kind that the engine's `submit` takes, which is no function. `busy_s` and `idle_s` are the seconds in which
+    the engine worked and in which it waited for requests.
     """
 
     def __init__(self) -> None:
         self.busy_s = self.idle_s = 0.0
         self.failure: Exception | None = None
         self._arriving: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
+        self._waiting: deque[Asked] = deque()  # in the order of their arrival
         self._running: dict[int, Asked] = {}
         self._answering = threading.Lock()
 
-    def submit(self, request: Request, future: Future[Generated] | None = None) -> Future[Generated]:
+    def submit(self, request: Any, future: Future[Any] | None = None) -> Future[Any]:
         """Begin a completion, from any thread. Cancelling the future (a new one if none is given) takes the request out of the engine.
 
         The future raises ValueError for an invalid prompt, and what the engine raises.
         """
         return self._added(Asked(request, future or Future()))
 
-    def call(self, function: Callable[[Any], Any]) -> Future[Any]:
-        """The result of a function of the `Live` engine, which is called between two steps. The future raises as `submit`."""
-        return self._added(Asked(function, Future()))
+    def call(self, function: Callable[[Any], Any], *, alone: bool = False) -> Future[Any]:
+        """The result of a function of the `Live` engine, which is called between two steps, or `alone`. The future raises as `submit`."""
+        return self._added(Asked(function, Future(), alone))
 
     def _added(self, asked: Asked) -> Future[Any]:
         self._arriving.put(asked)
@@ -182,22 +189,26 @@ class Broker:
         """Let `run` look at its condition, from any thread."""
         self._arriving.put(None)
 
-    def run(self, live: Live, until: Callable[[], bool]) -> None:
+    def run(self, live: Any, until: Callable[[], bool]) -> None:
         """Run an engine in this thread until a condition holds, which is looked at after each step and `wake`.
 
         Raises: what the engine raises, after all requests were given it.
         """
-        while not until():
-            started = time.monotonic()
-            arrived = self._take(wait=not self._running)
-            self.idle_s += time.monotonic() - started
-            started = time.monotonic()
-            for asked in arrived:
-                self._begin(live, asked)
-            self._drop_cancelled(live)
-            if self._running:
-                self._step(live)
-            self.busy_s += time.monotonic() - started
+        try:
+            while not until():
+                started = time.monotonic()
+                self._waiting += self._take(wait=not (self._running or self._waiting))
+                self.idle_s += time.monotonic() - started
+                started = time.monotonic()
+                while self._waiting and not (self._waiting[0].alone and self._running):
+                    self._begin(live, self._waiting.popleft())
+                self._drop_cancelled(live)
+                if self._running:
+                    self._step(live)
+                self.busy_s += time.monotonic() - started
+        except Exception as error:
+            self.fail(error)
+            raise
 
     def _take(self, *, wait: bool) -> list[Asked]:
         """What arrived; without a running request at least one, or a `wake`."""
@@ -207,10 +218,10 @@ class Broker:
                 found.append(self._arriving.get_nowait())
         return [asked for asked in found if asked is not None]
 
-    def _begin(self, live: Live, asked: Asked) -> None:
+    def _begin(self, live: Any, asked: Asked) -> None:
         future = asked.future
         try:
-            if not isinstance(asked.request, Request):
+            if callable(asked.request):
                 if future.set_running_or_notify_cancel():
                     future.set_result(asked.request(live))
             elif not future.cancelled():
@@ -219,19 +230,15 @@ class Broker:
             if future.running() or future.set_running_or_notify_cancel():
                 future.set_exception(error)
 
-    def _drop_cancelled(self, live: Live) -> None:
+    def _drop_cancelled(self, live: Any) -> None:
         with self._answering:
             dropped = [number for number, asked in self._running.items() if asked.future.cancelled()]
             for number in dropped:
                 live.cancel(number)
                 del self._running[number]
 
-    def _step(self, live: Live) -> None:
-        try:
-            ended = live.step()
-        except Exception as error:
-            self.fail(error)
-            raise
+    def _step(self, live: Any) -> None:
+        ended = live.step()
         with self._answering:
             for number, generated in ended.items():
                 asked = self._running.pop(number, None)
@@ -241,7 +248,8 @@ class Broker:
     def fail(self, error: Exception) -> None:
         """End all requests with an error, those that wait and those that come later too."""
         self.failure = error
-        waiting = self._take(wait=False)
+        waiting = [*self._waiting, *self._take(wait=False)]
+        self._waiting.clear()
         self.wake()  # `run` may have been meant by what was taken
         with self._answering:
             for asked in [*self._running.values(), *waiting]:

@@ -69,15 +69,13 @@ def serve(arguments: ServeArguments) -> None:
             check_token_source(arguments.host)
         from trl.generation.serving.app import GenerationServer
 
-        try:
+        with needing_address(arguments.host, arguments.port):
             server = stack.enter_context(GenerationServer(arguments.host, arguments.port))
-        except OSError as error:
-            raise CommandError(_taken(arguments, error)) from error
         backend = stack.enter_context(loaded(arguments))
-        try:
+        with needing_address(
+            arguments.host, arguments.port
+        ):  # another server that was loading, too, may come first
             server.listen()
-        except OSError as error:  # another server that was loading, too, came first
-            raise CommandError(_taken(arguments, error)) from error
         try:  # after the port is this server's: the file is named after it, and would replace that of another server
             token = stack.enter_context(server_token(arguments.host, arguments.port))
         except OSError as error:
@@ -132,9 +130,16 @@ def loaded(arguments: ServeArguments) -> Iterator[VLLMBackend]:
         backend.close()
 
 
-def _taken(arguments: ServeArguments, error: OSError) -> str:
-    address = f"{arguments.host}:{arguments.port}"
-    return f"Nothing can listen on {address}: {error.strerror or error}. Choose another --port, or end its server."
+@contextmanager
+def needing_address(host: str, port: int) -> Iterator[None]:
+    """Raises: CommandError if nothing can listen on the address in the block."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise CommandError(
+            f"Nothing can listen on {host}:{port}: {reason}. Choose another --port, or end its server."
+        ) from error
 
 
 if __name__ == "__main__":

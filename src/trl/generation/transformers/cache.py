@@ -1,7 +1,7 @@
 """The key-value cache of rollouts in progress: one copy for each prompt, and the completion tokens of each row.
 
 Rows (completions in progress) and prompts are numbered from 0 without gaps: if one leaves, the last ones move into the gap.
-Buffers are preallocated and only grow.
+Buffers are preallocated. One that is too small is replaced by one for the present prompts or rows; all are freed with the last prompt.
 
 Inside `rollout_attention_of(model, cache)` the attention layers of a model's own forward store their keys and values in the
 cache: those of a packed row of prompts, then those of one new token for each row. The model's own cache is not used.
@@ -76,11 +76,17 @@ def fitted(buffer: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
     """`buffer`, enlarged with zeros to at least `shape`."""
     if buffer is None:
         return like.new_zeros(shape)
-    if all(have >= want for have, want in zip(buffer.shape, shape, strict=True)):
-        return buffer
-    larger = like.new_zeros([max(have, want) for have, want in zip(buffer.shape, shape, strict=True)])
-    larger[tuple(slice(size) for size in buffer.shape)] = buffer
-    return larger
+    sizes = [max(pair) for pair in zip(buffer.shape, shape, strict=True)]
+    return buffer if sizes == [*buffer.shape] else resized(buffer, sizes, like)
+
+
+def resized(buffer: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
+    """Zeros of this shape, with the entries that `buffer` has too."""
+    found = like.new_zeros(shape)
+    if buffer is not None:
+        common = tuple(slice(min(pair)) for pair in zip(buffer.shape, shape, strict=True))
+        found[common] = buffer[common]
+    return found
 
 
 class Moves:
@@ -97,9 +103,10 @@ class Moves:
         self.order[self.target] = self.source
 
     def apply(self, buffer: Tensor) -> None:
-        """Move entries of a buffer, in place."""
-        if len(self.source):
-            buffer[self.target] = buffer[self.source]
+        """Move entries of a buffer, in place. The last ones may not be in it yet."""
+        source = self.source[self.source < len(buffer)] if self.total > len(buffer) else self.source
+        if len(source):
+            buffer[self.target[: len(source)]] = buffer[source]
 
 
 class Step:
@@ -181,7 +188,7 @@ class RolloutCache:
 
     def __init__(self, layers: int) -> None:
         self.layers: list[dict[str, Tensor]] = [{} for _ in range(layers)]
-        self.prompts = 0
+        self.lengths: list[int] = []  # of the prompts
         self.capacity = 0  # rows to allocate for
         self.most_columns = 0  # maximum completion length
         self.step: Step | None = None
@@ -200,8 +207,8 @@ class RolloutCache:
         # In the order of `store_prompts`: the packed row, then what is held.
         places = torch.arange(sum(lengths) + sum(before)).split([*lengths, *before])
         rows = [torch.cat(pair) for pair in zip(places[len(lengths) :], places[: len(lengths)], strict=True)]
-        self._arriving = (pad_sequence(rows, batch_first=True).to(device), self.prompts)
-        self.prompts += len(lengths)
+        self._arriving = (pad_sequence(rows, batch_first=True).to(device), len(self.lengths))
+        self.lengths += map(len, rows)
 
     def held_of(self, layer: int) -> list[tuple[Tensor, Tensor] | None]:
         """Keys and values of a layer before those of the next forward; empty if nothing is held."""
@@ -214,9 +221,10 @@ class RolloutCache:
         held = [pair for pair in self.held_of(layer) if pair is not None]
         for number, (name, part) in enumerate((("prompt_key", key), ("prompt_value", value))):
             part = torch.cat([part, *(pair[number] for pair in held)], dim=1)
-            shape = (self.prompts, part.shape[0], index.shape[1], part.shape[2])
-            cache[name] = fitted(cache.get(name), shape, part)
-            cache[name][first : self.prompts, :, : index.shape[1]] = part[:, index].transpose(0, 1)
+            buffer, count, longest = cache.get(name), len(self.lengths), max(self.lengths)
+            if buffer is None or buffer.shape[0] < count or buffer.shape[2] < longest:
+                cache[name] = buffer = resized(buffer, (count, part.shape[0], longest, part.shape[2]), part)
+            buffer[first:count, :, : index.shape[1]] = part[:, index].transpose(0, 1)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float,
@@ -254,7 +262,7 @@ class RolloutCache:
                     columns *= 2
                 columns = max(min(columns, self.most_columns), step.width)
                 shape = (max(self.capacity, len(part)), part.shape[1], columns, part.shape[2])
-                cache[name] = buffer = fitted(buffer, shape, part)
+                cache[name] = buffer = resized(buffer, shape, part)
             if step.level:
                 buffer[: len(part), :, step.width - 1] = part
             else:
@@ -277,16 +285,16 @@ class RolloutCache:
         for cache in self.layers:
             for name in ("own_key", "own_value"):
                 if name in cache:
-                    buffer = cache[name]  # rows that have just entered are not in it yet
-                    cache[name] = fitted(buffer, (max(self.capacity, moves.total), *buffer.shape[1:]), buffer)
                     moves.apply(cache[name][:, :, :width])
 
     def drop_prompts(self, moves: Moves) -> None:
         """Remove prompts."""
-        self.prompts = moves.remaining
+        self.lengths = [self.lengths[number] for number in moves.order.tolist()]
         for cache in self.layers:
             for name in ("prompt_key", "prompt_value"):
                 moves.apply(cache[name])
+            if not self.lengths:
+                cache.clear()
 
 
 ROLLOUT_ATTENTION = "trl_rollout"

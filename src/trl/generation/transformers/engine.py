@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from trl.generation.engine import Generated, Numbers, Prompts, Sampling, check_requests
 from trl.generation.live import Live, LiveCalls
@@ -78,7 +79,6 @@ class TransformersEngine:
         self.route: Route = route
         self.max_batch, self.gather_zero3, self.reuse_memory = max_batch, gather_zero3, reuse_memory
         self.fallbacks: list[str] = []
-        self._strings: StopStrings | None = None
         self._warned: set[str] = set()
         self._checked: Any = (None, None)  # a model, and why its forward cannot use our cache
 
@@ -134,10 +134,8 @@ class TransformersEngine:
                 return
             config = core.config.get_text_config()
             length, vocabulary = context_length_of(model), embedded_tokens(core)
-            requests, cache = (
-                Requests(context_length=length, device=core.device),
-                RolloutCache(config.num_hidden_layers),
-            )
+            requests = Requests(context_length=length, device=core.device)
+            cache = RolloutCache(config.num_hidden_layers)
             decoder = self._decoder(route, core, cache, dtype)
             memory, itemsize = row_memory(core.device), (dtype or core.dtype).itemsize
             kept = memory // 4 if self.reuse_memory is None else self.reuse_memory
@@ -156,6 +154,17 @@ class TransformersEngine:
                 # A circle, in which caches and fused weights would wait for the garbage collector.
                 requests.listener = None
 
+    def check_live(self) -> None:
+        """Raise ValueError for a run that shards weights over processes, with a model that generates by its own `generate`."""
+        state: Any = getattr(self.accelerator, "state", None)
+        shards = getattr(state, "fsdp_plugin", None) is not None or is_deepspeed_zero3_enabled()
+        model = without_wrappers(self.model)
+        core = causal_core(model)
+        if (shards or self.together) and (reason := forward_unsupported(model, core)) is not None:
+            raise ValueError(
+                f"{type(core).__name__} cannot be sharded where requests come and go, because {reason}. Train it without FSDP and ZeRO-3."
+            )
+
     @property
     def together(self) -> bool:
         """Whether weights are sharded over processes, which gather them for each call."""
@@ -167,7 +176,6 @@ class TransformersEngine:
 
     def close(self) -> None:
         """Nothing is kept between calls."""
-        self._strings = None
 
     def _autocast_dtype(self) -> torch.dtype | None:
         first = next(self.model.parameters())
@@ -176,13 +184,6 @@ class TransformersEngine:
         if torch.is_autocast_enabled(first.device.type):
             return torch.get_autocast_dtype(first.device.type)
         return MIXED.get(getattr(self.accelerator, "mixed_precision", "no"))
-
-    def _stop_strings(self, sampling: Sampling, vocabulary: int) -> StopStrings | None:
-        if not sampling.stop_strings:
-            return None
-        if self._strings is None or self._strings.texts != sampling.stop_strings:
-            self._strings = StopStrings(sampling.stop_strings, self.tokenizer, vocabulary)
-        return self._strings
 
     def _run(
         self,
@@ -213,7 +214,8 @@ class TransformersEngine:
 
     def _rules(self, sampling: Sampling, core: Any, ends: Sequence[int]) -> Rules:
         processors = Processors(core, sampling, ends) if sampling.processors else None
-        strings = self._stop_strings(sampling, embedded_tokens(core))
+        texts = sampling.stop_strings
+        strings = StopStrings(texts, self.tokenizer) if texts else None
         return Rules(sampling, ends=ends, strings=strings, processors=processors, device=core.device)
 
     def _route(self, model: Any, core: Any) -> Route:

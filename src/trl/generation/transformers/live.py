@@ -145,8 +145,8 @@ class LiveRequests:
             for row, each in zip(rows, several, strict=True):
                 self._row_of[each.number], self._running[row] = row, each
             self.loop.queue += self.requests.queue(rows)
-        if alike:
-            self.loop.max_rows = max(self.rows_for(), len(self.loop.request))
+        if self.loop.queue:
+            self.loop.max_rows = self.rows_for()
 
     def _release(self, row: int) -> int:
         """Forget a request in a row of the tables; its number."""

@@ -86,12 +86,8 @@ class _Member:
         self.core, self.weight, self.switched = causal_core(model), weight, switched
         self.cache = RolloutCache(self.core.config.get_text_config().num_hidden_layers)
         with switched():
-            is_fused = fused_unsupported(self.core) is None
-            self.decoder = (
-                FusedDecoder(self.core, self.cache, dtype=dtype)
-                if is_fused
-                else OwnForward(self.core, self.cache)
-            )
+            own, is_fused = (self.core, self.cache), fused_unsupported(self.core) is None
+            self.decoder = FusedDecoder(*own, dtype=dtype) if is_fused else OwnForward(*own)
 
     @contextmanager
     def active(self) -> Any:

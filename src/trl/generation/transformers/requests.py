@@ -64,16 +64,21 @@ class StopStrings:
     A stop string counts if its last character came with the newest token; prompts are not searched.
     """
 
-    def __init__(self, texts: Sequence[str], tokenizer: Any, vocabulary: int) -> None:
+    def __init__(self, texts: Sequence[str], tokenizer: Any) -> None:
         if tokenizer is None:
             raise ValueError(f"stop_strings {list(texts)} need a tokenizer. Or use stop_token_ids.")
         self.texts, self.tokenizer = tuple(texts), tokenizer
         self.span = max(len(text.encode()) for text in texts) + _MARGIN
-        lasts = {text[-1] for text in texts} | {"\ufffd"}  # the latter for a part of a character
-        found = tokenizer.batch_decode([[token] for token in range(vocabulary)], skip_special_tokens=False)
-        loses_spaces = any(text[-1].isspace() for text in texts)  # tokens decoded alone may
-        # Bool `(V,)`: tokens that may complete a stop string.
-        self.may_end = torch.tensor([loses_spaces or not lasts.isdisjoint(text) for text in found])
+        self._lasts = {text[-1] for text in texts} | {"\ufffd"}  # the latter for a part of a character
+        self._loses_spaces = any(text[-1].isspace() for text in texts)  # tokens decoded alone may
+        self._may_end: dict[int, bool] = {}  # by token that came
+
+    def may_end(self, token: int) -> bool:
+        """Whether a token may complete a stop string."""
+        if token not in self._may_end:
+            text = self.tokenizer.decode([token], skip_special_tokens=False)
+            self._may_end[token] = self._loses_spaces or not self._lasts.isdisjoint(text)
+        return self._may_end[token]
 
     def ended(self, ids: Sequence[int]) -> bool:
         """Whether the newest of a completion's `ids` completed a stop string."""
@@ -103,7 +108,6 @@ class Rules:
     ) -> None:
         self.sampling, self.strings, self.processors = sampling, strings, processors
         self.ends = torch.tensor(list(ends), dtype=torch.int64, device=device)
-        self.may_end = None if strings is None else strings.may_end.to(device)
         self.keeps = False  # whether draws have a kept mass
 
 
@@ -127,7 +131,6 @@ class Requests:
         self.prompts: dict[int, tuple[int, ...]] = {}
         self.prompt_of: dict[int, int] = {}
         self.limits: dict[int, int] = {}
-        self.longest = 0  # of the limits
         self._rules: list[Rules] = []
         self._free: list[int] = []
         self._prompts_so_far = 0
@@ -183,13 +186,16 @@ class Requests:
             self._free += range(have, size)
             for name in ("counts", "keys", "_limits", "_minima", "_rule_of", "stopped"):
                 setattr(self, name, fitted(getattr(self, name), [size], getattr(self, name)))
-        self.longest = max(self.longest, longest)
-        shape = [len(self.counts), self.longest]
-        self.ids = fitted(self.ids, shape, self.ids)
-        if self.logps is not None:
-            self.logps = fitted(self.logps, shape, self.logps)
+        for name in ("ids", "logps", "kept", "_seen"):
+            if (table := getattr(self, name)) is not None:
+                setattr(self, name, fitted(table, [len(self.counts), longest], table))
         found, self._free = self._free[:count], self._free[count:]
         return found
+
+    @property
+    def longest(self) -> int:
+        """The largest of the limits."""
+        return max(self.limits.values())
 
     def release(self, request: int) -> None:
         """Forget a request."""
@@ -278,9 +284,9 @@ class Requests:
     def _stopped(self, rules: Rules, requests: Tensor, ids: Tensor, counts: Tensor) -> Tensor:
         """Bool `(R,)`: requests that end by a stop token or string with their newest tokens `ids`."""
         stopped = torch.isin(ids, rules.ends)
-        if rules.strings is not None and rules.may_end is not None:
-            for row in (rules.may_end[ids] & ~stopped).nonzero()[:, 0].tolist():
-                stopped[row] = rules.strings.ended(self.ids[requests[row], : int(counts[row])].tolist())
+        if (strings := rules.strings) is not None:
+            for row in [row for row, token in enumerate(ids.tolist()) if strings.may_end(token)]:
+                stopped[row] |= strings.ended(self.ids[requests[row], : int(counts[row])].tolist())
         return stopped
 
     def results(self, requests: Sequence[int] | None = None) -> list[Generated]:

@@ -166,10 +166,8 @@ class RolloutLoop:
         """Keep all tokens of rows but the newest one, which has not been run."""
         for row in done.nonzero()[:, 0].tolist():
             request, place = int(self.request[row]), int(self.prompt[row])
-            prompt, own = (
-                self.requests.prompts[self.requests.prompt_of[request]],
-                int(self.requests.counts[request]) - 1,
-            )
+            prompt = self.requests.prompts[self.requests.prompt_of[request]]
+            own = int(self.requests.counts[request]) - 1
             ids = [*prompt, *self.requests.ids[request, :own].tolist()]
             reuse.keep(ids, self.cache.copy_of(row, own, place, len(prompt)))
 
@@ -189,7 +187,8 @@ def default_rows(
     query_heads = getattr(config, "num_attention_heads", 1)
     heads = getattr(config, "num_key_value_heads", None) or query_heads
     size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // query_heads
-    held = requests.longest + sum(map(len, requests.prompts.values())) // len(requests.prompt_of)
+    prompts = len(requests.prompts) * max(map(len, requests.prompts.values()))  # in one table
+    held = requests.longest + prompts // len(requests.prompt_of)
     cached = 2 * getattr(config, "num_hidden_layers", 1) * heads * size * itemsize * held
     budget = row_memory(requests.device) if memory is None else memory
     return int(max(1, min(most, budget // (cached + 12 * getattr(config, "vocab_size", 1)))))

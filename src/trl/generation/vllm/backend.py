@@ -10,8 +10,9 @@ import math
 import os
 import secrets
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -64,8 +65,97 @@ def check_vllm(needed_by: str = "use_vllm") -> None:
         raise ImportError(f"{needed_by} needs the vllm package. Install it with `pip install trl[vllm]`.")
 
 
+class Steps:
+    """Requests to vLLM's `engine` (`LLMEngine`) that come and go between its steps. One thread calls its methods.
+
+    A request has `prompt_ids` and `sampling` (arguments of vLLM's `SamplingParams`), its answer `ids`, `logprobs` and
+    `finish_reason`. A request with `prompt_logprobs` in its `sampling` gets them too: for each token of the prompt but the first
+    a list of (token, log-prob, rank). `unusable` is why no request may begin.
+    """
+
+    _numbers = itertools.count()  # no other request of this process has the same
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.unusable: str | None = None
+        self._running: dict[int, Callable[[Sequence[int]], None] | None] = {}  # with their listeners
+        self._heard: dict[int, int] = {}  # tokens that a listener was given
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests run."""
+        return bool(self._running)
+
+    def submit(
+        self, request: Mapping[str, Any], listener: Callable[[Sequence[int]], None] | None = None
+    ) -> int:
+        """Begin a completion; its number. Raises: ValueError for an invalid request, BackendDied."""
+        if self.unusable is not None:
+            raise RuntimeError(self.unusable)
+        number, settings = next(self._numbers), sampling_params(request.get("sampling", {}))
+        if listener is None:
+            from vllm.sampling_params import RequestOutputKind  # pyright: ignore
+
+            settings.output_kind = RequestOutputKind.FINAL_ONLY
+        with as_value_errors():
+            self.engine.add_request(str(number), {"prompt_token_ids": request["prompt_ids"]}, settings)
+        self._running[number] = listener
+        return number
+
+    def cancel(self, request: int) -> None:
+        """Give a request up; nothing happens for one that has ended."""
+        if request in self._running:
+            del self._running[request]
+            self._heard.pop(request, None)
+            with as_value_errors():
+                self.engine.abort_request([str(request)])
+
+    def step(self) -> dict[int, dict[str, Any]]:
+        """Draw tokens; the answers to requests that ended. Raises: BackendDied."""
+        try:
+            answers = self.engine.step()
+        except Exception as error:
+            raise BackendDied(f"vLLM's engine has ended: {error} See its log.") from error
+        ended = {}
+        for answer in answers:
+            number, output = int(answer.request_id), answer.outputs[0]
+            if number not in self._running:  # cancelled
+                continue
+            ids, logps = drawn(output)
+            if (listener := self._running[number]) is not None:
+                heard, self._heard[number] = self._heard.get(number, 0), len(ids)
+                listener(ids[heard:])
+            if answer.finished:
+                del self._running[number]
+                self._heard.pop(number, None)
+                ended[number] = {"ids": ids, "logprobs": logps, "finish_reason": output.finish_reason}
+                if (scores := getattr(answer, "prompt_logprobs", None)) is not None:
+                    ended[number]["prompt_logprobs"] = [
+                        [(token, one.logprob, one.rank) for token, one in place.items()]
+                        for place in scores[1:]
+                    ]
+        return ended
+
+    def complete(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The answers to some requests, in order."""
+        found: dict[int, dict[str, Any]] = {}
+        try:
+            numbers = [self.submit(request) for request in requests]
+            while self.busy:
+                found |= self.step()
+        finally:
+            self.close()
+        return [found[number] for number in numbers]
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        for number in list(self._running):
+            self.cancel(number)
+
+
 class VLLMBackend:
-    """vLLM for a `GenerationServer`, behind one lock: methods may be called in any thread.
+    """vLLM for a `GenerationServer`. Methods may be called in any thread: one thread runs vLLM's steps, and requests join and
+    leave between them. Everything else waits until no request runs, and what comes after it waits for it.
 
     Raises: ImportError without vLLM, and what vLLM raises for an unsupported model.
     """
@@ -74,6 +164,8 @@ class VLLMBackend:
         check_vllm()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # else the engine blocks signals and other threads
         from vllm import LLM  # pyright: ignore
+
+        from trl.generation.live import Broker
 
         arguments = asdict(served)
         del arguments["data_parallel_size"]
@@ -86,11 +178,15 @@ class VLLMBackend:
             seed=0,
         )
         self.served, self.world_size = served, served.tensor_parallel_size
-        self._lock = threading.Lock()
         self.channel: str | None = None
-        self._unusable: str | None = None  # why the weights are incomplete
         self._llm.collective_rpc("end_with", args=(os.getpid(),))
         self._shared = {name for name in self._llm.collective_rpc("shared_memory_name") if name}
+        self.steps, self.broker, self._closing = Steps(self._llm.llm_engine), Broker(), threading.Event()
+        threading.Thread(target=self._run, name="vllm-steps", daemon=True).start()
+
+    def _run(self) -> None:
+        with suppress(BackendDied):  # which requests are told
+            self.broker.run(self.steps, self._closing.is_set)
 
     def check(self) -> None:
         """Raise BackendDied if vLLM's engine has ended."""
@@ -111,10 +207,9 @@ class VLLMBackend:
             "device": current_platform.device_type,
         }
 
-    def complete(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """One completion for each request, with its log-probs and finish reason."""
-        with self._generating() as llm:
-            return complete(llm, requests)
+    def submit(self, request: Mapping[str, Any]) -> Future[dict[str, Any]]:
+        """Begin a completion, see `Steps`; cancelling the future ends it."""
+        return self.broker.submit(request)
 
     def generate(self, body: Any) -> dict[str, Any]:
         """Completions of the prompts of a `GenerateBody`."""
@@ -130,8 +225,13 @@ class VLLMBackend:
         """The token ids of the prompts, and the completions of all of them in one list, ordered by prompt."""
         keep, settings = body.truncate_prompt_tokens, sampling_params(body.sampling())
         options["tokenization_kwargs"] = None if keep is None else {"truncate_prompt_tokens": keep}
-        with self._generating() as llm:
-            answers = getattr(llm, method)(inputs, settings, use_tqdm=False, **options) if inputs else []
+
+        def run(steps: Steps) -> list[Any]:
+            if steps.unusable is not None:
+                raise RuntimeError(steps.unusable)
+            return getattr(self._llm, method)(inputs, settings, use_tqdm=False, **options) if inputs else []
+
+        answers = self._alone(run)
         found = [drawn(output) for answer in answers for output in answer.outputs]
         return {
             "prompt_ids": [list(answer.prompt_token_ids) for answer in answers],
@@ -146,10 +246,13 @@ class VLLMBackend:
         device = self.about()["device"]
         if backend == "nccl" and device != "cuda":
             raise ValueError(f"backend must be 'gloo' for a server on {device}, got 'nccl'.")
-        with self._working():
+
+        def run(steps: Steps) -> None:
             self.channel = None
             self._on_workers("join_weight_channel", host, port, size, backend, timeout_s)
             self.channel = secrets.token_hex(8)
+
+        self._alone(run)
 
     def load(self, weights: Sequence[Any], *, whole: bool) -> None:
         """Receive weights (`WeightBody`; `whole`: all of a checkpoint) over the channel, load them, and clear the prefix cache."""
@@ -158,55 +261,46 @@ class VLLMBackend:
         if not whole and self.about()["device"] == "cpu":
             raise ValueError("a CPU's packed weights are updated together. Use update_model_params.")
         entries = [(weight.name, weight.dtype, weight.shape) for weight in weights]
-        with self._working() as llm:
-            self._unusable, before = "An update of the weights is under way.", self._unusable
+
+        def run(steps: Steps) -> None:
             try:
                 self._on_workers("receive_weights", entries, whole)
             except RuntimeError as error:
                 self.channel = None
-                self._unusable = f"The last update of the weights failed ({error}). Send all of them again."
+                steps.unusable = f"The last update of the weights failed ({error}). Send all of them again."
                 raise
-            self._unusable = None if whole else before
-            llm.reset_prefix_cache()
+            steps.unusable = None if whole else steps.unusable
+            self._llm.reset_prefix_cache()
+
+        self._alone(run)
 
     def leave(self, channel: str | None = None) -> None:
         """Leave the weight channel, if it is open and has this name (None: any)."""
-        with self._working() as llm:
-            if channel not in (None, self.channel):
-                return
-            self.channel = None
-            llm.collective_rpc("leave_weight_channel")
+
+        def run(steps: Steps) -> None:
+            if channel in (None, self.channel):
+                self.channel = None
+                self._llm.collective_rpc("leave_weight_channel")
+
+        self._alone(run)
 
     def reset_prefix_cache(self) -> None:
         """Clear the prefix cache."""
-        with self._working() as llm:
-            llm.reset_prefix_cache()
+        self._alone(lambda steps: self._llm.reset_prefix_cache())
 
     def close(self) -> None:
         """End the engine and its workers, and remove their shared memory."""
+        self._closing.set()
+        self.broker.wake()
         self._llm.llm_engine.engine_core.shutdown(timeout=_CLOSING_S)
         for name in self._shared:  # would prevent another server with this name from starting
             for file in _SHARED_MEMORY.glob(f"{name}-*cpushm*"):
                 file.unlink(missing_ok=True)
 
-    @contextmanager
-    def _working(self) -> Iterator[Any]:
-        """vLLM, locked for this thread. Raises: BackendDied if its engine has ended, ValueError for invalid requests."""
-        from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore
-
-        with self._lock:
-            try:
-                with as_value_errors():
-                    yield self._llm
-            except EngineDeadError as error:
-                raise BackendDied(f"vLLM's engine has ended: {error} See the server's log.") from error
-
-    @contextmanager
-    def _generating(self) -> Iterator[Any]:
-        with self._working() as llm:
-            if self._unusable is not None:
-                raise RuntimeError(self._unusable)
-            yield llm
+    def _alone(self, function: Callable[[Steps], Any]) -> Any:
+        """What a function gives while no request runs. Raises: BackendDied if the engine has ended, ValueError for invalid requests."""
+        with as_value_errors():
+            return self.broker.call(function, alone=True).result()
 
     def _on_workers(self, method: str, *arguments: Any) -> None:
         """Call a method of `WeightReceiver` on all workers. Raises: RuntimeError with the errors of all of them."""
@@ -214,16 +308,6 @@ class VLLMBackend:
         errors = {f"worker {rank}: {text}" for rank, text in enumerate(answers) if isinstance(text, str)}
         if errors:
             raise RuntimeError("; ".join(sorted(errors)))
-
-
-def complete(llm: Any, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """vLLM's completion of each request (`prompt_ids`, `sampling`): its `ids`, `logprobs` and `finish_reason`."""
-    prompts = [{"prompt_token_ids": request["prompt_ids"]} for request in requests]
-    settings = [sampling_params(request.get("sampling", {})) for request in requests]
-    answers = llm.generate(prompts, settings, use_tqdm=False) if prompts else []
-    outputs = [answer.outputs[0] for answer in answers]
-    found = [(*drawn(output), output.finish_reason) for output in outputs]
-    return [{"ids": ids, "logprobs": logps, "finish_reason": reason} for ids, logps, reason in found]
 
 
 def sampling_params(arguments: Mapping[str, Any]) -> Any:
@@ -251,11 +335,14 @@ def sampling_params(arguments: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def as_value_errors() -> Iterator[None]:
-    """Turn vLLM's errors about invalid requests into ValueErrors, which they no longer are in vLLM 0.32."""
+    """Turn vLLM's errors: about invalid requests into ValueErrors, which they no longer are in vLLM 0.32, and of a dead engine."""
     from vllm import exceptions  # pyright: ignore
+    from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore
 
     try:
         yield
+    except EngineDeadError as error:
+        raise BackendDied(f"vLLM's engine has ended: {error} See its log.") from error
     except getattr(exceptions, "VLLMClientError", ValueError) as error:
         raise ValueError(str(error)) from error
 

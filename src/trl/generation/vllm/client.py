@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trl.generation.main_process import process_count
-from trl.generation.serving.connection import ServerConnection, ServerLost
+from trl.generation.serving.connection import HangUp, ServerConnection, ServerLost
 from trl.generation.serving.weight_channel import WeightChannel
 from trl.generation.vllm.weights import WeightParts
 from trl.reporting.deadlines import start
@@ -58,7 +58,9 @@ class VLLMClient:
         self.base_url, self.host, self.server_port = self._http.base_url, self._http.host, self._http.port
         self.group_port = group_port
         self._channel: WeightChannel | None = None
-        self._channel_name: str | None = None  # given by the server
+        self.channel_name: str | None = (
+            None  # of the weights that completions must come from, given by the server
+        )
         self._joining: Future[WeightChannel] | None = None
         self.check_server(connection_timeout)
 
@@ -91,17 +93,20 @@ class VLLMClient:
         """`model`, `dtype`, `max_model_len` (tokens), `vocab_size` and `device` of the server."""
         return self._http.get("/model/")
 
-    def complete(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def complete(
+        self, requests: Sequence[Mapping[str, Any]], *, hang_up: HangUp | None = None
+    ) -> list[dict[str, Any]]:
         """A completion of each request, with `ids`, `logprobs` and `finish_reason`.
 
-        A request has `prompt_ids` and `sampling` (arguments of vLLM's `SamplingParams`).
+        A request has `prompt_ids` and `sampling` (arguments of vLLM's `SamplingParams`). The server decodes them together with
+        those of other calls. `hang_up()` of another thread ends the call, with ServerLost.
 
         Raises: ServerLost if the server lost the weights, for example by a restart.
         """
-        answer = self._http.post("/complete/", {"requests": [dict(request) for request in requests]})
+        connected = None if hang_up is None else hang_up.connected
+        body = {"requests": [dict(request) for request in requests]}
+        answer = self._http.post("/complete/", body, connected=connected)
         self._check_channel(answer)
-        if (given := len(answer["completions"])) != len(requests):
-            raise RuntimeError(f"{self.base_url} gave {given} completions for {len(requests)} requests.")
         return answer["completions"]
 
     def generate(
@@ -189,7 +194,7 @@ class VLLMClient:
         self._joining = start(join, "weight-channel").future
         wanted = {"host": self.host, "port": self.group_port, "world_size": size, "backend": backend}
         answer = self._http.post("/init_communicator/", {**wanted, "timeout_s": CHANNEL_TIMEOUT_S})
-        self._channel, self._channel_name = self._joining.result(), answer.get("channel")
+        self._channel, self.channel_name = self._joining.result(), answer.get("channel")
         atexit.register(self.close_communicator)
 
     def send_weights(self, shapes: Mapping[str, Tensor], weights: Iterable[Tensor]) -> None:
@@ -219,8 +224,9 @@ class VLLMClient:
 
     def close_communicator(self) -> None:
         """Close the weight channel, if it is open. A server that does not answer, or serves another program, is left alone."""
-        is_open, name = self.is_connected, self._channel_name
+        is_open, name = self.is_connected, self.channel_name
         self._drop_channel()
+        self.channel_name = None
         if is_open:
             try:
                 self._http.post("/close_communicator/", {"channel": name}, timeout_s=10.0)
@@ -231,7 +237,7 @@ class VLLMClient:
         channel = self._channel
         if channel is None:
             raise ServerLost(f"No weight channel to {self.base_url}. Call init_communicator first.")
-        if self._channel_name is not None:
+        if self.channel_name is not None:
             self._check_channel(self.model())
 
         def close_on_failure(sending: Future[Any]) -> None:
@@ -254,7 +260,7 @@ class VLLMClient:
 
     def _check_channel(self, answer: Mapping[str, Any]) -> None:
         """Raise if the server's weights are not those sent through this channel."""
-        if self._channel_name is None or answer.get("channel") == self._channel_name:
+        if self.channel_name is None or answer.get("channel") == self.channel_name:
             return
         self._drop_channel()
         if answer.get("channel") is None:
@@ -262,7 +268,7 @@ class VLLMClient:
         raise RuntimeError(f"Another program gave weights to the server at {self.base_url}. Use one each.")
 
     def _drop_channel(self) -> None:
-        channel, self._channel, self._channel_name = self._channel, None, None
+        channel, self._channel = self._channel, None
         if channel is not None:
             atexit.unregister(self.close_communicator)
             channel.close()

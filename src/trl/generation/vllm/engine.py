@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,12 +14,12 @@ import torch
 from torch import nn
 
 from trl.generation.engine import Generated, Numbers, Prompts, Sampling, check_requests, completion_limits
-from trl.generation.live import Live, check_alone
+from trl.generation.live import Live, PromptLogps, check_alone
 from trl.generation.live import Request as LiveRequest
 from trl.generation.main_process import any_process, process_count, raise_in_all
 from trl.generation.transformers.engine import MIXED, context_length_of, generating, without_wrappers
 from trl.generation.transformers.requests import end_tokens, fresh_seed, rng_stream_keys
-from trl.generation.vllm.backend import as_value_errors, check_vllm, complete, drawn, sampling_params
+from trl.generation.vllm.backend import Steps, check_vllm
 from trl.generation.vllm.weights import WeightParts, check_sendable
 from trl.models.distributed import is_fsdp1, reshard
 from trl.models.parts import causal_core
@@ -85,10 +84,7 @@ class PolicyCopy(ABC):
         except Exception as error:
             failure = error
         self._agree(failure)
-        return [
-            self.generated(one["ids"], one["logprobs"], one["finish_reason"], sampling)
-            for one in self._completed(own)
-        ]
+        return [self.generated(answer, sampling) for answer in self._completed(own)]
 
     def requests(
         self, prompts: Prompts, sampling: Sampling, streams: Numbers, limits: Numbers
@@ -109,10 +105,9 @@ class PolicyCopy(ABC):
             requests.append({"prompt_ids": list(prompt), "sampling": own})
         return requests
 
-    def generated(
-        self, ids: Sequence[int], logprobs: Sequence[float], finish_reason: str | None, sampling: Sampling
-    ) -> Generated:
+    def generated(self, answer: Answer, sampling: Sampling) -> Generated:
         """vLLM's answer as a completion. Raises: RuntimeError and ValueError, see `generate`."""
+        ids, finish_reason = list(answer["ids"]), answer["finish_reason"]
         if finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended a completion with {finish_reason!r}. See its log.")
         if sampling.vocabulary is not None and (last := max(ids, default=0)) >= sampling.vocabulary:
@@ -120,7 +115,7 @@ class PolicyCopy(ABC):
                 f"a completion has token id {last}, expected ids below {sampling.vocabulary}, which policy and teacher both have. "
                 "Generate without vLLM (use_vllm=False), which draws no others."
             )
-        return Generated(list(ids), torch.tensor(logprobs, dtype=torch.float32), None, finish_reason)
+        return Generated(ids, torch.tensor(answer["logprobs"], dtype=torch.float32), None, finish_reason)
 
     def sync_weights(self, model: nn.Module, step: int) -> None:
         """Send the weights of `model` to the copy, if they changed in any process."""
@@ -179,6 +174,59 @@ class VLLMSettings:
     regex: str | None = None
 
 
+class LiveCopy:
+    """A `Live` engine over the `steps` of a copy of the policy: `Steps`, or those of a server."""
+
+    def __init__(self, copy: PolicyCopy, steps: Any) -> None:
+        self.copy, self.steps = copy, steps
+        self._sampling: dict[int, Sampling] = {}
+        self._early: dict[int, Answer] = {}  # to requests that ended while a prompt was scored
+
+    @property
+    def busy(self) -> bool:
+        return self.steps.busy or bool(self._early)
+
+    def submit(self, request: LiveRequest) -> int:
+        limits = None if request.limit is None else [request.limit]
+        (own,) = self.copy.requests([request.prompt], request.sampling, [request.stream], limits)
+        number = self.steps.submit(own, request.listener)
+        self._sampling[number] = request.sampling
+        return number
+
+    def cancel(self, request: int) -> None:
+        self._sampling.pop(request, None)
+        self.steps.cancel(request)
+
+    def step(self) -> dict[int, Generated]:
+        early, self._early = self._early, {}
+        return {
+            number: self.copy.generated(answer, self._sampling.pop(number))
+            for number, answer in (early or self.steps.step()).items()
+            if number in self._sampling  # else it was cancelled
+        }
+
+    def prompt_logps(self, prompt: Sequence[int], count: int) -> PromptLogps:
+        """Log-probs of a prompt's tokens, and its `count` most likely ones (vLLM gives at most 20).
+
+        Raises: ValueError for an invalid prompt.
+        """
+        (own,) = self.copy.requests([prompt], Sampling(max_new_tokens=1, seed=0), [0], None)
+        own["sampling"]["prompt_logprobs"] = count
+        number = self.steps.submit(own)
+        while number not in self._early:
+            self._early |= self.steps.step()
+        found = PromptLogps(own["prompt_ids"], [], [], [], [])
+        scores = self._early.pop(number)["prompt_logprobs"]
+        for token, entries in zip(found.ids[1:], scores, strict=True):
+            best = sorted(entries, key=lambda entry: entry[2])[:count]
+            _, logp, rank = next(entry for entry in entries if entry[0] == token)
+            found.logps.append(logp)
+            found.ranks.append(rank)
+            found.best.append([entry[0] for entry in best])
+            found.best_logps.append([entry[1] for entry in best])
+        return found
+
+
 class VLLMEngine(PolicyCopy):
     """Completions by vLLM in this process: one copy of the policy for each `settings.parallel` processes.
 
@@ -209,16 +257,16 @@ class VLLMEngine(PolicyCopy):
         """Whether other processes share this copy."""
         return self._sharing is not None
 
+    def check_live(self) -> None:
+        """Raise ValueError for a copy that several processes share."""
+        check_alone(self)
+
     @contextmanager
     def live(self) -> Iterator[Live]:
-        """Inside the block, requests come and go. Raises: ValueError for a copy that several processes share."""
-        check_alone(self)
-        with self._awake() as llm:
-            live = LiveSteps(self, llm.llm_engine)
-            try:
-                yield live
-            finally:
-                live.close()
+        """Inside the block, requests come and go. Raises: ValueError as `check_live`."""
+        self.check_live()
+        with self._awake() as llm, closing(Steps(llm.llm_engine)) as steps:
+            yield LiveCopy(self, steps)
 
     def close(self) -> None:
         """Release vLLM's memory."""
@@ -244,7 +292,7 @@ class VLLMEngine(PolicyCopy):
         if not requests:
             return []
         with self._awake() as llm:
-            return complete(llm, requests)[first : first + len(own)]
+            return Steps(llm.llm_engine).complete(requests)[first : first + len(own)]
 
     def _send(self, parts: WeightParts) -> None:
         with parts.read() as weights, self._awake() as llm:
@@ -295,58 +343,6 @@ class VLLMEngine(PolicyCopy):
                 seed=0,
                 **distributed,
             )
-
-
-class LiveSteps:
-    """A `Live` engine over `steps`, vLLM's `LLMEngine`."""
-
-    def __init__(self, copy: PolicyCopy, steps: Any) -> None:
-        self.copy, self.steps = copy, steps
-        self._numbers = itertools.count()
-        self._running: dict[int, LiveRequest] = {}
-        self._heard: dict[int, int] = {}  # tokens that a listener was given
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._running)
-
-    def submit(self, request: LiveRequest) -> int:
-        limits = None if request.limit is None else [request.limit]
-        (own,) = self.copy.requests([request.prompt], request.sampling, [request.stream], limits)
-        number, settings = next(self._numbers), sampling_params(own["sampling"])
-        if request.listener is None:
-            from vllm.sampling_params import RequestOutputKind  # pyright: ignore
-
-            settings.output_kind = RequestOutputKind.FINAL_ONLY
-        with as_value_errors():
-            self.steps.add_request(str(number), {"prompt_token_ids": own["prompt_ids"]}, settings)
-        self._running[number] = request
-        return number
-
-    def cancel(self, request: int) -> None:
-        if self._running.pop(request, None) is not None:
-            self.steps.abort_request([str(request)])
-
-    def step(self) -> dict[int, Generated]:
-        ended = {}
-        for answer in self.steps.step():
-            number, output = int(answer.request_id), answer.outputs[0]
-            if (request := self._running.get(number)) is None:  # cancelled
-                continue
-            ids, logps = drawn(output)
-            if request.listener is not None:
-                heard, self._heard[number] = self._heard.get(number, 0), len(ids)
-                request.listener(ids[heard:])
-            if answer.finished:
-                del self._running[number]
-                self._heard.pop(number, None)
-                ended[number] = self.copy.generated(ids, logps, output.finish_reason, request.sampling)
-        return ended
-
-    def close(self) -> None:
-        """Abort what still runs."""
-        for number in list(self._running):
-            self.cancel(number)
 
 
 def _sharing(parallel: int) -> Any:

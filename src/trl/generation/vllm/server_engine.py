@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import queue
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from trl.generation.live import Listener, Live
 from trl.generation.main_process import by_main, process_count, through_main
-from trl.generation.serving.connection import ServerLost
+from trl.generation.serving.connection import HangUp, ServerLost
 from trl.generation.transformers.engine import MIXED, context_length_of
 from trl.generation.vllm.client import VLLMClient
-from trl.generation.vllm.engine import Answer, PolicyCopy, Request
+from trl.generation.vllm.engine import Answer, LiveCopy, PolicyCopy, Request
 from trl.generation.vllm.weights import WeightParts
 from trl.models.parts import causal_core
 from trl.models.policy import Policy
+from trl.reporting.deadlines import start
 
 logger = logging.getLogger(__name__)
+_PAUSE_S = 0.005  # in which requests may arrive
 
 
 class Served(NamedTuple):
@@ -81,6 +89,7 @@ class VLLMServerEngine(PolicyCopy):
     Only the main process has a `client`, through which the requests of all processes go in one call. So all processes must call
     `generate` and `sync_weights` together, with any number of requests each, and errors are raised in all of them. A server that
     was restarted gets its weights again, after at most `patience` seconds. Weights are sent from `device` (None: the policy's).
+    All processes must open `live` together; inside it each has connections of its own, and a server that stops is an error.
     """
 
     def __init__(
@@ -101,6 +110,19 @@ class VLLMServerEngine(PolicyCopy):
     def together(self) -> bool:
         """Whether there are other processes, which use the same client."""
         return process_count() > 1
+
+    @contextmanager
+    def live(self) -> Iterator[Live]:
+        """Inside the block, requests come and go. Raises: ConnectionError if the server does not answer, or lost the weights."""
+        address, name = by_main(lambda: (self._connected().base_url, self._connected().channel_name))
+        client = self.client or VLLMClient(address)
+        client.channel_name = name
+        with closing(ServedSteps(client)) as steps:
+            try:
+                yield LiveCopy(self, steps)
+            except Exception:
+                self._sent = None  # the server's weights are unknown
+                raise
 
     def close(self) -> None:
         """Disconnect from the server, which continues to run."""
@@ -164,3 +186,49 @@ class VLLMServerEngine(PolicyCopy):
     def _connected(self) -> VLLMClient:
         assert self.client is not None  # in the main process
         return self.client
+
+
+class ServedSteps:
+    """Requests to a server that come and go, each by a call of its own, on a thread; see `Steps`."""
+
+    def __init__(self, client: VLLMClient) -> None:
+        self.client = client
+        self._numbers = itertools.count()
+        self._running: dict[int, tuple[HangUp, Listener | None]] = {}
+        self._ended: queue.SimpleQueue[tuple[int, Future[list[Answer]]]] = queue.SimpleQueue()
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests run."""
+        return bool(self._running)
+
+    def submit(self, request: Request, listener: Listener | None = None) -> int:
+        """Begin a completion; its number. A `listener` is given all of its tokens at the end."""
+        number, hang_up = next(self._numbers), HangUp()
+        self._running[number] = hang_up, listener
+        call = start(partial(self.client.complete, [request], hang_up=hang_up), "vllm-request")
+        call.future.add_done_callback(lambda future: self._ended.put((number, future)))
+        return number
+
+    def cancel(self, request: int) -> None:
+        """Give a request up; nothing happens for one that has ended."""
+        if request in self._running:
+            hang_up, _ = self._running.pop(request)
+            hang_up()
+
+    def step(self) -> dict[int, Answer]:
+        """Wait a moment; the answer to a request that ended. Raises: what the server's answer raises."""
+        with suppress(queue.Empty):
+            number, future = self._ended.get(timeout=_PAUSE_S)
+            if number in self._running:  # else it was cancelled
+                _, listener = self._running.pop(number)
+                (answer,) = future.result()
+                if listener is not None:
+                    listener(answer["ids"])
+                return {number: answer}
+        return {}
+
+    def close(self) -> None:
+        """Give up what still runs."""
+        for number in list(self._running):
+            self.cancel(number)
