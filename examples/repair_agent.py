@@ -1,6 +1,7 @@
 """An agent that repairs small programs, trained through OpenAI's API, in a sandbox without a network.
 
-    python examples/repair_agent.py --tiny --seed 0 --output_dir runs/repair
+    python examples/repair_agent.py --tiny --seed 0 --output_dir runs/repair --out runs/repair.jsonl
+    python examples/repair_agent.py --table runs/repair.jsonl
 
 Each task is a repository of one or two files and tests that fail. The agent (`repair`, over the `openai` client) reads and writes
 files and runs the tests in a sandbox, and its reward is the share of hidden tests that pass, or the similarity to the true patch.
@@ -13,9 +14,11 @@ import asyncio
 import contextlib
 import difflib
 import functools
+import hashlib
 import json
 import os
 import random
+import secrets
 import shutil
 import signal
 import subprocess
@@ -51,7 +54,7 @@ TASKS: list[tuple[str, str, str, str, str, str]] = [
 
 
 def rows(count: int, seed: int) -> list[dict[str, Any]]:
-    """Rows: a prompt, the files of the repository, the true ones, and the hidden tests."""
+    """Rows: a prompt, the repository's files at a base commit, the true ones, and the hidden tests."""
     dice, found = random.Random(seed), []
     for _ in range(count):
         name, file, code, wrong, right, tests = dice.choice(TASKS)
@@ -60,6 +63,7 @@ def rows(count: int, seed: int) -> list[dict[str, Any]]:
         text = f"The test of {file} fails . Files : {' '.join(sorted(files))}"
         found.append({
             "prompt": [{"role": "user", "content": text}], "task": name, "file": file, "files": json.dumps(files),
+            "base_commit": hashlib.sha1(json.dumps(files).encode()).hexdigest(),  # names the state of the files
             "true": code.format(right), "tests": tests,
         })  # fmt: skip
     return found
@@ -74,14 +78,14 @@ for name, most in {"CPU": 5, "AS": 1 << 30, "FSIZE": 1 << 20, "NPROC": 64}.items
 sys.path.insert(0, ".")
 """
 SECONDS = 10  # for a program
-NO_NETWORK = ["unshare", "--user", "--map-root-user", "--net"]
+NO_NETWORK = ["unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child"]
 
 
 class Sandbox:
     """A folder with files, and programs that run in it: processes of their own with limits of CPU, memory, time and file size.
 
-    They have no network, by a namespace of Linux. Raises: OSError where the kernel refuses that, unless `allow_network`.
-    They may read what the user may read: put a container around the trainer where that matters.
+    They have no network and see no other processes, by namespaces of Linux. Raises: OSError where the kernel refuses that,
+    unless `allow_network`. They may read and write what the user may: put a container around the trainer where that matters.
     """
 
     def __init__(self, files: dict[str, str], *, allow_network: bool = False) -> None:
@@ -134,6 +138,12 @@ class Sandbox:
             out.seek(0)
             return status, out.read()[-1000:].decode(errors="replace")
 
+    def passes(self, tests: str) -> tuple[bool, str]:
+        """Whether tests run to their end, which a program that exits with status 0 does not, and what they print."""
+        word = secrets.token_hex()
+        status, text = self.run(f"{tests}\nprint({word!r})")
+        return status == 0 and word in text, text or f"status {status}"
+
 
 @functools.cache
 def why_refused() -> str | None:
@@ -184,8 +194,8 @@ def answer(sandbox: Sandbox, name: str, given: dict[str, Any], tests: str) -> st
         if name == "write":
             sandbox.write(given["file"], given["text"])
             return "written"
-        status, text = sandbox.run(tests)
-        return "passed" if status == 0 else text or f"status {status}"
+        passed, text = sandbox.passes(tests)
+        return "passed" if passed else text
     except (KeyError, TypeError, ValueError, OSError) as error:
         return f"Error: {type(error).__name__}"
 
@@ -193,7 +203,7 @@ def answer(sandbox: Sandbox, name: str, given: dict[str, Any], tests: str) -> st
 def share_passed(sandbox: Sandbox, tests: str) -> float:
     """The share of assertions that hold."""
     first, *asserts = tests.splitlines()
-    return sum(sandbox.run(f"{first}\n{each}")[0] == 0 for each in asserts) / len(asserts)
+    return sum(sandbox.passes(f"{first}\n{each}")[0] for each in asserts) / len(asserts)
 
 
 def similarity(sandbox: Sandbox, row: dict[str, Any]) -> float:
@@ -253,7 +263,7 @@ SFT = {
 }  # fmt: skip
 GRPO = {
     "per_device_train_batch_size": 64, "per_device_eval_batch_size": 64, "num_generations": 8, "num_generations_eval": 1,
-    "max_completion_length": 12, "learning_rate": 1e-3, "logging_steps": 10,
+    "max_completion_length": 12, "learning_rate": 5e-4, "warmup_steps": 10, "logging_steps": 10,
 }  # fmt: skip
 
 
@@ -297,10 +307,15 @@ def main() -> GRPOTrainer:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output_dir", default="runs/repair")
     parser.add_argument("--allow_network", action="store_true", help="Programs of the policy have a network.")
+    append = tiny.figures(parser)
     given = parser.parse_args()
     if given.tiny == (given.model is not None):
         parser.error("give either --tiny or --model")
-    model, tokenizer, settings = given.model, None, {"max_completion_length": 1024, "num_generations": 8}
+    model, tokenizer, settings = (
+        given.model,
+        None,
+        {"max_completion_length": 1024, "num_generations": 8, "num_generations_eval": 1},
+    )
     if given.tiny:
         model, tokenizer = small_parts(Path(given.output_dir) / "tiny", given.seed)
         settings = {**GRPO, **SMALL}
@@ -318,6 +333,7 @@ def main() -> GRPOTrainer:
     trainer.train()
     after = trainer.evaluate()["eval_reward"]
     print(f"reward ({agent.reward}): {before:.3f} -> {after:.3f} over {trainer.state.global_step} steps")
+    append({"seed": given.seed, f"reward ({agent.reward})": f"{before:.3f} → {after:.3f}"})
     trainer.save_model(given.output_dir)
     return trainer
 

@@ -230,4 +230,4 @@ def test_examples_run(path, workshop, monkeypatch, capsys):
     for block in blocks(path, "python"):
         exec(compile(block, label(path), "exec"), names)
     if path == ROOT / "README.md":
-        assert capsys.readouterr().out.strip().endswith("7+8=15")  # the trained model's answer
+        assert "7+8=15" in capsys.readouterr().out.splitlines()  # the trained model's answer

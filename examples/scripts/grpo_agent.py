@@ -5,7 +5,8 @@
 `tools=[add]` is all that the trainer is told. The chat template shows the model the function's signature and docstring, what the
 model calls is run, and what the tool answers is never trained on.
 
-With `--agent` a program of its own solves the task, over OpenAI's API: `GRPOTrainer(agent=calculator)`.
+With `--agent` a program of its own solves the task, over OpenAI's API: `GRPOTrainer(agent=calculator)`. `--out FILE` appends the
+figures of a run to a file, and `--table FILE` prints them.
 
 Without a model at hand, `--tiny` first shows a two-layer Llama of random weights conversations of which a quarter call the tool (one in five with a wrong number), while the others guess, and then
 trains it. Sums it is tested on are not among those that it learns from.
@@ -159,6 +160,7 @@ if __name__ == "__main__":
     if uses_agent := "--agent" in sys.argv:
         sys.argv.remove("--agent")
     parser = TrlParser((GRPOConfig, ModelConfig))
+    append = tiny.figures(parser)
     parser.set_defaults(
         num_generations=8, seed=0, **({} if uses_agent else {"max_tool_calling_iterations": 2})
     )
@@ -179,9 +181,12 @@ if __name__ == "__main__":
     before = trainer.evaluate()
     trainer.train()
     after = trainer.evaluate()
+    figures: dict[str, Any] = {"seed": training_args.seed}
     asked = (
         ("eval_agent/turns", "turns") if uses_agent else ("eval_tools/call_frequency", "calls per question")
     )
     for name, what in (("eval_reward", "right results"), asked):
         print(f"{what}: {before[name]:.3f} -> {after[name]:.3f} over {trainer.state.global_step} steps")
+        figures[what] = f"{before[name]:.3f} → {after[name]:.3f}"
+    append(figures)
     trainer.save_model(training_args.output_dir)

@@ -55,6 +55,19 @@ def test_rows_of_sessions_train(kind, sessions, tmp_path):
     assert math.isfinite(trainer.state.log_history[0]["loss"])
 
 
+def test_records_have_the_rewards_of_reward_functions(tmp_path):
+    def place(completions, **_):
+        return [None, *map(float, range(1, len(completions)))]
+
+    async def agent(row, base_url, api_key):
+        await tool_agent(row, base_url, api_key, rounds=1)
+
+    given = {"reward_funcs": place}
+    trained(agent=agent, given=given, folder=str(tmp_path), max_steps=1, agent_keep_sessions=True)
+    rewards = [record["reward"] for record in read_sessions(tmp_path / "sessions")]
+    assert sorted(rewards, key=lambda each: each or 0) == [None, *map(float, range(1, 8))]
+
+
 def test_sessions_of_an_endpoint_are_records():
     with serving(caller()) as running:
         session = running.session({"task": 3})

@@ -7,7 +7,9 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -15,17 +17,25 @@ import torch
 from benchmarks.agent_fuzz import fuzz
 from transformers.utils import get_json_schema
 
-from tests.rollouts.tool_words import TOOLS, call_tokenizer
+from tests.rollouts.tool_words import ADD, TOOLS, call_tokenizer
 from tests.trainer.grpo_tool_runs import caller
 from trl.experimental.agents import Budget, Endpoint, chains_of
-from trl.generation.engine import Sampling
+from trl.generation.engine import Generated, Sampling
 from trl.generation.serving import app, openai_api
 from trl.generation.transformers.engine import TransformersEngine
-from trl.rollouts.agents import Played, completed
+from trl.rollouts import sessions
+from trl.rollouts.agents import completed
+from trl.rollouts.chains import in_order
+from trl.rollouts.journal import Played
 
 SCHEMAS = [get_json_schema(tool) for tool in TOOLS]
+SAMPLING = Sampling(max_new_tokens=12, seed=0)
 USER = {"role": "user", "content": "What is one ?"}
+WITHOUT_EFFECT: dict = {
+    "parallel_tool_calls": False, "service_tier": "auto", "reasoning_effort": "low", "store": True, "metadata": {}, "user": "me",
+}  # fmt: skip
 ROUNDS = 3
+CLOSE = "</tool_call>"
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +45,7 @@ def policy():
 
 @contextmanager
 def serving(policy, **options):
-    sampling = options.pop("sampling", Sampling(max_new_tokens=12, seed=0))
+    sampling = options.pop("sampling", SAMPLING)
     engine = options.pop("engine", None) or TransformersEngine(policy, tokenizer=call_tokenizer())
     with Endpoint(engine, call_tokenizer(), sampling=sampling, **options) as endpoint:
         yield endpoint
@@ -65,10 +75,7 @@ def as_dict(message):
 def answers(message):
     """Replies to the calls of a message, or the user's next question."""
     calls = message.tool_calls or []
-    replies = [
-        {"role": "tool", "tool_call_id": call.id, "name": call.function.name, "content": "3"}
-        for call in calls
-    ]
+    replies = [{"role": "tool", "tool_call_id": call.id, "content": "3"} for call in calls]
     return replies or [{"role": "user", "content": "yes no ?"}]
 
 
@@ -97,10 +104,10 @@ def tool_user(client):
 
 
 def rewriter(client):
-    """Writes the arguments of calls in another order and with other spaces."""
+    """Writes the arguments of calls in another order and with other spaces, and forbids some."""
     messages = [USER]
-    for _ in range(ROUNDS):
-        reply = ask(client, messages, tools=SCHEMAS)
+    for number in range(ROUNDS):
+        reply = ask(client, messages, tools=SCHEMAS, tool_choice=("auto", "none")[number % 2])
         again = as_dict(reply)
         again["content"] = f" {again.get('content') or ''}\n"
         for call in again.get("tool_calls", []):
@@ -118,6 +125,17 @@ def streamer(client):
             reason = chunk.choices[0].finish_reason or reason
         assert reason in ("stop", "length")
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "hi"}]
+
+
+def closer(client):
+    """Puts back the stop string, as smolagents does."""
+    messages, given = [USER], {"stop": CLOSE, "logprobs": True}
+    for _ in range(ROUNDS):
+        choice = client.chat.completions.create(model="policy", messages=messages, **given).choices[0]
+        is_cut = choice.logprobs.content[-1].token.endswith(CLOSE)
+        text = choice.message.content + CLOSE * is_cut
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "hi"}]
+    assert CLOSE in str(messages)
 
 
 def retrier(client):
@@ -158,13 +176,21 @@ def brancher(client):
 
 
 ZOO = {
-    plain: 1, react: None, tool_user: 1, rewriter: 1, streamer: 1, retrier: 1, sub_agent: 2, compactor: 2, stripper: ROUNDS,
+    plain: 1, react: None, tool_user: 1, rewriter: 1, streamer: 1, closer: 1, retrier: 1, sub_agent: 2, compactor: 2, stripper: ROUNDS,
     brancher: 3,
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module", params=[torch.float64, torch.float32], ids=str)
+def served(request):
+    policy = caller(dtype=request.param)
+    with serving(policy) as running:
+        yield running, policy, {torch.float64: 1e-9, torch.float32: 1e-5}[request.param]
+
+
 @pytest.mark.parametrize("agent", ZOO, ids=lambda agent: agent.__name__)
-def test_the_trained_tokens_are_the_sampled_ones(agent, endpoint, policy):
+def test_the_trained_tokens_are_the_sampled_ones(agent, served):
+    endpoint, policy, gap = served
     session = endpoint.session()
     agent(client_of(session))
     chains = chains_of(session.turns)
@@ -177,9 +203,10 @@ def test_the_trained_tokens_are_the_sampled_ones(agent, endpoint, policy):
         with torch.no_grad():
             logps = policy(ids).logits[0, :-1].log_softmax(-1)
         own = logps.gather(1, ids[0, 1:, None])[len(chain.prompt) - 1 :, 0]
-        parts = [torch.zeros(part) if isinstance(part, int) else part.logps for part in chain.parts]
-        given, sampled = torch.cat(parts), torch.tensor(chain.sampled)
-        torch.testing.assert_close(own[sampled], given[sampled], rtol=0, atol=1e-9)
+        sampled = torch.tensor(chain.sampled)
+        given = torch.tensor(chain.logps, dtype=getattr(torch, chain.dtype))
+        torch.testing.assert_close(own[sampled], given[sampled], rtol=0, atol=gap)
+        assert not given[~sampled].any()
     endpoint.close_session(session)
 
 
@@ -196,6 +223,20 @@ def test_the_prompt_of_a_later_turn_is_what_the_template_shows(endpoint):
     if session.turns[0].generated.finish_reason == "stop":
         assert last.context[: len(session.turns[0].tokens)] == session.turns[0].tokens
     assert last.shown == shown[-len(last.shown) :]
+
+
+def test_answers_of_tools_have_the_names_of_their_calls(policy):
+    words = call_tokenizer()
+    words.chat_template = words.chat_template.replace("<{{ m.role }}>", "<{{ m.role }}> {{ m.name }}")
+    with Endpoint(TransformersEngine(policy, tokenizer=words), words, sampling=SAMPLING) as running:
+        client = client_of(session := running.session())
+        choices = client.chat.completions.create(model="policy", messages=[USER], tools=SCHEMAS, n=8).choices
+        reply = max((choice.message for choice in choices), key=lambda message: len(message.tool_calls or []))
+        ask(client, [USER, as_dict(reply), *answers(reply)], tools=SCHEMAS)
+    names = [call.function.name for call in reply.tool_calls]
+    assert len(names) > 1
+    shown = "".join(f"<tool> {name} 3 </s> " for name in names) + "<assistant>"
+    assert session.turns[-1].shown[-len(words(shown)["input_ids"]) :] == words(shown)["input_ids"]
 
 
 def test_tokens_do_not_depend_on_the_order_of_sessions(policy):
@@ -229,9 +270,21 @@ def test_chains_do_not_depend_on_the_order_of_requests(endpoint):
                 ask(client_of(session), messages + more)
         chains = chains_of(session.turns)
         found.append([(chain.prompt, chain.ids) for chain in chains])
-        stopped = completed([Played(chains, [], 9, False)], call_tokenizer(), keeps=False).experience.per_row
+        stopped = completed([Played(chains, turns=9)], 0, keeps=False).experience.per_row
         assert stopped["stopped"].tolist() == [all(chain.ended for chain in chains)]
     assert found[0] == found[1] and len(found[0]) == 6
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_turns_side_by_side_are_ordered_by_their_tokens(later):
+    """Others by time: after a compaction prompts are shorter."""
+
+    def turn(started, ended, *context):
+        return SimpleNamespace(started=started, ended=ended, context=context, tokens=[*context, 9])
+
+    first, last = turn(1.0, 2.0, 1, 2, 3, 4), turn(6.0, 7.0, 1)
+    pair = [turn(3.0 + later, 4.0 + later, 1, 5), turn(3.5, 4.5, 1, 2)]
+    assert in_order([first, *pair[:: 1 - 2 * later], last]) == [first, pair[1], pair[0], last]
 
 
 def test_answers_have_usage_log_probs_and_calls(endpoint):
@@ -252,6 +305,12 @@ def test_answers_have_usage_log_probs_and_calls(endpoint):
     assert calls and {call.function.name for call in calls} <= {"add", "echo", "fail", "fly"}
     assert len({call.id for call in calls}) == len(calls)
     assert [model.id for model in client.models.list().data] == ["policy"]
+    assert client.models.retrieve("policy").id == "policy"
+    answer = client.completions.create(model="policy", prompt=["hi", "one two"], n=2, logprobs=0)
+    assert answer.usage.prompt_tokens == 3
+    for choice, turn in zip(answer.choices, session.turns[8:], strict=True):
+        assert choice.logprobs.token_logprobs == pytest.approx(turn.generated.logps.tolist())
+        assert choice.logprobs.top_logprobs is None and turn.started <= turn.ended <= time.monotonic()
 
 
 def test_stop_strings_are_left_out(endpoint):
@@ -279,6 +338,7 @@ def test_stop_strings_are_left_out(endpoint):
     [
         ({"temperature": 0.3}, 400, "temperature"),
         ({"top_p": 0.5}, 400, "top_p"),
+        ({"stop": ["no", ""]}, 400, "stop"),
         ({"logit_bias": {"1": 2}}, 400, "logit_bias"),
         ({"top_logprobs": 3}, 400, "top_logprobs"),
         ({"tool_choice": "required"}, 400, "tool_choice"),
@@ -303,7 +363,7 @@ def test_what_is_not_supported_is_named(given, status, named, endpoint):
 def test_free_sessions_take_other_settings(policy):
     with serving(policy, fixed=False) as running:
         client = client_of(running.session())
-        first, again = (ask(client, [USER], temperature=0, seed=seed) for seed in (1, 2))
+        first, again = (ask(client, [USER], temperature=0, seed=seed, **WITHOUT_EFFECT) for seed in (1, 2))
         assert first.content == again.content
 
 
@@ -315,7 +375,7 @@ def test_a_spent_budget_ends_the_session(budget, name, endpoint):
     with pytest.raises(openai.BadRequestError, match=name):
         for _ in range(8):
             plain(client_of(session))
-    assert session.session.cut == name
+    assert session.cut == name
     sampled = sum(len(turn.generated.ids) for turn in session.turns)
     assert sampled <= budget.get("tokens", sampled) and len(session.turns) <= budget.get("turns", 99)
 
@@ -355,9 +415,9 @@ def test_requests_side_by_side_wait_for_the_budget(tokens, refused, policy):
     with serving(policy, sampling=Sampling(max_new_tokens=30, seed=0)) as running:
         session = running.session(budget=Budget(tokens=tokens), stream=0)
         assert (asyncio.run(together(session)) > 0) == (refused > 0)
-        assert (session.session.cut == "tokens") == (refused > 0)
+        assert (session.cut == "tokens") == (refused > 0)
         assert sum(len(turn.generated.ids) for turn in session.turns) <= tokens
-        assert not session.session._running
+        assert not session._running
         if not refused:
             alone = running.session(budget=Budget(tokens=tokens), stream=0)
             for text in texts:
@@ -378,7 +438,7 @@ def test_a_text_is_continued_only_if_it_is_what_the_policy_wrote(endpoint):
         )
         sent[-1] += " Error: three "
     for turn, before in zip(session.turns[1:], session.turns, strict=False):
-        is_whole = words.decode(before.generated.ids) == before.written.text
+        is_whole = words.decode(before.generated.ids) == before.text
         assert (turn.parent is before) == is_whole
     for turn, prompt in zip(session.turns, sent, strict=False):
         assert words.decode(turn.context).split() == prompt.split()
@@ -392,11 +452,10 @@ def test_a_forgetful_session_draws_anew(policy):
             for _ in range(6)
         }
         assert len(texts) > 1
-        seeded = [
-            client.completions.create(model="policy", prompt="hi", max_tokens=12, seed=1).choices[0].text
-            for _ in range(2)
-        ]
-        assert seeded[0] == seeded[1]
+        given = {"model": "policy", "prompt": "hi", "max_tokens": 12, "seed": 1}
+        with ThreadPoolExecutor() as pool:
+            seeded = [pool.submit(client.completions.create, **given) for _ in range(4)]
+        assert len({each.result().choices[0].text for each in seeded}) == 1
 
 
 def test_without_settings_an_answer_may_fill_the_context(policy):
@@ -411,6 +470,16 @@ def test_without_settings_an_answer_may_fill_the_context(policy):
         )
         client_of(session).completions.create(model="policy", prompt="hi", max_tokens=300)
         assert turn_limits == [min(300, policy.config.n_positions - 1)]
+
+
+def test_a_turn_ends_at_the_end_tokens_of_model_and_tokenizer(policy, monkeypatch):
+    monkeypatch.setattr(policy.generation_config, "eos_token_id", 5)
+    ends = {5, call_tokenizer().eos_token_id}
+    with serving(policy, sampling=Sampling(max_new_tokens=100, seed=0)) as running:
+        session = running.session()
+        client_of(session).chat.completions.create(model="policy", messages=[USER], n=16)
+    assert {token for turn in session.turns for token in turn.generated.ids if token in ends} == ends
+    assert not any(ends.intersection(turn.generated.ids[:-1]) for turn in session.turns)
 
 
 def test_stop_strings_are_left_out_beside_tools(endpoint):
@@ -433,10 +502,10 @@ def test_keys_belong_to_sessions(endpoint):
 
 
 class Endless:
-    """An engine that never ends a completion."""
+    """An engine that ends no completion before it is told to."""
 
     def __init__(self):
-        self.running = {}
+        self.running, self.streams, self.ends = {}, [], False
 
     @contextmanager
     def live(self):
@@ -445,29 +514,50 @@ class Endless:
     busy = True
 
     def submit(self, request):
-        self.running[len(self.running)] = request
-        return len(self.running) - 1
+        self.running[id(request)] = request
+        self.streams.append(request.stream)
+        return id(request)
 
     def cancel(self, request):
         del self.running[request]
 
     def step(self):
         time.sleep(0.01)
-        return {}
+        ended = list(self.running) if self.ends else []
+        return {
+            self.running.pop(each) and each: Generated([9], torch.zeros(1), None, "stop") for each in ended
+        }
 
 
 def test_a_deadline_within_a_turn_is_a_deadline(policy):
     engine = Endless()
     with serving(policy, engine=engine) as running:
-        session = running.session().session
+        session = running.session()
 
         async def episode():
-            await asyncio.wait_for(session.extend(None, [USER], 0, []).result(), 0.2)
+            await asyncio.wait_for(session.extend(None, [USER], 0, []), 0.2)
 
         with pytest.raises(TimeoutError):
             asyncio.run(episode())
         waits_for(lambda: not engine.running)
         assert not session._running and not session._asked
+
+
+def test_no_random_stream_is_used_twice(policy):
+    engine = Endless()
+    with serving(policy, engine=engine) as running:
+        session = running.session()
+
+        async def turns():
+            tasks = []
+            for count in (2, 1):
+                tasks += [asyncio.ensure_future(session.extend(None, [USER], 0, [])) for _ in range(count)]
+                while len(engine.streams) < len(tasks):
+                    await asyncio.sleep(0.01)
+                tasks[0].cancel()
+
+        asyncio.run(turns())
+    assert len(set(engine.streams)) == 3
 
 
 class Broken(Endless):
@@ -495,15 +585,78 @@ def test_a_client_that_goes_away_frees_the_engine(policy):
     engine = Endless()
     with serving(policy, engine=engine) as running:
         for stream in (False, True):
-            body = json.dumps({"messages": [USER], "stream": stream}).encode()
-            host, port = running.base_url.removeprefix("http://").removesuffix("/v1").split(":")
             session = running.session()
-            with socket.create_connection((host, int(port))) as connection:
-                head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.api_key}\r\n"
-                connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            with sent(running, session, {"messages": [USER], "stream": stream}):
                 waits_for(lambda: engine.running)
             waits_for(lambda: not engine.running)
             assert session.turns == []
+
+
+def test_a_client_that_does_not_read_frees_the_engine(policy, monkeypatch):
+    monkeypatch.setattr(openai_api, "BODY_DEADLINE_S", 0.3)
+    engine = Endless()
+    with serving(policy, engine=engine) as running:
+        session = running.session()
+        with sent(running, session, {"messages": [USER], "stream": True}):
+            waits_for(lambda: engine.running)
+            (request,) = engine.running.values()
+            request.listener(call_tokenizer().encode(ADD) * 150_000)  # more than sockets hold
+            waits_for(lambda: request.listener([9]) or not engine.running)
+            assert not session._running
+
+
+def sent(running, session, body, held=0):
+    """The connection of a request, without the last bytes that are `held` back."""
+    body = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.api_key}\r\n"
+    connection = socket.create_connection(("127.0.0.1", running.port))
+    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[: len(body) - held])
+    return connection
+
+
+def test_a_retry_may_overtake_the_end_of_its_first_connection(policy):
+    engine = Endless()
+    with serving(policy, engine=engine) as running, ThreadPoolExecutor() as pool:
+        session = running.session()
+        with sent(running, session, {"messages": [USER]}):
+            waits_for(lambda: engine.running)
+            (turn,) = session._running
+            again = pool.submit(
+                ask, client_of(session), [USER], extra_headers={"x-stainless-retry-count": "1"}
+            )
+            waits_for(lambda: turn.requests == 2)
+        waits_for(lambda: turn.requests == 1)
+        engine.ends = True
+        assert again.result(20).content == turn.text and session.turns == [turn]
+
+
+def test_a_budget_of_seconds_ends_a_running_turn(policy):
+    engine = Endless()
+    with serving(policy, engine=engine) as running:
+        session = running.session(budget=Budget(seconds=0.3))
+        with pytest.raises(openai.BadRequestError, match="seconds"):
+            ask(client_of(session), [USER])
+        waits_for(lambda: not engine.running)
+        assert session.cut == "seconds" and not session._running
+
+
+def test_long_texts_are_read_beside_the_event_loop(policy, monkeypatch):
+    names = []
+    with serving(policy) as running:
+        prompt = running.chats.prompt
+        monkeypatch.setattr(sessions, "LONG", 40)
+
+        def shown(*given):
+            names.append(threading.current_thread().name)
+            return prompt(*given)
+
+        monkeypatch.setattr(running.chats, "prompt", shown)
+        client = client_of(running.session())
+        for content in ("What is one ?", "What is one ? " * 4):
+            ask(client, [{"role": "user", "content": content}], max_tokens=1)
+        client.completions.create(model="policy", prompt="What is one ? " * 4, max_tokens=1)
+        asyncio.run(running.session().extend(None, [{**USER, "content": "What is one ? " * 4}], 0, []))
+    assert [name in ("agent-endpoint", "MainThread") for name in names] == [True, False, False]
 
 
 def test_closing_ends_every_request(policy):
@@ -524,6 +677,56 @@ def test_closing_ends_every_request(policy):
     assert [error.status_code for error in failed] == [503] and "closed" in str(failed[0])
 
 
+def test_a_closed_session_begins_no_turn(policy, monkeypatch):
+    """It is closed while its prompt is read on a thread, and while the body of a request arrives."""
+    monkeypatch.setattr(sessions, "LONG", 0)
+    engine, reading, asked, closed = Endless(), [], [], threading.Event()
+    with serving(policy, engine=engine) as running:
+        prompt, session_of = running.chats.prompt, running.session_of
+        monkeypatch.setattr(
+            running.chats, "prompt", lambda *given: reading.append(1) or (closed.wait(20) and prompt(*given))
+        )
+        monkeypatch.setattr(running, "session_of", lambda key: asked.append(key) or session_of(key))
+        for held, begun in ((0, reading), (1, asked)):
+            asked.clear()
+            session = running.session()
+            with sent(running, session, {"messages": [USER]}, held=held) as connection:
+                waits_for(lambda begun=begun: begun)
+                running.close_session(session)
+                closed.set()
+                connection.sendall(b"}" * held)
+                assert connection.recv(4096).split()[1] == b"503"
+            assert not session._running and not engine.streams
+
+
+def test_a_stream_is_decoded_where_tokens_come(policy, monkeypatch):
+    engine, seen = Endless(), []
+    with serving(policy, engine=engine) as running:
+        text = running.chats.text
+        monkeypatch.setattr(
+            running.chats, "text", lambda ids, *given: seen.append(len(ids)) or text(ids, *given)
+        )
+        with sent(running, running.session(), {"messages": [USER], "stream": True}):
+            waits_for(lambda: engine.running)
+            (request,) = engine.running.values()
+            for count in (1, 2):
+                request.listener([9])
+                waits_for(lambda count=count: seen[-1:] == [count])
+            time.sleep(4 * sessions._PAUSE_S)
+            assert seen == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [({"prompt": "hi", "stop": "x"}, "need a tokenizer"), ({"prompt": ["hi"] * 9, "n": 128}, "1024")],
+)
+def test_refused_completions_are_not_too_long(given, named, policy):
+    refused = pytest.raises(openai.BadRequestError, match=named)
+    with serving(policy, engine=TransformersEngine(policy)) as running, refused as raised:
+        client_of(running.session()).completions.create(model="policy", **given)
+    assert raised.value.code is None
+
+
 def test_bad_requests_leave_nothing_behind(policy, caplog, monkeypatch):
     caplog.set_level("CRITICAL", logger="uvicorn")
     monkeypatch.setattr(app, "_HEAD_S", 0.5)
@@ -534,8 +737,8 @@ def test_bad_requests_leave_nothing_behind(policy, caplog, monkeypatch):
         with socket.create_connection(("127.0.0.1", running.port), timeout=20) as silent:
             silent.sendall(b"POST /v1/completions HTTP/1.1\r\nHos")
             assert silent.recv(1) == b""  # closed
-        waits_for(lambda: not running.broker._running and not session.session._running)
-        assert not session.session._asked and not other.turns and running.failure is None
+        waits_for(lambda: not running.broker._running and not session._running)
+        assert not session._asked and not other.turns and running.failure is None
         assert ask(client_of(other), [USER]).role == "assistant"
 
 

@@ -14,6 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from trl.cli.main import main
+from trl.generation.serving.app import HTTPServer
+from trl.generation.transformers.engine import TransformersEngine
+from trl.rollouts.endpoint import Endpoint
 
 PORT = re.compile(r"on (http://127\.0\.0\.1:\d+/v1)\. The API key is in (\S+)\.$")
 
@@ -74,3 +77,21 @@ def test_bad_arguments_are_one_message(line, named, capsys, monkeypatch):
     monkeypatch.delenv("TRL_VLLM_SERVER_TOKEN", raising=False)
     assert main(["serve", *line]) == 2
     assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("secret", "taken"), [("", False), ("secret", False), ("", True)])
+def test_where_the_key_is_and_a_port_that_is_taken_meanwhile(secret, taken, tmp_path, monkeypatch, capsys):
+    engine = TransformersEngine(tiny_model("llama", vocab_size=400), tokenizer=tiny_tokenizer())
+    monkeypatch.setenv("TRL_VLLM_SERVER_TOKEN", secret)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(Endpoint, "run", lambda self, until: None)
+    with HTTPServer("127.0.0.1", 0) as other:
+        monkeypatch.setattr(
+            "trl.scripts.serve.loaded_engine", lambda arguments: (taken and other.listen()) or engine
+        )
+        assert main(["serve", "MODEL", "--port", str(other.port if taken else 0)]) == 2 * taken
+        said = capsys.readouterr()
+        if taken:
+            assert f"Nothing can listen on 127.0.0.1:{other.port}" in said.err
+        else:
+            assert ("in TRL_VLLM_SERVER_TOKEN." if secret else f"in {tmp_path}") in said.out

@@ -1,4 +1,7 @@
-"""A run of GRPO with an agent that writes down which sessions it runs: `-m tests.trainer.agent_kill_runs FOLDER CONCURRENCY KILL`."""
+"""A run of GRPO that writes down which sessions it runs: `-m tests.trainer.agent_kill_runs KIND FOLDER CONCURRENCY KILL`.
+
+KIND: an `agent`, or `environments` that a reward function reads.
+"""
 
 import os
 import signal
@@ -7,25 +10,70 @@ from pathlib import Path
 
 from tests.trainer.grpo_agent_runs import agents, tool_agent
 
+RUN = {}
 
-def make(folder, concurrency, *, kill_at=None):
-    """The session `kill_at`, counted over the run, kills the process when it has talked to the policy."""
-    started = Path(folder) / "started.txt"
 
-    async def agent(row, base_url, api_key):
-        with started.open("a") as file:
-            file.write(f"{row['number']}\n")
-        count = len(started.read_text().splitlines())
-        reward = await tool_agent(row, base_url, api_key)
-        if count == kill_at:
+def begun(number):
+    """Write a session down; how many there are."""
+    with RUN["started"].open("a") as file:
+        file.write(f"{number}\n")
+    return len(RUN["started"].read_text().splitlines())
+
+
+async def agent(row, base_url, api_key):
+    count = begun(row["number"])
+    reward = await tool_agent(row, base_url, api_key)
+    if count == RUN["kill_at"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return reward
+
+
+class Listener:
+    """Keeps the words that it was told."""
+
+    def reset(self, number, **row):
+        self.count, self.words = begun(number), []
+
+    def echo(self, word: str) -> str:
+        """Says a word again.
+
+        Args:
+            word: What to say.
+        """
+        self.words.append(word)
+        return word
+
+    def get_reward(self):
+        if self.count == RUN["kill_at"]:
             os.kill(os.getpid(), signal.SIGKILL)
-        return reward
+        return 0.5
 
-    trainer, _ = agents(
-        agent=agent, folder=folder, save_strategy="steps", save_steps=1, max_steps=3, agent_concurrency=concurrency
-    )  # fmt: skip
-    return trainer
+
+def told(environments, completions, **columns):
+    return [
+        len(each.words) + 0.01 * len(said[0]["content"])
+        for each, said in zip(environments, completions, strict=True)
+    ]
+
+
+KINDS = {
+    "agent": {"agent": agent},
+    "environments": {
+        "max_completion_length": 16, "given": {"agent": None, "environment_factory": Listener, "reward_funcs": told},
+    },
+}  # fmt: skip
+
+
+def make(kind, folder, concurrency, *, kill_at=None):
+    """The session `kill_at`, counted over the run, kills the process when it has talked to the policy."""
+    RUN.update(started=Path(folder) / "started.txt", kill_at=kill_at)
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "agent_concurrency": concurrency}
+    return agents(folder=folder, **settings, **KINDS[kind])[0]
 
 
 if __name__ == "__main__":
-    make(sys.argv[1], int(sys.argv[2]), kill_at=int(sys.argv[3])).train()
+    from tests.trainer import (
+        agent_kill_runs,
+    )  # classes of a program's own module have other names in another program
+
+    agent_kill_runs.make(sys.argv[1], sys.argv[2], int(sys.argv[3]), kill_at=int(sys.argv[4])).train()

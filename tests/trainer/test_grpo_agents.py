@@ -1,25 +1,30 @@
 """GRPO with agents: sessions over HTTP are completions, trees of turns are trained once, and resuming continues them."""
 
 import asyncio
+import itertools
 import json
 import signal
-import subprocess
 import sys
-from types import SimpleNamespace
+import time
+from pathlib import Path
 
+import numpy as np
 import openai
 import pytest
 import torch
 from datasets import Dataset
 
+from tests.experimental.test_agent_sessions import waits_for
 from tests.rollouts.tool_words import TOOLS
 from tests.trainer.agent_kill_runs import make as make_kill_run
 from tests.trainer.grpo_agent_runs import ROWS, agents, forgetful, tool_agent, trained
 from tests.trainer.grpo_runs import logs
 from tests.trainer.grpo_tool_runs import QUESTIONS, caller
-from tests.two_processes import launch
+from tests.two_processes import ending, launch
 from trl.experimental.agents import read_sessions
-from trl.rollouts.journal import Journal
+from trl.generation.vllm.engine import VLLMEngine
+from trl.reporting import deadlines
+from trl.rollouts.journal import Journal, _records
 from trl.rollouts.sessions import Session
 from trl.trainer import group_setup
 
@@ -35,13 +40,18 @@ def test_an_agents_session_is_a_completion(method, agent):
     parts = list(rows.parts())
     assert len(parts) == int(chains.sum())
     torch.testing.assert_close(torch.cat([part for _, part in parts]), rows.completions.values)
+    tree = rows.as_batch(
+        prefix_sharing=True
+    )  # all parts begin with the row's prompt, which stands once in a group
+    firsts, group = rows.prompts.lengths, trainer.args.num_generations
+    whole = sum(len(prompt) + len(completion) for prompt, completion in parts)
+    assert tree["input_ids"].numel() == whole - int((firsts * chains).sum()) + int(firsts[::group].sum())
+    assert torch.equal(tree["scored_target"], rows.completions.values)
     found = logs(trainer)[0]
     assert found["reward"] == pytest.approx(found["rewards/agent_reward/mean"]) and found["reward"] > 0
     assert found["agent/turns"] == rows.per_row["agent_turns"].double().mean()
     assert found["agent/failures/raised"] == 0
-    policy = caller()  # of the first rollout batch, which has the newest log-probs after a step
     assert "sampling_logps" in rows.per_token and rows.per_token["sampling_logps"].dtype == torch.float64
-    assert policy is not None
 
 
 @pytest.mark.parametrize("agent", [tool_agent, forgetful])
@@ -91,26 +101,67 @@ def test_gradients_do_not_depend_on_who_is_first():
                 torch.testing.assert_close(mine[name], theirs[name], rtol=1e-9, atol=1e-12)
 
 
+ERRORS = itertools.cycle([OSError, SystemExit, TimeoutError])
+KEYS = []
+MALFORMED = itertools.cycle(["much", {"score": 1.0}, [1.0], float("inf")])
+
+
 async def unreliable(row, base_url, api_key):
     if row["number"] == 0:
-        raise OSError("no such luck")
+        KEYS.append(api_key)
+        raise next(ERRORS)(f"no such luck with {api_key}")
     if row["number"] == 1:
         await asyncio.sleep(60)
     if row["number"] == 2:
         return 3.0
     if row["number"] == 3:
-        return "much"
+        return next(MALFORMED)
     return await tool_agent(row, base_url, api_key)
 
 
 def test_sessions_that_fail_have_no_reward_and_are_counted(caplog):
-    trainer, _ = trained(agent=unreliable, agent_deadline=5.0, per_device_train_batch_size=20, max_steps=1)
-    assert caplog.text.count("An agent raised") == 1 and "no such luck" in caplog.text
+    """Neither their own nor from reward functions, which are not given them."""
+    graded = []
+
+    def number(number, completions, **_):
+        graded.extend(number)
+        return [0.5] * len(completions)
+
+    given = {"agent_deadline": 5.0, "per_device_train_batch_size": 20, "max_steps": 1}
+    trainer, _ = trained(agent=unreliable, given={"reward_funcs": number}, **given)
+    assert caplog.text.count("An agent failed") == 4 and "no such luck with ***" in caplog.text
+    assert 'api_key}")\nTimeoutError: no such luck' in caplog.text  # with its place
+    assert KEYS and not any(key in caplog.text for key in KEYS)
+    assert "gave 'much' (a str)" in caplog.text and graded == [4] * 4
     found = logs(trainer)[0]
     for kind in ("raised", "deadline", "silent", "malformed"):
         assert found[f"agent/failures/{kind}"] == pytest.approx(0.2), kind
     scores = trainer._rollout_batch.per_row["scores"]
     assert scores.isnan().sum() == 16
+    late = trained(agent=unreliable, data=ROWS.select([2]), given={"reward_funcs": number}, max_steps=1)[0]
+    assert late._rollout_batch.per_row["scores"].isnan().all() and graded == [4] * 4
+
+
+def test_results_are_numbers_of_any_kind():
+    results = itertools.cycle([np.float32(2), np.bool_(True), torch.tensor(2.0), {"reward": np.int64(2)}])
+
+    async def agent(row, base_url, api_key):
+        await tool_agent(row, base_url, api_key, rounds=1)
+        return next(results)
+
+    trainer, _ = trained(agent=agent, max_steps=1)
+    assert sorted(trainer._rollout_batch.per_row["scores"].tolist()) == [1.0] * 2 + [2.0] * 6
+
+
+def test_an_agent_that_blocks_the_others_is_named(monkeypatch, caplog):
+    monkeypatch.setattr(deadlines, "BLOCKED_SECONDS", 0.1)
+
+    async def blocking(row, base_url, api_key):
+        time.sleep(0.3)
+        return await tool_agent(row, base_url, api_key)
+
+    trained(agent=blocking, max_steps=2)
+    assert caplog.text.count("One agent blocks all others") == 1 and "in blocking" in caplog.text
 
 
 async def often_silent(row, base_url, api_key):
@@ -120,6 +171,39 @@ async def often_silent(row, base_url, api_key):
 def test_parts_of_silent_sessions_have_the_columns_of_others():
     trainer, _ = trained(agent=often_silent, top_p=0.9, generation_parts=2, max_steps=1)
     assert "sampling_kept" in trainer._rollout_batch.per_token
+
+
+def test_agents_have_their_own_row_and_a_session_until_they_end(tmp_path):
+    begun, late, shown = [], [], []
+
+    async def again(client, messages):
+        with pytest.raises(openai.AuthenticationError):
+            await client.chat.completions.create(model="policy", messages=messages)
+        late.append(1)
+
+    async def untidy(row, base_url, api_key):
+        begun.append(row)
+        is_last = len(begun) == 8
+        client, messages = openai.AsyncOpenAI(base_url=base_url, api_key=api_key), row["prompt"]
+        answer = await client.chat.completions.create(model="policy", messages=messages)
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+        while is_last and len(late) < 7:
+            await asyncio.sleep(0.01)
+        row["task"] = asyncio.create_task(again(client, messages))
+        return float(len(messages))
+
+    def keep(prompts, **_):
+        shown.extend(map(len, prompts))
+        return [0.0] * len(prompts)
+
+    settings = {"folder": str(tmp_path), "agent_keep_sessions": True, "max_steps": 1}
+    data, given = ROWS.to_iterable_dataset(), {"reward_funcs": keep}
+    trainer, _ = trained(agent=untidy, data=data, given=given, **settings)
+    rows = trainer._rollout_batch.per_row
+    assert rows["agent_turns"].tolist() == [1] * 8 and rows["scores"].tolist() == [2.0] * 8
+    assert (
+        shown == [1] * 8 == [len(record["row"]["prompt"]) for record in read_sessions(tmp_path / "sessions")]
+    )
 
 
 def test_a_budget_cuts_sessions():
@@ -138,9 +222,11 @@ print(json.dumps({"reward": 2.5}))
 """
 
 
-@pytest.mark.parametrize("graded", [False, True])
-def test_a_command_may_print_no_result(graded):
-    code = COMMAND.replace("print(json.dumps", "print('Patch written', sys.stdin.read(), ")
+@pytest.mark.parametrize(
+    ("graded", "said"), [(False, "Patch written"), (True, "Patch written"), (True, "[1]")]
+)
+def test_a_command_may_print_no_result(graded, said):
+    code = COMMAND.replace("print(json.dumps", f"print({said!r}, sys.stdin.read()) or (")
     given = {"reward_funcs": (lambda completions, **_: [1.5] * len(completions)) if graded else None}
     trainer, _ = trained(agent=[sys.executable, "-c", code, "{row}", "{base_url}"], max_steps=1, given=given)
     found = logs(trainer)[0]
@@ -149,9 +235,18 @@ def test_a_command_may_print_no_result(graded):
 
 
 def test_an_agent_may_be_a_command():
-    trainer, _ = trained(agent=[sys.executable, "-c", COMMAND, "{row}", "{base_url}"], max_steps=1)
-    assert logs(trainer)[0]["reward"] == 2.5
+    """A row that is in none of its words is its standard input, of any size. What it starts ends with it."""
+    code = COMMAND.replace("json.loads(sys.argv[1])", "json.load(sys.stdin)").replace("argv[2]", "argv[1]")
+    child = "__import__('subprocess').Popen(['sleep', '60']).pid"
+    data = ROWS.map(lambda row: {"files": "x" * 200_000})
+    trainer, _ = trained(
+        agent=[sys.executable, "-c", code.replace("2.5", child), "{base_url}"], max_steps=1, data=data
+    )
+    assert logs(trainer)[0]["agent/failures/raised"] == 0
     assert (trainer._rollout_batch.per_row["agent_turns"] == 1).all()
+    for process in trainer._rollout_batch.per_row["scores"].tolist():
+        line = Path(f"/proc/{process:.0f}/cmdline")
+        waits_for(lambda line=line: not line.exists() or not line.read_bytes())  # ended, or a zombie
 
 
 @pytest.mark.slow
@@ -201,8 +296,10 @@ def test_what_is_no_agent_is_refused(given, error, named):
     ],
 )
 def test_engines_that_processes_share_are_refused(settings, named, monkeypatch):
+    shared = VLLMEngine.__new__(VLLMEngine)
+    shared._sharing = "a group of processes"
     monkeypatch.setattr(group_setup, "check_vllm", lambda: None)
-    monkeypatch.setattr(group_setup, "VLLMEngine", lambda *_, **__: SimpleNamespace(together=True))
+    monkeypatch.setattr(group_setup, "VLLMEngine", lambda *_, **__: shared)
     with pytest.raises(ValueError, match=named):
         agents(**settings)
 
@@ -216,22 +313,24 @@ def test_a_stopped_run_continues_exactly(tmp_path):
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("concurrency", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_run_killed_among_its_sessions_does_not_run_those_that_ended_again(concurrency, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "concurrency"),
+    [("agent", 1), ("environments", 1), pytest.param("agent", 3, marks=pytest.mark.slow)],
+)
+def test_a_run_killed_among_its_sessions_does_not_run_those_that_ended_again(kind, concurrency, tmp_path):
     """Batches of 8 sessions: the process is killed in the sixth of the second batch."""
-    whole = make_kill_run(str(new_folder(tmp_path / "whole")), concurrency)
+    whole = make_kill_run(kind, str(new_folder(tmp_path / "whole")), concurrency)
     whole.train()
     folder = new_folder(tmp_path / "killed")
-    line = [sys.executable, "-m", "tests.trainer.agent_kill_runs", str(folder), str(concurrency), "14"]
-    ended = subprocess.run(line, capture_output=True, timeout=300)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr[-2000:]
+    status, said = ending("tests.trainer.agent_kill_runs", kind, str(folder), str(concurrency), "14")
+    assert status == -signal.SIGKILL, said
     (journal,) = (folder / "sessions").glob("*.jsonl")
     known = len(list(read_sessions(folder / "sessions")))
     assert journal.name.startswith("00000001-") and journal.name.endswith("-0.jsonl") and 3 <= known <= 5
     with journal.open("a") as file:
-        file.write('{"key": "torn')
+        file.write('\n{"key": "torn')
     (folder / "started.txt").write_text("")
-    again = make_kill_run(str(folder), concurrency)
+    again = make_kill_run(kind, str(folder), concurrency)
     again.train(resume_from_checkpoint=True)
     assert len((folder / "started.txt").read_text().splitlines()) == 2 * 8 - known
     mine, theirs = again._rollout_batch, whole._rollout_batch
@@ -278,7 +377,7 @@ def test_only_sessions_of_this_run_and_its_settings_are_taken(
     again, _ = agents(agent=agent, **settings, **changed)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert len(started) == repeated
-    keys = [record["key"] for record in read_sessions(tmp_path / "sessions")]
+    keys = [record["key"] for record in _records(tmp_path / "sessions", "*.jsonl")]
     assert len(keys) == len(set(keys)) == 16 + repeated + 8 * other_run
     assert not again._journal._held
 

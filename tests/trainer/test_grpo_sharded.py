@@ -1,6 +1,5 @@
 """GRPO and distillation with weights spread over two processes (FSDP2, DeepSpeed ZeRO-2 and ZeRO-3 over gloo); bfloat16."""
 
-import importlib.util
 import math
 
 import pytest
@@ -19,8 +18,9 @@ from tests.trainer.grpo_sharded import (
     models_of,
     policy_of,
 )
-from tests.two_processes import launch
+from tests.two_processes import launch, need_deepspeed
 from trl.rollouts.experience import CORRECTION, OLD, SAMPLING_LOGPS
+from trl.rollouts.journal import _records
 
 
 @pytest.mark.slow
@@ -31,8 +31,7 @@ def test_sharded_runs_equal_that_of_one_process_and_go_on_within_a_window(how, t
 
     With tools, a process whose rows have all ended takes part in gathering the weights for as long as the other goes on.
     """
-    if how != "fsdp2" and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
+    need_deepspeed(how)
     launch("tests.trainer.grpo_sharded", str(tmp_path), how, *OF_GRPO)
     singles = {name: finished(name, models_of(name), str(tmp_path / "single")) for name in ("whole", "tools")}
     assert singles["whole"][1] == {
@@ -62,17 +61,20 @@ def test_sharded_runs_equal_that_of_one_process_and_go_on_within_a_window(how, t
     assert turns == ([(4, 2), (4, 0)] if how != "zero2" else [(2, 0), (4, 0)])
 
 
+def assert_ends_as_one_process(name, folder):
+    single, _ = finished(name, models_of(name), str(folder / "single"))
+    assert_same_end(folder / name, single, policy_of(name).state_dict())
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("how", ["fsdp2", "zero3"])
 def test_sharded_distillation_equals_that_of_one_process(how, tmp_path):
     """Teachers: another model, an average of the student (SDFT) and the student itself (SDPO), sharded like it."""
-    if how != "fsdp2" and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
+    need_deepspeed(how)
     launch("tests.trainer.grpo_sharded", str(tmp_path), how, *OF_TEACHERS)
     for name in OF_TEACHERS:
-        single, _ = finished(name, models_of(name), str(tmp_path / "single"))
-        assert_same_end(tmp_path / name, single, policy_of(name).state_dict())
+        assert_ends_as_one_process(name, tmp_path)
 
 
 @pytest.mark.slow
@@ -80,18 +82,16 @@ def test_sharded_distillation_equals_that_of_one_process(how, tmp_path):
 @pytest.mark.parametrize("how", ["fsdp2", "zero3"])
 def test_sharded_runs_with_agents_take_the_sessions_that_ended(how, tmp_path):
     """One process finds all its sessions of the second batch and gathers the weights for the other, which finds none."""
-    if how != "fsdp2" and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
+    need_deepspeed(how)
     launch("tests.trainer.grpo_sharded", str(tmp_path), how, *OF_AGENTS)
-    single, _ = finished("agents", models_of("agents"), str(tmp_path / "single"))
-    assert_same_end(tmp_path / "agents", single, policy_of("agents").state_dict())
+    assert_ends_as_one_process("agents", tmp_path)
     again, whole = (load_file(tmp_path / name / "model.safetensors") for name in ("agents-again", "agents"))
     for name, weight in whole.items():
         torch.testing.assert_close(again[name], weight, rtol=1e-5, atol=1e-5)
     counts = [torch.load(tmp_path / f"agents-again_{rank}.pt")["counts"] for rank in (0, 1)]
     assert [each["live"] for each in counts] == [1, 1]
-    files = sorted((tmp_path / "sessions").glob("*.jsonl"))
-    assert [len(file.read_text().splitlines()) for file in files] == [4] * 4
+    files = sorted(file.name for file in (tmp_path / "sessions").glob("*.jsonl"))
+    assert [len(list(_records(tmp_path / "sessions", file))) for file in files] == [4] * 4
 
 
 def assert_same_end(saved, single, first):

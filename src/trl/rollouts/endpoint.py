@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from trl.data.rendering import text_tokenizer
 from trl.generation.engine import Engine, Sampling
 from trl.generation.live import Broker, opened
-from trl.generation.serving.app import HTTPServer
-from trl.generation.serving.openai_api import openai_app
 from trl.generation.transformers.engine import context_length_of, without_wrappers
 from trl.generation.transformers.requests import fresh_seed, stop_tokens
-from trl.rollouts.sessions import Budget, Chats, Session
+from trl.rollouts.chats import Chats
+from trl.rollouts.sessions import Session
+
+if TYPE_CHECKING:  # environments need no server
+    from trl.generation.serving.app import HTTPServer
 
 logger = logging.getLogger(__name__)
 MOST_SESSIONS = 1024
 _STARTING_S = 30.0
 
 
-class OpenSession:
-    """A session of an endpoint: `base_url` and `api_key` for any client of OpenAI's API; `turns` are what it made."""
-
-    def __init__(self, session: Session, *, base_url: str, api_key: str, row: Mapping[str, Any]) -> None:
-        self.session, self.base_url, self.api_key, self.row = session, base_url, api_key, row
-
-    @property
-    def turns(self) -> list[Any]:
-        return self.session.turns
-
-
 class Endpoint:
-    """Serves an engine over HTTP on this machine, with the engine's present weights.
+    """Serves an engine over HTTP on this machine, with the weights at the beginning of the block, and the model in eval mode.
 
     Inside the block, `session(row)` gives an address and a key. The engine runs in a thread of its own, or, with
     `threaded=False`, where `run` is called. `sampling` are the settings of all sessions; with `fixed` other values of temperature
     and truncation are refused. `model_name` is what clients may call the model. `server` is one that has its address already.
+    Without `http` there is none, and only this process can use the sessions.
 
     Example:
         >>> with Endpoint(engine, tokenizer) as endpoint:  # doctest: +SKIP
@@ -65,30 +58,32 @@ class Endpoint:
         most_sessions: int = MOST_SESSIONS,
         threaded: bool = True,
         server: HTTPServer | None = None,
+        http: bool = True,
     ) -> None:
         self.engine, self.fixed, self.model_name = engine, fixed, model_name
-        self.host, self.most_sessions, self.threaded = host, most_sessions, threaded
+        self.most_sessions, self.threaded = most_sessions, threaded
         model: Any = getattr(engine, "model", None)
         window = getattr(engine, "context_length", None)  # of vLLM
         if model is not None:
             model = without_wrappers(model)
             window = context_length_of(model, window)
-        self.sampling = sampling or Sampling(max_new_tokens=window or 1 << 30)
-        if self.sampling.seed is None:
-            self.sampling = replace(self.sampling, seed=fresh_seed())
-        ends = self.sampling.stop_token_ids
+        sampling = sampling or Sampling(max_new_tokens=window or 1 << 30)
+        seed = fresh_seed() if sampling.seed is None else sampling.seed
         tokenizer: Any = text_tokenizer(processing_class)
+        ends = sampling.stop_token_ids
         if ends is None:
-            ends = stop_tokens(model, tokenizer) if model is not None else [tokenizer.eos_token_id]
-        self.chats = Chats(
-            processing_class, ends=ends, template_kwargs=template_kwargs,
-            context_length=window,
-        )  # fmt: skip
-        self._port, self._threads = port, list[threading.Thread]()
+            ends = tuple(stop_tokens(model, tokenizer) if model is not None else [tokenizer.eos_token_id])
+        self.sampling = replace(sampling, seed=seed, stop_token_ids=ends)
+        self.chats = Chats(processing_class, frozenset(ends), window or 1 << 30, dict(template_kwargs or {}))
+        self._threads = list[threading.Thread]()
         self._server = server
+        if http and server is None:
+            from trl.generation.serving.app import HTTPServer
+
+            self._server = HTTPServer(host, port)
         self._open: dict[str, Session] = {}
         self._closing = threading.Event()
-        self._sessions_so_far = 0
+        self._numbers = itertools.count()
         self.broker = Broker()
 
     # ---- the service of the HTTP app
@@ -106,29 +101,23 @@ class Endpoint:
 
     @property
     def base_url(self) -> str:
-        """The address for clients."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        """The address for clients; "" without a server."""
+        if self._server is None:
+            return ""
+        host = f"[{self._server.host}]" if ":" in self._server.host else self._server.host
         return f"http://{host}:{self.port}/v1"
 
     @property
     def port(self) -> int:
-        """The port, once the endpoint is open."""
         assert self._server is not None
         return self._server.port
 
     def session(
-        self,
-        row: Mapping[str, Any] | None = None,
-        *,
-        stream: int | None = None,
-        budget: Budget | None = None,
-        key: str | None = None,
-        keeps: bool = True,
-        version: int = 0,
-    ) -> OpenSession:
-        """Open a session. Its tokens depend on the seed, its `stream` (default: its number) and its requests.
+        self, row: Mapping[str, Any] | None = None, *, key: str | None = None, **options: Any
+    ) -> Session:
+        """Open a session on a row; `options` (`stream`, `budget`, `keeps`, `version`) are those of `Session`.
 
-        Without `keeps` its turns are forgotten. `version` of the weights is noted on each turn.
+        Its tokens depend on the seed, its `stream` (default: its number) and its requests.
 
         Raises: RuntimeError for too many open sessions.
         """
@@ -137,37 +126,30 @@ class Endpoint:
                 f"There are {len(self._open)} open sessions, the most are {self.most_sessions}. Close some."
             )
         key = key or secrets.token_urlsafe(24)
-        stream = self._sessions_so_far if stream is None else stream
-        self._sessions_so_far += 1
-        session = Session(
-            self.chats,
-            self.broker,
-            self.sampling,
-            stream=stream,
-            fixed=self.fixed,
-            keeps=keeps,
-            budget=budget,
-            version=version,
-        )
-        self._open[key] = session
-        return OpenSession(session, base_url=self.base_url, api_key=key, row=row or {})
+        options = {"stream": next(self._numbers), "fixed": self.fixed, **options}
+        given = self.chats, self.broker, self.sampling, self.base_url, key, row or {}
+        session = self._open[key] = Session(*given, **options)
+        return session
 
-    def close_session(self, session: OpenSession) -> None:
+    def close_session(self, session: Session) -> None:
         """End a session; its key is unknown from now on."""
         self._open.pop(session.api_key, None)
-        session.session.close()
+        session.close()
 
     # ---- the engine
 
     def __enter__(self) -> Endpoint:
-        if self._server is None:
-            self._server = HTTPServer(self.host, self._port)
-        server = self._server
-        server.listen()
+        if self._server is not None:
+            self._serve(self._server)
         if self.threaded:
             self._start(self._run_engine)
-        self._start(lambda: server.run(openai_app(self)))
         return self
+
+    def _serve(self, server: HTTPServer) -> None:
+        from trl.generation.serving.openai_api import openai_app
+
+        server.listen()
+        self._start(lambda: server.run(openai_app(self)))
 
     def __exit__(self, *error: object) -> None:
         self._closing.set()
@@ -175,12 +157,13 @@ class Endpoint:
             session.close()
         self._open.clear()
         self.broker.wake()
-        assert self._server is not None
-        self._server.shutdown()
+        if self._server is not None:
+            self._server.shutdown()
         self.broker.fail(RuntimeError("the endpoint is closing."))
         for thread in self._threads:
             thread.join(_STARTING_S)
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
 
     def run(self, until: Callable[[], bool]) -> None:
         """Run the engine in this thread until a condition holds (`threaded=False`). Raises: what the engine raises."""

@@ -106,7 +106,8 @@ class Experience:
     def as_batch(self, *, prefix_sharing: bool) -> dict[str, Any]:
         """A packed batch that scores the completion tokens, in the order of `per_token`.
 
-        With `prefix_sharing` neighbouring rows of one prompt share it. With teacher prompts there is a `teacher_batch`.
+        With `prefix_sharing` neighbouring rows of one prompt share it, and so do their further parts whose prompts begin with it.
+        With teacher prompts there is a `teacher_batch`.
         """
         batch = self._batch(self.prompts, prefix_sharing)
         if TEACHER_PROMPTS in self.more:
@@ -130,12 +131,17 @@ class Experience:
 
     def _batch(self, prompts: Ragged, prefix_sharing: bool) -> dict[str, Any]:
         rows: list[tuple[Tensor, list[Tensor]]] = []
+        unscored: list[int] = []
         for prompt, completion in self.parts(prompts):
-            if prefix_sharing and rows and torch.equal(rows[-1][0], prompt):
-                rows[-1][1].append(completion)
+            shared = rows[-1][0] if prefix_sharing and rows else None
+            begins = shared is not None and torch.equal(prompt[: len(shared)], shared)
+            if shared is not None and begins and (BRANCHES in self.more or len(prompt) == len(shared)):
+                rows[-1][1].append(torch.cat([prompt[len(shared) :], completion]))
+                unscored.append(len(prompt) - len(shared))
             else:
                 rows.append((prompt, [completion]))
-        batch: dict[str, Any] = completion_batch(rows, prefix_sharing=prefix_sharing)
+                unscored.append(0)
+        batch: dict[str, Any] = completion_batch(rows, prefix_sharing=prefix_sharing, unscored=unscored)
         return {**batch, "rows": torch.arange(len(self))}
 
     def to(self, device: torch.device | str) -> Experience:

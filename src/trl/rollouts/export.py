@@ -7,12 +7,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trl.data.formats import common_prefix_length
-from trl.data.rendering import Message
-from trl.rollouts.endpoint import OpenSession
-from trl.rollouts.sessions import conversations_of
+from trl.rollouts.chains import conversations_of
+from trl.rollouts.sessions import Session
 
 
-def session_record(session: OpenSession, reward: float | None) -> dict[str, Any]:
+def session_record(session: Session, reward: float | None) -> dict[str, Any]:
     """The record of a session of an `Endpoint`, as `read_sessions` gives those of a run: `row`, `reward`, `conversations`."""
     return {
         "row": dict(session.row),
@@ -55,7 +54,9 @@ def preference_rows(
         pair = [max(_answered(each), key=lambda found: len(found["messages"])) for each in (best, worst)]
         chosen, rejected = (each["messages"] for each in pair)
         shared = common_prefix_length(chosen, rejected)
-        while shared and not _both_answer(chosen[shared:], rejected[shared:]):
+        while shared and not all(
+            part[shared:] and part[shared]["role"] == "assistant" for part in (chosen, rejected)
+        ):
             shared -= 1
         if shared:
             parts = {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
@@ -70,10 +71,6 @@ def _answered(session: Mapping[str, Any]) -> list[dict[str, Any]]:
         for each in session["conversations"]
         if each["messages"][-1].get("content") or each["messages"][-1].get("tool_calls")
     ]
-
-
-def _both_answer(*rests: list[Message]) -> bool:
-    return all(rest and rest[0]["role"] == "assistant" for rest in rests)
 
 
 def _tools(conversation: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,15 @@
-"""A journal of the sessions that have ended, so that a run that was stopped does not run them again."""
+"""Sessions that have ended, and a journal of them, so that a run that was stopped does not run them again."""
 
 from __future__ import annotations
 
-import hashlib
+import base64
 import json
+import math
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +19,95 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trl.models.distributed import is_sharded
+from trl.reporting.deadlines import DeadlinePassed
+from trl.rewards.result import RewardError, read_answers
+from trl.rollouts.chains import Chain, chains_of, conversations_of, in_order
+from trl.rollouts.measures import Outcome
+from trl.rollouts.schedule import digest
+from trl.rollouts.sessions import Session
+
+REWARD_FIELD = "agent_reward"
+
+
+@dataclass(slots=True)
+class Played:
+    """A session: its chains, the reward under its name, why it failed, and its conversations.
+
+    `messages` are what the policy wrote, in an `environment` with its answers. `calls` to `limited` count an environment's tool
+    calls.
+    """
+
+    chains: list[Chain] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    conversations: list[dict[str, Any]] = field(default_factory=list)
+    turns: int = 0
+    cut: bool = False
+    reward: float | None = None
+    reward_name: str = REWARD_FIELD
+    failure: Outcome | None = None
+    calls: int = 0
+    failures: dict[str, int] = field(default_factory=dict)
+    limited: bool = False
+    environment: Any = None
+
+    def end(self, session: Session, result: Future[Any]) -> BaseException | None:
+        """Take what the session holds, and the agent's result; the error that the agent raised, or of its result, if any."""
+        turns, self.reward = in_order(session.turns), None
+        self.chains, self.conversations = chains_of(turns), conversations_of(turns)
+        self.turns, self.cut = len(turns), session.cut is not None
+        self.messages = self.messages or [turn.message for turn in turns]
+        try:
+            given = result.result()
+        except DeadlinePassed:
+            self.failure = "deadline"
+        except BaseException as error:
+            if self.cut and not isinstance(error, (KeyboardInterrupt, SystemExit)):
+                return None  # the client was told that the budget is spent
+            self.failure = "raised"
+            return error
+        else:
+            reward = given["reward"] if isinstance(given, Mapping) and "reward" in given else given
+            read = read_answers([reward], count=1)
+            if read.unusable:
+                self.failure = "malformed"
+                return RewardError(
+                    f"It gave {read.unusable[0]}, expected a number, None, or a dict with 'reward'."
+                )
+            if not turns:
+                self.failure = "silent"
+            else:
+                (self.reward,) = read.values
+        return None
 
 
 class Journal:
     """Records of sessions in files of `folder`, one for each step, run and process.
 
     A record belongs to the run, the step, the policy's weights, a random stream, a row and the settings that it was sampled with.
-    Records are read at `begin`, and written until `end`. `prune` deletes what a
-    checkpoint does not need, unless the journal `keeps` all.
+    `prune` deletes what a checkpoint does not need, unless the journal `keeps` all. With `environments` a record has the pickled
+    environment; sessions whose environment cannot be restored are not found. Without a folder nothing is written.
     """
 
-    def __init__(self, folder: Path, *, rank: int, keeps: bool = False) -> None:
-        self.folder, self.rank, self.keeps = folder, rank, keeps
+    def __init__(
+        self, folder: Path | None, *, rank: int, keeps: bool = False, environments: bool = False
+    ) -> None:
+        self.folder, self.rank, self.keeps, self.environments = folder, rank, keeps, environments
         self._held: dict[str, dict[str, Any]] = {}
         self._file: Path | None = None
         self._step, self._policy = 0, ""
 
     def begin(self, step: int, model: nn.Module, *, run: str | None) -> None:
         """Before the sessions of a rollout batch of a run: read those that have ended. All processes must call it."""
+        if self.folder is None:
+            return
         trained = (_local(each) for each in model.parameters() if each.requires_grad)
         sums: Any = [[each.sum(dtype=torch.float64).item() for each in trained]]
         self._step = step
-        self._policy = _digest([run, step, gather_object(sums) if is_sharded(model) else sums])
+        self._policy = digest([run, step, gather_object(sums) if is_sharded(model) else sums])
         name = f"{step:08d}-{run}"
-        self._held = {record["key"]: record for record in read_sessions(self.folder, f"{name}-*.jsonl")}
+        records = _records(self.folder, f"{name}-*.jsonl")
+        self._held = {record["key"]: record for record in records if "row" in record}
         self._file = self.folder / f"{name}-{self.rank}.jsonl"
-        if self._file.is_file() and not self._file.read_bytes().endswith(b"\n"):  # killed while it wrote
-            self._file.write_bytes(self._file.read_bytes() + b"\n")
 
     def end(self) -> None:
         """After them: other sessions are not written."""
@@ -48,48 +115,76 @@ class Journal:
 
     def key(self, stream: int, row: Mapping[str, Any], *settings: Any) -> str:
         """Of a session of the present rollout batch."""
-        return _digest([self._policy, stream, row, settings])
+        return digest([self._policy, stream, row, settings])
 
-    def found(self, keys: Sequence[str]) -> dict[int, dict[str, Any]]:
-        """The records of some sessions, by their place."""
-        return {place: self._held[key] for place, key in enumerate(keys) if key in self._held}
+    def found(self, key: str) -> Played | None:
+        """The session of a key that has ended; None if it must be run."""
+        if (record := self._held.get(key)) is None:
+            return None
+        given = {each.name: record[each.name] for each in fields(Played)}
+        given["chains"] = [Chain(**each) for each in given["chains"]]
+        if self.environments:
+            try:
+                given["environment"] = pickle.loads(base64.b64decode(given["environment"]))
+            except Exception:  # of any kind, by the user's classes
+                return None
+        return Played(**given)
 
-    def write(self, key: str, row: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-        """Append the record of a session that has none."""
+    def write(self, key: str, row: Mapping[str, Any], played: Played) -> None:
+        """Append a session, if it has no record."""
         if self._file is None or key in self._held:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
+        plain = asdict(replace(played, environment=None))
+        whole = {"step": self._step, "row": dict(row), **plain}
+        if self.environments:
+            with suppress(Exception):  # of any kind: it is not restored, then
+                whole["environment"] = base64.b64encode(pickle.dumps(played.environment)).decode()
+        self._append({key: whole})
+
+    def score(self, keys: Sequence[str], rewards: Sequence[float]) -> None:
+        """Append the rewards of sessions by all sources, NaN for none."""
+        self._append({
+            key: {"reward": None if math.isnan(reward) else reward}
+            for key, reward in zip(keys, rewards, strict=True)
+        })  # fmt: skip
+
+    def _append(self, records: Mapping[str, Mapping[str, Any]]) -> None:
+        if self._file is None:
+            return
+        self._file.parent.mkdir(parents=True, exist_ok=True)
         with self._file.open("a", encoding="utf-8") as file:
-            whole = {"key": key, "step": self._step, "row": dict(row), **record}
-            file.write(json.dumps(whole, default=str) + "\n")
+            for key, record in records.items():  # on a new line, even if the last one is torn
+                file.write("\n" + json.dumps({"key": key, **record}, default=str))
 
     def prune(self, step: int, *, run: str | None) -> None:
         """Delete this process's records of earlier steps and of other runs."""
-        for file in [] if self.keeps else list(self.folder.glob(f"*-{self.rank}.jsonl")):
+        for file in (
+            [] if self.keeps or self.folder is None else list(self.folder.glob(f"*-{self.rank}.jsonl"))
+        ):
             if int(file.name.partition("-")[0]) < step or f"-{run}-" not in file.name:
                 file.unlink()
 
 
-def read_sessions(folder: str | Path, files: str = "*.jsonl") -> Iterator[dict[str, Any]]:
+def read_sessions(folder: str | Path) -> Iterator[dict[str, Any]]:
     """The records of a journal: `step`, `row`, `reward`, `conversations` (each with `messages` and `tools`) and more.
 
-    `files` says which of its files are read.
+    With `reward_funcs` the reward is the weighted sum of all.
     """
+    found: dict[str, dict[str, Any]] = {}
+    for record in _records(folder, "*.jsonl"):
+        found.setdefault(record["key"], {}).update(record)
+    yield from (record for record in found.values() if "row" in record)
+
+
+def _records(folder: str | Path, files: str) -> Iterator[dict[str, Any]]:
+    """The lines of a journal's files: sessions, and the rewards of some."""
     for file in sorted(Path(folder).glob(files)):
         for line in file.read_bytes().splitlines():
-            try:
+            with suppress(ValueError):  # an empty line, or half of one
                 yield json.loads(line)
-            except ValueError:  # half a line
-                continue
 
 
 def _local(parameter: nn.Parameter) -> torch.Tensor:
     """This process's part of a parameter: its shard under FSDP2 and ZeRO-3."""
     held = getattr(parameter, "ds_tensor", parameter).detach()
     return held.to_local() if isinstance(held, DTensor) else held
-
-
-def _digest(value: Any) -> str:
-    return hashlib.blake2b(
-        json.dumps(value, sort_keys=True, default=str).encode(), digest_size=16
-    ).hexdigest()

@@ -22,6 +22,7 @@ from trl.reporting.deadlines import Pending, start
 from trl.rewards.result import RewardInputs, RewardResult, joined, source_columns
 from trl.rewards.source import RewardSources
 from trl.rollouts.experience import SAMPLING_KEPT, SAMPLING_LOGPS, STOPPED, Experience, concatenate
+from trl.rollouts.measures import OUTCOME_OF
 from trl.rollouts.schedule import RolloutSizes, rollout_rows
 from trl.tensors.ragged import Ragged
 
@@ -55,12 +56,13 @@ class Prompts:
 class Completed(NamedTuple):
     """Completions of some rows, and what their maker adds to the rows for reward functions.
 
-    `fields`: further columns; `messages`: each completion as messages, where it has several.
+    `fields`: further columns; `messages`: each completion as messages, where it has several; `scored` is given the rewards.
     """
 
     experience: Experience
     fields: Mapping[str, Sequence[Any]] = {}
     messages: Sequence[list[dict[str, Any]]] | None = None
+    scored: Callable[[Sequence[float]], None] | None = None
 
 
 class Completer(Protocol):
@@ -147,31 +149,39 @@ class RolloutMaker:
         """Completions of some rows, with the score of each source, and the columns that the method makes of their sum."""
         groups = math.ceil(len(streams) / self.sizes.group)
         size = math.ceil(groups / (self.parts if training else 1)) * self.sizes.group
-        completed: list[Experience] = []
+        completed: list[Completed] = []
         inputs: list[RewardInputs] = []
         pending: list[Pending] = []
         for first in range(0, len(streams), size):
             own = {name: values[first : first + size] for name, values in rows.items()}
             found = self.completer(self, own, streams=streams[first : first + size])
-            completed.append(found.experience)
+            completed.append(found)
             inputs.append(self.inputs(found, own))
             if size < len(streams):
-                score = partial(self._score_after, pending[-1:], inputs[-1])
+                score = partial(self._score_after, pending[-1:], found.experience, inputs[-1])
                 pending.append(start(score, "rewards-of-a-part"))
-        results = [part.future.result() for part in pending] or [self.rewards.score(inputs[0])]
-        scored = [
-            experience.with_rows(**source_columns(result))
-            for experience, result in zip(completed, results, strict=True)
-        ]
+        results = [part.future.result() for part in pending]
+        results = results or [self._score_after([], completed[0].experience, inputs[0])]
+        scored = list[Experience]()
+        for found, result in zip(completed, results, strict=True):
+            scored.append(found.experience.with_rows(**source_columns(result)))
+            if found.scored is not None:
+                found.scored(result.rewards.tolist())
         every, rewards = joined(inputs), torch.cat([result.rewards for result in results])
         self.texts = list(zip(every.prompts, every.completions, strict=True))
         return self.apply_rewards(concatenate(scored), rewards, every, training=training)
 
-    def _score_after(self, earlier: Sequence[Pending], inputs: RewardInputs) -> RewardResult:
-        """The scores of a part, once the part before it has its own: sources are called in the same order each time."""
+    def _score_after(
+        self, earlier: Sequence[Pending], experience: Experience, inputs: RewardInputs
+    ) -> RewardResult:
+        """The scores of a part, once the part before it has its own: sources are called in the same order each time.
+
+        Sessions that failed have none.
+        """
         for part in earlier:
             part.future.result()
-        return self.rewards.score(inputs)
+        failed = [column for name, column in experience.per_row.items() if name.startswith(OUTCOME_OF)]
+        return self.rewards.score(inputs, lost=torch.stack(failed).any(dim=0) if failed else None)
 
     def complete(
         self,

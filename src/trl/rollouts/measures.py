@@ -54,10 +54,11 @@ def measured_groups(
         if name.endswith("/std") and not math.isnan(value):
             found[name] = _once(value)
     found |= reward_statistics(rows[REWARD], group_size, scale=scale)
-    return {**measured_lengths(rows, share=share), **_shared(found, share)}
+    return {**measured_lengths(rows, share=share), **shared(found, share)}
 
 
-def _shared(found: Mapping[str, Weighted], share: float) -> dict[str, Weighted]:
+def shared(found: Mapping[str, Weighted], share: float) -> dict[str, Weighted]:
+    """Metrics of which this process logs a `share`."""
     return {name: Weighted(value.total * share, value.count * share) for name, value in found.items()}
 
 
@@ -70,7 +71,7 @@ def measured_lengths(rows: Mapping[str, Tensor], *, share: float) -> dict[str, W
             found[f"completions/mean{name}_length"] = weighted(own)
             found[f"completions/min{name}_length"] = _once(own.min())
             found[f"completions/max{name}_length"] = _once(own.max())
-    return _shared(found, share)
+    return shared(found, share)
 
 
 def _once(value: Any) -> Weighted:
@@ -96,4 +97,4 @@ def agent_metrics(rows: Mapping[str, Tensor], *, share: float) -> dict[str, Weig
     found = {"agent/turns": weighted(rows[TURNS]), "agent/branches": weighted(rows[CHAINS].clamp(min=1) - 1)}
     found["agent/cut_ratio"] = weighted(rows[CUT])
     found |= {f"agent/failures/{kind}": weighted(rows[OUTCOME_OF + kind]) for kind in OUTCOMES}
-    return {name: Weighted(value.total * share, value.count * share) for name, value in found.items()}
+    return shared(found, share)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import operator
@@ -52,7 +53,7 @@ class RolloutFunction:
         self._stream, self._asked = streams[0], Counter()
         ids: Any = rows[PROMPT_IDS]
         prompts = rows["prompt"] if "prompt" in rows else maker.tokenizer.batch_decode(list(ids))
-        answer = self.function(list(prompts), self._trainer)
+        answer = self.function(copy.deepcopy(list(prompts)), self._trainer)
         ends = maker.sampling.stop_token_ids or ()
         return read_rollouts(answer, len(ids), end_tokens=ends, **self._limits)
 

@@ -217,8 +217,13 @@ def refill_rng_streams(turn: int, rows: Sequence[int], sizes: RolloutSizes, *, b
 
 def stream_of(stream: int, prompt: Sequence[int], number: int) -> int:
     """The random stream of the completion `number` of a prompt within the row that has a `stream`."""
-    digest = hashlib.blake2b(json.dumps([stream, list(prompt), number]).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return int(digest([stream, list(prompt), number], size=8), 16) >> 1
+
+
+def digest(value: Any, *, size: int = 16) -> str:
+    """A digest of `size` bytes of a JSON value, in hexadecimal digits; the order of keys does not matter."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=size).hexdigest()
 
 
 def replayed_groups(batch: int, count: int, *, among: int, seed: int) -> list[int]:

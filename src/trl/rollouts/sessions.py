@@ -7,29 +7,34 @@ never tokenised again. An agent that changes its history begins another branch o
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from torch import Tensor
-
-from trl.data.rendering import Chat, Message, ProcessingClass, TemplateRefusal, render_prompt, text_tokenizer
-from trl.data.tokenization import encode
+from trl.data.rendering import Message, TemplateRefusal
 from trl.generation.engine import Generated, Sampling
-from trl.generation.live import Broker, Listener, Request, prompt_logps
-from trl.generation.serving.openai_api import APIError, Body, ChatBody, CompletionBody, ScoredPrompt
-from trl.rollouts.schedule import stream_of
-from trl.rollouts.tool_turns import ReplyWriter, TurnReader
+from trl.generation.live import Broker, Request
+from trl.generation.serving.answers import APIError, ScoredPrompt
+from trl.rollouts.chats import Chats, meaning, readable, readable_all
+from trl.rollouts.schedule import digest, stream_of
+from trl.rollouts.tools import ToolCall
 
+if TYPE_CHECKING:  # environments need no server
+    from trl.generation.serving.openai_api import Body, ChatBody, CompletionBody
+
+Read = TypeVar("Read")
 FIXED = ("temperature", "top_p", "top_k", "min_p")  # settings that change what is learned
 BUDGET_EXCEEDED, TOO_LONG = "budget_exceeded", "context_length_exceeded"  # codes of errors
+MOST_TURNS = 1024  # of a request
+LONG = 20_000  # characters of a text that takes milliseconds to read
+_PLAIN: Any = SimpleNamespace(n=1, seed=None, stream=False, **dict.fromkeys(FIXED))  # a body without settings
 _PAUSE_S = 0.05  # between the events of a stream
 
 
@@ -43,297 +48,265 @@ class Budget:
     length: int | None = None
 
 
-@dataclass(slots=True)
-class Written:
-    """A completion as the client sees it, and its `message` as the next prompt would have it."""
-
-    text: str
-    tool_calls: list[dict[str, Any]]
-    finish_reason: str
-    tokens: list[tuple[str, float]]
-    prompt_tokens: int
-    completion_tokens: int
-    prompt: ScoredPrompt | None = None
-
-
+@dataclass(eq=False, repr=False)
 class Turn:
-    """One completion. `shown` are the tokens that came after those of its `parent`; `generated` what the policy wrote."""
+    """One completion, with what the client is given when it has ended.
 
-    def __init__(self, session: Session, parent: Turn | None, shown: list[int], history: _History) -> None:
-        self.session, self.parent, self.shown, self.history = session, parent, shown, history
-        self.context = [
-            *(parent.tokens if parent is not None else []),
-            *shown,
-        ]  # all tokens before the completion
-        self.tokens = self.context  # all tokens with it, when it has ended
-        self.opening: int = parent.opening if parent is not None else len(shown)  # tokens of the first prompt
-        self.limit = 0
-        self.generated: Generated | None = None
-        self.written: Written | None = None
-        self.version = session.version
-        self.started, self.ended = time.monotonic(), 0.0
-        self.future: Future[Generated] | None = None
-        self._newest: asyncio.Queue[Sequence[int]] | None = None
+    `shown` are the tokens that came after those of its `parent`, `context` all tokens before the completion, `generated` what
+    the policy wrote, and `tokens` all with it. `messages` and `tools`, or the text `given`, are what the prompt was made of, and
+    `state` is the digest of these messages.
+    """
 
-    def listen(self) -> Listener:
-        """What gives `deltas` the newest tokens, from another thread."""
-        loop, newest = asyncio.get_running_loop(), asyncio.Queue[Sequence[int]]()
-        self._newest = newest
+    session: Session
+    parent: Turn | None
+    shown: list[int]
+    messages: Sequence[Message] = ()
+    tools: Sequence[Any] = ()
+    stops: tuple[str, ...] = ()
+    may_call: bool = True  # if there are tools
+    state: str | None = None
+    given: str | None = None
+    generated: Generated | None = None
+    prompt: ScoredPrompt | None = None
+    future: Future[Generated] | None = None
+    scores: Future[ScoredPrompt] | None = None
+    text, finish_reason, limit = "", "length", 0
+    requests = 1  # that wait for it: a retry may overtake the end of the first connection
+    calls: list[ToolCall] = field(default_factory=list)  # also those that cannot be read
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    newest: list[int] = field(default_factory=list)  # tokens of a stream, written by another thread
+    started: float = field(default_factory=time.monotonic)
+    ended: float = 0.0
 
-        def listener(ids: Sequence[int]) -> None:
-            loop.call_soon_threadsafe(newest.put_nowait, ids)
+    def __post_init__(self) -> None:
+        parent, self.version = self.parent, self.session.version
+        self.may_call = self.may_call and len(self.tools) > 0
+        self.stops = (*self.session.sampling.stop_strings, *self.stops)
+        self.tokens = self.context = [*(parent.tokens if parent else []), *self.shown]
+        self.opening: int = parent.opening if parent else len(self.shown)  # tokens of the first prompt
 
-        return listener
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.context)
 
-    async def result(self) -> Written:
-        """The completion. Raises: APIError."""
-        if self.written is None:
-            assert self.future is not None
-            try:
-                generated = await asyncio.wrap_future(self.future)
-            except APIError:  # of the budget
-                raise
-            except ValueError as error:
-                self.session.drop(self)
-                raise _too_long(error) from None
-            except asyncio.CancelledError:
-                self.session.drop(self)
-                task = asyncio.current_task()
-                if not self.future.cancelled() or (task is not None and task.cancelling()):
-                    raise  # of a deadline, say
-                raise APIError(503, "The session or the endpoint has been closed.") from None
-            except Exception as error:
-                self.session.drop(self)
-                raise APIError(503, f"The engine has ended ({type(error).__name__}: {error}).") from None
-            if self.written is None:  # else another request with this turn was faster
-                self.session.finish(self, generated)
-        assert self.written is not None
-        return self.written
+    @property
+    def completion_tokens(self) -> int:
+        return len(self.generated.ids) if self.generated else 0
 
-    async def deltas(self) -> AsyncIterator[str]:
-        """The text in parts, as it comes; held back where it may become a call, half a character or a stop string."""
-        if self.written is None and self._newest is not None and not self.history.tools:
-            ids: list[int] = []
-            sent = ""
-            stops = (*self.session.sampling.stop_strings, *self.history.stops)
-            hold = max((len(stop) for stop in stops), default=1) - 1
-            while not (self.future is not None and self.future.done() and self._newest.empty()):
-                try:
-                    ids += await asyncio.wait_for(self._newest.get(), 0.2)
-                except TimeoutError:
-                    continue
-                while not self._newest.empty():
-                    ids += self._newest.get_nowait()
-                text = self.session.text_of(ids, stops)
-                ready = text[: len(text) - hold] if hold else text
-                if ready.startswith(sent) and len(ready) > len(sent) and not ready.endswith("\ufffd"):
-                    yield ready[len(sent) :]
-                    sent = ready
-                await asyncio.sleep(_PAUSE_S)  # the text is decoded anew each time
-            rest = (await self.result()).text
-            if rest[len(sent) :]:
-                yield rest[len(sent) :]
-        elif text := (await self.result()).text:
-            yield text
+    @property
+    def logprobs(self) -> list[tuple[str, float]]:
+        """The text and log-prob of each token."""
+        if self.generated is None:
+            return []
+        texts = [self.session.chats.tokenizer.decode([token]) for token in self.generated.ids]
+        return list(zip(texts, self.generated.logps.tolist(), strict=True))
+
+    @property
+    def whole_text(self) -> str | None:
+        """The text of prompt and completion, special tokens included; None for prompts that were no text."""
+        if self.given is None or self.generated is None:
+            return None
+        return self.given + self.session.chats.text(self.generated.ids, special=True)
 
     @property
     def message(self) -> Message:
         """The completion as the next prompt would have it."""
-        assert self.written is not None
-        written = {"content": self.written.text, "tool_calls": self.written.tool_calls}
-        return readable({"role": "assistant", **written})
+        return readable({"role": "assistant", "content": self.text, "tool_calls": self.tool_calls})
+
+    async def result(self) -> Turn:
+        """Itself, when it has ended. Raises: APIError."""
+        generated = None
+        try:
+            if self.scores is not None:
+                self.prompt = await _ended(self.scores)
+            if self.future is not None and self.generated is None:
+                generated = await asyncio.wait_for(_ended(self.future), self.session.seconds_left)
+        except TimeoutError:
+            raise self.session.spent("seconds") from None
+        except ValueError as error:
+            raise APIError(400, str(error), param="prompt" if self.scores is not None else None) from None
+        if generated is not None and self.generated is None:  # else another request with this turn was faster
+            self.session.finish(self, generated)
+        return self
+
+    async def deltas(self) -> AsyncIterator[str]:
+        """The text in parts, as it comes; held back where it may become a call, half a character or a stop string."""
+        work, sent, seen = asyncio.ensure_future(self.result()), "", 0
+        hold = max(map(len, self.stops), default=1) - 1
+        try:
+            while not (await asyncio.wait({work}, timeout=_PAUSE_S))[0]:
+                if self.may_call or len(self.newest) == seen:
+                    continue
+                seen = len(self.newest)
+                text = self.session.chats.text(self.newest[:seen], self.stops)
+                ready = text[: max(len(text) - hold, 0)]
+                if len(ready) > len(sent) and ready.startswith(sent) and not ready.endswith("\ufffd"):
+                    yield ready[len(sent) :]
+                    sent = ready
+            if rest := work.result().text[len(sent) :]:
+                yield rest
+        finally:
+            work.cancel()
 
     def cancel(self) -> None:
-        """Give it up, if it has not ended."""
-        if self.written is None and self.future is not None:
-            self.future.cancel()
+        """A request gives it up: it ends, unless it has ended or another request waits for it."""
+        self.requests -= 1
+        if self.requests > 0:
+            return
+        for future in (self.scores, self.future):
+            if future is not None:
+                future.cancel()
+        if self.generated is None:
             self.session.drop(self)
 
 
-class ScoredTurn:
-    """A prompt's log-probs, and its completion; None for no completion."""
-
-    def __init__(self, session: Session, turn: Turn | None, prompt: list[int], body: CompletionBody) -> None:
-        self.turn, self.prompt, self.as_ids = turn, prompt, body.return_tokens_as_token_ids
-        self.tokenizer = session.chats.tokenizer
-        self.future = session.broker.call(partial(prompt_logps, prompt=prompt, count=body.scored or 0))
-
-    async def result(self) -> Written:
-        """The completion, with its scored prompt. Raises: APIError."""
-        try:
-            found = await asyncio.wrap_future(self.future)
-        except ValueError as error:
-            raise APIError(400, f"prompt: {error}", param="prompt") from None
-        except Exception as error:
-            raise APIError(503, f"The engine has ended ({type(error).__name__}: {error}).") from None
-        text, used = self.tokenizer.decode(self.prompt), {*self.prompt}.union(*found.best)
-        texts = {
-            token: f"token_id:{token}" if self.as_ids else self.tokenizer.decode([token]) for token in used
-        }
-        written = Written("", [], "length", [], len(self.prompt), 0)
-        if self.turn is not None:
-            written = await self.turn.result()
-        return replace(written, prompt=ScoredPrompt(found, text, texts))
-
-    async def deltas(self) -> AsyncIterator[str]:
-        """Nothing: scored prompts are not streamed."""
-        for part in ():
-            yield part
-
-    def cancel(self) -> None:
-        """Give it up."""
-        self.future.cancel()
-        if self.turn is not None:
-            self.turn.cancel()
+async def _ended(future: Future[Any]) -> Any:
+    """The result of the engine. Raises: APIError, or ValueError for what the engine refuses."""
+    try:
+        return await asyncio.shield(asyncio.wrap_future(future))
+    except (APIError, ValueError):
+        raise
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if not future.cancelled() or (task is not None and task.cancelling()):
+            raise  # of a deadline, say
+        raise APIError(503, "The session or the endpoint has been closed.") from None
+    except Exception as error:
+        raise APIError(503, f"The engine has ended ({type(error).__name__}: {error}).") from None
 
 
-@dataclass(frozen=True, slots=True)
-class _History:
-    """What a turn's prompt was made of: its messages, with digests (`states`) of those up to each one, or the text of a completion's prompt."""
-
-    messages: tuple[Message, ...] = ()
-    states: tuple[bytes, ...] = ()
-    text: str | None = None
-    tools: tuple[Any, ...] = ()
-    stops: tuple[str, ...] = ()
-
-
+@dataclass(eq=False, repr=False)
 class Session:
-    """The turns of one API key.
+    """The turns of one API key on one `row`; `base_url` and `api_key` are for any client of OpenAI's API.
 
     `sampling` are the settings of its completions. With `fixed` other values of temperature and truncation are refused, because
     the policy is trained on what it samples. A turn's random stream depends on the session's `stream` and on the turn's prompt,
     so it does not depend on the order in which turns or sessions run. Without `keeps` turns are forgotten when they end.
+    `version` of the weights is noted on each turn.
     """
 
-    def __init__(
-        self,
-        chats: Chats,
-        broker: Broker,
-        sampling: Sampling,
-        *,
-        stream: int = 0,
-        fixed: bool = True,
-        keeps: bool = True,
-        budget: Budget | None = None,
-        version: int = 0,
-    ) -> None:
-        self.chats, self.broker, self.sampling = chats, broker, sampling
-        self.stream, self.fixed, self.keeps = stream, fixed, keeps
-        self.budget, self.version = budget or Budget(), version
+    chats: Chats
+    broker: Broker
+    sampling: Sampling
+    base_url: str
+    api_key: str
+    row: Mapping[str, Any] = field(default_factory=dict)
+    stream: int = 0
+    fixed: bool = True
+    keeps: bool = True
+    budget: Budget = field(default_factory=Budget)
+    version: int = 0
+
+    def __post_init__(self) -> None:
         self.turns: list[Turn] = []
         self.cut: str | None = None  # the budget that was spent
         self.started = time.monotonic()
-        self._states: dict[bytes, Turn] = {}
+        self._states: dict[str, Turn] = {}
         self._asked: dict[tuple[int, ...], list[Turn]] = {}
+        self._drawn = Counter[tuple[int, ...]]()  # random streams of each prompt that were used
         self._running: dict[Turn, Request | None] = {}  # with the requests that wait for the budget
-        self._requests = itertools.count()
+        self._waiting = deque[Turn]()  # those, in order, and some that were given up
+        self._sampled = 0  # tokens
+        self.closed = False
 
     # ---- requests
 
-    def chat(self, body: ChatBody, *, is_retry: bool) -> list[Turn]:
+    async def chat(self, body: ChatBody, *, is_retry: bool) -> list[Turn]:
         """Begin `n` answers to a conversation. Raises: APIError."""
-        tools = [] if body.tool_choice == "none" else body.tools or []
-        messages = [readable(message) for message in body.messages]
-        seed = _digest(b"", ["tools", tools, self.chats.template_kwargs])
-        states = tuple(_rolling(seed, map(_meaning, messages)))
-        parent, rest = self._longest(states, messages)
+        tools, messages = body.tools or [], readable_all(body.messages)
+        first = digest(["tools", tools, self.chats.template_kwargs])
+        states = list(accumulate(map(meaning, messages), _next_state, initial=first))
+        held = next((count for count in range(len(messages) - 1, 0, -1) if states[count] in self._states), 0)
+        options = {"state": states[-1], "stops": body.stops, "may_call": body.tool_choice != "none"}
+        given = self._states.get(states[held]), messages, held, tools
         try:
-            shown = self.chats.shown(messages, rest, tools, parent)
+            make = await self._conversation(*given, **options)
         except TemplateRefusal as error:
             raise APIError(400, f"messages: {error}", param="messages") from None
         limit = body.max_completion_tokens or body.max_tokens
-        history = _History(tuple(messages), states, tools=tuple(tools), stops=body.stops)
-        return self._begin([(parent, shown, history)], body, limit=limit, is_retry=is_retry)
+        return self._begin([make], body, limit=limit, is_retry=is_retry)
 
-    def complete(self, body: CompletionBody, *, is_retry: bool) -> Sequence[Turn | ScoredTurn]:
+    async def complete(self, body: CompletionBody, *, is_retry: bool) -> list[Turn]:
         """Begin `n` completions of each prompt. Raises: APIError."""
-        given: list[Any] = (
-            [body.prompt] if not body.prompt or not _is_several(body.prompt) else list(body.prompt)
-        )
-        begun = []
-        for prompt in given:
-            if not prompt:
-                raise APIError(400, "prompt must not be empty.", param="prompt")
-            parent, shown = self._of_text(prompt) if isinstance(prompt, str) else self._of_ids(prompt)
-            history = _History(text=prompt if isinstance(prompt, str) else None, stops=body.stops)
-            begun.append((parent, shown, history))
-        turns: list[Any] = [None] * len(begun)
-        if body.max_tokens != 0:
-            turns = self._begin(begun, body, limit=body.max_tokens or 16, is_retry=is_retry)
-        if body.scored is None:
-            return turns
-        prompts = [[*([] if parent is None else parent.tokens), *shown] for parent, shown, _ in begun]
-        return [ScoredTurn(self, *pair, body) for pair in zip(turns, prompts, strict=True)]
+        is_one = isinstance(body.prompt, str) or isinstance(next(iter(body.prompt), 0), int)
+        prompts: Any = [body.prompt] if is_one else body.prompt
+        if len(prompts) * body.n > MOST_TURNS:
+            text = (
+                f"{len(prompts)} prompts with n={body.n}: the most completions of a request are {MOST_TURNS}."
+            )
+            raise APIError(400, text, param="prompt")
+        makers = [
+            partial(await _beside(len(prompt), partial(self._continued, prompt)), stops=body.stops)
+            for prompt in prompts
+        ]
+        if body.max_tokens == 0:
+            turns = [make() for make in makers]
+        else:
+            turns = self._begin(makers, body, limit=body.max_tokens or 16, is_retry=is_retry)
+        for turn in turns if body.scored is not None else ():
+            as_ids = body.return_tokens_as_token_ids
+            turn.scores = self.broker.call(partial(self.chats.scored, turn.context, body.scored or 0, as_ids))
+        return turns
 
-    def extend(
+    async def extend(
         self, parent: Turn | None, messages: Sequence[Message], held: int, tools: Sequence[Any]
     ) -> Turn:
-        """Begin the answer to a conversation of which `parent` holds the first `held` messages, its own among them.
+        """The answer to a conversation of which `parent` holds the first `held` messages, its own among them.
 
         Raises: APIError, TemplateRefusal.
         """
-        shown = self.chats.shown(messages, held, tools, parent)
-        history = _History(tuple(messages), tools=tuple(tools))
-        return self._begin([(parent, shown, history)], Body(), limit=None, is_retry=False)[0]  # type: ignore[call-arg]
+        make = await self._conversation(parent, messages, held, tools)
+        (turn,) = self._begin([make], _PLAIN, limit=None, is_retry=False)
+        try:
+            return await turn.result()
+        finally:
+            turn.cancel()  # nothing if it has ended
 
-    def _longest(self, states: tuple[bytes, ...], messages: Sequence[Message]) -> tuple[Turn | None, int]:
-        """The turn that wrote the longest prefix of the messages, and the number of messages in it."""
-        for count in range(len(states) - 1, 0, -1):  # something has to follow
-            if (turn := self._states.get(states[count - 1])) is not None:
-                return turn, count
-        return None, 0
+    async def _conversation(
+        self, parent: Turn | None, messages: Sequence[Message], held: int, tools: Any, **options: Any
+    ) -> Callable[[], Turn]:
+        read = partial(self.chats.prompt, messages, tools)
+        if parent is not None and parent.generated is not None:
+            read = partial(self.chats.after, parent.generated.ids[-1], messages[held:], tools)
+        shown = await _beside(sum(len(message["content"]) for message in messages[held:]), read)
+        return partial(Turn, self, parent, shown, messages=tuple(messages), tools=tuple(tools), **options)
 
-    def _of_text(self, prompt: str) -> tuple[Turn | None, list[int]]:
-        held = [turn for turn in self.turns if turn.history.text is not None and turn.written is not None]
-        best, length = None, 0
-        for turn in held:
-            ids = turn.generated.ids if turn.generated is not None else []
-            text = f"{turn.history.text}{self.chats.whole_text(ids)}"  # without an end token, only
-            if len(text) > length and prompt.startswith(text):
-                best, length = turn, len(text)
-        tokenizer = self.chats.tokenizer
-        if best is None:
-            return None, list(tokenizer(prompt)["input_ids"])
-        return best, list(tokenizer(prompt[length:], add_special_tokens=False)["input_ids"])
-
-    def _of_ids(self, prompt: Sequence[int]) -> tuple[Turn | None, list[int]]:
-        best, length, known = None, 0, len(self.chats.tokenizer)
-        if not all(0 <= token < known for token in prompt):
-            raise APIError(400, f"prompt: token ids must be from 0 to {known - 1}.", param="prompt")
+    def _continued(self, prompt: str | list[int]) -> Callable[..., Turn]:
+        """Turns after the longest text, or the most tokens, that the prompt begins with."""
+        known = len(self.chats.tokenizer)
+        if not prompt or not (isinstance(prompt, str) or all(0 <= token < known for token in prompt)):
+            allowed = f"must not be empty, and token ids must be from 0 to {known - 1}"
+            raise APIError(400, f"prompt: {allowed}.", param="prompt")
+        length, parent = 0, None
         for turn in self.turns:
-            tokens = turn.tokens
-            if (
-                turn.generated is not None
-                and length < len(tokens) <= len(prompt)
-                and list(prompt[: len(tokens)]) == tokens
-            ):
-                best, length = turn, len(tokens)
-        return best, list(prompt[length:])
+            held = turn.whole_text if isinstance(prompt, str) else turn.tokens
+            if held is not None and length < len(held) and prompt[: len(held)] == held:
+                length, parent = len(held), turn
+        rest = prompt[length:]
+        if isinstance(rest, str):
+            options = {"add_special_tokens": False} if parent else {}
+            rest = self.chats.tokenizer(rest, **options)["input_ids"]
+        return partial(Turn, self, parent, rest, given=prompt if isinstance(prompt, str) else None)
 
     def _begin(
-        self,
-        begun: Sequence[tuple[Turn | None, list[int], _History]],
-        body: Body,
-        *,
-        limit: int | None,
-        is_retry: bool,
+        self, makers: Sequence[Callable[[], Turn]], body: Body, *, limit: int | None, is_retry: bool
     ) -> list[Turn]:
         """Begin `n` turns of each prompt, or none."""
-        for parent, shown, _ in begun:
-            length = len(shown) + (0 if parent is None else len(parent.tokens))
-            if length >= self.chats.context_length:
-                raise _too_long(f"{length} tokens")
         found: list[Turn] = []
         try:
-            for parent, shown, history in begun:
-                for number in range(body.n):
-                    turn = Turn(self, parent, shown, history)
-                    asked = self._asked.get(tuple(turn.context), [])
-                    if is_retry and len(asked) >= body.n - number:  # the answer was lost on its way
-                        turn = asked[len(asked) - body.n + number]
-                    else:
-                        self._start(turn, asked, body, limit)
+            for make in makers:
+                turns = [make() for _ in range(body.n)]
+                if (length := len(turns[0].context)) >= self.chats.context_length:
+                    text = f"The prompt is too long for this model's maximum context length: {length} tokens."
+                    raise APIError(
+                        400, f"{text} Reduce the length of the messages.", code=TOO_LONG, param="messages"
+                    )
+                begun = self._asked.get(tuple(turns[0].context), [])[-body.n :] if is_retry else []
+                for turn in begun:  # whose answers were lost on their way
+                    turn.requests += 1
+                    found.append(turn)
+                for number, turn in list(enumerate(turns))[len(begun) :]:
+                    self._start(turn, body, number, limit)
                     found.append(turn)
         except APIError:
             for turn in found:
@@ -341,80 +314,84 @@ class Session:
             raise
         return found
 
-    def _start(self, turn: Turn, asked: list[Turn], body: Body, limit: int | None) -> None:
-        """Send a turn to the engine. Raises: APIError."""
-        prompt, sampling = turn.context, self._sampling(body)
+    def _start(self, turn: Turn, body: Body, number: int, limit: int | None) -> None:
+        """Send the turn `number` of a request to the engine. Raises: APIError."""
+        prompt, sampling = tuple(turn.context), self._sampling(body, turn.stops)
         window = self.chats.context_length - len(prompt)
         turn.limit = min(limit or window, window, sampling.new_tokens or window)
         self._room(turn)
-        is_new = self.keeps or body.seed is not None
-        number = len(asked) if is_new else next(self._requests)
-        listener = turn.listen() if body.stream else None
-        stream = stream_of(self.stream, prompt, number)
+        if self.fixed or body.seed is None:
+            key = prompt if self.keeps else ()
+            number, self._drawn[key] = self._drawn[key], self._drawn[key] + 1
+        listener = turn.newest.extend if body.stream else None
         turn.future = Future()
-        self._asked.setdefault(tuple(prompt), asked).append(turn)
-        self._running[turn] = Request(prompt, sampling, stream, turn.limit, listener)
+        self._asked.setdefault(prompt, []).append(turn)
+        stream = stream_of(self.stream, prompt, number)
+        self._running[turn] = Request(turn.context, sampling, stream, turn.limit, listener)
+        self._waiting.append(turn)
+        if self.closed:  # since the request arrived
+            turn.future.cancel()
         self._admit()
 
     def _admit(self) -> None:
         """Send turns to the engine, in order, as long as the budget holds even if all that run write up to their limits."""
-        while found := next(((turn, each) for turn, each in self._running.items() if each is not None), None):
-            turn, request = found
-            assert turn.future is not None
-            try:
-                room = self._room(turn)
-            except APIError as error:
-                if turn.future.set_running_or_notify_cancel():
-                    turn.future.set_exception(error)
-                self.drop(turn)
-                continue
-            limit, most = min(turn.limit, room), self.budget.tokens
-            if most is not None and self._sampled + self._promised + limit > most:
-                return  # until one of those that run has ended
-            turn.limit, self._running[turn] = limit, None
-            self.broker.submit(replace(request, limit=limit), turn.future)
-
-    @property
-    def _sampled(self) -> int:
-        return sum(len(turn.generated.ids) for turn in self.turns if turn.generated is not None)
-
-    @property
-    def _promised(self) -> int:
-        return sum(turn.limit for turn, waiting in self._running.items() if waiting is None)
+        while self._waiting:
+            turn = self._waiting[0]
+            if (request := self._running.get(turn)) is not None:
+                assert turn.future is not None
+                try:
+                    limit = min(turn.limit, self._room(turn))
+                except APIError as error:
+                    if turn.future.set_running_or_notify_cancel():
+                        turn.future.set_exception(error)
+                    del self._running[turn]
+                else:
+                    if self.budget.tokens is not None:
+                        running = (each.limit for each, waiting in self._running.items() if waiting is None)
+                        if self._sampled + sum(running) + limit > self.budget.tokens:
+                            return  # until one of those that run has ended
+                    turn.limit, self._running[turn] = limit, None
+                    self.broker.submit(replace(request, limit=limit), turn.future)
+            self._waiting.popleft()
 
     def _room(self, turn: Turn) -> int:
         """Tokens that a turn may have by the budget once those that run have ended. Raises: APIError if it is spent."""
-        budget, written, sampled = self.budget, len(turn.context) - turn.opening, self._sampled
-        begun = len(self.turns) + len(self._running) - (turn in self._running)
-        spent = {
-            "turns": budget.turns is not None and begun >= budget.turns,
-            "tokens": budget.tokens is not None and sampled >= budget.tokens,
-            "seconds": budget.seconds is not None and time.monotonic() - self.started >= budget.seconds,
-            "length": budget.length is not None and written >= budget.length,
+        used = {
+            "turns": len(self.turns) + len(self._running) - (turn in self._running),
+            "tokens": self._sampled,
+            "seconds": time.monotonic() - self.started,
+            "length": len(turn.context) - turn.opening,
         }
-        if found := [name for name, is_spent in spent.items() if is_spent]:
-            self.cut = self.cut or found[0]
-            raise APIError(400, f"This session has used up its budget of {found[0]}.", code=BUDGET_EXCEEDED)
-        rooms = (budget.tokens, sampled), (budget.length, written)
-        return min([self.chats.context_length, *(most - used for most, used in rooms if most is not None)])
+        left = {name: most - used[name] for name in used if (most := getattr(self.budget, name)) is not None}
+        for name in left:
+            if left[name] <= 0:
+                raise self.spent(name)
+        rooms = (left[name] for name in ("tokens", "length") if name in left)
+        return min([self.chats.context_length, *rooms])
 
-    def _sampling(self, body: Body) -> Sampling:
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until the budget ends; None for no limit."""
+        return self.budget.seconds and self.started + self.budget.seconds - time.monotonic()
+
+    def spent(self, name: str) -> APIError:
+        """The error for a budget that is used up."""
+        self.cut = self.cut or name
+        return APIError(400, f"This session has used up its budget of {name}.", code=BUDGET_EXCEEDED)
+
+    def _sampling(self, body: Body, stops: tuple[str, ...]) -> Sampling:
         given = {name: value for name in FIXED if (value := getattr(body, name)) is not None}
-        if self.fixed:
-            neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-            for name, value in given.items():
-                own = getattr(self.sampling, name) or neutral.get(name, 0.0)
-                if (max(value, 0) if name == "top_k" else value) != own:
-                    raise APIError(
-                        400, f"{name}={value:g} differs from this training session's {own:g}. Leave it out.", param=name
-                    )  # fmt: skip
-            given = {}
-        if given.get("top_k", 0) < 0:
-            given["top_k"] = 0
-        seed = {} if self.fixed or body.seed is None else {"seed": body.seed}
-        return replace(
-            self.sampling, **given, **seed, stop_strings=(*self.sampling.stop_strings, *body.stops)
-        )
+        if "top_k" in given:
+            given["top_k"] = max(given["top_k"], 0)
+        if not self.fixed:
+            seed = {} if body.seed is None else {"seed": body.seed}
+            return replace(self.sampling, **given, **seed, stop_strings=stops)
+        for name, value in given.items():
+            own = getattr(self.sampling, name) or float(name == "top_p")
+            if value != own:
+                text = f"{name}={value:g} differs from this training session's {own:g}. Leave it out."
+                raise APIError(400, text, param=name)
+        return replace(self.sampling, stop_strings=stops)
 
     # ---- answers
 
@@ -422,292 +399,50 @@ class Session:
         """Keep what the policy wrote."""
         turn.generated, turn.ended = generated, time.monotonic()
         turn.tokens = [*turn.context, *generated.ids]
-        turn.written = self.chats.read(turn, self.sampling.stop_strings)
+        tools = turn.tools if turn.may_call else ()
+        turn.text, turn.calls = self.chats.read(generated.ids, turn.context, tools, turn.stops)
+        for number, call in enumerate(call for call in turn.calls if call.error is None):
+            name = digest([self.stream, turn.tokens, number])[:24]  # the same for the same turn
+            function = {"name": call.name, "arguments": json.dumps(call.arguments or {}, ensure_ascii=False)}
+            turn.tool_calls.append({"id": f"call_{name}", "type": "function", "function": function})
+        is_call = turn.tool_calls and generated.finish_reason == "stop"
+        turn.finish_reason = "tool_calls" if is_call else generated.finish_reason
         if not self.keeps:
             self.drop(turn)
             return
         self._running.pop(turn, None)
         self.turns.append(turn)
-        if turn.history.states:
-            state = _digest(turn.history.states[-1], _meaning(turn.message))
-            self._states[state] = turn
+        self._sampled += turn.completion_tokens
+        if turn.state is not None:
+            contents = [turn.message["content"]]
+            if turn.stops:  # which agents may put back
+                contents.append(self.chats.text(generated.ids, ()))
+            for content in contents:
+                self._states[_next_state(turn.state, meaning({**turn.message, "content": content}))] = turn
         self._admit()
 
     def drop(self, turn: Turn) -> None:
         """Forget a turn that was given up."""
         prompt = tuple(turn.context)
-        asked = self._asked.get(prompt, [])
-        if turn in asked:
+        if turn in (asked := self._asked.get(prompt, [])):
             asked.remove(turn)
             if not asked:
                 del self._asked[prompt]
         self._running.pop(turn, None)
         self._admit()
 
-    def text_of(self, ids: Sequence[int], stops: Sequence[str]) -> str:
-        """The text of a completion without its end token, up to a stop string."""
-        return self.chats.text(ids, (*self.sampling.stop_strings, *stops))
-
     def close(self) -> None:
-        """End what still runs."""
-        running = list(self._running)
-        for turn in running:
+        """End what still runs, from any thread: requests that wait for a turn are given an error, and drop it."""
+        self.closed = True
+        for turn in list(self._running):
             if turn.future is not None:
                 turn.future.cancel()
-        for turn in running:  # all of them cancelled, so that none is sent to the engine
-            self.drop(turn)
 
 
-class Chats:
-    """Turns conversations into token ids and what the policy wrote into messages, for all sessions of an endpoint."""
-
-    def __init__(
-        self,
-        processing_class: ProcessingClass,
-        *,
-        ends: Sequence[int],
-        context_length: int | None,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.processing_class, self.ends = processing_class, frozenset(ends)
-        self.tokenizer: Any = text_tokenizer(processing_class)
-        self.context_length = context_length or 1 << 30
-        self.template_kwargs = dict(template_kwargs or {})
-
-    def shown(
-        self, messages: Sequence[Message], held: int, tools: Sequence[Any], parent: Turn | None
-    ) -> list[int]:
-        """The tokens after those of `parent`, which holds the first `held` messages; all without a parent.
-
-        Raises: TemplateRefusal.
-        """
-        if parent is None or parent.generated is None:
-            text = render_prompt(
-                self.processing_class, Chat(list(messages), list(tools) or None, self.template_kwargs)
-            )
-            return list(encode(self.tokenizer, [text])[0])
-        writer = ReplyWriter(self.processing_class, list(tools))
-        return writer.ids(
-            messages[held:],
-            last=parent.generated.ids[-1],
-            ends=self.ends,
-            template_kwargs=self.template_kwargs,
-        )
-
-    def whole_text(self, ids: Sequence[int]) -> str:
-        """The text of a completion with all its tokens."""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    def text(self, ids: Sequence[int], stops: Sequence[str]) -> str:
-        """The text of a completion without its end token and special tokens, up to a stop string."""
-        text = self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return _cut(text, stops)
-
-    def read(self, turn: Turn, stops: Sequence[str]) -> Written:
-        """A completion as the client sees it; calls of tools are read where the request has tools."""
-        generated = turn.generated
-        assert generated is not None
-        calls: list[dict[str, Any]] = []
-        if turn.history.tools:
-            message = (
-                TurnReader(self.processing_class, turn.history.tools)
-                .read(generated.ids, context=turn.context, ends=self.ends)
-                .message
-            )
-            text = _cut(message.get("content") or "", (*stops, *turn.history.stops))
-            for number, call in enumerate(message.get("tool_calls") or []):
-                function = call.get("function", call)
-                arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
-                name = _name_of(turn, number)
-                calls.append({
-                    "id": name, "type": "function", "function": {"name": function["name"], "arguments": arguments},
-                })  # fmt: skip
-        else:
-            text = self.text(generated.ids, (*stops, *turn.history.stops))
-        tokens = [self.tokenizer.decode([token]) for token in generated.ids]
-        reason = "tool_calls" if calls and generated.finish_reason == "stop" else generated.finish_reason
-        return Written(
-            text, calls, reason, list(zip(tokens, generated.logps.tolist(), strict=True)),
-            len(turn.context), len(generated.ids),
-        )  # fmt: skip
+async def _beside(length: int, read: Callable[[], Read]) -> Read:
+    """What reading a text of this length gives; a long one is read on a thread, because the event loop serves other sessions."""
+    return await asyncio.to_thread(read) if length > LONG else read()
 
 
-# ---- What a session is to training
-
-
-@dataclass(slots=True)
-class Chain:
-    """Turns one after another: a prompt, and all tokens after it, of which the policy sampled some."""
-
-    prompt: list[int]
-    ids: list[int] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)
-    parts: list[Generated | int] = field(
-        default_factory=list
-    )  # what was sampled, or the number of tokens shown
-    ended: bool = False
-
-    def show(self, ids: Sequence[int]) -> None:
-        """Append tokens of the agent."""
-        self.ids += ids
-        self.sampled += [False] * len(ids)
-        self.parts.append(len(ids))
-
-    def write(self, generated: Generated) -> None:
-        """Append tokens of the policy."""
-        self.ids += generated.ids
-        self.sampled += [True] * len(generated.ids)
-        self.parts.append(generated)
-        self.ended = generated.finish_reason == "stop"
-
-    def record(self) -> dict[str, Any]:
-        """The chain as JSON values."""
-        parts = [
-            part
-            if isinstance(part, int)
-            else [str(part.logps.dtype), part.logps.tolist(), _listed(part.kept), part.finish_reason]
-            for part in self.parts
-        ]
-        return {"prompt": self.prompt, "ids": self.ids, "parts": parts}
-
-    @classmethod
-    def of_record(cls, record: Mapping[str, Any]) -> Chain:
-        """The inverse of `record`."""
-        chain, rest = cls(record["prompt"]), iter(record["ids"])
-        for part in record["parts"]:
-            if isinstance(part, int):
-                chain.show(list(itertools.islice(rest, part)))
-                continue
-            dtype = getattr(torch, part[0].removeprefix("torch."))
-            logps, kept = (None if each is None else torch.tensor(each, dtype=dtype) for each in part[1:3])
-            assert logps is not None
-            chain.write(Generated(list(itertools.islice(rest, len(logps))), logps, kept, part[3]))
-        return chain
-
-
-def _listed(values: Tensor | None) -> list[float] | None:
-    return None if values is None else values.tolist()
-
-
-def chains_of(turns: Sequence[Turn]) -> list[Chain]:
-    """A session as chains in which each sampled token is once: one for each tree, and one more for each further branch.
-
-    A branch's prompt is all that came before it. Turns after the same one are ordered by their tokens, short prompts first, and
-    not by time, which differs from run to run for requests side by side.
-    """
-    children: dict[int | None, list[Turn]] = {}
-    for turn in sorted(turns, key=lambda turn: (len(turn.context), turn.tokens)):
-        children.setdefault(None if turn.parent is None else id(turn.parent), []).append(turn)
-    found: list[Chain] = []
-    first = list(children.get(None, []))
-    while first:
-        turn: Turn | None = first.pop(0)
-        chain = Chain(turn.context)
-        found.append(chain)
-        while turn is not None:
-            assert turn.generated is not None
-            chain.write(turn.generated)
-            after = children.get(id(turn), [])
-            first += after[1:]
-            turn = after[0] if after else None
-            if turn is not None:
-                chain.show(turn.shown)
-    return found
-
-
-def conversations_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """The `messages` and `tools` of each conversation of a session that no other one continues."""
-    continued = {id(turn.parent) for turn in turns}
-    return [
-        {"messages": [*turn.history.messages, turn.message], "tools": list(turn.history.tools)}
-        for turn in turns
-        if id(turn) not in continued and turn.history.messages
-    ]
-
-
-# ---- Meanings
-
-
-def readable(message: Mapping[str, Any]) -> Message:
-    """A message as templates read it: texts instead of lists of text parts, arguments as objects.
-
-    Raises: APIError for a message without a role, and for parts that are not text.
-    """
-    if not isinstance(message.get("role"), str):
-        raise APIError(400, "messages: each needs a role.", param="messages")
-    found = {name: value for name, value in message.items() if value is not None and value != []}
-    content = found.get("content", "")
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise APIError(400, "messages: only text is supported in content.", param="messages")
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise APIError(400, "messages: content must be text.", param="messages")
-    found["content"] = content
-    if found["role"] == "developer":
-        found["role"] = "system"
-    calls = found.get("tool_calls")
-    if calls is not None:
-        functions = [_function(call) for call in calls] if isinstance(calls, list) else [None]
-        if not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in functions):
-            raise APIError(400, "messages: tool_calls must be a list of calls with names.", param="messages")
-        found["tool_calls"] = [
-            {**call, "function": {**_function(call), "arguments": _parsed(_function(call).get("arguments"))}}
-            for call in calls
-        ]
-    return found
-
-
-def _cut(text: str, stops: Sequence[str]) -> str:
-    """A text up to the first stop string."""
-    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
-
-
-def _function(call: Any) -> Any:
-    return call.get("function") if isinstance(call, dict) else None
-
-
-def _parsed(arguments: Any) -> Any:
-    try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
-        return arguments
-
-
-def _meaning(message: Message) -> Any:
-    """What tells messages apart: not the order of JSON keys, names of calls, or spaces around the content."""
-    calls = [
-        [_function(call)["name"], _function(call)["arguments"]] for call in message.get("tool_calls", [])
-    ]
-    more = [message.get(name) for name in ("name", "reasoning_content")] if message["role"] != "tool" else []
-    return [message["role"], message["content"].strip(), calls, more]
-
-
-def _digest(before: bytes, value: Any) -> bytes:
-    return hashlib.blake2b(
-        before + json.dumps(value, sort_keys=True, default=str).encode(), digest_size=16
-    ).digest()
-
-
-def _rolling(state: bytes, values: Iterator[Any]) -> Iterator[bytes]:
-    for value in values:
-        state = _digest(state, value)
-        yield state
-
-
-def _name_of(turn: Turn, number: int) -> str:
-    """The id of a call: the same for the same turn."""
-    digest = _digest(b"", [turn.session.stream, turn.tokens, number])
-    return f"call_{digest.hex()[:24]}"
-
-
-def _is_several(prompt: Sequence[Any]) -> bool:
-    return not isinstance(prompt, str) and not isinstance(prompt[0], int)
-
-
-def _too_long(reason: object) -> APIError:
-    text = str(reason)
-    return APIError(
-        400, f"The prompt is too long for this model's maximum context length: {text}. Reduce the length of the messages.",
-        code=TOO_LONG, param="messages",
-    )  # fmt: skip
+def _next_state(state: str, said: Any) -> str:
+    return digest([state, said])

@@ -18,6 +18,7 @@ from trl.data.rendering import Message, ProcessingClass
 from trl.generation.engine import Generated, Sampling, completion_limits
 from trl.rollouts.experience import SAMPLING_KEPT, SAMPLING_LOGPS, STOPPED, TOOL_OUTPUT, Experience
 from trl.rollouts.maker import Completed, RolloutMaker, Rows
+from trl.rollouts.measures import shared
 from trl.rollouts.tool_turns import ReplyWriter, TurnReader, check_tool_template
 from trl.rollouts.tools import FAILURES, Reply, Tool, ToolCall, ToolRunner
 from trl.tensors.ragged import Ragged
@@ -180,10 +181,7 @@ class ToolLoop:
             own: list[Reply] = list(itertools.islice(replies, len(calls)))
             episode.calls += len(own)
             episode.failures.update(reply.failure for reply in own if reply.failure is not None)
-            messages: list[Message] = [
-                {"role": "tool", **({"name": call.name} if call.name else {}), "content": reply.text}
-                for call, reply in zip(calls, own, strict=True)
-            ]
+            messages = [reply.message(call) for call, reply in zip(calls, own, strict=True)]
             ids = self.writer.ids(
                 messages, last=episode.ids[-1], ends=ends, template_kwargs=episode.template_kwargs
             )
@@ -209,12 +207,16 @@ def experience_of(episodes: Sequence[Episode]) -> Experience:
         per_token[SAMPLING_KEPT] = torch.cat([part for episode in episodes for part in episode.kept])
     per_row = {
         STOPPED: torch.tensor([episode.ended for episode in episodes]),
-        CALLS: torch.tensor([episode.calls for episode in episodes]),
-        LIMITED: torch.tensor([episode.limited for episode in episodes]),
-        **{FAILED_OF + kind: torch.tensor([one.failures[kind] for one in episodes]) for kind in FAILURES},
+        **{name: torch.tensor(counts) for name, counts in tool_counts(episodes).items()},
     }
     prompts, completions = [one.prompt for one in episodes], [one.ids for one in episodes]
     return Experience(Ragged.of(prompts), Ragged.of(completions), per_token, per_row)
+
+
+def tool_counts(episodes: Sequence[Any]) -> dict[str, list[int]]:
+    """The columns per row of tool calls: their number, whether the number of turns ended the row, and failures by kind."""
+    failed = {FAILED_OF + kind: [one.failures.get(kind, 0) for one in episodes] for kind in FAILURES}
+    return {CALLS: [one.calls for one in episodes], LIMITED: [one.limited for one in episodes], **failed}
 
 
 def tool_metrics(rows: Mapping[str, Tensor], *, share: float) -> dict[str, Weighted]:
@@ -231,4 +233,4 @@ def tool_metrics(rows: Mapping[str, Tensor], *, share: float) -> dict[str, Weigh
         failed = {kind: rows[FAILED_OF + kind].sum() for kind in FAILURES}
         found["tools/failure_frequency"] = Weighted(torch.stack(list(failed.values())).sum(), calls.sum())
         found |= {f"tools/failures/{kind}": Weighted(count, calls.sum()) for kind, count in failed.items()}
-    return {name: Weighted(value.total * share, value.count * share) for name, value in found.items()}
+    return shared(found, share)

@@ -143,6 +143,10 @@ class Reply(NamedTuple):
     text: str
     failure: Failure | None = None
 
+    def message(self, call: ToolCall) -> dict[str, Any]:
+        """The message that answers a call."""
+        return {"role": "tool", **({"name": call.name} if call.name else {}), "content": self.text}
+
 
 class ToolRunner:
     """Runs calls of `tools`: all functions at once on threads, then all coroutines at once on one event loop.
@@ -169,10 +173,6 @@ class ToolRunner:
                 outcomes[place] = self._loop.submit(given, self.deadline)
         ended = (self._loop.outcome(each) if isinstance(each, Pending) else each for each in outcomes)
         return [reply_of(next(ended)) if reply is None else reply for reply in replies]
-
-    def close(self) -> None:
-        """Stop the event loop; the next call starts another."""
-        self._loop.close()
 
     def _called(self, call: ToolCall) -> Any:
         return self.tools[call.name].function(**copy.deepcopy(call.arguments))

@@ -1,5 +1,6 @@
 """`trl serve MODEL`: a model behind an OpenAI-style endpoint, for agents and for distillation."""
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from trl.options.groups import option
 from trl.options.model import ModelSource, QuantizationOptions
 from trl.scripts.chat import loaded_engine, model_first
 from trl.scripts.parser import TrlParser
-from trl.scripts.running import CommandError, reporting_input_errors, run_script
+from trl.scripts.running import reporting_input_errors, run_script
 
 
 @dataclass
@@ -23,6 +24,9 @@ class ServeArguments(QuantizationOptions, ModelSource):
         "TRL_VLLM_SERVER_TOKEN.",
     )
     port: int = option(8000, "Port to listen on; 0 for a free one.", "[0, 65535]")
+    max_new_tokens: int = option(
+        2048, "Most tokens of a completion; clients may ask for fewer. Memory is planned for as many.", ">= 1"
+    )
     served_model_name: str | None = option(None, "What clients call the model. None: its folder or Hub name.")
 
     def __post_init__(self) -> None:
@@ -50,29 +54,30 @@ def serve(arguments: ServeArguments) -> None:
 
     Raises: CommandError if the model or the token is missing, or the address is taken.
     """
-    from trl.generation.serving.connection import check_token_source, server_token, token_file
-    from trl.scripts.vllm_serve import until_told
+    from trl.generation.serving.connection import VARIABLE, check_token_source, server_token, token_file
+    from trl.scripts.vllm_serve import needing_address, until_told
 
     with until_told(), ExitStack() as stack:
         with reporting_input_errors():
             check_token_source(arguments.host)
+        from trl.generation.engine import Sampling
         from trl.generation.serving.app import HTTPServer
         from trl.rollouts.endpoint import Endpoint
 
-        try:
+        with needing_address(arguments.host, arguments.port):
             server = stack.enter_context(HTTPServer(arguments.host, arguments.port))
-        except OSError as error:
-            raise CommandError(
-                f"Port {arguments.port} of {arguments.host} cannot be used: {error}"
-            ) from error
         with reporting_input_errors():
             engine = loaded_engine(arguments)
         name = arguments.served_model_name or str(arguments.model_name_or_path)
-        options: Any = {"fixed": False, "threaded": False, "model_name": name, "host": arguments.host}
-        endpoint = stack.enter_context(Endpoint(engine, engine.tokenizer, server=server, **options))
+        sampling = Sampling(max_new_tokens=arguments.max_new_tokens)
+        options: Any = {"sampling": sampling, "fixed": False, "threaded": False, "model_name": name}
+        with needing_address(
+            arguments.host, arguments.port
+        ):  # another one may have begun to listen meanwhile
+            endpoint = stack.enter_context(Endpoint(engine, engine.tokenizer, server=server, **options))
         token = stack.enter_context(server_token(arguments.host, endpoint.port))
         endpoint.session(key=token, keeps=False)
-        place = token_file(endpoint.port)
+        place = VARIABLE if os.environ.get(VARIABLE, "").strip() else token_file(endpoint.port)
         print(f"Serving {name} on {endpoint.base_url}. The API key is in {place}.", flush=True)
         endpoint.run(lambda: False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from datasets import Dataset, IterableDataset
 from trl.data.image_rows import has_images
 from trl.data.prompts import PromptPreparation, PromptSets
 from trl.data.streaming import RowStream
-from trl.generation.engine import Engine, Sampling
+from trl.generation.engine import Sampling
 from trl.generation.teacher_servers import served_teacher
 from trl.generation.transformers.engine import TransformersEngine, context_length_of
 from trl.generation.transformers.requests import stop_tokens
@@ -27,7 +28,11 @@ from trl.options.checks import json_object, warn_unread
 from trl.options.generation import AGENT_SETTINGS, TOOL_SETTINGS
 from trl.rewards.functions import column_reward
 from trl.rewards.source import RewardSources
+from trl.rollouts.agents import AgentCompleter
+from trl.rollouts.environments import EnvironmentAgent
+from trl.rollouts.journal import Journal
 from trl.rollouts.schedule import RolloutSizes
+from trl.rollouts.sessions import Budget
 from trl.rollouts.tool_loop import ToolLoop
 from trl.rollouts.tools import tools_of
 from trl.trainer.group_images import ImagePromptSets
@@ -141,7 +146,7 @@ def engine_of(
     accelerator: Any,
     *,
     served: Served | None = None,
-) -> Engine:
+) -> TransformersEngine | VLLMEngine | VLLMServerEngine:
     """The engine: vLLM in the server that was found or in this process, or the policy itself."""
     if served is not None:
         return VLLMServerEngine(
@@ -294,32 +299,28 @@ def agent_completer(
     others["ds3_gather_for_generation=False"] = not (args.ds3_gather_for_generation or args.use_vllm)
     if given := [name for name, other in others.items() if other]:
         raise ValueError(f"{name} cannot be combined with {', '.join(given)}. Leave one of them out.")
-    try:
-        from trl.rollouts.agents import AgentCompleter, AgentSettings, Budget
-        from trl.rollouts.environments import EnvironmentAgent
-        from trl.rollouts.journal import Journal
-    except ImportError as error:
-        raise ImportError(f"{name} needs a server: pip install trl[serve] ({error}).") from error
-    kwargs: Any = args.chat_template_kwargs
-    length, journal = None, None
+    if agent is not None and not (find_spec("fastapi") and find_spec("uvicorn")):
+        raise ImportError("agent needs a server. Install it with `pip install trl[serve]`.")
+    kwargs: Any = {"template_kwargs": args.chat_template_kwargs}
+    length, folder, are_read = None, None, agent is None and bool(rewards)
     if agent is None:
         limits = {"iterations": args.max_tool_calling_iterations, "deadline": args.tool_deadline}
-        tools = tools or ()
-        agent = EnvironmentAgent(
-            environment_factory, policy.processing_class, tools=tools, template_kwargs=kwargs, **limits
-        )
-        length, agent.keeps = args.max_completion_length, bool(rewards)
-        if not rewards and not agent.reward_names:
-            raise ValueError(
-                "Neither environments nor reward_funcs give a reward. Add get_reward or a function."
-            )
-    if not (args.save_strategy == "no" or getattr(agent, "keeps", False)) or args.agent_keep_sessions:
+        given = environment_factory, policy.processing_class, tools or ()
+        agent = EnvironmentAgent(*given, keeps=are_read, **limits, **kwargs)
+        length = args.max_completion_length
+    if args.save_strategy != "no" or args.agent_keep_sessions:
         folder = Path(args.output_dir or ".") / "sessions"
-        journal = Journal(folder, rank=args.process_index, keeps=args.agent_keep_sessions)
-    budget = Budget(args.agent_max_turns, args.agent_max_tokens, length=length)
-    settings = AgentSettings(args.agent_concurrency, args.agent_deadline, budget)
-    more: Any = {"template_kwargs": kwargs, "journal": journal, "graded": bool(rewards)}
-    return AgentCompleter(agent, policy.processing_class, settings, **more)
+    kept = {"keeps": args.agent_keep_sessions, "environments": are_read}
+    return AgentCompleter(
+        agent,
+        policy.processing_class,
+        Budget(args.agent_max_turns, args.agent_max_tokens, length=length),
+        concurrency=args.agent_concurrency,
+        deadline=args.agent_deadline,
+        journal=Journal(folder, rank=args.process_index, **kept),
+        graded=bool(rewards),
+        **kwargs,
+    )
 
 
 def agent_rewards(reward_funcs: Any, agents: Any) -> list[Any]:
@@ -331,26 +332,27 @@ def agent_rewards(reward_funcs: Any, agents: Any) -> list[Any]:
     ]
 
 
-def agent_rows(
-    agents: Any, args: RolloutTraining, sizes: RolloutSizes, train: Any, evaluation: Any
-) -> tuple[Any, Any]:
-    """The data sets of a run with an agent, with a prompt in each row; rows for environments that have their own data.
+def environment_rows(agents: Any, dataset: Any) -> Any:
+    """A data set, or several by name, in the form of the run: with environments each row has a prompt.
 
-    Raises: ValueError for rows that do not fit the environments, and without a data set for no `max_steps`.
+    Raises: ValueError for rows that do not fit the environments.
     """
-    if agents is None or agents.environments is None:
-        return train, evaluation
-    from trl.rollouts.environments import environment_rows
+    environments = getattr(agents, "environments", None)
+    if isinstance(dataset, dict):
+        return {name: environment_rows(agents, each) for name, each in dataset.items()}
+    return dataset if environments is None else environments.rows(dataset)
 
-    if train is None and args.max_steps <= 0:
+
+def seed_rows(args: RolloutTraining, sizes: RolloutSizes) -> Dataset:
+    """A data set for environments that have their own data: a `seed` for each prompt of the run.
+
+    Raises: ValueError without `max_steps`.
+    """
+    if args.max_steps <= 0:
         raise ValueError(
             f"environment_factory without train_dataset needs max_steps > 0, got {args.max_steps}. Set it."
         )
-    count = math.ceil(max(args.max_steps, 1) / sizes.steps) * sizes.prompts
-    several = evaluation if isinstance(evaluation, dict) else {"": evaluation}
-    several = {name: environment_rows(agents.environments, each) for name, each in several.items()}
-    evaluation = several if isinstance(evaluation, dict) else several[""]
-    return environment_rows(agents.environments, train, count=count), evaluation
+    return Dataset.from_dict({"seed": list(range(math.ceil(args.max_steps / sizes.steps) * sizes.prompts))})
 
 
 def tool_completer(

@@ -22,8 +22,8 @@ from trl.data.prompts import PromptSets
 from trl.data.rendering import text_tokenizer
 from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
-from trl.generation.live import check_alone
 from trl.generation.vllm.engine import PolicyCopy
+from trl.generation.vllm.server_engine import VLLMServerEngine
 from trl.legacy.interface import NOT_CALLED_OF_GROUPS
 from trl.models.parts import causal_core, check_decoder_only, embedded_tokens
 from trl.models.policy import set_up_policy
@@ -152,11 +152,10 @@ class OnlineTrainer(BaseTrainer):
         )
         if agents is not None:
             reward_funcs, tools = group_setup.agent_rewards(reward_funcs, agents), None
-        train_dataset, eval_dataset = group_setup.agent_rows(
-            agents, args, self.sizes, train_dataset, eval_dataset
-        )
+        if environment_factory is not None and train_dataset is None:
+            train_dataset = group_setup.seed_rows(args, self.sizes)
+        sets = tuple(group_setup.environment_rows(agents, each) for each in (train_dataset, eval_dataset))
         rewards = group_setup.group_rewards(reward_funcs, reward_processing_classes, args, policy)
-        sets = train_dataset, eval_dataset
         tool_loop = None
         if environment_factory is None:
             tool_loop = group_setup.tool_completer(tools, args, policy, *sets, rollout_func=rollout_func)
@@ -176,8 +175,8 @@ class OnlineTrainer(BaseTrainer):
             model=policy.model,
             args=args,
             data_collator=list,  # type: ignore[arg-type]
-            train_dataset=group_setup.training_prompts(self._sets, train_dataset, args),  # type: ignore[arg-type]
-            eval_dataset=self._sets.every(eval_dataset),
+            train_dataset=group_setup.training_prompts(self._sets, sets[0], args),  # type: ignore[arg-type]
+            eval_dataset=self._sets.every(sets[1]),
             processing_class=policy.processing_class,
             callbacks=callbacks,
             optimizers=optimizers,
@@ -196,8 +195,8 @@ class OnlineTrainer(BaseTrainer):
                 discard=partial(self._count_sampled, is_discarded=True),
             )
         engine = group_setup.engine_of(args, self.model, policy, self.accelerator, served=served)
-        if agents is not None and args.use_vllm:
-            check_alone(engine)
+        if agents is not None and not isinstance(engine, VLLMServerEngine):
+            engine.check_live()
         self.begin_rollouts(
             self.rollout_engine(engine),
             sampling,
@@ -538,7 +537,7 @@ class OnlineTrainer(BaseTrainer):
         own: Any = self.eval_dataset
         known = list(own.values()) if isinstance(own, dict) else [own]
         if not any(chosen is each for each in known):  # given to evaluate
-            chosen = self._sets(chosen, "eval")
+            chosen = self._sets(group_setup.environment_rows(self.rollouts.completer, chosen), "eval")
         loader = DataLoader(
             _Numbered(chosen, self.evaluation_group),  # type: ignore[arg-type]
             batch_size=self.args.eval_batch_size,
@@ -600,7 +599,11 @@ class OnlineTrainer(BaseTrainer):
         self._resumed_from = self._random_state_of = None
         if self._token_counts is not None:
             self._token_counts.load_state({})
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            if (close := getattr(self.rollouts.completer, "close", None)) is not None:  # of environments
+                close()
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

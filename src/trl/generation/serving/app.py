@@ -7,6 +7,7 @@ import hmac
 import logging
 import socket
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Annotated, Any, Literal, Self
 
 import torch
@@ -20,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from trl.generation.serving.connection import resolved
+from trl.generation.serving.openai_api import unless_gone
 from trl.generation.vllm.backend import BackendDied, NoChannel, VLLMBackend
 from trl.reporting.deadlines import start
 
@@ -179,9 +181,13 @@ def make_app(server: GenerationServer, backend: VLLMBackend) -> FastAPI:
         return backend.about() | {"channel": backend.channel}
 
     @app.post("/complete/")
-    async def complete(body: CompleteBody) -> Any:
-        requests = [request.model_dump() for request in body.requests]
-        found = await _called(lambda: backend.complete(requests))
+    async def complete(request: Request, body: CompleteBody) -> Any:
+        futures = [backend.submit(each.model_dump()) for each in body.requests]
+        try:
+            found = await unless_gone(request, _results(futures))
+        finally:
+            for future in futures:  # nothing for those that ended
+                future.cancel()
         return _completions({"completions": found, "channel": backend.channel})
 
     @app.post("/generate/")
@@ -246,6 +252,10 @@ def make_app(server: GenerationServer, backend: VLLMBackend) -> FastAPI:
 async def _called(function: Callable[[], Any]) -> Any:
     """The result of a long call, on a daemon thread, which does not delay shutdown."""
     return await asyncio.wrap_future(start(function, "vllm-server").future)
+
+
+async def _results(futures: list[Future[Any]]) -> list[Any]:
+    return await asyncio.gather(*map(asyncio.wrap_future, futures))
 
 
 def _error(status: int, text: str) -> JSONResponse:

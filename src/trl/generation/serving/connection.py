@@ -8,8 +8,8 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -98,6 +98,26 @@ class ServerLost(ConnectionError):
     """The server cannot be reached, or was restarted."""
 
 
+class HangUp:
+    """Ends a request from another thread, by its socket: the server gives it up."""
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        self._wanted = False
+
+    def connected(self, sock: socket.socket) -> None:
+        """Take the socket of the request."""
+        self._socket = sock
+        if self._wanted:
+            self()
+
+    def __call__(self) -> None:
+        self._wanted = True
+        if self._socket is not None:
+            with suppress(OSError):  # it has ended
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+
 class ServerConnection:
     """Sends requests to a server at `base_url`, each over a new connection.
 
@@ -130,16 +150,28 @@ class ServerConnection:
         return self._request("GET", path, None, timeout_s)
 
     def post(
-        self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float | None = None
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+        connected: Callable[[socket.socket], None] | None = None,
     ) -> dict[str, Any]:
-        """The server's answer to a POST request; `timeout_s=None` waits as long as the server runs.
+        """The server's answer to a POST request; `timeout_s=None` waits as long as the server runs. `connected` is given the socket.
 
         Raises: ServerLost if it cannot be reached, is shutting down or has no weight channel, PermissionError for a wrong token,
         ValueError for an invalid request, RuntimeError for an error there.
         """
-        return self._request("POST", path, json.dumps(body or {}).encode(), timeout_s)
+        return self._request("POST", path, json.dumps(body or {}).encode(), timeout_s, connected)
 
-    def _request(self, method: str, path: str, body: bytes | None, timeout_s: float | None) -> dict[str, Any]:
+    def _request(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        timeout_s: float | None,
+        connected: Callable[[socket.socket], None] | None = None,
+    ) -> dict[str, Any]:
         is_ours = self.variable == VARIABLE
         found_token = client_token(self.host, self.port) if is_ours else _from_environment(self.variable)
         token = self.token or found_token or ""
@@ -153,6 +185,8 @@ class ServerConnection:
         try:
             connection.connect()
             _notice_a_dead_peer(connection.sock)
+            if connected is not None:
+                connected(connection.sock)
             connection.request(method, self._path + path, body, headers)
             answer = connection.getresponse()
             status, text = answer.status, answer.read().decode("utf-8", "replace")

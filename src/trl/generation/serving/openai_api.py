@@ -6,10 +6,10 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import aclosing
 from itertools import accumulate
-from typing import Any, Literal, Protocol, Self
+from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -18,67 +18,15 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trl.generation.live import PromptLogps
+from trl.generation.serving.answers import APIError, ScoredPrompt
 
 MOST_LOGPROBS = 256
 MAX_BODY_BYTES = 16 * 1024**2
 BODY_DEADLINE_S = 30.0  # for a whole request to arrive
 MOST_HEADERS = 100
 _ERRORS_SHOWN = 5
-
-
-class APIError(Exception):
-    """An error that the client is told: an HTTP status, a text, and OpenAI's `code` and `param`."""
-
-    def __init__(self, status: int, text: str, *, code: str | None = None, param: str | None = None) -> None:
-        super().__init__(text)
-        self.status, self.code, self.param = status, code, param
-
-    def answer(self) -> JSONResponse:
-        """The response in OpenAI's form."""
-        return JSONResponse({"error": self.body()}, self.status)
-
-    def body(self) -> dict[str, Any]:
-        """The content of `error`."""
-        kinds = {
-            401: "authentication_error",
-            404: "not_found_error",
-            503: "server_error",
-            500: "server_error",
-        }
-        kind = kinds.get(self.status, "invalid_request_error")
-        return {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredPrompt:
-    """Log-probs of a prompt's tokens, its text, and the text of each of the tokens."""
-
-    logps: PromptLogps
-    text: str
-    texts: Mapping[int, str]
-
-    def in_vllms_form(self) -> list[dict[str, Any] | None]:
-        """vLLM's `prompt_logprobs`: for each token but the first those at its place, by their ids."""
-        return [None, *(self._entries(place) for place in range(len(self.logps.logps)))]
-
-    def _entries(self, place: int) -> dict[str, Any]:
-        best = zip(self.logps.best[place], self.logps.best_logps[place], strict=True)
-        ranked = [(token, logp, rank) for rank, (token, logp) in enumerate(best, 1)]
-        own = self.logps.ids[place + 1], self.logps.logps[place], self.logps.ranks[place]
-        return {
-            str(token): {"logprob": logp, "rank": rank, "decoded_token": self.texts[token]}
-            for token, logp, rank in [*ranked, own]
-        }
-
-    def tokens(self) -> list[tuple[str, float | None, dict[str, float] | None]]:
-        """OpenAI's form: the text and log-prob of each token, and the most likely texts at its place."""
-        found: list[Any] = [(self.texts[self.logps.ids[0]], None, None)]
-        ids, logps, _, best, best_logps = self.logps
-        for token, logp, *several in zip(ids[1:], logps, best, best_logps, strict=True):
-            entry = {self.texts[each]: value for each, value in zip(*several, strict=True)}
-            found.append((self.texts[token], logp, entry))
-        return found
+Found = TypeVar("Found")
+Stop = Annotated[str, Field(min_length=1)]
 
 
 class Written(Protocol):
@@ -91,7 +39,7 @@ class Written(Protocol):
     @property
     def finish_reason(self) -> str: ...
     @property
-    def tokens(self) -> Sequence[tuple[str, float]]: ...
+    def logprobs(self) -> Sequence[tuple[str, float]]: ...
     @property
     def prompt_tokens(self) -> int: ...
     @property
@@ -113,11 +61,11 @@ class Turn(Protocol):
 class Session(Protocol):
     """What one API key may do."""
 
-    def chat(self, body: ChatBody, *, is_retry: bool) -> Sequence[Turn]:
+    async def chat(self, body: ChatBody, *, is_retry: bool) -> Sequence[Turn]:
         """Begin `n` answers. Raises: APIError."""
         ...
 
-    def complete(self, body: CompletionBody, *, is_retry: bool) -> Sequence[Turn]:
+    async def complete(self, body: CompletionBody, *, is_retry: bool) -> Sequence[Turn]:
         """Begin `n` completions of each prompt. Raises: APIError."""
         ...
 
@@ -153,7 +101,7 @@ class Body(BaseModel):
     top_k: int | None = Field(None, ge=-1, lt=1 << 31)
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
-    stop: str | list[str] | None = None
+    stop: Stop | list[Stop] | None = None
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     frequency_penalty: Literal[0] | None = None
@@ -163,6 +111,9 @@ class Body(BaseModel):
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
+    service_tier: str | None = None
+    reasoning_effort: str | None = None
+    parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def _is_unicode(self) -> Self:
@@ -186,7 +137,6 @@ class ChatBody(Body):
     messages: list[dict[str, Any]] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: Literal[0] | None = None
@@ -214,6 +164,8 @@ class CompletionBody(Body):
     def _scores_alone(self) -> CompletionBody:
         if self.scored is None and (self.max_tokens == 0 or (self.logprobs or 0) > 1):
             raise ValueError("max_tokens=0 and more than 1 of logprobs need echo or prompt_logprobs")
+        if self.logprobs and self.max_tokens != 0 and self.temperature != 0:
+            raise ValueError("logprobs gives only sampled tokens without temperature=0. Use logprobs=0")
         if self.scored is not None and (self.n > 1 or self.stream):
             raise ValueError("n and stream cannot be combined with echo and prompt_logprobs")
         return self
@@ -225,7 +177,7 @@ class CompletionBody(Body):
 def openai_app(service: Service) -> ASGIApp:
     """The endpoints `/v1/chat/completions`, `/v1/completions`, `/v1/models` and `/health`."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
-    created = int(time.time())
+    card = {"object": "model", "created": int(time.time()), "owned_by": "trl"}
 
     @app.get("/health")
     async def health() -> Any:
@@ -237,25 +189,33 @@ def openai_app(service: Service) -> ASGIApp:
 
     @app.get("/v1/models")
     async def models() -> Any:
-        model = {"id": service.model_name, "object": "model", "created": created, "owned_by": "trl"}
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [card | {"id": service.model_name}]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Any:
+        _check_model(service, name)
+        return card | {"id": name}
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: ChatBody) -> Any:
-        turns = _session(service, request, body).chat(body, is_retry=_is_retry(request))
+        turns = await _session(service, request, body).chat(body, is_retry=_is_retry(request))
         return await _answered(request, turns, body, _Chat(service.model_name, body))
 
     @app.post("/v1/completions")
     async def complete(request: Request, body: CompletionBody) -> Any:
-        turns = _session(service, request, body).complete(body, is_retry=_is_retry(request))
+        turns = await _session(service, request, body).complete(body, is_retry=_is_retry(request))
         return await _answered(request, turns, body, _Text(service.model_name, body))
 
     async def failed(request: Request, error: Exception) -> JSONResponse:
-        return _error_of(error, f"{request.method} {request.url.path}").answer()
+        return _answer(_error_of(error, f"{request.method} {request.url.path}"))
 
     for kind in (APIError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, failed)
     return _admission(app, service)
+
+
+def _answer(error: APIError) -> JSONResponse:
+    return JSONResponse({"error": error.body()}, error.status)
 
 
 def _error_of(error: Exception, where: str) -> APIError:
@@ -275,10 +235,14 @@ def _error_of(error: Exception, where: str) -> APIError:
     return APIError(500, f"{type(error).__name__}: {error}")
 
 
-def _session(service: Service, request: Request, body: Body) -> Session:
-    if body.model not in (None, service.model_name):
-        text = f"The model {body.model!r} does not exist, the only one is {service.model_name!r}."
+def _check_model(service: Service, name: str | None) -> None:
+    if name not in (None, service.model_name):
+        text = f"The model {name!r} does not exist, the only one is {service.model_name!r}."
         raise APIError(404, text, code="model_not_found", param="model")
+
+
+def _session(service: Service, request: Request, body: Body) -> Session:
+    _check_model(service, body.model)
     return request.scope["session"]
 
 
@@ -316,10 +280,10 @@ def _admission(app: ASGIApp, service: Service) -> ASGIApp:
             scope["session"] = service.session_of(given.decode("latin-1"))
             if scope["session"] is None:
                 text = "The API key is missing, unknown, or that of a session that has ended."
-                await APIError(401, text, code="invalid_api_key").answer()(scope, receive, send)
+                await _answer(APIError(401, text, code="invalid_api_key"))(scope, receive, send)
                 return
         if len(scope["headers"]) > MOST_HEADERS:
-            await APIError(431, f"More than {MOST_HEADERS} headers.").answer()(scope, receive, send)
+            await _answer(APIError(431, f"More than {MOST_HEADERS} headers."))(scope, receive, send)
             return
         headers = [each for each in scope["headers"] if each[0] != b"content-type"]
         scope = {**scope, "headers": [*headers, (b"content-type", b"application/json")]}
@@ -331,24 +295,42 @@ def _admission(app: ASGIApp, service: Service) -> ASGIApp:
 async def _answered(request: Request, turns: Sequence[Turn], body: Body, form: _Form) -> Any:
     """The response: JSON, or a stream of events. A client that goes away takes its requests along."""
     if body.stream:
-        return StreamingResponse(_events(turns, body, form), media_type="text/event-stream")
-    watch = asyncio.ensure_future(_gone(request))
-    work = asyncio.ensure_future(_results(turns))
-    work.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # which no one may read
+        return _Stream(_events(turns, body, form), media_type="text/event-stream")
     try:
-        await asyncio.wait({watch, work}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            for turn in turns:
-                turn.cancel()
-            raise APIError(499, "The client went away.")
-        return JSONResponse(form.whole(work.result()))
+        return JSONResponse(form.whole(await unless_gone(request, _results(turns))))
     finally:
-        watch.cancel()
-        work.cancel()
+        for turn in turns:  # nothing for those that ended
+            turn.cancel()
+
+
+class _Stream(StreamingResponse):
+    """Events, which also end where the client goes away or does not read while one is sent."""
+
+    body_iterator: Any
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self.body_iterator):
+            await super().__call__(scope, receive, send)
 
 
 async def _results(turns: Sequence[Turn]) -> list[Written]:
     return [await turn.result() for turn in turns]
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Found]) -> Found:
+    """What `work` returns. Raises: HTTPException if the client closes its connection before, or the server shuts down."""
+    watch, found = asyncio.ensure_future(_gone(request)), asyncio.ensure_future(work)
+    found.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # which no one may read
+    try:
+        await asyncio.wait({watch, found}, return_when=asyncio.FIRST_COMPLETED)
+        if not found.done():
+            raise HTTPException(499, "The client went away.")
+        return found.result()
+    except asyncio.CancelledError:
+        raise HTTPException(503, "The server is shutting down.") from None
+    finally:
+        watch.cancel()
+        found.cancel()
 
 
 async def _gone(request: Request) -> None:
@@ -368,7 +350,7 @@ async def _events(turns: Sequence[Turn], body: Body, form: _Form) -> AsyncIterat
             for chunk in form.last(index, found[-1]):
                 yield _event(chunk)
         if body.wants_usage:
-            yield _event(form.chunk([]) | {"usage": usage(found)})
+            yield _event(form.chunk([]) | {"usage": usage(found, body.n)})
         yield "data: [DONE]\n\n"
     except Exception as error:
         yield _event({"error": _error_of(error, "stream").body()})
@@ -381,9 +363,9 @@ def _event(chunk: Mapping[str, Any]) -> str:
     return f"data: {json.dumps(chunk)}\n\n"
 
 
-def usage(found: Sequence[Written]) -> dict[str, int]:
-    """The numbers of tokens; a prompt with several completions counts once."""
-    prompt = max(one.prompt_tokens for one in found)
+def usage(found: Sequence[Written], n: int) -> dict[str, int]:
+    """The numbers of tokens; a prompt with its `n` completions counts once."""
+    prompt = sum(one.prompt_tokens for one in found[::n])
     completion = sum(one.completion_tokens for one in found)
     return {
         "prompt_tokens": prompt,
@@ -410,7 +392,7 @@ class _Form:
     def whole(self, found: Sequence[Written]) -> dict[str, Any]:
         """A response."""
         choices = [{"index": index, **self.choice(one)} for index, one in enumerate(found)]
-        return {**self.head, "object": self.kind, "choices": choices, "usage": usage(found)}
+        return {**self.head, "object": self.kind, "choices": choices, "usage": usage(found, self.body.n)}
 
     def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """An event of a stream."""
@@ -447,7 +429,7 @@ class _Chat(_Form):
             return None
         content = [
             {"token": text, "logprob": logp, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, logp in written.tokens
+            for text, logp in written.logprobs
         ]
         return {"content": content, "refusal": None}
 
@@ -485,7 +467,7 @@ class _Text(_Form):
     def _logprobs(self, written: Written) -> dict[str, Any] | None:
         if self.body.logprobs is None:
             return None
-        found: list[Any] = [(text, logp, {text: logp}) for text, logp in written.tokens]
+        found: list[Any] = [(text, logp, {text: logp}) for text, logp in written.logprobs]
         if written.prompt is not None and self.body.echo:
             found = [*written.prompt.tokens(), *found]
         texts = [text for text, _, _ in found]

@@ -1,0 +1,122 @@
+"""Conversations as token ids, and what the policy wrote as messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from trl.data.rendering import Chat, Message, ProcessingClass, render_prompt, text_tokenizer
+from trl.data.tokenization import encode
+from trl.generation.live import prompt_logps
+from trl.generation.serving.answers import APIError, ScoredPrompt
+from trl.rollouts.tool_turns import ReplyWriter, TurnReader
+from trl.rollouts.tools import ToolCall
+
+
+@dataclass
+class Chats:
+    """The chat template and tokenizer of all sessions of an endpoint. `ends` are the tokens that end a turn."""
+
+    processing_class: ProcessingClass
+    ends: frozenset[int]
+    context_length: int
+    template_kwargs: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        self.tokenizer: Any = text_tokenizer(self.processing_class)
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
+        """The tokens of a conversation. Raises: TemplateRefusal."""
+        chat = Chat(list(messages), list(tools) or None, self.template_kwargs)
+        return list(encode(self.tokenizer, [render_prompt(self.processing_class, chat)])[0])
+
+    def after(self, last: int, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
+        """The tokens of messages after a turn with the last token `last`. Raises: TemplateRefusal."""
+        writer = ReplyWriter(self.processing_class, list(tools))
+        return writer.ids(messages, last=last, ends=self.ends, template_kwargs=self.template_kwargs)
+
+    def text(self, ids: Sequence[int], stops: Sequence[str] = (), *, special: bool = False) -> str:
+        """The text of a completion up to a stop string, with its end token and other special tokens if `special`."""
+        text = self.tokenizer.decode(
+            list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+        )
+        return _cut(text, stops)
+
+    def read(
+        self, ids: Sequence[int], context: Sequence[int], tools: Sequence[Any], stops: Sequence[str]
+    ) -> tuple[str, list[ToolCall]]:
+        """The text of a completion, and its calls, which are read where there are tools."""
+        if not tools:
+            return self.text(ids, stops), []
+        turn = TurnReader(self.processing_class, tools).read(ids, context=context, ends=self.ends)
+        return _cut(turn.message.get("content") or "", stops), turn.calls
+
+    def scored(self, prompt: Sequence[int], count: int, as_ids: bool, live: Any) -> ScoredPrompt:
+        """Log-probs of a prompt's tokens, and the `count` most likely ones at each place, by an engine that is `live`.
+
+        Raises: ValueError for an invalid prompt, and for engines that cannot give them.
+        """
+        found = prompt_logps(live, prompt=prompt, count=count)
+        used, decode = {*prompt}.union(*found.best), self.tokenizer.decode
+        texts = {token: f"token_id:{token}" if as_ids else decode([token]) for token in used}
+        return ScoredPrompt(found, decode(prompt), texts)
+
+
+def _cut(text: str, stops: Sequence[str]) -> str:
+    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
+
+
+def readable_all(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Messages as templates read them. Answers of tools, for which clients give ids, have the names of their calls. Raises: APIError."""
+    found, names = list[Message](), dict[str, str]()
+    for message in map(readable, messages):
+        names |= {str(call.get("id")): call["function"]["name"] for call in message.get("tool_calls", [])}
+        if message["role"] == "tool" and (name := names.get(str(message.get("tool_call_id")))) is not None:
+            message.setdefault("name", name)
+        found.append(message)
+    return found
+
+
+def readable(message: Mapping[str, Any]) -> Message:
+    """A message as templates read it: texts instead of lists of text parts, arguments as objects.
+
+    Raises: APIError for a message without a role, and for parts that are not text.
+    """
+    found = {name: value for name, value in message.items() if value is not None and value != []}
+    content = found.get("content", "")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise APIError(400, "messages: only text is supported in content.", param="messages")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(found.get("role"), str) or not isinstance(content, str):
+        raise APIError(400, "messages: each needs a role, and content of text.", param="messages")
+    found["content"] = content
+    if found["role"] == "developer":
+        found["role"] = "system"
+    if "tool_calls" in found:
+        try:
+            found["tool_calls"] = [_call(call) for call in found["tool_calls"]]
+        except (TypeError, KeyError, AttributeError):
+            text = "messages: tool_calls must be a list of calls with names."
+            raise APIError(400, text, param="messages") from None
+    return found
+
+
+def _call(call: Any) -> dict[str, Any]:
+    function, arguments = call["function"], call["function"].get("arguments")
+    if not isinstance(function["name"], str):
+        raise TypeError
+    with suppress(ValueError):  # other texts are shown as they are
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def meaning(message: Message) -> Any:
+    """What tells messages apart: not the order of JSON keys, names of calls, or spaces around the content."""
+    functions = [call["function"] for call in message.get("tool_calls", [])]
+    calls = [[function["name"], function["arguments"]] for function in functions]
+    more = [message.get(name) for name in ("name", "reasoning_content")] if message["role"] != "tool" else []
+    return [message["role"], message["content"].strip(), calls, more]
