@@ -237,8 +237,8 @@ class Bench:
                 counts, faults = counts + found, faults + len(wrong)
                 gc.collect()
                 levels.append(round(memory()))
-            if endpoint.failure is not None:
-                raise endpoint.failure
+            if endpoint.broker.failure is not None:
+                raise endpoint.broker.failure
         print(dict(counts), "MB after each tenth:", levels)
         yield self._row("fuzz", f"errors of the server in {self.args.fuzz} requests", faults, "0", 1, 1)
         yield self._row("fuzz", "growth of memory in the second half, MB", levels[-1] - levels[4], "", 1, 1)

@@ -168,9 +168,9 @@ def sessions(vllm: Any, policy: Any) -> dict[str, Any]:
             found["gaps"].append(float((turn.generated.logps - one.logps).abs().max()))
         with vllm.live() as live, own.live() as exact:
             scored, expected = (each.prompt_logps([*PROMPTS[1], 9, 3], 4) for each in (live, exact))
-        found["ids"].append([scored.best, scored.ranks])
-        found["expected"].append([expected.best, expected.ranks])
-        found["gaps"].append(max(abs(a - b) for a, b in zip(scored.logps, expected.logps, strict=True)))
+        for name, places in (("ids", scored), ("expected", expected)):
+            found[name].append([[(token, rank) for token, _, rank in place] for place in places])
+        found["gaps"].append(max(abs(a[-1][1] - b[-1][1]) for a, b in zip(scored, expected, strict=True)))
         with torch.no_grad():
             policy.model.norm.weight.mul_(-1)
     return found

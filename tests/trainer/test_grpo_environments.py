@@ -293,8 +293,8 @@ def test_they_need_no_server(monkeypatch):
     packages = ("fastapi", "uvicorn", "starlette", "pydantic")
     line = f"import sys; sys.modules.update(dict.fromkeys({packages})); import trl.trainer.group_setup"
     subprocess.run([sys.executable, "-c", line], check=True, timeout=300)
-    for name in ("app", "openai_api"):
-        monkeypatch.setitem(sys.modules, f"trl.generation.serving.{name}", None)
+    for name in ("generation.serving.app", "generation.serving.openai_api", "rollouts.openai_app"):
+        monkeypatch.setitem(sys.modules, f"trl.{name}", None)
     assert trained()[2]["agent/failures/raised"] == 0
     monkeypatch.setattr(group_setup, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install trl\[serve\]"):

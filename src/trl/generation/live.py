@@ -33,17 +33,8 @@ class Request:
     listener: Listener | None = None
 
 
-class PromptLogps(NamedTuple):
-    """Of each of a prompt's `ids` but the first: its log-prob and its rank (from 1), and the `best` tokens with their log-probs.
-
-    `logps` and `ranks` have T - 1 numbers, `best` and `best_logps` k for each of them. Log-probs are at temperature 1, in nats.
-    """
-
-    ids: Sequence[int]
-    logps: list[float]
-    ranks: list[int]
-    best: list[list[int]]
-    best_logps: list[list[float]]
+Scored = list[tuple[int, float, int]]
+"""The most likely tokens at a place of a prompt, and then its own, each with log-prob (temperature 1, nats) and rank (from 1)."""
 
 
 class Live(Protocol):
@@ -119,16 +110,6 @@ class LiveCalls:
             if each.listener is not None:
                 each.listener(one.ids)
         return dict(zip(together, found, strict=True))
-
-
-def prompt_logps(live: Any, *, prompt: Sequence[int], count: int) -> PromptLogps:
-    """Log-probs of a prompt's tokens, and its `count` most likely ones at each place.
-
-    Raises: ValueError for an invalid prompt, and for engines that cannot give them.
-    """
-    if not hasattr(live, "prompt_logps"):
-        raise ValueError("this engine gives no log-probs of prompts. Serve the model with `trl serve`.")
-    return live.prompt_logps(prompt, count)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from typing import Any
 
 from trl.data.rendering import Chat, Message, ProcessingClass, render_prompt, text_tokenizer
 from trl.data.tokenization import encode
-from trl.generation.live import prompt_logps
 from trl.generation.serving.answers import APIError, ScoredPrompt
 from trl.rollouts.tool_turns import ReplyWriter, TurnReader
 from trl.rollouts.tools import ToolCall
@@ -59,10 +58,12 @@ class Chats:
 
         Raises: ValueError for an invalid prompt, and for engines that cannot give them.
         """
-        found = prompt_logps(live, prompt=prompt, count=count)
-        used, decode = {*prompt}.union(*found.best), self.tokenizer.decode
+        if not hasattr(live, "prompt_logps"):
+            raise ValueError("this engine gives no log-probs of prompts. Serve the model with `trl serve`.")
+        places, decode = live.prompt_logps(prompt, count), self.tokenizer.decode
+        used = {prompt[0], *(token for place in places for token, _, _ in place)}
         texts = {token: f"token_id:{token}" if as_ids else decode([token]) for token in used}
-        return ScoredPrompt(found, decode(prompt), texts)
+        return ScoredPrompt(prompt, decode(prompt), places, texts)
 
 
 def _cut(text: str, stops: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ from trl.generation.engine import Engine, Sampling
 from trl.generation.live import Broker, opened
 from trl.generation.transformers.engine import context_length_of, without_wrappers
 from trl.generation.transformers.requests import fresh_seed, stop_tokens
+from trl.reporting.deadlines import start
 from trl.rollouts.chats import Chats
 from trl.rollouts.sessions import Session
 
@@ -86,19 +87,6 @@ class Endpoint:
         self._numbers = itertools.count()
         self.broker = Broker()
 
-    # ---- the service of the HTTP app
-
-    @property
-    def failure(self) -> Exception | None:
-        """The error that ended the engine."""
-        return self.broker.failure
-
-    def session_of(self, key: str) -> Session | None:
-        """The open session of a key."""
-        return self._open.get(key)
-
-    # ---- sessions
-
     @property
     def base_url(self) -> str:
         """The address for clients; "" without a server."""
@@ -131,25 +119,25 @@ class Endpoint:
         session = self._open[key] = Session(*given, **options)
         return session
 
+    def session_of(self, key: str) -> Session | None:
+        """The open session of a key."""
+        return self._open.get(key)
+
     def close_session(self, session: Session) -> None:
         """End a session; its key is unknown from now on."""
         self._open.pop(session.api_key, None)
         session.close()
 
-    # ---- the engine
-
     def __enter__(self) -> Endpoint:
-        if self._server is not None:
-            self._serve(self._server)
+        if (server := self._server) is not None:
+            from trl.rollouts.openai_app import openai_app
+
+            server.listen()
+            app = openai_app(self.model_name, self.session_of, lambda: self.broker.failure)
+            self._start(lambda: server.run(app))
         if self.threaded:
             self._start(self._run_engine)
         return self
-
-    def _serve(self, server: HTTPServer) -> None:
-        from trl.generation.serving.openai_api import openai_app
-
-        server.listen()
-        self._start(lambda: server.run(openai_app(self)))
 
     def __exit__(self, *error: object) -> None:
         self._closing.set()
@@ -178,6 +166,4 @@ class Endpoint:
             self.broker.fail(error)
 
     def _start(self, function: Callable[[], None]) -> None:
-        thread = threading.Thread(target=function, name="agent-endpoint", daemon=True)
-        thread.start()
-        self._threads.append(thread)
+        self._threads.append(start(function, "agent-endpoint").thread)

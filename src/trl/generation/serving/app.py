@@ -6,22 +6,22 @@ import asyncio
 import hmac
 import logging
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import torch
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, field_validator, model_validator
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from trl.generation.serving.connection import resolved
-from trl.generation.serving.openai_api import unless_gone
 from trl.generation.vllm.backend import BackendDied, NoChannel, VLLMBackend
 from trl.reporting.deadlines import start
 
@@ -31,7 +31,8 @@ _IDLE_S = 120  # until an idle connection is closed
 _ENDING_S = 2  # for requests to end at shutdown
 _HEAD_S = 30.0  # for the headers of a request to arrive
 _MOST_CONNECTIONS = 4096
-_ERRORS_SHOWN = 5  # of a body
+ERRORS_SHOWN = 5  # of a body
+Found = TypeVar("Found")
 _STATUS: dict[type[Exception], int] = {
     RequestValidationError: 400, ValueError: 400, TypeError: 400, NoChannel: 409, BackendDied: 503, Exception: 500,
 }  # fmt: skip
@@ -130,37 +131,84 @@ class GenerationServer(HTTPServer):
 
         Raises: BackendDied if the backend has ended.
         """
-        self.run(_admission(make_app(self, backend), token=token, max_body_bytes=max_body_bytes))
+
+        def refusal(scope: Scope, given: str) -> Response | None:
+            scope["path"] = f"{scope['path'].rstrip('/')}/"
+            if scope["path"] == "/health/" or hmac.compare_digest(given.encode("latin-1"), token.encode()):
+                return None
+            answer = _error(401, "The token is missing or wrong. Set TRL_VLLM_SERVER_TOKEN on both sides.")
+            answer.headers["WWW-Authenticate"] = "Bearer"
+            return answer
+
+        self.run(admission(make_app(self, backend), refusal, max_body_bytes=max_body_bytes))
         if self.died is not None:
             raise self.died
 
 
-def _admission(app: ASGIApp, *, token: str, max_body_bytes: int) -> ASGIApp:
-    """Check the token and the size of a request before its body is parsed; only `/health/` needs no token."""
+def admission(
+    app: ASGIApp,
+    refusal: Callable[[Scope, str], Response | None],
+    *,
+    max_body_bytes: int,
+    seconds: float | None = None,
+) -> ASGIApp:
+    """Check a request before its body is parsed, by its size and by `refusal(scope, token)`, an answer or None.
+
+    A body must arrive within `seconds`, and so must each part of an answer be read (None: no limit).
+    """
 
     async def admitted(scope: Scope, receive: Receive, send: Send) -> None:
-        taken = 0
+        taken, started = 0, time.monotonic()
 
         async def receive_limited() -> Message:
             nonlocal taken
-            message = await receive()
+            if taken < 0:  # the body is there: what comes next is the end of the connection
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), seconds and started + seconds - time.monotonic())
+            except TimeoutError:
+                raise HTTPException(408, f"The body did not arrive within {seconds:g} s.") from None
             taken += len(message.get("body", b""))
             if taken > max_body_bytes:
                 raise HTTPException(413, f"The body has more than {max_body_bytes} bytes. Split it.")
+            if not message.get("more_body", False):
+                taken = -1
             return message
 
-        path = f"{scope['path'].rstrip('/')}/"
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        if path == "/health/" or hmac.compare_digest(given, f"Bearer {token}".encode()):
-            kept = [each for each in scope["headers"] if each[0] != b"content-type"]
-            headers = [*kept, (b"content-type", b"application/json")]  # clients may give another type
-            await app({**scope, "path": path, "headers": headers}, receive_limited, send)
+        async def send_timely(message: Message) -> None:
+            await asyncio.wait_for(send(message), seconds)  # a client that does not read
+
+        token = dict(scope["headers"]).get(b"authorization", b"").removeprefix(b"Bearer ")
+        if (answer := refusal(scope, token.decode("latin-1"))) is not None:
+            await answer(scope, receive, send)
             return
-        answer = _error(401, "The token is missing or wrong. Set TRL_VLLM_SERVER_TOKEN on both sides.")
-        answer.headers["WWW-Authenticate"] = "Bearer"
-        await answer(scope, receive, send)
+        headers = [each for each in scope["headers"] if each[0] != b"content-type"]
+        scope["headers"] = [*headers, (b"content-type", b"application/json")]  # clients may give another type
+        await app(scope, receive_limited, send_timely)
 
     return admitted
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Found]) -> Found:
+    """What `work` returns. Raises: HTTPException if the client closes its connection before, or the server shuts down."""
+    watch, found = asyncio.ensure_future(_gone(request)), asyncio.ensure_future(work)
+    found.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # which no one may read
+    try:
+        await asyncio.wait({watch, found}, return_when=asyncio.FIRST_COMPLETED)
+        if not found.done():
+            raise HTTPException(499, "The client went away.")
+        return found.result()
+    except asyncio.CancelledError:
+        raise HTTPException(503, "The server is shutting down.") from None
+    finally:
+        watch.cancel()
+        found.cancel()
+
+
+async def _gone(request: Request) -> None:
+    """Ends when the client closes its connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def make_app(server: GenerationServer, backend: VLLMBackend) -> FastAPI:
@@ -237,7 +285,7 @@ def make_app(server: GenerationServer, backend: VLLMBackend) -> FastAPI:
             server.shutdown()
         elif isinstance(error, RequestValidationError):
             fields = [(".".join(map(str, each["loc"][1:])) or "body", each["msg"]) for each in error.errors()]
-            text = "; ".join(f"{name}: {fault}" for name, fault in fields[:_ERRORS_SHOWN])
+            text = "; ".join(f"{name}: {fault}" for name, fault in fields[:ERRORS_SHOWN])
         elif status == 500:  # which is logged
             text = f"{type(error).__name__}: {error}"
         if status == 400 and request.url.path in _SENDING:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trl.generation.engine import Generated, Sampling, check_requests, completion_limits
-from trl.generation.live import PromptLogps, Request
+from trl.generation.live import Request, Scored
 from trl.generation.transformers.cache import RolloutCache
 from trl.generation.transformers.requests import Requests, Rules, fresh_seed
 from trl.generation.transformers.rollout_loop import RolloutLoop
@@ -100,14 +100,14 @@ class LiveRequests:
             self.requests.forget_rules()
         return answers
 
-    def prompt_logps(self, prompt: Sequence[int], count: int) -> PromptLogps:
-        """Log-probs of a prompt's tokens, and its `count` most likely ones.
+    def prompt_logps(self, prompt: Sequence[int], count: int) -> list[Scored]:
+        """Log-probs of a prompt's tokens but the first, and of the `count` most likely ones there.
 
         Raises: ValueError for an invalid prompt.
         """
         length = self.requests.context_length
         (ids,), _ = check_requests([prompt], None, context_length=length, vocabulary=self.vocabulary, room=0)
-        decoder, found = copy.copy(self.loop.decoder), PromptLogps(ids, [], [], [], [])
+        decoder, found = copy.copy(self.loop.decoder), list[Scored]()
         decoder.cache = RolloutCache(len(self.loop.cache.layers))
         with self._running_model(decoder.cache):
             hidden, _ = decoder.prompt_states([ids])
@@ -115,12 +115,11 @@ class LiveRequests:
             rows = max(1, _LOGITS // self.vocabulary)
             for states, own in zip(hidden[:-1].split(rows), targets.split(rows), strict=True):
                 logits = decoder.logits(states)
-                best, totals = logits.topk(min(count, logits.shape[1])), logits.logsumexp(1)
-                drawn = logits.gather(1, own[:, None])
-                found.logps.extend((drawn[:, 0] - totals).tolist())
-                found.ranks.extend(((logits > drawn).sum(1) + 1).tolist())
-                found.best.extend(best.indices.tolist())
-                found.best_logps.extend((best.values - totals[:, None]).tolist())
+                best, drawn = logits.topk(min(count, logits.shape[1])), logits.gather(1, own[:, None])
+                tokens = torch.cat([best.indices, own[:, None]], 1).tolist()
+                logps = (torch.cat([best.values, drawn], 1) - logits.logsumexp(1)[:, None]).tolist()
+                for *place, rank in zip(tokens, logps, ((logits > drawn).sum(1) + 1).tolist(), strict=True):
+                    found.append(list(zip(*place, [*range(1, len(place[0])), rank], strict=True)))
         if self.loop.reuse is not None:  # of a completion after it
             self.loop.reuse.keep(ids, decoder.cache.copy_of(0, 0, 0, len(ids)))
         return found

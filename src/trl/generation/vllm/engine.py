@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from trl.generation.engine import Generated, Numbers, Prompts, Sampling, check_requests, completion_limits
-from trl.generation.live import Live, PromptLogps, check_alone
+from trl.generation.live import Live, Scored, check_alone
 from trl.generation.live import Request as LiveRequest
 from trl.generation.main_process import any_process, process_count, raise_in_all
 from trl.generation.transformers.engine import MIXED, context_length_of, generating, without_wrappers
@@ -205,8 +206,8 @@ class LiveCopy:
             if number in self._sampling  # else it was cancelled
         }
 
-    def prompt_logps(self, prompt: Sequence[int], count: int) -> PromptLogps:
-        """Log-probs of a prompt's tokens, and its `count` most likely ones (vLLM gives at most 20).
+    def prompt_logps(self, prompt: Sequence[int], count: int) -> list[Scored]:
+        """Log-probs of a prompt's tokens but the first, and of the `count` most likely ones there (vLLM gives at most 20).
 
         Raises: ValueError for an invalid prompt.
         """
@@ -215,16 +216,11 @@ class LiveCopy:
         number = self.steps.submit(own)
         while number not in self._early:
             self._early |= self.steps.step()
-        found = PromptLogps(own["prompt_ids"], [], [], [], [])
-        scores = self._early.pop(number)["prompt_logprobs"]
-        for token, entries in zip(found.ids[1:], scores, strict=True):
-            best = sorted(entries, key=lambda entry: entry[2])[:count]
-            _, logp, rank = next(entry for entry in entries if entry[0] == token)
-            found.logps.append(logp)
-            found.ranks.append(rank)
-            found.best.append([entry[0] for entry in best])
-            found.best_logps.append([entry[1] for entry in best])
-        return found
+        places = zip(own["prompt_ids"][1:], self._early.pop(number)["prompt_logprobs"], strict=True)
+        return [
+            [*sorted(entries, key=itemgetter(2))[:count], *(each for each in entries if each[0] == token)]
+            for token, entries in places
+        ]
 
 
 class VLLMEngine(PolicyCopy):

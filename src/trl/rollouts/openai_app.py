@@ -1,0 +1,235 @@
+"""The OpenAI-style API: chat completions and completions over sessions, as JSON or as a stream of events."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from itertools import accumulate
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from trl.generation.serving.answers import APIError
+from trl.generation.serving.app import ERRORS_SHOWN, admission, unless_gone
+from trl.generation.serving.openai_api import Body, ChatBody, CompletionBody
+from trl.rollouts.sessions import Session, Turn
+
+MAX_BODY_BYTES = 16 * 1024**2
+BODY_DEADLINE_S = 30.0  # for a whole request to arrive, and for a client to read
+MOST_HEADERS = 100
+
+
+def openai_app(
+    model_name: str, session_of: Callable[[str], Session | None], failure: Callable[[], Exception | None]
+) -> ASGIApp:
+    """The endpoints `/v1/chat/completions`, `/v1/completions`, `/v1/models` and `/health`.
+
+    `session_of` gives the session of a key, `failure` the error that ended the engine.
+    """
+    app = FastAPI(openapi_url=None, redirect_slashes=False)
+    card = {"object": "model", "created": int(time.time()), "owned_by": "trl"}
+
+    def check_model(name: str | None) -> None:
+        if name not in (None, model_name):
+            text = f"The model {name!r} does not exist, the only one is {model_name!r}."
+            raise APIError(404, text, code="model_not_found", param="model")
+
+    @app.get("/health")
+    async def health() -> Any:
+        if (error := failure()) is not None:
+            raise APIError(503, f"The engine has ended ({type(error).__name__}: {error}).")
+        return {"status": "ok"}
+
+    @app.get("/v1/models")
+    async def models() -> Any:
+        return {"object": "list", "data": [card | {"id": model_name}]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Any:
+        check_model(name)
+        return card | {"id": name}
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request, body: ChatBody) -> Any:
+        check_model(body.model)
+        turns = await request.scope["session"].chat(body, is_retry=_is_retry(request))
+        return await _answered(request, turns, _Form(model_name, body))
+
+    @app.post("/v1/completions")
+    async def complete(request: Request, body: CompletionBody) -> Any:
+        check_model(body.model)
+        turns = await request.scope["session"].complete(body, is_retry=_is_retry(request))
+        return await _answered(request, turns, _Form(model_name, body))
+
+    async def failed(request: Request, error: Exception) -> JSONResponse:
+        return _answer(_error_of(error, f"{request.method} {request.url.path}"))
+
+    for kind in (APIError, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, failed)
+
+    def refusal(scope: Scope, key: str) -> JSONResponse | None:
+        if scope["path"] != "/health":
+            scope["session"] = session_of(key)
+            if scope["session"] is None:
+                text = "The API key is missing, unknown, or that of a session that has ended."
+                return _answer(APIError(401, text, code="invalid_api_key"))
+        if len(scope["headers"]) > MOST_HEADERS:
+            return _answer(APIError(431, f"More than {MOST_HEADERS} headers."))
+        return None
+
+    return admission(app, refusal, max_body_bytes=MAX_BODY_BYTES, seconds=BODY_DEADLINE_S)
+
+
+def _answer(error: APIError) -> JSONResponse:
+    return JSONResponse({"error": error.body()}, error.status)
+
+
+def _error_of(error: Exception, where: str) -> APIError:
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, HTTPException):
+        return APIError(error.status_code, f"{error.detail} ({where})")
+    if isinstance(error, RequestValidationError):
+        faults = [(".".join(map(str, each["loc"][1:])), each) for each in error.errors()]
+        parts = [
+            f"{name} is not supported"
+            if each["type"] == "extra_forbidden"
+            else f"{name or 'body'}: {each['msg']}"
+            for name, each in faults
+        ]
+        return APIError(400, "; ".join(parts[:ERRORS_SHOWN]), param=faults[0][0].split(".")[0] or None)
+    return APIError(500, f"{type(error).__name__}: {error}")
+
+
+def _is_retry(request: Request) -> bool:
+    """Whether the client sends this request again (the header of OpenAI's clients)."""
+    return request.headers.get("x-stainless-retry-count", "0") != "0"
+
+
+async def _answered(request: Request, turns: Sequence[Turn], form: _Form) -> Any:
+    """The response: JSON, or a stream of events. A client that goes away takes its requests along."""
+    if form.body.stream:
+        return _Stream(_events(turns, form), media_type="text/event-stream")
+
+    async def whole() -> dict[str, Any]:
+        return form.whole([await turn.result() for turn in turns])
+
+    try:
+        return JSONResponse(await unless_gone(request, whole()))
+    finally:
+        for turn in turns:  # nothing for those that ended
+            turn.cancel()
+
+
+class _Stream(StreamingResponse):
+    """Events, which also end where the client goes away or does not read while one is sent."""
+
+    body_iterator: Any
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self.body_iterator):
+            await super().__call__(scope, receive, send)
+
+
+async def _events(turns: Sequence[Turn], form: _Form) -> AsyncIterator[str]:
+    try:
+        for index, turn in enumerate(turns):
+            yield form.part(index, {"role": "assistant", "content": ""})
+            async for text in turn.deltas():
+                yield form.part(index, {"content": text})
+            await turn.result()
+            if calls := [{"index": number, **call} for number, call in enumerate(turn.tool_calls)]:
+                yield form.part(index, {"tool_calls": calls})
+            yield form.part(index, {}, form.end(turn))
+        if (form.body.stream_options or {}).get("include_usage"):
+            yield form.event([], usage=form.usage(turns))
+        yield "data: [DONE]\n\n"
+    except Exception as error:
+        yield _event({"error": _error_of(error, "stream").body()})
+    finally:
+        for turn in turns:  # of a client that went away; nothing for those that ended
+            turn.cancel()
+
+
+def _event(chunk: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(chunk)}\n\n"
+
+
+class _Form:
+    """The JSON of the completions of a body, whole or in parts."""
+
+    def __init__(self, model: str, body: Body) -> None:
+        self.body: Any = body
+        self.is_chat = isinstance(body, ChatBody)
+        kind, prefix = ("chat.completion", "chatcmpl") if self.is_chat else ("text_completion", "cmpl")
+        name = f"{prefix}-{secrets.token_hex(12)}"
+        self.head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
+
+    def whole(self, turns: Sequence[Turn]) -> dict[str, Any]:
+        """A response."""
+        content = self._message if self.is_chat else self._text
+        choices = [{"index": n, **content(turn), **self.end(turn)} for n, turn in enumerate(turns)]
+        return {**self.head, "choices": choices, "usage": self.usage(turns)}
+
+    def part(self, index: int, delta: Mapping[str, Any], end: Mapping[str, Any] | None = None) -> str:
+        """An event with what is new in a completion."""
+        new = {"delta": delta} if self.is_chat else {"text": delta.get("content", "")}
+        return self.event([{"index": index, **new, **(end or {"finish_reason": None, "logprobs": None})}])
+
+    def event(self, choices: list[dict[str, Any]], **more: Any) -> str:
+        """An event of a stream."""
+        kind = "chat.completion.chunk" if self.is_chat else self.head["object"]
+        return _event({**self.head, "object": kind, "choices": choices, **more})
+
+    def end(self, turn: Turn) -> dict[str, Any]:
+        """The entries of a completion that has ended."""
+        logprobs = self._chat_logprobs if self.is_chat else self._text_logprobs
+        return {"finish_reason": turn.finish_reason, "logprobs": logprobs(turn)}
+
+    def usage(self, turns: Sequence[Turn]) -> dict[str, int]:
+        """The numbers of tokens; a prompt with its `n` completions counts once."""
+        prompt = sum(turn.prompt_tokens for turn in turns[:: self.body.n])
+        written = sum(turn.completion_tokens for turn in turns)
+        return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+
+    def _message(self, turn: Turn) -> dict[str, Any]:
+        calls = {"tool_calls": turn.tool_calls} if turn.tool_calls else {}
+        content = turn.text or (None if calls else "")
+        return {"message": {"role": "assistant", "content": content, "refusal": None, **calls}}
+
+    def _text(self, turn: Turn) -> dict[str, Any]:
+        shown = turn.prompt.text if turn.prompt is not None and self.body.echo else ""
+        found: dict[str, Any] = {"text": shown + turn.text}
+        if turn.prompt is not None and self.body.prompt_logprobs is not None:
+            found["prompt_logprobs"] = turn.prompt.in_vllms_form()
+        return found
+
+    def _chat_logprobs(self, turn: Turn) -> dict[str, Any] | None:
+        if not self.body.logprobs:
+            return None
+        content = [
+            {"token": text, "logprob": logp, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, logp in turn.logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+    def _text_logprobs(self, turn: Turn) -> dict[str, Any] | None:
+        if self.body.logprobs is None:
+            return None
+        found: list[Any] = [(text, logp, {text: logp}) for text, logp in turn.logprobs]
+        if turn.prompt is not None and self.body.echo:
+            found = [*turn.prompt.tokens(), *found]
+        texts, logps, best = (list(column) for column in zip(*found, strict=True)) if found else ([], [], [])
+        return {
+            "tokens": texts,
+            "token_logprobs": logps,
+            "top_logprobs": best if self.body.logprobs else None,
+            "text_offset": list(accumulate(map(len, texts), initial=0))[:-1],
+        }
