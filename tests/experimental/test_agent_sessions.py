@@ -58,10 +58,15 @@ def endpoint(policy):
         yield running
 
 
-def client_of(session, **options):
-    return openai.OpenAI(
-        base_url=session.base_url, api_key=session.api_key, max_retries=0, timeout=60, **options
-    )
+def client_of(session):
+    return openai.OpenAI(**connection(session.base_url, session.api_key, openai.DefaultHttpxClient))
+
+
+def connection(base_url, api_key, http_client=openai.DefaultAsyncHttpxClient):
+    """What a client is made with: without certificates, which take longer to read than an agent takes."""
+    return {
+        "base_url": base_url, "api_key": api_key, "max_retries": 0, "timeout": 60, "http_client": http_client(verify=False),
+    }  # fmt: skip
 
 
 def ask(client, messages, **options):
@@ -397,7 +402,7 @@ def test_requests_side_by_side_wait_for_the_budget(tokens, refused, policy):
     texts = ["hi", "yes no", "two three ?"]
 
     async def together(session):
-        client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
+        client = openai.AsyncOpenAI(**connection(session.base_url, session.api_key))
         calls = [
             client.completions.create(model="policy", prompt=text, max_tokens=30, stream=text == "yes no")
             for text in texts
@@ -495,7 +500,7 @@ def test_keys_belong_to_sessions(endpoint):
     client = client_of(session)
     ask(client, [USER])
     endpoint.close_session(session)
-    for other in (client, openai.OpenAI(base_url=session.base_url, api_key="guess", max_retries=0)):
+    for other in (client, client.with_options(api_key="guess")):
         with pytest.raises(openai.AuthenticationError):
             ask(other, [USER])
     assert len(session.turns) == 1
@@ -660,8 +665,8 @@ def test_long_texts_are_read_beside_the_event_loop(policy, monkeypatch):
 
 
 def test_closing_ends_every_request(policy):
-    failed = []
-    with serving(policy, engine=Endless()) as running:
+    failed, engine = [], Endless()
+    with serving(policy, engine=engine) as running:
         client = client_of(running.session())
 
         def waits():
@@ -672,7 +677,7 @@ def test_closing_ends_every_request(policy):
 
         thread = threading.Thread(target=waits)
         thread.start()
-        time.sleep(0.3)
+        waits_for(lambda: engine.running)
     thread.join(20)
     assert [error.status_code for error in failed] == [503] and "closed" in str(failed[0])
 
@@ -730,11 +735,11 @@ def test_refused_completions_are_not_too_long(given, named, policy):
 
 def test_bad_requests_leave_nothing_behind(policy, caplog, monkeypatch):
     caplog.set_level("CRITICAL", logger="uvicorn")
-    monkeypatch.setattr(app, "_HEAD_S", 0.5)
     with serving(policy, fixed=False) as running:
         session, other = running.session(keeps=False), running.session()
         found, faults = fuzz(running.port, session.api_key, 300)
         assert faults == [] and found["200"] >= 10 and found["400"] >= 50
+        monkeypatch.setattr(app, "_HEAD_S", 0.5)
         with socket.create_connection(("127.0.0.1", running.port), timeout=20) as silent:
             silent.sendall(b"POST /v1/completions HTTP/1.1\r\nHos")
             assert silent.recv(1) == b""  # closed

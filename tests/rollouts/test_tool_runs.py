@@ -92,10 +92,10 @@ def runner(*tools, deadline=5.0):
 
 
 def test_all_calls_run_at_once_and_answer_in_order():
-    calls = [ToolCall(name, {"seconds": 0.3}) for name in ("nap", "doze", "wrapped") * 6]
+    calls = [ToolCall(name, {"seconds": 0.3}) for name in ("nap", "doze", "wrapped") * 20]
     started = time.monotonic()
     found = runner(nap, doze, wrapped).run(calls)
-    assert time.monotonic() - started < 18 * 0.3 / 2
+    assert time.monotonic() - started < 60 * 0.3 / 2
     expected = {"nap": "slept 0.3", "doze": "dozed 0.3", "wrapped": "dozed 0.3"}
     assert found == [Reply(expected[call.name]) for call in calls]
 
@@ -136,7 +136,7 @@ def test_an_async_function_may_raise_when_it_is_called():
 def test_a_tool_that_hangs_is_given_up(monkeypatch):
     RELEASE.clear()
     monkeypatch.setattr(tools, "MOST_LEFT_BEHIND", 3)
-    some = runner(hang, doze, nap, deadline=0.4)
+    some = runner(hang, doze, nap, deadline=1.0)
     started = time.monotonic()
     calls = [
         ToolCall("hang", {}),
@@ -145,7 +145,7 @@ def test_a_tool_that_hangs_is_given_up(monkeypatch):
         ToolCall("hang", {}),
     ]
     found = some.run(calls)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
     assert [reply.failure for reply in found] == ["deadline", "deadline", None, "deadline"]
     assert found[0].text == "Error: the tool did not answer in time."
     some.run(calls[:1])

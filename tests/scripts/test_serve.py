@@ -3,8 +3,8 @@
 import os
 import re
 import signal
-import subprocess
-import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
@@ -22,37 +22,38 @@ PORT = re.compile(r"on (http://127\.0\.0\.1:\d+/v1)\. The API key is in (\S+)\.$
 
 
 @pytest.mark.timeout(300)
-def test_a_client_gets_the_models_own_answer(tmp_path):
+def test_a_client_gets_the_models_own_answer(tmp_path, monkeypatch, capsys):
+    """Then the process is told to end."""
     model = tiny_model("llama", vocab_size=400, eos_token_id=2)
     folder = tmp_path / "model"
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
-    command = [
-        sys.executable,
-        "-m",
-        "trl.cli",
-        "serve",
-        str(folder),
-        "--port",
-        "0",
-        "--served_model_name",
-        "tiny",
-    ]
-    environment = {name: value for name, value in os.environ.items() if name != "TRL_VLLM_SERVER_TOKEN"}
-    server = subprocess.Popen(
-        command, env=environment | {"XDG_CACHE_HOME": str(tmp_path)}, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        found = next(line for line in map(PORT.search, map(str.strip, server.stdout)) if line is not None)
-        key = Path(found[2]).read_text()
-        client = openai.OpenAI(base_url=found[1], api_key=key, max_retries=0)
-        messages = [{"role": "user", "content": "Hello."}]
-        answer = client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=8)
+    monkeypatch.delenv("TRL_VLLM_SERVER_TOKEN", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    messages, run, asked, ended = [{"role": "user", "content": "Hello."}], Endpoint.run, [], threading.Event()
+
+    def ask(url, place):
+        key = Path(place).read_text()
+        client = openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=60)
         with pytest.raises(openai.AuthenticationError):
             client.with_options(api_key="other").models.list()
-    finally:
-        server.send_signal(signal.SIGTERM)
-    assert server.wait(60) == 0 and key not in server.stdout.read()
+        given = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 8}
+        return client.chat.completions.create(**given), key
+
+    with ThreadPoolExecutor() as pool:
+
+        def beside_a_client(endpoint, until):
+            asked.append(pool.submit(ask, *PORT.search(capsys.readouterr().out.strip()).groups()))
+            asked[0].add_done_callback(lambda _: ended.is_set() or os.kill(os.getpid(), signal.SIGTERM))
+            try:
+                run(endpoint, until)
+            finally:
+                ended.set()
+
+        monkeypatch.setattr(Endpoint, "run", beside_a_client)
+        assert main(["serve", str(folder), "--port", "0", "--served_model_name", "tiny"]) == 0
+    answer, key = asked[0].result()
+    assert key not in capsys.readouterr().out
     words = AutoTokenizer.from_pretrained(folder)
     ids = words.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False, return_tensors="pt"

@@ -5,7 +5,7 @@ import sys
 import openai
 from datasets import Dataset
 
-from tests.experimental.test_agent_sessions import SCHEMAS, answers, as_dict
+from tests.experimental.test_agent_sessions import SCHEMAS, answers, as_dict, connection
 from tests.trainer import grpo_runs
 from tests.trainer.grpo_tool_runs import QUESTIONS, make
 
@@ -20,7 +20,7 @@ ROWS = Dataset.from_list([
 
 async def tool_agent(row, base_url, api_key, *, rounds=2):
     """Answers calls; its reward is the number of calls and a little for length."""
-    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    client = openai.AsyncOpenAI(**connection(base_url, api_key))
     messages, count = list(row["prompt"]), 0
     for _ in range(rounds):
         answer = await client.chat.completions.create(model="policy", messages=messages, tools=SCHEMAS)
@@ -32,7 +32,7 @@ async def tool_agent(row, base_url, api_key, *, rounds=2):
 
 async def forgetful(row, base_url, api_key):
     """Takes back a word of what the policy said, so that its session has several trees; asks twice for the last answer."""
-    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    client = openai.AsyncOpenAI(**connection(base_url, api_key))
     messages, length = list(row["prompt"]), 0
     for number in range(2):
         answer = await client.chat.completions.create(model="policy", messages=messages, n=1 + number)

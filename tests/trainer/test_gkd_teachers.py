@@ -233,7 +233,7 @@ def test_rows_choose_among_servers(server: Any, lmbda: float) -> None:
 
 
 def test_a_server_that_dies_stops_the_run(server: Any) -> None:
-    trainer = gkd(teacher_model=server.url, teacher_server_timeout=0.5, **SERVED)
+    trainer = gkd(teacher_model=server.url, teacher_server_timeout=1.0, **SERVED)
     server.fault = lambda body, answer: None
     with pytest.raises(ConnectionError, match="row 0 of micro-batch 0"):
         trainer.train()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from tests.experimental.test_agent_sessions import waits_for
+from tests.experimental.test_agent_sessions import connection, waits_for
 from tests.rollouts.tool_words import TOOLS
 from tests.trainer.agent_kill_runs import make as make_kill_run
 from tests.trainer.grpo_agent_runs import ROWS, agents, forgetful, tool_agent, trained
@@ -32,7 +32,7 @@ from trl.trainer import group_setup
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
 @pytest.mark.parametrize("agent", [tool_agent, forgetful])
 def test_an_agents_session_is_a_completion(method, agent):
-    trainer, _ = trained(method, agent=agent)
+    trainer, _ = trained(method, agent=agent, max_steps=1)
     rows = trainer._rollout_batch
     assert rows.per_row["agent_turns"].tolist() == [2 if agent is tool_agent else 3] * len(rows)
     chains = rows.per_row["agent_chains"]
@@ -79,7 +79,7 @@ def test_the_gradient_is_that_of_each_part_alone(agent):
 
 def test_prompts_may_be_texts():
     async def writer(row, base_url, api_key):
-        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+        client = openai.AsyncOpenAI(**connection(base_url, api_key))
         answer = await client.completions.create(model="policy", prompt=row["prompt"], max_tokens=4)
         return len(answer.choices[0].text)
 
@@ -154,10 +154,12 @@ def test_results_are_numbers_of_any_kind():
 
 
 def test_an_agent_that_blocks_the_others_is_named(monkeypatch, caplog):
-    monkeypatch.setattr(deadlines, "BLOCKED_SECONDS", 0.1)
+    """In each of two steps by its first session."""
+    monkeypatch.setattr(deadlines, "BLOCKED_SECONDS", 0.25)
+    begun = itertools.count()
 
     async def blocking(row, base_url, api_key):
-        time.sleep(0.3)
+        time.sleep(0.0 if next(begun) % 8 else 1.0)
         return await tool_agent(row, base_url, api_key)
 
     trained(agent=blocking, max_steps=2)
@@ -184,7 +186,7 @@ def test_agents_have_their_own_row_and_a_session_until_they_end(tmp_path):
     async def untidy(row, base_url, api_key):
         begun.append(row)
         is_last = len(begun) == 8
-        client, messages = openai.AsyncOpenAI(base_url=base_url, api_key=api_key), row["prompt"]
+        client, messages = openai.AsyncOpenAI(**connection(base_url, api_key)), row["prompt"]
         answer = await client.chat.completions.create(model="policy", messages=messages)
         messages.append({"role": "assistant", "content": answer.choices[0].message.content})
         while is_last and len(late) < 7:

@@ -97,7 +97,7 @@ class Answers(EvenJudge):
     ids=["too few", "2", "NaN", "raises", "budget", "late"],
 )
 def test_failures_end_the_run_or_are_skipped(answers, settings, message, caplog):
-    given = {"judge": Answers(answers, seconds=4 * settings.get("reward_deadline", 0.0))}
+    given = {"judge": Answers(answers, seconds=60 * settings.get("reward_deadline", 0.0))}
     with pytest.raises(RewardError, match=f"Answers.*{message}"):
         run("online_dpo", **JUDGED, **settings, given=given)
     with caplog.at_level(logging.WARNING):
