@@ -645,6 +645,18 @@ def test_a_budget_of_seconds_ends_a_running_turn(policy):
         assert session.cut == "seconds" and not session._running
 
 
+def test_a_turn_that_cannot_be_read_is_given_up(policy, monkeypatch, caplog):
+    caplog.set_level("CRITICAL", logger="uvicorn")
+    with serving(policy) as running:
+        session = running.session(budget=Budget(turns=1))
+        with monkeypatch.context() as patch:
+            patch.setattr(running.chats, "read", lambda *given: {}["parser"])
+            with pytest.raises(openai.InternalServerError, match="KeyError"):
+                ask(client_of(session), [USER])
+        assert not session._running and not session._asked
+        ask(client_of(session), [USER])
+
+
 def test_long_texts_are_read_beside_the_event_loop(policy, monkeypatch):
     names = []
     with serving(policy) as running:

@@ -96,3 +96,13 @@ def test_where_the_key_is_and_a_port_that_is_taken_meanwhile(secret, taken, tmp_
             assert f"Nothing can listen on 127.0.0.1:{other.port}" in said.err
         else:
             assert ("in TRL_VLLM_SERVER_TOKEN." if secret else f"in {tmp_path}") in said.out
+
+
+def test_a_key_that_cannot_be_written_is_one_message(tmp_path, monkeypatch, capsys):
+    (tmp_path / "trl").touch()
+    engine = TransformersEngine(tiny_model("llama", vocab_size=400), tokenizer=tiny_tokenizer())
+    monkeypatch.delenv("TRL_VLLM_SERVER_TOKEN", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("trl.scripts.serve.loaded_engine", lambda arguments: engine)
+    assert main(["serve", "MODEL", "--port", "0"]) == 2
+    assert "Set TRL_VLLM_SERVER_TOKEN." in capsys.readouterr().err

@@ -397,10 +397,10 @@ class Session:
 
     def finish(self, turn: Turn, generated: Generated) -> None:
         """Keep what the policy wrote."""
-        turn.generated, turn.ended = generated, time.monotonic()
-        turn.tokens = [*turn.context, *generated.ids]
         tools = turn.tools if turn.may_call else ()
         turn.text, turn.calls = self.chats.read(generated.ids, turn.context, tools, turn.stops)
+        turn.generated, turn.ended = generated, time.monotonic()  # a turn that cannot be read is given up
+        turn.tokens = [*turn.context, *generated.ids]
         for number, call in enumerate(call for call in turn.calls if call.error is None):
             name = digest([self.stream, turn.tokens, number])[:24]  # the same for the same turn
             function = {"name": call.name, "arguments": json.dumps(call.arguments or {}, ensure_ascii=False)}

@@ -75,7 +75,8 @@ def serve(arguments: ServeArguments) -> None:
             arguments.host, arguments.port
         ):  # another one may have begun to listen meanwhile
             endpoint = stack.enter_context(Endpoint(engine, engine.tokenizer, server=server, **options))
-        token = stack.enter_context(server_token(arguments.host, endpoint.port))
+        with reporting_input_errors():
+            token = stack.enter_context(server_token(arguments.host, endpoint.port))
         endpoint.session(key=token, keeps=False)
         place = VARIABLE if os.environ.get(VARIABLE, "").strip() else token_file(endpoint.port)
         print(f"Serving {name} on {endpoint.base_url}. The API key is in {place}.", flush=True)

@@ -58,7 +58,7 @@ def serve(arguments: ServeArguments) -> None:
 
     Raises: CommandError if vLLM or the token is missing, or the address is taken.
     """
-    from trl.generation.serving.connection import VARIABLE, check_token_source, server_token, token_file
+    from trl.generation.serving.connection import check_token_source, server_token
 
     os.environ["VLLM_LOGGING_LEVEL"] = arguments.log_level.upper()
     logging.getLogger("trl").setLevel(arguments.log_level.upper())
@@ -76,11 +76,10 @@ def serve(arguments: ServeArguments) -> None:
             arguments.host, arguments.port
         ):  # another server that was loading, too, may come first
             server.listen()
-        try:  # after the port is this server's: the file is named after it, and would replace that of another server
+        with (
+            reporting_input_errors()
+        ):  # the port is this server's: the file is named after it, and would replace that of another
             token = stack.enter_context(server_token(arguments.host, arguments.port))
-        except OSError as error:
-            place = token_file(arguments.port)
-            raise CommandError(f"The token cannot be written to {place}: {error}. Set {VARIABLE}.") from error
         logger.info("Serving %s on http://%s:%d", arguments.model, arguments.host, arguments.port)
         try:
             server.serve(backend, token=token)

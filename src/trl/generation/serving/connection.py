@@ -43,18 +43,21 @@ def check_token_source(host: str) -> None:
 def server_token(host: str, port: int) -> Iterator[str]:
     """The token of a server on `host:port`: that of the environment, or a new one, in a private file inside the block.
 
-    Raises: ValueError as `check_token_source`.
+    Raises: ValueError as `check_token_source`, and for a file that cannot be written.
     """
     check_token_source(host)
     if (given := _from_environment()) is not None:
         yield given
         return
     token, file = secrets.token_urlsafe(32), token_file(port)
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    aside = file.with_name(f"{file.name}.{os.getpid()}")
-    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as stream:
-        stream.write(token)
-    aside.replace(file)
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        aside = file.with_name(f"{file.name}.{os.getpid()}")
+        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+            stream.write(token)
+        aside.replace(file)
+    except OSError as error:
+        raise ValueError(f"The token cannot be written to {file}: {error}. Set {VARIABLE}.") from error
     try:
         yield token
     finally:
