@@ -33,6 +33,7 @@ SAMPLING = Sampling(max_new_tokens=12, seed=0)
 USER = {"role": "user", "content": "What is one ?"}
 WITHOUT_EFFECT: dict = {
     "parallel_tool_calls": False, "service_tier": "auto", "reasoning_effort": "low", "store": True, "metadata": {}, "user": "me",
+    "n": None, "stream": None, "prediction": None,
 }  # fmt: skip
 ROUNDS = 3
 CLOSE = "</tool_call>"
@@ -338,6 +339,12 @@ def test_stop_strings_are_left_out(endpoint):
     assert any(turn.generated.finish_reason == "stop" for turn in session.turns)
 
 
+def deep(depth):
+    """A message with arguments that are nested."""
+    function = {"name": "add", "arguments": "[" * depth + "]" * depth}
+    return {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": function}]}
+
+
 @pytest.mark.parametrize(
     ("given", "status", "named"),
     [
@@ -353,6 +360,8 @@ def test_stop_strings_are_left_out(endpoint):
         ({"messages": [{"content": "x"}]}, 400, "role"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, 400, "names"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "content"),
+        ({"messages": [deep(900)]}, 400, "nested too deeply"),
+        ({"messages": [deep(5000)]}, 400, "nested too deeply"),
         ({"messages": [{"role": "user", "content": "hi " * 2000}]}, 400, "maximum context length"),
     ],
 )

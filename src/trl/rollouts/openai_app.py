@@ -71,7 +71,7 @@ def openai_app(
     async def failed(request: Request, error: Exception) -> JSONResponse:
         return _answer(_error_of(error, f"{request.method} {request.url.path}"))
 
-    for kind in (APIError, HTTPException, RequestValidationError, Exception):
+    for kind in (APIError, HTTPException, RequestValidationError, RecursionError, Exception):
         app.add_exception_handler(kind, failed)
 
     def refusal(scope: Scope, key: str) -> JSONResponse | None:
@@ -105,6 +105,8 @@ def _error_of(error: Exception, where: str) -> APIError:
             for name, each in faults
         ]
         return APIError(400, "; ".join(parts[:ERRORS_SHOWN]), param=faults[0][0].split(".")[0] or None)
+    if isinstance(error, RecursionError):
+        return APIError(400, "The body is nested too deeply.")
     return APIError(500, f"{type(error).__name__}: {error}")
 
 

@@ -12,7 +12,7 @@ Stop = Annotated[str, Field(min_length=1)]
 
 
 class Body(BaseModel):
-    """A JSON object. Fields that are not named here are refused."""
+    """A JSON object. Fields that are not named here are refused, unless they are null."""
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
@@ -37,6 +37,12 @@ class Body(BaseModel):
     service_tier: str | None = None
     reasoning_effort: str | None = None
     parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        is_object = isinstance(given, dict)
+        return {name: value for name, value in given.items() if value is not None} if is_object else given
 
     @model_validator(mode="after")
     def _is_unicode(self) -> Self:
@@ -70,7 +76,6 @@ class CompletionBody(Body):
     prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     echo: bool | None = None
     return_tokens_as_token_ids: bool = False
-    suffix: None = None
     best_of: Literal[1] | None = None
 
     @property
