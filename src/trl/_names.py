@@ -74,7 +74,8 @@ NAMES: dict[str, Row] = {
     "trl.core": {"trl.collators.rows": "build_bert_batch_from_txt",
         "trl.generation.transformers.padded_queries": "LengthSampler respond_to_batch top_k_top_p_filtering",
         "trl.models.switches": "PPODecorators", "trl.reporting.step_statistics": "WANDB_PADDING "
-        "add_suffix average_torch_dicts convert_to_scalar flatten_dict stack_dicts stats_to_np",
+        "add_suffix average_torch_dicts convert_to_scalar stack_dicts stats_to_np",
+        "trl.options.shared": "flatten_dict",
         "trl.tensors.padding": "listify_batch pad_to_size", "trl.tensors.statistics": "clip_by_value "
         "entropy_from_logits logprobs_from_logits masked_mean masked_var masked_whiten randn_tensor whiten",
         "transformers.trainer_utils": "set_seed"},

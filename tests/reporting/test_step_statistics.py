@@ -9,7 +9,6 @@ import torch
 from trl.reporting.step_statistics import (
     WANDB_PADDING,
     MinibatchRecord,
-    flatten_dict,
     stack_dicts,
     stats_to_np,
     step_statistics,
@@ -29,12 +28,6 @@ def test_numpy_values():
     assert (found["a"], found["c"], found["d"]) == (1.5, 2, 0.5)
     assert found["b"].dtype == np.float32
     assert isinstance(found["d"], float)
-
-
-def test_a_key_with_the_separator_is_an_error():
-    assert flatten_dict({"a": {"b": {"c": 1}}, "d": 2}, sep=".") == {"a.b.c": 1, "d": 2}
-    with pytest.raises(ValueError, match="'a/b'"):
-        flatten_dict({"a/b": 1})
 
 
 def test_moments_of_minibatches_are_those_of_all_tokens_of_an_optimiser_step():

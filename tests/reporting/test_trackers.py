@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
+from trl import DDPOConfig, PPOConfig
 from trl.extras.profiling import profiling_context, profiling_decorator
 from trl.reporting import trackers
 from trl.reporting.trackers import (
@@ -13,6 +14,7 @@ from trl.reporting.trackers import (
     get_comet_experiment_url,
     log_table,
     log_table_to_comet_experiment,
+    start_trackers,
 )
 
 TABLE = pd.DataFrame({"prompt": ["a|b"], "completion": ["x\ny"]})
@@ -128,3 +130,16 @@ def test_trackers_that_are_unknown_or_not_installed_are_refused(monkeypatch):
         check_trackers("wandb")
     with pytest.raises(ImportError, match=r"report_to='trackio' .* `pip install trl\[tracking\]`"):
         check_trackers(["trackio"])
+
+
+@pytest.mark.parametrize(("kind", "named"), [(PPOConfig, {}), (DDPOConfig, {"run_name": "first"})])
+def test_trackers_are_told_the_settings_without_keys_of_accounts(kind, named):
+    calls = Calls()
+    config = kind(log_with="wandb", tracker_kwargs={"wandb": {"api_key": "s3cret"}}, **named)
+    start_trackers(SimpleNamespace(init_trackers=calls), config)
+    (((project,), given),) = calls
+    name = {"name": "first"} if named else {}
+    assert project == "trl" and given["init_kwargs"] == {"wandb": {**name, "api_key": "s3cret"}}
+    assert given["config"]["log_with"] == "wandb" and "s3cret" not in str(given["config"])
+    start_trackers(SimpleNamespace(init_trackers=calls), kind())
+    assert len(calls) == 1

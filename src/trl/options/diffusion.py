@@ -1,33 +1,20 @@
 """Settings that the trainers of diffusion models share."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from trl.options.groups import OptionGroup, option
+from trl.options.groups import option
 from trl.options.packages import is_bitsandbytes_available
-from trl.options.shared import script_name
+from trl.options.shared import LoopOptions
 
-JSONDict = dict[str, Any] | str | None
 MixedPrecision = Literal["fp16", "bf16", "no"]
 
 
 @dataclass
-class DiffusionOptions(OptionGroup):
+class DiffusionOptions(LoopOptions):
     """A run's name and place, sampling, and the optimiser. Every process adds its rank to the seed of prompts and workers."""
 
-    exp_name: str = option(script_name, "Name of the experiment. Default: that of the script.")
     run_name: str = option("", "Name of this run, for trackers only.")
-    seed: int = option(0, "Seed of all random streams.")
-    log_with: Literal["wandb", "tensorboard"] | str | None = option(
-        None, "Tracker: 'wandb', 'tensorboard' or another one of accelerate's. None: none."
-    )
-    tracker_kwargs: JSONDict = option(dict, "init_kwargs of accelerate's init_trackers.")
-    accelerator_kwargs: JSONDict = option(dict, "Arguments of the Accelerator.")
-    project_kwargs: JSONDict = option(
-        dict,
-        "Arguments of accelerate's ProjectConfiguration. Checkpoints go to project_dir/checkpoints, at most total_limit.",
-    )
-    tracker_project_name: str = option("trl", "Name of the project for trackers.")
     logdir: str = option("logs", "Folder of the checkpoints where project_kwargs has no project_dir.")
     num_epochs: int = option(100, "Epochs of a training run: each samples, scores and trains.", ">= 1")
     save_freq: int = option(
@@ -74,16 +61,5 @@ class DiffusionOptions(OptionGroup):
     def check(self) -> None:
         """Raise on bad values."""
         super().check()
-        for name in ("tracker_kwargs", "accelerator_kwargs", "project_kwargs"):
-            setattr(self, name, getattr(self, name) or {})
         if self.train_use_8bit_adam and not is_bitsandbytes_available():
             raise ImportError("train_use_8bit_adam needs bitsandbytes. Run `pip install trl[quantization]`.")
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields as one flat dict, those of dicts as `name/key`."""
-        flat: dict[str, Any] = {}
-        for name, value in vars(self).items():
-            flat |= (
-                {f"{name}/{key}": v for key, v in value.items()} if isinstance(value, dict) else {name: value}
-            )
-        return flat

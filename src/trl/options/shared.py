@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trl.options.groups import moved, option, same
+from trl.options.groups import OptionGroup, moved, option, same
 
+JSONDict = dict[str, Any] | str | None
 PrefixSharingMode = Literal["auto", "true", "false", True, False]  # the words as a command line has them
 
 
@@ -51,11 +52,57 @@ class SharedFields:
     base_model_attribute_name: str = option("model", "Deprecated: the decoder is found automatically.")
 
 
+def script_name() -> str:
+    """The name of the running script, without its ending."""
+    return os.path.splitext(os.path.basename(sys.argv[0]))[0]
+
+
+@dataclass
+class LoopOptions(OptionGroup):
+    """Name, seed, tracker and accelerator of a trainer that runs its own loop."""
+
+    exp_name: str = option(script_name, "Name of the experiment. Default: that of the script.")
+    seed: int = option(0, "Seed of all random streams.")
+    log_with: Literal["wandb", "tensorboard"] | str | None = option(
+        None, "Tracker: 'wandb', 'tensorboard' or another one of accelerate's. None: none."
+    )
+    tracker_kwargs: JSONDict = option(dict, "init_kwargs of accelerate's init_trackers.")
+    accelerator_kwargs: JSONDict = option(dict, "Arguments of the Accelerator.")
+    project_kwargs: JSONDict = option(dict, "Arguments of accelerate's ProjectConfiguration.")
+    tracker_project_name: str = option("trl", "Name of the project for trackers.")
+
+    def check(self) -> None:
+        """None is an empty dict."""
+        super().check()
+        for name in ("tracker_kwargs", "accelerator_kwargs", "project_kwargs"):
+            setattr(self, name, getattr(self, name) or {})
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as one flat dict, those of dicts as `name/key`."""
+        return flatten_dict(vars(self))
+
+
 def shared(name: str, *default: Any, **metadata: Any) -> Any:
     """The field `name` of `SharedFields`, with another default if one is given; `metadata` replaces parts of it."""
     return same(SharedFields, name, *default, **metadata)
 
 
-def script_name() -> str:
-    """The name of the running script, without its ending."""
-    return os.path.splitext(os.path.basename(sys.argv[0]))[0]
+def flatten_dict(nested: Mapping[str, Any], sep: str = "/") -> dict[str, Any]:
+    """A nested dict as a flat one, with the keys on the way joined by `sep`.
+
+    Raises ValueError for a key that has `sep` in it.
+
+    >>> flatten_dict({"loss": {"policy": 1, "value": 2}})
+    {'loss/policy': 1, 'loss/value': 2}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        if sep in str(key):
+            raise ValueError(
+                f"keys must not contain {sep!r}, got {key!r}. Rename it or choose another separator."
+            )
+        if isinstance(value, Mapping):
+            flat.update({f"{key}{sep}{rest}": item for rest, item in flatten_dict(value, sep).items()})
+        else:
+            flat[str(key)] = value
+    return flat

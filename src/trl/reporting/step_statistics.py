@@ -21,27 +21,6 @@ _LISTS = ("policy/advantages", "policy/ratio")
 WANDB_PADDING = -1  # stands in histograms where a minibatch had fewer values than another
 
 
-def flatten_dict(nested: Mapping[str, Any], sep: str = "/") -> dict[str, Any]:
-    """A nested dict as a flat one, with the keys on the way joined by `sep`.
-
-    Raises ValueError for a key that has `sep` in it.
-
-    >>> flatten_dict({"loss": {"policy": 1, "value": 2}})
-    {'loss/policy': 1, 'loss/value': 2}
-    """
-    flat: dict[str, Any] = {}
-    for key, value in nested.items():
-        if sep in str(key):
-            raise ValueError(
-                f"keys must not contain {sep!r}, got {key!r}. Rename it or choose another separator."
-            )
-        if isinstance(value, Mapping):
-            flat.update({f"{key}{sep}{rest}": item for rest, item in flatten_dict(value, sep).items()})
-        else:
-            flat[str(key)] = value
-    return flat
-
-
 def stack_dicts(stats_dicts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Each name's tensors, flattened, as the rows of one, filled up with `WANDB_PADDING`.
 

@@ -44,6 +44,19 @@ def check_trackers(report_to: str | Iterable[str] | None) -> None:
 _NOT_LOOKED_FOR = ("azure_ml", "flyte")
 
 
+def start_trackers(accelerator: Any, config: Any) -> None:
+    """Send the settings of a run to the tracker of `log_with`, if any, except `tracker_kwargs`: they may hold keys of an account."""
+    if config.log_with is None:
+        return
+    told = {name: v for name, v in config.to_dict().items() if not name.startswith("tracker_kwargs")}
+    plain = (bool, int, float, str)  # what TensorBoard takes
+    settings = {name: value if isinstance(value, plain) else str(value) for name, value in told.items()}
+    given = dict(config.tracker_kwargs)
+    if config.log_with == "wandb" and getattr(config, "run_name", ""):
+        given["wandb"] = {"name": config.run_name, **given.get("wandb", {})}
+    accelerator.init_trackers(config.tracker_project_name, config=settings, init_kwargs=given)
+
+
 def active_wandb_run() -> Any | None:
     """The Weights & Biases run of this process; `None` if the package was not loaded or has no run."""
     return getattr(sys.modules.get("wandb"), "run", None)

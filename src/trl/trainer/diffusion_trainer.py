@@ -32,6 +32,7 @@ from trl.options.diffusion import DiffusionOptions
 from trl.options.training import wrong_config
 from trl.reporting.deadlines import AsyncCalls
 from trl.reporting.model_card import HERE, card_of_run
+from trl.reporting.trackers import start_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class DiffusionTrainer:
         self._folder = Path(project.get("project_dir") or config.logdir) / "checkpoints"
         self._checkpoints = list[Path]()  # of this run, the oldest first
         self.accelerator = make_accelerator(config)
-        self._start_trackers()
+        start_trackers(self.accelerator, config)
         set_seed(config.seed)  # the adapter's weights are those of every process
         if config.allow_tf32:
             torch.backends.cuda.matmul.allow_tf32 = True
@@ -156,21 +157,6 @@ class DiffusionTrainer:
             weight_decay=config.train_adam_weight_decay,
             eps=config.train_adam_epsilon,
         )
-
-    def _start_trackers(self) -> None:
-        config = self.config
-        if config.log_with is None:
-            return
-        # Not tracker_kwargs, which may hold keys of an account.
-        told = {
-            name: value for name, value in config.to_dict().items() if not name.startswith("tracker_kwargs")
-        }
-        plain = (bool, int, float, str)
-        settings = {name: value if isinstance(value, plain) else str(value) for name, value in told.items()}
-        given = dict(config.tracker_kwargs)
-        if config.run_name and config.log_with == "wandb":
-            given["wandb"] = {"name": config.run_name, **given.get("wandb", {})}
-        self.accelerator.init_trackers(config.tracker_project_name, config=settings, init_kwargs=given)
 
     @property
     def sd_pipeline(self) -> Any:

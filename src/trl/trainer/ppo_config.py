@@ -6,12 +6,11 @@ from typing import Any, Literal
 
 from transformers import TrainerState, TrainingArguments
 
-from trl.options.checks import json_object, warn_caller
+from trl.options.checks import warn_caller
 from trl.options.groups import documented, moved, option
 from trl.options.methods import PPOOptions
-from trl.options.shared import script_name, shared
+from trl.options.shared import JSONDict, LoopOptions, shared
 from trl.options.training import TrainingDefaults
-from trl.reporting.step_statistics import flatten_dict
 
 _OF_DATA_SETS = {
     "num_ppo_epochs",
@@ -20,7 +19,6 @@ _OF_DATA_SETS = {
     "kl_estimator",
     "ds3_gather_for_generation",
 }
-JSONDict = dict[str, Any] | str | None
 KLPenalty = Literal["kl", "abs", "mse", "full"]
 
 
@@ -131,7 +129,7 @@ class OnlineTrainerState(TrainerState):
 
 @documented
 @dataclass
-class PPOConfig(PPOOptions):
+class PPOConfig(LoopOptions, PPOOptions):
     """Configuration of `trl.PPOTrainer`.
 
     A step takes `batch_size` responses per process, and goes over them `ppo_epochs` times in minibatches; there is one
@@ -154,12 +152,6 @@ class PPOConfig(PPOOptions):
             )
         return super().__new__(cls)
 
-    exp_name: str = option(script_name, "Name of the experiment. Default: that of the script.")
-    seed: int = option(0, "Seed of all random streams, set when the trainer is built.")
-    log_with: Literal["wandb", "tensorboard"] | str | None = option(
-        None,
-        "Tracker that log_stats writes to: 'wandb', 'tensorboard' or another one of accelerate's. None: none.",
-    )
     task_name: str | None = option(None, "Name of the task, for trackers only.")
     model_name: str | None = option("gpt2", "Name of the model, for scripts and trackers only.")
     query_dataset: str | None = option("imdb", "Name of the data set, for scripts and trackers only.")
@@ -170,12 +162,6 @@ class PPOConfig(PPOOptions):
     remove_unused_columns: bool = option(
         True, "Keep only 'query', 'response', 'label' and the model's inputs of a datasets.Dataset."
     )
-    tracker_kwargs: JSONDict = option(dict, "init_kwargs of accelerate's init_trackers.")
-    accelerator_kwargs: JSONDict = option(dict, "Arguments of the Accelerator.")
-    project_kwargs: JSONDict = option(
-        dict, "Arguments of accelerate's ProjectConfiguration, such as logging_dir."
-    )
-    tracker_project_name: str = option("trl", "Name of the project for trackers.")
     push_to_hub_if_best_kwargs: JSONDict = option(
         dict,
         "Arguments of push_to_hub, with repo_id: push whenever the mean score is the best so far, compared every "
@@ -265,16 +251,8 @@ class PPOConfig(PPOOptions):
     def check(self) -> None:
         """Raise on bad values."""
         super().check()
-        push = self.options("push_to_hub_if_best_kwargs")
+        push: Any = self.push_to_hub_if_best_kwargs
         if push and "repo_id" not in push:
             raise ValueError(
                 f"push_to_hub_if_best_kwargs must have 'repo_id', got {sorted(push)}. Add the name of the repository."
             )
-
-    def options(self, name: str) -> dict[str, Any]:
-        """The arguments that a field such as `tracker_kwargs` holds."""
-        return json_object(name, getattr(self, name)) or {}
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields as one flat dict, those of dicts as `name/key`."""
-        return flatten_dict({entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)})

@@ -74,7 +74,7 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
     """An accelerator for a config, to be used for updates inside of `accumulating`."""
     shared = GradientState()
     before = shared.plugin_kwargs
-    options = config.options("accelerator_kwargs")
+    options = dict(config.accelerator_kwargs)
     if not torch.accelerator.is_available() and options.get("cpu", True):
         # Without this, accelerate (1.15) does not connect processes that torchrun starts on a CPU; Accelerator(cpu=True)
         # would turn DeepSpeed off.
@@ -82,7 +82,7 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
     accelerator = Accelerator(
         log_with=config.log_with,
         gradient_accumulation_plugin=_counting(config),
-        project_config=ProjectConfiguration(**config.options("project_kwargs")),
+        project_config=ProjectConfiguration(**config.project_kwargs),
         **options,
     )
     shared.plugin_kwargs = before
@@ -112,21 +112,6 @@ def accumulating(accelerator: Accelerator, config: PPOConfig) -> Iterator[None]:
 def _counting(config: PPOConfig) -> GradientAccumulationPlugin:
     return GradientAccumulationPlugin(
         num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False
-    )
-
-
-def start_trackers(accelerator: Accelerator, config: PPOConfig) -> None:
-    """Tell the tracker of `log_with`, if any, about the run."""
-    if config.log_with is None:
-        return
-    settings = config.to_dict()
-    if config.log_with == "tensorboard":  # takes numbers and text
-        plain = (bool, int, float, str)
-        settings = {name: each if isinstance(each, plain) else str(each) for name, each in settings.items()}
-    else:
-        settings = {"trl_ppo_trainer_config": settings}
-    accelerator.init_trackers(
-        config.tracker_project_name, config=settings, init_kwargs=config.options("tracker_kwargs")
     )
 
 

@@ -40,6 +40,7 @@ from trl.objectives.advantages import estimate_statistics, scale_scores, token_r
 from trl.objectives.kl import AdaptiveKLController, FixedKLController, kl_penalty, probability_ratio
 from trl.objectives.ppo import ppo_losses, whitened_estimates
 from trl.reporting.step_statistics import MinibatchRecord, stats_to_np, step_statistics
+from trl.reporting.trackers import start_trackers
 from trl.rollouts.experience import ADVANTAGE, OLD, RETURNS, TRAINED, VALUES, Experience
 from trl.tensors.moments import RunningMoments, moments, over_processes
 from trl.tensors.reduce import Weighted, count_units, reduce_terms, where_counted
@@ -125,7 +126,7 @@ class PPOTrainer:
         optimizer = ppo_setup.check_optimiser(model, optimizer, lr_scheduler, config.learning_rate)
         start = core.config.decoder_start_token_id if self.is_encoder_decoder else None
         self._limits = TokenLimits(embedded_tokens(core), context_length_of(model.pretrained_model), start)
-        ppo_setup.start_trackers(self.accelerator, config)
+        start_trackers(self.accelerator, config)
         with ppo_setup.accumulating(self.accelerator, config):
             parts = self.accelerator.prepare(
                 model, optimizer, *([] if lr_scheduler is None else [lr_scheduler])
@@ -582,7 +583,7 @@ class PPOTrainer:
 
     def _push_if_best(self, scores: Tensor) -> None:
         """Scores as they were given: scaled ones of two steps cannot be compared."""
-        push = self.config.options("push_to_hub_if_best_kwargs")
+        push: Any = self.config.push_to_hub_if_best_kwargs
         if not push or self.current_step % self.config.compare_steps:
             return
         reward = float(over_processes(moments(scores), self.accelerator).mean)
