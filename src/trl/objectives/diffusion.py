@@ -47,24 +47,6 @@ def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
     return (scaled.square() / 2).flatten(1).mean(dim=1)
 
 
-def clipped_ratio_loss(ratio: Tensor, advantages: Tensor, clip_range: float) -> Tensor:
-    """PPO's pessimistic surrogate of each row, `max(-A r, -A clip(r, 1 - c, 1 + c))`: `(B,) -> (B,)`.
-
-    >>> clipped_ratio_loss(torch.tensor([1.5, 0.5]), torch.tensor([1.0, 1.0]), 0.2)
-    tensor([-1.2000, -0.5000])
-    """
-    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_range, 1 + clip_range))
-
-
-def standardized(rewards: Tensor) -> Tensor:
-    """Rewards less their mean, over their population deviation (with 1e-8 added): `(N,) -> (N,)`.
-
-    >>> standardized(torch.tensor([1.0, 3.0]))
-    tensor([-1.,  1.])
-    """
-    return (rewards - rewards.mean()) / (rewards.std(unbiased=False) + 1e-8)
-
-
 class PerPromptStatTracker:
     """Advantages of rewards against the remembered rewards of their own prompt.
 

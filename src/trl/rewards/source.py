@@ -98,7 +98,6 @@ class RewardSources:
         self._threads = [ThreadedCalls(most_left_behind=MOST_LEFT_BEHIND) for _ in self.names]
         self._loop = AsyncCalls("reward")
         self._warned: set[Any] = set()
-        self.unscored_rows = 0  # so far
 
     @property
     def models(self) -> list[ModelSource]:
@@ -208,12 +207,11 @@ class RewardSources:
         nones = {name: missing[name] - failures[name] for name in self.names}
         result = RewardResult(self.names, scores, self.weights, nones, failures)
         rows = (result.unscored & kept).nonzero()[:, 0].tolist()
-        self.unscored_rows += len(rows)
         if rows and "unscored" not in self._warned:
             self._warned.add("unscored")
             logger.warning(
                 "%d of %d rollouts got no reward: every reward function returned None, or the judge gave no verdict (%s). The "
-                "first is %s. They are not trained on. Logged once, then counted.",
+                "first is %s. They are not trained on. Logged once.",
                 len(rows), len(inputs), ", ".join(self.names), inputs.row_text(rows[0]),
             )  # fmt: skip
         return result

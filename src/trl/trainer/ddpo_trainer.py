@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trl.models.diffusion.ddim import DDPOSchedulerOutput
 from trl.models.diffusion.policy import Conditions, generator_of
-from trl.objectives.diffusion import PerPromptStatTracker, standardized
+from trl.objectives.diffusion import PerPromptStatTracker
 from trl.objectives.kl import LARGEST_LOG_RATIO
 from trl.reporting.deadlines import DaemonThreads
 from trl.rewards.result import read_scores
@@ -79,8 +79,7 @@ class DDPOTrainer(DiffusionTrainer):
                 f"no denoising step is trained: {len(self._random_steps)} draw noise, sample_num_steps={steps}, "
                 f"train_timestep_fraction={share}. Raise one of them."
             )
-        if self.config.async_reward_computation:
-            self.executor = DaemonThreads(self.config.max_workers)
+        self.executor = DaemonThreads(self.config.max_workers)
 
     @cached_property
     def stat_tracker(self) -> PerPromptStatTracker:
@@ -104,7 +103,7 @@ class DDPOTrainer(DiffusionTrainer):
         rewards = self.accelerator.gather(torch.cat(images.rewards))
         advantages = self.advantages(images, rewards)  # type: ignore[arg-type]
         self.log(self.reward_statistics(images, rewards) | {"epoch": epoch}, global_step)  # type: ignore[arg-type]
-        self.policy.model.train()
+        self.policy.begin_training()
         for inner_epoch in range(self.config.train_num_inner_epochs):
             global_step = self._train_once(images, advantages, epoch, inner_epoch, global_step)
         return global_step
@@ -161,7 +160,8 @@ class DDPOTrainer(DiffusionTrainer):
             prompts = gather_object([prompt for _, prompts, _ in images.batches for prompt in prompts])
             found = torch.as_tensor(self.stat_tracker.update(prompts, rewards.cpu().double().numpy()))
         else:
-            found = standardized(rewards.double())
+            rewards = rewards.double()
+            found = (rewards - rewards.mean()) / (rewards.std(unbiased=False) + 1e-8)
         return self._own(found).to(images.log_probs)
 
     def _own(self, values: Tensor) -> Tensor:

@@ -27,7 +27,6 @@ from trl.models.diffusion.stable_diffusion import (
 )
 from trl.models.step_state import load_step_state, save_step_state
 from trl.models.switches import disable_dropout_in_model
-from trl.objectives.diffusion import clipped_ratio_loss
 from trl.options.diffusion import DiffusionOptions
 from trl.options.training import wrong_config
 from trl.reporting.deadlines import AsyncCalls
@@ -42,11 +41,7 @@ ImageHook = Callable[[Any, Any, Any], Any]
 
 TAGS = ("diffusers", "reinforcement-learning", "text-to-image")
 STATE, STEM = "diffusion_state.json", "checkpoint_"
-_FACTS = (
-    "train_learning_rate", "sample_num_steps", "sample_eta", "sample_guidance_scale", "sample_batch_size",
-    "sample_num_batches_per_epoch", "train_batch_size", "train_gradient_accumulation_steps", "train_num_inner_epochs",
-    "train_clip_range", "num_generations", "beta", "seed",
-)  # fmt: skip
+_FACTS = ("sample_", "train_", "truncated_", "noise_level", "num_generations", "beta", "seed")
 _USAGE = """from diffusers import DiffusionPipeline
 
 pipeline = DiffusionPipeline.from_pretrained("{place}"){adapter}
@@ -97,7 +92,7 @@ class DiffusionTrainer:
         set_seed(config.seed)  # the adapter's weights are those of every process
         if config.allow_tf32:
             torch.backends.cuda.matmul.allow_tf32 = True
-        pipeline = self.policy.pipeline
+        self.sd_pipeline = pipeline = self.policy.pipeline
         pipeline.set_progress_bar_config(disable=True)
         self.autocast = pipeline.autocast or self.accelerator.autocast
         layers = pipeline.get_trainable_layers()
@@ -112,7 +107,16 @@ class DiffusionTrainer:
             for parameter in self._trained:
                 parameter.data = broadcast(parameter.data)
         set_seed(config.seed, device_specific=True)
-        self.optimizer: Any = self.accelerator.prepare_optimizer(self._make_optimizer())
+        kind = torch.optim.AdamW
+        if config.train_use_8bit_adam:
+            import bitsandbytes
+
+            kind = bitsandbytes.optim.AdamW8bit
+        optimizer = kind(
+            self._trained, lr=config.train_learning_rate, betas=(config.train_adam_beta1, config.train_adam_beta2),
+            eps=config.train_adam_epsilon, weight_decay=config.train_adam_weight_decay,
+        )  # fmt: skip
+        self.optimizer: Any = self.accelerator.prepare_optimizer(optimizer)
         disable_dropout_in_model(self.policy.model)
         if isinstance(layers, nn.Module):
             # Not wrapped: the pipeline calls the module itself, and `_update` averages the gradients.
@@ -143,25 +147,6 @@ class DiffusionTrainer:
                     dtype = torch.promote_types(value.dtype, torch.float32) if wide else half
                     value.data = value.data.to(dtype)
             module.to(self.accelerator.device)
-
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        config, kind = self.config, torch.optim.AdamW
-        if config.train_use_8bit_adam:
-            import bitsandbytes
-
-            kind = bitsandbytes.optim.AdamW8bit
-        return kind(
-            self._trained,
-            lr=config.train_learning_rate,
-            betas=(config.train_adam_beta1, config.train_adam_beta2),
-            weight_decay=config.train_adam_weight_decay,
-            eps=config.train_adam_epsilon,
-        )
-
-    @property
-    def sd_pipeline(self) -> Any:
-        """The pipeline that is trained."""
-        return self.policy.pipeline
 
     def generators(self, epoch: int, first: int, count: int) -> list[torch.Generator]:
         """The random streams of `count` images of an epoch, which are numbered over all processes."""
@@ -230,7 +215,8 @@ class DiffusionTrainer:
 
     def loss(self, advantages: Tensor, clip_range: float, ratio: Tensor) -> Tensor:
         """PPO's clipped surrogate, a mean over the batch; not part of AlignProp."""
-        return clipped_ratio_loss(ratio, advantages, clip_range).mean()
+        clipped = ratio.clamp(1 - clip_range, 1 + clip_range)
+        return torch.maximum(-advantages * ratio, -advantages * clipped).mean()
 
     def _update(self, step: int) -> None:
         """Average the gradients over processes, clip them, and let the optimiser step.
@@ -390,28 +376,22 @@ class DiffusionTrainer:
         """Write `README.md` into the project's folder."""
         if self.accelerator.is_main_process:
             self._folder.parent.mkdir(parents=True, exist_ok=True)
-            self._card(model_name, dataset_name, tags).save(self._folder.parent / "README.md")
+            card = self._card(model_name, dataset_name=dataset_name, tags=tags)
+            card.save(self._folder.parent / "README.md")
 
-    def _card(
-        self,
-        model_name: str | None = None,
-        dataset_name: str | None = None,
-        tags: str | list[str] | None = None,
-        place: str = HERE,
-    ) -> Any:
+    def _card(self, model_name: str | None, place: str = HERE, **given: Any) -> Any:
         config, model = self.config, getattr(self.sd_pipeline, "sd_pipeline", self.sd_pipeline)
         base = getattr(getattr(model, "config", None), "_name_or_path", None)
-        facts = {name: getattr(config, name) for name in _FACTS if hasattr(config, name)}
+        facts = {name: value for name, value in config.to_dict().items() if name.startswith(_FACTS)}
         adapter = _ADAPTER.format(place=place) if getattr(self.sd_pipeline, "use_lora", False) else ""
         card: Any = card_of_run(
             self,
             base_model=str(base) if base else None,
             model_name=model_name or config.run_name or self._folder.parent.resolve().name,
             hub_model_id=place,
-            dataset_name=dataset_name,
-            tags=tags,
             training_facts=facts | {"optimiser steps": self._global_step},
             usage=_USAGE.format(place=place, adapter=adapter),
+            **{"dataset_name": None, "tags": None, **given},
         )
         card.data.library_name = "diffusers"
         return card
@@ -449,7 +429,8 @@ def make_accelerator(config: Any) -> Accelerator:
 
     Raises: ValueError for FSDP and DeepSpeed, and for gradient accumulation of accelerate's.
     """
-    options, precision = dict(config.accelerator_kwargs), config.mixed_precision
+    options = dict(config.accelerator_kwargs)
+    precision = options.pop("mixed_precision", config.mixed_precision)
     has_gpu = torch.accelerator.is_available() and not options.get("cpu")
     if precision == "fp16" and not has_gpu:
         precision = "no"
@@ -465,7 +446,7 @@ def make_accelerator(config: Any) -> Accelerator:
     AcceleratorState._reset_state()  # a process may train several models; TrainingArguments does the same
     accelerator = Accelerator(
         log_with=config.log_with,
-        mixed_precision=options.pop("mixed_precision", precision),
+        mixed_precision=precision,
         project_config=ProjectConfiguration(**project),
         **options,
     )

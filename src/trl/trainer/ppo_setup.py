@@ -70,11 +70,11 @@ def check_parts(config: Any, model: Any, tokenizer: Any, unknown: Mapping[str, A
         )
 
 
-def make_accelerator(config: PPOConfig) -> Accelerator:
+def make_accelerator(config: Any) -> Accelerator:
     """An accelerator for a config, to be used for updates inside of `accumulating`."""
     shared = GradientState()
     before = shared.plugin_kwargs
-    options = dict(config.accelerator_kwargs)
+    options = config.accelerator_kwargs
     if not torch.accelerator.is_available() and options.get("cpu", True):
         # Without this, accelerate (1.15) does not connect processes that torchrun starts on a CPU; Accelerator(cpu=True)
         # would turn DeepSpeed off.

@@ -208,6 +208,15 @@ def test_refused_policies():
         DefaultDDPOStableDiffusionPipeline(tiny_sd3())
 
 
+def test_a_folder_without_an_adapter_is_told(tmp_path, caplog):
+    tiny_pipeline().save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert not DefaultDDPOStableDiffusionPipeline(str(tmp_path), use_lora=False).use_lora
+        assert LORA_FILE not in caplog.text
+        assert DefaultDDPOStableDiffusionPipeline(str(tmp_path)).use_lora
+    assert f"{tmp_path} has no {LORA_FILE}" in caplog.text
+
+
 def test_a_saved_pipeline_has_its_adapter_and_its_own_base(tmp_path):
     """diffusers alone loads base and adapter; so does the pipeline's class."""
     from diffusers import StableDiffusionPipeline

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from trl.objectives.group_advantages import Scale
 from trl.options.diffusion import DiffusionOptions
 from trl.options.groups import documented, option, same
-from trl.options.methods import RewardFailure
+from trl.options.methods import RewardPolicy
 from trl.trainer.ddpo_config import PolicyGradientOptions
 
 
 @documented
 @dataclass
-class DiffusionGRPOConfig(PolicyGradientOptions):
+class DiffusionGRPOConfig(PolicyGradientOptions, RewardPolicy):
     """Configuration of `DiffusionGRPOTrainer`.
 
     `sample_batch_size` must be a multiple of `num_generations` and of `train_batch_size`.
@@ -32,11 +32,6 @@ class DiffusionGRPOConfig(PolicyGradientOptions):
     scale_rewards: Scale = option(
         "group", "Deviation that advantages are divided by: of the group, of the batch, or none."
     )
-    reward_weights: list[float] | None = option(
-        None, "Weights of the reward functions. None: 1.", "(-inf, inf)"
-    )
-    reward_deadline: float | None = option(None, "Maximum seconds of a call of a reward function.", "> 0")
-    reward_failure: RewardFailure = option("error", "If a reward function fails: error, or skip its rows.")
 
     def check(self) -> None:
         """Raise on bad values."""

@@ -93,6 +93,10 @@ class DiffusionPolicy(ABC):
         """The conditions as `step` takes them: with the negative prompt's in front where guidance is trained."""
         return self.guided(conditions) if self.trains_guidance else conditions
 
+    def begin_training(self) -> None:
+        """Before the steps of an epoch are scored again."""
+        self.model.train()
+
     def sample(
         self, conditions: Conditions, generators: list[torch.Generator], first_trained: int | None = None
     ) -> Trajectory:

@@ -205,12 +205,13 @@ class DDIMPolicy(DiffusionPolicy):
         return (encoder(ids.input_ids.to(next(encoder.parameters()).device))[0],)
 
     def training_embeds(self, conditions: Conditions) -> Tensor:
-        """`(2 B, T, D)`, negative ones first, or `(B, T, D)` without guidance.
-
-        Sets the timesteps of the pipeline's scheduler, which a trainer's own `calculate_loss` may read.
-        """
-        self.pipeline.scheduler.set_timesteps(self.num_steps)
+        """`(2 B, T, D)`, negative ones first, or `(B, T, D)` without guidance."""
         return super().training_embeds(conditions)[0]
+
+    def begin_training(self) -> None:
+        """Also set the timesteps of the pipeline's scheduler, which a trainer's own `calculate_loss` may read."""
+        super().begin_training()
+        self.pipeline.scheduler.set_timesteps(self.num_steps)
 
     def _denoise(
         self, conditions: Conditions, generators: list[torch.Generator], first_trained: int | None

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from trl.checkpoints.wholeness import CheckpointError
+from trl.models.peft import require_peft
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ class TrainedPipeline:
         if not self.use_lora:
             return model
         if not getattr(model, "peft_config", None):
+            require_peft()
             from peft import LoraConfig
 
             config = LoraConfig(r=4, lora_alpha=4, init_lora_weights="gaussian", target_modules=TARGETS)
@@ -100,11 +102,11 @@ class TrainedPipeline:
     def _load_lora(self) -> None:
         """Load the LoRA weights beside the model, if there are any; `use_lora` is then True."""
         name = self.pretrained_model
-        if not isinstance(name, (str, Path)) or (
-            Path(name).is_dir() and not (Path(name) / LORA_FILE).exists()
-        ):
+        if not isinstance(name, (str, Path)):
             return
         try:
+            if Path(name).is_dir():
+                (Path(name) / LORA_FILE).stat()  # an OSError; diffusers raises another error without peft
             self.sd_pipeline.load_lora_weights(name, weight_name=LORA_FILE, revision=self.pretrained_revision)
             self.use_lora = True
         except OSError:
