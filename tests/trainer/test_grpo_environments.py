@@ -464,9 +464,12 @@ def test_threads_that_miss_their_deadline_are_bounded(monkeypatch):
 
 
 def test_an_evaluation_set_may_have_no_prompts():
+    """Outside of training its environments are closed."""
     data = Dataset.from_dict({"word": ["one", "two", "three"]})
-    trainer, _ = environments(data=data)
-    metrics = trainer.evaluate(data.select(range(2)))
-    assert metrics["eval_rewards/Sums/mean"] == metrics["eval_reward"] > 0
+    trainer, _ = environments(Closes, data=data)
+    for _ in range(2):
+        metrics = trainer.evaluate(data.select(range(2)))
+        assert metrics["eval_rewards/Closes/mean"] == metrics["eval_reward"] > 0
+        assert set(CLOSED) == set(MADE) and len(CLOSED) == len(MADE)
     with pytest.raises(ValueError, match="environment"):
         environments({"sums": Sums}, data=rows(word=["one"], environment=["sums"]))[0].evaluate(data)

@@ -550,6 +550,14 @@ class OnlineTrainer(BaseTrainer):
         """`get_eval_dataloader` for the rows of `predict`."""
         return self.get_eval_dataloader(test_dataset)
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate; see `BaseTrainer.evaluation_loop`. Environments are closed after it, unless training continues."""
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            if not self.is_in_train:
+                self._close_environments()
+
     @torch.no_grad()
     def prediction_step(
         self,
@@ -602,8 +610,11 @@ class OnlineTrainer(BaseTrainer):
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            if (close := getattr(self.rollouts.completer, "close", None)) is not None:  # of environments
-                close()
+            self._close_environments()
+
+    def _close_environments(self) -> None:
+        if (close := getattr(self.rollouts.completer, "close", None)) is not None:
+            close()
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
