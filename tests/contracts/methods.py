@@ -110,10 +110,15 @@ ROWS: dict[str, preference_methods.Method] = {
 HALVES = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
 
 
-def of_rows(method: str, *, evaluates: bool = False, **settings: Any) -> Found:
+def trained(method: str, **settings: Any) -> Any:
     make, own = ROWS[method]
     trainer = make(**{"per_device_eval_batch_size": 8, **own, **settings})
     trainer.train()
+    return trainer
+
+
+def of_rows(method: str, *, evaluates: bool = False, **settings: Any) -> Found:
+    trainer = trained(method, **settings)
     log = {name: value for name, value in trainer.state.log_history[0].items() if name not in OF_THE_RUN}
     found = metrics_of(trainer, trainer.train_dataset.select(range(7))) if evaluates else {}
     return Found(trainer.keep.steps, [log], found)
