@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from huggingface_hub import HfApi
 
 from tests.tiny_diffusion import PROMPTS, tiny_flux, tiny_pipeline, tiny_sd3
@@ -571,12 +572,15 @@ def test_the_card_of_a_repository(tmp_path, monkeypatch):
     )
 
 
-def test_trackers(tmp_path):
+def test_trackers(tmp_path, monkeypatch):
+    """The hook is called on the main process alone, which has the tracker."""
     trainer = ddpo(log_with="tensorboard", logdir=str(tmp_path))
     seen = []
     trainer.image_samples_callback = lambda images, step, tracker: seen.append(tracker.name)
     trainer.train(1)
     trainer.accelerator.end_training()
+    monkeypatch.setattr(Accelerator, "is_main_process", False)
+    trainer._show_images([], 1)
     assert seen == ["tensorboard"] and any("events" in path.name for path in tmp_path.rglob("*"))
 
 

@@ -53,8 +53,9 @@ class DDPOTrainer(DiffusionTrainer):
             0..1, prompts and metadata tuples of length B, rewards B numbers.
         prompt_function: returns `(prompt, metadata)`, called once for each image.
         sd_pipeline: the pipeline to train.
-        image_samples_hook: `(images, global_step, tracker)`, called before each epoch's training. `images` is a list with an entry
-            `[images, prompts, metadata, rewards, reward_metadata]` for each sampled batch; `tracker` is None without `log_with`.
+        image_samples_hook: `(images, global_step, tracker)`, called on the main process before each epoch's training. `images` is
+            a list with an entry `[images, prompts, metadata, rewards, reward_metadata]` for each of its batches; `tracker` is None
+            without `log_with`.
 
     Example:
         >>> trainer = DDPOTrainer(config, reward_function, prompt_function, pipeline)  # doctest: +SKIP
@@ -156,11 +157,11 @@ class DDPOTrainer(DiffusionTrainer):
 
     def advantages(self, images: Images, rewards: Tensor) -> Tensor:
         """Advantages `(N,)` of this process's images, from the rewards of all processes."""
+        rewards = rewards.cpu().double()  # some devices have no float64
         if self.config.per_prompt_stat_tracking:
             prompts = gather_object([prompt for _, prompts, _ in images.batches for prompt in prompts])
-            found = torch.as_tensor(self.stat_tracker.update(prompts, rewards.cpu().double().numpy()))
+            found = torch.as_tensor(self.stat_tracker.update(prompts, rewards.numpy()))
         else:
-            rewards = rewards.double()
             found = (rewards - rewards.mean()) / (rewards.std(unbiased=False) + 1e-8)
         return self._own(found).to(images.log_probs)
 

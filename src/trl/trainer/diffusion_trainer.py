@@ -252,7 +252,7 @@ class DiffusionTrainer:
         )
 
     def _show_images(self, images: Any, step: int) -> None:
-        if self.image_samples_callback is not None:
+        if self.image_samples_callback is not None and self.accelerator.is_main_process:  # it has the tracker
             tracker = self.accelerator.trackers[0] if self.accelerator.trackers else None
             self.image_samples_callback(images, step, tracker)
 
