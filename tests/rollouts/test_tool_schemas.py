@@ -76,7 +76,7 @@ def test_a_schema_says_names_types_and_descriptions():
         (add, TypeError, "must be a list of functions, got function"),
         ([3], TypeError, r"tools\[0\] is a int"),
         ([add, Box], TypeError, r"tools\[1\] is a Box"),
-        ([no_docstring], ValueError, r"tools\[0\] \(no_docstring\).*no docstring.*Write a function"),
+        ([no_docstring], ValueError, r"tool no_docstring has no schema.*no docstring\. Write a function"),
         ([no_hints], ValueError, r"Argument a is missing a type hint"),
         ([undescribed], ValueError, "no description for the argument 'a'"),
         ([lambda: 1], ValueError, "no docstring"),

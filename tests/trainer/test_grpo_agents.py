@@ -129,9 +129,10 @@ def test_sessions_that_fail_have_no_reward_and_are_counted(caplog):
 
     given = {"agent_deadline": 5.0, "per_device_train_batch_size": 20, "max_steps": 1}
     trainer, _ = trained(agent=unreliable, given={"reward_funcs": number}, **given)
-    assert caplog.text.count("An agent failed") == 4 and "no such luck with ***" in caplog.text
+    assert caplog.text.count("An agent failed") == 6 and "no such luck with ***" in caplog.text
     assert 'api_key}")\nTimeoutError: no such luck' in caplog.text  # with its place
     assert KEYS and not any(key in caplog.text for key in KEYS)
+    assert "without an answer of the policy" in caplog.text and "not answer within 5 s" in caplog.text
     assert "gave 'much' (a str)" in caplog.text and graded == [4] * 4
     found = logs(trainer)[0]
     for kind in ("raised", "deadline", "silent", "malformed"):
@@ -280,6 +281,7 @@ async def two_arguments(row, base_url):
         ({"agent": synchronous}, TypeError, "async"),
         ({"agent": two_arguments}, TypeError, "base_url"),
         ({"agent": ["my-agent"]}, TypeError, "base_url"),
+        ({"agent": "/no/my-agent {base_url}"}, FileNotFoundError, "no program '/no/my-agent'"),
         ({"agent": 3}, TypeError, "int"),
         ({"agent": tool_agent, "tools": TOOLS}, ValueError, "tools"),
         ({"agent": tool_agent, "rollout_func": lambda prompts, trainer: {}}, ValueError, "rollout_func"),

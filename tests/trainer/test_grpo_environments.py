@@ -315,9 +315,9 @@ class Undocumented(Sums):
     ("factory", "given", "error", "named"),
     [
         (NoReset, {}, ValueError, "reset"),
-        (Undocumented, {}, ValueError, "act"),
+        (Undocumented, {}, ValueError, "Undocumented.act"),
         ("Sums", {}, TypeError, "environment_factory"),
-        (Quiet, {}, ValueError, "reward"),
+        (Quiet, {}, ValueError, "get_reward"),
         (Owner, {}, ValueError, "seed"),
         ({"sums": Sums}, {}, ValueError, "environment"),
         (Sums, {"agent": lambda: None}, ValueError, "agent"),

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shlex
+import shutil
 import signal
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -125,7 +126,7 @@ class AgentCompleter:
             def all_ended() -> bool:
                 for key in [key for key, (_, call) in running.items() if call.done()]:
                     (session, call), (_, row, played) = running.pop(key), waiting[key]
-                    self._tell(session, played.end(session, call))
+                    self._tell(session, played, played.end(session, call))
                     self.journal.write(key, row, played)
                 return not running
 
@@ -142,9 +143,9 @@ class AgentCompleter:
                 for _, call in running.values():
                     call.cancel()
 
-    def _tell(self, session: Session, error: BaseException | None) -> None:
+    def _tell(self, session: Session, played: Played, error: BaseException | None) -> None:
         """Log the first error of each type."""
-        if error is not None and (kind := type(error).__name__) not in self._told:
+        if error is not None and (kind := f"{played.failure} {type(error).__name__}") not in self._told:
             self._told.add(kind)
             lines = "".join(traceback.format_exception(error)).replace(session.api_key, "***")
             logger.warning("An agent failed; further failures of this type are only counted:\n%s", lines)
@@ -166,12 +167,16 @@ class AgentCompleter:
 def check_agent(given: Any, *, graded: bool = False) -> Callable[[Session, Played], Awaitable[Any]]:
     """The agent as a coroutine function of a session; see `AgentCompleter`.
 
-    Raises: TypeError for another kind of object.
+    Raises: TypeError for another kind of object, FileNotFoundError for a command that is not installed.
     """
     if isinstance(given, (str, list, tuple)):
         words = shlex.split(given) if isinstance(given, str) else [str(word) for word in given]
         if not any("{base_url}" in word for word in words):
             raise TypeError(f"agent={words}: a command needs '{{base_url}}' among its words.")
+        if shutil.which(words[0]) is None:
+            raise FileNotFoundError(
+                f"agent={words}: there is no program {words[0]!r}. Install it, or give its path."
+            )
         return lambda session, _: _run_command(words, session, graded=graded)
     agent: Any = given
     called = getattr(type(agent), "__call__", None)  # noqa: B004 - of an object that is called as a function

@@ -51,15 +51,16 @@ class Played:
     environment: Any = None
 
     def end(self, session: Session, result: Future[Any]) -> BaseException | None:
-        """Take what the session holds, and the agent's result; the error that the agent raised, or of its result, if any."""
+        """Take what the session holds, and the agent's result; the error that it failed with, if any."""
         turns, self.reward = in_order(session.turns), None
         self.chains, self.conversations = chains_of(turns), conversations_of(turns)
         self.turns, self.cut = len(turns), session.cut is not None
         self.messages = self.messages or [turn.message for turn in turns]
         try:
             given = result.result()
-        except DeadlinePassed:
+        except DeadlinePassed as error:
             self.failure = "deadline"
+            return error
         except BaseException as error:
             if self.cut and not isinstance(error, (KeyboardInterrupt, SystemExit)):
                 return None  # the client was told that the budget is spent
@@ -75,8 +76,8 @@ class Played:
                 )
             if not turns:
                 self.failure = "silent"
-            else:
-                (self.reward,) = read.values
+                return RewardError("It ended without an answer of the policy: there is nothing to train.")
+            (self.reward,) = read.values
         return None
 
 

@@ -76,7 +76,8 @@ def _tool(index: int, function: Any) -> Tool:
         if any(each.kind is each.POSITIONAL_ONLY for each in parameters):
             raise TypeError("models give arguments by name, and '/' forbids it")
     except Exception as error:  # signatures that cannot be read raise all kinds of errors
-        raise ValueError(f"tools[{index}] ({name}) has no schema: {error}. {_ADVICE}") from error
+        name = getattr(function, "__qualname__", name)
+        raise ValueError(f"tool {name} has no schema: {str(error).rstrip('.!')}. {_ADVICE}") from error
     return Tool(function, schema)
 
 

@@ -324,12 +324,15 @@ def agent_completer(
 
 
 def agent_rewards(reward_funcs: Any, agents: Any) -> list[Any]:
-    """The reward sources of a run with an agent: its own come last."""
+    """The reward sources of a run with an agent: its own come last. Raises: ValueError for none."""
     given = [] if reward_funcs is None else reward_funcs
-    return [
+    every = [
         *(given if isinstance(given, (list, tuple)) else [given]),
         *map(column_reward, agents.reward_names),
     ]
+    if not every:
+        raise ValueError("there are no reward_funcs, and no environment has get_reward. Give one of them.")
+    return every
 
 
 def environment_rows(agents: Any, dataset: Any) -> Any:
