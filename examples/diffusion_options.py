@@ -99,7 +99,8 @@ def parse(arguments: type[Given], config: type[Config], prefix: str) -> tuple[Gi
                 )
             given |= {name} if words is of_config else set()
         words.append(word.replace(f"--{prefix}.", "--", 1) if words is of_config else word)
-    (found,) = HfArgumentParser(arguments).parse_args_into_dataclasses(own)  # type: ignore[arg-type]
+    more = f"Every field of {config.__name__} is an option, too: --{prefix}.<field>"
+    (found,) = HfArgumentParser(arguments, epilog=more).parse_args_into_dataclasses(own)  # type: ignore[arg-type]
     settings = HfArgumentParser(config).parse_args(of_config)  # type: ignore[arg-type]
     small = {name: value for name, value in TINY.items() if found.tiny and name in names}
     return found, config(**small | {name: getattr(settings, name) for name in given})

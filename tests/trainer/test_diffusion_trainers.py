@@ -48,7 +48,7 @@ SAME = {"rtol": 1e-10, "atol": 1e-10}
 @pytest.mark.parametrize(
     "settings", [{}, {"train_cfg": False}, {"train_timestep_fraction": 0.5}, {"sample_guidance_scale": 1.0}]
 )
-def test_the_first_optimiser_step_has_ratio_one(settings):
+def test_the_first_optimiser_step_has_ratio_one(settings, capsys):
     trainer = ddpo(train_gradient_accumulation_steps=2, train_num_inner_epochs=2, **settings)
     trainer.train(2)
     first, second = trainer.log_history[1], trainer.log_history[2]
@@ -56,6 +56,8 @@ def test_the_first_optimiser_step_has_ratio_one(settings):
     assert first["clipfrac"] == 0 and first["approx_kl"] < 1e-12 and first["inner_epoch"] == 0
     assert second["approx_kl"] > 0 and second["inner_epoch"] == 1
     assert [entry["step"] for entry in trainer.log_history] == [0, 1, 2, 2, 3, 4]
+    shown = capsys.readouterr().err
+    assert "2/2" in shown and f"reward_mean={trainer.log_history[3]['reward_mean']:.3g}" in shown
 
 
 def test_the_adapter_alone_is_trained():

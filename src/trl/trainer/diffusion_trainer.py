@@ -16,6 +16,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, ProjectConfiguration, broadcast, set_seed
 from huggingface_hub import HfApi
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from trl.checkpoints.wholeness import CheckpointError, checkpoints_in, faults, listed
 from trl.models.diffusion.flow import FlowPipeline, FlowPolicy
@@ -51,6 +52,7 @@ _MEMBERS = (
     "unet", "vae", "tokenizer", "text_encoder", "scheduler", "autocast", "set_progress_bar_config", "save_pretrained",
     "get_trainable_layers", "save_checkpoint", "load_checkpoint",
 )  # fmt: skip
+_SHOWN = ("reward_mean", "reward", "loss")
 _KNOWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
@@ -161,12 +163,17 @@ class DiffusionTrainer:
     def train(self, epochs: int | None = None) -> None:
         """Run `step` from the first epoch to `epochs` (default: `num_epochs`); the last epoch is saved too.
 
-        A second call starts at the first epoch again, with the same noise.
+        A bar shows the newest mean reward and loss. A second call starts at the first epoch again, with the same noise.
         """
         last = (self.config.num_epochs if epochs is None else epochs) - 1
         frequency = self.config.save_freq
-        for epoch in range(self.first_epoch, last + 1):
+        hides = not self.accelerator.is_main_process
+        bar = tqdm(range(self.first_epoch, last + 1), desc=self._name, unit="epoch", disable=hides)
+        for epoch in bar:
+            before = len(self.log_history)
             self._global_step = self.step(epoch, self._global_step)
+            logged = {name: value for entry in self.log_history[before:] for name, value in entry.items()}
+            bar.set_postfix({name: logged[name] for name in _SHOWN if name in logged})
             if epoch and frequency and (epoch % frequency == 0 or epoch == last):
                 self.save_checkpoint(epoch, self._global_step)
 
