@@ -105,10 +105,8 @@ class AgentCompleter:
     def close(self, *, ends: bool = True) -> None:
         """Close environments of failed episodes, or all where training `ends`; the others are free from now on."""
         if self.environments is not None:
-            found = self.environments.released(ends=ends)
-            calls = [
-                self._calls.submit(self.environments.called(one.close), CLOSING_SECONDS) for one in found
-            ]
+            found, called = self.environments.released(ends=ends), self.environments.called
+            calls = [self._calls.submit(called(one.close), CLOSING_SECONDS) for one in found]
             for result in map(self._calls.outcome, calls):
                 if isinstance(result, Exception):
                     logger.warning("An environment could not be closed: %r", result)
@@ -117,10 +115,9 @@ class AgentCompleter:
         """Run a session for each stream and row, and write it to the journal under its key."""
         gate = asyncio.Semaphore(self.concurrency)
         options: Any = {"sampling": maker.sampling, "template_kwargs": self.template_kwargs}
+        options |= {"threaded": False, "most_sessions": len(waiting)}
         options["http"] = self.environments is None  # which are of this process
-        with Endpoint(
-            maker.engine, self.processing_class, threaded=False, most_sessions=len(waiting), **options
-        ) as endpoint:
+        with Endpoint(maker.engine, self.processing_class, **options) as endpoint:
             running = dict[str, tuple[Session, Future[Any]]]()
 
             def all_ended() -> bool:
@@ -183,9 +180,7 @@ def check_agent(given: Any, *, graded: bool = False) -> Callable[[Session, Playe
     try:
         inspect.signature(agent).bind({}, "", "")
         if not (inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(called)):
-            raise TypeError(
-                "it is not async. Use openai.AsyncOpenAI, or `await asyncio.to_thread(...)`, in it"
-            )
+            raise TypeError("it is not async. Use openai.AsyncOpenAI or `await asyncio.to_thread(...)` there")
     except TypeError as error:
         kind = type(agent).__name__
         raise TypeError(

@@ -110,9 +110,7 @@ class Endpoint:
         Raises: RuntimeError for too many open sessions.
         """
         if len(self._open) >= self.most_sessions:
-            raise RuntimeError(
-                f"There are {len(self._open)} open sessions, the most are {self.most_sessions}. Close some."
-            )
+            raise RuntimeError(f"There are {len(self._open)} open sessions, the maximum. Close some.")
         key = key or secrets.token_urlsafe(24)
         options = {"stream": next(self._numbers), "fixed": self.fixed, **options}
         given = self.chats, self.broker, self.sampling, self.base_url, key, row or {}

@@ -60,9 +60,7 @@ class Kind:
 
     def __init__(self, factory: Callable[[], Any], tools: Sequence[Callable[..., Any]]) -> None:
         if not callable(factory):
-            raise TypeError(
-                f"environment_factory must be a function or class without arguments, got {factory!r}."
-            )
+            raise TypeError(f"environment_factory must be a class or function, got {factory!r}.")
         self.factory, first = factory, factory()
         self.steps = factory if isinstance(factory, StepEnvironment) else None
         self.free, self.kept, self.name = [first], list[Any](), type(first).__name__
@@ -70,9 +68,7 @@ class Kind:
         if missing := [name for name in required if not callable(getattr(first, name, None))]:
             raise ValueError(f"environment_factory made a {self.name} without {missing}. Add the method.")
         if self.steps is not None and tools:
-            raise ValueError(
-                "tools cannot be combined with a StepEnvironment, which has none. Leave them out."
-            )
+            raise ValueError("tools cannot be combined with a StepEnvironment. Leave them out.")
         self.gives_reward = self.steps is not None or callable(getattr(first, "get_reward", None))
         self.reset = inspect.signature(first.reset)
         own = [] if self.steps is not None else _public_methods(first)
@@ -94,9 +90,8 @@ class Kind:
         try:
             self.reset.bind(**self.arguments(dict.fromkeys(columns)))
         except TypeError as error:
-            raise ValueError(
-                f"{self.name}.reset: {error}, the data set has the columns {sorted(columns)}. Add it."
-            ) from None
+            text = f"{self.name}.reset: {error}, the data set has the columns {sorted(columns)}. Add it."
+            raise ValueError(text) from None
 
 
 class EnvironmentAgent:
@@ -242,7 +237,7 @@ class EnvironmentAgent:
             return dataset
         if not is_list_of_dicts_with(dataset[0]["prompt"], "role"):
             raise ValueError(
-                "environment_factory needs prompts of messages, or none, got text. Write messages."
+                "environment_factory needs prompts of messages or none, got text. Write messages."
             )
         columns = set(dataset.column_names)
         if self.chooses:
@@ -268,8 +263,5 @@ def _opening(prompt: Sequence[Message], observation: Any) -> list[Message]:
 def _public_methods(environment: Any) -> list[Any]:
     kind, functions = type(environment), (FunctionType, staticmethod, classmethod)
     names = [name for name in dir(kind) if not name.startswith("_") and name not in NO_TOOLS]
-    return [
-        getattr(environment, name)
-        for name in names
-        if isinstance(inspect.getattr_static(kind, name), functions)
-    ]
+    names = [name for name in names if isinstance(inspect.getattr_static(kind, name), functions)]
+    return [getattr(environment, name) for name in names]

@@ -10,17 +10,15 @@ from trl.data.formats import common_prefix_length
 from trl.rollouts.chains import conversations_of
 from trl.rollouts.sessions import Session
 
+Record = Mapping[str, Any]
+
 
 def session_record(session: Session, reward: float | None) -> dict[str, Any]:
     """The record of a session of an `Endpoint`, as `read_sessions` gives those of a run: `row`, `reward`, `conversations`."""
-    return {
-        "row": dict(session.row),
-        "reward": reward,
-        "conversations": conversations_of(session.turns),
-    }
+    return {"row": dict(session.row), "reward": reward, "conversations": conversations_of(session.turns)}
 
 
-def sft_rows(sessions: Iterable[Mapping[str, Any]], *, least_reward: float) -> list[dict[str, Any]]:
+def sft_rows(sessions: Iterable[Record], *, least_reward: float) -> list[dict[str, Any]]:
     """The conversations of sessions with at least this reward, each a row with `messages`, and `tools` where it had some.
 
     Conversations that end with an empty message are left out.
@@ -33,15 +31,13 @@ def sft_rows(sessions: Iterable[Mapping[str, Any]], *, least_reward: float) -> l
     ]
 
 
-def preference_rows(
-    sessions: Iterable[Mapping[str, Any]], *, least_margin: float = 0.0
-) -> list[dict[str, Any]]:
+def preference_rows(sessions: Iterable[Record], *, least_margin: float = 0.0) -> list[dict[str, Any]]:
     """The best and the worst session of each row whose rewards differ by more than `least_margin`: `prompt`, `chosen`, `rejected`.
 
     The prompt is what both have in common up to a message of the policy. Of a session with several conversations the longest
     counts. Sessions without a common beginning, or that end with an empty message, are left out.
     """
-    groups: dict[str, list[Mapping[str, Any]]] = {}
+    groups: dict[str, list[Record]] = {}
     for session in sessions:
         if session["reward"] is not None and _answered(session):
             key = json.dumps(session["row"], sort_keys=True, default=str)
@@ -64,13 +60,10 @@ def preference_rows(
     return rows
 
 
-def _answered(session: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _answered(session: Record) -> list[dict[str, Any]]:
     """The conversations whose last message is not empty."""
-    return [
-        each
-        for each in session["conversations"]
-        if each["messages"][-1].get("content") or each["messages"][-1].get("tool_calls")
-    ]
+    lasts = ((each, each["messages"][-1]) for each in session["conversations"])
+    return [each for each, last in lasts if last.get("content") or last.get("tool_calls")]
 
 
 def _tools(conversation: Mapping[str, Any]) -> dict[str, Any]:

@@ -71,9 +71,7 @@ class Played:
             read = read_answers([reward], count=1)
             if read.unusable:
                 self.failure = "malformed"
-                return RewardError(
-                    f"It gave {read.unusable[0]}, expected a number, None, or a dict with 'reward'."
-                )
+                return RewardError(f"It gave {read.unusable[0]}, not a number, None or a dict with 'reward'.")
             if not turns:
                 self.failure = "silent"
                 return RewardError("It ended without an answer of the policy: there is nothing to train.")
@@ -144,10 +142,8 @@ class Journal:
 
     def score(self, keys: Sequence[str], rewards: Sequence[float]) -> None:
         """Append the rewards of sessions by all sources, NaN for none."""
-        self._append({
-            key: {"reward": None if math.isnan(reward) else reward}
-            for key, reward in zip(keys, rewards, strict=True)
-        })  # fmt: skip
+        given = (None if math.isnan(reward) else reward for reward in rewards)
+        self._append({key: {"reward": reward} for key, reward in zip(keys, given, strict=True)})
 
     def _append(self, records: Mapping[str, Mapping[str, Any]]) -> None:
         if self._file is None:
@@ -159,9 +155,9 @@ class Journal:
 
     def prune(self, step: int, *, run: str | None) -> None:
         """Delete this process's records of earlier steps and of other runs."""
-        for file in (
-            [] if self.keeps or self.folder is None else list(self.folder.glob(f"*-{self.rank}.jsonl"))
-        ):
+        if self.keeps or self.folder is None:
+            return
+        for file in list(self.folder.glob(f"*-{self.rank}.jsonl")):
             if int(file.name.partition("-")[0]) < step or f"-{run}-" not in file.name:
                 file.unlink()
 

@@ -197,7 +197,7 @@ class _Form:
 
     def usage(self, turns: Sequence[Turn]) -> dict[str, int]:
         """The numbers of tokens; a prompt with its `n` completions counts once."""
-        prompt = sum(turn.prompt_tokens for turn in turns[:: self.body.n])
+        prompt = sum(len(turn.context) for turn in turns[:: self.body.n])
         written = sum(turn.completion_tokens for turn in turns)
         return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 

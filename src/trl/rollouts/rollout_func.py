@@ -75,9 +75,7 @@ def generate_rollout_completions(
     maker, tokenizer = trainer.rollouts, trainer.processing_class
     chats = [not isinstance(prompt, str) for prompt in prompts]
     if any(is_chat != (chats[0] if as_chat is None else as_chat) for is_chat in chats):
-        raise ValueError(
-            f"prompts must be all texts or all conversations, got as_chat={as_chat}. Change them."
-        )
+        raise ValueError(f"prompts must be all texts or all conversations (as_chat={as_chat}). Change them.")
     kwargs = trainer.args.chat_template_kwargs or {}
     texts = [
         prompt if isinstance(prompt, str) else render_prompt(tokenizer, Chat(list(prompt), None, kwargs))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -84,10 +84,6 @@ class Turn:
         self.stops = (*self.session.sampling.stop_strings, *self.stops)
         self.tokens = self.context = [*(parent.tokens if parent else []), *self.shown]
         self.opening: int = parent.opening if parent else len(self.shown)  # tokens of the first prompt
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.context)
 
     @property
     def completion_tokens(self) -> int:
@@ -205,7 +201,6 @@ class Session:
         self._asked: dict[tuple[int, ...], list[Turn]] = {}
         self._drawn = Counter[tuple[int, ...]]()  # random streams of each prompt that were used
         self._running: dict[Turn, Request | None] = {}  # with the requests that wait for the budget
-        self._waiting = deque[Turn]()  # those, in order, and some that were given up
         self._sampled = 0  # tokens
         self.closed = False
 
@@ -231,14 +226,10 @@ class Session:
         is_one = isinstance(body.prompt, str) or isinstance(next(iter(body.prompt), 0), int)
         prompts: Any = [body.prompt] if is_one else body.prompt
         if len(prompts) * body.n > MOST_TURNS:
-            text = (
-                f"{len(prompts)} prompts with n={body.n}: the most completions of a request are {MOST_TURNS}."
-            )
+            text = f"{len(prompts)} prompts with n={body.n}: a request has at most {MOST_TURNS} completions."
             raise APIError(400, text, param="prompt")
-        makers = [
-            partial(await _beside(len(prompt), partial(self._continued, prompt)), stops=body.stops)
-            for prompt in prompts
-        ]
+        found = [await _beside(len(prompt), partial(self._continued, prompt)) for prompt in prompts]
+        makers = [partial(make, stops=body.stops) for make in found]
         if body.max_tokens == 0:
             turns = [make() for make in makers]
         else:
@@ -296,15 +287,16 @@ class Session:
         try:
             for make in makers:
                 turns = [make() for _ in range(body.n)]
-                if (length := len(turns[0].context)) >= self.chats.context_length:
-                    text = f"The prompt is too long for this model's maximum context length: {length} tokens."
-                    raise APIError(
-                        400, f"{text} Reduce the length of the messages.", code=TOO_LONG, param="messages"
+                prompt, most = turns[0].context, self.chats.context_length
+                if len(prompt) >= most:
+                    text = (
+                        f"This model's maximum context length is {most} tokens, the prompt has {len(prompt)}."
                     )
-                begun = self._asked.get(tuple(turns[0].context), [])[-body.n :] if is_retry else []
+                    raise APIError(400, f"{text} Shorten it.", code=TOO_LONG, param="messages")
+                begun = self._asked.get(tuple(prompt), [])[-body.n :] if is_retry else []
                 for turn in begun:  # whose answers were lost on their way
                     turn.requests += 1
-                    found.append(turn)
+                found += begun
                 for number, turn in list(enumerate(turns))[len(begun) :]:
                     self._start(turn, body, number, limit)
                     found.append(turn)
@@ -328,31 +320,27 @@ class Session:
         self._asked.setdefault(prompt, []).append(turn)
         stream = stream_of(self.stream, prompt, number)
         self._running[turn] = Request(turn.context, sampling, stream, turn.limit, listener)
-        self._waiting.append(turn)
         if self.closed:  # since the request arrived
             turn.future.cancel()
         self._admit()
 
     def _admit(self) -> None:
         """Send turns to the engine, in order, as long as the budget holds even if all that run write up to their limits."""
-        while self._waiting:
-            turn = self._waiting[0]
-            if (request := self._running.get(turn)) is not None:
-                assert turn.future is not None
-                try:
-                    limit = min(turn.limit, self._room(turn))
-                except APIError as error:
-                    if turn.future.set_running_or_notify_cancel():
-                        turn.future.set_exception(error)
-                    del self._running[turn]
-                else:
-                    if self.budget.tokens is not None:
-                        running = (each.limit for each, waiting in self._running.items() if waiting is None)
-                        if self._sampled + sum(running) + limit > self.budget.tokens:
-                            return  # until one of those that run has ended
-                    turn.limit, self._running[turn] = limit, None
-                    self.broker.submit(replace(request, limit=limit), turn.future)
-            self._waiting.popleft()
+        for turn, request in [(turn, waits) for turn, waits in self._running.items() if waits is not None]:
+            assert turn.future is not None
+            try:
+                limit = min(turn.limit, self._room(turn))
+            except APIError as error:
+                if turn.future.set_running_or_notify_cancel():
+                    turn.future.set_exception(error)
+                del self._running[turn]
+                continue
+            if self.budget.tokens is not None:
+                running = (each.limit for each, waiting in self._running.items() if waiting is None)
+                if self._sampled + sum(running) + limit > self.budget.tokens:
+                    return  # until one of those that run has ended
+            turn.limit, self._running[turn] = limit, None
+            self.broker.submit(replace(request, limit=limit), turn.future)
 
     def _room(self, turn: Turn) -> int:
         """Tokens that a turn may have by the budget once those that run have ended. Raises: APIError if it is spent."""

@@ -35,14 +35,11 @@ class ScoredPrompt:
 
     def in_vllms_form(self) -> list[dict[str, Any] | None]:
         """vLLM's `prompt_logprobs`: for each token but the first those at its place, by their ids."""
-        entries = (
-            {
-                str(token): {"logprob": logp, "rank": rank, "decoded_token": self.texts[token]}
-                for token, logp, rank in place
-            }
-            for place in self.at
-        )
-        return [None, *entries]
+
+        def entry(token: int, logp: float, rank: int) -> dict[str, Any]:
+            return {"logprob": logp, "rank": rank, "decoded_token": self.texts[token]}
+
+        return [None, *({str(each[0]): entry(*each) for each in place} for place in self.at)]
 
     def tokens(self) -> list[tuple[str, float | None, dict[str, float] | None]]:
         """OpenAI's form: the text and log-prob of each token, and the most likely texts at its place."""

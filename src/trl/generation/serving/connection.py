@@ -180,9 +180,9 @@ class ServerConnection:
         token = self.token or found_token or ""
         if not (token.isascii() and token.isprintable()):  # `http.client` would print it
             raise ValueError(f"{self.variable} of the {self.kind} must be printable ASCII on one line.")
-        headers = {"Content-Type": "application/json"} | (
-            {"Authorization": f"Bearer {token}"} if token else {}
-        )
+        headers = {"Content-Type": "application/json"}
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = kind(self.host, self.port, timeout=timeout_s)
         try:
@@ -216,9 +216,8 @@ class ServerConnection:
         elif status in (200, 404, 405):
             expected = "a server started with `trl vllm-serve`" if is_ours else "an OpenAI-style server"
             message = f"answers {message!r}, expected {expected}. Check host and port."
-        raise _ERRORS.get(status, RuntimeError)(
-            f"The {self.kind} at {self.base_url}{path} failed ({status}): {message}"
-        )
+        text = f"The {self.kind} at {self.base_url}{path} failed ({status}): {message}"
+        raise _ERRORS.get(status, RuntimeError)(text)
 
 
 _ERRORS: dict[int, type[Exception]] = {

@@ -137,6 +137,13 @@ class TransformersEngine:
             requests = Requests(context_length=length, device=core.device)
             cache = RolloutCache(config.num_hidden_layers)
             decoder = self._decoder(route, core, cache, dtype)
+            autocast = partial(torch.autocast, core.device.type, dtype=dtype, enabled=dtype is not None)
+
+            @contextmanager
+            def running(cache: RolloutCache) -> Iterator[None]:
+                with torch.no_grad(), rollout_attention_of(core, cache), autocast():
+                    yield
+
             memory, itemsize = row_memory(core.device), (dtype or core.dtype).itemsize
             kept = memory // 4 if self.reuse_memory is None else self.reuse_memory
             reuse = Reuse(kept) if kept else None
@@ -145,8 +152,7 @@ class TransformersEngine:
                 requests, loop, vocabulary=vocabulary,
                 rows_for=lambda: self.max_batch or default_rows(config, requests, itemsize, memory=memory),
                 rules_of=lambda sampling: self._rules(sampling, core, end_tokens(sampling.stop_token_ids, core)),
-                attention=partial(rollout_attention_of, core),
-                autocast=partial(torch.autocast, core.device.type, dtype=dtype, enabled=dtype is not None),
+                running=running,
             )  # fmt: skip
             try:
                 yield live
@@ -216,7 +222,8 @@ class TransformersEngine:
         processors = Processors(core, sampling, ends) if sampling.processors else None
         texts = sampling.stop_strings
         strings = StopStrings(texts, self.tokenizer) if texts else None
-        return Rules(sampling, ends=ends, strings=strings, processors=processors, device=core.device)
+        tokens = torch.tensor(list(ends), dtype=torch.int64, device=core.device)
+        return Rules(sampling, tokens, strings, processors)
 
     def _route(self, model: Any, core: Any) -> Route:
         """The first route that this model supports, or the requested one.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,22 +21,10 @@ from trl.generation.transformers.rollout_loop import RolloutLoop
 _LOGITS = 1 << 24  # of a prompt at once
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A request with its number; `sampling` has a seed, `prompt` was checked."""
-
-    number: int
-    request: Request
-    prompt: tuple[int, ...]
-    sampling: Sampling
-    rules: Rules
-
-
 class LiveRequests:
     """A `Live` engine over a `RolloutLoop`; see there.
 
-    `rows_for()` is how many rows may run at once with the present requests. `attention(cache)` and `autocast()` are entered around
-    each step.
+    `rows_for()` is how many rows may run at once with the present requests. `running(cache)` is entered around each step.
     """
 
     def __init__(
@@ -47,15 +35,14 @@ class LiveRequests:
         vocabulary: int,
         rules_of: Callable[[Sampling], Rules],
         rows_for: Callable[[], int],
-        attention: Callable[[RolloutCache], AbstractContextManager[Any]],
-        autocast: Callable[[], AbstractContextManager[Any]],
+        running: Callable[[RolloutCache], AbstractContextManager[Any]],
     ) -> None:
         self.requests, self.loop, self.vocabulary = requests, loop, vocabulary
-        self.rules_of, self.rows_for, self.attention, self.autocast = rules_of, rows_for, attention, autocast
+        self.rules_of, self.rows_for, self.running = rules_of, rows_for, running
         self._numbers = itertools.count()
-        self._waiting: dict[int, Waiting] = {}
+        self._waiting: dict[int, tuple[Request, Rules]] = {}
         self._row_of: dict[int, int] = {}
-        self._running: dict[int, Waiting] = {}  # by row
+        self._running: dict[int, tuple[int, Request]] = {}  # by row
         self._rules: dict[Sampling, Rules] = {}
         requests.listener = self._newest
 
@@ -65,21 +52,22 @@ class LiveRequests:
 
     def submit(self, request: Request) -> int:
         length, sampling = self.requests.context_length, request.sampling
-        (found,), _ = check_requests(
-            [request.prompt], None, context_length=length, vocabulary=self.vocabulary
-        )
-        completion_limits([len(found)], sampling, length, None if request.limit is None else [request.limit])
+        prompt = self._checked(request.prompt)
+        completion_limits([len(prompt)], sampling, length, None if request.limit is None else [request.limit])
         # What is given to each request alone does not tell apart how tokens are drawn.
-        shared = replace(
-            sampling, seed=None, max_new_tokens=None, max_length=None, min_new_tokens=0, min_length=0
-        )
+        lengths: Any = {"max_new_tokens": None, "max_length": None, "min_new_tokens": 0, "min_length": 0}
+        shared = replace(sampling, seed=None, **lengths)
         if shared not in self._rules:
             self._rules[shared] = self.rules_of(shared)
         if sampling.seed is None:
             sampling = replace(sampling, seed=fresh_seed())
         number = next(self._numbers)
-        self._waiting[number] = Waiting(number, request, found, sampling, self._rules[shared])
+        self._waiting[number] = replace(request, prompt=prompt, sampling=sampling), self._rules[shared]
         return number
+
+    def _checked(self, prompt: Sequence[int], room: int = 1) -> tuple[int, ...]:
+        limits: Any = {"context_length": self.requests.context_length, "vocabulary": self.vocabulary}
+        return check_requests([prompt], None, room=room, **limits)[0][0]
 
     def cancel(self, request: int) -> None:
         if self._waiting.pop(request, None) is None and (row := self._row_of.get(request)) is not None:
@@ -88,7 +76,7 @@ class LiveRequests:
             self.loop.ended.clear()
 
     def step(self) -> dict[int, Generated]:
-        with self._running_model(self.loop.cache):
+        with self.running(self.loop.cache):
             self._begin()
             self.loop.advance()
         ended = self.loop.ended[:]
@@ -105,11 +93,9 @@ class LiveRequests:
 
         Raises: ValueError for an invalid prompt.
         """
-        length = self.requests.context_length
-        (ids,), _ = check_requests([prompt], None, context_length=length, vocabulary=self.vocabulary, room=0)
-        decoder, found = copy.copy(self.loop.decoder), list[Scored]()
+        ids, decoder, found = self._checked(prompt, 0), copy.copy(self.loop.decoder), list[Scored]()
         decoder.cache = RolloutCache(len(self.loop.cache.layers))
-        with self._running_model(decoder.cache):
+        with self.running(decoder.cache):
             hidden, _ = decoder.prompt_states([ids])
             targets = torch.tensor(ids[1:], device=hidden.device)
             rows = max(1, _LOGITS // self.vocabulary)
@@ -124,38 +110,31 @@ class LiveRequests:
             self.loop.reuse.keep(ids, decoder.cache.copy_of(0, 0, 0, len(ids)))
         return found
 
-    @contextmanager
-    def _running_model(self, cache: RolloutCache) -> Iterator[None]:
-        with torch.no_grad(), self.attention(cache), self.autocast():
-            yield
-
     def _begin(self) -> None:
         """Add what waits; equal prompts of one step are run once."""
-        alike: dict[tuple[Rules, Sampling, bool], list[Waiting]] = {}
-        for each in self._waiting.values():
-            alike.setdefault((each.rules, each.sampling, each.request.limit is None), []).append(each)
+        alike: dict[tuple[Rules, Sampling, bool], list[tuple[int, Request]]] = {}
+        for number, (request, rules) in self._waiting.items():
+            alike.setdefault((rules, request.sampling, request.limit is None), []).append((number, request))
         self._waiting = {}
         for (rules, sampling, unlimited), several in alike.items():
-            limits = [each.request.limit for each in several if each.request.limit is not None]
-            rows = self.requests.add(
-                [each.prompt for each in several], [each.request.stream for each in several], sampling, rules,
-                limits=None if unlimited else limits,
-            )  # fmt: skip
-            for row, each in zip(rows, several, strict=True):
-                self._row_of[each.number], self._running[row] = row, each
+            each: Any = [(request.prompt, request.stream, request.limit) for _, request in several]
+            prompts, streams, limits = zip(*each, strict=True)
+            rows = self.requests.add(prompts, streams, sampling, rules, limits=None if unlimited else limits)
+            self._running |= dict(zip(rows, several, strict=True))
+            self._row_of |= {number: row for row, (number, _) in zip(rows, several, strict=True)}
             self.loop.queue += self.requests.queue(rows)
         if self.loop.queue:
             self.loop.max_rows = self.rows_for()
 
     def _release(self, row: int) -> int:
         """Forget a request in a row of the tables; its number."""
-        number = self._running.pop(row).number
+        number, _ = self._running.pop(row)
         del self._row_of[number]
         self.requests.release(row)
         return number
 
     def _newest(self, rows: Tensor, ids: Tensor) -> None:
-        if any(each.request.listener is not None for each in self._running.values()):
+        if any(request.listener is not None for _, request in self._running.values()):
             for row, token in zip(rows.tolist(), ids.tolist(), strict=True):
-                if (listener := self._running[row].request.listener) is not None:
+                if (listener := self._running[row][1].listener) is not None:
                     listener([token])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -91,24 +92,18 @@ class StopStrings:
         )
 
 
+@dataclass(eq=False)
 class Rules:
     """How the tokens of some requests are drawn, and which tokens and strings end them.
 
-    `processors` replace the distribution settings of `sampling`.
+    `processors` replace the distribution settings of `sampling`. `keeps`: whether draws have a kept mass.
     """
 
-    def __init__(
-        self,
-        sampling: Sampling,
-        *,
-        ends: Sequence[int],
-        strings: StopStrings | None,
-        processors: Processors | None,
-        device: torch.device,
-    ) -> None:
-        self.sampling, self.strings, self.processors = sampling, strings, processors
-        self.ends = torch.tensor(list(ends), dtype=torch.int64, device=device)
-        self.keeps = False  # whether draws have a kept mass
+    sampling: Sampling
+    ends: Tensor
+    strings: StopStrings | None
+    processors: Processors | None
+    keeps: bool = False
 
 
 class Requests:
@@ -160,9 +155,7 @@ class Requests:
         starts = [len(prompt if self.begin is None else self.begin) for prompt in prompts]
         limits = completion_limits(starts, sampling, self.context_length, limits)
         minima = [max(sampling.min_new_tokens, sampling.min_length - start) for start in starts]
-        numbers = {
-            prompt: self._prompts_so_far + index for index, prompt in enumerate(dict.fromkeys(prompts))
-        }
+        numbers = {each: self._prompts_so_far + n for n, each in enumerate(dict.fromkeys(prompts))}
         self._prompts_so_far += len(numbers)
         self.prompts |= {number: prompt for prompt, number in numbers.items()}
         found = self._rows(len(prompts), max(limits))
@@ -250,9 +243,8 @@ class Requests:
             drawn = rules.processors.choose(logits, numbers, starts, self.begin, self.ids[requests], counts)
         if not bool((finite := torch.isfinite(drawn.logps)).all()):
             row = int((~finite).nonzero()[0, 0])
-            raise FloatingPointError(
-                f"logits of prompts[{int(requests[row])}] must be finite. Check weights and dtype."
-            )
+            number = int(requests[row])
+            raise FloatingPointError(f"logits of prompts[{number}] must be finite. Check weights and dtype.")
         if self.logps is None:
             self.logps = torch.zeros(self.ids.shape, dtype=drawn.logps.dtype, device=self.device)
         self.ids[requests, counts], self.logps[requests, counts] = drawn.ids, drawn.logps

@@ -253,9 +253,7 @@ class VLLMEngine(PolicyCopy):
         """Whether other processes share this copy."""
         return self._sharing is not None
 
-    def check_live(self) -> None:
-        """Raise ValueError for a copy that several processes share."""
-        check_alone(self)
+    check_live = check_alone
 
     @contextmanager
     def live(self) -> Iterator[Live]:
