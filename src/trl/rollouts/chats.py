@@ -39,10 +39,8 @@ class Chats:
 
     def text(self, ids: Sequence[int], stops: Sequence[str] = (), *, special: bool = False) -> str:
         """The text of a completion up to a stop string, with its end token and other special tokens if `special`."""
-        text = self.tokenizer.decode(
-            list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
-        )
-        return _cut(text, stops)
+        options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
+        return _cut(self.tokenizer.decode(list(ids), **options), stops)
 
     def read(
         self, ids: Sequence[int], context: Sequence[int], tools: Sequence[Any], stops: Sequence[str]

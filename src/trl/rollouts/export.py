@@ -37,12 +37,11 @@ def preference_rows(sessions: Iterable[Record], *, least_margin: float = 0.0) ->
     The prompt is what both have in common up to a message of the policy. Of a session with several conversations the longest
     counts. Sessions without a common beginning, or that end with an empty message, are left out.
     """
-    groups: dict[str, list[Record]] = {}
+    groups, rows = dict[str, list[Record]](), []
     for session in sessions:
         if session["reward"] is not None and _answered(session):
             key = json.dumps(session["row"], sort_keys=True, default=str)
             groups.setdefault(key, []).append(session)
-    rows = []
     for group in groups.values():
         best, worst = (choose(group, key=lambda each: each["reward"]) for choose in (max, min))
         if best["reward"] - worst["reward"] <= least_margin:

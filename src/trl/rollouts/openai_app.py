@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from itertools import accumulate
 from typing import Any
@@ -56,17 +56,26 @@ def openai_app(
         check_model(name)
         return card | {"id": name}
 
+    async def answered(request: Request, body: Body, begin: Callable[..., Awaitable[list[Turn]]]) -> Any:
+        """JSON, or a stream of events. A client that goes away takes its turns along."""
+        check_model(body.model)
+        is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"  # of OpenAI's clients
+        turns, form = await begin(body, is_retry=is_retry), _Form(model_name, body)
+        if body.stream:
+            return _Stream(_events(turns, form), media_type="text/event-stream")
+        try:
+            return JSONResponse(form.whole(await unless_gone(request, _results(turns))))
+        finally:
+            for turn in turns:  # nothing for those that ended
+                turn.cancel()
+
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: ChatBody) -> Any:
-        check_model(body.model)
-        turns = await request.scope["session"].chat(body, is_retry=_is_retry(request))
-        return await _answered(request, turns, _Form(model_name, body))
+        return await answered(request, body, request.scope["session"].chat)
 
     @app.post("/v1/completions")
     async def complete(request: Request, body: CompletionBody) -> Any:
-        check_model(body.model)
-        turns = await request.scope["session"].complete(body, is_retry=_is_retry(request))
-        return await _answered(request, turns, _Form(model_name, body))
+        return await answered(request, body, request.scope["session"].complete)
 
     async def failed(request: Request, error: Exception) -> JSONResponse:
         return _answer(_error_of(error, f"{request.method} {request.url.path}"))
@@ -110,24 +119,8 @@ def _error_of(error: Exception, where: str) -> APIError:
     return APIError(500, f"{type(error).__name__}: {error}")
 
 
-def _is_retry(request: Request) -> bool:
-    """Whether the client sends this request again (the header of OpenAI's clients)."""
-    return request.headers.get("x-stainless-retry-count", "0") != "0"
-
-
-async def _answered(request: Request, turns: Sequence[Turn], form: _Form) -> Any:
-    """The response: JSON, or a stream of events. A client that goes away takes its requests along."""
-    if form.body.stream:
-        return _Stream(_events(turns, form), media_type="text/event-stream")
-
-    async def whole() -> dict[str, Any]:
-        return form.whole([await turn.result() for turn in turns])
-
-    try:
-        return JSONResponse(await unless_gone(request, whole()))
-    finally:
-        for turn in turns:  # nothing for those that ended
-            turn.cancel()
+async def _results(turns: Sequence[Turn]) -> list[Turn]:
+    return [await turn.result() for turn in turns]
 
 
 class _Stream(StreamingResponse):

@@ -34,11 +34,8 @@ class RolloutFunction:
 
     exact = False
 
-    def __init__(
-        self, function: Any, trainer: Any, *, vocabulary: int | None, context_length: int | None
-    ) -> None:
-        self.function, self._trainer = function, trainer
-        self._limits = {"vocabulary": vocabulary, "context_length": context_length}
+    def __init__(self, function: Any, trainer: Any, **limits: int | None) -> None:
+        self.function, self._trainer, self._limits = function, trainer, limits
         self._stream, self._asked = 0, Counter[tuple[int, ...]]()
 
     def next_streams(self, prompts: Sequence[Sequence[int]]) -> list[int]:

@@ -239,9 +239,7 @@ class Session:
             turn.scores = self.broker.call(partial(self.chats.scored, turn.context, body.scored or 0, as_ids))
         return turns
 
-    async def extend(
-        self, parent: Turn | None, messages: Sequence[Message], held: int, tools: Sequence[Any]
-    ) -> Turn:
+    async def extend(self, parent: Turn | None, messages: Sequence[Message], held: int, tools: Any) -> Turn:
         """The answer to a conversation of which `parent` holds the first `held` messages, its own among them.
 
         Raises: APIError, TemplateRefusal.

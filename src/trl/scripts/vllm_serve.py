@@ -74,11 +74,10 @@ def serve(arguments: ServeArguments) -> None:
         backend = stack.enter_context(loaded(arguments))
         with needing_address(
             arguments.host, arguments.port
-        ):  # another server that was loading, too, may come first
+        ):  # another one may have begun to listen meanwhile
             server.listen()
-        with (
-            reporting_input_errors()
-        ):  # the port is this server's: the file is named after it, and would replace that of another
+        # The port is this server's: the file is named after it, and would replace that of another.
+        with reporting_input_errors():
             token = stack.enter_context(server_token(arguments.host, arguments.port))
         logger.info("Serving %s on http://%s:%d", arguments.model, arguments.host, arguments.port)
         try:

@@ -273,15 +273,9 @@ def teacher_of(teacher: Any, args: RolloutTraining, policy: Policy, *, needed: b
 
 
 def agent_completer(
-    agent: Any,
-    environment_factory: Any,
-    args: RolloutTraining,
-    policy: Policy,
-    *,
-    rewards: Any,
-    **others: Any,
+    agent: Any, environment_factory: Any, args: RolloutTraining, policy: Policy, *, rewards: Any, **other: Any
 ) -> Any:
-    """The agent of a run, or its environments as one; None for neither. `others` are what they exclude, by name.
+    """The agent of a run, or its environments as one; None for neither. `other` are what they exclude, by name.
 
     Environments may have `tools` beside their own, and need `rewards` if they give none.
 
@@ -292,12 +286,12 @@ def agent_completer(
         return None
     name = "environment_factory" if agent is None else "agent"
     if agent is not None:
-        others["environment_factory"] = environment_factory
-    tools = others.pop("tools") if agent is None else None
+        other["environment_factory"] = environment_factory
+    tools = other.pop("tools") if agent is None else None
     if agent is None and isinstance(args, GroupTraining) and args.generation_parts > 1:
-        others["generation_parts > 1"] = True
-    others["ds3_gather_for_generation=False"] = not (args.ds3_gather_for_generation or args.use_vllm)
-    if given := [name for name, other in others.items() if other]:
+        other["generation_parts > 1"] = True
+    other["ds3_gather_for_generation=False"] = not (args.ds3_gather_for_generation or args.use_vllm)
+    if given := [name for name, each in other.items() if each]:
         raise ValueError(f"{name} cannot be combined with {', '.join(given)}. Leave one of them out.")
     if agent is not None and not (find_spec("fastapi") and find_spec("uvicorn")):
         raise ImportError("agent needs a server. Install it with `pip install trl[serve]`.")

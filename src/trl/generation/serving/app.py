@@ -33,6 +33,7 @@ _HEAD_S = 30.0  # for the headers of a request to arrive
 _MOST_CONNECTIONS = 4096
 ERRORS_SHOWN = 5  # of a body
 Found = TypeVar("Found")
+Refusal = Callable[[Scope, str], Response | None]
 _STATUS: dict[type[Exception], int] = {
     RequestValidationError: 400, ValueError: 400, TypeError: 400, NoChannel: 409, BackendDied: 503, Exception: 500,
 }  # fmt: skip
@@ -146,11 +147,7 @@ class GenerationServer(HTTPServer):
 
 
 def admission(
-    app: ASGIApp,
-    refusal: Callable[[Scope, str], Response | None],
-    *,
-    max_body_bytes: int,
-    seconds: float | None = None,
+    app: ASGIApp, refusal: Refusal, *, max_body_bytes: int, seconds: float | None = None
 ) -> ASGIApp:
     """Check a request before its body is parsed, by its size and by `refusal(scope, token)`, an answer or None.
 

@@ -95,6 +95,7 @@ def resolved(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...
 
 
 _MOST_CHARACTERS = 2000  # of an error's text
+Connected = Callable[[socket.socket], None] | None
 
 
 class ServerLost(ConnectionError):
@@ -153,12 +154,7 @@ class ServerConnection:
         return self._request("GET", path, None, timeout_s)
 
     def post(
-        self,
-        path: str,
-        body: dict[str, Any] | None = None,
-        *,
-        timeout_s: float | None = None,
-        connected: Callable[[socket.socket], None] | None = None,
+        self, path: str, body: Any = None, *, timeout_s: float | None = None, connected: Connected = None
     ) -> dict[str, Any]:
         """The server's answer to a POST request; `timeout_s=None` waits as long as the server runs. `connected` is given the socket.
 
@@ -168,12 +164,7 @@ class ServerConnection:
         return self._request("POST", path, json.dumps(body or {}).encode(), timeout_s, connected)
 
     def _request(
-        self,
-        method: str,
-        path: str,
-        body: bytes | None,
-        timeout_s: float | None,
-        connected: Callable[[socket.socket], None] | None = None,
+        self, method: str, path: str, body: bytes | None, timeout_s: float | None, connected: Connected = None
     ) -> dict[str, Any]:
         is_ours = self.variable == VARIABLE
         found_token = client_token(self.host, self.port) if is_ours else _from_environment(self.variable)

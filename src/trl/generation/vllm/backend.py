@@ -78,8 +78,8 @@ class Steps:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.unusable: str | None = None
-        self._running: dict[int, Callable[[Sequence[int]], None] | None] = {}  # with their listeners
-        self._heard: dict[int, int] = {}  # tokens that a listener was given
+        # Their listeners, and how many tokens these were given.
+        self._running: dict[int, tuple[Callable[[Sequence[int]], None] | None, int]] = {}
 
     @property
     def busy(self) -> bool:
@@ -99,14 +99,13 @@ class Steps:
             settings.output_kind = RequestOutputKind.FINAL_ONLY
         with as_value_errors():
             self.engine.add_request(str(number), {"prompt_token_ids": request["prompt_ids"]}, settings)
-        self._running[number] = listener
+        self._running[number] = listener, 0
         return number
 
     def cancel(self, request: int) -> None:
         """Give a request up; nothing happens for one that has ended."""
         if request in self._running:
             del self._running[request]
-            self._heard.pop(request, None)
             with as_value_errors():
                 self.engine.abort_request([str(request)])
 
@@ -122,12 +121,12 @@ class Steps:
             if number not in self._running:  # cancelled
                 continue
             ids, logps = drawn(output)
-            if (listener := self._running[number]) is not None:
-                heard, self._heard[number] = self._heard.get(number, 0), len(ids)
+            listener, heard = self._running[number]
+            if listener is not None:
                 listener(ids[heard:])
+                self._running[number] = listener, len(ids)
             if answer.finished:
                 del self._running[number]
-                self._heard.pop(number, None)
                 ended[number] = {"ids": ids, "logprobs": logps, "finish_reason": output.finish_reason}
                 if (scores := getattr(answer, "prompt_logprobs", None)) is not None:
                     ended[number]["prompt_logprobs"] = [
