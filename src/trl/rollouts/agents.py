@@ -258,13 +258,12 @@ def completed(
         CUT: [one.cut for one in played],
         **{OUTCOME_OF + kind: [one.failure == kind for one in played] for kind in OUTCOMES},
     }
-    fields: dict[str, list[Any]] = {REWARD_FIELD: [one.reward for one in played]}
+    names = [REWARD_FIELD] if environments is None else environments.reward_names
+    fields: dict[str, list[Any]]
+    fields = {name: [one.reward if one.reward_name == name else None for one in played] for name in names}
     if environments is not None:
         counts |= tool_counts(played)
-        fields = {
-            name: [one.reward if one.reward_name == name else None for one in played]
-            for name in environments.reward_names
-        } | {ENVIRONMENTS: [one.environment for one in played]}
+        fields[ENVIRONMENTS] = [one.environment for one in played]
     experience = Experience(
         Ragged.of([chains[0].prompt for chains in rows]),
         Ragged.of([[token for chain in chains for token in chain.ids] for chains in rows]),

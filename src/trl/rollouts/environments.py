@@ -236,9 +236,7 @@ class EnvironmentAgent:
         if isinstance(dataset, IterableDataset):
             return dataset
         if not is_list_of_dicts_with(dataset[0]["prompt"], "role"):
-            raise ValueError(
-                "environment_factory needs prompts of messages or none, got text. Write messages."
-            )
+            raise ValueError("environment_factory needs prompts of messages or none, got text. Use messages.")
         columns = set(dataset.column_names)
         if self.chooses:
             given = set(dataset[KIND]) if KIND in columns else {None}

@@ -83,14 +83,12 @@ class Journal:
     """Records of sessions in files of `folder`, one for each step, run and process.
 
     A record belongs to the run, the step, the policy's weights, a random stream, a row and the settings that it was sampled with.
-    `prune` deletes what a checkpoint does not need, unless the journal `keeps` all. With `environments` a record has the pickled
+    `prune` deletes what a checkpoint does not need, unless the journal `keeps` all. With `pickles` a record has the pickled
     environment; sessions whose environment cannot be restored are not found. Without a folder nothing is written.
     """
 
-    def __init__(
-        self, folder: Path | None, *, rank: int, keeps: bool = False, environments: bool = False
-    ) -> None:
-        self.folder, self.rank, self.keeps, self.environments = folder, rank, keeps, environments
+    def __init__(self, folder: Path | None, *, rank: int, keeps: bool = False, pickles: bool = False) -> None:
+        self.folder, self.rank, self.keeps, self.pickles = folder, rank, keeps, pickles
         self._held: dict[str, dict[str, Any]] = {}
         self._file: Path | None = None
         self._step, self._policy = 0, ""
@@ -122,7 +120,7 @@ class Journal:
             return None
         given = {each.name: record[each.name] for each in fields(Played)}
         given["chains"] = [Chain(**each) for each in given["chains"]]
-        if self.environments:
+        if self.pickles:
             try:
                 given["environment"] = pickle.loads(base64.b64decode(given["environment"]))
             except Exception:  # of any kind, by the user's classes
@@ -135,7 +133,7 @@ class Journal:
             return
         plain = asdict(replace(played, environment=None))
         whole = {"step": self._step, "row": dict(row), **plain}
-        if self.environments:
+        if self.pickles:
             with suppress(Exception):  # of any kind: it is not restored, then
                 whole["environment"] = base64.b64encode(pickle.dumps(played.environment)).decode()
         self._append({key: whole})

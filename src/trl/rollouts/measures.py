@@ -78,9 +78,7 @@ def _once(value: Any) -> Weighted:
     return Weighted(torch.as_tensor(value, dtype=torch.float64), torch.ones(()))
 
 
-def split_extremes(
-    metrics: Mapping[str, Weighted],
-) -> tuple[dict[str, Weighted], dict[str, Tensor]]:
+def split_extremes(metrics: Mapping[str, Weighted]) -> tuple[dict[str, Weighted], dict[str, Tensor]]:
     """Metrics without minima and maxima (names with `min` or `max` after the last slash), and these."""
     extremes = {n: value.mean for n, value in metrics.items() if n.rpartition("/")[2][:3] in ("min", "max")}
     return {name: value for name, value in metrics.items() if name not in extremes}, extremes

@@ -93,7 +93,7 @@ def openai_app(
             return _answer(APIError(431, f"More than {MOST_HEADERS} headers."))
         return None
 
-    return admission(app, refusal, max_body_bytes=MAX_BODY_BYTES, seconds=BODY_DEADLINE_S)
+    return admission(app, refusal, most_bytes=MAX_BODY_BYTES, seconds=BODY_DEADLINE_S)
 
 
 def _answer(error: APIError) -> JSONResponse:

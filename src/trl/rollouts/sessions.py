@@ -285,13 +285,11 @@ class Session:
         try:
             for make in makers:
                 turns = [make() for _ in range(body.n)]
-                prompt, most = turns[0].context, self.chats.context_length
-                if len(prompt) >= most:
-                    text = (
-                        f"This model's maximum context length is {most} tokens, the prompt has {len(prompt)}."
-                    )
+                length, most = len(turns[0].context), self.chats.context_length
+                if length >= most:
+                    text = f"This model's maximum context length is {most} tokens, the prompt has {length}."
                     raise APIError(400, f"{text} Shorten it.", code=TOO_LONG, param="messages")
-                begun = self._asked.get(tuple(prompt), [])[-body.n :] if is_retry else []
+                begun = self._asked.get(tuple(turns[0].context), [])[-body.n :] if is_retry else []
                 for turn in begun:  # whose answers were lost on their way
                     turn.requests += 1
                 found += begun

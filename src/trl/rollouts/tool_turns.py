@@ -204,10 +204,7 @@ def _call_message(names: Sequence[str]) -> Message:
 
 
 def check_tool_template(
-    processing_class: ProcessingClass,
-    schemas: Sequence[Any],
-    *,
-    template_kwargs: Mapping[str, Any],
+    processing_class: ProcessingClass, schemas: Sequence[Any], *, template_kwargs: Mapping[str, Any]
 ) -> None:
     """Raise ValueError if a chat template does not show tools or their answers, or writes calls that `TurnReader` cannot read."""
     if not template_source(processing_class):

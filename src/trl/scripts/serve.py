@@ -71,9 +71,8 @@ def serve(arguments: ServeArguments) -> None:
         name = arguments.served_model_name or str(arguments.model_name_or_path)
         sampling = Sampling(max_new_tokens=arguments.max_new_tokens)
         options: Any = {"sampling": sampling, "fixed": False, "threaded": False, "model_name": name}
-        with needing_address(
-            arguments.host, arguments.port
-        ):  # another one may have begun to listen meanwhile
+        # Another one may have begun to listen meanwhile.
+        with needing_address(arguments.host, arguments.port):
             endpoint = stack.enter_context(Endpoint(engine, engine.tokenizer, server=server, **options))
         with reporting_input_errors():
             token = stack.enter_context(server_token(arguments.host, endpoint.port))

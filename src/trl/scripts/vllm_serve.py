@@ -72,9 +72,8 @@ def serve(arguments: ServeArguments) -> None:
         with needing_address(arguments.host, arguments.port):
             server = stack.enter_context(GenerationServer(arguments.host, arguments.port))
         backend = stack.enter_context(loaded(arguments))
-        with needing_address(
-            arguments.host, arguments.port
-        ):  # another one may have begun to listen meanwhile
+        # Another one may have begun to listen meanwhile.
+        with needing_address(arguments.host, arguments.port):
             server.listen()
         # The port is this server's: the file is named after it, and would replace that of another.
         with reporting_input_errors():

@@ -140,12 +140,7 @@ def with_served_window(policy: Policy, args: RolloutTraining, served: Served) ->
 
 
 def engine_of(
-    args: RolloutTraining,
-    model: Any,
-    policy: Policy,
-    accelerator: Any,
-    *,
-    served: Served | None = None,
+    args: RolloutTraining, model: Any, policy: Policy, accelerator: Any, *, served: Served | None = None
 ) -> TransformersEngine | VLLMEngine | VLLMServerEngine:
     """The engine: vLLM in the server that was found or in this process, or the policy itself."""
     if served is not None:
@@ -304,7 +299,7 @@ def agent_completer(
         length = args.max_completion_length
     if args.save_strategy != "no" or args.agent_keep_sessions:
         folder = Path(args.output_dir or ".") / "sessions"
-    kept = {"keeps": args.agent_keep_sessions, "environments": are_read}
+    kept = {"keeps": args.agent_keep_sessions, "pickles": are_read}
     return AgentCompleter(
         agent,
         policy.processing_class,
@@ -320,10 +315,8 @@ def agent_completer(
 def agent_rewards(reward_funcs: Any, agents: Any) -> list[Any]:
     """The reward sources of a run with an agent: its own come last. Raises: ValueError for none."""
     given = [] if reward_funcs is None else reward_funcs
-    every = [
-        *(given if isinstance(given, (list, tuple)) else [given]),
-        *map(column_reward, agents.reward_names),
-    ]
+    several = given if isinstance(given, (list, tuple)) else [given]
+    every = [*several, *map(column_reward, agents.reward_names)]
     if not every:
         raise ValueError("there are no reward_funcs, and no environment has get_reward. Give one of them.")
     return every
@@ -347,7 +340,7 @@ def seed_rows(args: RolloutTraining, sizes: RolloutSizes) -> Dataset:
     """
     if args.max_steps <= 0:
         raise ValueError(
-            f"environment_factory without train_dataset needs max_steps > 0, got {args.max_steps}. Set it."
+            f"environment_factory without train_dataset needs max_steps > 0, got {args.max_steps}."
         )
     return Dataset.from_dict({"seed": list(range(math.ceil(args.max_steps / sizes.steps) * sizes.prompts))})
 

@@ -115,12 +115,7 @@ class OnlineDPOMethod(GroupMethod):
         return policy, reference, lengths
 
     def pair_terms(
-        self,
-        experience: Experience,
-        pairs: RankedPairs,
-        policy: Tensor,
-        reference: Tensor,
-        lengths: Tensor,
+        self, experience: Experience, pairs: RankedPairs, policy: Tensor, reference: Tensor, lengths: Tensor
     ) -> LossTerms:
         """The loss of each pair, with its metrics."""
         scores, (chosen, rejected, weights) = experience.per_row[SCORES], pairs

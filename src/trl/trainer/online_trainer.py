@@ -142,14 +142,9 @@ class OnlineTrainer(BaseTrainer):
         self.scorer, self._tokenizer = policy.scorer, policy.tokenizer
         self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
         sampling = group_setup.sampling_of(args, policy)
-        others = {
-            "tools": tools,
-            "rollout_func": rollout_func,
-            "images": has_images(train_dataset, eval_dataset),
-        }
-        agents = group_setup.agent_completer(
-            agent, environment_factory, args, policy, rewards=reward_funcs, **others
-        )
+        beside = {"tools": tools, "rollout_func": rollout_func, "rewards": reward_funcs}
+        beside["images"] = has_images(train_dataset, eval_dataset)
+        agents = group_setup.agent_completer(agent, environment_factory, args, policy, **beside)
         if agents is not None:
             reward_funcs, tools = group_setup.agent_rewards(reward_funcs, agents), None
         if environment_factory is not None and train_dataset is None:
@@ -184,9 +179,8 @@ class OnlineTrainer(BaseTrainer):
         completer: Completer | None = agents or self.images or tool_loop
         if rollout_func is not None:
             limits = {"context_length": self._sets.context_length}
-            completer = RolloutFunction(
-                rollout_func, self, vocabulary=self._sets.settings.vocabulary, **limits
-            )
+            limits["vocabulary"] = self._sets.settings.vocabulary
+            completer = RolloutFunction(rollout_func, self, **limits)
         refill = None
         if isinstance(args, GroupTraining) and args.dynamic_sampling:
             refill = Refill(
@@ -560,11 +554,7 @@ class OnlineTrainer(BaseTrainer):
 
     @torch.no_grad()
     def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
         """Complete a batch of prompts, judge it as in training, and record its metrics and its loss."""
         experience = self.advantages(self.evaluation_rollout(inputs), group_size=self.evaluation_group)

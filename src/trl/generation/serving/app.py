@@ -141,14 +141,12 @@ class GenerationServer(HTTPServer):
             answer.headers["WWW-Authenticate"] = "Bearer"
             return answer
 
-        self.run(admission(make_app(self, backend), refusal, max_body_bytes=max_body_bytes))
+        self.run(admission(make_app(self, backend), refusal, most_bytes=max_body_bytes))
         if self.died is not None:
             raise self.died
 
 
-def admission(
-    app: ASGIApp, refusal: Refusal, *, max_body_bytes: int, seconds: float | None = None
-) -> ASGIApp:
+def admission(app: ASGIApp, refusal: Refusal, *, most_bytes: int, seconds: float | None = None) -> ASGIApp:
     """Check a request before its body is parsed, by its size and by `refusal(scope, token)`, an answer or None.
 
     A body must arrive within `seconds`, and so must each part of an answer be read (None: no limit).
@@ -166,8 +164,8 @@ def admission(
             except TimeoutError:
                 raise HTTPException(408, f"The body did not arrive within {seconds:g} s.") from None
             taken += len(message.get("body", b""))
-            if taken > max_body_bytes:
-                raise HTTPException(413, f"The body has more than {max_body_bytes} bytes. Split it.")
+            if taken > most_bytes:
+                raise HTTPException(413, f"The body has more than {most_bytes} bytes. Split it.")
             if not message.get("more_body", False):
                 taken = -1
             return message

@@ -41,7 +41,6 @@ class LiveRequests:
         self.rules_of, self.rows_for, self.running = rules_of, rows_for, running
         self._numbers = itertools.count()
         self._waiting: dict[int, tuple[Request, Rules]] = {}
-        self._row_of: dict[int, int] = {}
         self._running: dict[int, tuple[int, Request]] = {}  # by row
         self._rules: dict[Sampling, Rules] = {}
         requests.listener = self._newest
@@ -70,7 +69,8 @@ class LiveRequests:
         return check_requests([prompt], None, room=room, **limits)[0][0]
 
     def cancel(self, request: int) -> None:
-        if self._waiting.pop(request, None) is None and (row := self._row_of.get(request)) is not None:
+        self._waiting.pop(request, None)
+        for row in [row for row, (number, _) in self._running.items() if number == request]:
             self.loop.cancel(row)
             self._release(row)
             self.loop.ended.clear()
@@ -104,8 +104,9 @@ class LiveRequests:
                 best, drawn = logits.topk(min(count, logits.shape[1])), logits.gather(1, own[:, None])
                 tokens = torch.cat([best.indices, own[:, None]], 1).tolist()
                 logps = (torch.cat([best.values, drawn], 1) - logits.logsumexp(1)[:, None]).tolist()
-                for *place, rank in zip(tokens, logps, ((logits > drawn).sum(1) + 1).tolist(), strict=True):
-                    found.append(list(zip(*place, [*range(1, len(place[0])), rank], strict=True)))
+                ranks = ((logits > drawn).sum(1) + 1).tolist()
+                for here, values, rank in zip(tokens, logps, ranks, strict=True):
+                    found.append(list(zip(here, values, [*range(1, len(here)), rank], strict=True)))
         if self.loop.reuse is not None:  # of a completion after it
             self.loop.reuse.keep(ids, decoder.cache.copy_of(0, 0, 0, len(ids)))
         return found
@@ -121,17 +122,14 @@ class LiveRequests:
             prompts, streams, limits = zip(*each, strict=True)
             rows = self.requests.add(prompts, streams, sampling, rules, limits=None if unlimited else limits)
             self._running |= dict(zip(rows, several, strict=True))
-            self._row_of |= {number: row for row, (number, _) in zip(rows, several, strict=True)}
             self.loop.queue += self.requests.queue(rows)
         if self.loop.queue:
             self.loop.max_rows = self.rows_for()
 
     def _release(self, row: int) -> int:
         """Forget a request in a row of the tables; its number."""
-        number, _ = self._running.pop(row)
-        del self._row_of[number]
         self.requests.release(row)
-        return number
+        return self._running.pop(row)[0]
 
     def _newest(self, rows: Tensor, ids: Tensor) -> None:
         if any(request.listener is not None for _, request in self._running.values()):
