@@ -66,16 +66,15 @@ class Played:
                 return None  # the client was told that the budget is spent
             self.failure = "raised"
             return error
-        else:
-            reward = given["reward"] if isinstance(given, Mapping) and "reward" in given else given
-            read = read_answers([reward], count=1)
-            if read.unusable:
-                self.failure = "malformed"
-                return RewardError(f"It gave {read.unusable[0]}, not a number, None or a dict with 'reward'.")
-            if not turns:
-                self.failure = "silent"
-                return RewardError("It ended without an answer of the policy: there is nothing to train.")
-            (self.reward,) = read.values
+        reward = given["reward"] if isinstance(given, Mapping) and "reward" in given else given
+        read = read_answers([reward], count=1)
+        if read.unusable:
+            self.failure = "malformed"
+            return RewardError(f"It gave {read.unusable[0]}, not a number, None or a dict with 'reward'.")
+        if not turns:
+            self.failure = "silent"
+            return RewardError("It ended without an answer of the policy: there is nothing to train.")
+        (self.reward,) = read.values
         return None
 
 
