@@ -152,7 +152,7 @@ class SequenceOptions(RowOptions):
 def wrong_config(args: Any, config_class: type) -> TypeError:
     """The error for `args` that are no config of this trainer."""
     name = config_class.__name__
-    return TypeError(f"args must be a {name}, got {type(args).__name__}. Use {name}(output_dir, ...).")
+    return TypeError(f"args must be a {name}, got {type(args).__name__}. Use {name}(...).")
 
 
 def require_set_up(args: Any) -> None:
