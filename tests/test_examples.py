@@ -5,6 +5,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -60,9 +61,7 @@ SCRIPTS = [
 ]
 SLOW = [
     ("scripts/prm", "--max_steps 200", "accuracy", 0.3),
-    ("scripts/grpo_agent", "--max_steps 15", None, 0.3),
-    ("scripts/grpo_agent", "--agent --max_steps 15", None, 0.3),
-    ("repair_agent", "--max_steps 25", None, 0.15),
+    ("repair_agent", "--max_steps 15", None, 0.15),
     (f"{TOOLS}/triviaqa", "--steps 20", None, 0.05),
     (f"{TOOLS}/python_interpreter", "--steps 12", None, 0.05),
 ]
@@ -100,6 +99,21 @@ def test_an_example_learns(script, options, metric, gain, run, tmp_path, capsys)
         first, last = values[0], values[-1]
     assert (last - first) * (1 if gain > 0 else -1) > abs(gain), (first, last)
     assert [*tmp_path.glob("*model.safetensors")], "nothing was saved"
+
+
+@pytest.mark.slow
+def test_tools_and_an_agent_learn_from_one_model(run, tmp_path, capsys, monkeypatch):
+    script = "scripts/grpo_agent"
+    run(script, "--tiny --max_steps 10")
+    begun = shutil.move(tmp_path / "tiny" / "model", tmp_path / "begun")
+    monkeypatch.setattr(
+        "trl.SFTTrainer.train", lambda self: None
+    )  # the second begins with the model of the first
+    (tmp_path / "model.safetensors").unlink()
+    run(script, f"--tiny --agent --max_steps 10 --model_name_or_path {begun}")
+    found = re.findall(r"right results: ([\d.]+) -> ([\d.]+) over 10 steps", capsys.readouterr().out)
+    assert len(found) == 2 and all(float(last) - float(first) > 0.3 for first, last in found), found
+    assert (tmp_path / "model.safetensors").is_file()
 
 
 def test_what_is_saved_loads(run, tmp_path):
