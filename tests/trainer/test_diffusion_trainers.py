@@ -384,6 +384,10 @@ def test_refused_settings(kind, settings, name):
 def test_refused_prompts_and_configs():
     with pytest.raises(TypeError, match="prompt_function"):
         ddpo(prompts=lambda: "a prompt alone").train(1)
+    for kind in (ddpo, alignprop):
+        for name in ("reward", "prompts"):
+            with pytest.raises(TypeError, match=f"{name[:6]}.*must be a function, got 'brightness'"):
+                kind(**{name: "brightness"})
     with pytest.raises(TypeError, match="DDPOConfig"):
         DDPOTrainer(AlignPropConfig(), brightness, lambda: ("a", {}), pipeline())
     for kind, name in ((ddpo, "scheduler_step"), (alignprop, "rgb_with_grad")):

@@ -79,6 +79,9 @@ class DiffusionTrainer:
     ) -> None:
         if not isinstance(config, self._config_class):
             raise wrong_config(config, self._config_class)
+        for name, function in (("reward_function", reward_function), ("prompt_function", prompt_function)):
+            if function is not None and not callable(function):
+                raise TypeError(f"{name} must be a function, got {function!r}.")
         if image_samples_hook is None:
             logger.warning("There is no image_samples_hook: no images are logged.")
         self.config, self.image_samples_callback = config, image_samples_hook
