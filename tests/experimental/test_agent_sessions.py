@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import httpx
 import openai
 import pytest
 import torch
@@ -803,7 +804,20 @@ def test_malformed_requests_are_refused(policy, monkeypatch):
                     status = int(connection.recv(4096).split()[1])
                     assert 400 <= status < 500, (status, request[:200])
         assert session.turns == []
+        key = {"Authorization": f"Bearer {session.api_key}"}
+        answer = httpx.post(f"{endpoint.base_url}/chat/completions", content="{", headers=key)
+        assert answer.json()["error"]["message"].startswith("body: JSON decode error")
         ask(client_of(session), [USER])
+
+
+def test_a_server_that_ends_is_logged_and_ends_the_requests(policy, monkeypatch, caplog):
+    def run(*_):
+        raise OSError("no sockets left")
+
+    monkeypatch.setattr(app.HTTPServer, "run", run)
+    with serving(policy) as running:
+        waits_for(lambda: running.broker.failure is not None)
+        assert "no sockets left" in str(running.broker.failure) and "no sockets left" in caplog.text
 
 
 @contextmanager

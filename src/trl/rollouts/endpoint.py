@@ -7,6 +7,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +135,7 @@ class Endpoint:
             app = openai_app(self.model_name, self.session_of, lambda: self.broker.failure)
             self._start(lambda: server.run(app))
         if self.threaded:
-            self._start(self._run_engine)
+            self._start(lambda: self.run(self._closing.is_set))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -156,12 +157,12 @@ class Endpoint:
         with opened(self.engine) as live:
             self.broker.run(live, until)
 
-    def _run_engine(self) -> None:
-        try:
-            self.run(self._closing.is_set)
-        except Exception as error:  # its requests were given it
-            logger.exception("The engine of the endpoint has ended.")
-            self.broker.fail(error)
-
     def _start(self, function: Callable[[], None]) -> None:
-        self._threads.append(start(function, "agent-endpoint").thread)
+        pending = start(function, "agent-endpoint")
+        pending.future.add_done_callback(self._ended)
+        self._threads.append(pending.thread)
+
+    def _ended(self, thread: Future[None]) -> None:
+        if (error := thread.exception()) is not None:  # which the requests are given
+            logger.error("A thread of the endpoint has ended.", exc_info=error)
+            self.broker.fail(error)

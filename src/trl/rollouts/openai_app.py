@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trl.generation.serving.answers import APIError
-from trl.generation.serving.app import ERRORS_SHOWN, admission, unless_gone
+from trl.generation.serving.app import admission, faults_of, unless_gone
 from trl.generation.serving.openai_api import Body, ChatBody, CompletionBody
 from trl.rollouts.sessions import Session, Turn
 
@@ -106,14 +106,14 @@ def _error_of(error: Exception, where: str) -> APIError:
     if isinstance(error, HTTPException):
         return APIError(error.status_code, f"{error.detail} ({where})")
     if isinstance(error, RequestValidationError):
-        faults = [(".".join(map(str, each["loc"][1:])), each) for each in error.errors()]
+        faults = faults_of(error)
         parts = [
             f"{name} is not supported"
             if each["type"] == "extra_forbidden"
             else f"{name or 'body'}: {each['msg']}"
             for name, each in faults
         ]
-        return APIError(400, "; ".join(parts[:ERRORS_SHOWN]), param=faults[0][0].split(".")[0] or None)
+        return APIError(400, "; ".join(parts), param=faults[0][0].split(".")[0] or None)
     if isinstance(error, RecursionError):
         return APIError(400, "The body is nested too deeply.")
     return APIError(500, f"{type(error).__name__}: {error}")

@@ -31,7 +31,7 @@ _IDLE_S = 120  # until an idle connection is closed
 _ENDING_S = 2  # for requests to end at shutdown
 _HEAD_S = 30.0  # for the headers of a request to arrive
 _MOST_CONNECTIONS = 4096
-ERRORS_SHOWN = 5  # of a body
+_ERRORS_SHOWN = 5  # of a body
 Found = TypeVar("Found")
 Refusal = Callable[[Scope, str], Response | None]
 _STATUS: dict[type[Exception], int] = {
@@ -206,6 +206,14 @@ async def _gone(request: Request) -> None:
         pass
 
 
+def faults_of(error: RequestValidationError) -> list[tuple[str, Any]]:
+    """What is wrong in a body, each with the name of the field; "" for the body itself, also where it is not JSON."""
+    return [
+        ("" if found["type"] == "json_invalid" else ".".join(map(str, found["loc"][1:])), found)
+        for found in error.errors()[:_ERRORS_SHOWN]
+    ]
+
+
 def make_app(server: GenerationServer, backend: VLLMBackend) -> FastAPI:
     """The endpoints, over a backend whose methods may be called in any thread."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
@@ -279,8 +287,7 @@ def make_app(server: GenerationServer, backend: VLLMBackend) -> FastAPI:
             server.died = error
             server.shutdown()
         elif isinstance(error, RequestValidationError):
-            fields = [(".".join(map(str, each["loc"][1:])) or "body", each["msg"]) for each in error.errors()]
-            text = "; ".join(f"{name}: {fault}" for name, fault in fields[:ERRORS_SHOWN])
+            text = "; ".join(f"{name or 'body'}: {fault['msg']}" for name, fault in faults_of(error))
         elif status == 500:  # which is logged
             text = f"{type(error).__name__}: {error}"
         if status == 400 and request.url.path in _SENDING:
