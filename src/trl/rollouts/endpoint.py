@@ -165,4 +165,4 @@ class Endpoint:
     def _ended(self, thread: Future[None]) -> None:
         if (error := thread.exception()) is not None:  # which the requests are given
             logger.error("A thread of the endpoint has ended.", exc_info=error)
-            self.broker.fail(error)
+            self.broker.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
