@@ -704,6 +704,13 @@ def test_closing_ends_every_request(policy):
     assert [error.status_code for error in failed] == [503] and "closed" in str(failed[0])
 
 
+def test_a_session_may_close_while_its_endpoint_does(policy, monkeypatch):
+    with serving(policy, http=False, threaded=False) as running:
+        first, second = running.session(), running.session()
+        monkeypatch.setattr(first, "close", lambda: running.close_session(second))
+    assert second.closed
+
+
 def test_a_closed_session_begins_no_turn(policy, monkeypatch):
     """It is closed while its prompt is read on a thread, and while the body of a request arrives."""
     monkeypatch.setattr(sessions, "LONG", 0)

@@ -132,14 +132,18 @@ def test_trackers_that_are_unknown_or_not_installed_are_refused(monkeypatch):
         check_trackers(["trackio"])
 
 
-@pytest.mark.parametrize(("kind", "named"), [(PPOConfig, {}), (DDPOConfig, {"run_name": "first"})])
+PUSHED = {"push_to_hub_if_best_kwargs": {"repo_id": "me/policy", "token": "s3cret"}}
+
+
+@pytest.mark.parametrize(("kind", "named"), [(PPOConfig, PUSHED), (DDPOConfig, {"run_name": "first"})])
 def test_trackers_are_told_the_settings_without_keys_of_accounts(kind, named):
     calls = Calls()
-    config = kind(log_with="wandb", tracker_kwargs={"wandb": {"api_key": "s3cret"}}, **named)
+    keys = {"wandb": {"api_key": "s3cret", "config": {"data/name": "sums"}}}
+    config = kind(log_with="wandb", tracker_kwargs=keys, **named)
     start_trackers(SimpleNamespace(init_trackers=calls), config)
     (((project,), given),) = calls
-    name = {"name": "first"} if named else {}
-    assert project == "trl" and given["init_kwargs"] == {"wandb": {**name, "api_key": "s3cret"}}
+    name = {"name": named["run_name"]} if "run_name" in named else {}
+    assert project == "trl" and given["init_kwargs"] == {"wandb": {**name, **keys["wandb"]}}
     assert given["config"]["log_with"] == "wandb" and "s3cret" not in str(given["config"])
     start_trackers(SimpleNamespace(init_trackers=calls), kind())
     assert len(calls) == 1

@@ -9,7 +9,10 @@ from typing import Any
 
 from transformers import Trainer
 
+from trl.options.shared import flatten_dict
+
 _TIMED = ("wandb", "mlflow")
+_WITH_KEYS = ("tracker_kwargs", "push_to_hub_if_best_kwargs")
 
 
 def check_trackers(report_to: str | Iterable[str] | None) -> None:
@@ -45,12 +48,12 @@ _NOT_LOOKED_FOR = ("azure_ml", "flyte")
 
 
 def start_trackers(accelerator: Any, config: Any) -> None:
-    """Send the settings of a run to the tracker of `log_with`, if any, except `tracker_kwargs`: they may hold keys of an account."""
+    """Send the settings of a run to the tracker of `log_with`, if any, except those that may hold keys of an account."""
     if config.log_with is None:
         return
-    told = {name: v for name, v in config.to_dict().items() if not name.startswith("tracker_kwargs")}
+    told = {name: value for name, value in vars(config).items() if name not in _WITH_KEYS}
     plain = (bool, int, float, str)  # what TensorBoard takes
-    settings = {name: value if isinstance(value, plain) else str(value) for name, value in told.items()}
+    settings = {name: v if isinstance(v, plain) else str(v) for name, v in flatten_dict(told).items()}
     given = dict(config.tracker_kwargs)
     if config.log_with == "wandb" and getattr(config, "run_name", ""):
         given["wandb"] = {"name": config.run_name, **given.get("wandb", {})}

@@ -140,7 +140,7 @@ class Endpoint:
 
     def __exit__(self, *error: object) -> None:
         self._closing.set()
-        for session in self._open.values():
+        for session in list(self._open.values()):  # agents that end close theirs, too
             session.close()
         self._open.clear()
         self.broker.wake()

@@ -392,7 +392,7 @@ class DiffusionTrainer:
     def _card(self, model_name: str | None, place: str = HERE, **given: Any) -> Any:
         config, model = self.config, getattr(self.sd_pipeline, "sd_pipeline", self.sd_pipeline)
         base = getattr(getattr(model, "config", None), "_name_or_path", None)
-        facts = {name: value for name, value in config.to_dict().items() if name.startswith(_FACTS)}
+        facts = {name: value for name, value in vars(config).items() if name.startswith(_FACTS)}
         adapter = _ADAPTER.format(place=place) if getattr(self.sd_pipeline, "use_lora", False) else ""
         card: Any = card_of_run(
             self,
