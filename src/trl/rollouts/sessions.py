@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -322,8 +322,11 @@ class Session:
 
     def _admit(self) -> None:
         """Send turns to the engine, in order, as long as the budget holds even if all that run write up to their limits."""
-        for turn, request in [(turn, waits) for turn, waits in self._running.items() if waits is not None]:
-            assert turn.future is not None
+        waiting = list(
+            takewhile(lambda item: item[1] is not None, reversed(self._running.items()))
+        )  # the last
+        for turn, request in reversed(waiting):
+            assert turn.future is not None and request is not None
             try:
                 limit = min(turn.limit, self._room(turn))
             except APIError as error:
@@ -332,7 +335,7 @@ class Session:
                 del self._running[turn]
                 continue
             if self.budget.tokens is not None:
-                running = (each.limit for each, waiting in self._running.items() if waiting is None)
+                running = (each.limit for each, waits in self._running.items() if waits is None)
                 if self._sampled + sum(running) + limit > self.budget.tokens:
                     return  # until one of those that run has ended
             turn.limit, self._running[turn] = limit, None
