@@ -322,10 +322,8 @@ class Session:
 
     def _admit(self) -> None:
         """Send turns to the engine, in order, as long as the budget holds even if all that run write up to their limits."""
-        waiting = list(
-            takewhile(lambda item: item[1] is not None, reversed(self._running.items()))
-        )  # the last
-        for turn, request in reversed(waiting):
+        last = takewhile(lambda each: each[1] is not None, reversed(self._running.items()))
+        for turn, request in reversed(list(last)):
             assert turn.future is not None and request is not None
             try:
                 limit = min(turn.limit, self._room(turn))
