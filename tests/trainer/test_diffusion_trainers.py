@@ -232,7 +232,10 @@ def test_a_pipeline_that_leaves_the_weights_to_the_trainer(tmp_path):
 
 @pytest.mark.parametrize(("flow", "swaps"), [(False, False), (False, True), (True, False)])
 def test_hooks_and_async_rewards_may_use_the_pipeline_at_any_time(flow, swaps):
-    """They sample with two steps and by another scheduler, and the pipeline's is set to two before each call of the model."""
+    """They sample with two steps and by another scheduler, and the pipeline's is set to two before each call of the model.
+
+    The lock keeps a thread from setting the scheduler by which another one samples.
+    """
     from diffusers import DPMSolverMultistepScheduler
 
     ended, settings = (
@@ -241,10 +244,16 @@ def test_hooks_and_async_rewards_may_use_the_pipeline_at_any_time(flow, swaps):
     )
     for uses in (False, True):
         model = FlowPipeline(tiny_sd3()) if flow else pipeline()
-        inner = model.sd_pipeline
+        inner, alone = model.sd_pipeline, threading.RLock()
 
-        def show(*given, inner=inner, uses=uses):
-            if uses:
+        def interfere(*given, inner=inner, alone=alone):
+            with alone:
+                inner.scheduler.set_timesteps(2)
+
+        def show(*given, inner=inner, uses=uses, alone=alone):
+            if not uses:
+                return
+            with alone:
                 if swaps:
                     inner.scheduler = DPMSolverMultistepScheduler.from_config(inner.scheduler.config)
                 size = {"height": 64, "width": 64}
@@ -256,9 +265,7 @@ def test_hooks_and_async_rewards_may_use_the_pipeline_at_any_time(flow, swaps):
 
         trainer = ddpo(model, reward=reward, hook=show, **settings)
         if uses:
-            trainer.policy.model.register_forward_pre_hook(
-                lambda *given, inner=inner: inner.scheduler.set_timesteps(2)
-            )
+            trainer.policy.model.register_forward_pre_hook(interfere)
         trainer.train(2)
         ended.append(weights(trainer))
     assert all(torch.equal(value, ended[0][name]) for name, value in ended[1].items())
