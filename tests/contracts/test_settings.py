@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import TrainingArguments
 
-from trl.options.checks import kinds
+from trl.options.checks import declaration, kinds
 
 PATHS = {
     "trl": "SFT Reward DPO KTO GRPO RLOO GKD IterativeSFT OnlineDPO XPO NashMD PPO Distillation",
@@ -42,12 +42,12 @@ def wrong_values(config: Any) -> dict[str, Any]:
     """A value that is not allowed, for each of the library's numbers and choices."""
     found: dict[str, Any] = {}
     for name, kind in kinds(config).items():
-        if name in INHERITED or name == "world_size" or "moved_to" in kind.item.metadata:
+        if name in INHERITED or name == "world_size" or declaration(kind.item).reason is not None:
             continue
         if kind.choices:
             found[name] = "no such value"
         elif kind.reader in (int, float) and not kind.is_list:
-            number = outside(kind.item.metadata.get("bounds", ">= 0"))
+            number = outside(declaration(kind.item).bounds or ">= 0")
             if number is not None:
                 found[name] = int(number) if kind.reader is int else number
     return found
@@ -63,6 +63,23 @@ def test_settings_out_of_their_bounds_are_refused(name, tmp_path):
     for setting, value in wrong.items():
         with pytest.raises(ValueError, match=setting):
             config(**common, **{setting: value})
+
+
+OF_ARGPARSE = {
+    "help",
+    "choices",
+    "nargs",
+    "const",
+    "metavar",
+    "aliases",
+}  # `aliases` is HfArgumentParser's own
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_metadata_of_fields_is_made_for_argparse(name):
+    # Newer transformers pass all of it to `add_argument`, which refuses what it does not know.
+    for field in dataclasses.fields(CONFIGS[name]):
+        assert set(field.metadata) <= OF_ARGPARSE, field.name
 
 
 NAN = float("nan")

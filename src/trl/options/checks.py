@@ -138,6 +138,26 @@ def library_config(config_class: type) -> type:
     return next((kind for kind in kinds if dataclasses.is_dataclass(kind)), config_class)
 
 
+@dataclasses.dataclass(frozen=True)
+class Declaration:
+    """What this library keeps of a field apart from its metadata, as `HfArgumentParser` passes metadata to argparse."""
+
+    bounds: str = ""
+    needs: str = ""  # the field without which this one has no effect
+    module: str | None = None  # the one that first declares the field
+    reason: str | None = None  # of a deprecated field; `moved_to` and `value_of` say where its value goes
+    moved_to: str | None = None
+    value_of: Callable[[Any, Any], Any] | None = None
+
+
+DECLARATIONS: dict[dataclasses.Field, Declaration] = {}
+
+
+def declaration(item: dataclasses.Field) -> Declaration:
+    """What is declared of a field; nothing of those from outside the library."""
+    return DECLARATIONS.get(item, Declaration())
+
+
 class Kind(NamedTuple):
     """What a field may hold: a number or boolean that `reader` reads, or a list of them; or anything else (None).
 
@@ -224,18 +244,18 @@ def check_numbers(config: Any) -> None:
     """
     faults = []
     for name, kind in kinds(library_config(type(config))).items():
-        value, declared = vars(config).get(name), "bounds" in kind.item.metadata
-        is_moved = "moved_to" in kind.item.metadata and not declared
-        is_single = declared or name not in _INHERITED_NAMES
+        value, declared = vars(config).get(name), declaration(kind.item)
+        is_moved = declared.reason is not None and not declared.bounds
+        is_single = declared.bounds or name not in _INHERITED_NAMES
         is_single = is_single and not kind.is_list and kind.reader in (int, float)
         if kind.reader is None or is_moved or (value is None and (kind.takes_none or not is_single)):
             continue
         default = "(-inf, inf)" if kind.is_list else _INHERITED.get(name, "[0, inf)")
-        bounds = kind.item.metadata.get("bounds", default)
+        bounds = declared.bounds or default
         for number in value if isinstance(value, list) and not is_single else [value]:
             is_number = isinstance(number, int if kind.reader is int else (int, float))
             is_wrong = is_single and (number is None or isinstance(number, (list, tuple, dict)))
-            if is_wrong or (declared and (isinstance(number, bool) or not is_number)):
+            if is_wrong or (declared.bounds and (isinstance(number, bool) or not is_number)):
                 raise TypeError(_refusal(kind, bounds, number))
             if isinstance(number, (int, float)) and not (
                 number == _SENTINELS.get(name) or _is_within(number, bounds)
@@ -269,10 +289,10 @@ def _refusal(field: Kind, bounds: str, given: Any) -> str:
     limits = "" if math.isinf(low) else f"{'>=' if has_low else '>'} {low:g}"
     allowed = f"{kind} {limits if math.isinf(high) else f'in {bounds}'}".strip()
     others = [str(_SENTINELS[item.name])] if item.name in _SENTINELS else []
-    others += ["None"] if field.takes_none and "bounds" in item.metadata else []
+    others += ["None"] if field.takes_none and declaration(item).bounds else []
     shown = f"{given}" if is_number else f"{given!r} ({type(given).__name__})"
     text = f"{item.name} must be {' or '.join([allowed, *others])}, got {shown}."
-    return f"{text} {item.metadata['help']} Default: {item.default}." if "bounds" in item.metadata else text
+    return f"{text} {item.metadata['help']} Default: {item.default}." if declaration(item).bounds else text
 
 
 def check_choices(config: Any) -> None:

@@ -6,17 +6,18 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from trl.options.checks import check_choices, check_numbers, read_json, read_text_values, warn_caller
+from trl.options.checks import (
+    DECLARATIONS,
+    Declaration,
+    check_choices,
+    check_numbers,
+    declaration,
+    read_json,
+    read_text_values,
+    warn_caller,
+)
 
 Config = TypeVar("Config", bound=type)
-_OURS = ("bounds", "needs", "module", "moved_to", "reason", "value_of")
-
-
-class _Metadata(dict):
-    """Metadata of a field; argparse is given a copy of it, which leaves out what only this library reads."""
-
-    def copy(self) -> dict[str, Any]:
-        return {key: value for key, value in self.items() if key not in _OURS}
 
 
 def option(
@@ -29,7 +30,7 @@ def option(
     although None is its default. `metadata` goes to argparse. Lists and dicts are copied for every instance; a function
     makes the default.
     """
-    return _field(default, {"help": help, **_extras(bounds=bounds, needs=needs, flag=flag), **metadata})
+    return _field(default, Declaration(bounds, needs), {"help": help, **_switch(flag), **metadata})
 
 
 def same(owner: type, name: str, *default: Any, **metadata: Any) -> Any:
@@ -40,7 +41,8 @@ def same(owner: type, name: str, *default: Any, **metadata: Any) -> Any:
     found = next(field for field in dataclasses.fields(owner) if field.name == name)
     is_made = found.default_factory is not dataclasses.MISSING
     (value,) = default or ((found.default_factory if is_made else found.default),)
-    return _field(value, {**found.metadata, "module": owner.__module__, **metadata})
+    declared = dataclasses.replace(declaration(found), module=owner.__module__)
+    return _field(value, declared, {**found.metadata, **metadata})
 
 
 def moved(
@@ -58,21 +60,21 @@ def moved(
     `value_of` turns the config and the value into that of the new field; None leaves the new field as it is.
     """
     help = f"Deprecated: {reason or f'now {to}.'}"
-    place = {"moved_to": to, "reason": reason.rstrip("."), "value_of": value_of}
-    return _field(default, {"help": help, **place, **_extras(bounds=bounds, flag=flag), **metadata})
+    declared = Declaration(bounds, reason=reason.rstrip("."), moved_to=to, value_of=value_of)
+    return _field(default, declared, {"help": help, **_switch(flag), **metadata})
 
 
-def _extras(*, flag: bool, **given: str) -> dict[str, Any]:
-    switch = {"nargs": "?", "const": True} if flag else {}
-    return {**switch, **{key: value for key, value in given.items() if value}}
+def _switch(flag: bool) -> dict[str, Any]:
+    return {"nargs": "?", "const": True} if flag else {}
 
 
-def _field(default: Any, metadata: dict[str, Any]) -> Any:
-    if isinstance(default, (list, dict)):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=_Metadata(metadata))
-    if callable(default):
-        return dataclasses.field(default_factory=default, metadata=_Metadata(metadata))
-    return dataclasses.field(default=default, metadata=_Metadata(metadata))
+def _field(default: Any, declared: Declaration, metadata: dict[str, Any]) -> Any:
+    is_container = isinstance(default, (list, dict))
+    factory = (lambda: type(default)(default)) if is_container else default
+    kind = "default_factory" if callable(factory) else "default"
+    item: Any = dataclasses.field(**{kind: factory}, metadata=metadata)
+    DECLARATIONS[item] = declared
+    return item
 
 
 class OptionGroup:
@@ -104,9 +106,10 @@ def _move_legacy(config: Any) -> None:
     """Move the values of fields with a successor, and warn once of all of them."""
     places = []
     for item in dataclasses.fields(config):
-        if "moved_to" not in item.metadata or (value := getattr(config, item.name)) == item.default:
+        declared = declaration(item)
+        if declared.reason is None or (value := getattr(config, item.name)) == item.default:
             continue
-        target, value_of = item.metadata["moved_to"], item.metadata["value_of"]
+        target, value_of = declared.moved_to, declared.value_of
         setattr(config, item.name, item.default)
         moved = value if value_of is None else value_of(config, value)
         if target is not None and moved is not None:
@@ -116,7 +119,7 @@ def _move_legacy(config: Any) -> None:
                     f"{target}={given!r} and {item.name}={value!r}, its older name, disagree. Set {target} only."
                 )
             setattr(config, target, moved)
-        places.append(f"{item.name} -> {target or 'nothing, ' + item.metadata['reason']}")
+        places.append(f"{item.name} -> {target or f'nothing, {declared.reason}'}")
     if places:
         warn_caller(f"deprecated settings: {'; '.join(places)}.", FutureWarning)
 
@@ -125,7 +128,7 @@ def _warn_of_unread(config: Any) -> None:
     """Warn of fields that have no effect, because the one they need is off."""
     unread: dict[str, list[str]] = {}
     for item in dataclasses.fields(config):
-        needed = item.metadata.get("needs")
+        needed = declaration(item).needs
         if needed and not getattr(config, needed) and getattr(config, item.name) != item.default:
             unread.setdefault(needed, []).append(f"{item.name}={getattr(config, item.name)!r}")
     for needed, names in unread.items():

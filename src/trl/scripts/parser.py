@@ -11,7 +11,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from transformers import HfArgumentParser
 from transformers.hf_argparser import DataClass, DataClassType
 
-from trl.options.checks import KIND_NAMES, from_text
+from trl.options.checks import KIND_NAMES, declaration, from_text
 from trl.scripts.config_file import ConfigFile, read_config, take_config_option
 from trl.scripts.plain_parser import PlainParser, did_you_mean, unknown_arguments
 
@@ -316,10 +316,11 @@ def sections(actions: Iterable[argparse.Action], kinds: Iterable[type]) -> dict[
 
 def _group(kind: type, field: str) -> str:
     """The group of a field, by the class that first declares it."""
-    if str(kind.__dataclass_fields__[field].metadata.get("help")).startswith("Deprecated"):  # pyright: ignore
+    item: dataclasses.Field = kind.__dataclass_fields__[field]  # pyright: ignore
+    if str(item.metadata.get("help")).startswith("Deprecated"):
         return OLDER
     owner = next(base for base in reversed(kind.__mro__) if field in vars(base).get("__annotations__", {}))
-    module = kind.__dataclass_fields__[field].metadata.get("module", owner.__module__)  # pyright: ignore
+    module = declaration(item).module or owner.__module__
     if module in _MIXED:
         for title, pattern in _OF_NAME.items():
             if re.fullmatch(pattern, field):
