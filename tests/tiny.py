@@ -34,7 +34,8 @@ _FIELDS: dict[str, dict] = {
     "qwen3": _HEADS,
     "mistral": {**_HEADS, "sliding_window": None},
     "gemma": _HEADS,
-    "gemma2": {**_HEADS, "query_pre_attn_scalar": 8, "sliding_window": 256},
+    # SDPA has no soft cap: transformers 5.19 leaves the cap out, 5.23 refuses SDPA.
+    "gemma2": {**_HEADS, "query_pre_attn_scalar": 8, "sliding_window": 256, "attn_implementation": "eager"},
     "gemma3_text": {**_HEADS, "query_pre_attn_scalar": 8, "sliding_window": 256},
     "phi3": _NO_HEAD_DIM,
     "cohere": {**_NO_HEAD_DIM, "logit_scale": 0.25},
@@ -101,6 +102,7 @@ _SHARED = {
 }
 
 ARCHITECTURES = tuple(_FIELDS)
+SOFT_CAPPED = ("gemma2",)  # their eager attention takes its softmax in float32, whatever the model's dtype
 
 
 def tiny_config(architecture: str, **overrides) -> PretrainedConfig:

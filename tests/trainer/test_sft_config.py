@@ -3,7 +3,7 @@ import json
 import warnings
 
 import pytest
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from trl.trainer.sft_config import SFTConfig
@@ -65,6 +65,20 @@ def test_checkpointing_is_non_reentrant_unless_told_otherwise(tmp_path):
     reentrant = config(tmp_path, gradient_checkpointing_kwargs='{"use_reentrant": true}')
     assert reentrant.gradient_checkpointing_kwargs == {"use_reentrant": True}
     assert config(tmp_path, gradient_checkpointing=False).gradient_checkpointing_kwargs is None
+
+
+IS_RENAMED = "activation_checkpointing" in {field.name for field in dataclasses.fields(TrainingArguments)}
+CHECKPOINTING_NAMES = ["gradient_checkpointing", *["activation_checkpointing"] * IS_RENAMED]  # since 5.23
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+@pytest.mark.parametrize("name", CHECKPOINTING_NAMES)
+def test_every_name_of_checkpointing_sets_all_of_them(tmp_path, name):
+    off = config(tmp_path, **{name: False})
+    fourth = config(tmp_path, **{f"{name}_kwargs": {"every_n_layers": 4}})
+    for each in CHECKPOINTING_NAMES:
+        assert getattr(off, each) is False and getattr(config(tmp_path), each) is True
+        assert getattr(fourth, f"{each}_kwargs") == {"use_reentrant": False, "every_n_layers": 4}
 
 
 def test_dicts_survive_to_dict_and_vocabulary_tokens_are_not_secret(tmp_path):

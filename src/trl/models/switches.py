@@ -73,8 +73,15 @@ def enable_gradient_checkpointing(
     (PEFT, quantised weights) would cut the graph.
     """
     kwargs = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    # transformers 5.23 renames the method, and warns of the older name.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(kwargs)
     return model
+
+
+def checkpointed_modules(model: nn.Module) -> list[Any]:
+    """The modules of `model` that gradient checkpointing is on in."""
+    return [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
 
 
 @contextmanager
@@ -86,9 +93,7 @@ def disable_gradient_checkpointing(
     The modules keep their checkpoint function, so `gradient_checkpointing_kwargs` is only accepted for programs that
     pass it.
     """
-    switched: list[Any] = [
-        module for module in model.modules() if getattr(module, "gradient_checkpointing", False)
-    ]
+    switched = checkpointed_modules(model)
     for module in switched:
         module.gradient_checkpointing = False
     try:

@@ -44,7 +44,8 @@ _BASE = "pretrained_model."
 # Attributes that are those of the model inside the wrapper and PEFT.
 _OF_BASE = (
     "config", "device", "dtype", "get_input_embeddings", "get_output_embeddings", "gradient_checkpointing_enable",
-    "gradient_checkpointing_disable", "enable_input_require_grads",
+    "gradient_checkpointing_disable", "activation_checkpointing_enable", "activation_checkpointing_disable",
+    "enable_input_require_grads",
 )  # fmt: skip
 
 

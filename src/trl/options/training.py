@@ -106,10 +106,20 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
             self.report_to = "none"
         if self.bf16 is None:
             self.bf16 = default_bf16(use_cpu=self.use_cpu, fp16=self.fp16)
-        if self.gradient_checkpointing:
-            given = json_object("gradient_checkpointing_kwargs", self.gradient_checkpointing_kwargs)
-            self.gradient_checkpointing_kwargs = {"use_reentrant": False, **(given or {})}
+        # transformers 5.23 renames both fields, and warns of the older names; the new name wins.
+        enabled = getattr(self, "activation_checkpointing", None)
+        given = getattr(self, "activation_checkpointing_kwargs", None) or self.gradient_checkpointing_kwargs
+        self.set_checkpointing(self.gradient_checkpointing if enabled is None else enabled, given)
         super().__post_init__()
+
+    def set_checkpointing(self, enabled: bool, kwargs: dict[str, Any] | str | None) -> None:
+        """Switch gradient checkpointing on or off, under all names that transformers has for it."""
+        if enabled:
+            kwargs = {"use_reentrant": False, **(json_object("gradient_checkpointing_kwargs", kwargs) or {})}
+        for name in ("gradient_checkpointing", "activation_checkpointing"):
+            if hasattr(self, name):
+                setattr(self, name, enabled)
+                setattr(self, f"{name}_kwargs", kwargs)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values, secrets redacted.

@@ -103,7 +103,7 @@ def load_inputs(
         raise ValueError("model_name_or_path is missing. Give the folder of a model, or its name on the Hub.")
     if script_args.gradient_checkpointing_use_reentrant and training_args.gradient_checkpointing:
         settings: Any = training_args.gradient_checkpointing_kwargs or {}
-        training_args.gradient_checkpointing_kwargs = {**settings, "use_reentrant": True}
+        training_args.set_checkpointing(True, {**settings, "use_reentrant": True})
     training_args.model_init_kwargs = model_init_kwargs(model_args, training_args.model_init_kwargs)
     datasets = load_train_and_eval(
         script_args,

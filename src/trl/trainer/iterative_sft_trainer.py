@@ -28,7 +28,7 @@ from trl.data.rendering import text_tokenizer
 from trl.data.step_inputs import Rows, StepRows
 from trl.models.parts import embedded_tokens
 from trl.models.setup import check_table, table_of_positions
-from trl.models.switches import empty_cache
+from trl.models.switches import empty_cache, enable_gradient_checkpointing
 from trl.trainer.iterative_sft_config import IterativeSFTConfig
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
@@ -210,8 +210,7 @@ class IterativeSFTTrainer(SFTTrainer):
         if self.args.max_steps <= 0:
             self.remove_callback(ProgressCallback)  # a bar without an end
         if self.args.gradient_checkpointing:
-            given = self.args.gradient_checkpointing_kwargs
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=given)  # type: ignore[union-attr]
+            enable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)  # pyright: ignore
         self._init_training_state(length, 1, 1, checkpoint, None)
         model, _ = self._prepare_for_training(length, None, checkpoint)
         self._started = time.time()

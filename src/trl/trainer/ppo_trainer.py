@@ -34,7 +34,7 @@ from trl.models.parts import causal_core, embedded_tokens
 from trl.models.policy import make_scorer, report_fallbacks
 from trl.models.setup import pad_token_id
 from trl.models.step_state import load_step_state, moments_state, save_step_state
-from trl.models.switches import empty_cache, undisturbed, without_ddp
+from trl.models.switches import empty_cache, enable_gradient_checkpointing, undisturbed, without_ddp
 from trl.models.value_wrapper import under_module_names
 from trl.objectives.advantages import estimate_statistics, scale_scores, token_rewards
 from trl.objectives.kl import AdaptiveKLController, FixedKLController, kl_penalty, probability_ratio
@@ -114,7 +114,7 @@ class PPOTrainer:
         self.is_encoder_decoder = config.is_encoder_decoder = bool(model.config.is_encoder_decoder)
         self.is_peft_model = config.is_peft_model = bool(model.is_peft_model)
         if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            enable_gradient_checkpointing(model, None)
             if model.is_peft_model:
                 model.enable_input_require_grads()
         core = model.get_base_model()

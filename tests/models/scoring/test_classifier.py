@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from tests.tiny import tiny_classifier, tiny_model
+from tests.tiny import SOFT_CAPPED, tiny_classifier, tiny_model
 from trl.collators.preference import pack_prefix_groups
 from trl.models.parts import causal_core
 from trl.models.scoring.classifier import ClassificationScorer
@@ -17,8 +17,6 @@ SEQUENCES = [prompt + branch for prompt, branches in GROUPS for branch in branch
 
 
 def decoder(architecture, **options):
-    if architecture == "gemma2":
-        options["attn_logit_softcapping"] = None
     return tiny_classifier(architecture, dtype=torch.float64, **options)
 
 
@@ -86,7 +84,7 @@ def test_sequence_logits_and_gradients_are_the_models_own_in_every_layout(archit
         assert not scorer.fallbacks
         found = scorer.score(model, make())
         assert found.shape == (5, 3)
-        close(found / scale, expected.detach() / scale, 1e-12)
+        close(found / scale, expected.detach() / scale, 1e-6 if architecture in SOFT_CAPPED else 1e-12)
         ours = gradients(model, weighted_sum(found))
         assert ours.keys() == theirs.keys()
         for name, gradient in theirs.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,9 +12,21 @@ from trl.models.parts import replaced_forward
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.scoring.head import ScoreOptions
+from trl.models.switches import checkpointed_modules
 
 POLICY, VALUE = "policy.", "value_model."
 INVALID_LOGPROB = 1.0  # marks padding in log-probs of older loops: no token's is above 0
+
+
+def _in_both(method: str) -> Callable[..., None]:
+    """A method that calls `method` of the policy and, where it can recompute activations, of the value model."""
+
+    def call(self: PolicyAndValue, *args: Any, **kwargs: Any) -> None:
+        for model in (self.policy, self.value_model):
+            if getattr(model, "supports_gradient_checkpointing", True):
+                getattr(model, method)(*args, **kwargs)
+
+    return call
 
 
 class PolicyAndValue(nn.Module):
@@ -44,16 +56,11 @@ class PolicyAndValue(nn.Module):
         """The policy's forward."""
         return self.policy(*args, **kwargs)
 
-    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        """Turn gradient checkpointing on in the policy and, where it knows it, in the value model."""
-        for model in (self.policy, self.value_model):
-            if getattr(model, "supports_gradient_checkpointing", True):
-                model.gradient_checkpointing_enable(*args, **kwargs)  # pyright: ignore[reportCallIssue]
-
-    def gradient_checkpointing_disable(self) -> None:
-        """Turn it off."""
-        for model in (self.policy, self.value_model):
-            model.gradient_checkpointing_disable()  # pyright: ignore[reportCallIssue]
+    gradient_checkpointing_enable = _in_both("gradient_checkpointing_enable")
+    gradient_checkpointing_disable = _in_both("gradient_checkpointing_disable")
+    # The same since transformers 5.23.
+    activation_checkpointing_enable = _in_both("activation_checkpointing_enable")
+    activation_checkpointing_disable = _in_both("activation_checkpointing_disable")
 
 
 class PolicyAndValueWrapper(PolicyAndValue):
@@ -62,7 +69,7 @@ class PolicyAndValueWrapper(PolicyAndValue):
     def __init__(self, policy: nn.Module, value_model: nn.Module) -> None:
         super().__init__(policy, value_model)
         self.critic_backbone = getattr(value_model, value_model.base_model_prefix)  # pyright: ignore[reportArgumentType]
-        self.is_gradient_checkpointing = getattr(policy, "is_gradient_checkpointing", False)
+        self.is_gradient_checkpointing = bool(checkpointed_modules(policy))
 
     def forward(self, **kwargs: Any) -> Any:
         """Both models on the same inputs."""
