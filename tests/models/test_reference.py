@@ -174,9 +174,9 @@ def test_the_kinds_that_are_chosen(tmp_path):
     assert reference_of(adapted("default"), precompute_ref_log_probs=True).adapter is None
     assert reference_of(adapted("a", "b"), ref_adapter_name="b").adapter == "b"
     given = base(seed=1)
-    forced = reference_of(adapted("default"), ref_model=given, force_use_ref_model=True)
-    assert isinstance(forced, FrozenModel)
-    assert forced.module is given
+    for forced in ({"force_use_ref_model": True}, {}):
+        separate = reference_of(adapted("default"), ref_model=given, **forced)
+        assert isinstance(separate, FrozenModel) and separate.module is given
     given.save_pretrained(tmp_path)
     loaded = reference_of(base(), ref_model=str(tmp_path), ref_model_init_kwargs={"dtype": "bfloat16"})
     assert isinstance(loaded, FrozenModel)
@@ -219,7 +219,7 @@ BAD = {
     "same": (shared_weights, r"share weights.*frozen copy"),
     "same_base": (injected_base, "share weights"),
     "vocabulary": (lambda: (base(), {"ref_model": base(vocab_size=64)}), r"vocabulary of 64 tokens.*of 96.*same family"),
-    "peft": (lambda: (adapted("default"), {"ref_model": base()}), "force_use_ref_model=True"),
+    "peft": (lambda: (adapted("default"), {"ref_model": base(), "force_use_ref_model": False}), "force_use_ref_model=True"),
     "unknown": (lambda: (adapted("a", "b"), {"ref_adapter_name": "c"}), r"ref_adapter_name='c'.*\['a', 'b'\]"),
     "unknown_model": (lambda: (adapted("a"), {"model_adapter_name": "c"}), r"model_adapter_name='c'"),
     "twice": (lambda: (adapted("a"), {"ref_adapter_name": "a"}), "another adapter than the one that trains"),

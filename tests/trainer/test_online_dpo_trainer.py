@@ -15,6 +15,7 @@ from trl.experimental.nash_md import NashMDTrainer
 from trl.experimental.online_dpo import OnlineDPOTrainer as SameTrainer
 from trl.experimental.xpo import XPOTrainer
 from trl.rewards import JudgeSource, RewardError
+from trl.rollouts.experience import REF
 
 ONE = {
     "max_steps": 1,
@@ -316,6 +317,22 @@ def test_an_adapter_is_compared_with_its_base():
         assert trainer.state.log_history[0]["rewards/margins"] == pytest.approx(
             0.0, abs=1e-9
         )  # the adapter begins at 0
+
+
+@pytest.mark.parametrize("method", ["online_dpo", "nash_md", "xpo"])
+def test_an_adapter_is_compared_with_another_model(method):
+    """The reference of an adapter's trainer is the `ref_model`, where one is passed."""
+    from peft import LoraConfig
+
+    policy, reference = models()
+    given = {"peft_config": LoraConfig(r=4, target_modules=["c_attn"]), "model": policy, "ref_model": reference}
+    trainer, keep = run(method, **ONE, given=given)
+    assert keep.steps[0] and all("lora" in name for name in keep.steps[0]) and trainer.ref_model is reference
+    batch = trainer._rollout_batch
+    with torch.no_grad():
+        expected = sequence_logps(reference, batch, ONE["temperature"] if method == "nash_md" else 1.0)
+    torch.testing.assert_close(batch.per_token[REF], torch.cat(expected), rtol=0, atol=1e-10)
+    assert abs(trainer.state.log_history[0]["rewards/margins"]) > 1e-4
 
 
 def test_evaluation():

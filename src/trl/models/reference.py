@@ -216,7 +216,8 @@ def make_reference(
     `ref_model` is used as given, or loaded with `ref_model_init_kwargs`. Without it the reference of a `PeftModel` is its
     base with the adapter `ref_adapter_name` or none, and that of any other model a copy. A policy whose weights are
     already sharded (ZeRO-3) is loaded again from `path` with `model_init_kwargs`. With `precompute_ref_log_probs` the
-    reference is used before training only, and nothing is copied. Activates `model_adapter_name` and freezes
+    reference is used before training only, and nothing is copied. A config with `force_use_ref_model` refuses a `ref_model`
+    beside an adapter without it. Activates `model_adapter_name` and freezes
     `ref_adapter_name`, in place. `scorer` scores the policy. `settings` take precedence over those of the config `args`.
 
     Raises: ValueError for settings that exclude each other or have no effect; FileNotFoundError, TypeError for what is
@@ -228,7 +229,7 @@ def make_reference(
         logger.warning("force_use_ref_model=True has no effect without a ref_model.")
     is_fsdp_run = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     shards = is_fsdp_run or is_deepspeed_zero3_enabled() or is_sharded(policy)
-    if trained is not None and ref_model is not None and not given.force_use_ref_model:
+    if trained is not None and ref_model is not None and given.force_use_ref_model is False:
         raise ValueError("ref_model cannot be set with a PEFT model, unless force_use_ref_model=True.")
     if trained is not None and ref_model is None:
         if given.precompute_ref_log_probs and shards:

@@ -137,7 +137,7 @@ def set_up_reference(
     if ref_model is None and not model.is_peft_model:
         ref_model = create_reference_model(model, num_shared_layers=shared)
     inner = getattr(ref_model, "pretrained_model", ref_model)
-    reference = make_reference(model.pretrained_model, scorer, inner, force_use_ref_model=inner is not None)
+    reference = make_reference(model.pretrained_model, scorer, inner)
     assert inner is None or isinstance(reference, FrozenModel)
     return reference, ref_model
 

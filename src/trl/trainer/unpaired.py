@@ -177,7 +177,6 @@ class UnpairedTrainer(PreferenceTrainer):
             path=self._path,
             model_adapter_name=model_adapter_name,
             ref_adapter_name=ref_adapter_name,
-            force_use_ref_model=ref_model is not None,  # also for a PeftModel
         )
         settings = self.preparation(args)
         self.mismatched = settings.get("mismatch_group") is not None
