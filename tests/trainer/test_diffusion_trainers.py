@@ -413,6 +413,15 @@ def test_half_precision_is_chosen_by_the_device(settings, caplog):
 
 
 @pytest.mark.parametrize("make", [ddpo, alignprop, grpo])
+@pytest.mark.parametrize("launched_with", [None, "bf16"])
+def test_without_a_precision_that_of_the_launch_is_used(make, launched_with, monkeypatch):
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    if launched_with:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched_with)
+    assert make(mixed_precision=None).accelerator.mixed_precision == (launched_with or "no")
+
+
+@pytest.mark.parametrize("make", [ddpo, alignprop, grpo])
 def test_bfloat16(make):
     """Frozen weights are bfloat16, those of the adapter and images are not; the first ratio is 1 up to rounding."""
     seen = []

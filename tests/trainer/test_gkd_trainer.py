@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor
+from torch.nn.functional import kl_div
 from transformers import GenerationConfig
 
 from tests.contracts.methods import gkd
@@ -216,6 +218,25 @@ def test_the_static_methods_of_trl() -> None:
         loss(student, teacher, labels, **given, reduction="mean"), values[labels != -100].mean() / 5
     )
     torch.testing.assert_close(loss(student, teacher, **given, reduction="sum"), values.sum())
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_the_unreduced_divergence_is_per_vocabulary_entry(beta: float) -> None:
+    """As in TRL: of the tokens that count, or of all without labels; by PyTorch's own divergence."""
+    student, teacher = torch.randn(2, 3, 5, requires_grad=True), torch.randn(2, 3, 5)
+    labels = torch.tensor([[1, 2, -100], [-100, 4, -100]])
+    log_p, log_q = (logits.log_softmax(-1) for logits in (student, teacher))
+    mix = (beta * log_q.exp() + (1 - beta) * log_p.exp()).log()
+    parts = [kl_div(mix, each, reduction="none", log_target=True) for each in (log_q, log_p)]
+    expected = beta * parts[0] + (1 - beta) * parts[1]
+    if beta in (0, 1):
+        pair = (log_q, log_p) if beta else (log_p, log_q)
+        expected = kl_div(*pair, reduction="none", log_target=True)
+    loss = partial(GKDTrainer.generalized_jsd_loss, student, teacher, beta=beta, reduction="none")
+    torch.testing.assert_close(loss(), expected, rtol=0, atol=1e-6)
+    assert loss(labels=labels).shape == (3, 5)
+    torch.testing.assert_close(loss(labels=labels), expected[labels != -100], rtol=0, atol=1e-6)
+    torch.testing.assert_close(loss().sum(-1), divergence(student, teacher, beta=beta), rtol=0, atol=1e-6)
 
 
 def test_generated_tokens_count_up_to_their_end() -> None:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from trl.models.packed.layout import IGNORED
-from trl.objectives.cross_vocabulary import measure_divergence
-from trl.objectives.distillation import divergence
+from trl.objectives.cross_vocabulary import divergence_entries
 from trl.tensors.padding import first_true_indices
 
 
@@ -25,23 +24,24 @@ def generalized_jsd_loss(
     """The divergence of logits `(B, T, V)`; `labels (B, T)` are aligned to them, and -100 where nothing counts.
 
     `batchmean`: over the tokens that count, or without labels the sum over the batch size. `sum`: over tokens. `mean`: over
-    tokens and vocabulary. `none`: one value per token that counts, or `(B, T)` without labels. `logits_are_probs`: of
-    probabilities, which need not sum to 1 and have no temperature.
+    tokens and vocabulary. `none`: unreduced, `(K, V)` of the K tokens that count, or `(B, T, V)` without labels.
+    `logits_are_probs`: of probabilities, which need not sum to 1 and have no temperature.
     """
     if logits_are_probs:
-        values = measure_divergence(
-            *(x.clamp(min=1e-8).log() for x in (student_logits, teacher_logits)), beta=beta
-        )
+        log_p, log_q = (probs.clamp(min=1e-8).log() for probs in (student_logits, teacher_logits))
     else:
-        values = divergence(student_logits / temperature, teacher_logits / temperature, beta=beta)
-    counted = len(values) if labels is None else int((labels != IGNORED).sum())
+        wide = torch.promote_types(student_logits.dtype, torch.float32)
+        log_p, log_q = (
+            (logits / temperature).log_softmax(-1, dtype=wide) for logits in (student_logits, teacher_logits)
+        )
+    values = divergence_entries(log_p, log_q, beta=beta)
     if labels is not None:
         values = values[labels != IGNORED]
     if reduction == "batchmean":
-        return values.sum() / counted
+        return values.sum() / len(values)
     if reduction == "sum":
         return values.sum()
-    return values.mean() / student_logits.shape[-1] if reduction == "mean" else values
+    return values.mean() if reduction == "mean" else values
 
 
 def generate_on_policy_outputs(

@@ -51,15 +51,29 @@ def measure_divergence(log_p: Tensor, log_q: Tensor, *, beta: float) -> Tensor:
     >>> measure_divergence(torch.tensor([[0.25, 0.25]]).log(), torch.tensor([[0.5, 0.25]]).log(), beta=0.0)
     tensor([0.0966])
     """
+    values, excess = divergence_entries(log_p, log_q, beta=beta), log_p.exp() - log_q.detach().exp()
+    if beta in (0, 1):
+        values = values + excess if beta == 0 else values - excess
+    return values.sum(-1)
+
+
+def divergence_entries(log_p: Tensor, log_q: Tensor, *, beta: float) -> Tensor:
+    """The terms whose sum over the vocabulary is `divergence`, `(..., V), (..., V) -> (..., V)`, in nats.
+
+    Of log-probabilities, which need not sum to 1. Only `log_p` gets a gradient.
+
+    >>> divergence_entries(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log(), beta=1.0)
+    tensor([ 0.3466, -0.2027])
+    """
     check_beta(beta)
     log_q = log_q.detach()
     p, q = log_p.exp(), log_q.exp()
     if beta == 0:
-        return (_times(q, log_q - log_p) - q + p).sum(-1)
+        return _times(q, log_q - log_p)
     if beta == 1:
-        return (_times(p, log_p - log_q) - p + q).sum(-1)
+        return _times(p, log_p - log_q)
     mix = torch.logaddexp(log_q + math.log(beta), log_p + math.log1p(-beta))
-    return (beta * _times(q, log_q - mix) + (1 - beta) * _times(p, log_p - mix)).sum(-1)
+    return beta * _times(q, log_q - mix) + (1 - beta) * _times(p, log_p - mix)
 
 
 def _times(weights: Tensor, values: Tensor) -> Tensor:

@@ -25,8 +25,9 @@ class DiffusionOptions(LoopOptions):
     num_checkpoint_limit: int = option(
         5, "Checkpoints kept, where project_kwargs has no total_limit.", ">= 1"
     )
-    mixed_precision: MixedPrecision = option(
-        "fp16", "fp16, bf16 or no. fp16 becomes no where there is no GPU, with a warning."
+    mixed_precision: MixedPrecision | None = option(
+        "fp16",
+        "fp16, bf16 or no. None: as `accelerate launch` says, else no. fp16 becomes no where there is no GPU, with a warning.",
     )
     allow_tf32: bool = option(True, "Let matrix products on NVIDIA GPUs use TF32.")
     resume_from: str = option(

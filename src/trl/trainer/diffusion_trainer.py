@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -441,6 +442,7 @@ def make_accelerator(config: Any) -> Accelerator:
     """
     options = dict(config.accelerator_kwargs)
     precision = options.pop("mixed_precision", config.mixed_precision)
+    precision = precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     has_gpu = torch.accelerator.is_available() and not options.get("cpu")
     if precision == "fp16" and not has_gpu:
         precision = "no"

@@ -2,6 +2,7 @@
 
 import pytest
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import GenerationConfig
 
 from tests.tiny import tiny_model
@@ -64,14 +65,54 @@ def test_both_orders_of_a_managed_judge(tmp_path):
 
 
 def test_the_reference_of_a_trainer_is_compared_with(tmp_path):
-    run, judge = trainer(tmp_path, eval_dataset=prompt_dataset(), steps=1), Keeps(1, 1, 1)
+    run, judge = trainer(tmp_path, eval_dataset=prompt_dataset(), steps=1), Keeps(*[1] * 6)
     run.reference = FrozenModel(tiny_model("llama", seed=5), None)
     callback = WinRateCallback(judge, run, GREEDY)
     callback.on_train_begin(run.args, run.state, run.control)
     callback.on_evaluate(run.args, run.state, run.control)
     assert judge.shown and {pair[0] for _, pair in judge.shown} <= set(callback.against)
-    ties = 3 - len(judge.shown)  # where both models say the same
-    assert logged(run, "eval_win_rate") == [pytest.approx(1 - ties / 6)]
+    ties = 3 - len(judge.shown) // 2  # where both models say the same
+    assert (
+        logged(run, "eval_win_rate") == [pytest.approx(1 - ties / 6)] * 2
+    )  # at the start, and in the evaluation
+
+
+@pytest.mark.parametrize("start", [False, True])
+def test_the_win_rate_before_training_is_the_baseline(tmp_path, start):
+    """Of the policy against what it is compared with: the same texts are ties, others are shown to the judge."""
+    options = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": start, "learning_rate": 0.0}
+
+    def rates(folder, answers=(), **more):
+        rows = [{"prompt": text, "input_ids": [4, 5], "labels": [4, 5]} for text in PROMPTS]
+        run = trainer(tmp_path / folder, eval_dataset=Dataset.from_list(rows), **options)
+        run.add_callback(WinRateCallback(Keeps(*answers), run, GREEDY, **more))
+        run.train()
+        return [
+            (entry["step"], entry["eval_win_rate"])
+            for entry in run.state.log_history
+            if "eval_win_rate" in entry
+        ]
+
+    assert rates("itself") == [(0, 0.5), (2, 0.5), (4, 0.5)]
+    answers = [1, 0, 0] * 3
+    assert rates("others", answers, against=["x", "y", "z"]) == [(n, pytest.approx(1 / 3)) for n in (0, 2, 4)]
+
+
+def test_the_judge_is_called_once_with_all_pairs_under_lora(tmp_path):
+    given = {"peft_config": LoraConfig(r=4, target_modules=["c_attn"], init_lora_weights=False)}
+    given["eval_dataset"] = Dataset.from_dict({"prompt": [f"w{i} w9" for i in range(4, 12)]})
+    options = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_eval_batch_size": 4,
+        "learning_rate": 0.0,
+    }
+    run, _ = grpo_runs.make(folder=str(tmp_path), given=given, **options)
+    judge = Keeps(*[0] * 24)
+    judge.judge, calls = lambda prompts, pairs, **_: calls.append(len(prompts)) or [0] * len(prompts), []
+    run.add_callback(WinRateCallback(judge, run, GREEDY, against=["x"] * 8))
+    run.train()
+    assert calls == [8, 8, 8]
 
 
 def test_conversations_are_rendered_for_model_and_judge(tmp_path):

@@ -1,4 +1,4 @@
-"""How often a judge prefers the model to what it was before, measured at each evaluation."""
+"""How often a judge prefers the model to what it was before, measured at the start and at each evaluation."""
 
 import json
 import logging
@@ -8,13 +8,13 @@ from typing import Any
 
 import pandas as pd
 from accelerate.utils import broadcast_object_list
-from transformers import GenerationConfig, Trainer, TrainerCallback
+from transformers import GenerationConfig, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from trl.reporting.tables import print_rich_table
 from trl.reporting.win_rate import win_rate, win_shares
 from trl.rewards.judge_source import as_text
 from trl.rewards.managed_judge import ManagedJudge
-from trl.trainer.samples import evaluation_rows, sample_completions, send_table
+from trl.trainer.samples import Sample, evaluation_rows, sample_completions, send_table
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,8 @@ KEPT = "win_rate_reference.json"
 
 
 class WinRateCallback(TrainerCallback):
-    """Compares completions of evaluation prompts with those of a reference, by a pairwise judge, at each evaluation.
+    """Compares completions of evaluation prompts with those of a reference, by a pairwise judge, at step 0 and at each
+    evaluation.
 
     Args:
         judge: a `BasePairwiseJudge`; a `ManagedJudge` has a cache, both orders (`eval_win_rate_agreement`) and a budget.
@@ -70,21 +71,28 @@ class WinRateCallback(TrainerCallback):
         self.table: list[dict[str, Any]] = []
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if self.against is not None:
-            return
+        samples = self._find_reference(args, state)
+        if not state.global_step and not args.eval_on_start:
+            self._measure(state.global_step, samples)
+
+    def _find_reference(self, args: TrainingArguments, state: TrainerState) -> list[Sample] | None:
+        """Set `against`; the policy's own completions, where they are what later ones are compared with."""
         reference = getattr(self.trainer, "reference", None)
+        if self.against is not None:
+            return None
         if state.global_step and reference is None:
             newest = getattr(self.trainer, "newest_checkpoint", None) or "."
             own = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
             kept = next((file for place in (Path(newest), own) if (file := place / KEPT).is_file()), None)
             if kept is not None:
                 self.against = json.loads(kept.read_text())
-                return
+                return None
             logger.warning(
                 "the checkpoint has no %s: win rates are against the resumed model. Pass against=.", KEPT
             )
-        found = sample_completions(self.trainer, self.rows, self.generation_config, reference=reference)
-        self.against = [sample.completion for sample in found]
+        samples = sample_completions(self.trainer, self.rows, self.generation_config, reference=reference)
+        self.against = [sample.completion for sample in samples]
+        return samples if reference is None else None
 
     def on_save(self, args, state, control, **kwargs):
         if self.trainer.accelerator.is_main_process:
@@ -92,9 +100,12 @@ class WinRateCallback(TrainerCallback):
             (folder / KEPT).write_text(json.dumps(self.against))
 
     def on_evaluate(self, args, state, control, **kwargs):
-        if self.against is None:  # an evaluation before training
-            self.on_train_begin(args, state, control)
-        samples = sample_completions(self.trainer, self.rows, self.generation_config)
+        self._find_reference(args, state)  # for an evaluation before training
+        self._measure(state.global_step)
+
+    def _measure(self, step: int, samples: list[Sample] | None = None) -> None:
+        """Log how the policy's completions, new ones unless passed, compare with `against`."""
+        samples = samples or sample_completions(self.trainer, self.rows, self.generation_config)
         found: list[Any] = [None]
         if self.trainer.accelerator.is_main_process:
             given = zip(self.rows, samples, strict=True)
@@ -103,7 +114,7 @@ class WinRateCallback(TrainerCallback):
                 list(pair) for pair in zip(self.against or [], (s.completion for s in samples), strict=True)
             ]
             shares = win_shares(self.judge, prompts, pairs, **self.options)
-            self._report(prompts, pairs, shares, state.global_step)
+            self._report(prompts, pairs, shares, step)
             agreement = self.judge.agreement() if isinstance(self.judge, ManagedJudge) else {}
             found = [
                 (
