@@ -9,8 +9,21 @@ from transformers import TrainingArguments
 
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.sft_runs import QUICK, config, logged, model_for, sequences, trained_spans
-from trl import DataCollatorForCompletionOnlyLM, SFTConfig, SFTTrainer
-from trl.trainer import ConstantLengthDataset
+from trl import (
+    BCOConfig,
+    CPOConfig,
+    DataCollatorForCompletionOnlyLM,
+    DPOConfig,
+    GKDConfig,
+    KTOConfig,
+    ORPOConfig,
+    PRMConfig,
+    RewardConfig,
+    SFTConfig,
+    SFTTrainer,
+)
+from trl.legacy import move_onto_config
+from trl.trainer import ConstantLengthDataset, IterativeSFTConfig
 
 TEXTS = Dataset.from_list([{"body": text} for text in ("Look up.", "Next.", "The answer is 42.")] * 4)
 ANSWERS = Dataset.from_list(
@@ -72,6 +85,39 @@ def test_the_call_of_0_4(tmp_path):
     for words in ("tokenizer -> the argument processing_class", "max_seq_length -> SFTConfig(max_length=...)",
                   "packing -> SFTConfig(packing=...)", "num_of_sequences -> nothing"):  # fmt: skip
         assert words in text
+    trainer.train()
+    assert len(logged(trainer, "loss")) == 2
+
+
+OLDER_CONFIGS = [
+    CPOConfig,
+    BCOConfig,
+    DPOConfig,
+    GKDConfig,
+    IterativeSFTConfig,
+    KTOConfig,
+    ORPOConfig,
+    PRMConfig,
+    RewardConfig,
+    SFTConfig,
+]
+
+
+@pytest.mark.parametrize("kind", OLDER_CONFIGS)
+def test_plain_arguments_without_a_tracker_name_none(kind, tmp_path):
+    """Every trainer that takes plain `TrainingArguments` does so here; transformers makes `[None]` of None."""
+    args = TrainingArguments(str(tmp_path), report_to=None, use_cpu=True)
+    moved = move_onto_config(kind, model=None, args=args, processing_class=None, older={}).args
+    assert args.report_to == [None] and moved.report_to == []
+
+
+def test_a_run_with_plain_arguments_and_no_tracker(tmp_path):
+    trainer = SFTTrainer(
+        model_for(),
+        older_args(tmp_path, report_to=None),
+        train_dataset=ANSWERS,
+        processing_class=tiny_tokenizer(),
+    )
     trainer.train()
     assert len(logged(trainer, "loss")) == 2
 

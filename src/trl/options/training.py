@@ -102,7 +102,10 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
 
     def __post_init__(self) -> None:
         self.settle()
-        if self.report_to is None:  # transformers takes None for the name of a tracker
+        if self.report_to in (
+            None,
+            [None],
+        ):  # transformers takes None for the name of a tracker, and wraps it
             self.report_to = "none"
         if self.bf16 is None:
             self.bf16 = default_bf16(use_cpu=self.use_cpu, fp16=self.fp16)

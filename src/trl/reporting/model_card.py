@@ -54,6 +54,13 @@ The run on {{ name }}: [{{ url }}]({{ url }})
 ```
 {% endfor %}"""
 
+_PAPER = """@misc{{arxiv-{id},
+    title = {{{{{title}}}}},
+    year = {{20{id:.2}}},
+    eprint = {{{id}}},
+    archivePrefix = {{arXiv}}
+}}"""
+
 HERE = "."  # the folder that a card stands in
 
 # Settings that decide what a run computes, where a config has them.
@@ -113,7 +120,7 @@ def generate_model_card(
     """Fill a model card.
 
     `base_model` is a Hub name or a local path, `paper_id` an arXiv id, `hub_model_id` what the example loads ("." for the
-    card's own folder), `training_facts` become rows of the table of settings, `usage` is a Python example (without it: an
+    card's own folder), `trainer_citation` BibTeX (without it: of the paper's title and id), `training_facts` become rows of the table of settings, `usage` is a Python example (without it: an
     answer to a chat). A `template_file` (Jinja) replaces ours and gets the same variables.
     """
     datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name or [])
@@ -127,6 +134,8 @@ def generate_model_card(
         tags=["generated_from_trainer", *tags],
     )
     versions = _versions()
+    if trainer_citation is None and paper_id and paper_title:
+        trainer_citation = _PAPER.format(id=paper_id, title=paper_title)
     cite = "@misc{trl,\n    title = {{trl: Transformer Reinforcement Learning}},\n"
     template = Path(template_file).read_text(encoding="utf-8") if template_file else _TEMPLATE
     text = Template(template).render(

@@ -201,7 +201,7 @@ class GKDTrainer(SFTTrainer):
     _name: ClassVar[str] = "GKD"
     _paper: ClassVar[dict[str, str]] = {
         "title": "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
-        "arxiv": "2306.13649",
+        "id": "2306.13649",
     }
     _config_class: ClassVar[type[GKDConfig]] = GKDConfig
     _sets_class: ClassVar[type[SFTDatasets]] = GKDDatasets

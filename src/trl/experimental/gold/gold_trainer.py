@@ -63,7 +63,7 @@ class GOLDTrainer(GKDTrainer):
     _name: ClassVar[str] = "GOLD"
     _paper: ClassVar[dict[str, str]] = {
         "title": "Towards Cross-Tokenizer Distillation: the Universal Logit Distillation Loss for LLMs",
-        "arxiv": "2402.12030",
+        "id": "2402.12030",
     }
     _config_class: ClassVar[type[GOLDConfig]] = GOLDConfig
     _columns = (*GKDTrainer._columns, *COLUMNS)
