@@ -325,7 +325,11 @@ def test_an_adapter_is_compared_with_another_model(method):
     from peft import LoraConfig
 
     policy, reference = models()
-    given = {"peft_config": LoraConfig(r=4, target_modules=["c_attn"]), "model": policy, "ref_model": reference}
+    given = {
+        "peft_config": LoraConfig(r=4, target_modules=["c_attn"]),
+        "model": policy,
+        "ref_model": reference,
+    }
     trainer, keep = run(method, **ONE, given=given)
     assert keep.steps[0] and all("lora" in name for name in keep.steps[0]) and trainer.ref_model is reference
     batch = trainer._rollout_batch
