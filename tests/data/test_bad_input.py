@@ -159,7 +159,7 @@ REWARDS = {
     "margin that is text": Bad([{**PAIR, "margin": "wide"}], TypeError, "row 0, column 'margin'"),
     "margin that is a truth value": Bad([{**PAIR, "margin": True}], TypeError, "row 0, column 'margin'"),
     "mask of another length": Bad([{"input_ids_chosen": [7, 6], "attention_mask_chosen": [1], "input_ids_rejected": [8]}], ValueError, "row 0, column 'attention_mask_chosen'"),
-    "mask of zeros": Bad([{"input_ids_chosen": [7, 6], "attention_mask_chosen": [0, 0], "input_ids_rejected": [8]}], ValueError, "row 0, column 'attention_mask_chosen'"),
+    "mask of zeros": Bad([{"input_ids_chosen": [7, 6], "attention_mask_chosen": [0, 0], "input_ids_rejected": [8]}], ValueError, "row 0, column 'input_ids_chosen'"),
 }  # fmt: skip
 UNPAIRED = {
     "label 1": Bad(judged(label=1)[1:], TypeError, "row 0, column 'label': 1 is of type int, expected true or false. Convert the column with"),

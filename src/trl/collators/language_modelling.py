@@ -20,6 +20,7 @@ from trl.collators.rows import (
     pad_with_mask,
     read_column,
 )
+from trl.data.token_rows import real_row
 from trl.options.checks import check_at_least
 from trl.tensors.padding import pad
 
@@ -35,7 +36,8 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
     for packed rows (those with `seq_lengths`): `input_ids`, `position_ids` (restarting at 0 with each sequence) and
     `labels`, `(1, N)` each, without an attention mask; the first label of each sequence is -100. Where N is rounded up,
     `filler` says by how many tokens. All other columns
-    are left out, except `attention_mask`: tokens that it hides are removed first.
+    are left out, except `attention_mask`, whose hidden tokens are removed first, and `position_ids`, which restart with each
+    document of a packed row.
 
     Args:
         pad_token_id: Token that fills padded positions.
@@ -65,16 +67,11 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
     def torch_call(self, examples: Sequence[Any]) -> dict[str, Tensor]:
         """The batch of some rows, in their order."""
         check_filled([()] * len(examples))
-        examples = as_rows(examples)
+        examples = [real_row(row, "", index) for index, row in enumerate(as_rows(examples))]
         if examples[0].get("input_ids") is None:
             raise ValueError(f"row 0 of the batch must have 'input_ids', got {sorted(examples[0])}.")
         ids = read_column(examples, "input_ids") or []
         labels = self._labels(examples, ids)
-        visible = read_column(examples, "attention_mask")
-        if visible is not None:
-            ids, labels = (
-                [row[mask != 0] for row, mask in zip(rows, visible, strict=True)] for rows in (ids, labels)
-            )
         multiple = self.pad_to_multiple_of
         if self.padding_free or any(row.get("seq_lengths") is not None for row in examples):
             lengths = _sequence_lengths(examples, ids)

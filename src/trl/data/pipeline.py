@@ -13,6 +13,7 @@ from datasets import Dataset, Features, IterableDataset, Value
 from trl.data.formats import column_names
 from trl.data.ragged import STREAM_BATCH
 from trl.data.rendering import ProcessingClass, text_tokenizer
+from trl.data.token_rows import real_row
 from trl.data.validation import Place
 from trl.options.checks import check_at_least, check_one_of
 
@@ -173,7 +174,7 @@ def check_ids(row: Any, vocabulary: Vocabulary | None, place: Place, *, may_be_e
     if ids.size == 0:
         if may_be_empty:
             return
-        raise place.error("an empty list", "token ids", "Filter the row out.")
+        raise place.error("an empty list, or one of masked tokens", "token ids", "Filter the row out.")
     if not np.issubdtype(ids.dtype, np.integer):
         remedy = "Tokenize the text, or rename the column."
         raise place.error(f"values of type {ids.dtype}", "lists of integers", remedy, TypeError)
@@ -195,11 +196,16 @@ class RowKind(ABC):
     refused: ClassVar[tuple[str, ...]] = ("untrained_rows",)
     """The numbers that the policy "error" refuses."""
     warnings: ClassVar[Mapping[str, str]] = WARNINGS
+    dataset_name: str
 
     def __call__(self, batch: dict[str, list], indices: Sequence[int]) -> dict[str, list]:
         """The columns of `features` and `counts`."""
         given = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-        made = self.rows(given, indices)
+        remedy = "Give a row for each document."
+        real = [
+            real_row(row, self.dataset_name, i, splits=remedy) for i, row in zip(indices, given, strict=True)
+        ]
+        made = self.rows(real, indices)
         return {name: [row.get(name, 0) for row in made] for name in (*self.features, *self.counts)}
 
     @abstractmethod

@@ -186,7 +186,11 @@ class PairTokenizer(RowKind):
     vocabulary: Vocabulary | None = None
     add_special_tokens: bool = True
     kept_numbers: tuple[str, ...] = ()
-    version: int = 2
+    version: int = 3
+
+    @property
+    def dataset_name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.reader.dataset_name
 
     @property
     def features(self) -> dict[str, Any]:
@@ -250,17 +254,7 @@ class PairTokenizer(RowKind):
         if self.reader.row_type.columns == OLDER_REWARD_COLUMNS:  # whole sequences, their prompt included
             row = {c: value for c, value in row.items() if c not in (PAIR_COLUMNS[0], OWN_PROMPT)}
         self._check_given(row, index)
-        completions = []
-        for side, column in zip(SIDES, self.reader.row_type.columns[-2:], strict=True):
-            ids, mask_column = row[column], f"attention_mask_{side}"
-            mask = row.get(mask_column) or [1] * len(ids)
-            if len(mask) != len(ids) or not any(mask):
-                given = (
-                    f"{len(mask)} values ({sum(map(bool, mask))} not 0) for {len(ids)} tokens in {column!r}"
-                )
-                place, remedy = self.reader.place(index, mask_column), "Give 1 for each token, 0 for padding."
-                raise place.error(given, "as many, and at least one that is 1", remedy)
-            completions.append([token for token, is_real in zip(ids, mask, strict=True) if is_real])
+        completions = [list(row[column]) for column in self.reader.row_type.columns[-2:]]
         return Tokens(index, list(row.get(PAIR_COLUMNS[0]) or []), completions, row.get(OWN_PROMPT))
 
     def _cut(self, tokens: Tokens) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from trl.data.formats import column_names
 from trl.data.image_rows import refuse_images
 from trl.data.pipeline import Preparation
 from trl.data.ragged import list_lengths
+from trl.data.token_rows import mask_columns
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,8 @@ class PreparedSets(DataSets):
     check_lengths: Callable[..., None]
 
     def is_prepared(self, dataset: Any) -> bool:
-        return set(self.settings.prepared_columns) <= set(column_names(dataset))
+        columns = column_names(dataset)
+        return set(self.settings.prepared_columns) <= set(columns) and not mask_columns(columns)
 
     def prepared(self, dataset: Any, name: str, *, is_training: bool = False) -> Any:
         if not isinstance(dataset, (Dataset, IterableDataset)):

@@ -108,7 +108,7 @@ class PromptTokenizer(RowKind):
         column = PROMPT_IDS if self.is_given else "prompt"
         places = [Place(self.dataset_name, index, column) for index in indices]
         if self.is_given:
-            prompts = [_real_tokens(row) for row in given]
+            prompts = [list(row[PROMPT_IDS] or []) for row in given]
         else:
             texts = [self._text(row, place) for row, place in zip(given, places, strict=True)]
             tokenizer = text_tokenizer(self.processing_class)
@@ -125,11 +125,6 @@ class PromptTokenizer(RowKind):
         kwargs = {**(self.settings.template_kwargs or {}), **chat.template_kwargs}
         with place.named():
             return render_prompt(self.processing_class, chat._replace(template_kwargs=kwargs))
-
-
-def _real_tokens(row: Mapping[str, Any]) -> list[int]:
-    ids, mask = row[PROMPT_IDS] or [], row.get("attention_mask")
-    return list(ids) if mask is None else [token for token, real in zip(ids, mask, strict=True) if real]
 
 
 def check_prompt_ids(prompt: list[int], settings: PromptPreparation, place: Place) -> None:

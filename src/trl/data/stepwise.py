@@ -69,7 +69,7 @@ class StepwiseTokenizer(RowKind):
     dataset_name: str = "train"
     vocabulary: Vocabulary | None = None
     is_given: bool = False
-    version: int = 2
+    version: int = 3
 
     @property
     def features(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from trl.data.pipeline import (
 from trl.data.ragged import Ragged, is_number_list, list_lengths, read_ragged, truncate_rows
 from trl.data.rendering import Chat, ProcessingClass, render, split_rendering, text_tokenizer
 from trl.data.spans import StopTokens, assistant_tokens
+from trl.data.token_rows import real_rows
 from trl.data.tokenization import encode, encode_closed, read_chat, read_text, tokenize_split, with_eos
 from trl.data.validation import SFT_TYPES, Place, RowType, check_sft_settings, check_tokenizer, sft_row_type
 
@@ -100,8 +101,8 @@ def prepare_sft_dataset(
     if is_given:
         unread = {"completion_mask"} if settings.completion_only_loss is False else set()
         wanted = [name for name in ("input_ids", *MASKS, "seq_lengths") if name not in unread]
-        kept = [column for column in (*wanted, *settings.keep_columns) if column in columns]
-        rows: Any = dataset.select_columns(kept)
+        kept = (*wanted, *settings.keep_columns)
+        rows: Any = real_rows(dataset, kept, name=name, packing=settings.packing)
     else:
         rows = map_rows(
             dataset, kind, name=name, num_proc=settings.num_proc, keep_columns=settings.keep_columns

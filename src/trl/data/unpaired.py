@@ -113,9 +113,9 @@ def prepare_unpaired_dataset(
         () if is_paired else tuple(column for column in REFERENCE_LOGPS if column in columns),
         embedding_tokenizer=None if is_given else settings.embedding_tokenizer,
         keep_whole=group is not None,
+        kept_ids=tuple(c for c in (*KL_COLUMNS, EMBEDDING_COLUMN) if is_given and c in columns),
     )
-    kept = (*KL_COLUMNS, EMBEDDING_COLUMN) if is_given else ()
-    rows, report = prepare_rows(dataset, kind, settings, name=name, keep_columns=kept)
+    rows, report = prepare_rows(dataset, kind, settings, name=name)
     if isinstance(rows, Dataset):
         _warn_of_balance(report, settings)
     if group is None:
@@ -215,6 +215,7 @@ class UnpairedTokenizer(PairTokenizer):
     lengths: CompletionLengths
     embedding_tokenizer: PreTrainedTokenizerBase | None = None
     keep_whole: bool = False
+    kept_ids: tuple[str, ...] = ()
 
     @property
     def features(self) -> dict[str, Any]:
@@ -222,6 +223,7 @@ class UnpairedTokenizer(PairTokenizer):
         made: dict[str, Any] = {**dict.fromkeys(TOKEN_COLUMNS, ids), "label": Value("bool")}
         made |= dict.fromkeys(WHOLE, ids) if self.keep_whole else {}
         made |= {EMBEDDING_COLUMN: ids} if self.embedding_tokenizer is not None else {}
+        made |= dict.fromkeys(self.kept_ids, ids)
         return made | dict.fromkeys(self.kept_numbers, Value("float64"))
 
     def _answers(self, row: dict[str, Any], index: int) -> list[Answers]:
@@ -264,7 +266,8 @@ class UnpairedTokenizer(PairTokenizer):
         self._check_given(row, index)
         label = check_label(row["label"], self.reader.place(index, "label"))
         prompt, completion = (list(row[column]) for column in TOKEN_COLUMNS)
-        return Tokens(index, prompt, [completion], more={"label": label})
+        kept = {column: row[column] for column in self.kept_ids}
+        return Tokens(index, prompt, [completion], more={"label": label, **kept})
 
     def _cut(self, tokens: Tokens) -> dict[str, Any]:
         label, (completion,) = tokens.more["label"], tokens.completions

@@ -22,6 +22,7 @@ from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.data.streaming import is_streaming
 from trl.data.templates import get_training_chat_template
 from trl.data.text import SFTPreparation, prepare_sft_dataset
+from trl.data.token_rows import mask_columns
 from trl.models.packed.layout import is_packed
 from trl.models.parts import embedded_tokens
 from trl.models.policy import Policy
@@ -63,8 +64,9 @@ class SFTDatasets(DataSets):
         return self._prepare(dataset, name, packing=packing)
 
     def is_prepared(self, dataset: Any) -> bool:
-        is_empty = isinstance(dataset, Dataset) and not len(dataset) and dataset.column_names
-        return super().is_prepared(dataset) or bool(is_empty) or "seq_lengths" in column_names(dataset)
+        is_empty, columns = isinstance(dataset, Dataset) and not len(dataset), column_names(dataset)
+        is_packed = "seq_lengths" in columns and not {"position_ids", *mask_columns(columns)} & set(columns)
+        return super().is_prepared(dataset) or bool(is_empty and columns) or is_packed
 
     def rows(self, dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
         """The rows that are tokenised."""

@@ -1,0 +1,143 @@
+"""Rows that come as tokens: what their attention masks hide is removed, and documents packed before are told apart."""
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Features, List, Value
+
+from trl.data.formats import column_names
+from trl.data.ragged import (
+    STREAM_BATCH,
+    list_lengths,
+    restore_format,
+    restore_streaming_format,
+    without_list_sizes,
+)
+from trl.data.validation import Place
+
+ALIGNED = ("input_ids", "labels", "completion_mask", "assistant_masks", "token_type_ids", "position_ids")
+"""Columns with one value for each token, under the names that they have beside `attention_mask`."""
+
+
+def mask_columns(columns: Collection[str]) -> list[str]:
+    """The columns that say which tokens of another one are real.
+
+    >>> mask_columns(["prompt_input_ids", "prompt_attention_mask", "pixel_attention_mask"])
+    ['prompt_attention_mask']
+    """
+    return [
+        name
+        for name in columns
+        if "attention_mask" in name and name.replace("attention_mask", "input_ids") in columns
+    ]
+
+
+def real_row(
+    row: Mapping[str, Any], dataset: str, index: int, *, splits: str | None = None
+) -> dict[str, Any]:
+    """A row without masked tokens, masks and `position_ids`, which become `seq_lengths` where they restart.
+
+    `dataset` and `index` name the row in errors; `splits` is the remedy for rows of several documents where they are refused.
+    Raises: ValueError for these, for masks that are not 0 or 1 for each token of their columns, and for positions that do not
+    count each document from 0 or contradict `seq_lengths`.
+
+    >>> real_row({"input_ids": [0, 5, 6, 7], "position_ids": [0, 0, 1, 0], "attention_mask": [0, 1, 1, 1]}, "train", 0)
+    {'input_ids': [5, 6, 7], 'seq_lengths': [2, 1]}
+    """
+    masks = mask_columns(row)
+    made = {name: value for name, value in row.items() if name not in masks}
+    for name in masks:
+        if row[name] is not None:
+            made |= _cut(row, name, Place(dataset, index, name))
+    if "input_ids" not in row:
+        return made
+    positions, lengths = made.pop("position_ids", None), made.get("seq_lengths")
+    place = Place(dataset, index, "seq_lengths" if positions is None else "position_ids")
+    if positions is not None:
+        documents = _document_lengths(np.asarray(positions), len(made["input_ids"]), place)
+        if lengths is not None and list(lengths) != documents:
+            expected = f"{list(lengths)} as in 'seq_lengths'"
+            raise place.error(f"documents of {documents} tokens", expected, "Remove one of both.")
+        if len(documents) > 1:
+            made["seq_lengths"] = lengths = documents
+    if splits and len(lengths or ()) > 1:
+        raise place.error(f"a packed row of {len(lengths or ())} documents", "one of one", splits)
+    return made
+
+
+def _cut(row: Mapping[str, Any], name: str, place: Place) -> dict[str, Any]:
+    """The columns that a mask belongs to, without what it hides."""
+    mask, cut = np.asarray(row[name]), {}
+    for column in (name.replace("attention_mask", each) for each in ALIGNED):
+        if (values := row.get(column)) is None:
+            continue
+        if mask.shape != (len(values),):
+            given = f"{mask.size} values for {len(values)} tokens in {column!r}"
+            raise place.error(given, "as many", "Give 1 for each token, 0 for padding.")
+        cut[column] = np.asarray(values)[mask != 0].tolist()
+    wrong = mask[(mask != 0) & (mask != 1)]
+    if wrong.size:
+        remedy = "Give the documents of packed rows by 'seq_lengths' or 'position_ids'."
+        raise place.error(f"value {wrong[0]}", "1 for each token, 0 for padding", remedy)
+    lengths = row.get("seq_lengths") if name == "attention_mask" else None
+    if lengths is not None and sum(lengths) == len(mask):
+        parts = np.split(mask != 0, np.cumsum(lengths)[:-1])
+        cut["seq_lengths"] = [int(part.sum()) for part in parts if part.any()]
+    return cut
+
+
+def _document_lengths(positions: np.ndarray, tokens: int, place: Place) -> list[int]:
+    """Tokens of the documents whose positions these are."""
+    if positions.shape != (tokens,):
+        raise place.error(
+            f"shape {positions.shape} for {tokens} tokens", "one for each", "Remove the column."
+        )
+    starts = np.flatnonzero(np.diff(positions, prepend=-2) != 1)
+    if (wrong := positions[starts][positions[starts] != 0]).size:
+        remedy = "Count each document from 0, or remove the column."
+        raise place.error(f"a document begins at {wrong[0]}", "0", remedy)
+    return np.diff(starts, append=tokens).tolist()
+
+
+def real_rows(dataset: Any, columns: Sequence[str], *, name: str, packing: bool) -> Any:
+    """The data set with these of its `columns`, without masked tokens; with `seq_lengths` where rows were packed before.
+
+    Raises: as `real_row`; with `packing` for rows of several documents.
+    """
+    given = column_names(dataset)
+    kept = [column for column in given if column in columns]
+    read = {"position_ids", *mask_columns(given), *(["seq_lengths"] if packing else [])} & set(given)
+    if not read:
+        return dataset.select_columns(kept)
+    made = [*(column for column in kept if column != "seq_lengths"), *([] if packing else ["seq_lengths"])]
+    known = without_list_sizes(dataset.features)
+    is_stored, every = isinstance(dataset, Dataset), [c for c in given if c in {*kept, *read}]
+    rows = (
+        dataset.select_columns(every)
+        .with_format(None)
+        .map(
+            partial(_real_batch, columns=made, name=name, splits="Set packing=False." if packing else None),
+            batched=True,
+            with_indices=True,
+            batch_size=1000 if is_stored else STREAM_BATCH,
+            remove_columns=every,
+            features=known and Features({c: {**known, "seq_lengths": List(Value("int64"))}[c] for c in made}),
+        )
+    )
+    if not is_stored:
+        return restore_streaming_format(rows, dataset)
+    is_single = not packing and list_lengths(rows, "seq_lengths").max(initial=0) <= 1
+    return restore_format(rows.remove_columns("seq_lengths") if is_single else rows, dataset)
+
+
+def _real_batch(
+    batch: dict[str, list], indices: list[int], columns: Sequence[str], name: str, splits: str | None
+) -> dict[str, list]:
+    rows = [
+        real_row(dict(zip(batch, values, strict=True)), name, index, splits=splits)
+        for index, *values in zip(indices, *batch.values(), strict=True)
+    ]
+    lengths = {"seq_lengths": [row.get("seq_lengths") or [len(row["input_ids"])] for row in rows]}
+    return {column: lengths.get(column) or [row[column] for row in rows] for column in columns}
