@@ -1,8 +1,9 @@
 """Models and tokenizers from a name or a path: dtype, architecture, special tokens; chat templates for base models."""
 
+import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +25,15 @@ from transformers import (
 from trl.data.hub import loading_from_hub, may_be_on_hub
 from trl.data.rendering import text_tokenizer
 from trl.models.distributed import gathered_parameters
-from trl.models.parts import embedded_tokens
-from trl.models.peft import get_kbit_device_map, require_peft, resolve_dtype
+from trl.models.parts import causal_core, embedded_tokens
+from trl.models.peft import get_kbit_device_map, require_peft, resolve_dtype, train_copies_in_float32
 from trl.options.checks import without_credentials
 
 logger = logging.getLogger(__name__)
 
 _CONFIG_KEYS = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "trust_remote_code")
 _SPREADING_DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+_FILE_DTYPE = "dtype_of_its_files"  # attribute
 
 
 def create_model_from_path(model_id: str, architecture: Any | None = None, **kwargs: Any) -> PreTrainedModel:
@@ -46,8 +48,22 @@ def create_model_from_path(model_id: str, architecture: Any | None = None, **kwa
     Raises: FileNotFoundError if there is no such model, no safetensors weights or no way to the Hub; ValueError for a `dtype` or
     `device_map` that cannot work, and for missing weights.
     """
+    return _load(model_id, architecture, kwargs, trained=False)
+
+
+def load_trained_model(model_id: str, architecture: Any | None = None, **kwargs: Any) -> PreTrainedModel:
+    """`create_model_from_path` for a model whose weights train: float32 (or wider, as the files) where no `dtype` is given.
+
+    A 16-bit weight keeps an update only where the learning rate exceeds about 1/512 of it. Adapters' bases and quantised
+    models, which do not train, keep the files' dtype. `save_dtype` is then that of the files.
+    """
+    return _load(model_id, architecture, kwargs, trained=True)
+
+
+def _load(model_id: str, architecture: Any | None, kwargs: dict[str, Any], *, trained: bool) -> Any:
     older = kwargs.pop("torch_dtype", None)
     dtype = resolve_dtype(older if kwargs.get("dtype") is None else kwargs["dtype"])
+    trained = trained and older is None and kwargs.get("dtype") is None
     if older is not None and resolve_dtype(older) != dtype:
         raise ValueError(f"dtype={kwargs['dtype']!r} and torch_dtype={older!r} disagree. Give `dtype` alone.")
     kwargs["dtype"], device_map = dtype, kwargs.get("device_map")
@@ -66,6 +82,7 @@ def create_model_from_path(model_id: str, architecture: Any | None = None, **kwa
         if kwargs.get("quantization_config") is not None and "device_map" not in kwargs:
             kwargs["device_map"] = get_kbit_device_map()
         try:
+            file_dtype = _trained_dtype(model_id, kwargs) if trained else None
             model_class = architecture or _architecture_of(model_id, kwargs)
             if kwargs.setdefault("use_safetensors", True) and folder.is_dir():
                 _check_safetensors(folder)
@@ -81,7 +98,59 @@ def create_model_from_path(model_id: str, architecture: Any | None = None, **kwa
             raise ValueError(
                 f"'{model_id}' lacks {len(lacking)} weights of {type(model).__name__} ({', '.join(lacking[:3])}), which would be random. Or set model_init_kwargs={{'allow_missing_weights': True}}."
             )
+        if file_dtype is not None:
+            setattr(model, _FILE_DTYPE, file_dtype)
         return model
+
+
+def _trained_dtype(model_id: str, kwargs: dict[str, Any]) -> torch.dtype | None:
+    """Set the `dtype` of weights that train, in place; returns the files', None where that stays (quantised, of no record)."""
+    if kwargs.get("quantization_config") is not None or kwargs.get("gguf_file") is not None:
+        return None
+    config = _config_of(model_id, kwargs)
+    if getattr(config, "quantization_config", None) is not None:
+        return None
+    saved = config.dtype or config.get_text_config().dtype
+    kwargs["dtype"] = torch.promote_types(saved or torch.float32, torch.float32)
+    return saved
+
+
+# ---- saved models
+
+
+def save_dtype(model: Any, wanted: str | None = None) -> torch.dtype | None:
+    """The dtype in which a model is saved: `wanted`, else that of the files it was loaded from to be trained; None: its own."""
+    if wanted is not None and wanted != "auto":
+        return resolve_dtype(wanted)  # pyright: ignore[reportReturnType]
+    return getattr(causal_core(model), _FILE_DTYPE, None)
+
+
+def cast_state(model: Any, state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """A model's state with floating values in `dtype`, on the CPU; tied ones stay tied, and those that have to be float32 wide."""
+    wide = tuple(getattr(causal_core(model), "_keep_in_fp32_modules_strict", None) or ())
+    copies: dict[Any, Any] = {}
+
+    def cast(name: str, value: Any) -> Any:
+        is_wide = any(part in name for part in wide) and dtype.itemsize < 4
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or is_wide:
+            return value
+        place = (value.data_ptr(), value.shape, value.stride())
+        if place not in copies:
+            copies[place] = value.detach().to("cpu", dtype)
+        return copies[place]
+
+    return {name: cast(name, value) for name, value in state.items()}
+
+
+def name_dtype(folder: str | os.PathLike[str], dtype: torch.dtype) -> None:
+    """Write a dtype into the config of a saved model: it is loaded in that, whatever its weights have. None there: nothing."""
+    file = Path(folder, "config.json")
+    if file.is_file():
+        config = json.loads(file.read_text(encoding="utf-8"))
+        for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+            if "dtype" in part:
+                part["dtype"] = str(dtype).removeprefix("torch.")
+        file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def get_config_model_id(config: PretrainedConfig) -> str:
@@ -166,10 +235,15 @@ def _check_local_path(model_id: str) -> None:
         raise FileNotFoundError(f"There is no folder '{model_id}'. Give a saved model, or a Hub name.")
 
 
-def _architecture_of(model_id: str, kwargs: dict[str, Any]) -> Any:
+def _config_of(model_id: str, kwargs: dict[str, Any]) -> Any:
     config = kwargs.get("config")
-    if not isinstance(config, PretrainedConfig):
-        config = AutoConfig.from_pretrained(model_id, **{k: kwargs[k] for k in _CONFIG_KEYS if k in kwargs})
+    if isinstance(config, PretrainedConfig):
+        return config
+    return AutoConfig.from_pretrained(model_id, **{k: kwargs[k] for k in _CONFIG_KEYS if k in kwargs})
+
+
+def _architecture_of(model_id: str, kwargs: dict[str, Any]) -> Any:
+    config = _config_of(model_id, kwargs)
     names = config.architectures or []
     if not names or (kwargs.get("trust_remote_code") and getattr(config, "auto_map", None)):
         return AutoModelForCausalLM
@@ -201,9 +275,11 @@ def _load_adapter(model_id: str, architecture: Any | None, kwargs: dict[str, Any
     base = PeftConfig.from_pretrained(model_id).base_model_name_or_path
     if not base:
         raise ValueError(f"The adapter in '{model_id}' names no base. Use PeftModel.from_pretrained.")
-    return PeftModel.from_pretrained(
-        create_model_from_path(base, architecture, **kwargs), model_id, is_trainable=True
-    )
+    model = create_model_from_path(base, architecture, **kwargs)
+    adapted = PeftModel.from_pretrained(model, model_id, is_trainable=True)
+    if train_copies_in_float32(adapted):
+        adapted.load_adapter(model_id, "default", is_trainable=True)  # with all of the file's digits
+    return adapted
 
 
 def _first_line(error: Exception) -> str:

@@ -1,6 +1,7 @@
 """Adapters and quantised bases: configs of a command line, dtypes by name, a base made ready to train an adapter."""
 
 import logging
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -87,9 +88,37 @@ def prepare_peft_model(model: PreTrainedModel, peft_config: "PeftConfig | None",
         model.enable_input_require_grads()
     if peft_config is not None:
         model = get_peft_model(model, peft_config)  # pyright: ignore[reportAssignmentType]
+        train_copies_in_float32(model)
     if args.bf16 and getattr(model, "is_loaded_in_4bit", False):
         peft_module_casting_to_bf16(model)
     return model
+
+
+def train_copies_in_float32(model: Any) -> bool:
+    """Hold modules that an adapter trains whole (`modules_to_save`) in float32, in place, as PEFT holds its low-rank matrices.
+
+    Their inputs are cast, and their outputs have the base's dtype as before. Returns whether there were any in 16 bits.
+    """
+    from peft.utils import ModulesToSaveWrapper
+
+    changed = False
+    for wrapper in [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]:
+        for part in wrapper.modules_to_save.values():
+            first = next(part.parameters())
+            if first.requires_grad and first.dtype in (torch.float16, torch.bfloat16):
+                part.register_forward_hook(partial(_cast_output, first.dtype))
+                part.float().register_forward_pre_hook(_cast_inputs)
+                changed = True
+    return changed
+
+
+def _cast_inputs(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    wide = next(module.parameters()).dtype
+    return tuple(x.to(wide) if torch.is_tensor(x) and x.is_floating_point() else x for x in inputs)
+
+
+def _cast_output(dtype: torch.dtype, module: Any, inputs: Any, output: Any) -> Any:
+    return output.to(dtype) if torch.is_tensor(output) else output
 
 
 def merged_base(model: Any) -> PreTrainedModel:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, set_seed
 
 from trl.models.loading import apply_special_tokens, load_processing_class
-from trl.models.parts import cast_head_to_float32
-from trl.models.peft import is_peft_model, prepare_peft_model
+from trl.models.parts import cast_head_to_float32, causal_core
+from trl.models.peft import is_peft_model, is_quantized, prepare_peft_model
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.scoring.encoder_decoder import language_scorer
 from trl.models.setup import (
@@ -26,6 +30,9 @@ from trl.models.setup import (
 from trl.models.switches import disable_dropout_in_model
 
 logger = logging.getLogger(__name__)
+
+MOST = 0.9  # of the weights; below it there is a warning
+SAMPLE = 10_000  # weights of a tensor
 
 
 class Policy(NamedTuple):
@@ -45,8 +52,12 @@ def set_up_policy(
     peft_config: Any,
     *,
     classifier: ClassifierKind | None = None,
+    trained: bool = True,
 ) -> Policy:
     """Load the model and tokenizer, set tokens and template, add the adapter, make the scorer; log the scorer's fallbacks.
+
+    Without `peft_config` a model given by name is loaded to train all of its weights (`load_trained_model`), unless it is not
+    to be `trained`.
 
     `args` is a training config; its fields `model_init_kwargs`, `eos_token`, `pad_token`, `chat_template_path`,
     `disable_dropout` and `cast_lm_head_to_fp32` are used if it has them. With `classifier` the model is one of that kind: its
@@ -56,9 +67,9 @@ def set_up_policy(
     """
     init: Any = args.model_init_kwargs or {}
     if classifier is None:
-        loaded = load_model(model, init)
+        loaded = load_model(model, init, trained=trained and peft_config is None)
     else:
-        loaded = load_classifier(model, init, classifier, seed=args.seed)
+        loaded = load_classifier(model, init, classifier, seed=args.seed, trained=peft_config is None)
     if processing_class is None:
         trusts = bool(init.get("trust_remote_code", False))
         processing_class = load_processing_class(loaded, trust_remote_code=trusts)
@@ -88,6 +99,8 @@ def set_up_policy(
     else:
         scorer = ClassificationScorer(loaded, pad_token_id=pad_token_id(tokenizer))
     report_fallbacks(loaded, scorer)
+    if trained:
+        warn_of_rounding(loaded, args.learning_rate)
     return Policy(loaded, processing_class, tokenizer, scorer)
 
 
@@ -100,6 +113,36 @@ def report_fallbacks(model: Any, scorer: Any) -> None:
     """Log a scorer's fallbacks."""
     for fallback in scorer.fallbacks:
         logger.warning("%s: %s.", type(model).__name__, fallback)
+
+
+def warn_of_rounding(model: nn.Module, learning_rate: float) -> None:
+    """Warn of trained weights in 16 bits most of which a step of AdamW, of the size of the learning rate, leaves as they are."""
+    # These hold float32 copies; the adapter of a quantised base begins at 0.
+    launched = (os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() for name in ("DEEPSPEED", "FSDP"))
+    half = [x for x in model.parameters() if x.requires_grad and x.dtype in (torch.float16, torch.bfloat16)]
+    if not half or "true" in launched or is_quantized(model):
+        return
+    if (share := share_moved(half, learning_rate)) < MOST:
+        logger.warning(
+            "%s trains weights in %s, of which a step of learning_rate=%g moves %.2g %%: other updates are lost to rounding. Load it "
+            "in float32 (dtype='float32').",
+            type(causal_core(model)).__name__, str(half[0].dtype).removeprefix("torch."), learning_rate, 100 * share,
+        )  # fmt: skip
+
+
+@torch.no_grad()
+def share_moved(parameters: Sequence[torch.Tensor], step: float) -> float:
+    """The share of weights that adding or subtracting `step` changes in their own dtype; of large tensors a sample.
+
+    >>> share_moved([torch.tensor([1.0, 1e-3], dtype=torch.bfloat16)], 1e-5)
+    0.5
+    """
+    moved = 0.0
+    for parameter in parameters:
+        some = parameter.detach().flatten()[:: parameter.numel() // SAMPLE + 1].float()
+        ends = torch.stack([some + step, some - step]).to(parameter.dtype)
+        moved += (ends.float() != some).double().mean().item() * parameter.numel()
+    return moved / max(sum(parameter.numel() for parameter in parameters), 1)
 
 
 def is_encoder_decoder(core: Any, args: Any) -> bool:

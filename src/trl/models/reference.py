@@ -20,7 +20,7 @@ from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from trl.models.distributed import is_sharded, prepare_deepspeed, prepare_fsdp
-from trl.models.loading import create_model_from_path
+from trl.models.loading import create_model_from_path, load_trained_model
 from trl.models.parts import causal_core, embedded_tokens, share_parameters
 from trl.models.peft import forbid_inference_packing, is_peft_model, is_quantized
 from trl.models.reference_weights import adapter_weights, hash_weights, load_parameters, save_parameters
@@ -198,7 +198,7 @@ def _peft_model_in(policy: nn.Module) -> Any:
 # Settings of a config that `make_reference` reads, if the config has them.
 _SETTINGS = (
     "ref_model_init_kwargs", "model_adapter_name", "ref_adapter_name", "force_use_ref_model", "model_init_kwargs",
-    "precompute_ref_log_probs",
+    "precompute_ref_log_probs", "sync_ref_model",
 )  # fmt: skip
 
 
@@ -213,7 +213,8 @@ def make_reference(
 ) -> Reference:
     """The reference of a policy that is loaded and, with PEFT, wrapped, but not yet prepared by accelerate.
 
-    `ref_model` is used as given, or loaded with `ref_model_init_kwargs`. Without it the reference of a `PeftModel` is its
+    `ref_model` is used as given, or loaded with `ref_model_init_kwargs`: in the dtype of its files, and in the policy's if it
+    has the policy's `path` or follows it (`sync_ref_model`). Without it the reference of a `PeftModel` is its
     base with the adapter `ref_adapter_name` or none, and that of any other model a copy. A policy whose weights are
     already sharded (ZeRO-3) is loaded again from `path` with `model_init_kwargs`. With `precompute_ref_log_probs` the
     reference is used before training only, and nothing is copied. A config with `force_use_ref_model` refuses a `ref_model`
@@ -242,11 +243,15 @@ def make_reference(
     if isinstance(ref_model, nn.Module):
         model = ref_model
     elif ref_model is not None:
-        model = create_model_from_path(os.fspath(ref_model), **(given.ref_model_init_kwargs or {}))
+        name, kwargs = os.fspath(ref_model), given.ref_model_init_kwargs or {}
+        if (name == path or given.sync_ref_model) and not is_quantized(policy):
+            # As a copy of the policy: the divergence from it begins at 0, and a reference that moves keeps small updates.
+            kwargs = {"dtype": causal_core(policy).dtype, **kwargs}
+        model = create_model_from_path(name, **kwargs)
     elif not is_sharded(policy):
         model = copy.deepcopy(policy)
     elif path is not None:
-        model = create_model_from_path(path, **(given.model_init_kwargs or {}))
+        model = load_trained_model(path, **(given.model_init_kwargs or {}))
     else:
         raise ValueError("the model is sharded and cannot be copied. Pass ref_model, or model as a name.")
     if share_parameters(policy, model, trained=True):

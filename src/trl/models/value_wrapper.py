@@ -28,7 +28,14 @@ from transformers.utils import (
 from transformers.utils.hub import cached_file
 
 from trl.data.hub import loading_from_hub
-from trl.models.loading import create_model_from_path, without_records
+from trl.models.loading import (
+    cast_state,
+    create_model_from_path,
+    load_trained_model,
+    name_dtype,
+    save_dtype,
+    without_records,
+)
 from trl.models.parts import causal_core
 from trl.models.peft import is_peft_model, is_quantized, prepare_peft_model, require_peft
 from trl.models.switches import same_trainable, undisturbed
@@ -120,7 +127,8 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
                 with without_records(
                     logging.getLogger("transformers.modeling_utils"), _lists_value_heads_alone
                 ):
-                    model = create_model_from_path(path, cls.transformers_parent_class, **kwargs)
+                    load = load_trained_model if peft_config is None else create_model_from_path
+                    model = load(path, cls.transformers_parent_class, **kwargs)
                 weights = load_value_head(path, pickled=pickled, **kwargs)
         elif isinstance(given, PreTrainedModel) or is_peft_model(given):
             model = given
@@ -238,8 +246,12 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         if not (self.is_peft_model or is_quantized(model)):
             if is_main:
                 file.unlink(missing_ok=True)  # an adapter's, which would be read instead of what is saved now
-            whole = given or dict(model.state_dict())
+            whole, dtype = given or dict(model.state_dict()), save_dtype(model)
+            if dtype is not None:
+                whole = cast_state(model, whole, dtype)
             model.save_pretrained(save_directory, state_dict={**whole, **added}, **kwargs)
+            if is_main and dtype is not None:
+                name_dtype(save_directory, dtype)
             return
         given = {key: weight for key, weight in given.items() if key not in added}
         model.save_pretrained(save_directory, **({"state_dict": given} if given else {}), **kwargs)

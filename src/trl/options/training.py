@@ -14,6 +14,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from trl.options.checks import json_object
 from trl.options.groups import OptionGroup, moved, option, same
+from trl.options.model import DTYPES
 from trl.options.shared import shared
 
 Config = TypeVar("Config")
@@ -80,6 +81,7 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
     bf16: bool | None = option(
         None, "Train in bfloat16. None: if the accelerator has it, unless fp16.", flag=True
     )  # pyright: ignore[reportIncompatibleVariableOverride]
+    save_dtype: str | None = option(None, "Dtype of saved models. None: of the files loaded.", choices=DTYPES)
     gradient_checkpointing: bool = option(True, "Recompute activations in the backward pass: less memory.")
     resume_from_checkpoint: str | None = option(None, "Checkpoint's folder, or true for the newest.")
     resume_without: list[str] | None = option(

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from trl.checkpoints.wholeness import newest_whole
 from trl.data.rendering import text_tokenizer
+from trl.models.loading import save_dtype
 
 _MOST_TOKENS = 400  # of a sequence; of longer ones the ends are shown
 BOOKKEEPING = ("epoch", "step", "total_flos", "learning_rate", "grad_norm", "step_time", "num_tokens")
@@ -64,6 +65,7 @@ def describe(trainer: Any, settings: dict[str, Any], *, made_folder: bool) -> No
         parts = memory(trainer)
         for name, size in {**parts, "together": sum(parts.values())}.items():
             console.print(f"  {name:<{max(map(len, parts))}}  {size / 2**20:,.1f} MiB")
+        console.print(bytes_per_weight(trainer, parts))
         console.print("\nDry run: nothing was trained or written.")
         folder = Path(trainer.args.output_dir)
         if made_folder and folder.is_dir() and not any(folder.iterdir()):
@@ -118,6 +120,16 @@ def memory(trainer: Any) -> dict[str, int]:
     }
     reference = getattr(trainer, "ref_model", None)
     return parts if reference is None else {**parts, "reference": _size(reference.parameters())}
+
+
+def bytes_per_weight(trainer: Any, parts: dict[str, int]) -> str:
+    """The bytes of a trained weight with its gradient and optimizer state, its dtype and that of the saved model."""
+    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    own = _size(trained) + sum(list(parts.values())[1:3])
+    dtypes = trained[0].dtype, save_dtype(trainer.model, trainer.args.save_dtype) or trained[0].dtype
+    dtype, saved = (str(each).removeprefix("torch.") for each in dtypes)
+    count = sum(parameter.numel() for parameter in trained)
+    return f"  {own / count:.1f} bytes for each trained weight ({dtype}; saved in {saved})"
 
 
 def _size(parameters: Any) -> int:

@@ -115,7 +115,7 @@ def _prepared(
     args.model_init_kwargs = model_init_kwargs(model_args, args.teacher_model_init_kwargs)
     student = model_args.model_name_or_path
     tokenizer = None if student is None else load_processing_class(student)
-    policy = set_up_policy(script_args.teacher, args, tokenizer, None)
+    policy = set_up_policy(script_args.teacher, args, tokenizer, None, trained=False)
     if embedded_tokens(causal_core(policy.model)) < len(policy.tokenizer):
         raise ValueError(
             f"the teacher has fewer token ids than the {len(policy.tokenizer)} of the student's tokenizer: they do not share it. "

@@ -41,7 +41,7 @@ from trl.data.streaming import CountedStream, RepeatedStream, is_streaming
 from trl.legacy import move_onto_config
 from trl.legacy.interface import GIVEN, LegacyInterface, call_with
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
-from trl.models.loading import load_saved_weights
+from trl.models.loading import cast_state, load_saved_weights, name_dtype, save_dtype
 from trl.models.packed.layout import count_sequence_tokens, count_tokens, first_rows, is_packed
 from trl.models.policy import Policy, set_up_policy
 from trl.models.reference import FrozenModel, attach_reference
@@ -713,6 +713,17 @@ class BaseTrainer(LegacyInterface, Trainer):
         if self._checkpoint_writer is not None:
             return str(self._checkpoint_writer.staging)
         return super()._get_output_dir(trial)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Write the model in `save_dtype`; a checkpoint as it is trained, with that dtype in its config for who loads it by name."""
+        model: Any = self.accelerator.unwrap_model(self.model)
+        folder, dtype = output_dir or str(self.args.output_dir), save_dtype(model, self.args.save_dtype)
+        if dtype is not None and self._checkpoint_writer is None:
+            whole = model.state_dict() if state_dict is None else state_dict
+            state_dict = cast_state(model, whole, dtype)
+        super()._save(output_dir, state_dict)
+        if dtype is not None and self.args.should_save:
+            name_dtype(folder, dtype)
 
     @contextmanager
     def _loading(self, folder: str, core: Any) -> Iterator[None]:

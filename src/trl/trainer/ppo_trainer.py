@@ -31,7 +31,7 @@ from trl.data.step_inputs import (
 )
 from trl.generation.transformers.engine import TransformersEngine, context_length_of
 from trl.models.parts import causal_core, embedded_tokens
-from trl.models.policy import make_scorer, report_fallbacks
+from trl.models.policy import make_scorer, report_fallbacks, warn_of_rounding
 from trl.models.setup import pad_token_id
 from trl.models.step_state import load_step_state, moments_state, save_step_state
 from trl.models.switches import empty_cache, enable_gradient_checkpointing, undisturbed, without_ddp
@@ -120,6 +120,7 @@ class PPOTrainer:
         core = model.get_base_model()
         self.scorer = make_scorer(model, tokenizer)
         report_fallbacks(core, self.scorer)
+        warn_of_rounding(model.pretrained_model, config.learning_rate)
         self.reference, self.ref_model = ppo_setup.set_up_reference(
             model, ref_model, self.scorer, num_shared_layers
         )

@@ -17,7 +17,7 @@ from trl.generation.transformers.engine import context_length_of
 from trl.models.distributed import is_sharded
 from trl.models.parts import causal_core, check_decoder_only, embedded_tokens, share_parameters
 from trl.models.peft import is_peft_model
-from trl.models.policy import Policy, report_fallbacks, set_up_policy
+from trl.models.policy import Policy, report_fallbacks, set_up_policy, warn_of_rounding
 from trl.models.scoring.classifier import ClassificationScorer, head_of
 from trl.models.scoring.values import PolicyAndValue, PolicyValueScorer
 from trl.models.setup import REWARD_MODEL, load_classifier, pad_token_id, take_pad_token
@@ -50,7 +50,7 @@ def value_and_policy(
     check_decoder_only(causal_core(policy.model))
     if value_model is None:
         value_model = value_model_of(policy.model)
-    value_model = load_classifier(value_model, None, VALUE_MODEL, seed=args.seed)
+    value_model = load_classifier(value_model, None, VALUE_MODEL, seed=args.seed, trained=True)
     rows, needed = embedded_tokens(value_model), min(embedded_tokens(policy.model), len(policy.tokenizer))
     if rows < needed:
         raise ValueError(
@@ -65,6 +65,7 @@ def value_and_policy(
         disable_dropout_in_model(value_model)
     scorer = ClassificationScorer(value_model, pad_token_id=pad_token_id(policy.tokenizer))
     report_fallbacks(value_model, scorer)
+    warn_of_rounding(value_model, args.learning_rate)
     both = PolicyAndValue(policy.model, value_model)
     return Parts(policy, both, PolicyValueScorer(both, policy.scorer, scorer))
 
@@ -82,7 +83,9 @@ def value_model_of(policy: nn.Module) -> nn.Module:
         )
     config = copy.deepcopy(core.config)
     config.num_labels = 1
-    made: Any = AutoModelForSequenceClassification.from_config(config)
+    # It trains, also where the policy is the 16-bit base of an adapter.
+    dtype = torch.promote_types(core.dtype, torch.float32)
+    made: Any = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
     adapted: Any = policy
     if is_peft_model(policy) and hasattr(adapted.base_model, "unload"):  # whose adapter wraps layers
         decoder = copy.deepcopy(adapted).unload().base_model
@@ -93,7 +96,7 @@ def value_model_of(policy: nn.Module) -> nn.Module:
     assert head is not None
     for parameter in head.parameters():
         torch.nn.init.zeros_(parameter)
-    return made.to(dtype=core.dtype, device=next(core.parameters()).device)
+    return made.to(next(core.parameters()).device)
 
 
 def check_windows(parts: Parts, reference: Any, sets: Sequence[Any], room: int) -> None:
