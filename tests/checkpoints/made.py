@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from trl.checkpoints.wholeness import write_manifest
+from trl.checkpoints.wholeness import publish
 
 
 def make_checkpoint(folder: Path, step: int, **facts) -> Path:
@@ -18,5 +18,5 @@ def make_checkpoint(folder: Path, step: int, **facts) -> Path:
     for name in ("config.json", "trainer_state.json", "progress_0.json"):
         (path / name).write_text('{"known": 1}')
     if facts:
-        write_manifest(path, facts)
+        publish(path.rename(folder / "_written"), path, facts, replaced=folder / "_replaced")
     return path

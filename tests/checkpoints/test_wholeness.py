@@ -1,7 +1,10 @@
 """Checkpoints that lost a part: which file, which other checkpoint, and what can be started anew."""
 
+import json
 import logging
+import os
 import re
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +15,8 @@ from trl.checkpoints.wholeness import (
     faults,
     naming_weights,
     newest_whole,
+    publish,
+    synced_sums,
 )
 
 FACTS = {"run": "a", "method": "SFT"}
@@ -89,3 +94,75 @@ def test_an_error_of_loading_names_the_weights(tmp_path):
     message = r"model.safetensors in .*cannot be loaded into this model: size mismatch"
     with pytest.raises(CheckpointError, match=message), naming_weights(path):
         raise RuntimeError("size mismatch")
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", ["a flipped bit", "zeros", "zeros at the end"])
+def test_a_changed_byte_is_named(file, damage, tmp_path):
+    broken = make_checkpoint(tmp_path, 10, **FACTS) / file
+    content = bytearray(broken.read_bytes())
+    if damage == "a flipped bit":
+        content[-2 if file.endswith(".json") else len(content) // 2] ^= 1
+    else:
+        content[0 if damage == "zeros" else -9 :] = bytes(len(content) if damage == "zeros" else 9)
+    broken.write_bytes(content)
+    found = faults(broken.parent)
+    assert list(found) == [file]
+    assert re.match("is not as it was written .by its checksum.|cannot be read", found[file])
+    with pytest.raises(CheckpointError, match=rf"checkpoint-10 is not whole: {re.escape(file)} "):
+        checkpoint_to_load(True, tmp_path)
+
+
+def test_a_longer_file_and_an_edited_one_that_is_meant(tmp_path):
+    path = make_checkpoint(tmp_path, 10, **FACTS)
+    (path / "trainer_state.json").write_text('{"known": 12}')
+    assert faults(path)["trainer_state.json"].startswith(
+        "is not as it was written (13 bytes, 12 were written): it is damaged, or was edited (then remove it from 'files'"
+    )
+    manifest = json.loads((path / "checkpoint.json").read_text())
+    del manifest["files"]["trainer_state.json"]
+    (path / "checkpoint.json").write_text(json.dumps(manifest))
+    assert faults(path) == {}
+
+
+def test_checkpoints_whose_manifest_has_no_sums_can_be_resumed(tmp_path):
+    path = make_checkpoint(tmp_path, 10, **FACTS)
+    manifest = json.loads((path / "checkpoint.json").read_text())
+    manifest["files"] = list(manifest["files"])
+    (path / "checkpoint.json").write_text(json.dumps(manifest))
+    (path / "config.json").write_text('{"known": 2}')
+    assert faults(path) == {}
+    (path / "config.json").unlink()
+    assert faults(path) == {"config.json": "is missing"}
+
+
+def test_sums_of_several_processes_are_those_of_one(tmp_path):
+    path = make_checkpoint(tmp_path, 10)
+    (path / "shards").mkdir()
+    (path / "shards" / "0.distcp").write_bytes(b"0" * 3_000_000)
+    whole = synced_sums(path)
+    parts = [synced_sums(path, part=part, parts=3) for part in range(3)]
+    assert {name: entry for part in parts for name, entry in part.items()} == whole
+    assert sum(map(len, parts)) == len(whole)
+    assert whole["shards/0.distcp"][0] == 3_000_000
+
+
+def test_files_and_folders_are_on_the_disk_before_the_rename(tmp_path, monkeypatch):
+    path = make_checkpoint(tmp_path, 10)
+    (path / "README.md").write_text("not read by resuming")
+    (path / "shards").mkdir()
+    (path / "shards" / "0.distcp").write_bytes(b"0")
+    events, flush, rename = [], os.fsync, Path.rename
+
+    def fsync(file):
+        handle = file if isinstance(file, int) else file.fileno()
+        events.append(Path(os.readlink(f"/proc/self/fd/{handle}")))
+        flush(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", lambda self, to: (events.append("rename"), rename(self, to))[1])
+    names = [*path.rglob("*"), path / "checkpoint.json", path]
+    publish(path, tmp_path / "checkpoint-11", FACTS, replaced=tmp_path / "replaced")
+    moment = events.index("rename")
+    assert set(events[:moment]) == set(names)
+    assert events[moment + 1 :] == [tmp_path]

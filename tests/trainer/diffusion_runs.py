@@ -114,14 +114,14 @@ def saved_in(folder, **settings):
 
 def killed(kind: str, folder: str) -> None:
     """A run that is killed while it writes its second checkpoint."""
-    write, written = step_state.write_manifest, []
+    publish, published = step_state.publish, []
 
-    def write_or_die(staging, facts):
-        if written:
+    def publish_or_die(*args, **kwargs):
+        if published:
             os.kill(os.getpid(), signal.SIGKILL)
-        written.append(write(staging, facts))
+        published.append(publish(*args, **kwargs))
 
-    step_state.write_manifest = write_or_die
+    step_state.publish = publish_or_die
     saved_in(folder).train(4)
 
 

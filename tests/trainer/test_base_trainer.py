@@ -2,10 +2,13 @@
 
 import json
 import math
+import os
+from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
+from transformers import TrainerCallback
 
 from tests.tiny import tiny_model
 from tests.trainer import grpo_runs
@@ -140,6 +143,40 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_half_written(tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "checkpoint-3"]
     assert trainer.args.save_total_limit == 1
     assert make(rows(), folder=tmp_path, **SETTINGS).train(resume_from_checkpoint=True).global_step == 6
+
+
+class ClockSetBack(TrainerCallback):
+    """Every checkpoint is a day older than the one before it."""
+
+    def on_save(self, args, state, control, **kwargs):
+        time = 1e9 - 86_400 * state.global_step
+        os.utime(Path(args.output_dir) / f"checkpoint-{state.global_step}", (time, time))
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_clock_set_back_does_not_remove_the_newest_checkpoint(limit, tmp_path):
+    settings = {**SETTINGS, "save_steps": 1, "save_total_limit": limit}
+    make(rows(), folder=tmp_path, trainer={"callbacks": [ClockSetBack()]}, **settings).train()
+    left = {path.name for path in tmp_path.glob("checkpoint-*")}
+    assert left == {f"checkpoint-{6 - n}" for n in range(limit)}
+
+
+def test_a_run_that_begins_anew_keeps_its_own_checkpoints(tmp_path):
+    make(rows(), folder=tmp_path, **SETTINGS).train()
+    settings = {**SETTINGS, "save_steps": 1, "max_steps": 2, "save_total_limit": 2}
+    make(rows(), folder=tmp_path, **settings).train()
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-2"}
+
+
+def test_the_newest_checkpoint_is_kept_beside_the_best_at_the_end(tmp_path):
+    settings = {
+        **SETTINGS, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "eval_loss",
+        "greater_is_better": True, "save_total_limit": 1,
+    }  # fmt: skip
+    trainer = make(rows(), folder=tmp_path, trainer={"eval_dataset": Dataset.from_list(rows(3))}, **settings)
+    trainer.train()
+    assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-2"
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-6"}
 
 
 @pytest.mark.slow

@@ -12,19 +12,21 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from trl.checkpoints.identity import compare, of_other_runs
 from trl.checkpoints.ownership import clear
 from trl.checkpoints.wholeness import (
     CheckpointError,
     checkpoint_to_load,
+    checkpoints_in,
     has_weights,
+    publish,
     read_manifest,
-    write_manifest,
+    synced_sums,
 )
 
 logger = logging.getLogger(__name__)
@@ -135,26 +137,33 @@ class CheckpointWriter:
         self._record_best()
         self._accelerator.wait_for_everyone()
         final, written = self.run_dir / self._name, self.staging / self._name
+        part, parts = self._accelerator.process_index, self._accelerator.num_processes
+        sums = gather_object([synced_sums(written, part=part, parts=parts)])
         if self._args.should_save:
             if not has_weights(written):
                 raise CheckpointError(
                     f"{written} has no weights, expected those of step {self._state.global_step}: another program removed them. "
                     "Earlier checkpoints are untouched. Give each run an output_dir of its own."
                 )
-            write_manifest(written, self._facts)
-            replaced = self.staging / "replaced"
-            if final.exists():  # an earlier run's, at the same step: replaced as a whole
-                final.rename(replaced)
-            written.rename(final)
-            shutil.rmtree(replaced, ignore_errors=True)
-            rotate_checkpoints(
-                output_dir=str(self.run_dir),
-                save_total_limit=self._args.save_total_limit,
-                best_model_checkpoint=self._state.best_model_checkpoint,
-                use_mtime=True,
-            )
+            whole = {name: entry for own in sums for name, entry in own.items()}
+            publish(written, final, self._facts, replaced=self.staging / "replaced", sums=whole)
+            self._rotate(final)
         self._accelerator.wait_for_everyone()
         return final
+
+    def _rotate(self, newest: Path) -> None:
+        """Remove what is over `save_total_limit`, by step: first what an earlier run left at later steps, then the lowest.
+
+        The newest and the best checkpoint stay. Times are not read: clocks are set back.
+        """
+        if not (limit := self._args.save_total_limit):
+            return
+        best = self._state.best_model_checkpoint
+        every = [path for path in checkpoints_in(self.run_dir) if best is None or path != Path(best)]
+        step = self._state.global_step
+        newest_first = sorted(every, key=lambda path: int(path.name.rpartition("-")[2]) > step)
+        for old in newest_first[max(limit - (best is not None and newest != Path(best)), 1) :]:
+            shutil.rmtree(old, ignore_errors=True)
 
     def _record_best(self) -> None:
         """The parent looked for the best checkpoint in `staging`; write down its final path instead."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import os
 import re
+import shutil
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from safetensors import SafetensorError, safe_open
 
 logger = logging.getLogger(__name__)
@@ -33,18 +38,71 @@ _NEEDED = {  # of every checkpoint; DeepSpeed's optimizer and schedule are in `g
 }  # fmt: skip
 
 
+_READERS = 4  # threads
+
+
 class CheckpointError(ValueError):
     """A checkpoint, or the folder of a run, that cannot be used."""
 
 
-def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Write `facts` about the run into a finished checkpoint, with the list of the files that resuming reads."""
-    known = {"format": 1, **facts, "files": [name for name in _names(folder) if not _fits(name, _NOT_READ)]}
-    (folder / MANIFEST).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+Sums = dict[str, tuple[int, str]]
+"""The size in bytes and the checksum of files, by their paths from the checkpoint's folder."""
+
+
+def synced_sums(folder: Path, *, part: int = 0, parts: int = 1) -> Sums:
+    """Flush the files of a finished checkpoint to the disk; the sums of those that resuming reads.
+
+    Of `parts` processes each takes every `parts`-th file, from its number, `part`.
+    """
+    names = _names(folder)[part::parts]
+    with ThreadPoolExecutor(_READERS) as pool:
+        list(pool.map(_sync, [folder / name for name in names]))
+        read = [name for name in names if not _fits(name, _NOT_READ)]
+        return dict(zip(read, pool.map(_sum, [folder / name for name in read]), strict=True))
+
+
+def publish(
+    written: Path, final: Path, facts: Mapping[str, Any], *, replaced: Path, sums: Sums | None = None
+) -> None:
+    """Add the manifest to a finished checkpoint and rename it to `final`, whose older content goes through `replaced`.
+
+    The manifest has `facts` about the run, and the `sums` of the files that resuming reads. All is flushed to the disk before
+    the rename, so that a power failure leaves no truncated files.
+    """
+    manifest = written / MANIFEST
+    manifest.unlink(missing_ok=True)  # of a folder that is published again
+    known = {"format": 1, **facts, "files": synced_sums(written) if sums is None else sums}
+    manifest.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    _sync(manifest)
+    for folder in (*(path for path in written.rglob("*") if path.is_dir()), written):
+        _sync(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists():
+        final.rename(replaced)
+    written.rename(final)
+    _sync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    if not path.is_dir():
+        with path.open("rb+") as file:
+            os.fsync(file)
+    elif os.name != "nt":  # where folders cannot be opened
+        handle = os.open(path, os.O_RDONLY)
+        with suppress(OSError):  # some network file systems cannot flush folders
+            os.fsync(handle)
+        os.close(handle)
+
+
+def _sum(path: Path) -> tuple[int, str]:
+    with path.open("rb", buffering=0) as file:
+        return path.stat().st_size, hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()  # pyright: ignore[reportArgumentType]
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What `write_manifest` wrote; empty where there is nothing that can be read."""
+    """The manifest that `publish` wrote; empty where there is nothing that can be read."""
     try:
         return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -60,15 +118,21 @@ def faults(
     folder: Path, *, without: Sequence[str] = (), needed: Mapping[str, Sequence[str]] = _NEEDED
 ) -> dict[str, str]:
     """File by file, what keeps a run from resuming from `folder`, except for `PARTS` that it does without."""
-    names, written = _names(folder), read_manifest(folder).get("files", [])
+    names, written = (
+        _names(folder),
+        read_manifest(folder).get("files", {}),
+    )  # older checkpoints: a list of names
     found = {name: "is missing" for name in written if name not in names}
     for file, patterns in needed.items():
         if not any(_fits(name, patterns) for name in [*names, *written]):
             found[file] = "is missing"
-    for name in names:
-        why = None if _fits(name, _NOT_READ) else _unreadable(folder / name)
-        if why:
-            found[name] = why
+    read = [name for name in names if not _fits(name, _NOT_READ)]
+    sums = written if isinstance(written, dict) else {}
+    with ThreadPoolExecutor(_READERS) as pool:
+        whys = pool.map(
+            lambda name: _unreadable(folder / name) or _changed(folder / name, sums.get(name)), read
+        )
+        found |= {name: why for name, why in zip(read, whys, strict=True) if why}
     return {file: why for file, why in found.items() if _part_of(file) not in without}
 
 
@@ -179,3 +243,11 @@ def _unreadable(file: Path) -> str | None:
     except (ValueError, OSError, SafetensorError, zipfile.BadZipFile) as error:
         return f"cannot be read, it may be truncated ({error})"
     return None
+
+
+def _changed(file: Path, written: Sequence[Any] | None) -> str | None:
+    """How a file differs from its size and checksum, None where it does not or they are not known."""
+    if written is None or (now := _sum(file)) == tuple(written):
+        return None
+    sizes = f"{now[0]} bytes, {written[0]} were written" if now[0] != written[0] else "by its checksum"
+    return f"is not as it was written ({sizes}): it is damaged, or was edited (then remove it from 'files' in {MANIFEST})"

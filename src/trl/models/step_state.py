@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trl.checkpoints.wholeness import CheckpointError, faults, listed, write_manifest
+from trl.checkpoints.wholeness import CheckpointError, faults, listed, publish
 from trl.models.value_wrapper import under_module_names
 from trl.tensors.moments import RunningMoments
 
@@ -40,12 +40,7 @@ def save_step_state(
         (staging / file).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        write_manifest(staging, {})
-        shutil.rmtree(replaced, ignore_errors=True)
-        if final.exists():
-            final.rename(replaced)
-        staging.rename(final)
-        shutil.rmtree(replaced, ignore_errors=True)
+        publish(staging, final, {}, replaced=replaced)
     accelerator.wait_for_everyone()
 
 

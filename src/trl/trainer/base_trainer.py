@@ -472,7 +472,9 @@ class BaseTrainer(LegacyInterface, Trainer):
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         if self._goes_on_from is not None:  # nothing was left to train: its sums are still to be read
             self._load_rng_state(self._goes_on_from)
-        return super()._finalize_training(*args, **kwargs)
+        # With a limit of 1 the parent removes the newest checkpoint here, if it is not the best.
+        with holding(self.args, "save_total_limit", None):
+            return super()._finalize_training(*args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate; see `transformers.Trainer.evaluate`."""
