@@ -1,7 +1,9 @@
 """Tables in the terminal show what they were given, and nothing is read as markup."""
 
+import io
 import sys
 
+import pytest
 from tqdm import tqdm
 
 from trl.reporting.tables import print_prompt_completions_sample
@@ -60,3 +62,14 @@ def test_a_table_begins_on_a_line_of_its_own_under_a_progress_bar(capsys):
         panel and not before.rpartition("\r")[2].strip()
     )  # the bar was wiped before the panel's first corner
     assert "50%" in out  # and is shown again behind it
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("cp1252", "?\u00e9?"), ("ascii", "???"), ("utf-8", "\u6c34\u00e9\u2713")]
+)
+def test_a_character_that_the_console_lacks_is_replaced(encoding, shown, monkeypatch):
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    print_prompt_completions_sample(["water"], ["\u6c34\u00e9\u2713"], {}, [0.0], 1)
+    stdout.flush()
+    assert shown in stdout.buffer.getvalue().decode(encoding)

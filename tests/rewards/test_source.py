@@ -4,6 +4,7 @@ import asyncio
 import functools
 import logging
 import math
+import sys
 import threading
 import time
 
@@ -251,6 +252,36 @@ def test_a_source_that_raises_ends_the_run_or_is_skipped(caplog):
     assert results[0].rewards.tolist() == [6.0, 7.0, 6.0]
     assert len(caplog.records) == 1
     assert "no such thing" in caplog.text
+
+
+def leaving(completions, **kwargs):
+    sys.exit(3)
+
+
+async def async_leaving(completions, **kwargs):
+    sys.exit(3)
+
+
+@pytest.mark.parametrize("source", [leaving, async_leaving])
+@pytest.mark.parametrize("deadline", [None, 30.0])
+def test_sys_exit_is_an_error_of_the_reward(source, deadline):
+    with pytest.raises(
+        RewardError, match=rf"'{source.__name__}' called sys.exit\(3\), which does not end a run"
+    ):
+        RewardSources(source, deadline=deadline).score(INPUTS)
+    sources = RewardSources([source, length], on_failure="skip", deadline=deadline)
+    assert sources.score(INPUTS).rewards.tolist() == [6.0, 7.0, 6.0]
+
+
+def test_the_exit_that_a_signal_asks_for_passes():
+    class Terminated(SystemExit):
+        pass
+
+    def interrupted(completions, **kwargs):
+        raise Terminated
+
+    with pytest.raises(Terminated):
+        RewardSources(interrupted, on_failure="skip").score(INPUTS)
 
 
 def test_a_source_has_a_policy_and_a_deadline_of_its_own():

@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+import os
 import shutil
 import sys
 import threading
@@ -40,6 +41,7 @@ from trl import (
 )
 from trl.checkpoints.wholeness import CheckpointError
 from trl.experimental.diffusion_grpo import FlowPipeline
+from trl.rewards import RewardError
 from trl.trainer.utils import PerPromptStatTracker
 
 SAME = {"rtol": 1e-10, "atol": 1e-10}
@@ -604,6 +606,26 @@ def test_trackers(tmp_path, monkeypatch):
     monkeypatch.setattr(Accelerator, "is_main_process", False)
     trainer._show_images([], 1)
     assert seen == ["tensorboard"] and any("events" in path.name for path in tmp_path.rglob("*"))
+
+
+def test_a_reward_may_change_the_working_directory_but_not_exit(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+
+    def wandering(images, prompts, metadata):
+        os.chdir(tmp_path / "elsewhere")
+        return brightness(images, prompts, metadata)
+
+    ddpo(reward=wandering, save_freq=1, logdir="logs").train(2)
+    assert (tmp_path / "logs" / "checkpoints" / "checkpoint_1").is_dir()
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+    async def leaving(images, prompts, metadata):
+        sys.exit(3)
+
+    for reward in (leaving, lambda *given: sys.exit(3)):
+        with pytest.raises(RewardError, match=r"called sys.exit\(3\), which does not end a run"):
+            ddpo(reward=reward).train(1)
 
 
 def test_configs_as_plain_values():

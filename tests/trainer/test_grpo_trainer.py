@@ -1,5 +1,7 @@
 """GRPOTrainer: groups of completions, what they are judged by, what is trained, logged, evaluated and resumed."""
 
+import os
+
 import pandas as pd
 import pytest
 import torch
@@ -7,7 +9,7 @@ from datasets import Dataset
 
 from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
-from tests.trainer.grpo_runs import logs, make, prompts, run
+from tests.trainer.grpo_runs import even_tokens, logs, make, prompts, run
 from trl.models.scoring.head import ScoreOptions
 from trl.rollouts.experience import ADVANTAGE, OLD, REF, SAMPLING_LOGPS, SCORES, TRAINED
 from trl.rollouts.maker import split_begun
@@ -221,3 +223,19 @@ def rollouts(**changes):
 def test_bad_rollouts_are_named(given, error, words):
     with pytest.raises(error, match=words):
         run(given=given)
+
+
+def test_a_reward_that_changes_the_working_directory_moves_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+
+    def wandering(completion_ids, **kwargs):
+        os.chdir(tmp_path / "elsewhere")
+        return even_tokens(completion_ids)
+
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "log_completions": True}
+    trainer, _ = make(reward_funcs=wandering, folder="out", **settings)
+    trainer.train()
+    assert not list((tmp_path / "elsewhere").iterdir())
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"checkpoint-1", "checkpoint-2", "completions", "README.md"} <= names

@@ -1,6 +1,7 @@
 """Tables in the terminal: metrics, and samples of what a model said."""
 
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,10 +23,17 @@ def print_rich_table(df: Any) -> None:
     print_beside_bars(table)
 
 
+def open_console(**options: Any) -> Console:
+    """A console on stdout, which shows "?" for a character that the terminal's encoding lacks."""
+    if getattr(sys.stdout, "errors", None) == "strict":
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    return Console(**options)
+
+
 def print_beside_bars(table: Any) -> None:
     """Print something of rich's; progress bars are taken away meanwhile, which would stand in its first line."""
     with tqdm.external_write_mode():
-        Console().print(table)
+        open_console().print(table)
 
 
 def print_prompt_completions_sample(

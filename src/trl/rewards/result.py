@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, NamedTuple
@@ -24,6 +25,19 @@ _LISTS = ("prompts", "completions", "completion_ids", "prompt_ids")
 
 class RewardError(RuntimeError):
     """A reward source raised, missed its deadline, or returned something that is not a score."""
+
+
+@contextmanager
+def refusing_exit() -> Iterator[None]:
+    """Turn `sys.exit` of a user's function into a RewardError; the exit of a signal's handler stays one."""
+    try:
+        yield
+    except SystemExit as stop:
+        if type(stop) is not SystemExit:
+            raise
+        raise RewardError(
+            f"called sys.exit({stop.code!r}), which does not end a run. Raise an error."
+        ) from stop
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from trl.rewards.functions import FunctionSource
 from trl.rewards.judge_source import Judge, JudgeSource
 from trl.rewards.judges import BaseJudge, BaseRankJudge
 from trl.rewards.models import ModelSource
-from trl.rewards.result import Answers, RewardError, RewardInputs, RewardResult, read_answers
+from trl.rewards.result import Answers, RewardError, RewardInputs, RewardResult, read_answers, refusing_exit
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ class RewardSources:
             return []
         try:
             if seconds is None:
-                with warn_when_slow(self.names[number], threading.current_thread()):
+                with refusing_exit(), warn_when_slow(self.names[number], threading.current_thread()):
                     given = source.score(inputs)
             else:
                 name = f"reward-{self.names[number]}"
@@ -172,7 +172,8 @@ class RewardSources:
         """The scores that a source returned; with "skip", None for rows without a valid one."""
         try:
             if isinstance(given, BaseException):
-                raise given
+                with refusing_exit():
+                    raise given
             answers = read_answers(given, count=len(inputs))
         except Exception as error:
             self._warn_or_raise(number, error)

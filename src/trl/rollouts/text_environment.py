@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
@@ -18,7 +17,8 @@ from trl.generation.main_process import any_process, first_rng_stream
 from trl.generation.transformers.engine import TransformersEngine, context_length_of, without_wrappers
 from trl.models.distributed import is_sharded
 from trl.models.parts import causal_core, check_decoder_only
-from trl.rewards.result import read_scores
+from trl.reporting.tables import open_console
+from trl.rewards.result import read_scores, refusing_exit
 
 REQUEST, CALL, RESPONSE, SUBMIT = "<request>", "<call>", "<response>", "<submit>"
 _NAME = re.compile(r"\s*<([^<>]+)>")
@@ -141,7 +141,7 @@ class TextHistory:
     def show_colour_legend(self) -> None:
         """Print what the colours mean."""
         legend = Text("|").join(Text(name, style) for name, style in STYLES.items())
-        Console(highlight=False).print(legend)
+        open_console(highlight=False).print(legend)
 
     def _show(self, segments: list[str], show_legend: bool) -> None:
         shown = Text()
@@ -149,7 +149,7 @@ class TextHistory:
             shown.append(segment, STYLES["Model" if not system else "System" if index else "Prompt"])
         if self.reward is not None:
             shown.append(f"\n\nReward: {float(self.reward):.4g}", STYLES["Reward"])
-        Console(highlight=False).print(shown)
+        open_console(highlight=False).print(shown)
         if show_legend:
             self.show_colour_legend()
 
@@ -326,7 +326,8 @@ class TextEnvironment:
         """
         if self.reward_fn is None:
             return histories
-        rewards = self.reward_fn([history.last_model_text for history in histories], **reward_kwargs)
+        with refusing_exit():
+            rewards = self.reward_fn([history.last_model_text for history in histories], **reward_kwargs)
         if isinstance(rewards, (int, float)) or getattr(rewards, "ndim", 1) == 0:
             rewards = [rewards] * len(histories)
         found = read_scores(rewards, count=len(histories), name="reward_fn")

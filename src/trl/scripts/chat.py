@@ -143,9 +143,10 @@ class Chat:
 def chat(arguments: ChatArguments) -> None:
     """Answer messages until the input ends. Without a terminal only the answers are printed."""
     from jinja2 import TemplateError
-    from rich.console import Console
 
-    console, terminal = Console(highlight=False), sys.stdin.isatty()
+    from trl.reporting.tables import open_console
+
+    console, terminal = open_console(highlight=False), sys.stdin.isatty()
     with reporting_input_errors():
         talk = Chat(arguments, console)
     if terminal:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from rich.text import Text
 
 from trl.checkpoints.wholeness import newest_whole
 from trl.data.rendering import text_tokenizer
 from trl.models.loading import save_dtype
+from trl.reporting.tables import open_console
 
 _MOST_TOKENS = 400  # of a sequence; of longer ones the ends are shown
 BOOKKEEPING = ("epoch", "step", "total_flos", "learning_rate", "grad_norm", "step_time", "num_tokens")
@@ -52,7 +52,7 @@ def changed_settings(*configs: Any) -> dict[str, Any]:
 def describe(trainer: Any, settings: dict[str, Any], *, made_folder: bool) -> None:
     """Print settings, rows and memory. Removes the empty output folder that the trainer made, and ends its processes."""
     if trainer.accelerator.is_main_process:
-        console = Console(highlight=False, soft_wrap=True)
+        console = open_console(highlight=False, soft_wrap=True)
         console.print("Settings that differ from their defaults", style="bold")
         width = max(map(len, settings), default=0)
         for name, value in settings.items():

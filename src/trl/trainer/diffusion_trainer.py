@@ -34,6 +34,7 @@ from trl.options.training import wrong_config
 from trl.reporting.deadlines import AsyncCalls
 from trl.reporting.model_card import HERE, card_of_run
 from trl.reporting.trackers import start_trackers
+from trl.rewards.result import refusing_exit
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class DiffusionTrainer:
         self.policy, self.log_history = make_policy(sd_pipeline, config), list[dict[str, Any]]()
         project: Any = config.project_kwargs
         self._limit = project.get("total_limit") or config.num_checkpoint_limit
-        self._folder = Path(project.get("project_dir") or config.logdir) / "checkpoints"
+        self._folder = Path(project.get("project_dir") or config.logdir).absolute() / "checkpoints"
         self._checkpoints = list[Path]()  # of this run, the oldest first
         self.accelerator = make_accelerator(config)
         start_trackers(self.accelerator, config)
@@ -183,11 +184,12 @@ class DiffusionTrainer:
 
     def call_reward_function(self, *given: Any) -> Any:
         """What the reward function returns, of an async one what it returns in the end."""
-        found = self.reward_fn(*given)
-        if hasattr(found, "__await__"):
-            found = self._loop.outcome(self._loop.submit(found, None))
-            if isinstance(found, BaseException):
-                raise found
+        with refusing_exit():
+            found = self.reward_fn(*given)
+            if hasattr(found, "__await__"):
+                found = self._loop.outcome(self._loop.submit(found, None))
+                if isinstance(found, BaseException):
+                    raise found
         if not isinstance(found, tuple) or len(found) != 2:
             raise TypeError(
                 f"the reward function must return (rewards, metadata), got {type(found).__name__}. Return {{}} for no metadata."

@@ -4,6 +4,7 @@ metric."""
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import MISSING, fields
@@ -88,6 +89,7 @@ def settle_inherited(args: TrainingArguments, data: Data) -> None:
 
     Call it before the constructor of `transformers.Trainer`.
     """
+    args.output_dir = os.path.abspath(str(args.output_dir))  # a reward may change the working directory
     kinds = {"any", data, *(["rows"] if data == "pairs" else [])}
     for setting in SETTINGS:
         if setting.data in kinds:

@@ -16,6 +16,7 @@ from rich.table import Table
 from transformers import AutoModelForSequenceClassification, PrinterCallback, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
+from trl.reporting.tables import open_console
 from trl.scripts.quickstart.task import (
     MAX_ANSWER_TOKENS,
     Row,
@@ -247,7 +248,7 @@ def run_stages(
     torch.set_num_threads(1)  # more do not help a model this small, and would change the figures
     disable_progress_bars()
     transformers_logging.disable_progress_bar()
-    console = Console(no_color=no_color, highlight=False, soft_wrap=True)
+    console = open_console(no_color=no_color, highlight=False, soft_wrap=True)
     output_dir.mkdir(parents=True, exist_ok=True)
     task, tokenizer = make_task(seed=seed), build_tokenizer()
     run = Run(output_dir, seed, max_steps, console, task, tokenizer, build_model(tokenizer, seed=seed))

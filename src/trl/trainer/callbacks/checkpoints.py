@@ -9,6 +9,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
+from trl.checkpoints.wholeness import has_weights
 from trl.models.peft import is_peft_model
 
 
@@ -59,6 +60,7 @@ class PeftSavingCallback(TrainerCallback):
     """Saves the adapter of a PEFT model into each checkpoint folder. The trainers of this library do so by themselves."""
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """Write the adapter, on the process that saves."""
-        if args.should_save and is_peft_model(kwargs["model"]):
-            kwargs["model"].save_pretrained(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}")
+        """Write the adapter, on the process that saves, if it is not there."""
+        folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+        if args.should_save and is_peft_model(kwargs["model"]) and not has_weights(folder):
+            kwargs["model"].save_pretrained(folder)
