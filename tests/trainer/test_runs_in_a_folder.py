@@ -1,17 +1,25 @@
 """Runs that share an output folder, and checkpoints that lost a part or are of another run, with real trainers."""
 
+import json
 import logging
 import shutil
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
+import torch
+import transformers.trainer
+from datasets import Dataset
 from transformers import TrainerCallback
 
+from tests.checkpoints.made import forget_sums
 from tests.checkpoints.test_ownership import HOLD
+from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer import dpo_runs
 from tests.trainer.sft_runs import make, model_for
 from tests.two_processes import launch
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from trl.checkpoints.ownership import PREFIX, run_folder_name
 from trl.checkpoints.wholeness import CheckpointError
 
@@ -149,6 +157,7 @@ def test_weights_of_another_model_are_named(damage, folder):
     other = model_for(**{"hidden_size": 16} if damage == "other sizes" else {"num_hidden_layers": 1})
     other.save_pretrained(folder / "other")
     shutil.copy(folder / "other" / "model.safetensors", lost)
+    forget_sums(lost)
     with pytest.raises(
         CheckpointError, match=r"model.safetensors in .*checkpoint-2 cannot be loaded"
     ) as raised:
@@ -168,3 +177,67 @@ def test_two_processes_are_one_owner(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("*-*")) == [
         f"checkpoint-{step}" for step in (1, 2, 3, 4)
     ]
+
+
+SECRETS = ("s3cret", "hf_" + "aB3" * 12)
+
+
+def files_with(folder, secrets):
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return [str(path) for path in files if any(secret.encode() in path.read_bytes() for secret in secrets)]
+
+
+@pytest.mark.parametrize("trainer", ["sft", "dpo", "grpo"])
+def test_no_file_of_a_run_holds_a_secret(trainer, tmp_path, caplog):
+    model_for().save_pretrained(tmp_path / "model")
+    inner = {"token": SECRETS[0], "dtype": "float32"}
+    secrets = {"model_init_kwargs": inner, "hub_token": SECRETS[1], "report_to": "tensorboard"}
+    run = tmp_path / "run"
+
+    def resumed(inner, steps, **more):
+        settings = {**SAVED, **secrets, "model_init_kwargs": inner, "max_steps": steps, **more}
+        if trainer == "sft":
+            return make(ROWS, model=str(tmp_path / "model"), folder=run, **settings)
+        rows = Dataset.from_list([{"prompt": "The sky?", "chosen": " It is blue.", "rejected": " Next."}] * 4)
+        kinds = {"dpo": (DPOConfig, DPOTrainer), "grpo": (GRPOConfig, GRPOTrainer)}
+        config, kind = kinds[trainer]
+        if trainer == "grpo":
+            settings |= {"num_generations": 2, "max_completion_length": 2, "per_device_train_batch_size": 2}
+            rows, more = rows.select_columns("prompt"), {"reward_funcs": lambda completions, **_: [1.0] * 2}
+        args = config(str(run), **{"use_cpu": True, "disable_tqdm": True, **settings})
+        words = tiny_tokenizer()
+        return kind(str(tmp_path / "model"), args=args, train_dataset=rows, processing_class=words, **more)
+
+    made = resumed(inner, 1)
+    made.train()
+    made.save_model()
+    assert made.args.model_init_kwargs["token"] == SECRETS[0] and made.args.hub_token == SECRETS[1]
+    assert (run / "training_args.bin").is_file()
+    assert files_with(run, SECRETS) == []
+    args = torch.load(run / "checkpoint-1" / "training_args.bin", weights_only=False)
+    assert args.model_init_kwargs == {"token": "<REDACTED>", "dtype": "float32"}
+    with caplog.at_level(logging.WARNING):
+        last = resumed({**inner, "token": "another"}, 2)
+        last.train(resume_from_checkpoint=True)
+    assert last.state.global_step == 2
+    assert "model_init_kwargs" not in caplog.text
+
+
+def test_a_secret_of_an_older_checkpoint_is_not_logged(folder, caplog):
+    file = folder / "checkpoint-2" / "checkpoint.json"
+    manifest = json.loads(file.read_text())
+    manifest["settings"]["model_init_kwargs"] = {"token": SECRETS[0], "dtype": "float32"}
+    file.write_text(json.dumps(manifest))
+    with caplog.at_level(logging.WARNING):
+        assert resume(folder).state.global_step == 3
+    assert "model_init_kwargs: {'token': '<REDACTED>', 'dtype': 'float32'}, now" in caplog.text
+
+
+def test_what_is_pushed_holds_no_secret(tmp_path, monkeypatch):
+    hub = Mock()
+    hub.create_repo.return_value.repo_id = "me/x"
+    monkeypatch.setattr(transformers.trainer, "hf_api", lambda: hub)
+    settings = {**SAVED, "hub_token": SECRETS[1], "push_to_hub": True, "hub_model_id": "me/x"}
+    make(ROWS, folder=tmp_path, **settings).train()
+    assert {call.kwargs["token"] for call in hub.upload_folder.call_args_list} == {SECRETS[1]}
+    assert files_with(tmp_path, SECRETS) == []

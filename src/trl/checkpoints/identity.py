@@ -11,6 +11,7 @@ import xxhash
 from datasets import Dataset
 
 from trl.checkpoints.wholeness import CheckpointError, checkpoints_in, read_manifest
+from trl.options.secrets import redacted
 
 ROWS = 1000
 _ADAPTER = ("peft_type", "r", "target_modules", "modules_to_save")
@@ -36,7 +37,7 @@ def run_facts(
     }}  # fmt: skip
     compared = {name: value for name, value in settings.items() if not name.startswith(_NOT_COMPARED)}
     facts = {"method": method, "model": model, "data": fingerprint(dataset), "settings": compared}
-    return json.loads(json.dumps(facts, default=_plain))
+    return redacted(json.loads(json.dumps(facts, default=_plain)))
 
 
 def fingerprint(dataset: Any) -> dict[str, Any] | None:
@@ -66,7 +67,7 @@ def compare(checkpoint: Path, own: Mapping[str, Any], *, ignore_data: bool = Fal
 
     Raises: CheckpointError for one of another method, model or (unless `ignore_data`) data.
     """
-    known = read_manifest(checkpoint)
+    known = redacted(read_manifest(checkpoint))  # older ones have secrets
     if not known:
         return []
     if known["method"] != own["method"]:

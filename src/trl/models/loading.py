@@ -27,7 +27,7 @@ from trl.data.rendering import text_tokenizer
 from trl.models.distributed import gathered_parameters
 from trl.models.parts import causal_core, embedded_tokens
 from trl.models.peft import get_kbit_device_map, require_peft, resolve_dtype, train_copies_in_float32
-from trl.options.checks import without_credentials
+from trl.options.secrets import redacted
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +229,7 @@ def _check_local_path(model_id: str) -> None:
     if not may_be_on_hub(model_id) and not Path(model_id).is_dir():
         if "://" in model_id:
             raise ValueError(
-                f"{without_credentials(model_id)!r} is an address, expected a saved model, or a Hub name. GKDTrainer and "
+                f"{redacted(model_id)!r} is an address, expected a saved model, or a Hub name. GKDTrainer and "
                 "DistillationTrainer take servers as teachers, GKDTrainer also several by name, but not servers beside models."
             )
         raise FileNotFoundError(f"There is no folder '{model_id}'. Give a saved model, or a Hub name.")

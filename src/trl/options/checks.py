@@ -16,6 +16,8 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origi
 from transformers import TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
+from trl.options.secrets import redacted
+
 Reader = Callable[[str], Any]
 Entry = TypeVar("Entry")
 
@@ -82,15 +84,6 @@ def lookup(table: Mapping[str, Entry], name: str, what: str) -> Entry:
     raise ValueError(f"unknown {what} {name!r}; known are {', '.join(map(repr, sorted(table)))}. {remedy}")
 
 
-def without_credentials(text: str) -> str:
-    """What an error may show of an address, or of a text with addresses.
-
-    >>> without_credentials("http://user:password@127.0.0.1:9/v1")
-    '127.0.0.1:9/v1'
-    """
-    return text.rpartition("@")[2]
-
-
 def json_object(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
     """The mapping that `value` holds: itself, or what a JSON string (as a command line passes it) says.
 
@@ -102,7 +95,7 @@ def json_object(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]
         return value
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a dict or a JSON object in a string, got {type(value).__name__}.")
-    example, shown = f"""--{name} '{{"key": "value"}}'""", without_credentials(value)
+    example, shown = f"""--{name} '{{"key": "value"}}'""", redacted(value)
     try:
         parsed = json.loads(value)
     except json.JSONDecodeError as error:

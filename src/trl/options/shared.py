@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from trl.options.groups import OptionGroup, moved, option, same
+from trl.options.secrets import redacted
 
 JSONDict = dict[str, Any] | str | None
 PrefixSharingMode = Literal["auto", "true", "false", True, False]  # the words as a command line has them
@@ -78,8 +79,8 @@ class LoopOptions(OptionGroup):
             setattr(self, name, getattr(self, name) or {})
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as one flat dict, those of dicts as `name/key`."""
-        return flatten_dict(vars(self))
+        """All fields as one flat dict, those of dicts as `name/key`; secrets are redacted."""
+        return flatten_dict(redacted(vars(self)))
 
 
 def shared(name: str, *default: Any, **metadata: Any) -> Any:

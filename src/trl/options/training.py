@@ -1,8 +1,7 @@
 """`TrainingArguments` with the defaults that all trainers of the library share, and options of trainers over rows."""
 
-import copy
-import dataclasses
 import os
+import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +14,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 from trl.options.checks import json_object
 from trl.options.groups import OptionGroup, moved, option, same
 from trl.options.model import DTYPES
+from trl.options.secrets import unwritten
 from trl.options.shared import shared
 
 Config = TypeVar("Config")
@@ -132,16 +132,8 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
         Unlike the method of `TrainingArguments`, it leaves dicts inside this config untouched (that one turns dtypes
         and quantisation configs in them into strings and dicts) and redacts no token that is part of the vocabulary.
         """
-        snapshot = copy.copy(self)
-        outside = {field.name for field in dataclasses.fields(TrainingArguments)}
-        vocabulary = {}
-        for entry in dataclasses.fields(self):
-            value = getattr(self, entry.name)
-            if isinstance(value, dict):
-                setattr(snapshot, entry.name, copy.deepcopy(value))
-            elif entry.name.endswith("_token") and entry.name not in outside:
-                vocabulary[entry.name] = value
-        return {**super(TrainingDefaults, snapshot).to_dict(), **vocabulary}
+        words = {name: value for name, value in vars(self).items() if re.fullmatch("(?!.*hub).*_token", name)}
+        return {**super(TrainingDefaults, unwritten(self)).to_dict(), **words}
 
 
 @dataclass

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import Trainer
 
+from trl.options.secrets import redacted
 from trl.options.shared import flatten_dict
 
 _TIMED = ("wandb", "mlflow")
@@ -51,7 +52,7 @@ def start_trackers(accelerator: Any, config: Any) -> None:
     """Send the settings of a run to the tracker of `log_with`, if any, except those that may hold keys of an account."""
     if config.log_with is None:
         return
-    told = {name: value for name, value in vars(config).items() if name not in _WITH_KEYS}
+    told = redacted({name: value for name, value in vars(config).items() if name not in _WITH_KEYS})
     plain = (bool, int, float, str)  # what TensorBoard takes
     settings = {name: v if isinstance(v, plain) else str(v) for name, v in flatten_dict(told).items()}
     given = dict(config.tracker_kwargs)

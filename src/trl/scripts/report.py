@@ -13,6 +13,7 @@ from rich.text import Text
 from trl.checkpoints.wholeness import newest_whole
 from trl.data.rendering import text_tokenizer
 from trl.models.loading import save_dtype
+from trl.options.secrets import redacted
 from trl.reporting.tables import open_console
 
 _MOST_TOKENS = 400  # of a sequence; of longer ones the ends are shown
@@ -46,7 +47,7 @@ def changed_settings(*configs: Any) -> dict[str, Any]:
             filled = field.name in _NOT_SHOWN or (default in (None, "", "none") and not value)
             if not filled and value != default:
                 changed[field.name] = value
-    return changed
+    return redacted(changed)
 
 
 def describe(trainer: Any, settings: dict[str, Any], *, made_folder: bool) -> None:

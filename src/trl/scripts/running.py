@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from trl.options.secrets import redacted
 from trl.scripts.config_file import ConfigFile
 from trl.scripts.parser import TrlParser
 
@@ -116,7 +117,7 @@ def notes_shown() -> Iterator[None]:
 
 def report(prog: str, error: Exception) -> int:
     """Print the message of an error as argparse would, and return exit status 2."""
-    print(f"{prog}: error: {error}", file=sys.stderr)
+    print(f"{prog}: error: {redacted(str(error))}", file=sys.stderr)
     return 2
 
 

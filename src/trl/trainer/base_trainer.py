@@ -52,6 +52,7 @@ from trl.models.setup import ClassifierKind
 from trl.models.switches import undisturbed, without_ddp
 from trl.options.checks import warn_unread
 from trl.options.methods import SYNC_SETTINGS
+from trl.options.secrets import unwritten
 from trl.reporting.metrics import MetricSums, Processes
 from trl.reporting.model_card import card_of_trainer
 from trl.rollouts.token_counts import TokenCounts
@@ -710,6 +711,14 @@ class BaseTrainer(LegacyInterface, Trainer):
             self._push_from_checkpoint(str(final))
 
     _checkpoint_writer: CheckpointWriter | None = None
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        with holding(self, "args", unwritten(self.args)):  # they are written, too
+            super()._save(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        with holding(self, "args", unwritten(self.args)):
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def _get_output_dir(self, trial: Any) -> str:
         if self._checkpoint_writer is not None:

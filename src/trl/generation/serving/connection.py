@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from trl.options.checks import without_credentials
+from trl.options.secrets import redacted
 
 VARIABLE = "TRL_VLLM_SERVER_TOKEN"
 
@@ -141,7 +141,7 @@ class ServerConnection:
             parts = port = host = None
         if parts is None or parts.scheme not in ("http", "https") or not host or parts.username is not None:
             raise ValueError(
-                f"base_url={without_credentials(base_url)!r} is no address of a server such as http://localhost:8000, without a user's name."
+                f"base_url={redacted(base_url)!r} is no address of a server such as http://localhost:8000, without a user's name."
             )
         self.kind, self.variable = kind, variable
         self.base_url, self.token = base_url.rstrip("/"), token
