@@ -22,7 +22,13 @@ LAYERS = (
     ("scripts", "cli"),
 )
 LEVEL = {folder: level for level, group in enumerate(LAYERS) for folder in group}
-_WITHIN = {("trainer", "legacy"), ("legacy", "trainer"), ("cli", "scripts"), ("scripts", "cli")}
+_WITHIN = {
+    ("checkpoints", "options"),
+    ("trainer", "legacy"),
+    ("legacy", "trainer"),
+    ("cli", "scripts"),
+    ("scripts", "cli"),
+}
 EVERYWHERE = {"_lazy", "_names", "__version__"}  # fine at any level
 
 BANNED_NAMES = ("utils.py", "helpers.py", "common.py")

@@ -1,9 +1,13 @@
 """GRPO in environments: methods as tools, rewards of their own, several kinds, data of their own, steps."""
 
 import asyncio
+import base64
+import json
+import pickle
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -408,16 +412,26 @@ class Closes(Sums):
 
 
 class Locked(Closes):
-    """Cannot be pickled."""
+    """Has an attribute that is no JSON value."""
 
     def reset(self, word="", **columns):
         self.lock = threading.Lock()
         return super().reset(word, **columns)
 
 
-@pytest.mark.parametrize(("factory", "repeated"), [(Closes, 0), (Locked, 8)])
+class Restored(Locked):
+    """States what restores it."""
+
+    def __getstate__(self):
+        return [self.word, self.calls]
+
+    def __setstate__(self, state):
+        self.word, self.calls = state
+
+
+@pytest.mark.parametrize(("factory", "repeated"), [(Closes, 0), (Locked, 8), (Restored, 0)])
 def test_environments_of_ended_sessions_are_restored(factory, repeated, tmp_path):
-    """Those that cannot be pickled play their sessions again. Sessions are written once, and all environments closed."""
+    """Those that are not JSON play their sessions again. Sessions are written once, and all environments closed."""
     seen = []
 
     def calls(environments, completions, **columns):
@@ -435,6 +449,32 @@ def test_environments_of_ended_sessions_are_restored(factory, repeated, tmp_path
     assert len(CLOSED) == (repeated or 9)  # one is made with the trainer
     keys = [record["key"] for record in _records(tmp_path / "sessions", "*.jsonl") if "row" in record]
     assert len(keys) == len(set(keys)) == 16
+
+
+def test_no_code_of_a_journal_runs(tmp_path):
+    """A pickle in a record, as older versions wrote it, is not read: the session is played again."""
+
+    class Evil:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "ran",)
+
+    settings = {
+        "reward_funcs": lambda environments, **columns: [0.0] * len(environments), "folder": str(tmp_path),
+        "save_strategy": "steps", "save_steps": 1, "agent_keep_sessions": True,
+    }  # fmt: skip
+    environments(Closes, **settings, max_steps=2)[0].train()
+    for file in (tmp_path / "sessions").glob("*.jsonl"):
+        records = [json.loads(line) for line in file.read_text().splitlines() if line]
+        assert all(record["environment"][0].endswith(".Closes") for record in records if "row" in record)
+        pickled = base64.b64encode(pickle.dumps(Evil())).decode()
+        lines = [json.dumps({**record, "environment": pickled}) for record in records]
+        file.write_text("\n".join(lines))
+    RESET.clear()
+    environments(Closes, **settings, max_steps=2)[0].train(
+        resume_from_checkpoint=str(tmp_path / "checkpoint-1")
+    )
+    assert len(RESET) == 8
+    assert not (tmp_path / "ran").exists()
 
 
 def test_threads_that_miss_their_deadline_are_bounded(monkeypatch):

@@ -158,11 +158,11 @@ class CheckpointWriter:
         """
         if not (limit := self._args.save_total_limit):
             return
-        best = self._state.best_model_checkpoint
-        every = [path for path in checkpoints_in(self.run_dir) if best is None or path != Path(best)]
+        kept = {newest, Path(self._state.best_model_checkpoint or newest)}
+        others = [path for path in checkpoints_in(self.run_dir) if path not in kept]
         step = self._state.global_step
-        newest_first = sorted(every, key=lambda path: int(path.name.rpartition("-")[2]) > step)
-        for old in newest_first[max(limit - (best is not None and newest != Path(best)), 1) :]:
+        others.sort(key=lambda path: int(path.name.rpartition("-")[2]) > step)  # else the highest first
+        for old in others[max(limit - len(kept), 0) :]:
             shutil.rmtree(old, ignore_errors=True)
 
     def _record_best(self) -> None:

@@ -45,16 +45,16 @@ class CheckpointError(ValueError):
     """A checkpoint, or the folder of a run, that cannot be used."""
 
 
-Sums = dict[str, tuple[int, str]]
+Sums = Mapping[str, Sequence[Any]]
 """The size in bytes and the checksum of files, by their paths from the checkpoint's folder."""
 
 
-def synced_sums(folder: Path, *, part: int = 0, parts: int = 1) -> Sums:
-    """Flush the files of a finished checkpoint to the disk; the sums of those that resuming reads.
+def synced_sums(folder: Path, *, part: int = 0, parts: int = 1, but: Sums | None = None) -> Sums:
+    """Flush the files of a finished checkpoint to the disk, except those of `but`; the sums of those that resuming reads.
 
     Of `parts` processes each takes every `parts`-th file, from its number, `part`.
     """
-    names = _names(folder)[part::parts]
+    names = [name for name in _names(folder) if name not in (MANIFEST, *(but or ()))][part::parts]
     with ThreadPoolExecutor(_READERS) as pool:
         list(pool.map(_sync, [folder / name for name in names]))
         read = [name for name in names if not _fits(name, _NOT_READ)]
@@ -66,16 +66,14 @@ def publish(
 ) -> None:
     """Add the manifest to a finished checkpoint and rename it to `final`, whose older content goes through `replaced`.
 
-    The manifest has `facts` about the run, and the `sums` of the files that resuming reads. All is flushed to the disk before
-    the rename, so that a power failure leaves no truncated files.
+    The manifest has `facts` about the run, and the sums of the files that resuming reads; `sums` has those that are known. All is
+    flushed to the disk before the rename, so that a power failure leaves no truncated files.
     """
-    manifest = written / MANIFEST
-    manifest.unlink(missing_ok=True)  # of a folder that is published again
-    known = {"format": 1, **facts, "files": synced_sums(written) if sums is None else sums}
-    manifest.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    _sync(manifest)
-    for folder in (*(path for path in written.rglob("*") if path.is_dir()), written):
-        _sync(folder)
+    here = {name: entry for name, entry in (sums or {}).items() if (written / name).is_file()}
+    known = {"format": 1, **facts, "files": {**here, **synced_sums(written, but=here)}}
+    (written / MANIFEST).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    for path in (written / MANIFEST, *(path for path in written.rglob("*") if path.is_dir()), written):
+        _sync(path)
     shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
         final.rename(replaced)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import math
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -82,12 +80,16 @@ class Journal:
     """Records of sessions in files of `folder`, one for each step, run and process.
 
     A record belongs to the run, the step, the policy's weights, a random stream, a row and the settings that it was sampled with.
-    `prune` deletes what a checkpoint does not need, unless the journal `keeps` all. With `pickles` a record has the pickled
-    environment; sessions whose environment cannot be restored are not found. Without a folder nothing is written.
+    `prune` deletes what a checkpoint does not need, unless the journal `keeps` all. With `environments`, their classes, a record has
+    the session's environment: its `__getstate__()`, if that is JSON. Sessions whose environment cannot be restored are not found.
+    Without a folder nothing is written.
     """
 
-    def __init__(self, folder: Path | None, *, rank: int, keeps: bool = False, pickles: bool = False) -> None:
-        self.folder, self.rank, self.keeps, self.pickles = folder, rank, keeps, pickles
+    def __init__(
+        self, folder: Path | None, *, rank: int, keeps: bool = False, environments: Sequence[type] = ()
+    ) -> None:
+        self.folder, self.rank, self.keeps = folder, rank, keeps
+        self.environments = {_path(kind): kind for kind in environments}
         self._held: dict[str, dict[str, Any]] = {}
         self._file: Path | None = None
         self._step, self._policy = 0, ""
@@ -119,9 +121,12 @@ class Journal:
             return None
         given = {each.name: record[each.name] for each in fields(Played)}
         given["chains"] = [Chain(**each) for each in given["chains"]]
-        if self.pickles:
+        if self.environments:
             try:
-                given["environment"] = pickle.loads(base64.b64decode(given["environment"]))
+                name, state = given["environment"]
+                given["environment"] = environment = object.__new__(self.environments[name])
+                restore = getattr(environment, "__setstate__", None)
+                vars(environment).update(state or {}) if restore is None else restore(state)
             except Exception:  # of any kind, by the user's classes
                 return None
         return Played(**given)
@@ -132,9 +137,11 @@ class Journal:
             return
         plain = asdict(replace(played, environment=None))
         whole = {"step": self._step, "row": dict(row), **plain}
-        if self.pickles:
+        if self.environments:
             with suppress(Exception):  # of any kind: it is not restored, then
-                whole["environment"] = base64.b64encode(pickle.dumps(played.environment)).decode()
+                state = [_path(type(played.environment)), played.environment.__getstate__()]
+                if json.loads(json.dumps(state)) == state:
+                    whole["environment"] = state
         self._append({key: whole})
 
     def score(self, keys: Sequence[str], rewards: Sequence[float]) -> None:
@@ -176,6 +183,10 @@ def _records(folder: str | Path, files: str) -> Iterator[dict[str, Any]]:
         for line in file.read_bytes().splitlines():
             with suppress(ValueError):  # an empty line, or half of one
                 yield json.loads(line)
+
+
+def _path(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _local(parameter: nn.Parameter) -> torch.Tensor:

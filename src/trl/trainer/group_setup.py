@@ -291,22 +291,25 @@ def agent_completer(
     if agent is not None and not (find_spec("fastapi") and find_spec("uvicorn")):
         raise ImportError("agent needs a server. Install it with `pip install trl[serve]`.")
     kwargs: Any = {"template_kwargs": args.chat_template_kwargs}
-    length, folder, are_read = None, None, agent is None and bool(rewards)
+    length, folder, environments = None, None, list[type]()
     if agent is None:
         limits = {"iterations": args.max_tool_calling_iterations, "deadline": args.tool_deadline}
         given = environment_factory, policy.processing_class, tools or ()
-        agent = EnvironmentAgent(*given, keeps=are_read, **limits, **kwargs)
+        agent = EnvironmentAgent(*given, keeps=bool(rewards), **limits, **kwargs)
+        if rewards:  # which read them
+            environments = [type(one) for one in agent.made]
         length = args.max_completion_length
     if args.save_strategy != "no" or args.agent_keep_sessions:
         folder = Path(args.output_dir or ".") / "sessions"
-    kept = {"keeps": args.agent_keep_sessions, "pickles": are_read}
     return AgentCompleter(
         agent,
         policy.processing_class,
         Budget(args.agent_max_turns, args.agent_max_tokens, length=length),
         concurrency=args.agent_concurrency,
         deadline=args.agent_deadline,
-        journal=Journal(folder, rank=args.process_index, **kept),
+        journal=Journal(
+            folder, rank=args.process_index, keeps=args.agent_keep_sessions, environments=environments
+        ),
         graded=bool(rewards),
         **kwargs,
     )
