@@ -712,10 +712,6 @@ class BaseTrainer(LegacyInterface, Trainer):
 
     _checkpoint_writer: CheckpointWriter | None = None
 
-    def _save(self, *args: Any, **kwargs: Any) -> None:
-        with holding(self, "args", unwritten(self.args)):  # they are written, too
-            super()._save(*args, **kwargs)
-
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         with holding(self, "args", unwritten(self.args)):
             super()._push_from_checkpoint(checkpoint_folder)
@@ -732,7 +728,8 @@ class BaseTrainer(LegacyInterface, Trainer):
         if dtype is not None and self._checkpoint_writer is None:
             whole = model.state_dict() if state_dict is None else state_dict
             state_dict = cast_state(model, whole, dtype)
-        super()._save(output_dir, state_dict)
+        with holding(self, "args", unwritten(self.args)):  # which are written, too
+            super()._save(output_dir, state_dict)
         if dtype is not None and self.args.should_save:
             name_dtype(folder, dtype)
 
