@@ -7,13 +7,30 @@ WORKERS ?= 2
 # glibc keeps freed tensors up to these sizes; otherwise the system zeroes the pages of each new tensor.
 KEEP_MEMORY := MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=536870912
 
-.PHONY: quickstart test test-vllm test-harnesses check bench format clean
+.PHONY: quickstart test test-transformers test-newest test-vllm test-harnesses check bench format clean
 
 quickstart: .venv/.installed
 	$(BIN)/trl quickstart
 
 test: .venv/.installed-dev
 	$(OFFLINE) $(KEEP_MEMORY) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
+
+# Every test with another version of transformers: make test-transformers VERSION=5.16.0
+test-transformers: .venv-transformers-$(VERSION)/.installed
+	$(OFFLINE) $(KEEP_MEMORY) .venv-transformers-$(VERSION)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
+
+# What `pip install trl` brings today: a wheel with the newest of everything that pyproject.toml allows, but the pinned torch.
+# Three commands run in the plain installation; then the tests of the commands, and a training of each method.
+NEWEST := .venv-newest/bin/python
+test-newest:
+	rm -rf .venv-newest build
+	$(PYTHON) -m venv .venv-newest
+	$(NEWEST) -m pip wheel --quiet --no-deps --wheel-dir .venv-newest/wheel .
+	rm -rf build
+	$(NEWEST) -m pip install --quiet $$(grep ^torch== constraints.txt) .venv-newest/wheel/*.whl
+	$(OFFLINE) $(NEWEST) .ci/try_commands.py
+	$(NEWEST) -m pip install --quiet "$$(echo .venv-newest/wheel/*.whl)[peft,judges,plot,bco,test]"
+	$(OFFLINE) $(KEEP_MEMORY) $(NEWEST) -m pytest -q -n $(WORKERS) --dist worksteal tests/cli tests/scripts tests/contracts/test_resume.py
 
 # vLLM's CPU build wants another numpy than the rest, so it is tried in an environment of its own.
 test-vllm: .venv-vllm/.installed
@@ -48,7 +65,7 @@ format: .venv/.installed-dev
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-vllm .harnesses build dist src/*.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-vllm .venv-newest .venv-transformers-* .harnesses build dist src/*.egg-info .pytest_cache .ruff_cache
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -61,6 +78,13 @@ clean:
 .venv/.installed-dev: pyproject.toml constraints.txt | .venv/bin/python
 	$(INSTALL) '.[dev]'
 	touch $@ .venv/.installed
+
+# These four are made for one another; the other pins hold for all versions that were tried.
+.venv-transformers-%/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	grep -vE '^(transformers|tokenizers|huggingface_hub|hf-xet)==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/constraints.txt transformers==$* --editable '.[dev]'
+	touch $@
 
 # torchvision, torchaudio and torchcodec come along in builds that do not fit a CPU torch.
 .venv-vllm/.installed: pyproject.toml constraints.txt
