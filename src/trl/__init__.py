@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from trl.collators.completion_only import (
         DataCollatorForCompletionOnlyLM as DataCollatorForCompletionOnlyLM,
     )
+    from trl.data.arithmetic import make_data as make_data
     from trl.data.formats import extract_prompt as extract_prompt
     from trl.data.formats import is_conversational as is_conversational
     from trl.data.formats import is_conversational_from_value as is_conversational_from_value

@@ -55,7 +55,7 @@ NAMES: dict[str, Row] = {
     "trl": {**_TRAINERS, **_JUDGES, **_CALLBACKS, **_VALUE_HEADS, **_DIFFUSION,
         "trl.models.value_head": f"{_VALUE_HEADS['trl.models.value_head']} SUPPORTED_ARCHITECTURES", **_ROWS,
         **_MODEL_OPTIONS, "trl.models.loading": "clone_chat_template setup_chat_format",
-        "trl.data.sources": "DatasetMixtureConfig get_dataset",
+        "trl.data.sources": "DatasetMixtureConfig get_dataset", "trl.data.arithmetic": "make_data",
         "trl.scripts.arguments": "DPOScriptArguments SFTScriptArguments ScriptArguments",
         "trl.scripts.parser": "TrlParser", "trl.scripts.running": "init_zero_verbose",
         "trl.collators.completion_only": "DataCollatorForCompletionOnlyLM",

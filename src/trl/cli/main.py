@@ -40,6 +40,7 @@ _PLAIN = {
     "chat": "talk to a model",
     "serve": "serve a model with OpenAI's API, for agents and as a teacher",
     "vllm-serve": "serve a model with vLLM, for training commands that generate with it",
+    "data": "make a small data set to try a method with; nothing to download",
     "quickstart": "train a tiny model to sort digits, in stages; nothing to download",
     "env": "print versions and hardware, for bug reports",
     "completion": "print a completion script for bash",
