@@ -1,7 +1,7 @@
 """Rewards for GSM8K: solutions in the form of its own, and solutions whose number is right.
 
-    trl grpo --model_name_or_path my-model --dataset_name ../shared/data/gsm8k/train.jsonl --column_mapping question=prompt \
-        --reward_funcs examples.gsm8k_rewards.in_form examples.gsm8k_rewards.is_right --output_dir runs/gsm8k/grpo
+    trl grpo --model_name_or_path my-model --dataset_name openai/gsm8k --dataset_config main --column_mapping question=prompt \
+        --reward_funcs examples.gsm8k_rewards.in_form examples.gsm8k_rewards.is_right --output_dir runs/problems/grpo
 
 Rows have the question as `prompt` and a solution as `answer`. Completions may be texts or messages.
 """

@@ -3,7 +3,7 @@
 import ast
 import contextlib
 import importlib
-import json
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -140,36 +140,37 @@ def test_commands_are_found():
     assert any("--column_mapping" in words for words in found)
 
 
-def write_rows(path: Path, rows: list[dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory):
-    """A folder laid out as the examples expect: a model built by the example script, and a few rows beside it."""
+    """A folder with the two models that the pages make by `examples/small_model.py`, and nothing else."""
     folder = tmp_path_factory.mktemp("workshop")
-    data = folder / "shared" / "data" / "gsm8k" / "train.jsonl"
-    rows = [
-        {"question": f"What is {n} plus {n}?", "answer": f"It is {2 * n}. #### {2 * n}"} for n in range(16)
-    ]
-    write_rows(data, rows)
-    dialogue = "\n\nHuman: What is {0} plus {0}?\n\nAssistant: It is "
-    pairs = [
-        {"chosen": dialogue.format(n) + f"{2 * n}.", "rejected": dialogue.format(n) + "a secret."}
-        for n in range(8)
-    ]
-    write_rows(folder / "shared" / "data" / "hh_harmless" / "train.jsonl", pairs)
-    here = folder / "trl"
-    tokenizer = small_model.train_tokenizer(small_model.strings(data), vocabulary=400)
-    for part in (small_model.small_llama(tokenizer, seed=0), tokenizer):
-        part.save_pretrained(here / "runs" / "gsm8k" / "model")
-        part.save_pretrained(here / "runs" / "gsm8k" / "student")
-        part.save_pretrained(here / "runs" / "harmless" / "model")
-    pairs = [{"prompt": row["question"], "completion": row["answer"]} for row in rows]
-    for name in ("first.jsonl", "second.jsonl"):
-        write_rows(here / name, pairs)
-    return here
+    tokenizer = small_model.train_tokenizer(small_model.built_in(), vocabulary=4096)
+    for seed, name in enumerate(["model", "student"]):
+        for part in (small_model.small_llama(tokenizer, seed=seed, layers=2, width=128), tokenizer):
+            part.save_pretrained(folder / "runs" / name)
+    return folder
+
+
+def test_pages_need_nothing_beside_the_clone():
+    """No page, example, docstring or message names a folder outside of the repository."""
+    files = [*DOCUMENTS, *ROOT.glob("examples/**/*.py"), *ROOT.glob("src/trl/**/*.py")]
+    assert [label(path) for path in files if "../shared" in path.read_text(encoding="utf-8")] == []
+
+
+def values_of(flags: tuple[str, ...], lines: list[list[str]]) -> set[str]:
+    return {value for words in lines for flag, value in itertools.pairwise(words) if flag in flags}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=label)
+def test_what_commands_read_is_made_on_the_same_page(path):
+    """By `trl data`, `examples/small_model.py` or an earlier command; the first example's models are made for every page."""
+    written = {"runs/model", "runs/student"} | values_of(
+        ("--out", "--output_dir", "--output"), commands(path)
+    )
+    read = values_of(
+        ("--dataset_name", "--model_name_or_path", "--teacher_model_name_or_path"), commands(path)
+    )
+    assert {name for name in read if name.startswith("runs/")} <= written
 
 
 OUTPUT = re.compile(r"""(?:--output_dir[ =]|output_dir="|output_dir: |Config\(\s*")([^"\s`)]+)""")
