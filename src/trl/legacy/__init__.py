@@ -64,7 +64,6 @@ _IGNORED: Mapping[str, Mapping[str, str]] = {
     },
     "DPOConfig": {"is_encoder_decoder": "the model's config says what it is"},
     "RLOOConfig": {
-        "ref_policy": "the reference is the policy as it is at the start",
         "data_collator": "prompts are tokenised by the trainer",
     },
 }

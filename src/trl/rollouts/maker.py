@@ -306,3 +306,10 @@ def ends_with(experience: Experience, token: int | None) -> Tensor:
     hits = torch.zeros(len(experience), dtype=torch.int64)
     hits.index_add_(0, experience.completions.row_index, (experience.completions.values == token).long())
     return found | (hits > 0)
+
+
+def less_penalty(
+    scores: Tensor, experience: Experience, penalty: float | None, *, token: int | None
+) -> Tensor:
+    """Scores `(B,)`, less the penalty in rows that neither stopped nor contain this token."""
+    return scores if penalty is None else scores - penalty * (~ends_with(experience, token)).to(scores.dtype)

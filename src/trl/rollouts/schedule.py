@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from trl.options.checks import check_at_least
+
+logger = logging.getLogger(__name__)
 
 _MINI_BATCHES, _REFILLS, _REPLAYS = 1, 2, 3  # random streams
 _ROUND = 2**48  # larger than the streams of rollout batches and evaluations
@@ -98,6 +101,21 @@ def group_sizes(args: Any) -> GroupSizes:
         processes=args.world_size,
     )
     return GroupSizes(sizes, generated, steps)
+
+
+def fill_in_sizes(args: Any, sizes: RolloutSizes, rows: int) -> None:
+    """Set `total_episodes`, `num_total_batches` and `max_steps` from what was given, in place."""
+    given = args.max_steps, args.total_episodes
+    if None not in given and args.max_steps > 0:
+        logger.warning("max_steps=%d has no effect with total_episodes=%d. Leave one out.", *given)
+    elif args.max_steps > 0:
+        args.num_total_batches = math.ceil(args.max_steps / sizes.steps)
+        args.total_episodes = args.num_total_batches * sizes.rows
+        return
+    if args.total_episodes is None:
+        args.total_episodes = math.ceil(args.num_train_epochs * rows)
+    args.num_total_batches = math.ceil(args.total_episodes / sizes.rows)
+    args.max_steps = args.num_total_batches * sizes.steps
 
 
 def kept_sizes(sizes: RolloutSizes, keep: int) -> RolloutSizes:

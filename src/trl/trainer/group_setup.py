@@ -50,6 +50,7 @@ def prompt_sets(
     """
     settings = PromptPreparation(
         vocabulary=embedded_tokens(policy.model),
+        num_proc=getattr(args, "dataset_num_proc", None),
         keep=args.max_prompt_length,
         template_kwargs=args.chat_template_kwargs,  # type: ignore[arg-type]
         tools=tools,

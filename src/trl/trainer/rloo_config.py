@@ -1,14 +1,102 @@
 """Configuration of REINFORCE leave-one-out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from trl.options.groups import documented, moved, option, same
+from trl.options.checks import warn_caller
+from trl.options.groups import OptionGroup, documented, moved, option, same
+from trl.options.shared import shared
 from trl.trainer.grpo_config import GroupTraining
+from trl.trainer.ppo_config import OnPolicyConfig, StopToken
+
+_DEFAULTS = {
+    "num_iterations": 4, "max_completion_length": 53, "temperature": 0.7, "learning_rate": 5e-5, "max_prompt_length": None,
+    "disable_dropout": True, "local_rollout_forward_batch_size": 64, "num_sample_generations": 10,
+}  # fmt: skip
+"""Those of 0.9-0.21 that are not today's."""
+_OLDER_NAMES = {"num_iterations": "num_ppo_epochs", "max_completion_length": "response_length"}
+
+
+@dataclass
+class OlderRLOO(OptionGroup):
+    """Settings of RLOO from 0.9 to 0.21. With one of them, the settings that are left out have the defaults of that time."""
+
+    rloo_k: int | None = moved(to="num_generations")
+    cliprange: float | None = moved(to="epsilon")
+    kl_coef: float | None = moved(to="beta")
+    exp_name: str | None = moved(to="run_name")
+    normalize_reward: bool | None = moved(
+        "now normalize_advantages; it never normalised rewards.", to="normalize_advantages"
+    )
+    num_ppo_epochs: int | None = moved(to="num_iterations")
+    num_mini_batches: int | None = moved(
+        "now steps_per_generation, this times gradient_accumulation_steps.",
+        to="steps_per_generation",
+        value_of=lambda config, value: value * config.gradient_accumulation_steps,
+    )
+    response_length: int | None = moved(to="max_completion_length")
+    token_level_kl: bool | None = moved("the sum of the KL penalty over a completion is the same.")
+    total_episodes: int | None = same(
+        OnPolicyConfig,
+        "total_episodes",
+        help="Completions in all, rounded up to whole batches; sets max_steps. None: num_train_epochs times the prompts of the "
+        "training set, with another setting of 0.21.",
+    )
+    stop_token: StopToken | None = same(
+        OnPolicyConfig,
+        "stop_token",
+        help="'eos': completions end with the tokenizer's end-of-sequence token. None, with another setting of 0.21: with "
+        "stop_token_id, or at max_completion_length.",
+    )
+    stop_token_id: int | None = same(OnPolicyConfig, "stop_token_id")
+    missing_eos_penalty: float | None = same(OnPolicyConfig, "missing_eos_penalty")
+    local_rollout_forward_batch_size: int | None = same(
+        OnPolicyConfig, "local_rollout_forward_batch_size", None
+    )
+    num_sample_generations: int | None = same(OnPolicyConfig, "num_sample_generations", None)
+    whiten_rewards: bool = option(False, "Only False: RLOO never whitened rewards.")
+    dataset_num_proc: int | None = shared("dataset_num_proc")
+    sft_model_path: str = same(OnPolicyConfig, "sft_model_path")
+    reward_model_path: str = option(
+        "EleutherAI/pythia-160m",
+        "Where a script loads the reward model from. The trainer takes the model it is given.",
+    )
+
+    is_older = False
+
+    def settle(self) -> None:
+        """Take the defaults of 0.9-0.21 where one of these settings is set, then check all."""
+        self.is_older = any(getattr(self, item.name) != item.default for item in fields(OlderRLOO))
+        if self.is_older:
+            self._take_defaults()
+        super().settle()
+        if self.is_older and self.stop_token is None:
+            ends = {"eos_token_id": -1 if self.stop_token_id is None else self.stop_token_id}
+            self.generation_kwargs = {**ends, **(getattr(self, "generation_kwargs", None) or {})}
+
+    def _take_defaults(self) -> None:
+        taken = {}
+        for name, value in _DEFAULTS.items():
+            # A default is the very object of the class; an equal float that a program sets is another one.
+            places = (name, _OLDER_NAMES.get(name, name))
+            if all(getattr(self, place) is getattr(RLOOConfig, place) for place in places):
+                taken[name] = value
+                setattr(self, name, value)
+        values = ", ".join(f"{name}={value}" for name, value in taken.items())
+        warn_caller(f"RLOOConfig has settings of trl 0.21, and so its defaults: {values}.", FutureWarning)
+
+    def check(self) -> None:
+        super().check()
+        if self.whiten_rewards:
+            raise ValueError("whiten_rewards must be False, RLOO never whitened rewards. Leave it out.")
+        if self.stop_token is not None and self.stop_token_id is not None:
+            raise ValueError(
+                f"stop_token={self.stop_token!r} and stop_token_id={self.stop_token_id} cannot be combined. Set one."
+            )
 
 
 @documented
 @dataclass
-class RLOOConfig(GroupTraining):
+class RLOOConfig(OlderRLOO, GroupTraining):
     """Settings of `RLOOTrainer`: those of `transformers.TrainingArguments` and the ones below.
 
     A batch of `per_device_train_batch_size * processes * steps_per_generation` completions, `num_generations` of each prompt,
@@ -31,17 +119,6 @@ class RLOOConfig(GroupTraining):
     reward_clip_range: list[float] | None = option(
         None, "Smallest and largest reward, before the KL penalty; others are cut to them. None: no limits."
     )
-    # Names of 0.21 and before.
-    rloo_k: int | None = moved(to="num_generations")
-    cliprange: float | None = moved(to="epsilon")
-    kl_coef: float | None = moved(to="beta")
-    exp_name: str | None = moved(to="run_name")
-    normalize_reward: bool | None = moved(
-        "now normalize_advantages; it never normalised rewards.", to="normalize_advantages"
-    )
-    num_ppo_epochs: int | None = moved(to="num_iterations")
-    num_mini_batches: int | None = moved(to="steps_per_generation")
-    response_length: int | None = moved(to="max_completion_length")
 
     def check(self) -> None:
         super().check()

@@ -10,17 +10,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from trl._lazy import attach
 from trl.legacy import move_arguments
+from trl.legacy.rloo import in_older_order, older_config, older_reward
 from trl.models.scoring.causal import Scored
 from trl.objectives.group_advantages import leave_one_out, normalized, reward_statistics
 from trl.objectives.group_policy import sequence_policy_loss
 from trl.objectives.kl import k1
+from trl.options.training import config_or_default
+from trl.rewards.result import RewardInputs
 from trl.rollouts.experience import OLD, REF, SCORES, TRAINED, Experience
+from trl.rollouts.maker import less_penalty
 from trl.tensors.reduce import LossTerms, Weighted, weighted, where_counted
 from trl.tensors.sequences import sum_by_sequence
 from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.online_method import EQUAL_REWARDS, GroupMethod, StepContext
 from trl.trainer.online_trainer import AnyDataset, OnlineTrainer, RolloutFunc
 from trl.trainer.rloo_config import RLOOConfig
+from trl.trainer.samples import SampleTables, ShowSamples
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
@@ -31,6 +36,14 @@ class RLOOMethod(GroupMethod):
     """Rewards less the KL penalty, advantages over the mean of the others, the clipped surrogate of whole completions."""
 
     args: RLOOConfig
+    eos_token_id: int | None = None
+
+    def apply_rewards(
+        self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool
+    ) -> Experience:
+        """The score, less `missing_eos_penalty` for a completion without its end token."""
+        scores = less_penalty(scores, experience, self.args.missing_eos_penalty, token=self.eos_token_id)
+        return super().apply_rewards(experience, scores, inputs, training=training)
 
     def needs_old(self, experience: Experience) -> bool:
         return self.has_reference
@@ -80,10 +93,12 @@ def _log_ratios(experience: Experience) -> Tensor:
     return k1(experience.per_token[OLD], experience.per_token[REF])
 
 
-class RLOOTrainer(OnlineTrainer):
+class RLOOTrainer(SampleTables, OnlineTrainer):
     """Trainer of REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740).
 
-    Takes what `GRPOTrainer` takes. `older`: arguments of 0.21 and before, which move with a warning (`trl.legacy`).
+    Takes what `GRPOTrainer` takes, and `ref_model`, what the KL divergence is measured from (None: the policy as it is now, or
+    the base of an adapter). `older`: arguments of 0.9-0.21, `RLOOTrainer(config, tokenizer, policy, ref_policy, reward_model,
+    train_dataset, ...)`, which move with a warning (`trl.legacy`).
 
     Example:
         >>> def brevity(completions, **columns):
@@ -102,9 +117,11 @@ class RLOOTrainer(OnlineTrainer):
         "id": "2402.14740",
     }
     args: RLOOConfig
+    method: RLOOMethod
     method_type: ClassVar[type[GroupMethod]] = RLOOMethod
     config_type: ClassVar[type[GroupTraining]] = RLOOConfig
 
+    @in_older_order
     def __init__(
         self,
         model: str | nn.Module | PreTrainedModel | None = None,
@@ -121,6 +138,7 @@ class RLOOTrainer(OnlineTrainer):
         rollout_func: RolloutFunc | None = None,
         agent: Any = None,
         environment_factory: Any = None,
+        ref_model: str | nn.Module | PreTrainedModel | None = None,
         **older: Any,
     ) -> None:
         named = {
@@ -128,12 +146,22 @@ class RLOOTrainer(OnlineTrainer):
             "reward_funcs": reward_funcs,
             "args": args,
             "processing_class": processing_class,
+            "ref_model": ref_model,
         }
         moved = move_arguments(RLOOConfig, named, older)
+        args = config_or_default(moved["args"], RLOOConfig, "rloo")
+        is_older = "policy" in older
+        args = config_or_default(moved["args"], RLOOConfig, "rloo")
+        is_older = "policy" in older
+        args = older_config(args, train_dataset, moved["processing_class"], is_older_call=is_older)
+        if older.get("reward_model") is not None:
+            moved["reward_funcs"] = older_reward(older["reward_model"], moved["processing_class"], args)
+        if "ref_policy" in older and args.beta == 0:  # which had to be passed
+            moved["ref_model"] = None
         super().__init__(
             moved["model"],
             moved["reward_funcs"],
-            moved["args"],
+            args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=moved["processing_class"],
@@ -145,4 +173,10 @@ class RLOOTrainer(OnlineTrainer):
             rollout_func=rollout_func,
             agent=agent,
             environment_factory=environment_factory,
+            ref_model=moved["ref_model"],
         )
+        self.method.eos_token_id = self._tokenizer.eos_token_id  # type: ignore[assignment]
+        if args.local_rollout_forward_batch_size:
+            self.rows_at_once = args.local_rollout_forward_batch_size
+        if eval_dataset is not None and args.num_sample_generations:
+            self.add_callback(ShowSamples(self))

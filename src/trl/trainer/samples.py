@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 
 from trl.collators.images import DataCollatorForVisionPreference
@@ -30,6 +31,8 @@ from trl.reporting.tables import print_prompt_completions_sample, print_rich_tab
 from trl.reporting.trackers import log_table
 from trl.rewards.result import source_table
 from trl.rollouts.experience import Experience
+from trl.rollouts.maker import Completed
+from trl.trainer.inherited import holding
 
 DEFAULT_NEW_TOKENS = 128
 TABLE = "game_log"
@@ -285,3 +288,58 @@ class ShownCompletions:
         if args.log_unique_prompts:
             table = table.drop_duplicates(subset=["prompt"])
         send_table(trainer, "completions", table)
+
+
+class SampleTables:
+    """Mixin of trainers of rollouts: a table of greedy responses to the evaluation prompts."""
+
+    def generate_completions(self: Any, sampling: bool = False) -> pd.DataFrame | None:
+        """Answer evaluation prompts greedily and show them with their scores: `sampling` takes the first batch alone.
+
+        The table (query, model response, score) is printed and sent to the trackers. All processes must call it; the main
+        one is given it.
+        """
+        found: list[tuple[int, str, str, float]] = []
+        sets = self.eval_dataset
+        with holding(self, "evaluation_group", 1):  # each prompt once
+            loader = self.get_eval_dataloader(next(iter(sets.values())) if isinstance(sets, dict) else sets)
+        greedy = replace(self.sampling, temperature=0.0)
+        with undisturbed(self.model_wrapped):
+            for rows in loader:
+                columns = {name: [row[name] for row in rows] for name in rows[0]}
+                numbers = columns.pop("row")
+                self.rollouts.follow(self.model_wrapped, self.state)
+                experience = self.rollouts.complete(columns["input_ids"], streams=numbers, sampling=greedy)
+                inputs = self.rollouts.inputs(Completed(experience), columns)
+                scores = self.rewards.score(inputs).rewards.tolist()
+                queries = self._tokenizer.batch_decode(columns["input_ids"], skip_special_tokens=True)
+                answers = [ids.tolist() for ids in experience.completions.split()]
+                found += zip(numbers, queries, self._tokenizer.batch_decode(answers), scores, strict=True)
+                if sampling:
+                    break
+        if self.accelerator.num_processes > 1:
+            found = gather_object(found)
+        if not self.is_world_process_zero():
+            return None
+        unique = {row[0]: row[1:] for row in found}  # accelerate repeats rows to fill the last batch
+        texts = [unique[number] for number in sorted(unique)]
+        table = pd.DataFrame(texts, columns=["query", "model response", "score"])
+        show_table(self, "completions", table, printed=5)
+        return table
+
+
+class ShowSamples(TrainerCallback):
+    """Shows responses `num_sample_generations` times over a run, evenly, at the end of a rollout batch."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """After the last optimiser step of every so many rollout batches."""
+        own = self.trainer.args
+        batch, rest = divmod(state.global_step, self.trainer.sizes.steps)
+        every = max(1, (own.num_total_batches or 1) // own.num_sample_generations)
+        if rest == 0 and (batch - 1) % every == 0:
+            self.trainer.generate_completions(sampling=True)

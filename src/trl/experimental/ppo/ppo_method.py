@@ -16,7 +16,7 @@ from trl.objectives.kl import kl_penalty, probability_ratio
 from trl.objectives.ppo import clipped_surrogate, ppo_losses, whitened_estimates
 from trl.rewards.result import RewardInputs
 from trl.rollouts.experience import OLD, REF, RETURNS, SCORES, TRAINED, VALUES, Experience
-from trl.rollouts.maker import ends_with
+from trl.rollouts.maker import less_penalty
 from trl.tensors.moments import over_processes
 from trl.tensors.ragged import Ragged
 from trl.tensors.reduce import LossTerms, Weighted, weighted, where_counted
@@ -50,9 +50,8 @@ class PPOMethod(OnlineMethod):
         self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool
     ) -> Experience:
         """The score, less `missing_eos_penalty` for a response without its end token."""
-        if self.args.missing_eos_penalty is not None:
-            ended = ends_with(experience, self.eos_token_id)
-            scores = scores - self.args.missing_eos_penalty * (~ended).to(scores.dtype)
+        penalty = self.args.missing_eos_penalty
+        scores = less_penalty(scores, experience, penalty, token=self.eos_token_id)
         return super().apply_rewards(experience, scores, inputs, training=training)
 
     def estimated(self, experience: Experience, accelerator: Any) -> Experience:

@@ -7,12 +7,9 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, ClassVar
 
-import pandas as pd
 import torch
-from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import nn
 from transformers import (
@@ -21,9 +18,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
     TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
 )
 
 from trl._lazy import attach
@@ -35,7 +29,6 @@ from trl.experimental.ppo.setup import (
     check_sizes,
     check_windows,
     end_token,
-    fill_in_sizes,
     own_copy,
     value_and_policy,
 )
@@ -47,25 +40,24 @@ from trl.models.parts import causal_core, embedded_tokens
 from trl.models.reference import make_reference
 from trl.models.scoring.base import shares_prefix
 from trl.models.scoring.values import POLICY, VALUE, PolicyAndValue, PolicyValueScorer
-from trl.models.switches import undisturbed
 from trl.objectives.kl import k1
 from trl.reporting.metrics import Processes
 from trl.rewards.result import source_means
 from trl.rollouts.experience import OLD, REF, Experience
-from trl.rollouts.maker import Completed
+from trl.rollouts.schedule import fill_in_sizes
 from trl.tensors.reduce import Weighted, weighted
 from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.group_setup import reward_sources
 from trl.trainer.inherited import holding, settle_inherited
 from trl.trainer.online_trainer import OnlineTrainer
-from trl.trainer.samples import show_table
+from trl.trainer.samples import SampleTables, ShowSamples
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
 VALUE_FOLDER = "value_model"
 
 
-class PPOTrainer(OnlineTrainer):
+class PPOTrainer(SampleTables, OnlineTrainer):
     """Trainer of proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347) on prompts of a data set.
 
     Args:
@@ -258,40 +250,7 @@ class PPOTrainer(OnlineTrainer):
         if checkpoint is not None:
             self._batches_before = -(-self.state.global_step // self.sizes.steps)
 
-    # ---- samples and the reference
-
-    def generate_completions(self, sampling: bool = False) -> pd.DataFrame | None:
-        """Answer evaluation prompts greedily and show them with their scores: `sampling` takes the first batch alone.
-
-        The table (query, model response, score) is printed and sent to the trackers. All processes must call it; the main
-        one is given it.
-        """
-        found: list[tuple[int, str, str, float]] = []
-        sets = self.eval_dataset
-        loader = self.get_eval_dataloader(next(iter(sets.values())) if isinstance(sets, dict) else sets)
-        greedy = replace(self.sampling, temperature=0.0)
-        with undisturbed(self.model_wrapped):  # type: ignore[arg-type]
-            for rows in loader:
-                columns = {name: [row[name] for row in rows] for name in rows[0]}
-                numbers = columns.pop("row")
-                self.rollouts.follow(self.model_wrapped, self.state)
-                experience = self.rollouts.complete(columns["input_ids"], streams=numbers, sampling=greedy)
-                inputs = self.rollouts.inputs(Completed(experience), columns)
-                scores = self.rewards.score(inputs).rewards.tolist()
-                queries = self._tokenizer.batch_decode(columns["input_ids"], skip_special_tokens=True)
-                answers = [ids.tolist() for ids in experience.completions.split()]
-                found += zip(numbers, queries, self._tokenizer.batch_decode(answers), scores, strict=True)
-                if sampling:
-                    break
-        if self.accelerator.num_processes > 1:
-            found = gather_object(found)
-        if not self.is_world_process_zero():
-            return None
-        unique = {row[0]: row[1:] for row in found}  # accelerate repeats rows to fill the last batch
-        texts = [unique[number] for number in sorted(unique)]
-        table = pd.DataFrame(texts, columns=["query", "model response", "score"])
-        show_table(self, "completions", table, printed=5)
-        return table
+    # ---- the reference
 
     @contextmanager
     def null_ref_context(self) -> Iterator[Any]:
@@ -354,20 +313,3 @@ def _part(state: dict[str, Any] | None, prefix: str) -> dict[str, Any] | None:
     if state is None:
         return None
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-
-
-class ShowSamples(TrainerCallback):
-    """Shows responses `num_sample_generations` times over a run, evenly, at the end of a rollout batch."""
-
-    def __init__(self, trainer: PPOTrainer) -> None:
-        self.trainer = trainer
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """After the last optimiser step of every so many rollout batches."""
-        own = self.trainer.args
-        batch, rest = divmod(state.global_step, self.trainer.sizes.steps)
-        every = max(1, (own.num_total_batches or 1) // own.num_sample_generations)
-        if rest == 0 and (batch - 1) % every == 0:
-            self.trainer.generate_completions(sampling=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -23,9 +22,6 @@ from trl.models.scoring.values import PolicyAndValue, PolicyValueScorer
 from trl.models.setup import REWARD_MODEL, load_classifier, pad_token_id, take_pad_token
 from trl.models.switches import disable_dropout_in_model
 from trl.rollouts.schedule import RolloutSizes
-
-logger = logging.getLogger(__name__)
-
 
 VALUE_MODEL = REWARD_MODEL._replace(words="a value model")
 
@@ -143,21 +139,6 @@ def check_sizes(args: PPOConfig) -> RolloutSizes:
             )
         setattr(args, name, value)
     return RolloutSizes(found["batch_size"], parts, args.num_ppo_epochs, turns, processes)
-
-
-def fill_in_sizes(args: PPOConfig, sizes: RolloutSizes, rows: int) -> None:
-    """Set `total_episodes`, `num_total_batches` and `max_steps` from what was given, in place."""
-    given = args.max_steps, args.total_episodes
-    if None not in given and args.max_steps > 0:
-        logger.warning("max_steps=%d has no effect with total_episodes=%d. Leave one out.", *given)
-    elif args.max_steps > 0:
-        args.num_total_batches = math.ceil(args.max_steps / sizes.steps)
-        args.total_episodes = args.num_total_batches * sizes.rows
-        return
-    if args.total_episodes is None:
-        args.total_episodes = math.ceil(args.num_train_epochs * rows)
-    args.num_total_batches = math.ceil(args.total_episodes / sizes.rows)
-    args.max_steps = args.num_total_batches * sizes.steps
 
 
 def own_copy(args: Any) -> PPOConfig:

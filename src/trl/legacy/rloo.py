@@ -1,0 +1,76 @@
+"""The calls of `RLOOTrainer` from 0.9 to 0.21, on the trainer of today."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence, Sized
+from typing import Any
+
+from torch import nn
+
+from trl.data.rendering import text_tokenizer
+from trl.rewards.functions import FunctionSource, name_of
+from trl.rewards.models import ModelSource
+from trl.rollouts.schedule import fill_in_sizes
+from trl.trainer.rloo_config import RLOOConfig
+
+_ORDER = (
+    "config", "processing_class", "policy", "ref_policy", "reward_model", "train_dataset", "data_collator", "eval_dataset",
+    "optimizers", "callbacks",
+)  # fmt: skip
+
+
+def in_older_order(init: Callable[..., None]) -> Callable[..., None]:
+    """A constructor that also takes its arguments in the order of 0.9-0.21, which begins with the config."""
+
+    @functools.wraps(init)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        if args and isinstance(args[0], RLOOConfig):
+            named = dict(zip(_ORDER, args, strict=False))
+            if len(args) > len(_ORDER) or named.keys() & kwargs.keys():
+                raise TypeError(f"RLOOTrainer(config, ...) takes {', '.join(_ORDER)}, each once.")
+            args, kwargs = (), {**named, **kwargs}
+        init(self, *args, **kwargs)
+
+    return wrapped
+
+
+def older_config(args: RLOOConfig, dataset: Any, processing_class: Any, *, is_older_call: bool) -> RLOOConfig:
+    """A copy with the sizes of the run filled in; without any setting of 0.21 the same config, unless the call is one of 0.21."""
+    if is_older_call and not args.is_older:
+        args = dataclasses.replace(args, rloo_k=args.num_generations)
+    if not args.is_older:
+        return args
+    args, sizes = copy.copy(args), args.rollout_sizes()
+    if args.stop_token == "eos" and processing_class is not None:  # not the model's own end tokens
+        end = text_tokenizer(processing_class).eos_token_id
+        args.generation_kwargs = {"eos_token_id": end, **(args.generation_kwargs or {})}  # type: ignore[dict-item]
+    fill_in_sizes(args, sizes, len(dataset) if isinstance(dataset, Sized) else 0)
+    own, parts = sizes.own_rows, sizes.mini_batches
+    found = {"batch_size": sizes.rows, "mini_batch_size": sizes.rows // parts, "local_batch_size": own}
+    found |= {
+        "local_mini_batch_size": own // parts,
+        "micro_batch_size": args.device_rows * sizes.processes,
+    }
+    vars(args).update(found)  # read by programs; no fields
+    return args
+
+
+def older_reward(reward_model: Any, processing_class: Any, args: RLOOConfig) -> Any:
+    """The reward source of a `reward_model`: a classifier reads the policy's tokens, a function of texts whole texts."""
+    if processing_class is None or isinstance(reward_model, (list, tuple)):
+        return reward_model
+    tokenizer = text_tokenizer(processing_class)
+    if isinstance(reward_model, (str, nn.Module)):
+        at_once = args.local_rollout_forward_batch_size or args.per_device_train_batch_size
+        return ModelSource(reward_model, read="ids", policy_tokenizer=tokenizer, batch_size=at_once)
+
+    def of_texts(
+        prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], **_: Any
+    ) -> Any:
+        rows = [[*prompt, *ids] for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
+        return reward_model(tokenizer.batch_decode(rows, skip_special_tokens=True))
+
+    return FunctionSource(of_texts, name=name_of(reward_model))
