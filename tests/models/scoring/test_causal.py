@@ -12,6 +12,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from tests.tiny import SOFT_CAPPED, tiny_model
 from trl.collators.preference import pack_prefix_groups
+from trl.generation.transformers.engine import TransformersEngine
 from trl.models.packed.attention import PACKED_MODEL_TYPES
 from trl.models.packed.layout import packed_batch
 from trl.models.parts import causal_core
@@ -334,3 +335,18 @@ def test_prefix_groups_of_another_models_layout_become_sequences():
     assert found.inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3]]
     assert found.scored.target.tolist() == [7, 8, 9]
     assert found.scored.sequence.tolist() == [0, 1, 1]
+
+
+def test_a_bidirectional_model_is_scored_by_its_own_forward():
+    model = tiny_model("llama", dtype=torch.float64, is_causal=False)
+    batch = padded()
+    torch.testing.assert_close(
+        Scorer(model).score(model, batch).logps, own_logps(model, batch), rtol=0, atol=1e-12
+    )
+    causal = tiny_model("llama", dtype=torch.float64)
+    assert (own_logps(model, batch) - own_logps(causal, batch)).abs().max() > 0.1
+
+
+def test_a_bidirectional_model_does_not_generate():
+    with pytest.raises(ValueError, match="Generate with a causal model"):
+        TransformersEngine(tiny_model("llama", is_causal=False))

@@ -260,3 +260,35 @@ def test_rows_without_tokens_and_batches_without_labels_are_refused():
         scorer.score(model, batch)
     with pytest.raises(ValueError, match="labels"):
         scorer.score_tokens(model, padded_of())
+
+
+BIDIRECTIONAL = {
+    **{name: {"is_causal": False} for name in ("llama", "qwen2", "mistral", "gpt2", "gemma2", "opt")},
+    "gemma3_text": {"use_bidirectional_attention": True},
+}
+
+
+@pytest.mark.parametrize("architecture", BIDIRECTIONAL)
+def test_bidirectional_models_see_later_tokens(architecture):
+    """Of rows of different lengths, in either layout, reward models and value models of causal batches."""
+    model = decoder(architecture, **BIDIRECTIONAL[architecture])
+    scorer = ClassificationScorer(model)
+    sequences = [[5, 9, 3, 7, 8], [4, 4, 6], [3]]
+    expected = own_logits(model, sequences)
+    assert (expected - own_logits(decoder(architecture), sequences)).abs().max() > 0.1
+    for batch in (padded_of(sequences), packed_of(sequences)):
+        close(scorer.score(model, batch), expected)
+
+
+def test_values_of_a_bidirectional_model_are_those_of_its_own_states():
+    model = decoder("llama", is_causal=False)
+    batch = {**packed_of([[5, 9, 3], [4, 4]]), "labels": torch.tensor([[-100, 9, 3, -100, 4]])}
+    values, _ = ClassificationScorer(model).score_predictors(model, batch)
+    rows = torch.tensor([[5, 9, 3]]), torch.tensor([[4, 4]])
+    states = [model.model(input_ids=ids).last_hidden_state[0, :-1] for ids in rows]
+    close(values, model.score(torch.cat(states)))
+
+
+def test_bidirectional_layers_under_causal_masks_are_refused():
+    with pytest.raises(ValueError, match=r"its masks are causal. Set model.config.is_causal=False"):
+        ClassificationScorer(decoder("gemma2", use_bidirectional_attention=True))

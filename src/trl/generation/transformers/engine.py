@@ -26,7 +26,7 @@ from trl.generation.transformers.requests import Requests, Rules, StopStrings, e
 from trl.generation.transformers.reuse import Reuse
 from trl.generation.transformers.rollout_loop import RolloutLoop, default_rows, row_memory
 from trl.models.distributed import fsdp2_modules, is_sharded, unwrap_model_for_generation
-from trl.models.packed.attention import packed_unsupported
+from trl.models.packed.attention import is_bidirectional, packed_unsupported
 from trl.models.parts import (
     causal_core,
     embedded_tokens,
@@ -75,6 +75,11 @@ class TransformersEngine:
         check_at_least("max_batch", max_batch, minimum=1)
         check_at_least("reuse_memory", reuse_memory, minimum=0)
         check_one_of("route", route, ("auto", "fused", "forward", "generate"))
+        if is_bidirectional(core := causal_core(without_wrappers(model))):
+            raise ValueError(
+                f"{type(core).__name__} attends to later tokens (is_causal=False): its log-probs of a completion are not those "
+                "that it was sampled with. Generate with a causal model."
+            )
         self.model, self.tokenizer, self.accelerator = model, tokenizer, accelerator
         self.route: Route = route
         self.max_batch, self.gather_zero3, self.reuse_memory = max_batch, gather_zero3, reuse_memory

@@ -290,10 +290,31 @@ def packed_unsupported(model: PreTrainedModel) -> str | None:
     if config.model_type not in PACKED_MODEL_TYPES:
         known = ", ".join(sorted(PACKED_MODEL_TYPES))
         return f"its architecture ({config.model_type}) is not among those checked: {known}"
+    if is_bidirectional(model):
+        return "its attention is bidirectional"
     implementation = config._attn_implementation
     if implementation in ("sdpa", "eager", PACKED_ATTENTION) or _runs_variable_length(config):
         return None
     return f"its attention implementation is {implementation!r}, not 'sdpa', 'eager' or flash attention"
+
+
+def is_bidirectional(model: PreTrainedModel) -> bool:
+    """Whether tokens attend to later ones too, by the model's config.
+
+    Raises: ValueError if only its attention layers say so: masks would make rows with padding causal, and others not.
+    """
+    config = model.config.get_text_config()
+    # Gemma 1 and 2 read the second setting in their layers alone (transformers 5.16-5.23).
+    is_set = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    if not getattr(config, "is_causal", True) or (is_set and config.model_type not in ("gemma", "gemma2")):
+        return True
+    layers = model.modules() if config.model_type in PACKED_MODEL_TYPES else ()
+    if any(getattr(layer, "is_causal", None) is False for layer in layers):
+        raise ValueError(
+            f"the attention layers of {type(model).__name__} are bidirectional (is_causal=False), but its masks are causal. "
+            "Set model.config.is_causal=False."
+        )
+    return False
 
 
 def use_packed_attention(model: PreTrainedModel) -> bool:
