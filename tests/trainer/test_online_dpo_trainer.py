@@ -114,10 +114,7 @@ def test_a_step_of_online_dpo(loss_type, ties, reward):
         gap = scores[i] - scores[i + 1]
         orders = [(i, i + 1)] * (gap > 0) + [(i + 1, i)] * (gap < 0)
         for c, r in orders or [(i, i + 1), (i + 1, i)] * (ties == "both"):
-            ratio = [
-                (own[k] - ref[k]).mean() if loss_type == "ipo" else (own[k] - ref[k]).sum() for k in (c, r)
-            ]
-            margin = ratio[0] - ratio[1]
+            margin = (own[c] - ref[c]).sum() - (own[r] - ref[r]).sum()
             losses.append(-logsigmoid(0.1 * margin) if loss_type == "sigmoid" else (margin - 5.0).square())
             weights.append(1.0 if orders else 0.5)
             margins.append(scores[c] - scores[r])

@@ -23,7 +23,7 @@ from trl.tensors.statistics import get_exp_cap
 class PairScores:
     """Log-probabilities of B pairs, in nats, `(B,)` each: of the policy (with gradient) and of the reference.
 
-    Sums over the completion's tokens, except for `ipo`, which takes means (`per_token`). Without a reference, the
+    Sums over the completion's tokens, except for `ipo` of DPO and CPO, which takes means (`per_token`). Without a reference, the
     reference's are 0. `step` holds what `aot`, `aot_pair` and `bco_pair` need to know about the other pairs; None says
     that these pairs are the whole step.
     """

@@ -50,7 +50,7 @@ def hinge(scores: PairScores, options: PairOptions) -> Tensor:
 
 
 def ipo(scores: PairScores, options: PairOptions) -> Tensor:
-    """`(h - 1 / (2 beta))^2`, of means over tokens. Source: Azar et al. 2023, IPO, eq. 17 (arXiv:2310.12036)."""
+    """`(h - 1 / (2 beta))^2`. Source: Azar et al. 2023, IPO, eq. 17 (arXiv:2310.12036), on sums; DPO gives means over tokens."""
     return (margin(scores, options) - 1 / (2 * options.beta)).square()
 
 
@@ -180,7 +180,7 @@ SMOOTHED = frozenset({"sigmoid", "robust", "exo_pair", "aot", "aot_pair"})
 """Losses that `label_smoothing` acts on."""
 
 PER_TOKEN = frozenset({"ipo"})
-"""Losses of means over tokens; in a list with one of them, all take means (`PairScores.per_token`)."""
+"""Losses that DPO gives means over tokens; in a list with one of them, all take means (`PairScores.per_token`)."""
 
 NEEDS_STEP = frozenset({"aot", "aot_pair", "bco_pair"})
 """Losses that compare a pair with the other pairs of its optimiser step (`StepStatistics`)."""

@@ -98,7 +98,7 @@ class NashMDMethod(OnlineDPOMethod):
         """Means over the policy's completions whose preference is known."""
         rows = experience.per_row
         known, own = (~rows[name].isnan() for name in (PREFERENCE, OPPONENT_STOPPED))
-        policy, reference, _ = self.sums(experience, logps)
+        policy, reference = self.sums(experience, logps)
         gap, preference = policy - reference, rows[PREFERENCE]
         found = {
             "loss/kl": gap,

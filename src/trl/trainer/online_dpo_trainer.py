@@ -25,7 +25,7 @@ from trl.legacy.online_rows import LegacyPromptRows
 from trl.models.scoring.causal import Scored
 from trl.objectives.online_preference import RankedPairs, by_epoch, ranked_pairs, sequence_metrics
 from trl.objectives.pairs import PairScores
-from trl.objectives.preference import PER_TOKEN, preference_terms
+from trl.objectives.preference import preference_terms
 from trl.options.training import config_or_default
 from trl.rewards.judge_source import comparison_source
 from trl.rewards.judges import BasePairwiseJudge
@@ -100,28 +100,25 @@ class OnlineDPOMethod(GroupMethod):
         return self.pairs(experience.per_row[SCORES]).weights.sum().round().long()
 
     def objective(self, experience: Experience, scored: Scored, context: StepContext) -> list[LossTerms]:
-        policy, reference, lengths = self.sums(experience, scored.logps)
-        pairs = self.pairs(experience.per_row[SCORES])
-        terms = self.pair_terms(experience, pairs, policy, reference, lengths)
+        policy, reference = self.sums(experience, scored.logps)
+        terms = self.pair_terms(experience, self.pairs(experience.per_row[SCORES]), policy, reference)
         return [terms._replace(metrics={**terms.metrics, **self.row_metrics(experience, policy, reference)})]
 
-    def sums(self, experience: Experience, logps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs of policy and reference of each completion, and its tokens, `(B,)` each; without tools' tokens."""
+    def sums(self, experience: Experience, logps: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probs of policy and reference of each completion, `(B,)` each; without tools' tokens."""
         mask, row = experience.per_token[TRAINED], experience.completions.row_index
-        per_token = logps, experience.per_token[REF].to(logps), torch.ones_like(logps)
-        policy, reference, lengths = (
-            sum_by_sequence(where_counted(values, mask), row, len(experience)) for values in per_token
+        policy, reference = (
+            sum_by_sequence(where_counted(values, mask), row, len(experience))
+            for values in (logps, experience.per_token[REF].to(logps))
         )
-        return policy, reference, lengths
+        return policy, reference
 
     def pair_terms(
-        self, experience: Experience, pairs: RankedPairs, policy: Tensor, reference: Tensor, lengths: Tensor
+        self, experience: Experience, pairs: RankedPairs, policy: Tensor, reference: Tensor
     ) -> LossTerms:
-        """The loss of each pair, with its metrics."""
+        """The loss of each pair, with its metrics; `ipo` compares sums over tokens, as its paper does."""
         scores, (chosen, rejected, weights) = experience.per_row[SCORES], pairs
         found = PairScores(policy[chosen], policy[rejected], reference[chosen], reference[rejected])
-        if self.args.loss_type in PER_TOKEN:
-            found = found.per_token(lengths[chosen], lengths[rejected])
         beta = self.beta
         terms = preference_terms(
             found, [self.args.loss_type], self.args.pair_options(beta), pair_weights=weights.to(policy)

@@ -30,10 +30,10 @@ class XPOMethod(OnlineDPOMethod):
         return by_epoch(self.args.alpha, self.epoch())
 
     def objective(self, experience: Experience, scored: Scored, context: StepContext) -> list[LossTerms]:
-        policy, reference, lengths = self.sums(experience, scored.logps)
+        policy, reference = self.sums(experience, scored.logps)
         rows, scores = experience.per_row, experience.per_row[SCORES]
         pairs = self.pairs(scores)
-        terms = self.pair_terms(experience, pairs, policy, reference, lengths)
+        terms = self.pair_terms(experience, pairs, policy, reference)
         optimism = self.alpha * policy[torch.maximum(pairs.chosen, pairs.rejected)] * pairs.weights.to(policy)
         own, other = scores.view(-1, 2).unbind(dim=1)
         known = ~(own + other).isnan()
