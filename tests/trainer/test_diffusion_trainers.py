@@ -548,6 +548,16 @@ def test_advantages_of_a_batch_and_of_prompts():
     assert tracker.get_stats()["a"] == {"mean": 5.0, "std": pytest.approx(np.std([3, 5, 7])), "count": 3}
 
 
+def test_rewards_with_a_small_spread_keep_their_digits():
+    rewards = [10 + 1e-3 * number for number in (0, 3, 1, 7)]
+    trainer = ddpo(reward=lambda images, *_: (rewards, {}))
+    (found,), _ = trainer.compute_rewards([(torch.zeros(4, 3, 8, 8), ("a",) * 4, ({},) * 4)])
+    assert found.tolist() == rewards
+    images = SimpleNamespace(log_probs=torch.zeros(4, 1, dtype=torch.float64))
+    expected = (np.array(rewards) - np.mean(rewards)) / (np.std(rewards) + 1e-8)
+    assert trainer.advantages(images, found).numpy() == pytest.approx(expected, abs=1e-10)
+
+
 def test_calculate_loss_by_hand():
     trainer = ddpo(train_clip_range=0.1)
     images = trainer.sample_images(0)

@@ -143,11 +143,12 @@ class DDPOTrainer(DiffusionTrainer):
 
         `is_async` calls it for several batches at a time. Raises ValueError for rewards that are not B finite numbers.
         """
+        wide = torch.float32 if self.accelerator.device.type == "mps" else torch.float64  # which MPS lacks
 
         def score(batch: Batch) -> tuple[Tensor, Any]:
             given, metadata = self.call_reward_function(*batch)
             found = read_scores(given, count=len(batch[0]), name="reward_function", of="image")
-            return torch.tensor(found, device=self.accelerator.device), metadata
+            return torch.tensor(found, dtype=wide, device=self.accelerator.device), metadata
 
         every = self.executor.map(score, prompt_image_pairs) if is_async else map(score, prompt_image_pairs)
         rewards, metadata = zip(*every, strict=True)

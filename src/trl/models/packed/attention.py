@@ -308,7 +308,7 @@ def is_bidirectional(model: PreTrainedModel) -> bool:
     is_set = getattr(config, "use_bidirectional_attention", None) in (True, "all")
     if not getattr(config, "is_causal", True) or (is_set and config.model_type not in ("gemma", "gemma2")):
         return True
-    layers = model.modules() if config.model_type in PACKED_MODEL_TYPES else ()
+    layers = model.modules() if model.config.model_type in PACKED_MODEL_TYPES else ()  # not vision towers
     if any(getattr(layer, "is_causal", None) is False for layer in layers):
         raise ValueError(
             f"the attention layers of {type(model).__name__} are bidirectional (is_causal=False), but its masks are causal. "
