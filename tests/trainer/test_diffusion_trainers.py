@@ -326,7 +326,7 @@ def test_async_rewards_overlap_with_sampling():
     shown, prompts, metadata, rewards, reward_metadata = images[1]
     assert shown.shape == (2, 3, 64, 64) and prompts == tuple(PROMPTS[2:]) and reward_metadata == {"count": 2}
     assert metadata == ({}, {})
-    torch.testing.assert_close(rewards, shown.mean(dim=(1, 2, 3)))
+    torch.testing.assert_close(rewards, shown.mean(dim=(1, 2, 3)).double())
     pairs = [(shown, prompts, metadata)] * 2
     for each in (trainer, ddpo()):
         assert len(each.compute_rewards(pairs, is_async=True)[0]) == 2

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,16 @@ def set_rng_states(streams: dict[str, Any]) -> None:
     torch.set_rng_state(streams["torch"])
     if streams["cuda"]:
         torch.cuda.set_rng_state_all(streams["cuda"])
+
+
+@contextmanager
+def own_rng_states() -> Iterator[None]:
+    """A block whose random numbers do not change those after it."""
+    streams = rng_states()
+    try:
+        yield
+    finally:
+        set_rng_states(streams)
 
 
 def moments_state(running: RunningMoments) -> dict[str, float]:

@@ -12,10 +12,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
@@ -42,13 +44,14 @@ from trl.legacy import move_onto_config
 from trl.legacy.interface import GIVEN, LegacyInterface, call_with
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.models.loading import cast_state, load_saved_weights, name_dtype, save_dtype
-from trl.models.packed.layout import count_sequence_tokens, count_tokens, first_rows, is_packed
+from trl.models.packed.layout import FILLS_UP, count_sequence_tokens, count_tokens, first_rows, is_packed
 from trl.models.policy import Policy, set_up_policy
 from trl.models.reference import FrozenModel, attach_reference
 from trl.models.scoring.causal import Scored, Scorer
 from trl.models.scoring.head import ScoreOptions
 from trl.models.scoring.values import PolicyValueScorer
 from trl.models.setup import ClassifierKind
+from trl.models.step_state import own_rng_states
 from trl.models.switches import undisturbed, without_ddp
 from trl.options.checks import warn_unread
 from trl.options.methods import SYNC_SETTINGS
@@ -63,7 +66,9 @@ from trl.trainer.inherited import (
     Data,
     GroupedByLength,
     OwnRows,
+    WholeRounds,
     check_best_metric,
+    check_lengths,
     chosen_metric,
     holding,
     settle_inherited,
@@ -185,7 +190,8 @@ class BaseTrainer(LegacyInterface, Trainer):
     def take_batch(self, batch: Any) -> Any:
         """A batch in the method's `layout`, with the context of its step."""
         own = batch if self.layout is None else self.layout(batch)
-        return {**own, CONTEXT: batch[CONTEXT]} if CONTEXT in batch and CONTEXT not in own else own
+        kept = {name: batch[name] for name in (CONTEXT, FILLS_UP) if name in batch and name not in own}
+        return {**own, **kept} if kept else own
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """A batch on the device; log-probs of others keep their precision, also under DeepSpeed, which casts floats."""
@@ -226,7 +232,6 @@ class BaseTrainer(LegacyInterface, Trainer):
             Processes(self.accelerator),
             score_again,
             self.add_reference,
-            is_counted=training or self.own_rows() > 0,
             context=batch[CONTEXT].value if CONTEXT in batch else None,
         )
 
@@ -246,13 +251,12 @@ class BaseTrainer(LegacyInterface, Trainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | None]:
         """The micro-batches of one optimiser step and their count over all of them and all processes, at least 1."""
-        batches, counts = [], []
-        for _ in range(num_batches):
-            batch = next(epoch_iterator, None)
-            if batch is None:
-                break
+        batches, counts, drawn = [], [], list(islice(epoch_iterator, num_batches))
+        if drawn and self._fills_up():
+            drawn[-1] = {**drawn[-1], FILLS_UP: True}
+        for batch in drawn:
             own = self.take_batch(batch)
-            counts.append(self.method.count(own).to(device))
+            counts.append(self.method.count(own).to(device) * (FILLS_UP not in batch))
             batches.append(self.handed_out(own, batch))
         count = sum(counts, torch.zeros((), dtype=torch.int64, device=device))
         if self.accelerator.num_processes > 1:
@@ -262,6 +266,14 @@ class BaseTrainer(LegacyInterface, Trainer):
         return batches, (count if len(self.method.units) > 1 else count.reshape(())).clamp(min=1)
 
     _unprepared: list[Any] | None = None
+
+    def _fills_up(self) -> bool:
+        """Whether the batch that was drawn last is the epoch's last one, which has rows for other processes alone."""
+        state, size = self.accelerator.gradient_state, self.args.train_batch_size
+        if not state.end_of_dataloader or self.args.dataloader_drop_last:
+            return False
+        rest = len(state.active_dataloader.dataset) % (size * self.args.world_size)
+        return 0 < rest <= size * self.args.process_index
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
@@ -336,7 +348,8 @@ class BaseTrainer(LegacyInterface, Trainer):
             num_items_in_batch = self._units_of_step
         self.loss_is_scaled_for_ga = num_items_in_batch is not None
         inputs = self.take_batch(inputs)
-        if self.mode == "train" and self._token_counts is None:
+        fills_up = FILLS_UP in inputs
+        if self.mode == "train" and self._token_counts is None and not fills_up:
             seen = count_sequence_tokens(self.method.learned(inputs))
             self._tokens_seen = self._tokens_seen + seen.to(self.args.device)
         own = self.method.count(inputs)
@@ -345,7 +358,10 @@ class BaseTrainer(LegacyInterface, Trainer):
             step = torch.as_tensor(num_items_in_batch).view(-1)
         found = call_with(self.outcome, model, inputs, step=step, with_outputs=return_outputs)
         loss = found.loss(self.method.units, own, step, router_weight=self.aux_loss_coef)
-        self._record(found, own)
+        if fills_up:
+            loss = loss * 0  # with the collectives of the others, and a gradient of zeros
+        else:
+            self._record(found, own)
         if num_items_in_batch is not None and self.accelerator.num_processes > 1:
             loss = loss * self.accelerator.num_processes  # of which DDP, FSDP and DeepSpeed take the mean
         outputs = {"loss": loss, self._predictions: found.predictions, "labels": found.labels}
@@ -374,6 +390,8 @@ class BaseTrainer(LegacyInterface, Trainer):
 
     def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
         """Count what `include_num_input_tokens_seen` asks for: tokens that are not padding are told by position, not by id."""
+        if FILLS_UP in inputs:
+            inputs = {"input_ids": inputs["input_ids"][:, :0]}
         if self.args.include_num_input_tokens_seen != "non_padding" or "input_ids" not in inputs:
             super()._track_num_input_tokens(inputs)
             return
@@ -453,6 +471,7 @@ class BaseTrainer(LegacyInterface, Trainer):
         self._sums["train"].drain()  # of an earlier call
         self._tokens_seen, self._uncounted_steps = 0, 0
         self._goes_on_from = given.get("resume_from_checkpoint")
+        check_lengths(self.accelerator, self.train_dataset, "train")
         return super()._inner_training_loop(batch_size=batch_size, **given)
 
     _goes_on_from: str | None = None  # a checkpoint of which only weights and optimiser are loaded yet
@@ -478,10 +497,16 @@ class BaseTrainer(LegacyInterface, Trainer):
             return super()._finalize_training(*args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate; see `transformers.Trainer.evaluate`."""
+        """Evaluate; see `transformers.Trainer.evaluate`. Random numbers of later training stay the same."""
         if "_sums" not in vars(self):
             self.adopt()
-        return super().evaluate(*args, **kwargs)
+        with own_rng_states():  # a data loader draws a seed
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict; see `transformers.Trainer.predict`. Random numbers of later training stay the same."""
+        with own_rng_states():
+            return super().predict(*args, **kwargs)
 
     def prediction_step(
         self,
@@ -496,11 +521,12 @@ class BaseTrainer(LegacyInterface, Trainer):
         own, rows = self.own_rows(), self.args.per_device_eval_batch_size
         if own < rows:
             given = batch = first_rows(batch, max(own, 1), of=rows)
+        if not own:
+            batch = {**batch, FILLS_UP: True}
         is_cut = own == rows or (is_packed(batch) and own > 0)
         self.gather_function = OwnRows(self.accelerator, own=None if is_cut else own)
         batch = self._prepare_inputs(self.handed_out(batch, given))
-        # A process without a row of its own runs one for the collectives of a sharded model.
-        with torch.no_grad(), nullcontext() if own else self.unrecorded():
+        with torch.no_grad():
             if prediction_loss_only:
                 return self.compute_loss(model, batch).detach(), None, None
             loss, outputs = self.compute_loss(model, batch, return_outputs=True)
@@ -535,6 +561,7 @@ class BaseTrainer(LegacyInterface, Trainer):
         if is_half and not self.is_in_train and self.reference is not None:  # as the parent casts the policy
             self.reference.cast(torch.float16 if self.args.fp16_full_eval else torch.bfloat16)
         self._sums["eval"].drain()
+        check_lengths(self.accelerator, dataloader.dataset, metric_key_prefix)
         output = super().evaluation_loop(
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )
@@ -607,6 +634,10 @@ class BaseTrainer(LegacyInterface, Trainer):
             with holding(self.args, "dataloader_drop_last", False):
                 return super()._get_dataloader(dataset, is_training=False, **given)
         loader: Any = super()._get_dataloader(dataset, is_training=True, **given)
+        shard = loader.batch_sampler
+        if isinstance(shard, BatchSamplerShard):
+            shard.batch_sampler = WholeRounds(shard.batch_sampler, self.args.world_size)
+            shard.even_batches = False
         if self.args.dataloader_persistent_workers:
             # Workers are started once by a run, and again by one that goes on: neither may take from the process's own stream.
             inner = getattr(loader, "base_dataloader", loader)  # accelerate's
@@ -642,7 +673,7 @@ class BaseTrainer(LegacyInterface, Trainer):
                 "train_sampling_strategy='group_by_length' needs the length of each row: its tokens, or a column "
                 f"{self.args.length_column_name!r}, and prepared rows have {dataset.column_names}. Use 'random'."
             )
-        rows = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        rows = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
         self._order = GroupedByLength(rows, lengths, seed=self.order_seed)
         return self._order
 

@@ -23,10 +23,10 @@ from trl.models.packed.layout import row_count
 from trl.models.prompt_density import EmbeddingFunction, PromptDensity
 from trl.objectives.unpaired import UnpairedScores, bco_terms, udm_weights
 from trl.reporting.metrics import Processes, RunningMean
-from trl.tensors.reduce import LossTerms, weighted
+from trl.tensors.reduce import LossTerms
 from trl.trainer.bco_config import BCOConfig
 from trl.trainer.inherited import holding
-from trl.trainer.method import CONTEXT, Context, Outcome, Step
+from trl.trainer.method import CONTEXT, Context, Outcome, Step, counted
 from trl.trainer.unpaired import AnyDataset, UnpairedMethod, UnpairedTrainer
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
@@ -50,7 +50,7 @@ class BCOMethod(UnpairedMethod):
         for batch in batches:
             step.add_reference(batch)
             scores = self.scores(batch, step.score(self.learned(batch)))
-            sums.append(weighted(self.args.beta * scores.ratios))
+            sums.append(counted(batch, self.args.beta * scores.ratios))
         self.mean_reward.add(step.processes.sum(sums))
         return ["counted"] * len(batches)
 
@@ -58,14 +58,16 @@ class BCOMethod(UnpairedMethod):
         """The mean reward of the run so far, 0-dim."""
         return torch.tensor(self.mean_reward.value, dtype=torch.float64)
 
-    def count_rewards(self, scores: UnpairedScores, processes: Processes) -> None:
+    def count_rewards(
+        self, scores: UnpairedScores, processes: Processes, batch: Mapping[str, Any] = {}
+    ) -> None:
         """Let the rewards of completions move delta. All processes must call it."""
-        self.mean_reward.add(processes.sum([weighted(self.args.beta * scores.ratios)]))
+        self.mean_reward.add(processes.sum([counted(batch, self.args.beta * scores.ratios)]))
 
     def loss(self, batch: Mapping[str, Any], scores: UnpairedScores, step: Step) -> LossTerms:
         """Losses against delta, which evaluations do not move."""
         if step.training and step.context is None:
-            self.count_rewards(scores, step.processes)
+            self.count_rewards(scores, step.processes, batch)
         weights = self.undesirable_weights(self.embeddings(batch))
         delta = self.delta().to(scores.logps)
         return bco_terms(scores, beta=self.args.beta, delta=delta, undesirable_weights=weights)

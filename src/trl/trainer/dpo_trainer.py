@@ -26,7 +26,7 @@ from trl.data.preference import OWN_PROMPT
 from trl.data.rendering import text_tokenizer
 from trl.legacy.dpo_methods import LegacyDPOMethods
 from trl.legacy.interface import GIVEN, REFERENCES
-from trl.models.packed.layout import pair_units, row_count, scored_sequences
+from trl.models.packed.layout import FILLS_UP, pair_units, row_count, scored_sequences
 from trl.models.peft import is_peft_model
 from trl.models.policy import Policy, make_scorer
 from trl.models.reference import FrozenModel, Reference, choose_adapters, make_reference
@@ -90,18 +90,21 @@ class DPOMethod(Method):
         for batch in batches:
             step.add_reference(batch)
             found.append(self._compared(self.pair_scores(batch, step.score(batch))))
-        return self._statistics(found, step.processes)
+        return self._statistics(found, step.processes, batches[-1])
 
-    def _statistics(self, found: Sequence[PairScores], processes: Processes) -> list[StepStatistics]:
+    def _statistics(
+        self, found: Sequence[PairScores], processes: Processes, last: Mapping[str, Any] = {}
+    ) -> list[StepStatistics]:
         """What each micro-batch must know of all pairs of the step, on all processes; counts their rewards."""
         columns = [[s.chosen, s.rejected, s.ref_chosen, s.ref_rejected] for s in found]
         own = torch.cat([torch.stack(column, dim=1).detach() for column in columns])
-        table, first = processes.rows(own)
+        table, first = processes.rows(own[: len(own) - (FILLS_UP in last)])
         chosen, rejected, ref_chosen, ref_rejected = table.unbind(dim=1)
         scores = PairScores(chosen, rejected, ref_chosen, ref_rejected)
         self.mean_reward.add(weighted(self.args.beta * torch.cat(scores.ratios)))
         statistics, parts = self.statistics(scores), []
         for part in found:
+            first = min(first, len(table) - len(part.chosen))  # a batch that fills up is not in the table
             parts.append(statistics.rows(slice(first, first + len(part.chosen))))
             first += len(part.chosen)
         return parts
@@ -135,7 +138,7 @@ class DPOMethod(Method):
             known = step.context
             if known is None:
                 known = (
-                    self._statistics([scores], step.processes)[0]
+                    self._statistics([scores], step.processes, batch)[0]
                     if step.training
                     else self.statistics(scores)
                 )

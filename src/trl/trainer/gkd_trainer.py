@@ -79,13 +79,15 @@ class Writer(NamedTuple):
 class GeneratedCompletions:
     """Replaces the completions of micro-batches: by the student's in a share `lmbda` of them, else by a teacher's, if it has one.
 
-    The draw and the completions follow from the seed and the optimiser step. `rows` is the number of rows of a micro-batch.
+    The draw and the completions follow from the seed and the optimiser step. `rows` is the number of rows of a micro-batch,
+    `micro_batches` that of a step that is not an epoch's last.
     """
 
     student: Writer
     teacher: Writer | None
     lmbda: float
     rows: int
+    micro_batches: int
     rank: int
     world_size: int
 
@@ -106,7 +108,7 @@ class GeneratedCompletions:
                 writer.engine.sync_weights(model, step)
             prompts = {turn: writer.prompts(batches[turn]) for turn in turns}
             streams = [
-                ((step * len(batches) + turn) * self.world_size + self.rank) * self.rows + row
+                ((step * self.micro_batches + turn) * self.world_size + self.rank) * self.rows + row
                 for turn in turns
                 for row in range(len(prompts[turn]))
             ]
@@ -297,9 +299,13 @@ class GKDTrainer(SFTTrainer):
 
     def _completions(self) -> GeneratedCompletions:
         args = self.args
-        sizes = args.lmbda, args.per_device_train_batch_size, args.process_index, args.world_size
+        sizes = args.per_device_train_batch_size, args.gradient_accumulation_steps, args.process_index
         return GeneratedCompletions(
-            self.student_writer(), self.teacher_writer() if args.seq_kd else None, *sizes
+            self.student_writer(),
+            self.teacher_writer() if args.seq_kd else None,
+            args.lmbda,
+            *sizes,
+            args.world_size,
         )
 
     def student_writer(self) -> Writer:

@@ -14,10 +14,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from torch import Tensor
-from torch.utils.data import Subset
+from torch.utils.data import BatchSampler, Subset
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.trainer_utils import IntervalStrategy
+from transformers.trainer_utils import IntervalStrategy, has_length
 
 from trl.models.switches import undisturbed
 
@@ -150,6 +150,38 @@ class GroupedByLength(LengthGroupedSampler):
     def __iter__(self) -> Iterator[int]:
         self.generator = torch.Generator().manual_seed(self._seed + self._epoch)
         return super().__iter__()
+
+
+class WholeRounds(BatchSampler):
+    """Batches in rounds of one for each process; the last round is not filled with rows of the first ones.
+
+    A process without a row in it takes the last batch's first row, which `FILLS_UP` marks.
+    """
+
+    def __init__(self, batches: BatchSampler, processes: int) -> None:
+        super().__init__(batches.sampler, batches.batch_size, batches.drop_last)
+        self.missing = 0 if batches.drop_last else -len(batches) % processes
+
+    def __len__(self) -> int:
+        return super().__len__() + self.missing
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batch: list[int] = []
+        for batch in super().__iter__():
+            yield batch
+        yield from [batch[:1]] * self.missing
+
+
+def check_lengths(accelerator: Accelerator, dataset: Any, name: str) -> None:
+    """Raise ValueError where processes have data sets of different lengths; all processes must call it."""
+    if accelerator.num_processes == 1 or not has_length(dataset):
+        return
+    lengths: Any = accelerator.gather(torch.tensor([len(dataset)], device=accelerator.device))
+    if len(lengths.unique()) > 1:
+        raise ValueError(
+            f"the {name} dataset must be the same in all processes, got {lengths.tolist()} rows. Give each process all rows: it reads "
+            "its own part of them."
+        )
 
 
 class OwnRows:

@@ -15,7 +15,7 @@ from trl.objectives.unpaired import UnpairedScores, kl_estimate, kto_terms
 from trl.tensors.reduce import LossTerms, Weighted, weighted
 from trl.tensors.sequences import sum_by_sequence
 from trl.trainer.kto_config import KTOConfig
-from trl.trainer.method import Step
+from trl.trainer.method import Step, counted
 from trl.trainer.unpaired import UnpairedMethod, UnpairedTrainer
 
 
@@ -43,7 +43,7 @@ class KTOMethod(UnpairedMethod):
     def _kl_sum(self, batch: Mapping[str, Any], step: Step) -> Weighted:
         step.add_reference(batch)
         logps = self.mismatched_logps(batch, step)
-        return weighted(logps - batch["ref_kl_logps"].to(logps))
+        return counted(batch, logps - batch["ref_kl_logps"].to(logps))
 
     def loss(self, batch: Mapping[str, Any], scores: UnpairedScores, step: Step) -> LossTerms:
         """Losses against the KL of the step or, in an evaluation, of the batch (of all processes)."""
@@ -53,7 +53,7 @@ class KTOMethod(UnpairedMethod):
         elif kl is None:
             own = self._kl_sum(batch, step)
             if not step.training:
-                own = step.processes.sum([Weighted(*(part * step.is_counted for part in own))])
+                own = step.processes.sum([own])
             kl = kl_estimate(own)
         return kto_terms(scores, kl=kl, **self.args.loss_options())
 

@@ -13,10 +13,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from trl.models.packed.layout import FILLS_UP
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import LossOf, ScoreOptions
 from trl.reporting.metrics import Processes, RunningMean
-from trl.tensors.reduce import LossTerms, Unit, reduce_terms, share_of_step
+from trl.tensors.reduce import LossTerms, Unit, Weighted, reduce_terms, share_of_step, weighted
 
 LOSS_PARTS = "loss per "
 CONTEXT = "context of the step"
@@ -76,16 +77,19 @@ class Step:
     """What a method is given of the step that a batch belongs to.
 
     `score(batch)` scores under the policy without gradient, dropout and noise. `add_reference(batch)` puts the reference's
-    log-probs into a batch, if they are not there yet. `is_counted` is false for an evaluation batch
-    of repeated rows, which only fills up a process. `context` is what `prepare` made for the batch; None for a batch by itself.
+    log-probs into a batch, if they are not there yet. `context` is what `prepare` made for the batch; None for a batch by itself.
     """
 
     training: bool
     processes: Processes
     score: Callable[[Mapping[str, Any]], Scored]
     add_reference: Callable[[Any], None]
-    is_counted: bool = True
     context: Any = None
+
+
+def counted(batch: Mapping[str, Any], values: Tensor) -> Weighted:
+    """The sum of values of a batch and their number; 0 where the batch only fills up."""
+    return weighted(values, torch.full_like(values, FILLS_UP not in batch))
 
 
 class Method:

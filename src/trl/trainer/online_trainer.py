@@ -536,7 +536,6 @@ class OnlineTrainer(BaseTrainer):
             _Numbered(chosen, self.evaluation_group),  # type: ignore[arg-type]
             batch_size=self.args.eval_batch_size,
             collate_fn=list,
-            generator=torch.Generator(),  # or an evaluation would move the random stream that dropout is drawn from
         )
         return self.accelerator.prepare(loader)
 

@@ -34,13 +34,16 @@ ROW_KEYS = frozenset(
         "on_policy",
     ]
 )
+FILLS_UP = (
+    "fills_up"  # marks a batch without rows of its process: it runs with the others, and counts nowhere
+)
 TEACHER_BATCH = "teacher_batch"  # that a teacher is shown in place of the student's
 _TEACHER = (*TEACHER_COLUMNS, TEACHER_BATCH)
 # Columns of the layout; all other keys of a batch are given to the model.
 _SCORED = ("scored_source", "scored_target", "scored_sequence")
 _LAYOUT_KEYS = ROW_KEYS | {
     "input_ids", "attention_mask", "position_ids", "labels", "segment_table", *_SCORED, "filler",
-    "completion_mask", "assistant_masks", "seq_lengths", "num_items_in_batch", "return_loss",
+    "completion_mask", "assistant_masks", FILLS_UP, "seq_lengths", "num_items_in_batch", "return_loss",
     *_TEACHER,
 }  # fmt: skip
 

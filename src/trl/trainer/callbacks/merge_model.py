@@ -15,7 +15,7 @@ from huggingface_hub import HfApi
 from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
-from trl.models.step_state import rng_states, set_rng_states
+from trl.models.step_state import own_rng_states
 from trl.options.checks import check_one_of
 from trl.options.packages import is_mergekit_available
 
@@ -157,12 +157,8 @@ def merge_models(config: Any, out_path: str) -> None:
     _require_mergekit()
     from mergekit.merge import MergeOptions, run_merge  # pyright: ignore[reportMissingImports]
 
-    streams = rng_states()
-    try:
-        with tempfile.TemporaryDirectory() as adapters:
-            run_merge(config, out_path, MergeOptions(random_seed=0, quiet=True, lora_merge_cache=adapters))
-    finally:
-        set_rng_states(streams)
+    with own_rng_states(), tempfile.TemporaryDirectory() as adapters:
+        run_merge(config, out_path, MergeOptions(random_seed=0, quiet=True, lora_merge_cache=adapters))
 
 
 def upload_model_to_hf(
