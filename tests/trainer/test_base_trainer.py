@@ -93,6 +93,16 @@ def test_the_summary_has_the_metrics_of_steps_that_were_not_logged(name, tmp_pat
     assert {key: metrics[key] for key in expected} == pytest.approx(expected, rel=1e-12)
 
 
+def test_float16_weights_are_not_trained_on_a_cpu(tmp_path):
+    trainer = make(
+        rows(), model=tiny_model("llama", vocab_size=400, dtype=torch.float16), folder=tmp_path, **SETTINGS
+    )
+    with pytest.raises(
+        ValueError, match=r"the trained weights are float16.*Load them in bfloat16 or float32"
+    ):
+        trainer.train()
+
+
 def test_a_frozen_model_is_refused_before_the_first_step(tmp_path):
     model = tiny_model("llama", vocab_size=400).requires_grad_(False)
     trainer = make(rows(), model=model, folder=tmp_path, **SETTINGS)

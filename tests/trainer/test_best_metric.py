@@ -83,3 +83,15 @@ def test_metrics_of_preferences_and_rewards():
     assert (
         grpo_runs.run(**best, metric_for_best_model="eval_rewards/even_tokens/mean")[0].state.best_metric > 0
     )
+
+
+@pytest.mark.parametrize("result", [0.5, None])
+def test_compute_metrics_must_return_a_dict(result):
+    trainer = make(
+        ROWS, trainer={"eval_dataset": Dataset.from_list(ROWS), "compute_metrics": lambda _: result}
+    )
+    with pytest.raises(
+        TypeError,
+        match=f"compute_metrics must return a dict of metrics by name, got a {type(result).__name__}",
+    ):
+        trainer.evaluate()

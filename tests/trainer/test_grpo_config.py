@@ -41,6 +41,22 @@ def test_sizes_are_filled_in():
     assert config(per_device_train_batch_size=8, num_iterations=3).rollout_sizes().steps == 3
 
 
+@pytest.mark.parametrize(("steps", "accumulated", "together"), [(3, 2, 6), (1, 2, 2), (6, 4, 12)])
+@pytest.mark.parametrize("kind", [GRPOConfig, RLOOConfig])
+def test_generations_that_are_no_multiple_of_a_step_are_said(kind, steps, accumulated, together):
+    given = {
+        "per_device_train_batch_size": 8,
+        "steps_per_generation": steps,
+        "gradient_accumulation_steps": accumulated,
+    }
+    expected = f"steps_per_generation={steps} is no multiple of gradient_accumulation_steps={accumulated}: the completions of {together} "
+    with pytest.warns(UserWarning, match=expected):
+        config(kind, **given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config(kind, **{**given, "steps_per_generation": 2 * accumulated})
+
+
 def test_a_bound_of_cispo_that_cuts_every_weight_is_said():
     with pytest.warns(
         UserWarning, match=r"cispo' takes epsilon_high=0\.2 as the largest weight .*Set epsilon_high to 5"

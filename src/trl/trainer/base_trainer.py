@@ -71,6 +71,7 @@ from trl.trainer.inherited import (
     check_lengths,
     chosen_metric,
     holding,
+    returns_dict,
     settle_inherited,
 )
 from trl.trainer.method import CONTEXT, LOSS_PARTS, Context, Method, Outcome, Step
@@ -562,9 +563,10 @@ class BaseTrainer(LegacyInterface, Trainer):
             self.reference.cast(torch.float16 if self.args.fp16_full_eval else torch.bfloat16)
         self._sums["eval"].drain()
         check_lengths(self.accelerator, dataloader.dataset, metric_key_prefix)
-        output = super().evaluation_loop(
-            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-        )
+        with holding(self, "compute_metrics", returns_dict(self.compute_metrics)):
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
         output = output._replace(num_samples=streamed_rows(dataloader) or output.num_samples)
         assert output.metrics is not None
         names = self._sums["eval"].state()["sums"]
@@ -588,6 +590,13 @@ class BaseTrainer(LegacyInterface, Trainer):
             raise ValueError(
                 f"every parameter of {type(self.model).__name__} is frozen (requires_grad=False), so nothing would be trained. "
                 "Unfreeze some, or pass peft_config to train an adapter."
+            )
+        if self.args.device.type == "cpu" and any(
+            parameter.requires_grad and parameter.dtype == torch.float16
+            for parameter in (model or self.model).parameters()  # type: ignore[union-attr]
+        ):
+            raise ValueError(
+                "the trained weights are float16, and this run is on a CPU. Load them in bfloat16 or float32."
             )
         return super().create_optimizer(model)
 

@@ -58,10 +58,10 @@ class RolloutTraining(Generation, TrainingDefaults):
         found = group_sizes(self)
         self.generation_batch_size, self.steps_per_generation = found[1:]
         together = found.sizes.mini_batches * found.sizes.micro_batches
-        if together > max(found.steps_per_generation, self.gradient_accumulation_steps):
+        if together > found.steps_per_generation:
             warn_caller(
                 f"steps_per_generation={found.steps_per_generation} is no multiple of gradient_accumulation_steps="
-                f"{self.gradient_accumulation_steps}, nor divides it: the completions of {together} micro-batches "
+                f"{self.gradient_accumulation_steps}: the completions of {together} micro-batches "
                 f"({found.sizes.mini_batches} optimiser steps) are generated at once, by one policy."
             )
         if self.eval_strategy != "no":

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import MISSING, fields
+from functools import wraps
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -182,6 +183,22 @@ def check_lengths(accelerator: Accelerator, dataset: Any, name: str) -> None:
             f"the {name} dataset must be the same in all processes, got {lengths.tolist()} rows. Give each process all rows: it reads "
             "its own part of them."
         )
+
+
+def returns_dict(compute_metrics: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """`compute_metrics` that raises TypeError for another result than a dict."""
+    if compute_metrics is None:
+        return None
+
+    @wraps(compute_metrics)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        metrics = compute_metrics(*args, **kwargs)
+        if kwargs.get("compute_result", True) and not isinstance(metrics, dict):
+            kind = type(metrics).__name__
+            raise TypeError(f"compute_metrics must return a dict of metrics by name, got a {kind}.")
+        return metrics
+
+    return checked
 
 
 class OwnRows:

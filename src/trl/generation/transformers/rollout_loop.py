@@ -184,11 +184,21 @@ def default_rows(
 
     A row needs keys and values of its tokens and of its share of the prompts, and three rows of logits.
     """
-    query_heads = getattr(config, "num_attention_heads", 1)
-    heads = getattr(config, "num_key_value_heads", None) or query_heads
-    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // query_heads
     prompts = len(requests.prompts) * max(map(len, requests.prompts.values()))  # in one table
     held = requests.longest + prompts // len(requests.prompt_of)
-    cached = 2 * getattr(config, "num_hidden_layers", 1) * heads * size * itemsize * held
+    cached = 2 * _key_numbers(config) * itemsize * held
     budget = row_memory(requests.device) if memory is None else memory
     return int(max(1, min(most, budget // (cached + 12 * getattr(config, "vocab_size", 1)))))
+
+
+def _key_numbers(config: Any) -> int:
+    """The numbers in the keys of a token, of all layers that do not use another layer's."""
+    layers = [config] * getattr(config, "num_hidden_layers", 1)
+    if getattr(config, "is_heterogeneous", False):  # layers of several shapes (Gemma 4)
+        layers = list(config.per_layer_config)
+    total = 0
+    for layer in layers[: len(layers) - (getattr(config, "num_kv_shared_layers", None) or 0)]:
+        query_heads = getattr(layer, "num_attention_heads", 1)
+        heads = getattr(layer, "num_key_value_heads", None) or query_heads
+        total += heads * (getattr(layer, "head_dim", None) or getattr(layer, "hidden_size", 0) // query_heads)
+    return total
