@@ -270,7 +270,8 @@ class BaseTrainer(LegacyInterface, Trainer):
 
     def _fills_up(self) -> bool:
         """Whether the batch that was drawn last is the epoch's last one, which has rows for other processes alone."""
-        state, size = self.accelerator.gradient_state, self.args.train_batch_size
+        state: Any = self.accelerator.gradient_state
+        size = self.args.train_batch_size
         if not state.end_of_dataloader or self.args.dataloader_drop_last:
             return False
         rest = len(state.active_dataloader.dataset) % (size * self.args.world_size)
@@ -391,7 +392,7 @@ class BaseTrainer(LegacyInterface, Trainer):
 
     def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
         """Count what `include_num_input_tokens_seen` asks for: tokens that are not padding are told by position, not by id."""
-        if FILLS_UP in inputs:
+        if FILLS_UP in inputs and "input_ids" in inputs:
             inputs = {"input_ids": inputs["input_ids"][:, :0]}
         if self.args.include_num_input_tokens_seen != "non_padding" or "input_ids" not in inputs:
             super()._track_num_input_tokens(inputs)
