@@ -58,6 +58,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "method": "online_dpo",
         **PAIRS,
         "loss_type": "ipo",
+        "learning_rate": 1e-4,  # gradients of squares of sums over tokens are large
         "beta": [0.2],
         "missing_eos_penalty": 0.1,
     },
