@@ -7,17 +7,21 @@ import json
 import logging
 import math
 import os
+import re
 import shlex
+import sys
 import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from torch import nn
 from transformers import GenerationConfig, TrainerControl, TrainerState, TrainingArguments
 
 from tests.tiny import tiny_classifier, tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
+from tests.trainer import kto_runs
 
 
 class Fixed(nn.Module):
@@ -372,6 +376,69 @@ def test_parts_of_the_server():
     assert sanitize_logprob(SimpleNamespace(logprob=-1.0)) == -1.0
     assert sanitize_logprob(SimpleNamespace(logprob=math.nan)) is None
     assert 0 < get_open_port() < 65536
+
+
+def test_a_worker_runs_the_commands_of_its_connection(monkeypatch):
+    """The target of a server's process: ready, calls with answers, calls without, the end; weights come by the older extension."""
+    from multiprocessing import Pipe
+    from threading import Thread
+    from types import ModuleType
+
+    from trl.scripts.vllm_serve import ScriptArguments, llm_worker
+
+    calls = []
+
+    class LLM:
+        def __init__(self, **settings):
+            calls.append(settings)
+
+        def generate(self, prompts, *, n=1):
+            return [prompt.upper() for prompt in prompts] * n
+
+        def collective_rpc(self, method):
+            calls.append(method)
+
+    package = ModuleType("vllm")
+    package.LLM = LLM  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", package)
+    for name in ("RANK", "RANK_LOCAL", "SIZE", "MASTER_PORT"):
+        monkeypatch.setenv(f"VLLM_DP_{name}", "")  # put back afterwards
+    ours, theirs = Pipe()
+    thread = Thread(target=llm_worker, args=(ScriptArguments(model="m", max_model_len=32), 0, 4711, theirs))
+    thread.start()
+    assert ours.recv() == {"status": "ready"}
+    assert (os.environ["VLLM_DP_SIZE"], os.environ["VLLM_DP_MASTER_PORT"]) == ("1", "4711")
+    ours.send({"type": "fire_and_forget", "method": "collective_rpc", "args": ("wake",)})
+    ours.send({"type": "call", "method": "generate", "kwargs": {"prompts": ["a", "b"], "n": 2}})
+    assert ours.recv() == ["A", "B", "A", "B"]
+    ours.send({"type": "shutdown"})
+    thread.join(10)
+    settings, *later = calls
+    assert not thread.is_alive() and later == ["wake", "close_communicator"]
+    assert (settings["model"], settings["max_model_len"]) == ("m", 32) and "port" not in settings
+    assert settings["worker_extension_cls"].endswith("WeightSyncWorkerExtension")
+
+
+@pytest.mark.parametrize("method", ["ppo", "ddpo", "alignprop"])
+def test_templates_of_cards(method):
+    template = importlib.import_module(f"trl.trainer.{method}_trainer").MODEL_CARD_TEMPLATE
+    card = ModelCard(template.format(model_name="My model", model_id="me/mine"))
+    assert card.data.tags == ["trl", method] and "# My model" in card.text and '"me/mine"' in card.text
+    assert re.search(r"huggingface.co/papers/\d{4}\.\d{5}\)", card.text) and "{" not in card.text
+
+
+def test_checkpoints_of_bco_have_the_running_mean(tmp_path):
+    from trl.experimental.bco.bco_trainer import RUNNING_NAME, RunningMoments
+    from trl.trainer import kto_trainer
+
+    assert (RUNNING_NAME, kto_trainer.RUNNING_NAME) == ("running.json", "running.pt")
+    trainer = kto_runs.make_bco(str(tmp_path), save_strategy="steps", save_steps=1, max_steps=1)
+    trainer.train()
+    moments = RunningMoments.load_from_json(None, str(tmp_path / "checkpoint-1" / RUNNING_NAME))
+    assert (
+        moments.mean == trainer.method.mean_reward.value
+        and moments.count == trainer.method.mean_reward.count > 1
+    )
 
 
 def test_ready_made_rewards_of_the_scripts():

@@ -59,24 +59,83 @@ def test_type_checkers_see_the_names_of_trl():
     assert seen == places("trl")
 
 
-# Recorded names that will not come, with the reason in docs/deviations.md.
-LEFT_OUT = {"RUNNING_NAME", "MODEL_CARD_TEMPLATE", "llm_worker"}
 LISTS = [SURFACE.with_name(name) for name in ("names_0.26.2.json", "names_older.json", "programs.json")]
 
 
 @pytest.mark.skipif(not LISTS[0].exists(), reason=f"{LISTS[0]} is not present on this machine")
-def test_the_reference_lists_name_nothing_else(tmp_path):
-    """What `check_names.py` finds missing is left out on purpose."""
+def test_no_recorded_name_is_missing(tmp_path):
     python, missing = tmp_path / "python", tmp_path / "missing.json"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={PACKAGE.parent} exec {sys.executable} "$@"\n')
     python.chmod(0o755)  # the script clears PYTHONPATH
     script = SURFACE.with_name("check_names.py")
     command = [sys.executable, script, "--python", python, "--write", missing, "--quiet", *LISTS]
     subprocess.run([str(word) for word in command], check=False, capture_output=True)
-    for entry in json.loads(missing.read_text()):
-        parts = entry.replace(":", ".").split(".")
-        assert parts[-1] in LEFT_OUT, entry
-        assert entry.split(":")[-1] not in RECORDED.get(entry.split(":")[0], "").split()
+    assert json.loads(missing.read_text()) == []
+
+
+METHODS = [
+    "alignprop",
+    "bco",
+    "cpo",
+    "ddpo",
+    "distillation",
+    "dpo",
+    "gfpo",
+    "gkd",
+    "gold",
+    "grpo",
+    "grpo_with_replay_buffer",
+    "iterative_sft",
+    "kto",
+    "minillm",
+    "nash_md",
+    "online_dpo",
+    "orpo",
+    "papo",
+    "ppo",
+    "prm",
+    "reward",
+    "rloo",
+    "sdft",
+    "sdpo",
+    "sft",
+    "xpo",
+]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_has_a_path_of_its_own_in_experimental(method):
+    """As in 0.26 and 1.x: `trl.experimental.<method>` and its two modules have the config and the trainer that `trl` has, if any."""
+    path = f"trl.experimental.{method}"
+    package = importlib.import_module(path)
+    kinds = [name for name in places(path) if name.endswith(("Config", "Trainer"))]
+    assert sorted(re.sub(r".*(Config|Trainer)", r"\1", name) for name in kinds) == ["Config", "Trainer"]
+    for name in kinds:
+        module = importlib.import_module(
+            f"{path}.{method}_{'config' if name.endswith('Config') else 'trainer'}"
+        )
+        value = getattr(package, name)
+        assert getattr(module, name) is value
+        if method != "ppo" and name in places("trl"):
+            assert getattr(importlib.import_module("trl"), name) is value
+
+
+NEWER = SURFACE.with_name("surface_1.16.md")
+
+
+@pytest.mark.skipif(not NEWER.exists(), reason=f"{NEWER} is not present on this machine")
+def test_the_paths_of_1_16_have_the_classes_that_exist():
+    """Of the headings `trl.experimental.<method>.<Class>` those whose class is here; the others are not implemented."""
+    ours = {
+        name
+        for module in NAMES
+        if module.startswith("trl.experimental") or module == "trl"
+        for name in places(module)
+    }
+    headings = re.findall(r"^#+ `(trl[\w.]*)\.(\w+)`", NEWER.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    known = [(module, name) for module, name in headings if name in ours]
+    assert len(known) >= 6
+    assert [each for each in known if lacks(*each)] == []
 
 
 def test_import_trl_loads_nothing_heavy():

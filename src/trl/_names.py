@@ -1,4 +1,4 @@
-"""Names by import path: the one table behind `trl` and every path that programs of 0.4-0.26 import.
+"""Names by import path: the one table behind `trl` and every path that programs of 0.4-1.16 import.
 
 A path without a file of its own is served from here by the finder in `trl._lazy`; the others read their row with
 `attach(__name__)`. Each row says where names live: `{home: "name other known_name=name_at_home"}`.
@@ -181,7 +181,7 @@ NAMES: dict[str, Row] = {
     "trl.scripts": _SCRIPTS,
     "trl.scripts.grpo": {"trl.rewards.functions": "reward_funcs_registry"},
     "trl.scripts.rloo": {"trl.rewards.functions": "reward_funcs_registry"},
-    "trl.scripts.vllm_serve": {"trl.generation.vllm.backend": "chunk_list sanitize_logprob",
+    "trl.scripts.vllm_serve": {"trl.generation.vllm.backend": "chunk_list llm_worker sanitize_logprob",
         "trl.generation.vllm.worker": "WeightSyncWorkerExtension", "trl.models.distributed": "get_open_port",
         "trl.scripts.vllm_serve": "ScriptArguments=ServeArguments"},
     "trl.scripts.utils": {**_SCRIPTS, "trl.data.sources": "DatasetConfig DatasetMixtureConfig get_dataset",
@@ -248,7 +248,7 @@ NAMES: dict[str, Row] = {
         "trl.trainer.ppo_config": "OnPolicyConfig OnlineTrainerState"},
 }
 
-for _name in ("bco", "cpo", "gkd", "kto", "nash_md", "online_dpo", "orpo", "prm", "xpo"):  # methods whose 0.26 path holds the classes of trl.trainer
+for _name in (name for name in _METHODS if name != "ppo"):  # methods whose path in 0.26 and 1.x holds the classes of trl.trainer
     _config = {f"trl.trainer.{_name}_config": f"{_METHODS[_name]}Config"}
     _trainer = {f"trl.trainer.{_name}_trainer": f"{_METHODS[_name]}Trainer"}
     NAMES[f"trl.experimental.{_name}"] = {**_config, **_trainer}
@@ -257,7 +257,12 @@ for _name in ("bco", "cpo", "gkd", "kto", "nash_md", "online_dpo", "orpo", "prm"
         **NAMES.get(f"trl.trainer.{_name}_trainer", {}),
         **_trainer,
     }
+for _name in ("bco", "kto"):
+    NAMES[f"trl.experimental.{_name}.{_name}_trainer"][f"trl.trainer.{_name}_trainer"] += " RUNNING_NAME"
 NAMES["trl.experimental.bco.bco_trainer"]["trl.tensors.moments"] = "RunningMoments"
+for _name in ("ppo", "ddpo", "alignprop"):
+    _known = NAMES.setdefault(f"trl.trainer.{_name}_trainer", {})
+    _known["trl.legacy.model_cards"] = f"MODEL_CARD_TEMPLATE={_name.upper()}"
 
 # fmt: on
 

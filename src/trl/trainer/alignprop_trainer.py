@@ -8,9 +8,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from trl._lazy import attach
 from trl.models.diffusion.policy import draw_step, generator_of
 from trl.trainer.alignprop_config import AlignPropConfig
 from trl.trainer.diffusion_trainer import TAGS, DiffusionTrainer
+
+__getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
 _CITATION = """@article{prabhudesai2023aligning,
     title   = {Aligning Text-to-Image Diffusion Models with Reward Backpropagation},

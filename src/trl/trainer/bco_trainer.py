@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -23,6 +24,7 @@ from trl.models.packed.layout import row_count
 from trl.models.prompt_density import EmbeddingFunction, PromptDensity
 from trl.objectives.unpaired import UnpairedScores, bco_terms, udm_weights
 from trl.reporting.metrics import Processes, RunningMean
+from trl.tensors.moments import RunningMoments
 from trl.tensors.reduce import LossTerms
 from trl.trainer.bco_config import BCOConfig
 from trl.trainer.inherited import holding
@@ -30,6 +32,9 @@ from trl.trainer.method import CONTEXT, Context, Outcome, Step, counted
 from trl.trainer.unpaired import AnyDataset, UnpairedMethod, UnpairedTrainer
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
+
+RUNNING_NAME = "running.json"
+"""A checkpoint's file with the mean reward of the run so far, for programs that read it; `std` and `var` are not known."""
 
 
 class BCOMethod(UnpairedMethod):
@@ -229,7 +234,13 @@ class BCOTrainer(UnpairedTrainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        if self._density is not None and self.args.should_save:
+        if not self.args.should_save:
+            return
+        mean = self.method.mean_reward
+        RunningMoments(None, mean=mean.value, count=mean.count or 1e-24).save_to_json(
+            os.path.join(output_dir, RUNNING_NAME)
+        )
+        if self._density is not None:
             self._density.save(output_dir)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

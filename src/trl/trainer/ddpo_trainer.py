@@ -11,6 +11,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from trl._lazy import attach
 from trl.models.diffusion.ddim import DDPOSchedulerOutput
 from trl.models.diffusion.policy import Conditions, generator_of
 from trl.objectives.diffusion import PerPromptStatTracker
@@ -19,6 +20,8 @@ from trl.reporting.deadlines import DaemonThreads
 from trl.rewards.result import read_scores
 from trl.trainer.ddpo_config import DDPOConfig, PolicyGradientOptions
 from trl.trainer.diffusion_trainer import TAGS, DiffusionTrainer
+
+__getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
 Batch = tuple[Tensor, tuple[str, ...], tuple[Any, ...]]
 """Images, prompts, metadata."""

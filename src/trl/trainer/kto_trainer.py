@@ -18,6 +18,10 @@ from trl.trainer.kto_config import KTOConfig
 from trl.trainer.method import Step, counted
 from trl.trainer.unpaired import UnpairedMethod, UnpairedTrainer
 
+RUNNING_NAME = (
+    "running.pt"  # the recorded name; KTO keeps nothing from step to step, so no checkpoint has this file
+)
+
 
 class KTOMethod(UnpairedMethod):
     """The mathematics of KTO; with two completions per row, losses are compared with the KL of the mismatched ones."""

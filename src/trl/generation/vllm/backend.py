@@ -13,8 +13,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,6 +64,44 @@ def check_vllm(needed_by: str = "use_vllm") -> None:
     """Raise ImportError without vLLM."""
     if find_spec("vllm") is None:
         raise ImportError(f"{needed_by} needs the vllm package. Install it with `pip install trl[vllm]`.")
+
+
+def make_llm(served: ServedModel, extension: str) -> Any:
+    """`vllm.LLM` of a served model, whose workers have the methods of the class `extension`."""
+    from vllm import LLM  # pyright: ignore
+
+    arguments = {each.name: getattr(served, each.name) for each in fields(ServedModel)}
+    del arguments["data_parallel_size"]
+    arguments["model_impl"] = arguments.pop("vllm_model_impl")
+    return LLM(
+        **arguments,
+        tokenizer_revision=served.revision,
+        worker_extension_cls=extension,
+        logprobs_mode="processed_logprobs",
+        seed=0,
+    )
+
+
+def llm_worker(
+    script_args: ServedModel, data_parallel_rank: int, master_port: int, connection: Connection
+) -> None:
+    """Load a model into vLLM, send `{"status": "ready"}`, and run commands until `{"type": "shutdown"}` or the connection's end.
+
+    The target of a process in servers of 0.16-0.26. A command is `{"type": "call", "method": ..., "args": ..., "kwargs": ...}`: a
+    method of `vllm.LLM`, whose result is sent back; none is for "fire_and_forget".
+    """
+    facts = {"RANK": data_parallel_rank, "RANK_LOCAL": data_parallel_rank, "MASTER_PORT": master_port}
+    facts["SIZE"] = script_args.data_parallel_size
+    os.environ.update({f"VLLM_DP_{name}": str(value) for name, value in facts.items()})
+    llm = make_llm(script_args, "trl.generation.vllm.worker.WeightSyncWorkerExtension")
+    connection.send({"status": "ready"})
+    with suppress(EOFError, KeyboardInterrupt):
+        while (command := connection.recv())["type"] != "shutdown":
+            method = getattr(llm, command["method"])
+            result = method(*command.get("args", ()), **command.get("kwargs", {}))
+            if command["type"] == "call":
+                connection.send(result)
+    llm.collective_rpc("close_communicator")
 
 
 class Steps:
@@ -162,20 +201,9 @@ class VLLMBackend:
     def __init__(self, served: ServedModel) -> None:
         check_vllm()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # else the engine blocks signals and other threads
-        from vllm import LLM  # pyright: ignore
-
         from trl.generation.live import Broker
 
-        arguments = asdict(served)
-        del arguments["data_parallel_size"]
-        arguments["model_impl"] = arguments.pop("vllm_model_impl")
-        self._llm: Any = LLM(
-            **arguments,
-            tokenizer_revision=served.revision,
-            worker_extension_cls=WORKER,
-            logprobs_mode="processed_logprobs",
-            seed=0,
-        )
+        self._llm: Any = make_llm(served, WORKER)
         self.served, self.world_size = served, served.tensor_parallel_size
         self.channel: str | None = None
         self._llm.collective_rpc("end_with", args=(os.getpid(),))
