@@ -522,9 +522,8 @@ class BaseTrainer(LegacyInterface, Trainer):
         batch: Any = self.take_batch(given)
         own, rows = self.own_rows(), self.args.per_device_eval_batch_size
         if own < rows:
-            given = batch = first_rows(batch, max(own, 1), of=rows)
-        if not own:
-            batch = {**batch, FILLS_UP: True}
+            mark = {} if own else {FILLS_UP: True}
+            given = batch = {**first_rows(batch, max(own, 1), of=rows), **mark}
         is_cut = own == rows or (is_packed(batch) and own > 0)
         self.gather_function = OwnRows(self.accelerator, own=None if is_cut else own)
         batch = self._prepare_inputs(self.handed_out(batch, given))
@@ -587,15 +586,14 @@ class BaseTrainer(LegacyInterface, Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The optimiser, before the first step. Raises ValueError for a model without a trainable parameter."""
-        if not any(parameter.requires_grad for parameter in (model or self.model).parameters()):  # type: ignore[union-attr]
+        parameters = (model or self.model).parameters()  # type: ignore[union-attr]
+        trained = {parameter.dtype for parameter in parameters if parameter.requires_grad}
+        if not trained:
             raise ValueError(
                 f"every parameter of {type(self.model).__name__} is frozen (requires_grad=False), so nothing would be trained. "
                 "Unfreeze some, or pass peft_config to train an adapter."
             )
-        if self.args.device.type == "cpu" and any(
-            parameter.requires_grad and parameter.dtype == torch.float16
-            for parameter in (model or self.model).parameters()  # type: ignore[union-attr]
-        ):
+        if self.args.device.type == "cpu" and torch.float16 in trained:
             raise ValueError(
                 "the trained weights are float16, and this run is on a CPU. Load them in bfloat16 or float32."
             )

@@ -136,12 +136,10 @@ class DPOMethod(Method):
         scores = self._compared(logged)
         if self._compares_pairs:
             known = step.context
-            if known is None:
-                known = (
-                    self._statistics([scores], step.processes, batch)[0]
-                    if step.training
-                    else self.statistics(scores)
-                )
+            if known is None and step.training:
+                known = self._statistics([scores], step.processes, batch)[0]
+            elif known is None:
+                known = self.statistics(scores)
             scores = replace(scores, step=known)
         terms = preference_terms(
             scores,

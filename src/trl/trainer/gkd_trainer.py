@@ -299,14 +299,10 @@ class GKDTrainer(SFTTrainer):
 
     def _completions(self) -> GeneratedCompletions:
         args = self.args
-        sizes = args.per_device_train_batch_size, args.gradient_accumulation_steps, args.process_index
-        return GeneratedCompletions(
-            self.student_writer(),
-            self.teacher_writer() if args.seq_kd else None,
-            args.lmbda,
-            *sizes,
-            args.world_size,
-        )
+        teacher = self.teacher_writer() if args.seq_kd else None
+        sizes = args.per_device_train_batch_size, args.gradient_accumulation_steps
+        place = args.process_index, args.world_size
+        return GeneratedCompletions(self.student_writer(), teacher, args.lmbda, *sizes, *place)
 
     def student_writer(self) -> Writer:
         """What generates the student's completions."""
