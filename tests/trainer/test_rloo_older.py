@@ -264,7 +264,11 @@ def test_a_reward_function_reads_whole_texts(tmp_path):
 
 
 def test_without_a_penalty_the_reference_has_no_effect(tmp_path):
-    assert built(config(tmp_path, kl_coef=0.0)).reference is None
+    args = config(tmp_path, kl_coef=0.0)
+    with pytest.warns(FutureWarning, match="ref_policy -> the argument ref_model") as caught:
+        trainer = RLOOTrainer(config=args, **parts())
+    assert trainer.reference is None
+    assert [each.filename for each in caught if "ref_policy" in str(each.message)] == [__file__]
 
 
 def test_samples_of_evaluation_prompts(tmp_path, capsys):

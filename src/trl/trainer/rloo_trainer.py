@@ -148,7 +148,7 @@ class RLOOTrainer(SampleTables, OnlineTrainer):
             "processing_class": processing_class,
             "ref_model": ref_model,
         }
-        moved = move_arguments(RLOOConfig, named, older)
+        moved = move_arguments(RLOOConfig, named, older, stacklevel=4)  # of the program
         args = config_or_default(moved["args"], RLOOConfig, "rloo")
         is_older = "policy" in older
         args = config_or_default(moved["args"], RLOOConfig, "rloo")
