@@ -37,11 +37,15 @@ async def session(settings: Mapping[str, Any], key: str, number: int) -> float:
     started = time.perf_counter()
     connection = await asyncio.open_connection("127.0.0.1", settings["port"])
     for _ in range(settings["turns"]):
-        body = json.dumps({"messages": messages, "max_tokens": settings["tokens"]}).encode()
-        status, answer = await post(connection, "/v1/chat/completions", key, body)
+        path, shown = "/v1/chat/completions", {"messages": messages}
+        if settings["is_text"]:
+            path, shown = "/v1/completions", {"prompt": messages[-1]["content"]}
+        body = json.dumps({**shown, "max_tokens": settings["tokens"]}).encode()
+        status, answer = await post(connection, path, key, body)
         if status != 200:
             raise ValueError(f"{status}: {answer[:300]!r}")
-        messages.append(json.loads(answer)["choices"][0]["message"])
+        choice = json.loads(answer)["choices"][0]
+        messages.append(choice.get("message") or {"role": "assistant", "content": choice["text"]})
         messages.append({"role": "user", "content": settings["reply"]})
         if settings["delay"]:
             await asyncio.sleep(delays.uniform(*settings["delay"]))
@@ -50,11 +54,15 @@ async def session(settings: Mapping[str, Any], key: str, number: int) -> float:
 
 
 async def play(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """All sessions side by side."""
-    started = time.perf_counter()
-    seconds = await asyncio.gather(
-        *(session(settings, settings["keys"][number], number) for number in settings["numbers"])
-    )
+    """The sessions side by side, `at_once` of them; with one key all are one session."""
+    started, gate = time.perf_counter(), asyncio.Semaphore(settings["at_once"])
+    keys = settings["keys"]
+
+    async def gated(number: int) -> float:
+        async with gate:
+            return await session(settings, keys[number % len(keys)], number)
+
+    seconds = await asyncio.gather(*map(gated, settings["numbers"]))
     return {"seconds": time.perf_counter() - started, "each": seconds}
 
 

@@ -2,7 +2,7 @@
 
 `engine`: sessions through HTTP and the same requests by `generate`, turn by turn. `http`: requests per second with an engine that
 answers at once, server and clients on a core each. `tools`: agents with a slow tool, compared with the slowest session alone.
-`reuse`: a session whose turns keep their keys and values. The clients are a process of their own. With `--fuzz` bad requests are sent.
+`reuse`: a session whose turns keep their keys and values. `growth`: distinct prompts, one after another. The clients are a process of their own. With `--fuzz` bad requests are sent.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -44,7 +45,7 @@ from trl.generation.engine import Generated, Sampling
 from trl.generation.live import Request
 from trl.generation.transformers.engine import TransformersEngine
 
-CASES = ("engine", "http", "tools", "reuse")
+CASES = ("engine", "http", "tools", "reuse", "growth")
 CLIENTS = Path(__file__).with_name("agent_clients.py")
 COLUMNS = ["case", "sessions", "turns", "figure", "value", "aim"]
 Result = dict[str, Any]
@@ -224,13 +225,34 @@ class Bench:
                 "reuse", f"speed-up, answers of {words} words", seconds[0] / seconds[1], "", 1, turns
             )
 
+    def growth(self) -> Iterator[Result]:
+        """CPU seconds of a request in the last thousand of distinct prompts over those in the second: medians of hundreds."""
+        many = 2 if self.args.tiny else 100
+        self.questions = [f"What is {number} + {number % 7}?" for number in range(60 * many)]
+        cases = (
+            ("chats", {}, False),
+            ("texts", {}, True),
+            ("chats that nothing keeps", {"keeps": False}, False),
+        )
+        for name, options, is_text in cases:
+            settings: Result = {"turns": 1, "tokens": 2, "at_once": 1, "is_text": is_text}
+            with self._serving(self._own()) as endpoint:
+                sessions, costs = [endpoint.session(**options)], list[float]()
+                for part in range(60):
+                    numbers = list(range(part * many, (part + 1) * many))
+                    costs.append(self._play(endpoint, sessions, numbers=numbers, **settings)["cpu"] / many)
+            thousands = [1e3 * median(costs[first : first + 10]) for first in range(0, 60, 10)]
+            print(f"{name}, ms per request by thousands:", *(f"{cost:.2f}" for cost in thousands))
+            ratio = thousands[-1] / thousands[1]
+            yield self._row("growth", f"{name}: last / second thousand", ratio, "<= 1.1", 1, 1)
+
     def fuzz(self) -> Iterator[Result]:
         """Errors of the server, and growth of memory after a tenth of the requests."""
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
         counts, faults, levels = Counter[str](), 0, []
         model = build_model("tiny", BPE_SIZE).eval()
         engine = TransformersEngine(model, tokenizer=self.tokenizer, reuse_memory=1 << 20)
-        with Endpoint(engine, self.tokenizer, fixed=False) as endpoint:
+        with Endpoint(engine, self.tokenizer, agent_sampling="agent") as endpoint:
             session = endpoint.session(keeps=False)
             for part in range(10):
                 found, wrong = fuzz(endpoint.port, session.api_key, self.args.fuzz // 10, seed=part)
@@ -258,7 +280,7 @@ class Bench:
         """The settings of clients."""
         return {
             "questions": self.questions, "turns": self.args.turns, "tokens": self.args.tokens, "delay": None, "core": None,
-            "reply": "The tool says 3. Go on.",
+            "at_once": 1 << 20, "is_text": False, "reply": "The tool says 3. Go on.",
         } | given  # fmt: skip
 
     def _play(self, endpoint: Endpoint, sessions: Sequence[Any], **given: Any) -> Result:

@@ -6,10 +6,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 from torch import Tensor
 
+from trl.data.prefix_tree import Node, PrefixTree
+
 _FEWEST = 8  # tokens; fewer are prefilled faster than they are copied
+_MOST = 4096  # sequences
 
 
 class Held(NamedTuple):
@@ -20,53 +22,44 @@ class Held(NamedTuple):
 
 
 class Reuse:
-    """The keys and values of some token sequences, at most `memory` bytes: the least recently used leave."""
+    """The keys and values of some token sequences, at most `memory` bytes: the least recently used leave.
+
+    A sequence that continues another one is kept in its place, so that all are leaves of a tree.
+    """
 
     def __init__(self, memory: int) -> None:
         self.memory, self.used = memory, 0
-        self._kept: OrderedDict[bytes, tuple[np.ndarray, Held]] = OrderedDict()
+        self._tree = PrefixTree[Held]()
+        self._kept: OrderedDict[Node[Held], None] = OrderedDict()
 
     def longest(self, prompt: Sequence[int]) -> Held | None:
         """The longest known beginning of a prompt without its last token, whose logits are needed."""
-        wanted = np.array(prompt[:-1])
-        best, length = None, _FEWEST - 1
-        for name, (ids, _) in self._kept.items():
-            if (shared := _shared(ids, wanted)) > length:
-                best, length = name, shared
-        if best is None:
+        leaf, length = self._tree.shared(tuple(prompt[:-1]))
+        if length < _FEWEST:
             return None
-        self._kept.move_to_end(best)
-        return Held(
-            length, [(key[:, :length], value[:, :length]) for key, value in self._kept[best][1].layers]
-        )
+        while leaf.children:
+            leaf = next(reversed(leaf.children.values()))  # any: all begin with what is shared
+        self._kept.move_to_end(leaf)
+        assert leaf.value is not None
+        return Held(length, [(key[:, :length], value[:, :length]) for key, value in leaf.value.layers])
 
     def keep(self, ids: Sequence[int], layers: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Add a sequence in place of those that it continues."""
-        own = np.array(ids)
-        if len(own) < _FEWEST or any(_begins(other, own) for other, _ in self._kept.values()):
+        """Add a sequence in place of the one that it continues."""
+        node, length = self._tree.shared(own := tuple(ids))
+        if len(own) < _FEWEST or length == len(own):
             return
-        for name in [name for name, (other, _) in self._kept.items() if _begins(own, other)]:
-            self._drop(name)
-        self._kept[own.tobytes()] = own, Held(len(own), layers)
+        if node.value is not None and node.depth == length:
+            self._drop(node)
+        self._kept[self._tree.add(own, Held(len(own), layers))] = None
         self.used += _bytes(layers)
-        while self.used > self.memory:
+        while self.used > self.memory or len(self._kept) > _MOST:
             self._drop(next(iter(self._kept)))
 
-    def _drop(self, name: bytes) -> None:
-        self.used -= _bytes(self._kept.pop(name)[1].layers)
-
-
-def _shared(first: np.ndarray, second: np.ndarray) -> int:
-    """The number of equal tokens at the beginning of two sequences."""
-    count = min(len(first), len(second))
-    differs = first[:count] != second[:count]
-    return int(differs.argmax()) if differs.any() else count
-
-
-def _begins(whole: np.ndarray, part: np.ndarray) -> bool:
-    """Whether a sequence begins with another one."""
-    last = len(part) - 1
-    return len(whole) > last and whole[last] == part[last] and np.array_equal(whole[: len(part)], part)
+    def _drop(self, leaf: Node[Held]) -> None:
+        assert leaf.value is not None
+        self.used -= _bytes(leaf.value.layers)
+        del self._kept[leaf]
+        self._tree.remove(leaf)
 
 
 def _bytes(layers: Sequence[tuple[Tensor, Tensor]]) -> int:
