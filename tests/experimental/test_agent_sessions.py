@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import socket
 import threading
 import time
@@ -18,15 +19,21 @@ import torch
 from benchmarks.agent_fuzz import fuzz
 from transformers.utils import get_json_schema
 
+from tests.data.test_byte_alignment import texts, tokenizer_of
+from tests.data.test_prefix_tree import compared
 from tests.rollouts.tool_words import ADD, TOOLS, call_tokenizer
+from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.grpo_tool_runs import caller
 from trl.experimental.agents import Budget, Endpoint, chains_of
 from trl.generation.engine import Generated, Sampling
 from trl.generation.serving import app
+from trl.generation.serving.openai_api import CompletionBody
 from trl.generation.transformers.engine import TransformersEngine
+from trl.rollouts import chats as sessions_chats
 from trl.rollouts import openai_app, sessions
 from trl.rollouts.agents import completed
 from trl.rollouts.chains import in_order
+from trl.rollouts.chats import Chats
 from trl.rollouts.journal import Played
 
 SCHEMAS = [get_json_schema(tool) for tool in TOOLS]
@@ -349,14 +356,18 @@ def deep(depth):
 @pytest.mark.parametrize(
     ("given", "status", "named"),
     [
-        ({"temperature": 0.3}, 400, "temperature"),
-        ({"top_p": 0.5}, 400, "top_p"),
         ({"stop": ["no", ""]}, 400, "stop"),
         ({"logit_bias": {"1": 2}}, 400, "logit_bias"),
         ({"top_logprobs": 3}, 400, "top_logprobs"),
-        ({"tool_choice": "required"}, 400, "tool_choice"),
+        ({"tool_choice": "required"}, 400, "tool_choice: 'required' needs constrained decoding, which this"),
+        ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, 400, "constrained decoding"),
+        ({"response_format": {"type": "json_object"}}, 400, "constrained decoding"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
+            400,
+            "response_format: {'type': 'json_schema'",
+        ),
         ({"extra_body": {"colour": 1}}, 400, "colour"),
-        ({"model": "other"}, 404, "other"),
         ({"messages": []}, 400, "messages"),
         ({"messages": [{"content": "x"}]}, 400, "role"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, 400, "names"),
@@ -375,8 +386,208 @@ def test_what_is_not_supported_is_named(given, status, named, endpoint):
         assert raised.value.code == "context_length_exceeded"
 
 
+def test_any_model_name_is_accepted(endpoint):
+    client = client_of(session := endpoint.session())
+    answer = client.chat.completions.create(model="gpt-4o-mini", messages=[USER])
+    assert answer.model == "gpt-4o-mini" and len(session.turns) == 1
+    assert client.models.retrieve("gpt-4o-mini").id == "gpt-4o-mini"
+    assert [model.id for model in client.models.list().data] == ["policy"]
+
+
+HALF = "\ud83d"
+FUNCTION = {"name": "add", "arguments": "{}"}
+
+
+def called(**given):
+    call = {"id": "1", "type": "function", "function": {**FUNCTION, **given}}
+    return {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        called(arguments='{"a": "\\ud83d"}'),
+        called(arguments='{"\\ud83d": 1}'),
+        called(arguments={"a": [HALF]}),
+        called(name=HALF),
+        {"messages": [{"role": "user", "content": HALF}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}]},
+        {"messages": [{**USER, "name": HALF}]},
+        {"messages": [{**USER, HALF: 1}]},
+        {"stop": [HALF]},
+        {"tools": [{"type": "function", "function": {**FUNCTION, "description": HALF}}]},
+        {"tool_choice": HALF},
+        {"model": HALF},
+        {HALF: 1},
+        {"prompt": HALF},
+    ],
+    ids=lambda body: json.dumps(body)[:60],
+)
+def test_half_of_a_surrogate_pair_is_refused(body, endpoint):
+    """Wherever it is, also in the JSON within arguments: no tokenizer reads it."""
+    session = endpoint.session()
+    path = "/completions" if "prompt" in body else "/chat/completions"
+    given = json.dumps(body if "prompt" in body else {"messages": [USER], **body})
+    answer = httpx.post(
+        endpoint.base_url + path, content=given, headers={"Authorization": f"Bearer {session.api_key}"}
+    )
+    assert answer.status_code == 400 and answer.json()["error"]["message"], answer.text
+    assert not session.turns and not session._running
+
+
+@pytest.mark.parametrize("kind", ["messages", "later", "tools", "prompt"])
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(kind, policy, monkeypatch):
+    with serving(policy) as running:
+        client, long = client_of(session := running.session()), "one two " * 1_900_000
+        messages = [USER]
+        if kind == "later":
+            messages = [USER, as_dict(ask(client, messages)), {"role": "user", "content": long}]
+        tools = [{"type": "function", "function": {**FUNCTION, "name": long}}] if kind == "tools" else None
+        shown = {"messages": [{"role": "user", "content": long}]} if kind == "messages" else {}
+        monkeypatch.setattr(running.chats, "tokenizer", NoTokenizer(running.chats.tokenizer))
+        monkeypatch.setattr(sessions_chats, "encode", None)
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 256 tokens") as raised:
+            if kind == "prompt":
+                client.completions.create(model="policy", prompt=long)
+            else:
+                client.chat.completions.create(
+                    **{"model": "policy", "messages": messages, "tools": tools or openai.omit, **shown}
+                )
+        assert raised.value.code == "context_length_exceeded" and len(session.turns) == (kind == "later")
+
+
+class NoTokenizer:
+    """A tokenizer that must not be called."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+    def __len__(self):
+        return len(self.tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["bpe300", "bytes", "pieces", "characters"])
+def test_bytes_of_tokens_join_to_the_text(kind):
+    """Of random tokens, many of which are parts of characters; special tokens have none."""
+    words, draw = tokenizer_of(kind), random.Random(0)
+    chats = Chats(words, frozenset(), 100, {})
+    for text in [text for text in texts() if "▁" not in text]:
+        ids = words(text, add_special_tokens=False)["input_ids"]
+        joined = b"".join(map(bytes, chats.token_bytes(ids)))
+        assert joined.decode() == chats.text(ids), text
+    for _ in range(40):
+        ids = draw.choices(range(len(words)), k=12)
+        joined = b"".join(map(bytes, chats.token_bytes(ids)))
+        whole = words.decode(ids, skip_special_tokens=True)
+        assert "\ufffd" in whole or joined.decode() == whole.removeprefix("\ufffd")
+
+
+def test_log_probs_have_the_bytes_of_their_tokens():
+    """Over HTTP, with characters of several tokens; words of which no bytes are known have none."""
+    words = tiny_tokenizer("chatml")
+    written = words("naïve 🙂 中文", add_special_tokens=False)["input_ids"] + [words.eos_token_id]
+
+    class Fixed(Endless):
+        ends = True
+
+        def step(self):
+            ended, self.running = list(self.running), {}
+            return dict.fromkeys(ended, Generated(written, torch.zeros(len(written)), None, "stop"))
+
+        def __init__(self):
+            super().__init__()
+            self.ends = True
+
+    def contents(tokenizer):
+        with Endpoint(Fixed(), tokenizer, sampling=SAMPLING) as running:
+            client = client_of(running.session())
+            answer = client.chat.completions.create(model="policy", messages=[USER], logprobs=True)
+        return answer.choices[0]
+
+    choice = contents(words)
+    found = [token.bytes for token in choice.logprobs.content]
+    assert len(found) == len(written) > len("naïve 🙂 中文") and found[-1] == []
+    assert b"".join(map(bytes, found)).decode() == choice.message.content == "naïve 🙂 中文"
+    written = [9, 10, 2]
+    assert [token.bytes for token in contents(call_tokenizer()).logprobs.content] == [None] * 3
+
+
+FOREIGN = {"temperature": 0.3, "top_p": 0.5, "extra_body": {"top_k": 3}}
+
+
+def test_settings_of_agents_are_ignored_with_one_warning(policy, caplog):
+    """The tokens are those of the session's own settings, in whichever session they are sent."""
+    texts = []
+    for given in ({}, {**FOREIGN, "frequency_penalty": 0.5, "seed": 3}):
+        with serving(policy) as running:
+            sessions = [running.session(stream=stream) for stream in range(3)]
+            texts.append([ask(client_of(each), [USER], **given).content for each in sessions])
+    assert texts[0] == texts[1]
+    records = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
+    assert len(records) == 1
+    assert "frequency_penalty=0.5, temperature=0.3, top_k=3, top_p=0.5" in records[0]
+
+
+def test_settings_of_agents_may_be_taken():
+    """Log-probs are those of the distribution that was sampled from; a seed has no effect."""
+    policy = caller()
+    with serving(policy, agent_sampling="agent") as running:
+        session = running.session(stream=0)
+        for _ in range(4):
+            client_of(session).chat.completions.create(
+                model="policy", messages=[USER], n=4, temperature=0.5, top_p=0.9, seed=1
+            )
+        with pytest.raises(openai.BadRequestError, match="presence_penalty=1 differs"):
+            ask(client_of(session), [USER], presence_penalty=1)
+    assert len({tuple(turn.tokens) for turn in session.turns}) > 1
+    for turn in session.turns:
+        ids = torch.tensor([turn.tokens])
+        with torch.no_grad():
+            logps = (policy(ids).logits[0, :-1] / 0.5).log_softmax(-1)
+        own = logps.gather(1, ids[0, 1:, None])[len(turn.context) - 1 :, 0]
+        torch.testing.assert_close(turn.generated.logps + turn.generated.kept, own, rtol=0, atol=1e-9)
+        assert (turn.generated.kept < 0).any()
+
+
+@pytest.mark.parametrize("given", [{"temperature": 0.3}, {"top_p": 0.5}, {"frequency_penalty": 1}])
+def test_settings_of_agents_may_be_refused(given, policy):
+    with serving(policy, agent_sampling="strict") as running:
+        client, (name, value) = client_of(running.session()), *given.items()
+        with pytest.raises(openai.BadRequestError, match=f"{name}={value:g} differs from this session's"):
+            ask(client, [USER], **given)
+        ask(client, [USER], temperature=1.0, top_p=1.0, frequency_penalty=0)
+
+
+def test_a_request_costs_the_same_after_many_turns(policy, monkeypatch):
+    """Texts of one session, each with another beginning, and every tenth the continuation of an earlier answer."""
+    count, costs, words = compared(monkeypatch), [], call_tokenizer()
+    with serving(policy, http=False, threaded=False) as running:
+        session = running.session()
+        monkeypatch.setattr(running.broker, "submit", lambda request, future: None)
+
+        async def many():
+            for number in range(1500):
+                names = [words.convert_ids_to_tokens(8 + number // base % 14) for base in (1, 14, 196)]
+                prompt = " ".join(names)
+                if number % 10 == 9:
+                    prompt = session.turns[-5].whole_text + f" {prompt}"
+                before = count[0]
+                body = CompletionBody(prompt=prompt, max_tokens=2)
+                (turn,) = await session.complete(body, is_retry=False)
+                costs.append(count[0] - before)
+                assert (turn.parent is session.turns[-5]) if number % 10 == 9 else turn.parent is None
+                session.finish(turn, Generated([9, 2], torch.zeros(2), None, "stop"))
+
+        asyncio.run(many())
+    assert len(session.turns) == 1500
+    assert sum(costs[-300:]) <= 1.1 * sum(costs[300:600])
+
+
 def test_free_sessions_take_other_settings(policy):
-    with serving(policy, fixed=False) as running:
+    with serving(policy, agent_sampling="agent") as running:
         client = client_of(running.session())
         first, again = (ask(client, [USER], temperature=0, seed=seed, **WITHOUT_EFFECT) for seed in (1, 2))
         assert first.content == again.content
@@ -460,7 +671,7 @@ def test_a_text_is_continued_only_if_it_is_what_the_policy_wrote(endpoint):
 
 
 def test_a_forgetful_session_draws_anew(policy):
-    with serving(policy, fixed=False) as running:
+    with serving(policy, agent_sampling="agent") as running:
         client = client_of(running.session(keeps=False))
         texts = {
             client.completions.create(model="policy", prompt="hi", max_tokens=12).choices[0].text
@@ -764,7 +975,7 @@ def test_refused_completions_are_not_too_long(given, named, policy):
 
 def test_bad_requests_leave_nothing_behind(policy, caplog, monkeypatch):
     caplog.set_level("CRITICAL", logger="uvicorn")
-    with serving(policy, fixed=False) as running:
+    with serving(policy, agent_sampling="agent") as running:
         session, other = running.session(keeps=False), running.session()
         found, faults = fuzz(running.port, session.api_key, 300)
         assert faults == [] and found["200"] >= 10 and found["400"] >= 50

@@ -202,7 +202,7 @@ def test_tokens_that_the_student_lacks_are_refused(teacher):
 @pytest.fixture(scope="module")
 def endpoint(model):
     engine = TransformersEngine(model, tokenizer=TOKENIZER, reuse_memory=1 << 20)
-    with Endpoint(engine, TOKENIZER, fixed=False, model_name="own") as running:
+    with Endpoint(engine, TOKENIZER, agent_sampling="agent", model_name="own") as running:
         yield running
 
 

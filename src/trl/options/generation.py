@@ -8,8 +8,9 @@ from trl.options.shared import shared
 
 VLLMMode = Literal["server", "colocate", "async_server"]
 VLLMModelImpl = Literal["vllm", "transformers"]
+AgentSampling = Literal["own", "agent", "strict"]
 AGENT_SETTINGS = (
-    "agent_concurrency", "agent_deadline", "agent_max_turns", "agent_max_tokens", "agent_keep_sessions",
+    "agent_sampling", "agent_host", "agent_concurrency", "agent_deadline", "agent_max_turns", "agent_max_tokens", "agent_keep_sessions",
 )  # fmt: skip
 TOOL_SETTINGS = ("max_tool_calling_iterations", "tool_deadline")
 
@@ -66,6 +67,11 @@ class Generation(Completions):
     wandb_log_unique_prompts: bool | None = moved(to="log_unique_prompts", flag=True)
     max_tool_calling_iterations: int | None = option(None, "Rounds of tool calls. None: no limit.", ">= 1")
     tool_deadline: float | None = option(60.0, "Seconds until a tool call fails. None: never.", "(0, inf]")
+    agent_sampling: AgentSampling = option(
+        "own",
+        "Temperature, top_p, top_k, min_p that agents send: ignored ('own'), taken ('agent'), or errors.",
+    )
+    agent_host: str = option("127.0.0.1", "Where the endpoint of agents listens. 0.0.0.0: all addresses.")
     agent_concurrency: int = option(64, "Sessions of agents that run at once.", ">= 1")
     agent_deadline: float | None = option(None, "Seconds until a session fails. None: never.", "(0, inf]")
     agent_max_turns: int | None = option(None, "Completions in a session. None: no limit.", ">= 1")

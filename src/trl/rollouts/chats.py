@@ -6,13 +6,17 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+from trl.data.byte_alignment import vocabulary_bytes
 from trl.data.rendering import Chat, Message, ProcessingClass, render_prompt, text_tokenizer
 from trl.data.tokenization import encode
-from trl.generation.serving.answers import APIError, ScoredPrompt
+from trl.generation.serving.answers import APIError, ScoredPrompt, check_text
 from trl.rollouts.tool_turns import ReplyWriter, TurnReader
 from trl.rollouts.tools import ToolCall
+
+TOO_LONG = "context_length_exceeded"  # the code of an error
 
 
 @dataclass
@@ -28,12 +32,30 @@ class Chats:
         self.tokenizer: Any = text_tokenizer(self.processing_class)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
-        """The tokens of a conversation. Raises: TemplateRefusal."""
+        """The tokens of a conversation. Raises: TemplateRefusal, APIError if it is too long."""
         chat = Chat(list(messages), list(tools) or None, self.template_kwargs)
-        return list(encode(self.tokenizer, [render_prompt(self.processing_class, chat)])[0])
+        text = render_prompt(self.processing_class, chat)
+        self._check_length(len(text))
+        return list(encode(self.tokenizer, [text])[0])
+
+    def ids(self, text: str, *, begins: bool) -> list[int]:
+        """The tokens of a text, with the tokenizer's special ones where it `begins`. Raises: APIError if it is too long."""
+        self._check_length(len(text))
+        return self.tokenizer(text, **({} if begins else {"add_special_tokens": False}))["input_ids"]
+
+    def _check_length(self, characters: int) -> None:
+        """Raise APIError for a text whose tokens cannot fit, before it is tokenised."""
+        if characters <= self.context_length:
+            return
+        longest = max(map(len, self.tokenizer.get_vocab())) + 1  # with a space that tokens do not have
+        if characters > self.context_length * longest:
+            allowed = f"This model's maximum context length is {self.context_length} tokens"
+            text = f"{allowed} (at most {self.context_length * longest} characters), the prompt has {characters} characters."
+            raise APIError(400, f"{text} Shorten it.", code=TOO_LONG, param="messages")
 
     def after(self, last: int, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
-        """The tokens of messages after a turn with the last token `last`. Raises: TemplateRefusal."""
+        """The tokens of messages after a turn with the last token `last`. Raises: TemplateRefusal, APIError if they are too long."""
+        self._check_length(sum(len(message["content"]) for message in messages))
         writer = ReplyWriter(self.processing_class, list(tools))
         return writer.ids(messages, last=last, ends=self.ends, template_kwargs=self.template_kwargs)
 
@@ -41,6 +63,21 @@ class Chats:
         """The text of a completion up to a stop string, with its end token and other special tokens if `special`."""
         options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
         return _cut(self.tokenizer.decode(list(ids), **options), stops)
+
+    def token_bytes(self, ids: Sequence[int]) -> list[list[int] | None]:
+        """The bytes of a completion's tokens, which make up its `text`: none of special tokens.
+
+        None for each where the tokenizer does not say them (WordPiece).
+        """
+        try:
+            known = _vocabulary(self.tokenizer, len(self.tokenizer))
+        except (ValueError, AttributeError):  # AttributeError: of tokenizers without a fast backend
+            return [None] * len(ids)
+        found = [list(known[token]) if token < len(known) else [] for token in ids]
+        first = next((token for token in found if token), [])
+        if bytes(first[:1]) == b" " != self.text(ids)[:1].encode():  # SentencePiece's first space
+            del first[0]
+        return list(found)
 
     def read(
         self, ids: Sequence[int], context: Sequence[int], tools: Sequence[Any], stops: Sequence[str]
@@ -62,6 +99,16 @@ class Chats:
         used = {prompt[0], *(token for place in places for token, _, _ in place)}
         texts = {token: f"token_id:{token}" if as_ids else decode([token]) for token in used}
         return ScoredPrompt(prompt, decode(prompt), places, texts)
+
+
+@lru_cache(maxsize=1)
+def _vocabulary(tokenizer: Any, size: int) -> list[bytes]:
+    """The bytes of each of a tokenizer's `size` tokens, without those of special ones."""
+    found = vocabulary_bytes(tokenizer)
+    for token, added in tokenizer.added_tokens_decoder.items():
+        if added.special:
+            found[token] = b""
+    return found
 
 
 def _cut(text: str, stops: Sequence[str]) -> str:
@@ -98,6 +145,9 @@ def readable(message: Mapping[str, Any]) -> Message:
     if "tool_calls" in found:
         try:
             found["tool_calls"] = [_call(call) for call in found["tool_calls"]]
+            check_text(found["tool_calls"])  # arguments are JSON within JSON
+        except ValueError as error:
+            raise APIError(400, f"messages: tool_calls: {error}.", param="messages") from None
         except (TypeError, KeyError, AttributeError):
             text = "messages: tool_calls must be a list of calls with names."
             raise APIError(400, text, param="messages") from None

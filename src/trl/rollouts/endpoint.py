@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -18,6 +19,7 @@ from trl.generation.engine import Engine, Sampling
 from trl.generation.live import Broker, opened
 from trl.generation.transformers.engine import context_length_of, without_wrappers
 from trl.generation.transformers.requests import fresh_seed, stop_tokens
+from trl.options.generation import AgentSampling
 from trl.reporting.deadlines import start
 from trl.rollouts.chats import Chats
 from trl.rollouts.sessions import Session
@@ -34,8 +36,9 @@ class Endpoint:
     """Serves an engine over HTTP on this machine, with the weights at the beginning of the block, and the model in eval mode.
 
     Inside the block, `session(row)` gives an address and a key. The engine runs in a thread of its own, or, with
-    `threaded=False`, where `run` is called. `sampling` are the settings of all sessions; with `fixed` other values of temperature
-    and truncation are refused. `model_name` is what clients may call the model. `server` is one that has its address already.
+    `threaded=False`, where `run` is called. `sampling` are the settings of all sessions; other values of temperature and
+    truncation in requests are ignored with a warning (`agent_sampling="own"`), taken ("agent") or refused ("strict"). Clients may
+    call the model by any name beside `model_name`. `server` is one that has its address already.
     Without `http` there is none, and only this process can use the sessions.
 
     Example:
@@ -52,7 +55,7 @@ class Endpoint:
         processing_class: PreTrainedTokenizerBase | ProcessorMixin,
         *,
         sampling: Sampling | None = None,
-        fixed: bool = True,
+        agent_sampling: AgentSampling = "own",
         template_kwargs: Mapping[str, Any] | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -61,8 +64,10 @@ class Endpoint:
         threaded: bool = True,
         server: HTTPServer | None = None,
         http: bool = True,
+        warned: set[str] | None = None,
     ) -> None:
-        self.engine, self.fixed, self.model_name = engine, fixed, model_name
+        self.engine, self.agent_sampling, self.model_name = engine, agent_sampling, model_name
+        self.warned = set[str]() if warned is None else warned
         self.most_sessions, self.threaded = most_sessions, threaded
         model: Any = getattr(engine, "model", None)
         window = getattr(engine, "context_length", None)  # of vLLM
@@ -90,10 +95,11 @@ class Endpoint:
 
     @property
     def base_url(self) -> str:
-        """The address for clients; "" without a server."""
+        """The address for clients; "" without a server. One that listens everywhere has this machine's address."""
         if self._server is None:
             return ""
-        host = f"[{self._server.host}]" if ":" in self._server.host else self._server.host
+        host = address_of_machine() if self._server.host in ("0.0.0.0", "::") else self._server.host
+        host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{self.port}/v1"
 
     @property
@@ -113,7 +119,12 @@ class Endpoint:
         if len(self._open) >= self.most_sessions:
             raise RuntimeError(f"There are {len(self._open)} open sessions, the maximum. Close some.")
         key = key or secrets.token_urlsafe(24)
-        options = {"stream": next(self._numbers), "fixed": self.fixed, **options}
+        options = {
+            "warned": self.warned,
+            "stream": next(self._numbers),
+            "agent_sampling": self.agent_sampling,
+            **options,
+        }
         given = self.chats, self.broker, self.sampling, self.base_url, key, row or {}
         session = self._open[key] = Session(*given, **options)
         return session
@@ -166,3 +177,25 @@ class Endpoint:
         if (error := thread.exception()) is not None:  # which the requests are given
             logger.error("A thread of the endpoint has ended.", exc_info=error)
             self.broker.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+
+def address_of_machine() -> str:
+    """The address by which other machines reach this one; 127.0.0.1 without a network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))  # chooses a route and sends nothing
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+def check_host(host: str) -> None:
+    """Raise ValueError for an address on which no endpoint of this machine can listen."""
+    from trl.generation.serving.app import HTTPServer
+
+    try:
+        HTTPServer(host, 0).close()
+    except OSError as error:
+        raise ValueError(
+            f"agent_host must be an address of this machine, got {host!r} ({error}). Use 127.0.0.1, or 0.0.0.0 for all."
+        ) from None

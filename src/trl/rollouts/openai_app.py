@@ -31,15 +31,11 @@ def openai_app(
 ) -> ASGIApp:
     """The endpoints `/v1/chat/completions`, `/v1/completions`, `/v1/models` and `/health`.
 
-    `session_of` gives the session of a key, `failure` the error that ended the engine.
+    Requests may give the model any name, as agents have names of their own. `session_of` gives the session of a key, `failure` the
+    error that ended the engine.
     """
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     card = {"object": "model", "created": int(time.time()), "owned_by": "trl"}
-
-    def check_model(name: str | None) -> None:
-        if name not in (None, model_name):
-            text = f"The model {name!r} does not exist, the only one is {model_name!r}."
-            raise APIError(404, text, code="model_not_found", param="model")
 
     @app.get("/health")
     async def health() -> Any:
@@ -53,14 +49,12 @@ def openai_app(
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Any:
-        check_model(name)
         return card | {"id": name}
 
     async def answered(request: Request, body: Body, begin: Callable[..., Awaitable[list[Turn]]]) -> Any:
         """JSON, or a stream of events. A client that goes away takes its turns along."""
-        check_model(body.model)
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"  # of OpenAI's clients
-        turns, form = await begin(body, is_retry=is_retry), _Form(model_name, body)
+        turns, form = await begin(body, is_retry=is_retry), _Form(body.model or model_name, body)
         if body.stream:
             return _Stream(_events(turns, form), media_type="text/event-stream")
         try:
@@ -110,7 +104,7 @@ def _error_of(error: Exception, where: str) -> APIError:
         parts = [
             f"{name} is not supported"
             if each["type"] == "extra_forbidden"
-            else f"{name or 'body'}: {each['msg']}"
+            else f"{name or 'body'}: {each['msg'].removeprefix('Value error, ')}"
             for name, each in faults
         ]
         return APIError(400, "; ".join(parts), param=faults[0][0].split(".")[0] or None)
@@ -209,9 +203,9 @@ class _Form:
     def _chat_logprobs(self, turn: Turn) -> dict[str, Any] | None:
         if not self.body.logprobs:
             return None
+        pairs = zip(turn.logprobs, turn.token_bytes, strict=True)
         content = [
-            {"token": text, "logprob": logp, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, logp in turn.logprobs
+            {"token": text, "logprob": logp, "bytes": own, "top_logprobs": []} for (text, logp), own in pairs
         ]
         return {"content": content, "refusal": None}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -18,23 +19,29 @@ from itertools import accumulate, takewhile
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from trl.data.prefix_tree import PrefixTree
 from trl.data.rendering import Message, TemplateRefusal
 from trl.generation.engine import Generated, Sampling
 from trl.generation.live import Broker, Request
 from trl.generation.serving.answers import APIError, ScoredPrompt
-from trl.rollouts.chats import Chats, meaning, readable, readable_all
+from trl.options.generation import AgentSampling
+from trl.rollouts.chats import TOO_LONG, Chats, meaning, readable, readable_all
 from trl.rollouts.schedule import digest, stream_of
 from trl.rollouts.tools import ToolCall
 
 if TYPE_CHECKING:  # environments need no server
     from trl.generation.serving.openai_api import Body, ChatBody, CompletionBody
 
+logger = logging.getLogger(__name__)
 Read = TypeVar("Read")
-FIXED = ("temperature", "top_p", "top_k", "min_p")  # settings that change what is learned
-BUDGET_EXCEEDED, TOO_LONG = "budget_exceeded", "context_length_exceeded"  # codes of errors
+PENALTIES = ("frequency_penalty", "presence_penalty")  # which no engine has
+FOREIGN = ("temperature", "top_p", "top_k", "min_p", *PENALTIES)  # settings that change what is learned
+BUDGET_EXCEEDED = "budget_exceeded"  # the code of an error
 MOST_TURNS = 1024  # of a request
 LONG = 20_000  # characters of a text that takes milliseconds to read
-_PLAIN: Any = SimpleNamespace(n=1, seed=None, stream=False, **dict.fromkeys(FIXED))  # a body without settings
+_PLAIN: Any = SimpleNamespace(
+    n=1, seed=None, stream=False, **dict.fromkeys(FOREIGN)
+)  # a body without settings
 _PAUSE_S = 0.05  # between the events of a stream
 
 
@@ -96,6 +103,11 @@ class Turn:
             return []
         texts = [self.session.chats.tokenizer.decode([token]) for token in self.generated.ids]
         return list(zip(texts, self.generated.logps.tolist(), strict=True))
+
+    @property
+    def token_bytes(self) -> list[list[int] | None]:
+        """The bytes of each token; see `Chats.token_bytes`."""
+        return self.session.chats.token_bytes(self.generated.ids if self.generated else [])
 
     @property
     def whole_text(self) -> str | None:
@@ -175,8 +187,8 @@ async def _ended(future: Future[Any]) -> Any:
 class Session:
     """The turns of one API key on one `row`; `base_url` and `api_key` are for any client of OpenAI's API.
 
-    `sampling` are the settings of its completions. With `fixed` other values of temperature and truncation are refused, because
-    the policy is trained on what it samples. A turn's random stream depends on the session's `stream` and on the turn's prompt,
+    `sampling` are the settings of its completions. Other values of temperature and truncation in a request are ignored, with a
+    warning that `warned` notes, taken, or refused, as `agent_sampling` says; its seed counts where the session keeps nothing. A turn's random stream depends on the session's `stream` and on the turn's prompt,
     so it does not depend on the order in which turns or sessions run. Without `keeps` turns are forgotten when they end.
     `version` of the weights is noted on each turn.
     """
@@ -188,16 +200,19 @@ class Session:
     api_key: str
     row: Mapping[str, Any] = field(default_factory=dict)
     stream: int = 0
-    fixed: bool = True
+    agent_sampling: AgentSampling = "own"
     keeps: bool = True
     budget: Budget = field(default_factory=Budget)
     version: int = 0
+    warned: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.turns: list[Turn] = []
         self.cut: str | None = None  # the budget that was spent
         self.started = time.monotonic()
         self._states: dict[str, Turn] = {}
+        self._texts, self._tokens = PrefixTree[Turn](), PrefixTree[Turn]()  # of the first `_indexed` turns
+        self._indexed = 0
         self._asked: dict[tuple[int, ...], list[Turn]] = {}
         self._drawn = Counter[tuple[int, ...]]()  # random streams of each prompt that were used
         self._running: dict[Turn, Request | None] = {}  # with the requests that wait for the budget
@@ -228,7 +243,12 @@ class Session:
         if len(prompts) * body.n > MOST_TURNS:
             text = f"{len(prompts)} prompts with n={body.n}: a request has at most {MOST_TURNS} completions."
             raise APIError(400, text, param="prompt")
-        found = [await _beside(len(prompt), partial(self._continued, prompt)) for prompt in prompts]
+        for turn in self.turns[self._indexed :]:
+            if (text := turn.whole_text) is not None:
+                self._texts.add(text, turn)
+            self._tokens.add(turn.tokens, turn)
+        self._indexed = len(self.turns)
+        found = [await self._continued(prompt) for prompt in prompts]
         makers = [partial(make, stops=body.stops) for make in found]
         if body.max_tokens == 0:
             turns = [make() for make in makers]
@@ -260,22 +280,19 @@ class Session:
         shown = await _beside(sum(len(message["content"]) for message in messages[held:]), read)
         return partial(Turn, self, parent, shown, messages=tuple(messages), tools=tuple(tools), **options)
 
-    def _continued(self, prompt: str | list[int]) -> Callable[..., Turn]:
+    async def _continued(self, prompt: str | list[int]) -> Callable[..., Turn]:
         """Turns after the longest text, or the most tokens, that the prompt begins with."""
         known = len(self.chats.tokenizer)
         if not prompt or not (isinstance(prompt, str) or all(0 <= token < known for token in prompt)):
             allowed = f"must not be empty, and token ids must be from 0 to {known - 1}"
             raise APIError(400, f"prompt: {allowed}.", param="prompt")
-        length, parent = 0, None
-        for turn in self.turns:
-            held = turn.whole_text if isinstance(prompt, str) else turn.tokens
-            if held is not None and length < len(held) and prompt[: len(held)] == held:
-                length, parent = len(held), turn
-        rest = prompt[length:]
-        if isinstance(rest, str):
-            options = {"add_special_tokens": False} if parent else {}
-            rest = self.chats.tokenizer(rest, **options)["input_ids"]
-        return partial(Turn, self, parent, rest, given=prompt if isinstance(prompt, str) else None)
+        if not isinstance(prompt, str):
+            parent = self._tokens.longest(prompt)
+            return partial(Turn, self, parent, prompt[len(parent.tokens) if parent else 0 :])
+        parent = self._texts.longest(prompt)
+        rest = prompt[len(parent.whole_text or "") if parent else 0 :]
+        shown = await _beside(len(rest), partial(self.chats.ids, rest, begins=parent is None))
+        return partial(Turn, self, parent, shown, given=prompt)
 
     def _begin(
         self, makers: Sequence[Callable[[], Turn]], body: Body, *, limit: int | None, is_retry: bool
@@ -308,7 +325,7 @@ class Session:
         window = self.chats.context_length - len(prompt)
         turn.limit = min(limit or window, window, sampling.new_tokens or window)
         self._room(turn)
-        if self.fixed or body.seed is None:
+        if self.keeps or body.seed is None:
             key = prompt if self.keeps else ()
             number, self._drawn[key] = self._drawn[key], self._drawn[key] + 1
         listener = turn.newest.extend if body.stream else None
@@ -365,18 +382,31 @@ class Session:
         return APIError(400, f"This session has used up its budget of {name}.", code=BUDGET_EXCEEDED)
 
     def _sampling(self, body: Body, stops: tuple[str, ...]) -> Sampling:
-        given = {name: value for name in FIXED if (value := getattr(body, name)) is not None}
+        given = {name: value for name in FOREIGN if (value := getattr(body, name)) is not None}
         if "top_k" in given:
             given["top_k"] = max(given["top_k"], 0)
-        if not self.fixed:
-            seed = {} if body.seed is None else {"seed": body.seed}
-            return replace(self.sampling, **given, **seed, stop_strings=stops)
-        for name, value in given.items():
-            own = getattr(self.sampling, name) or float(name == "top_p")
-            if value != own:
-                text = f"{name}={value:g} differs from this training session's {own:g}. Leave it out."
-                raise APIError(400, text, param=name)
-        return replace(self.sampling, stop_strings=stops)
+        defaults = {"top_p": 1.0}
+        known = {name: getattr(self.sampling, name, None) or defaults.get(name, 0.0) for name in given}
+        for name in [name for name, value in given.items() if value == known[name]]:
+            del given[name]
+        refused = () if self.agent_sampling == "own" else PENALTIES
+        for name in given if self.agent_sampling == "strict" else given.keys() & refused:
+            text = f"{name}={given[name]:g} differs from this session's {known[name]:g}. Leave it out."
+            raise APIError(400, text, param=name)
+        if self.agent_sampling == "own":
+            self._warn_ignored(given)
+            given = {}
+        seed = {} if self.keeps or body.seed is None else {"seed": body.seed}
+        return replace(self.sampling, **given, **seed, stop_strings=stops)
+
+    def _warn_ignored(self, given: Mapping[str, float]) -> None:
+        if new := given.keys() - self.warned:
+            self.warned |= new
+            sent = ", ".join(f"{name}={given[name]:g}" for name in sorted(new))
+            logger.warning(
+                "An agent sends %s, which is ignored: completions are sampled with the settings of the run. "
+                "agent_sampling='agent' takes the agent's, 'strict' refuses them.", sent,
+            )  # fmt: skip
 
     # ---- answers
 

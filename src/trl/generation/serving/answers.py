@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,15 @@ class APIError(Exception):
         """The content of `error`."""
         kind = _KINDS.get(self.status, "invalid_request_error")
         return {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+
+
+def check_text(value: Any) -> None:
+    """Raise ValueError for a JSON value with half of a surrogate pair, which no tokenizer reads."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"text has {half!r}, half of a surrogate pair. Send the whole character") from None
 
 
 @dataclass(frozen=True, slots=True)

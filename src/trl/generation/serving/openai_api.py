@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from trl.generation.serving.answers import check_text
 
 MOST_LOGPROBS = 256
 Stop = Annotated[str, Field(min_length=1)]
@@ -27,8 +28,8 @@ class Body(BaseModel):
     stop: Stop | list[Stop] | None = None
     stream: bool = False
     stream_options: dict[str, Any] | None = None
-    frequency_penalty: Literal[0] | None = None
-    presence_penalty: Literal[0] | None = None
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, float] | None = Field(None, max_length=0)
     # without effect
     user: str | None = None
@@ -46,7 +47,7 @@ class Body(BaseModel):
 
     @model_validator(mode="after")
     def _is_unicode(self) -> Self:
-        json.dumps(self.model_dump(), ensure_ascii=False).encode()  # fails for halves of surrogate pairs
+        check_text(self.model_dump())
         return self
 
     @property
@@ -64,7 +65,16 @@ class ChatBody(Body):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: Literal[0] | None = None
-    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    response_format: dict[str, Any] | None = None
+
+    @field_validator("tool_choice", "response_format", mode="before")
+    @classmethod
+    def _is_unconstrained(cls, given: Any) -> Any:
+        if given not in ("auto", "none", {"type": "text"}):
+            raise ValueError(
+                f"{given!r:.200} needs constrained decoding, which this endpoint does not have. Leave it out"
+            )
+        return given
 
 
 class CompletionBody(Body):
