@@ -1,11 +1,13 @@
 """A run of GRPO that writes down which sessions it runs: `-m tests.trainer.agent_kill_runs KIND FOLDER CONCURRENCY KILL`.
 
-KIND: an `agent`, or `environments` that a reward function reads.
+KIND: an `agent`, `environments` that a reward function reads, or a `command`, which writes the numbers of its processes and waits.
 """
 
 import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 from tests.trainer.grpo_agent_runs import agents, tool_agent
@@ -71,9 +73,33 @@ def make(kind, folder, concurrency, *, kill_at=None):
     return agents(folder=folder, **settings, **KINDS[kind])[0]
 
 
+WAITS = """
+import os, pathlib, subprocess, sys, time
+child = subprocess.Popen(["sleep", "300"])
+file = pathlib.Path(sys.argv[1]) / f"{os.getpid()}.part"
+file.write_text(f"{os.getpid()} {child.pid}")
+file.rename(file.with_suffix(".pid"))
+time.sleep(300)
+"""
+
+
+def killed_while_commands_run(folder):
+    """Train with commands that never end, and kill the process when they run."""
+
+    def watch():
+        while not list(Path(folder).glob("*.pid")):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+    agents(agent=[sys.executable, "-c", WAITS, folder, "{base_url}"], folder=folder, max_steps=1)[0].train()
+
+
 if __name__ == "__main__":
     from tests.trainer import (
         agent_kill_runs,
     )  # classes of a program's own module have other names in another program
 
+    if sys.argv[1] == "command":
+        agent_kill_runs.killed_while_commands_run(sys.argv[2])
     agent_kill_runs.make(sys.argv[1], sys.argv[2], int(sys.argv[3]), kill_at=int(sys.argv[4])).train()

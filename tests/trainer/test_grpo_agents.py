@@ -139,8 +139,183 @@ def test_sessions_that_fail_have_no_reward_and_are_counted(caplog):
         assert found[f"agent/failures/{kind}"] == pytest.approx(0.2), kind
     scores = trainer._rollout_batch.per_row["scores"]
     assert scores.isnan().sum() == 16
-    late = trained(agent=unreliable, data=ROWS.select([2]), given={"reward_funcs": number}, max_steps=1)[0]
-    assert late._rollout_batch.per_row["scores"].isnan().all() and graded == [4] * 4
+
+
+async def broken(row, base_url, api_key):
+    raise OSError(f"no sandbox for {api_key}")
+
+
+async def another_temperature(row, base_url, api_key):
+    client = openai.AsyncOpenAI(**connection(base_url, api_key))
+    await client.chat.completions.create(model="gpt-4o", messages=row["prompt"], temperature=0.7)
+
+
+async def silent(row, base_url, api_key):
+    return 3.0
+
+
+@pytest.mark.parametrize(
+    ("agent", "settings", "named"),
+    [
+        (broken, {}, r"raised: OSError: no sandbox for \*\*\*"),
+        (broken, {"generation_parts": 2}, "no sandbox"),
+        (another_temperature, {"agent_sampling": "strict"}, r"temperature=0.7 differs from this session's 1"),
+        (silent, {}, "silent: .* without an answer of the policy"),
+        ([sys.executable, "-c", "raise OSError('no tools')", "{base_url}"], {}, "no tools"),
+    ],
+)
+def test_a_batch_of_failures_ends_the_run_with_their_cause(agent, settings, named):
+    graded = []
+    given = {"reward_funcs": lambda completions, **_: graded.append(1) or [0.0] * len(completions)}
+    with pytest.raises(RuntimeError, match=f"(?s)All sessions of a rollout batch failed.*{named}"):
+        trained(agent=agent, given=given, **settings)
+    assert not graded
+
+
+def test_a_run_ended_by_failures_may_be_resumed(tmp_path):
+    """Its second step fails. When it is resumed all sessions of that step are run again, with the same tokens."""
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "folder": str(tmp_path / "again")}
+    begun, breaks = [], [True]
+
+    async def agent(row, base_url, api_key):
+        begun.append(row["number"])
+        reward = await tool_agent(row, base_url, api_key)
+        if breaks[0] and len(begun) > 8:
+            raise OSError("the tools are gone")
+        return reward
+
+    with pytest.raises(RuntimeError, match="the tools are gone"):
+        trained(agent=agent, **settings)
+    assert len(begun) == 16 and (tmp_path / "again" / "checkpoint-1").is_dir()
+    breaks[0] = False
+    again, _ = agents(agent=agent, **settings)
+    again.train(resume_from_checkpoint=True)
+    assert len(begun) == 16 + 16
+    whole, _ = trained(**{**settings, "folder": str(tmp_path / "whole")})
+    for mine, theirs in zip(again.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_an_evaluation_of_failures_ends_nothing():
+    async def fails_on_one(row, base_url, api_key):
+        if row["number"] == 1:
+            raise OSError
+        return await tool_agent(row, base_url, api_key)
+
+    trainer, _ = trained(agent=fails_on_one, max_steps=1, data=ROWS.select([0, 2]))
+    assert trainer.evaluate(ROWS.select([1]))["eval_agent/failures/raised"] == 1.0
+
+
+def test_settings_of_agents_are_ignored_with_one_warning(caplog):
+    trainer, _ = trained(agent=wordy(temperature=0.7, top_p=0.5))
+    plain, _ = trained(agent=wordy())
+    assert caplog.text.count("which is ignored") == 1 and "temperature=0.7, top_p=0.5" in caplog.text
+    assert torch.equal(trainer._rollout_batch.completions.values, plain._rollout_batch.completions.values)
+    logps = (each._rollout_batch.per_token["sampling_logps"] for each in (trainer, plain))
+    torch.testing.assert_close(*logps, rtol=0, atol=1e-9)
+
+
+def wordy(**settings):
+    async def agent(row, base_url, api_key):
+        client = openai.AsyncOpenAI(**connection(base_url, api_key))
+        given = {"model": "gpt-4o", "messages": row["prompt"], **settings}
+        return (await client.chat.completions.create(**given)).usage.completion_tokens
+
+    return agent
+
+
+def test_settings_of_agents_may_be_taken():
+    """Sampled at 0.5 with top_p, learned at 1: the mismatch is known exactly, and corrected as that of another sampler."""
+    given = {"agent_sampling": "agent", "vllm_importance_sampling_mode": "token_truncate"}
+    trainer, _ = trained(agent=wordy(temperature=0.5, top_p=0.9), max_steps=1, **given)
+    rows, policy = trainer._rollout_batch, caller()
+    assert not trainer.sampler_is_exact and not rows.per_token["tool_output"].any()
+    logps = {0.5: [], 1.0: []}
+    for prompt, completion in rows.parts():
+        with torch.no_grad():
+            logits = policy(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
+        for temperature in logps:
+            scored = (logits / temperature).log_softmax(-1)
+            logps[temperature].append(scored.gather(1, completion[:, None])[:, 0])
+    cold, plain = map(torch.cat, logps.values())
+    sampled = rows.per_token["sampling_logps"] + rows.per_token["sampling_kept"]
+    torch.testing.assert_close(sampled, cold, rtol=0, atol=1e-9)
+    expected = (plain - cold).exp().clamp(max=trainer.args.vllm_importance_sampling_cap)
+    torch.testing.assert_close(rows.per_token["correction"], expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_rows_of_agents_need_no_prompt(streams, tmp_path):
+    rows, shown = [], []
+
+    async def solver(row, base_url, api_key):
+        rows.append(dict(row))
+        client = openai.AsyncOpenAI(**connection(base_url, api_key))
+        messages = [{"role": "user", "content": row["task"]}]
+        await client.chat.completions.create(model="gpt-4o", messages=messages)
+        return float(row["number"])
+
+    def graded(prompts, completions, task, **_):
+        shown.extend(zip(prompts, completions, task, strict=True))
+        return [0.0] * len(prompts)
+
+    data = Dataset.from_list([{"task": text, "number": number} for number, text in enumerate(QUESTIONS)])
+    settings = {"max_steps": 1, "agent_keep_sessions": True, "folder": str(tmp_path), "log_completions": True}
+    given = {"reward_funcs": graded}
+    trainer, _ = trained(
+        agent=solver, data=data.to_iterable_dataset() if streams else data, given=given, **settings
+    )
+    assert all(row.keys() == {"task", "number"} for row in rows) and logs(trainer)[0]["reward"] > 0
+    assert all(completion[0]["role"] == "assistant" for _, completion, _ in shown) and len(shown) == 8
+    assert all(record["row"].keys() == {"task", "number"} for record in read_sessions(tmp_path / "sessions"))
+    assert trainer.evaluate(data.select([1]))["eval_reward"] == 1.0
+
+
+def test_numbers_beside_a_reward_are_logged():
+    """Each is a mean over the sessions that gave it, also where parts and sessions give others."""
+
+    async def agent(row, base_url, api_key):
+        reward = await tool_agent(row, base_url, api_key, rounds=1)
+        more = {"tests_passed": row["number"], "note": "fine", "solved": row["number"] > 2}
+        return {"reward": reward, **more, **({"max_depth": 7} if row["number"] == 4 else {})}
+
+    trainer, _ = trained(agent=agent, max_steps=4, generation_parts=2)
+    for entry, batch in zip(logs(trainer), range(4), strict=True):
+        numbers = [ROWS[row]["number"] for row in trainer.rollouts.prompts.of_batch(batch)]
+        assert entry["agent/tests_passed/mean"] == np.mean(numbers)
+        assert entry["agent/solved/mean"] == np.mean([number > 2 for number in numbers])
+        assert entry.get("agent/max_depth/mean", 7) == 7 and "agent/note/mean" not in entry
+    assert any("agent/max_depth/mean" in entry for entry in logs(trainer))
+    assert trainer.evaluate(ROWS.select([3]))["eval_agent/tests_passed/mean"] == 3
+
+
+def test_the_endpoint_may_listen_on_all_addresses():
+    seen = []
+
+    async def agent(row, base_url, api_key):
+        seen.append(base_url)
+        return await tool_agent(row, base_url, api_key)
+
+    trainer, _ = trained(agent=agent, max_steps=1, agent_host="0.0.0.0")
+    assert logs(trainer)[0]["agent/failures/raised"] == 0
+    assert not any("0.0.0.0" in url for url in seen)
+    with pytest.raises(
+        ValueError, match=r"agent_host must be an address of this machine, got '192\.0\.2\.1'"
+    ):
+        agents(agent_host="192.0.2.1")
+
+
+def test_a_killed_trainer_takes_its_commands_along(tmp_path):
+    """SIGKILL leaves it no time. The command runs a child, and both end; so does what watches them."""
+    status, said = ending(
+        "tests.trainer.agent_kill_runs", "command", str(new_folder(tmp_path / "run")), "2", "0"
+    )
+    assert status == -signal.SIGKILL, said
+    numbers = [int(each) for file in (tmp_path / "run").glob("*.pid") for each in file.read_text().split()]
+    assert len(numbers) >= 2
+    for process in numbers:
+        line = Path(f"/proc/{process}/cmdline")
+        waits_for(lambda line=line: not line.exists() or not line.read_bytes())  # ended, or a zombie
 
 
 def test_results_are_numbers_of_any_kind():
@@ -231,10 +406,15 @@ print(json.dumps({"reward": 2.5}))
 def test_a_command_may_print_no_result(graded, said):
     code = COMMAND.replace("print(json.dumps", f"print({said!r}, sys.stdin.read()) or (")
     given = {"reward_funcs": (lambda completions, **_: [1.5] * len(completions)) if graded else None}
-    trainer, _ = trained(agent=[sys.executable, "-c", code, "{row}", "{base_url}"], max_steps=1, given=given)
+    trainer, _ = agents(agent=[sys.executable, "-c", code, "{row}", "{base_url}"], max_steps=1, given=given)
+    if not graded:
+        with pytest.raises(RuntimeError, match=r"malformed: RewardError: It gave 'Patch written' \(a str\)"):
+            trainer.train()
+        return
+    trainer.train()
     found = logs(trainer)[0]
-    assert found["agent/failures/malformed"] == (not graded) and found["agent/failures/raised"] == 0
-    assert trainer._rollout_batch.per_row["scores"].nan_to_num(-1).tolist() == [1.5 if graded else -1] * 8
+    assert found["agent/failures/malformed"] == found["agent/failures/raised"] == 0
+    assert trainer._rollout_batch.per_row["scores"].tolist() == [1.5] * 8
 
 
 def test_an_agent_may_be_a_command():

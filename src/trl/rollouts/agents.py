@@ -7,6 +7,7 @@ import copy
 import inspect
 import json
 import logging
+import math
 import os
 import shlex
 import shutil
@@ -15,7 +16,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO
@@ -25,11 +26,20 @@ from accelerate.utils import gather_object
 
 from trl.data.prompts import PROMPT_IDS
 from trl.data.rendering import ProcessingClass, text_tokenizer
+from trl.options.generation import AgentSampling
 from trl.reporting.deadlines import AsyncCalls, DeadlinePassed, bounded
 from trl.rollouts.chains import Chain
 from trl.rollouts.endpoint import Endpoint
-from trl.rollouts.environments import EnvironmentAgent
-from trl.rollouts.experience import BRANCHES, SAMPLING_KEPT, SAMPLING_LOGPS, STOPPED, TOOL_OUTPUT, Experience
+from trl.rollouts.environments import NO_PROMPT, EnvironmentAgent
+from trl.rollouts.experience import (
+    BRANCHES,
+    RESULT_OF,
+    SAMPLING_KEPT,
+    SAMPLING_LOGPS,
+    STOPPED,
+    TOOL_OUTPUT,
+    Experience,
+)
 from trl.rollouts.journal import REWARD_FIELD, Journal, Played
 from trl.rollouts.maker import Completed, RolloutMaker, Rows
 from trl.rollouts.measures import CHAINS, CUT, OUTCOME_OF, OUTCOMES, TURNS
@@ -41,6 +51,8 @@ logger = logging.getLogger(__name__)
 ENVIRONMENTS = "environments"
 CLOSING_SECONDS = 10.0  # for the `close` of environments
 MOST_OUTPUT = 1 << 20  # bytes of a command's output that are read
+# Ends the command's process group when the trainer has ended, even by SIGKILL. Forked twice, so that it is no child of the command.
+_LAUNCH = '((read -r _ </dev/fd/$0; kill -9 0) </dev/null >/dev/null 2>&1 &); exec "$@"'
 
 Agent = Callable[..., Awaitable[Any]] | Sequence[str] | str
 """`async def agent(row, base_url, api_key)`, or a command with `{base_url}`, `{api_key}` and `{row}` in its words."""
@@ -51,13 +63,12 @@ class AgentCompleter:
 
     `concurrency` sessions run at once, each for at most `deadline` seconds (None: no limit), within a `budget`. The agent's result
     is its reward: a number, None, or a dict with `reward`. An agent that raises, takes too long or never asks the policy has none;
-    such rows are counted. Sessions that the `journal` holds are not run again. With `graded` reward functions give rewards too, so
+    such rows are counted. What requests set themselves is handled as `agent_sampling` says (`Session`), and the endpoint listens on
+    `host`. Sessions that the `journal` holds are not run again. With `graded` reward functions give rewards too, so
     a command may print anything.
 
     Raises: TypeError for an agent that is neither an async function of (row, base_url, api_key) nor a command.
     """
-
-    exact = True
 
     def __init__(
         self,
@@ -70,7 +81,11 @@ class AgentCompleter:
         journal: Journal,
         template_kwargs: Mapping[str, Any] | None = None,
         graded: bool = False,
+        agent_sampling: AgentSampling = "own",
+        host: str = "127.0.0.1",
     ) -> None:
+        self.agent_sampling: AgentSampling = agent_sampling
+        self.exact, self.host = agent_sampling != "agent", host
         self.environments = agent if isinstance(agent, EnvironmentAgent) else None
         self.agent = agent.play if isinstance(agent, EnvironmentAgent) else check_agent(agent, graded=graded)
         self.reward_names = [REWARD_FIELD] if self.environments is None else self.environments.reward_names
@@ -78,16 +93,22 @@ class AgentCompleter:
         self.processing_class, self.template_kwargs, self.journal = processing_class, template_kwargs, journal
         self.concurrency, self.deadline, self.budget, self.graded = concurrency, deadline, budget, graded
         self._calls = AsyncCalls("agent")
-        self._told: set[str] = set()
+        self._told, self._warned, self._failure = set[str](), set[str](), ""
+        self._results: set[str] = set()  # names of numbers beside rewards
 
     def __call__(self, maker: RolloutMaker, rows: Rows, *, streams: Sequence[int]) -> Completed:
-        each = [{name: rows[name][row] for name in rows if name != PROMPT_IDS} for row in range(len(streams))]
+        has_prompts = self.environments is not None or rows.get("prompt", [None])[0] != NO_PROMPT
+        names = [name for name in rows if name != PROMPT_IDS and (has_prompts or name != "prompt")]
+        each = [{name: rows[name][row] for name in names} for row in range(len(streams))]
+        self._failure = ""
         if self.environments is not None:
             self.environments.threads.check()
             self.close(ends=False)
         sampling, precision = maker.sampling, maker.accelerator.mixed_precision
         drawn = sampling, self.budget, self.template_kwargs, type(maker.engine).__name__, precision
-        keys = [self.journal.key(*one, *drawn) for one in zip(streams, each, strict=True)]
+        keys = [
+            self.journal.key(*one, *drawn, self.agent_sampling) for one in zip(streams, each, strict=True)
+        ]
         held = {key: self.journal.found(key) for key in keys}
         if self.environments is not None:
             self.environments.made += [one.environment for one in held.values() if one is not None]
@@ -96,10 +117,14 @@ class AgentCompleter:
         # Weights that are sharded are gathered by all processes, also by those whose sessions have all ended.
         if any(gather_object([bool(waiting)])) if maker.engine.together else waiting:
             self._run(maker, waiting)
-        keeps = (sampling.truncates_distribution or bool(sampling.processors)) and maker.engine.exact
+        truncates = sampling.truncates_distribution or bool(sampling.processors) or not self.exact
+        keeps = truncates and maker.engine.exact
         end: Any = text_tokenizer(self.processing_class).eos_token_id or 0
         played = [held[key] or waiting[key][-1] for key in keys]
-        found = completed(played, end, keeps=keeps, environments=self.environments)
+        self._results.update(*gather_object([sorted({name for one in played for name in one.results})]))
+        found = completed(
+            played, end, keeps=keeps, environments=self.environments, results=sorted(self._results)
+        )._replace(failure=self._failure)
         return found._replace(scored=partial(self.journal.score, keys)) if self.graded else found
 
     def close(self, *, ends: bool = True) -> None:
@@ -117,6 +142,7 @@ class AgentCompleter:
         options: Any = {"sampling": maker.sampling, "template_kwargs": self.template_kwargs}
         options |= {"threaded": False, "most_sessions": len(waiting)}
         options["http"] = self.environments is None  # which are of this process
+        options |= {"agent_sampling": self.agent_sampling, "host": self.host, "warned": self._warned}
         with Endpoint(maker.engine, self.processing_class, **options) as endpoint:
             running = dict[str, tuple[Session, Future[Any]]]()
 
@@ -141,7 +167,10 @@ class AgentCompleter:
                     call.cancel()
 
     def _tell(self, session: Session, played: Played, error: BaseException | None) -> None:
-        """Log the first error of each type."""
+        """Log the first error of each type, and keep the first of a batch."""
+        if error is not None:
+            text = f"{played.failure}: {type(error).__name__}: {error}"
+            self._failure = self._failure or text.replace(session.api_key, "***")
         if error is not None and (kind := f"{played.failure} {type(error).__name__}") not in self._told:
             self._told.add(kind)
             lines = "".join(traceback.format_exception(error)).replace(session.api_key, "***")
@@ -192,7 +221,7 @@ def check_agent(given: Any, *, graded: bool = False) -> Callable[[Session, Playe
 async def _run_command(words: Sequence[str], session: Session, *, graded: bool) -> Any:
     """The JSON value in the last line that a command prints; else the line, or None if `graded`. Its environment has the address and key too.
 
-    A row that is in none of its words is its standard input. What it started ends with it.
+    A row that is in none of its words is its standard input. What it started ends with it, and with this process.
     """
     given = {
         "base_url": session.base_url, "api_key": session.api_key, "row": json.dumps(session.row, default=str),
@@ -205,9 +234,11 @@ async def _run_command(words: Sequence[str], session: Session, *, graded: bool) 
         if not any("{row}" in word for word in words):
             given_row.write(given["row"].encode())
             given_row.seek(0)
+        alive = _alive()
         process = await asyncio.create_subprocess_exec(
-            *line, env=environment, start_new_session=True, stdin=given_row, stdout=out, stderr=err
-        )
+            "sh", "-c", _LAUNCH, str(alive), *line, env=environment, start_new_session=True, pass_fds=[alive],
+            stdin=given_row, stdout=out, stderr=err,
+        )  # fmt: skip
         try:
             await process.wait()
         finally:
@@ -231,13 +262,24 @@ def _end_of(file: BinaryIO) -> str:
     return file.read().decode(errors="replace")
 
 
+@cache
+def _alive() -> int:
+    """The reading end of a pipe whose other end is open as long as this process lives."""
+    return os.pipe()[0]
+
+
 def completed(
-    played: Sequence[Played], end: int, *, keeps: bool, environments: EnvironmentAgent | None = None
+    played: Sequence[Played],
+    end: int,
+    *,
+    keeps: bool,
+    environments: EnvironmentAgent | None = None,
+    results: Sequence[str] = (),
 ) -> Completed:
     """Sessions as completions. Tokens that the policy did not sample have a log-prob of 0 and count as tool output.
 
     A session without turns is one token `end`. `keeps`: whether samples have the mass that truncated sampling kept. `environments`
-    add the numbers of tool calls, a reward for each class of them, and themselves.
+    add the numbers of tool calls, a reward for each class of them, and themselves. `results` are the names of agents' further numbers.
     """
     silent = Chain([end], [end], [False], [0.0], [0.0], "float32", False)
     rows = [one.chains or [silent] for one in played]
@@ -257,6 +299,7 @@ def completed(
         CHAINS: [len(one.chains) for one in played],
         CUT: [one.cut for one in played],
         **{OUTCOME_OF + kind: [one.failure == kind for one in played] for kind in OUTCOMES},
+        **{RESULT_OF + name: [one.results.get(name, math.nan) for one in played] for name in results},
     }
     names = [REWARD_FIELD] if environments is None else environments.reward_names
     fields: dict[str, list[Any]]

@@ -18,13 +18,14 @@ from trl.data.rendering import Message, ProcessingClass
 from trl.generation.serving.answers import APIError
 from trl.reporting.deadlines import DeadlinePassed, ThreadedCalls, bounded
 from trl.rewards.functions import accepted
-from trl.rollouts.chats import readable
+from trl.rollouts.chats import TOO_LONG, readable
 from trl.rollouts.journal import Played
-from trl.rollouts.sessions import BUDGET_EXCEEDED, TOO_LONG, Session, Turn
+from trl.rollouts.sessions import BUDGET_EXCEEDED, Session, Turn
 from trl.rollouts.tool_turns import check_tool_template
 from trl.rollouts.tools import MOST_LEFT_BEHIND, Reply, Tool, ToolCall, as_text, refusal, reply_of, tools_of
 
 KIND = "environment"  # the column that chooses among several factories
+NO_PROMPT = [{"role": "user", "content": ""}]
 NO_TOOLS = ("reset", "get_reward", "close")
 
 
@@ -230,9 +231,7 @@ class EnvironmentAgent:
             dataset = Dataset.from_list(dataset)
         if not isinstance(dataset, (Dataset, IterableDataset)):
             return dataset
-        if "prompt" not in (dataset.column_names or ()):
-            empty = [{"role": "user", "content": ""}]
-            dataset = dataset.map(lambda row: {"prompt": empty, **row})
+        dataset = with_prompts(dataset)
         if isinstance(dataset, IterableDataset):
             return dataset
         if not is_list_of_dicts_with(dataset[0]["prompt"], "role"):
@@ -247,6 +246,13 @@ class EnvironmentAgent:
         for kind in self.kinds.values():
             kind.check_columns(columns - {KIND} if self.chooses else columns)
         return dataset
+
+
+def with_prompts(dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
+    """A data set's rows with an empty prompt where they have none."""
+    if "prompt" in (dataset.column_names or ()):
+        return dataset
+    return dataset.map(lambda row: {"prompt": NO_PROMPT, **row})
 
 
 def _opening(prompt: Sequence[Message], observation: Any) -> list[Message]:

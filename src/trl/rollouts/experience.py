@@ -40,6 +40,9 @@ LENGTH = "length"  # completion tokens that the policy sampled
 MEAN_LENGTH = "mean_length"  # mean length of the rollout batch
 FILTERED = "filtered"  # bool: not among those that are learned from
 REPLAYED = "replayed"  # bool: sampled for an earlier rollout batch
+RESULT_OF = (
+    "agent_result_"  # and a name: what agents returned beside their reward, NaN for nothing; may be absent
+)
 
 # Further rows of token ids:
 TEACHER_PROMPTS = "teacher_prompts"
@@ -190,8 +193,11 @@ class Experience:
 def concatenate(parts: Sequence[Experience]) -> Experience:
     """The rows of several experiences, one after another.
 
-    Raises: ValueError for different columns.
+    Columns of agents' results may be absent. Raises: ValueError for other differences in columns.
     """
+    results = sorted({name for part in parts for name in part.per_row if name.startswith(RESULT_OF)})
+    nothing = [dict.fromkeys(results, torch.full([len(part)], torch.nan)) for part in parts]
+    parts = [part.with_rows(**{**row, **part.per_row}) for part, row in zip(parts, nothing, strict=True)]
     first = parts[0]
     for part in parts:
         if (part.per_token.keys(), part.per_row.keys(), part.more.keys()) != (

@@ -31,7 +31,7 @@ REWARD_FIELD = "agent_reward"
 class Played:
     """A session: its chains, the reward under its name, why it failed, and its conversations.
 
-    `messages` are what the policy wrote, in an `environment` with its answers. `calls` to `limited` count an environment's tool
+    `results` are the numbers that the agent returned beside its reward. `messages` are what the policy wrote, in an `environment` with its answers. `calls` to `limited` count an environment's tool
     calls.
     """
 
@@ -43,6 +43,7 @@ class Played:
     reward: float | None = None
     reward_name: str = REWARD_FIELD
     failure: Outcome | None = None
+    results: dict[str, float] = field(default_factory=dict)
     calls: int = 0
     failures: dict[str, int] = field(default_factory=dict)
     limited: bool = False
@@ -73,6 +74,12 @@ class Played:
             self.failure = "silent"
             return RewardError("It ended without an answer of the policy: there is nothing to train.")
         (self.reward,) = read.values
+        if isinstance(given, Mapping):
+            names = [str(name) for name in given if name != "reward"]
+            values = read_answers(
+                [given[name] for name in given if name != "reward"], count=len(names)
+            ).values
+            self.results = {n: value for n, value in zip(names, values, strict=True) if value is not None}
         return None
 
 
@@ -104,7 +111,9 @@ class Journal:
         self._policy = digest([run, step, gather_object(sums) if is_sharded(model) else sums])
         name = f"{step:08d}-{run}"
         records = _records(self.folder, f"{name}-*.jsonl")
-        self._held = {record["key"]: record for record in records if "row" in record}
+        held = {record["key"]: record for record in records if "row" in record}
+        # A batch of failures ends the run. It is run again, because their cause may be gone.
+        self._held = held if any(record["failure"] is None for record in held.values()) else {}
         self._file = self.folder / f"{name}-{self.rank}.jsonl"
 
     def end(self) -> None:
@@ -119,7 +128,7 @@ class Journal:
         """The session of a key that has ended; None if it must be run."""
         if (record := self._held.get(key)) is None:
             return None
-        given = {each.name: record[each.name] for each in fields(Played)}
+        given = {each.name: record[each.name] for each in fields(Played) if each.name in record}
         given["chains"] = [Chain(**each) for each in given["chains"]]
         if self.environments:
             try:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -22,7 +23,7 @@ from trl.reporting.deadlines import Pending, start
 from trl.rewards.result import RewardInputs, RewardResult, joined, source_columns
 from trl.rewards.source import RewardSources
 from trl.rollouts.experience import SAMPLING_KEPT, SAMPLING_LOGPS, STOPPED, Experience, concatenate
-from trl.rollouts.measures import OUTCOME_OF
+from trl.rollouts.measures import failed_sessions
 from trl.rollouts.schedule import RolloutSizes, rollout_rows
 from trl.tensors.ragged import Ragged
 
@@ -56,13 +57,15 @@ class Prompts:
 class Completed(NamedTuple):
     """Completions of some rows, and what their maker adds to the rows for reward functions.
 
-    `fields`: further columns; `messages`: each completion as messages, where it has several; `scored` is given the rewards.
+    `fields`: further columns; `messages`: each completion as messages, where it has several; `scored` is given the rewards;
+    `failure` is the first error of a session.
     """
 
     experience: Experience
     fields: Mapping[str, Sequence[Any]] = {}
     messages: Sequence[list[dict[str, Any]]] | None = None
     scored: Callable[[Sequence[float]], None] | None = None
+    failure: str = ""
 
 
 class Completer(Protocol):
@@ -160,6 +163,8 @@ class RolloutMaker:
             if size < len(streams):
                 score = partial(self._score_after, pending[-1:], found.experience, inputs[-1])
                 pending.append(start(score, "rewards-of-a-part"))
+        if training:
+            self._check_sessions(completed)
         results = [part.future.result() for part in pending]
         results = results or [self._score_after([], completed[0].experience, inputs[0])]
         scored = list[Experience]()
@@ -171,6 +176,20 @@ class RolloutMaker:
         self.texts = list(zip(every.prompts, every.completions, strict=True))
         return self.apply_rewards(concatenate(scored), rewards, every, training=training)
 
+    def _check_sessions(self, completed: Sequence[Completed]) -> None:
+        """Raise RuntimeError if all sessions of agents failed, in all processes: there is nothing to learn from them."""
+        failed = [failed_sessions(one.experience) for one in completed]
+        if failed[0] is None:
+            return
+        own = all(bool(rows.all()) for rows in failed if rows is not None), [one.failure for one in completed]
+        every = gather_object([own])
+        if all(is_failed for is_failed, _ in every):
+            cause = next((text for _, texts in every for text in texts if text), "logged before")
+            raise RuntimeError(
+                f"All sessions of a rollout batch failed, so there is nothing to learn. The first error: {cause.rstrip('.')}. "
+                "Correct the agent, and resume the run."
+            )
+
     def _score_after(
         self, earlier: Sequence[Pending], experience: Experience, inputs: RewardInputs
     ) -> RewardResult:
@@ -180,8 +199,7 @@ class RolloutMaker:
         """
         for part in earlier:
             part.future.result()
-        failed = [column for name, column in experience.per_row.items() if name.startswith(OUTCOME_OF)]
-        return self.rewards.score(inputs, lost=torch.stack(failed).any(dim=0) if failed else None)
+        return self.rewards.score(inputs, lost=failed_sessions(experience))
 
     def complete(
         self,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trl.objectives.group_advantages import Scale, reward_statistics
 from trl.rewards.result import reward_metrics, source_means, source_table
-from trl.rollouts.experience import LENGTH, REWARD, STOPPED, TOOL_OUTPUT, Experience
+from trl.rollouts.experience import LENGTH, RESULT_OF, REWARD, STOPPED, TOOL_OUTPUT, Experience
 from trl.tensors.reduce import Weighted, weighted
 
 Outcome = Literal["raised", "deadline", "silent", "malformed"]
@@ -31,6 +31,12 @@ def of_all_processes(experience: Experience, accelerator: Any) -> dict[str, Tens
     if accelerator.num_processes > 1:
         table = accelerator.gather(table.to(accelerator.device)).cpu()
     return dict(zip(columns, table.unbind(dim=1), strict=True))
+
+
+def failed_sessions(experience: Experience) -> Tensor | None:
+    """Rows whose session of an agent failed: bool `(B,)`; None without agents."""
+    failed = [column for name, column in experience.per_row.items() if name.startswith(OUTCOME_OF)]
+    return torch.stack(failed).any(dim=0) if failed else None
 
 
 def sampled_lengths(experience: Experience) -> Tensor:
@@ -88,11 +94,14 @@ def agent_metrics(rows: Mapping[str, Tensor], *, share: float) -> dict[str, Weig
     """Metrics of sessions in rows of all processes, of which this process logs a `share`.
 
     `agent/turns` and `agent/branches` per session, `agent/cut_ratio`: share of sessions that a budget ended,
-    `agent/failures/<kind>`: shares that failed.
+    `agent/failures/<kind>`: shares that failed, `agent/<name>/mean` of the numbers that agents returned beside their rewards.
     """
     if TURNS not in rows:
         return {}
     found = {"agent/turns": weighted(rows[TURNS]), "agent/branches": weighted(rows[CHAINS].clamp(min=1) - 1)}
     found["agent/cut_ratio"] = weighted(rows[CUT])
     found |= {f"agent/failures/{kind}": weighted(rows[OUTCOME_OF + kind]) for kind in OUTCOMES}
+    for name, values in rows.items():
+        if name.startswith(RESULT_OF):
+            found[f"agent/{name.removeprefix(RESULT_OF)}/mean"] = weighted(values, ~values.isnan())
     return shared(found, share)

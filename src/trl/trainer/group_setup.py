@@ -29,7 +29,8 @@ from trl.options.generation import AGENT_SETTINGS, TOOL_SETTINGS
 from trl.rewards.functions import column_reward
 from trl.rewards.source import RewardSources
 from trl.rollouts.agents import AgentCompleter
-from trl.rollouts.environments import EnvironmentAgent
+from trl.rollouts.endpoint import check_host
+from trl.rollouts.environments import EnvironmentAgent, with_prompts
 from trl.rollouts.journal import Journal
 from trl.rollouts.schedule import RolloutSizes
 from trl.rollouts.sessions import Budget
@@ -291,6 +292,8 @@ def agent_completer(
         raise ValueError(f"{name} cannot be combined with {', '.join(given)}. Leave one of them out.")
     if agent is not None and not (find_spec("fastapi") and find_spec("uvicorn")):
         raise ImportError("agent needs a server. Install it with `pip install trl[serve]`.")
+    if agent is not None:
+        check_host(args.agent_host)
     kwargs: Any = {"template_kwargs": args.chat_template_kwargs}
     length, folder, environments = None, None, list[type]()
     if agent is None:
@@ -308,6 +311,8 @@ def agent_completer(
         Budget(args.agent_max_turns, args.agent_max_tokens, length=length),
         concurrency=args.agent_concurrency,
         deadline=args.agent_deadline,
+        agent_sampling=args.agent_sampling,
+        host=args.agent_host,
         journal=Journal(
             folder, rank=args.process_index, keeps=args.agent_keep_sessions, environments=environments
         ),
@@ -327,14 +332,17 @@ def agent_rewards(reward_funcs: Any, agents: Any) -> list[Any]:
 
 
 def environment_rows(agents: Any, dataset: Any) -> Any:
-    """A data set, or several by name, in the form of the run: with environments each row has a prompt.
+    """A data set, or several by name, in the form of the run: with agents and environments each row has a prompt.
 
     Raises: ValueError for rows that do not fit the environments.
     """
-    environments = getattr(agents, "environments", None)
     if isinstance(dataset, dict):
         return {name: environment_rows(agents, each) for name, each in dataset.items()}
-    return dataset if environments is None else environments.rows(dataset)
+    if not isinstance(agents, AgentCompleter):
+        return dataset
+    if agents.environments is not None:
+        return agents.environments.rows(dataset)
+    return with_prompts(dataset) if isinstance(dataset, (Dataset, IterableDataset)) else dataset
 
 
 def seed_rows(args: RolloutTraining, sizes: RolloutSizes) -> Dataset:
