@@ -1,6 +1,7 @@
 """A zoo of agents over HTTP: what is trained are the tokens that were sampled, whatever an agent does with its history."""
 
 import asyncio
+import copy
 import json
 import random
 import socket
@@ -17,6 +18,7 @@ import openai
 import pytest
 import torch
 from benchmarks.agent_fuzz import fuzz
+from tokenizers import decoders
 from transformers.utils import get_json_schema
 
 from tests.data.test_byte_alignment import texts, tokenizer_of
@@ -483,6 +485,17 @@ def test_bytes_of_tokens_join_to_the_text(kind):
         joined = b"".join(map(bytes, chats.token_bytes(ids)))
         whole = words.decode(ids, skip_special_tokens=True)
         assert "\ufffd" in whole or joined.decode() == whole.removeprefix("\ufffd")
+
+
+def test_the_first_space_that_a_text_loses_is_no_byte():
+    """SentencePiece's decoders strip it (Llama 2)."""
+    words = copy.deepcopy(tokenizer_of("pieces"))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    words.backend_tokenizer.decoder = decoders.Sequence(steps)
+    chats = Chats(words, frozenset(), 100, {})
+    ids = words(" is the é", add_special_tokens=False)["input_ids"]
+    assert chats.text(ids) == "is the é"
+    assert b"".join(map(bytes, chats.token_bytes(ids))).decode() == "is the é"
 
 
 def test_log_probs_have_the_bytes_of_their_tokens():
