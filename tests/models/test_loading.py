@@ -181,3 +181,14 @@ def test_no_tokenizer_beside_the_model(tmp_path):
         load_processing_class(str(tmp_path))
     with pytest.raises(ValueError, match="processing_class"):
         load_processing_class(tiny_model("llama"))
+
+
+@pytest.mark.parametrize("content", [b"", bytes(5000), None])
+def test_damaged_weights_are_named(content, tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-500] if content is None else content)
+    with pytest.raises(
+        ValueError, match=r"has damaged weights: model.safetensors cannot be read, it may be trunc"
+    ):
+        create_model_from_path(str(tmp_path))

@@ -5,11 +5,13 @@ import logging
 import shutil
 import subprocess
 import sys
+from datetime import datetime
 from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers.trainer
+import transformers.utils.chat_template_utils
 from datasets import Dataset
 from transformers import TrainerCallback
 
@@ -20,6 +22,7 @@ from tests.trainer import dpo_runs
 from tests.trainer.sft_runs import make, model_for
 from tests.two_processes import launch
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+from trl.checkpoints import progress
 from trl.checkpoints.ownership import PREFIX, run_folder_name
 from trl.checkpoints.wholeness import CheckpointError
 
@@ -241,3 +244,52 @@ def test_what_is_pushed_holds_no_secret(tmp_path, monkeypatch):
     make(ROWS, folder=tmp_path, **settings).train()
     assert {call.kwargs["token"] for call in hub.upload_folder.call_args_list} == {SECRETS[1]}
     assert files_with(tmp_path, SECRETS) == []
+
+
+def test_a_link_to_nothing_is_refused(tmp_path):
+    (tmp_path / "out").symlink_to(tmp_path / "gone")
+    with pytest.raises(ValueError, match=r"output_dir='.*/out' is a link to '.*/gone', which is missing"):
+        make(ROWS, folder=tmp_path / "out")
+
+
+class FakeClock(datetime):
+    day = 24
+
+    @classmethod
+    def now(cls, tz=None):
+        return cls(2026, 11, cls.day)
+
+
+DATED = """{{ strftime_now("%d %b %Y") }}{% for m in messages %}{{ m['content'] }}{% endfor %}"""
+
+
+@pytest.mark.parametrize("workers", [None, 2])
+def test_a_run_keeps_the_date_of_its_chat_template(workers, tmp_path, monkeypatch):
+    for module in (progress, transformers.utils.chat_template_utils):
+        monkeypatch.setattr(module, "datetime", FakeClock)
+    rows = [{"messages": [{"role": "user", "content": text["text"]}]} for text in ROWS]
+
+    def dated(day, folder, steps=2, **settings):
+        monkeypatch.setattr(FakeClock, "day", day)
+        words = tiny_tokenizer()
+        words.chat_template = DATED
+        settings = {**SAVED, "max_steps": steps, "dataset_num_proc": workers, **settings}
+        return make(rows, tokenizer=words, folder=folder, **settings)
+
+    first, other = dated(24, tmp_path / "run"), dated(25, tmp_path / "other")
+    ids = first.train_dataset["input_ids"][0]
+    assert first._tokenizer.decode(ids).startswith("24 Nov 2026")
+    assert other._tokenizer.decode(other.train_dataset["input_ids"][0]).startswith("25 Nov 2026")
+    first.train()
+    again = dated(25, tmp_path / "run", 3)
+    assert again.train_dataset["input_ids"][0] == ids
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 3
+    checkpoint = str(tmp_path / "run" / "checkpoint-3")
+    with pytest.raises(
+        CheckpointError, match=r"date 2026-11-24 in its chat template.*resume_from_checkpoint="
+    ):
+        dated(25, tmp_path / "third", 4).train(resume_from_checkpoint=checkpoint)
+    named = dated(25, tmp_path / "third", 4, resume_from_checkpoint=checkpoint)
+    named.train(resume_from_checkpoint=checkpoint)
+    assert named.state.global_step == 4

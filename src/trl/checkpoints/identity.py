@@ -79,6 +79,11 @@ def compare(checkpoint: Path, own: Mapping[str, Any], *, ignore_data: bool = Fal
         raise CheckpointError(
             f"{checkpoint} is of another model ({', '.join(differs)}). Resume with the model that was trained there."
         )
+    if (begun := known.get("date")) and begun != own.get("date", begun):
+        raise CheckpointError(
+            f"{checkpoint} was trained with the date {begun} in its chat template, and these rows have {own['date']}. Set "
+            f"resume_from_checkpoint={str(checkpoint)!r} in the config before the trainer is made."
+        )
     lines = _differences(known["settings"], own["settings"])
     if not ignore_data and known["data"] and own["data"] and _differences(known["data"], own["data"]):
         also = f" Settings that differ: {', '.join(lines)}." if lines else ""

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -69,6 +70,18 @@ def begin_run(
             ", ".join(path.name for path in others),
         )
     return Run(folder, {"run": run, **facts}, None if checkpoint is None else str(checkpoint))
+
+
+def date_of_run(args: TrainingArguments) -> str:
+    """The ISO date on which a run began, the same on all processes: that in the checkpoint that `resume_from_checkpoint` names or,
+    if it names none, in the newest of `output_dir`; else today."""
+    named, begun = args.resume_from_checkpoint, [datetime.now().date().isoformat()]
+    checkpoints = [Path(named)] if named and Path(named).is_dir() else checkpoints_in(args.output_dir or ".")
+    if checkpoints:
+        begun = [read_manifest(checkpoints[0]).get("date") or begun[0]]
+    if args.world_size > 1:
+        broadcast_object_list(begun)
+    return begun[0]
 
 
 def starts_anew(args: TrainingArguments, part: str) -> bool:

@@ -128,7 +128,7 @@ def faults(
     sums = written if isinstance(written, dict) else {}
     with ThreadPoolExecutor(_READERS) as pool:
         whys = pool.map(
-            lambda name: _unreadable(folder / name) or _changed(folder / name, sums.get(name)), read
+            lambda name: unreadable(folder / name) or _changed(folder / name, sums.get(name)), read
         )
         found |= {name: why for name, why in zip(read, whys, strict=True) if why}
     return {file: why for file, why in found.items() if _part_of(file) not in without}
@@ -228,7 +228,7 @@ def _fits(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch(name, pattern) for pattern in patterns)
 
 
-def _unreadable(file: Path) -> str | None:
+def unreadable(file: Path) -> str | None:
     """Why a file cannot be read as its suffix says, None for one that can; the tensors themselves are not read."""
     try:
         if file.suffix == ".json":

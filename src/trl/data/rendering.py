@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from typing import Any, NamedTuple
 
 import jinja2
@@ -66,6 +67,25 @@ def _parsed(value: Any) -> Any:
         raise ValueError(f"tools must be a list of schemas, or its JSON, got a string ({error}).") from error
 
 
+def set_run_date(processing_class: Any, run_date: str) -> None:
+    """Let a chat template that reads the clock (`strftime_now`) show this ISO date; part of the cache keys of data sets."""
+    for holder in (processing_class, text_tokenizer(processing_class)):
+        templates = getattr(holder, "chat_template", None)
+        if any("strftime_now" in str(source) for source in (templates, template_source(holder))):
+            text_tokenizer(processing_class).run_date = run_date  # type: ignore[attr-defined]
+
+
+def run_date_of(processing_class: Any) -> str | None:
+    """The date that `set_run_date` set; None for templates that do not read the clock."""
+    return getattr(text_tokenizer(processing_class), "run_date", None)
+
+
+def _clock(processing_class: ProcessingClass) -> dict[str, Callable[[str], str]]:
+    """The template variable that replaces transformers' function."""
+    run_date = run_date_of(processing_class)
+    return {} if run_date is None else {"strftime_now": datetime.fromisoformat(run_date).strftime}
+
+
 def render(
     processing_class: ProcessingClass,
     chat: Chat,
@@ -85,7 +105,7 @@ def render(
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **chat.template_kwargs,
+            **{**_clock(processing_class), **chat.template_kwargs},
         )
     except TEMPLATE_ERRORS as error:
         raise TemplateRefusal.of(error) from error
@@ -99,7 +119,7 @@ def render_with_marks(processing_class: ProcessingClass, chat: Chat) -> tuple[st
     """
     kwargs = dict(chat.template_kwargs)
     template = kwargs.pop("chat_template", None) or template_source(processing_class, tools=chat.tools)
-    variables = {**text_tokenizer(processing_class).special_tokens_map, **kwargs}
+    variables = {**text_tokenizer(processing_class).special_tokens_map, **_clock(processing_class), **kwargs}
     try:
         texts, ranges = render_jinja_template(
             conversations=[chat.messages],

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,6 +23,7 @@ from transformers import (
     ProcessorMixin,
 )
 
+from trl.checkpoints.wholeness import listed, unreadable
 from trl.data.hub import loading_from_hub, may_be_on_hub
 from trl.data.rendering import text_tokenizer
 from trl.models.distributed import gathered_parameters
@@ -89,6 +91,13 @@ def _load(model_id: str, architecture: Any | None, kwargs: dict[str, Any], *, tr
             model, info = model_class.from_pretrained(model_id, output_loading_info=True, **kwargs)
         except FileNotFoundError:
             raise
+        except SafetensorError as error:
+            broken = {
+                file.name: why for file in sorted(folder.rglob("*.safetensors")) if (why := unreadable(file))
+            }
+            raise ValueError(
+                f"'{model_id}' has damaged weights: {listed(broken) or error}. Save or download them again."
+            ) from error
         except OSError as error:
             raise FileNotFoundError(f"'{model_id}' could not be loaded: {_first_line(error)}.") from error
         # A classification head may be new.

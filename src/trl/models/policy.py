@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, set_seed
 
+from trl.checkpoints.progress import date_of_run
+from trl.data.rendering import set_run_date
 from trl.models.loading import apply_special_tokens, load_processing_class
 from trl.models.parts import cast_head_to_float32, causal_core
 from trl.models.peft import is_peft_model, is_quantized, prepare_peft_model
@@ -81,6 +83,7 @@ def set_up_policy(
     )
     template = getattr(args, "chat_template_path", None)
     loaded, peft_config = take_chat_template(loaded, tokenizer, template, peft_config)
+    set_run_date(processing_class, date_of_run(args))
     if classifier is not None:
         take_pad_token(loaded, tokenizer, classifier)
         peft_config = adapter_of_classifier(peft_config, classifier)

@@ -39,6 +39,7 @@ from trl.checkpoints.progress import (
 from trl.checkpoints.wholeness import naming_weights
 from trl.data.prepared_sets import DataSets
 from trl.data.ragged import list_lengths
+from trl.data.rendering import run_date_of
 from trl.data.streaming import CountedStream, RepeatedStream, is_streaming
 from trl.legacy import move_onto_config
 from trl.legacy.interface import GIVEN, LegacyInterface, call_with
@@ -718,6 +719,8 @@ class BaseTrainer(LegacyInterface, Trainer):
                 method=self._name, config=model.config, adapters=getattr(model, "peft_config", {}),
                 dataset=self.train_dataset, settings=settings,
             )  # fmt: skip
+            if facts and (begun := run_date_of(self._tokenizer)):
+                facts["date"] = begun
             return begin_run(folder, facts, args, resume=resume, alone=alone)
 
         self._run = on_main(self.accelerator, begin)

@@ -91,6 +91,11 @@ def settle_inherited(args: TrainingArguments, data: Data) -> None:
     Call it before the constructor of `transformers.Trainer`.
     """
     args.output_dir = os.path.abspath(str(args.output_dir))  # a reward may change the working directory
+    if os.path.islink(args.output_dir) and not os.path.exists(args.output_dir):
+        target = os.readlink(args.output_dir)
+        raise ValueError(
+            f"output_dir={args.output_dir!r} is a link to {target!r}, which is missing. Create that folder."
+        )
     kinds = {"any", data, *(["rows"] if data == "pairs" else [])}
     for setting in SETTINGS:
         if setting.data in kinds:
