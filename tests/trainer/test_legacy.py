@@ -41,7 +41,12 @@ def warned(call):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = call()
-    ours = [entry for entry in caught if entry.category is FutureWarning]
+    # transformers' own are of its older names (5.23, in `older_args`), and of PEFT's calls.
+    ours = [
+        entry
+        for entry in caught
+        if entry.category is FutureWarning and "removed in v6" not in str(entry.message)
+    ]
     assert len(ours) == 1
     assert ours[0].filename == __file__
     return result, str(ours[0].message)
