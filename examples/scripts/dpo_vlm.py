@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import load_dataset
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoProcessor
 
 from trl import (
     DPOConfig,
@@ -35,23 +35,19 @@ def train(**defaults: Any) -> Any:
     parser.set_defaults(max_length=None, max_prompt_length=None, **defaults)  # images are long
     given = tiny.arguments(parser, tiny.colours, max_steps=30)
     script_args, training_args, model_args = parser.parse_args_and_config(given)
-    settings = model_init_kwargs(model_args)
-    name, peft_config = model_args.model_name_or_path, get_peft_config(model_args)
-    model = AutoModelForImageTextToText.from_pretrained(name, **settings)
-    # With an adapter, the model without it is the reference.
-    reference = None if peft_config else AutoModelForImageTextToText.from_pretrained(name, **settings)
+    training_args.model_init_kwargs = model_init_kwargs(model_args)
+    name: Any = model_args.model_name_or_path
     processor = AutoProcessor.from_pretrained(name, trust_remote_code=model_args.trust_remote_code)
     dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
     dataset = dataset.select_columns(["prompt", "chosen", "rejected", "images"])
 
     trainer = DPOTrainer(
-        model,
-        reference,
+        name,  # a copy of it is the reference; with an adapter, the model without it
         args=training_args,
         train_dataset=dataset[script_args.dataset_train_split],
         eval_dataset=dataset[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None,
         processing_class=processor,
-        peft_config=peft_config,
+        peft_config=get_peft_config(model_args),
     )
     trainer.train()
     trainer.save_model(training_args.output_dir)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset, load_dataset
-from transformers import AutoModelForTokenClassification, AutoTokenizer, LlamaForTokenClassification
+from transformers import AutoTokenizer, LlamaForTokenClassification
 
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 from trl.experimental.prm import PRMConfig, PRMTrainer
@@ -65,14 +65,12 @@ if __name__ == "__main__":
     settings = {"per_device_train_batch_size": 32, "max_steps": 300, "lr_scheduler_type": "cosine", "warmup_steps": 30, "logging_steps": 50}  # fmt: skip
     given = tiny.arguments(parser, small_parts, **settings)
     script_args, training_args, model_args = parser.parse_args_and_config(given)
-    name = model_args.model_name_or_path
-    model = AutoModelForTokenClassification.from_pretrained(
-        name, num_labels=2, **model_init_kwargs(model_args)
-    )
+    name: Any = model_args.model_name_or_path
+    training_args.model_init_kwargs = model_init_kwargs(model_args)
     dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
 
     trainer = PRMTrainer(
-        model,
+        name,
         args=training_args,
         train_dataset=dataset[script_args.dataset_train_split],
         eval_dataset=dataset[script_args.dataset_test_split],

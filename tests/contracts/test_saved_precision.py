@@ -18,14 +18,14 @@ from tests.trainer import cpo_runs, dpo_runs, grpo_runs, kto_runs, prm_runs, rew
 from tests.trainer import ppo_runs as step_runs
 from tests.trainer.resume_worker import tokenizer
 from trl import AutoModelForCausalLMWithValueHead, SFTTrainer
-from trl.models.loading import create_model_from_path, load_trained_model
+from trl.models.loading import create_model_from_path
 from trl.models.parts import causal_core
 from trl.models.policy import share_moved
 
 STEPS = {
     "max_steps": 4, "learning_rate": 1e-6, "optim": "adamw_torch", "max_grad_norm": 1.0, "per_device_train_batch_size": 8,
 }  # fmt: skip
-VOCABULARY = {"vocab_size": 64}  # nearly all of them are in the rows
+VOCABULARY: dict[str, Any] = {"vocab_size": 64}  # nearly all of them are in the rows
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +56,14 @@ def of_rows(make: Callable[..., Any], model: str = "policy", **given: str) -> Ca
 
 
 def of_groups(
-    method: str, *, make: Any = grpo_runs.make, beta: float = 0.1, **given: str
+    method: str, *, make: Any = grpo_runs.make, beta: float | None = None, **given: str
 ) -> Callable[..., Any]:
     def made(saved: dict[str, str], out: str, **settings: Any) -> Any:
         models = {"model": saved["policy"], **{name: saved[value] for name, value in given.items()}}
-        own = {"num_generations": 2} if method in grpo_runs.COMPARED else {}
-        return make(method, folder=out, given=models, beta=beta, **STEPS, **own, **settings)[0]
+        own: dict[str, Any] = {"num_generations": 2} if method in grpo_runs.COMPARED else {}
+        if beta is not None:
+            own["beta"] = beta
+        return make(method, folder=out, given=models, **STEPS, **own, **settings)[0]
 
     return made
 
@@ -158,7 +160,7 @@ def test_an_adapter_trains_in_float32_over_a_base_in_bfloat16(kept, bf16, saved,
     if kept == ["lm_head"]:
         assert moved(before, trainer.model) >= 0.9
     trainer.save_model()
-    again = SFTTrainer(str(tmp_path), trainer.args, train_dataset=trainer.train_dataset)
+    again: Any = SFTTrainer(str(tmp_path), trainer.args, train_dataset=trainer.train_dataset)
     assert {x.dtype for x in again.model.parameters() if x.requires_grad} == {torch.float32}
     for name, weight in state(trainer.model).items():
         torch.testing.assert_close(state(again.model)[name], weight, rtol=0, atol=0)
@@ -206,7 +208,21 @@ def test_a_resumed_run_ends_in_the_same_bits(method, saved, tmp_path):
     assert {x.dtype for x in load_file(checkpoint / "model.safetensors").values()} == {torch.float32}
     kind = type(causal_core(getattr(whole.model, "policy", whole.model)))
     assert kind.from_pretrained(checkpoint).dtype == torch.bfloat16
-    assert load_trained_model(str(checkpoint)).dtype == torch.float32
+    assert create_model_from_path(str(checkpoint), trained=True).dtype == torch.float32
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_loss_curve_is_that_of_a_float32_file_with_equal_values(bf16, saved, tmp_path):
+    wide = create_model_from_path(saved["policy"], dtype="float32")
+    wide.save_pretrained(tmp_path / "wide")
+    curves = []
+    for folder in (saved["policy"], str(tmp_path / "wide")):
+        settings = {**STEPS, "max_steps": 200, "learning_rate": 2e-5, "bf16": bf16}
+        trainer = methods.sft(str(tmp_path / "run"), model=folder, processing_class=tokenizer(), **settings)
+        trainer.train()
+        curves.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    assert len(curves[0]) == 200 and curves[0][-1] < curves[0][0] - 0.1
+    assert max(abs(a - b) for a, b in zip(*curves, strict=True)) < 1e-6
 
 
 # ---- step-level PPO
@@ -261,8 +277,8 @@ def test_ratios_of_the_first_step_are_1(bf16, saved, tmp_path):
 
 
 def test_one_warning_says_how_many_weights_of_an_object_move(saved, tmp_path, caplog):
-    model = tiny_model("llama", dtype=torch.bfloat16, **VOCABULARY)
-    model.get_input_embeddings().weight.data[0] = 1.0  # of padding: zeros, and it gets no gradient
+    model: Any = tiny_model("llama", dtype=torch.bfloat16, **VOCABULARY)
+    model.model.embed_tokens.weight.data[0] = 1.0  # of padding: zeros, and it gets no gradient
     trainer = methods.sft(str(tmp_path), model=model, **{**STEPS, "max_steps": 1})
     (warning,) = [record.getMessage() for record in caplog.records if "rounding" in record.getMessage()]
     before, share = state(model), share_moved(list(model.parameters()), 1e-6)

@@ -43,6 +43,18 @@ def test_parts_are_the_whole(kind):
         assert not copied
 
 
+@pytest.mark.parametrize("kind", ["tied", "lora"])
+def test_matrices_are_read_in_the_dtype_of_mixed_precision(kind):
+    policy = policy_of(kind)
+    parts, whole = WeightParts(policy, torch.bfloat16), checkpoint_weights(policy)
+    found = read(parts)
+    for name, weight in whole.items():
+        expected = weight.bfloat16() if weight.ndim > 1 else weight
+        torch.testing.assert_close(found[name], expected, rtol=0, atol=0)
+        assert parts.shapes[name].dtype == expected.dtype
+    assert {weight.dtype for weight in found.values()} == {torch.bfloat16, torch.float32}
+
+
 def test_sums_are_made_for_one_layer_at_a_time():
     policy = get_peft_model(
         tiny_model("llama", num_hidden_layers=4),

@@ -43,12 +43,19 @@ def test_log_probs_are_those_of_the_whole_head(autocast):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_wide_head_stays_as_it_is(tied):
+def test_a_wide_head_stays_as_it_is_and_is_not_narrowed_by_autocast(tied):
     model = tiny_model("llama", dtype=torch.float32, tie_word_embeddings=tied)
+    plain, narrow = scored(model), scored(model, autocast=True)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = model.get_decoder()(input_ids=ROWS["input_ids"]).last_hidden_state[0].float()
+    logits = hidden @ model.lm_head.weight.T
+    expected = logits.log_softmax(-1)[1:-1].gather(1, ROWS["labels"][0, 2:, None])[:, 0]
     cast_head_to_float32(model)
-    assert model.lm_head.weight.dtype == torch.float32 and not model.lm_head._forward_pre_hooks
     assert (model.lm_head.weight is model.get_input_embeddings().weight) is tied
     assert model.config.tie_word_embeddings is tied
+    torch.testing.assert_close(scored(model), plain, rtol=0, atol=0)
+    torch.testing.assert_close(scored(model, autocast=True), expected, rtol=0, atol=1e-5)
+    assert (narrow - expected).abs().max() > 1e-4
 
 
 def test_a_head_that_is_the_input_embedding_gets_its_own_weights(tmp_path, caplog):

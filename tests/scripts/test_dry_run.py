@@ -70,6 +70,7 @@ def test_a_dry_run_shows_the_data_and_writes_nothing(run, name, tmp_path):
     assert weights > 0 and sizes(out)["optimizer"] == pytest.approx(
         2 * weights, abs=0.151
     )  # of rounded figures
+    assert "  16.0 bytes for each trained weight (float32; saved in float32)\n" in out
 
 
 def test_memory_of_an_adapter_is_that_of_its_own_weights(run, tmp_path):

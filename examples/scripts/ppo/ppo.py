@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import load_dataset
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 from trl.experimental.ppo import PPOConfig, PPOTrainer
@@ -33,7 +33,7 @@ TINY: dict[str, Any] = {
 
 def load_parts(config: PPOConfig, model_args: ModelConfig) -> dict[str, Any]:
     """The tokenizer and the models that the options name, as arguments of the trainer."""
-    settings = model_init_kwargs(model_args)
+    config.model_init_kwargs = settings = model_init_kwargs(model_args)
     score = AutoModelForSequenceClassification.from_pretrained
     name = model_args.model_name_or_path or config.sft_model_path
     tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
@@ -41,10 +41,10 @@ def load_parts(config: PPOConfig, model_args: ModelConfig) -> dict[str, Any]:
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     return {
         "processing_class": tokenizer,
-        "model": AutoModelForCausalLM.from_pretrained(config.sft_model_path, **settings),
+        "model": config.sft_model_path,
         "ref_model": None,  # a copy of the policy, or the policy without its adapter
         "reward_model": score(config.reward_model_path, num_labels=1, **settings),
-        "value_model": score(config.reward_model_path, num_labels=1, **settings),
+        "value_model": score(config.reward_model_path, num_labels=1, **{"dtype": "float32", **settings}),
         "peft_config": get_peft_config(model_args),
     }
 

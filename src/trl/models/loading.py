@@ -38,7 +38,9 @@ _SPREADING_DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 _FILE_DTYPE = "dtype_of_its_files"  # attribute
 
 
-def create_model_from_path(model_id: str, architecture: Any | None = None, **kwargs: Any) -> PreTrainedModel:
+def create_model_from_path(
+    model_id: str, architecture: Any | None = None, *, trained: bool = False, **kwargs: Any
+) -> Any:
     """Load a model by Hub name or local path, in the class that its config names.
 
     `architecture` (a model class or an `AutoModelFor…`) overrides that class; `kwargs` go to `from_pretrained`. `dtype` may be
@@ -47,22 +49,12 @@ def create_model_from_path(model_id: str, architecture: Any | None = None, **kwa
     with `allow_missing_weights=True`. A quantised model goes to this process's device unless there is a `device_map`. A folder
     with a PEFT adapter loads as its base model with the trainable adapter.
 
+    With `trained` all weights will train: without a `dtype` they are float32, because a 16-bit weight keeps an update only
+    where the learning rate exceeds about 1/512 of it, and `save_dtype` is that of the files.
+
     Raises: FileNotFoundError if there is no such model, no safetensors weights or no way to the Hub; ValueError for a `dtype` or
     `device_map` that cannot work, and for missing weights.
     """
-    return _load(model_id, architecture, kwargs, trained=False)
-
-
-def load_trained_model(model_id: str, architecture: Any | None = None, **kwargs: Any) -> PreTrainedModel:
-    """`create_model_from_path` for a model whose weights train: float32 (or wider, as the files) where no `dtype` is given.
-
-    A 16-bit weight keeps an update only where the learning rate exceeds about 1/512 of it. Adapters' bases and quantised
-    models, which do not train, keep the files' dtype. `save_dtype` is then that of the files.
-    """
-    return _load(model_id, architecture, kwargs, trained=True)
-
-
-def _load(model_id: str, architecture: Any | None, kwargs: dict[str, Any], *, trained: bool) -> Any:
     older = kwargs.pop("torch_dtype", None)
     dtype = resolve_dtype(older if kwargs.get("dtype") is None else kwargs["dtype"])
     trained = trained and older is None and kwargs.get("dtype") is None
@@ -113,11 +105,11 @@ def _load(model_id: str, architecture: Any | None, kwargs: dict[str, Any], *, tr
 
 
 def _trained_dtype(model_id: str, kwargs: dict[str, Any]) -> torch.dtype | None:
-    """Set the `dtype` of weights that train, in place; returns the files', None where that stays (quantised, of no record)."""
-    if kwargs.get("quantization_config") is not None or kwargs.get("gguf_file") is not None:
+    """Set the `dtype` of weights that train, in place; returns the files', None where that stays (quantised) or is unknown."""
+    if kwargs.get("quantization_config") or kwargs.get("gguf_file"):
         return None
     config = _config_of(model_id, kwargs)
-    if getattr(config, "quantization_config", None) is not None:
+    if getattr(config, "quantization_config", None):
         return None
     saved = config.dtype or config.get_text_config().dtype
     kwargs["dtype"] = torch.promote_types(saved or torch.float32, torch.float32)
@@ -135,20 +127,16 @@ def save_dtype(model: Any, wanted: str | None = None) -> torch.dtype | None:
 
 
 def cast_state(model: Any, state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """A model's state with floating values in `dtype`, on the CPU; tied ones stay tied, and those that have to be float32 wide."""
+    """A model's state with floating values in `dtype`, on the CPU. Tied weights stay tied; some models keep others in float32."""
     wide = tuple(getattr(causal_core(model), "_keep_in_fp32_modules_strict", None) or ())
     copies: dict[Any, Any] = {}
-
-    def cast(name: str, value: Any) -> Any:
-        is_wide = any(part in name for part in wide) and dtype.itemsize < 4
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or is_wide:
-            return value
-        place = (value.data_ptr(), value.shape, value.stride())
-        if place not in copies:
-            copies[place] = value.detach().to("cpu", dtype)
-        return copies[place]
-
-    return {name: cast(name, value) for name, value in state.items()}
+    cast: dict[str, Any] = {}
+    for name, value in state.items():
+        cast[name] = value
+        if torch.is_tensor(value) and value.is_floating_point() and not any(part in name for part in wide):
+            place = (value.data_ptr(), value.shape, value.stride())
+            cast[name] = copies[place] = copies.get(place, value.detach().to("cpu", dtype))
+    return cast
 
 
 def name_dtype(folder: str | os.PathLike[str], dtype: torch.dtype) -> None:

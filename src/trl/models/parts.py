@@ -150,10 +150,10 @@ def share_parameters(first: nn.Module, second: nn.Module, *, trained: bool = Fal
 
 
 def cast_head_to_float32(model: nn.Module) -> None:
-    """Cast a model's output head to float32, in place, and compute its products in float32.
+    """Cast a model's output head to float32, in place, and compute its products in float32, also under autocast.
 
-    Copies of the model keep this. A head tied to the input embedding is untied, with a warning. Raises ValueError for a model
-    without a head.
+    Copies of the model keep this. A 16-bit head tied to the input embedding is untied, with a warning. Raises ValueError for a
+    model without a head.
     """
     core: Any = causal_core(model)
     head = core.get_output_embeddings()
@@ -162,9 +162,9 @@ def cast_head_to_float32(model: nn.Module) -> None:
     tied = {id(parameter) for parameter in core.get_input_embeddings().parameters()}
     half = (torch.float16, torch.bfloat16)
     for part in head.modules():
-        if not isinstance(part, nn.Linear) or part.weight.dtype not in half:
+        if not isinstance(part, nn.Linear) or part.weight.dtype not in (*half, torch.float32):
             continue
-        if id(part.weight) in tied:
+        if part.weight.dtype in half and id(part.weight) in tied:
             part.weight = nn.Parameter(part.weight.detach().clone(), part.weight.requires_grad)
             for config in (core.config, core.config.get_text_config()):
                 config.tie_word_embeddings = False

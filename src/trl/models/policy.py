@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin, set_seed
 from trl.checkpoints.progress import date_of_run
 from trl.data.rendering import set_run_date
 from trl.models.loading import apply_special_tokens, load_processing_class
-from trl.models.parts import cast_head_to_float32, causal_core
+from trl.models.parts import cast_head_to_float32
 from trl.models.peft import is_peft_model, is_quantized, prepare_peft_model
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.scoring.encoder_decoder import language_scorer
@@ -58,8 +58,7 @@ def set_up_policy(
 ) -> Policy:
     """Load the model and tokenizer, set tokens and template, add the adapter, make the scorer; log the scorer's fallbacks.
 
-    Without `peft_config` a model given by name is loaded to train all of its weights (`load_trained_model`), unless it is not
-    to be `trained`.
+    A model given by name is loaded to train all of its weights, unless there is a `peft_config` or it is not to be `trained`.
 
     `args` is a training config; its fields `model_init_kwargs`, `eos_token`, `pad_token`, `chat_template_path`,
     `disable_dropout` and `cast_lm_head_to_fp32` are used if it has them. With `classifier` the model is one of that kind: its
@@ -119,33 +118,28 @@ def report_fallbacks(model: Any, scorer: Any) -> None:
 
 
 def warn_of_rounding(model: nn.Module, learning_rate: float) -> None:
-    """Warn of trained weights in 16 bits most of which a step of AdamW, of the size of the learning rate, leaves as they are."""
-    # These hold float32 copies; the adapter of a quantised base begins at 0.
-    launched = (os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() for name in ("DEEPSPEED", "FSDP"))
+    """Warn of trained weights in 16 bits most of which a step of the size of the learning rate leaves as they are."""
+    # DeepSpeed and FSDP hold float32 copies; the adapter of a quantised base begins at 0.
+    launched = [os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() for name in ("DEEPSPEED", "FSDP")]
     half = [x for x in model.parameters() if x.requires_grad and x.dtype in (torch.float16, torch.bfloat16)]
     if not half or "true" in launched or is_quantized(model):
         return
     if (share := share_moved(half, learning_rate)) < MOST:
         logger.warning(
             "%s trains weights in %s, of which a step of learning_rate=%g moves %.2g %%: other updates are lost to rounding. Load it "
-            "in float32 (dtype='float32').",
-            type(causal_core(model)).__name__, str(half[0].dtype).removeprefix("torch."), learning_rate, 100 * share,
+            "in float32 (dtype='float32').", type(model).__name__, str(half[0].dtype)[6:], learning_rate, 100 * share,
         )  # fmt: skip
 
 
 @torch.no_grad()
 def share_moved(parameters: Sequence[torch.Tensor], step: float) -> float:
-    """The share of weights that adding or subtracting `step` changes in their own dtype; of large tensors a sample.
-
-    >>> share_moved([torch.tensor([1.0, 1e-3], dtype=torch.bfloat16)], 1e-5)
-    0.5
-    """
+    """The share of weights that adding or subtracting `step` changes in their own dtype; of large tensors a sample."""
     moved = 0.0
     for parameter in parameters:
         some = parameter.detach().flatten()[:: parameter.numel() // SAMPLE + 1].float()
         ends = torch.stack([some + step, some - step]).to(parameter.dtype)
         moved += (ends.float() != some).double().mean().item() * parameter.numel()
-    return moved / max(sum(parameter.numel() for parameter in parameters), 1)
+    return moved / sum(parameter.numel() for parameter in parameters)
 
 
 def is_encoder_decoder(core: Any, args: Any) -> bool:

@@ -20,7 +20,7 @@ from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from trl.models.distributed import is_sharded, prepare_deepspeed, prepare_fsdp
-from trl.models.loading import create_model_from_path, load_trained_model
+from trl.models.loading import create_model_from_path
 from trl.models.parts import causal_core, embedded_tokens, share_parameters
 from trl.models.peft import forbid_inference_packing, is_peft_model, is_quantized
 from trl.models.reference_weights import adapter_weights, hash_weights, load_parameters, save_parameters
@@ -251,7 +251,7 @@ def make_reference(
     elif not is_sharded(policy):
         model = copy.deepcopy(policy)
     elif path is not None:
-        model = load_trained_model(path, **(given.model_init_kwargs or {}))
+        model = create_model_from_path(path, trained=True, **(given.model_init_kwargs or {}))
     else:
         raise ValueError("the model is sharded and cannot be copied. Pass ref_model, or model as a name.")
     if share_parameters(policy, model, trained=True):

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from trl.data.rendering import text_tokenizer
-from trl.models.loading import clone_chat_template, create_model_from_path, load_trained_model
+from trl.models.loading import clone_chat_template, create_model_from_path
 from trl.models.parts import causal_core
 from trl.models.peft import is_peft_model
 from trl.models.scoring.classifier import head_of
@@ -39,14 +39,13 @@ def load_model(
 ) -> Any:
     """The model itself, or the one of this name or path, loaded with `init_kwargs` (`model_init_kwargs` of a config).
 
-    `trained`: all of its weights train (`load_trained_model`). Errors call it `name`.
+    `trained` as in `create_model_from_path`. Errors call it `name`.
 
     Raises: ValueError without a model, or for `init_kwargs` with a model that is loaded already; TypeError for what is
     no model.
     """
     if isinstance(model, (str, os.PathLike)):
-        load = load_trained_model if trained else create_model_from_path
-        return load(os.fspath(model), **(init_kwargs or {}))
+        return create_model_from_path(os.fspath(model), trained=trained, **(init_kwargs or {}))
     core = check_given(model, init_kwargs, name=name)
     has_head = core.can_generate() or core.get_output_embeddings() is not None
     has_own_loss = "labels" in inspect.signature(type(core).forward).parameters
@@ -193,7 +192,7 @@ def load_classifier(
 ) -> Any:
     """The classifier itself, or the one of this name or path; a head that its files lack is drawn from `seed` alone.
 
-    `trained`: all of its weights train (`load_trained_model`).
+    `trained` as in `create_model_from_path`.
 
     Raises: ValueError for another number of classes, TypeError for a model of another kind, and what `check_given` raises.
     """
@@ -211,8 +210,7 @@ def load_classifier(
     if kwargs["num_labels"] != kind.labels:
         raise ValueError(f"model_init_kwargs must have num_labels={kind.labels}, got {kwargs['num_labels']}.")
     set_seed(seed)
-    load = load_trained_model if trained else create_model_from_path
-    return load(os.fspath(model), kind.auto, **kwargs)
+    return create_model_from_path(os.fspath(model), kind.auto, trained=trained, **kwargs)
 
 
 def take_pad_token(model: Any, tokenizer: PreTrainedTokenizerBase, kind: ClassifierKind) -> None:

@@ -28,14 +28,7 @@ from transformers.utils import (
 from transformers.utils.hub import cached_file
 
 from trl.data.hub import loading_from_hub
-from trl.models.loading import (
-    cast_state,
-    create_model_from_path,
-    load_trained_model,
-    name_dtype,
-    save_dtype,
-    without_records,
-)
+from trl.models.loading import cast_state, create_model_from_path, name_dtype, save_dtype, without_records
 from trl.models.parts import causal_core
 from trl.models.peft import is_peft_model, is_quantized, prepare_peft_model, require_peft
 from trl.models.switches import same_trainable, undisturbed
@@ -127,8 +120,8 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
                 with without_records(
                     logging.getLogger("transformers.modeling_utils"), _lists_value_heads_alone
                 ):
-                    load = load_trained_model if peft_config is None else create_model_from_path
-                    model = load(path, cls.transformers_parent_class, **kwargs)
+                    auto, trained = cls.transformers_parent_class, peft_config is None
+                    model = create_model_from_path(path, auto, trained=trained, **kwargs)
                 weights = load_value_head(path, pickled=pickled, **kwargs)
         elif isinstance(given, PreTrainedModel) or is_peft_model(given):
             model = given

@@ -72,8 +72,8 @@ LARGEST_COPIED = 6 << 30  # bytes of all weights, most of which are copied
 _PACKED_FOR = 64  # rows; as fast for other numbers
 
 
-def fused_unsupported(model: Any) -> str | None:
-    """Why our decode step does not support a model; None if it does."""
+def fused_unsupported(model: Any, dtype: torch.dtype | None = None) -> str | None:
+    """Why our decode step does not support a model (under autocast in `dtype`); None if it does."""
     config = model.config
     if config.model_type not in FUSED_MODEL_TYPES:
         return f"its architecture ({config.model_type}) is not one of {', '.join(FUSED_MODEL_TYPES)}"
@@ -88,7 +88,8 @@ def fused_unsupported(model: Any) -> str | None:
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in _ROPE_TYPES:
         return f"its rotary embedding ({rope}) depends on the longest row"
-    if sum(parameter.numel() for parameter in model.parameters()) * model.dtype.itemsize > LARGEST_COPIED:
+    itemsize = (dtype or model.dtype).itemsize
+    if sum(parameter.numel() for parameter in model.parameters()) * itemsize > LARGEST_COPIED:
         return "its weights are too large to be copied"
     names = [
         *(f"self_attn.{name}_proj" for name in "qkvo"),

@@ -242,7 +242,8 @@ class TransformersEngine:
         reason = self._checked[1]
         if reason is None and is_sharded(core) and not self.gather_zero3:
             reason = "its weights stay sharded"
-        reasons: dict[Route, str | None] = {"fused": reason or fused_unsupported(core), "forward": reason}
+        fused = reason or fused_unsupported(core, self._autocast_dtype())
+        reasons: dict[Route, str | None] = {"fused": fused, "forward": reason}
         for route in reasons if self.route == "auto" else (self.route,):
             if (why := reasons[route]) is None:
                 return route

@@ -130,11 +130,12 @@ class PolicyCopy(ABC):
             self._sent = state
 
     def _send_all(self) -> None:
+        dtype = MIXED.get(getattr(self.accelerator, "mixed_precision", "no"))
         if not is_fsdp1(self.model):
-            self._send(WeightParts(self.model))
+            self._send(WeightParts(self.model, dtype))
             return
         with generating(self.model, self.accelerator) as whole:  # FSDP1 gathers the whole model only
-            self._send(WeightParts(whole))
+            self._send(WeightParts(whole, dtype))
 
 
 def _shared_settings(sampling: Sampling, ends: Sequence[int], regex: str | None) -> dict[str, Any]:

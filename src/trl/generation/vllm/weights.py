@@ -135,13 +135,14 @@ class WeightParts:
     """Weights by the names of a checkpoint without adapters, gathered part by part: one layer, or one FSDP2 unit, at a time.
 
     A process needs memory for one part besides its own shards; the process that reads also for the part's LoRA sums and
-    conversions. `model` is the policy in its wrappers. Processes with shards have to go through the parts together.
+    conversions. `model` is the policy in its wrappers. Processes with shards have to go through the parts together. Matrices
+    are read in `dtype`, that of mixed precision; None: in their own.
 
     Raises: ValueError as `check_sendable`, before anything is gathered.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        inner = without_wrappers(model)
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:
+        self.dtype, inner = dtype, without_wrappers(model)
         check_sendable(inner)
         self.core = causal_core(inner)
         self.is_sharded = is_sharded(model)
@@ -190,7 +191,12 @@ class WeightParts:
         self, part: list[Piece], shape_of: Callable[[nn.Module, Tensor], Tensor] | None = None
     ) -> dict[str, Tensor]:
         found = {name: value for piece in part for name, value in piece.tensors(shape_of).items()}
-        return dict(revert_weight_conversion(self.core, found))
+        named = dict(revert_weight_conversion(self.core, found))
+        if self.dtype is None:
+            return named
+        return {
+            name: x.to(self.dtype) if x.ndim > 1 and x.is_floating_point() else x for name, x in named.items()
+        }
 
     def _gathered(self, part: list[Piece]) -> AbstractContextManager[None]:
         modules = [module for piece in part for module in piece.modules]
