@@ -113,7 +113,7 @@ def figures(parser: argparse.ArgumentParser) -> Callable[[dict[str, Any]], None]
 def save(folder: Path, rows: dict[str, list[dict[str, Any]]], *parts: Any) -> dict[str, Any]:
     """Save a model, in bfloat16 as most are, with its tokenizer, and rows by split; returns the options that name them."""
     for part in parts:
-        if isinstance(part, torch.nn.Module):
+        if hasattr(part, "bfloat16"):
             part.bfloat16()
         part.save_pretrained(folder / "model")
     shutil.rmtree(folder / "rows", ignore_errors=True)  # of an earlier run

@@ -765,18 +765,16 @@ class BaseTrainer(LegacyInterface, Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write the model in `save_dtype`; a checkpoint as it is trained, with that dtype in its config for who loads it by name."""
-        model, args = self.accelerator.unwrap_model(self.model), self.args
-        folder, dtype = (
-            output_dir or str(args.output_dir),
-            save_dtype(model, getattr(args, "save_dtype", None)),
-        )
+        model: Any = self.accelerator.unwrap_model(self.model)
+        args = self.args
+        dtype = save_dtype(model, getattr(args, "save_dtype", None))
         if dtype is not None and self._checkpoint_writer is None:
             whole = model.state_dict() if state_dict is None else state_dict
             state_dict = cast_state(model, whole, dtype)
         with holding(self, "args", unwritten(self.args)):  # which are written, too
             super()._save(output_dir, state_dict)
         if dtype is not None and args.should_save:
-            name_dtype(folder, dtype)
+            name_dtype(output_dir or str(args.output_dir), dtype)
 
     @contextmanager
     def _loading(self, folder: str, core: Any) -> Iterator[None]:
