@@ -402,3 +402,23 @@ def test_completions_of_a_vllm_server_are_those_of_its_weights(monkeypatch: pyte
     for one, other in zip(trainer.state.log_history[:2], expected.state.log_history[:2], strict=True):
         assert one["on_policy_loss"] == pytest.approx(other["on_policy_loss"], rel=1e-9)
     assert stand_in.calls.count("load") == 2
+
+
+def test_what_follows_invalid_bytes_is_read_and_compared_too() -> None:
+    trainer = gold()
+    pairing, (own, other) = trainer.pairing, (trainer.processing_class, trainer.teacher_tokenizer)
+    half = pairing.known[0].index("中".encode()[:1])
+
+    def ids(text: str) -> list[int]:
+        return own(text)["input_ids"]
+
+    completion = [*ids("It is"), half, *ids(" blue."), half, half, *ids(" Look"), own.eos_token_id]
+    made, texts = pairing.translated(completion, to_teacher=True, ended=True)
+    assert other.decode(made) == "It is\ufffd blue.\ufffd\ufffd Look</s>"
+    assert texts == ["It is", " blue.", "", " Look"]
+    sides = [{"input_ids": [5, *row], "completion_mask": [0] + [1] * len(row)} for row in (completion, made)]
+    spans = spans_of(pairing.row(*sides, texts=texts), (own, other))
+    assert "".join(text for text, _ in spans) == "".join(text for _, text in spans) == "It is blue. Look"
+    # A character that is not finished at the end of a completion that was cut is left out.
+    made, texts = pairing.translated([*ids("It is"), half], to_teacher=True, ended=False)
+    assert (other.decode(made), texts) == ("It is", ["It is"])

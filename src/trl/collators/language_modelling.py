@@ -20,6 +20,7 @@ from trl.collators.rows import (
     pad_with_mask,
     read_column,
 )
+from trl.data.text import PROMPT_ALONE
 from trl.data.token_rows import real_row
 from trl.options.checks import check_at_least
 from trl.tensors.padding import pad
@@ -72,15 +73,17 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
             raise ValueError(f"row 0 of the batch must have 'input_ids', got {sorted(examples[0])}.")
         ids = read_column(examples, "input_ids") or []
         labels = self._labels(examples, ids)
-        multiple = self.pad_to_multiple_of
+        multiple, alone = self.pad_to_multiple_of, read_column(examples, PROMPT_ALONE)
+        prompts = {} if alone is None else {PROMPT_ALONE: pad(alone, IGNORED)}
         if self.padding_free or any(row.get("seq_lengths") is not None for row in examples):
             lengths = _sequence_lengths(examples, ids)
-            return pack_sequences(
+            packed = pack_sequences(
                 torch.cat(ids), torch.cat(labels), lengths, pad_token_id=self.pad_token_id, multiple=multiple
             )
+            return {**packed, **prompts}
         padded, mask = pad_with_mask(ids, self.pad_token_id, side=self.padding_side, multiple=multiple)
         labelled = pad(labels, IGNORED, self.padding_side, multiple)
-        return {"input_ids": padded, "attention_mask": mask, "labels": labelled}
+        return {"input_ids": padded, "attention_mask": mask, "labels": labelled, **prompts}
 
     def _labels(self, rows: Sequence[Row], ids: list[Tensor]) -> list[Tensor]:
         labels = [row.clone() for row in read_column(rows, "labels") or ids]

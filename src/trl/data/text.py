@@ -29,12 +29,15 @@ from trl.data.ragged import Ragged, is_number_list, list_lengths, read_ragged, t
 from trl.data.rendering import Chat, ProcessingClass, render, split_rendering, text_tokenizer
 from trl.data.spans import StopTokens, assistant_tokens
 from trl.data.token_rows import real_rows
-from trl.data.tokenization import encode, encode_closed, read_chat, read_text, tokenize_split, with_eos
+from trl.data.tokenization import Split, encode, encode_closed, read_chat, read_text, tokenize_split, with_eos
 from trl.data.validation import SFT_TYPES, Place, RowType, check_sft_settings, check_tokenizer, sft_row_type
+from trl.tensors.padding import IGNORED
 
 logger = logging.getLogger(__name__)
 
 MASKS = ("completion_mask", "assistant_masks", "labels")
+PROMPT_ALONE = "prompt_alone"
+"""The tokens of a row's prompt by itself, where the row does not begin with them; else -100 alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,7 @@ class SFTPreparation(Preparation):
     dataset_name: str = "train"
     skip_prepare: bool = False
     keep_end: bool = False  # of rows that are longer than max_length
+    prompts_alone: bool = False  # also tokenise prompts by themselves, for completions that a model writes
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,6 +101,7 @@ def prepare_sft_dataset(
         max_length=None if loses_none else settings.max_length,
         keep_end=settings.keep_end,
         vocabulary=allowed_ids(processing_class, settings.vocab_size, given=is_given),
+        prompts_alone=settings.prompts_alone and row_type.has_completion and not settings.assistant_only_loss,
     )
     if is_given:
         unread = {"completion_mask"} if settings.completion_only_loss is False else set()
@@ -107,7 +112,10 @@ def prepare_sft_dataset(
         rows = map_rows(
             dataset, kind, name=name, num_proc=settings.num_proc, keep_columns=settings.keep_columns
         )
-    return _cut(count_rows(rows, kind, report, settings.untrained_rows), settings), report
+    rows = count_rows(rows, kind, report, settings.untrained_rows)
+    if kind.prompts_alone and isinstance(rows, Dataset) and not report.shifted_rows:
+        rows = rows.remove_columns(PROMPT_ALONE)
+    return _cut(rows, settings), report
 
 
 def _formatted(dataset: Any, settings: SFTPreparation) -> tuple[Any, RowType, list[str]]:
@@ -208,12 +216,14 @@ class SFTTokenizer(RowKind):
     max_length: int | None = None
     keep_end: bool = False
     vocabulary: Vocabulary | None = None
+    prompts_alone: bool = False
     version: int = 3
 
     @property
     def features(self) -> dict[str, Any]:
         masks = {"completion_mask": self.completion_mask, "assistant_masks": self.assistant_masks}
         made = {name: List(Value("int8")) for name, is_made in masks.items() if is_made}
+        made |= {PROMPT_ALONE: List(Value("int32"))} if self.prompts_alone else {}
         return {"input_ids": List(Value("int32")), **made}
 
     def rows(self, given: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
@@ -246,9 +256,15 @@ class SFTTokenizer(RowKind):
                 "completion_mask": [0] * len(split.prompt) + [1] * len(split.completions[0]),
                 "shifted_rows": split.shifted,
                 "removed_begin_tokens": split.removed_begin_tokens,
+                PROMPT_ALONE: (split.shifted and self._alone(split)) or [IGNORED],
             }
             for split in splits
         ]
+
+    def _alone(self, split: Split) -> list[int]:
+        """The prompt by itself, without as many tokens at its beginning as the row loses."""
+        tokens = len(split.prompt) + len(split.completions[0])
+        return split.alone[max(tokens - (self.max_length or tokens), 0) :]
 
     def _chats(self, rows: list[dict], places: list[Place]) -> list[dict[str, Any]]:
         stop_tokens, texts, chats = StopTokens(text_tokenizer(self.processing_class)), [], []

@@ -128,12 +128,14 @@ def single_begin(tokenizer: PreTrainedTokenizerBase, ids: Ids) -> tuple[Ids, int
 
 
 class Split(NamedTuple):
-    """A prompt and the completions behind it; 1 in `shifted` where the boundary is inside a token of the prompt."""
+    """A prompt and the completions behind it; 1 in `shifted` where the boundary is inside a token of the prompt, of which
+    `alone` has all tokens."""
 
     prompt: Ids
     completions: list[Ids]
     shifted: int
     removed_begin_tokens: int
+    alone: Ids
 
 
 def tokenize_split(
@@ -164,8 +166,8 @@ def tokenize_split(
     if is_encoder_decoder:
         answers = iter(encode(tokenizer, [answer for _, answers in rows for answer in answers]))
         return [
-            Split(heads[prompt][0], [closed(next(answers), tokenizer) for _ in row], 0, heads[prompt][1])
-            for prompt, row in rows
+            Split(head, [closed(next(answers), tokenizer) for _ in row], 0, removed, head)
+            for head, removed, row in ((*heads[prompt], row) for prompt, row in rows)
         ]
     wholes = iter(encoded([prompt + answer for prompt, answers in rows for answer in answers], encode_closed))
     splits = []
@@ -173,5 +175,5 @@ def tokenize_split(
         own, (head, _) = [next(wholes) for _ in answers], heads[prompt]
         boundary = min(common_prefix_length(head, ids) for ids, _ in own)
         completions = [ids[boundary:] for ids, _ in own]
-        splits.append(Split(head[:boundary], completions, int(boundary < len(head)), own[0][1]))
+        splits.append(Split(head[:boundary], completions, int(boundary < len(head)), own[0][1], head))
     return splits

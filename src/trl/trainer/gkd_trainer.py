@@ -26,6 +26,7 @@ from trl.data.teacher_columns import (
     check_teacher_names,
     has_teacher_columns,
 )
+from trl.data.text import PROMPT_ALONE
 from trl.generation.engine import Engine, Generated, Sampling
 from trl.generation.teacher_servers import TeacherServers, served_teacher
 from trl.generation.transformers.engine import TransformersEngine, context_length_of, without_wrappers
@@ -121,7 +122,7 @@ class GeneratedCompletions:
 
 
 def prompt_lengths(dataset: Dataset) -> np.ndarray:
-    """Tokens of each prepared row before its first trained one; 0 for rows without a completion."""
+    """Tokens of each prepared row's prompt (see `prompts_of`); 0 for rows without a completion."""
     if "completion_mask" not in dataset.column_names:
         return np.zeros(len(dataset), np.int64)
     found = []
@@ -130,16 +131,26 @@ def prompt_lengths(dataset: Dataset) -> np.ndarray:
         trained = np.flatnonzero(mask.values)
         firsts = np.append(trained, len(mask.values))[np.searchsorted(trained, mask.offsets[:-1])]
         found.append(np.minimum(firsts - mask.offsets[:-1], mask.lengths))
-    return np.concatenate(found)
+    lengths = np.concatenate(found)
+    if PROMPT_ALONE not in dataset.column_names:
+        return lengths
+    blocks = [read_ragged(column, PROMPT_ALONE) for column in column_blocks(dataset, PROMPT_ALONE)]
+    alone = np.concatenate(
+        [block.lengths * (block.values[block.offsets[:-1]] != IGNORED) for block in blocks]
+    )
+    return np.where(alone, alone, lengths)
 
 
 def prompts_of(rows: Mapping[str, Tensor]) -> list[list[int]]:
-    """The tokens of each padded row before its first trained one; at least one, for a completion starts after a token."""
-    prompts = []
-    for ids, labels, mask in zip(rows["input_ids"], rows["labels"], rows["attention_mask"], strict=True):
-        real = mask != 0
+    """The prompt of each padded row as tokenised by itself, or its tokens before the first trained one; at least one, for a
+    completion starts after a token."""
+    prompts, alone = [], rows.get(PROMPT_ALONE)
+    for row, (ids, labels, real) in enumerate(
+        zip(rows["input_ids"], rows["labels"], rows["attention_mask"] != 0, strict=True)
+    ):
         start = int((labels[real] != IGNORED).int().argmax())
-        prompts.append(ids[real][: max(start, 1)].tolist())
+        whole = [] if alone is None else alone[row][alone[row] != IGNORED].tolist()
+        prompts.append(whole or ids[real][: max(start, 1)].tolist())
     return prompts
 
 
@@ -156,7 +167,7 @@ class GKDDatasets(SFTDatasets):
     """The last turn of a conversation is its completion; long rows lose the beginning of their prompt."""
 
     keep_end = True
-    keep_columns = (*TEACHER_COLUMNS, TEACHER)
+    keep_columns = (*TEACHER_COLUMNS, TEACHER, PROMPT_ALONE)
 
     def _prepare(self, dataset: Any, name: str, *, packing: bool) -> Any:
         if packing and isinstance(dataset, (Dataset, IterableDataset)) and TEACHER in column_names(dataset):
@@ -165,6 +176,10 @@ class GKDDatasets(SFTDatasets):
                 "them apart. Leave packing out (rows are never padded), or remove the column."
             )
         return super()._prepare(dataset, name, packing=packing)
+
+    def completes(self) -> bool:
+        args: Any = self.args
+        return bool(args.lmbda or args.seq_kd)
 
     def rows(self, dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
         return dataset if self.formatting_func is not None else last_turn_as_completion(dataset)
@@ -198,7 +213,7 @@ class GKDTrainer(SFTTrainer):
         >>> trainer.train()  # doctest: +SKIP
     """
 
-    _columns: tuple[str, ...] = (*SFTTrainer._columns, *TEACHER_COLUMNS, TEACHER)
+    _columns: tuple[str, ...] = (*SFTTrainer._columns, *GKDDatasets.keep_columns)
     _tag_names: ClassVar[list[str]] = ["trl", "gkd"]
     _name: ClassVar[str] = "GKD"
     _paper: ClassVar[dict[str, str]] = {
@@ -332,7 +347,7 @@ class GKDTrainer(SFTTrainer):
         return min(self.scorer.vocabulary, self.teacher.vocabulary or self.scorer.vocabulary)
 
     def _prompts(self, batch: Mapping[str, Any]) -> list[list[int]]:
-        return prompts_of(self.scorer.padded_inputs(batch))
+        return prompts_of({**batch, **self.scorer.padded_inputs(batch)})
 
     def _check_lengths(self) -> None:
         """`check_side` of the training set. Rows of streams are not known before."""

@@ -68,6 +68,10 @@ class SFTDatasets(DataSets):
         is_packed = "seq_lengths" in columns and not {"position_ids", *mask_columns(columns)} & set(columns)
         return super().is_prepared(dataset) or bool(is_empty and columns) or is_packed
 
+    def completes(self) -> bool:
+        """Whether a model writes completions of the rows' prompts."""
+        return False
+
     def rows(self, dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
         """The rows that are tokenised."""
         return dataset
@@ -91,6 +95,7 @@ class SFTDatasets(DataSets):
             keep_end=self.keep_end,
             keep_columns=self.keep_columns,
             vocab_size=embedded_tokens(self.model),
+            prompts_alone=self.completes(),
             **self._extra,
         )
         with PartialState().main_process_first():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from codecs import getincrementaldecoder
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,11 @@ from datasets import Dataset, concatenate_datasets
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from trl.collators.rows import as_ids, pad_with_mask
+from trl.collators.rows import as_ids, pad_with_mask, read_column
 from trl.data.byte_alignment import STOP, Alignment, align, shared_tokens, vocabulary_bytes
 from trl.data.formats import column_names
 from trl.data.ragged import column_blocks, read_ragged
-from trl.data.text import SFTPreparation, prepare_sft_dataset
+from trl.data.text import PROMPT_ALONE, SFTPreparation, prepare_sft_dataset
 from trl.data.tokenization import encode
 from trl.experimental.gold.gold_config import GOLDConfig
 from trl.models.packed.layout import IGNORED, TEACHER_BATCH
@@ -32,6 +33,7 @@ THEIRS = "teacher_"
 COLUMNS = tuple(
     f"{side}{name}" for side in ("", THEIRS) for name in ("input_ids", "completion_mask", "spans")
 )
+PROMPTS_ALONE = (PROMPT_ALONE, f"{THEIRS}{PROMPT_ALONE}")
 
 
 @dataclass(frozen=True)
@@ -110,16 +112,16 @@ class Pairing:
             for name, column in (("input_ids", ids), ("completion_mask", mask), ("spans", numbers))
         }
 
-    def translated(self, ids: Sequence[int], *, to_teacher: bool, ended: bool) -> tuple[list[int], str]:
-        """A completion as tokens of the other side, without what is no text, with its end token if it `ended`; and the text."""
+    def translated(self, ids: Sequence[int], *, to_teacher: bool, ended: bool) -> tuple[list[int], list[str]]:
+        """A completion as tokens of the other side, with its end token if it `ended`, and the texts that both sides have.
+
+        The other side reads U+FFFD for what is no text, but nothing for a last character that is not finished.
+        """
         known, target = self.known[not to_teacher], self.tokenizers[to_teacher]
         whole = b"".join(known[token] for token in (ids[:-1] if ended else ids))
-        try:
-            text = whole.decode()
-        except UnicodeDecodeError as error:
-            text = whole[: error.start].decode()
+        text = getincrementaldecoder("utf-8")("replace").decode(whole, final=ended)
         end: Any = [target.eos_token_id] if ended and target.eos_token_id is not None else []
-        return [*encode(target, [text])[0], *end], text
+        return [*encode(target, [text])[0], *end], text.split("\ufffd")
 
     def generated(
         self, batch: Mapping[str, Any], completions: Sequence[Any], *, by_teacher: bool
@@ -129,13 +131,13 @@ class Pairing:
         prompts = zip(*map(prompts_of, (batch, batch[TEACHER_BATCH])), strict=True)
         for own_prompts, made in zip(prompts, completions, strict=True):
             ended = made.finish_reason == "stop"
-            other, text = self.translated(made.ids, to_teacher=not by_teacher, ended=ended)
+            other, texts = self.translated(made.ids, to_teacher=not by_teacher, ended=ended)
             each = (other, list(made.ids)) if by_teacher else (list(made.ids), other)
             sides = [
                 {"input_ids": [*prompt, *ids], "completion_mask": [0] * len(prompt) + [1] * len(ids)}
                 for prompt, ids in zip(own_prompts, each, strict=True)
             ]
-            rows.append(self.row(*sides, texts=[text]))
+            rows.append(self.row(*sides, texts=texts))
         return rows
 
 
@@ -157,7 +159,9 @@ class PairedCollator:
         )
         labels = [own.where(mask == 1, IGNORED) for own, mask in zip(ids, masks, strict=True)]
         padded, mask = pad_with_mask(ids, pad, multiple=self.multiple)
+        alone = read_column(rows, f"{name}{PROMPT_ALONE}")
         return {
+            **({} if alone is None else {PROMPT_ALONE: pad_with_mask(alone, IGNORED)[0]}),
             "input_ids": padded,
             "attention_mask": mask,
             "labels": pad_with_mask(labels, IGNORED, multiple=self.multiple)[0],
@@ -214,12 +218,13 @@ class GOLDDatasets(GKDDatasets):
             completion_only_loss=args.completion_only_loss,
             num_proc=args.dataset_num_proc,
             dataset_name=f"teacher's {name}",
+            prompts_alone=self.completes(),
         )
         with PartialState().main_process_first():
             theirs, _ = prepare_sft_dataset(rows, self.pairing.tokenizers[1], settings)
             theirs = theirs.rename_columns({column: f"{THEIRS}{column}" for column in theirs.column_names})
             every = concatenate_datasets([rows, own, theirs], axis=1)
-            removed = [column for column in every.column_names if column not in COLUMNS]
+            removed = [column for column in every.column_names if column not in (*COLUMNS, *PROMPTS_ALONE)]
             found = every.map(
                 Aligned(self.pairing, args.dataset_text_field),
                 remove_columns=removed,

@@ -13,8 +13,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from trl._lazy import attach
 from trl.data.rendering import text_tokenizer
+from trl.data.text import PROMPT_ALONE
 from trl.experimental.gold.gold_config import GOLDConfig
-from trl.experimental.gold.gold_data import COLUMNS, THEIRS, GOLDDatasets, PairedCollator, Pairing
+from trl.experimental.gold.gold_data import (
+    COLUMNS,
+    PROMPTS_ALONE,
+    THEIRS,
+    GOLDDatasets,
+    PairedCollator,
+    Pairing,
+)
 from trl.experimental.gold.gold_method import TOKEN_WEIGHT, GOLDMethod, SpanLoss
 from trl.experimental.gold.methods import print_prompt_completions_sample_uld
 from trl.generation.engine import Generated, Sampling
@@ -66,7 +74,7 @@ class GOLDTrainer(GKDTrainer):
         "id": "2402.12030",
     }
     _config_class: ClassVar[type[GOLDConfig]] = GOLDConfig
-    _columns = (*GKDTrainer._columns, *COLUMNS)
+    _columns = (*GKDTrainer._columns, *COLUMNS, *PROMPTS_ALONE)
     args: GOLDConfig
     teacher_tokenizer: PreTrainedTokenizerBase | None = None
     pairing: Pairing | None = None
@@ -220,7 +228,8 @@ class GOLDTrainer(GKDTrainer):
             return
         models = self.model, without_wrappers(self.teacher.model)
         for name, model, writes in zip(("", THEIRS), models, (True, self.args.seq_kd), strict=True):
-            names = {f"{name}{column}": column for column in ("input_ids", "completion_mask")}
+            names = {f"{name}{column}": column for column in ("input_ids", "completion_mask", PROMPT_ALONE)}
+            names = {column: own for column, own in names.items() if column in dataset.column_names}
             rows = dataset.select_columns(list(names)).rename_columns(names if name else {})
             self.check_side(rows, [model] if writes else [], model)
 

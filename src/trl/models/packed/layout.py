@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trl.data.teacher_columns import TEACHER, TEACHER_COLUMNS
+from trl.data.text import PROMPT_ALONE
 from trl.tensors.padding import IGNORED, flush_left
 from trl.tensors.segments import Segments
 
@@ -38,7 +39,7 @@ FILLS_UP = (
     "fills_up"  # marks a batch without rows of its process: it runs with the others, and counts nowhere
 )
 TEACHER_BATCH = "teacher_batch"  # that a teacher is shown in place of the student's
-_TEACHER = (*TEACHER_COLUMNS, TEACHER_BATCH)
+_TEACHER = (*TEACHER_COLUMNS, TEACHER_BATCH, PROMPT_ALONE)
 # Columns of the layout; all other keys of a batch are given to the model.
 _SCORED = ("scored_source", "scored_target", "scored_sequence")
 _LAYOUT_KEYS = ROW_KEYS | {
