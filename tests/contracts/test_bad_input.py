@@ -132,6 +132,12 @@ def test_no_rows_and_no_data_set(method):
         refuse(method, [row], TypeError, "train_dataset must be", "got list")
 
 
+@pytest.mark.parametrize("method", KINDS)
+def test_rows_that_a_transform_makes(method):
+    data = Dataset.from_list([KINDS[method].row] * 2).with_transform(lambda rows: rows)
+    refuse(method, data, ValueError, "train dataset has a transform", ".map(transform, batched=True")
+
+
 ONLINE = {
     "grpo": (GRPOTrainer, GRPOConfig),
     "rloo": (RLOOTrainer, RLOOConfig),

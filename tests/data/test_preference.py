@@ -66,15 +66,15 @@ FORMS: dict[str, tuple[dict, tuple]] = {
         (THE_SKY_IS, BLUE, BROWN),
     ),
     "text with its eos": ({**SKY, "chosen": " blue<|im_end|>"}, (THE_SKY_IS, BLUE, BROWN)),
-    "messages": (CHAT, (OPENED, [*LOOK_UP, EOS], [*SAY_NEXT, EOS])),
-    "messages, implicit prompt": (WHOLE_CHAT, (OPENED, [*LOOK_UP, EOS], [*SAY_NEXT, EOS])),
+    "messages": (CHAT, (OPENED, LOOK_UP, SAY_NEXT)),
+    "messages, implicit prompt": (WHOLE_CHAT, (OPENED, LOOK_UP, SAY_NEXT)),
     "messages after a text prompt": (
         {"prompt": "And then?", **WHOLE_CHAT},
-        (OPENED, [*LOOK_UP, EOS], [*SAY_NEXT, EOS]),
+        (OPENED, LOOK_UP, SAY_NEXT),
     ),
     "messages that repeat the prompt": (
         {"prompt": [ASK], **WHOLE_CHAT},
-        (OPENED, [*LOOK_UP, EOS], [*SAY_NEXT, EOS]),
+        (OPENED, LOOK_UP, SAY_NEXT),
     ),
     "from and value": (
         {
@@ -82,7 +82,7 @@ FORMS: dict[str, tuple[dict, tuple]] = {
             "chosen": [{"from": "gpt", "value": "Look up."}],
             "rejected": [{"from": "gpt", "value": "Next."}],
         },
-        (OPENED, [*LOOK_UP, EOS], [*SAY_NEXT, EOS]),
+        (OPENED, LOOK_UP, SAY_NEXT),
     ),
     "tokens": (
         {"prompt_input_ids": [5, 6], "chosen_input_ids": [7], "rejected_input_ids": [8, 9]},
@@ -114,7 +114,7 @@ def test_one_begin_token_stands_before_the_prompt(prompt: str) -> None:
 
 def test_a_template_that_writes_the_begin_token_gets_no_second_one() -> None:
     prompt, chosen, _ = ids_of(CHAT, tiny_tokenizer("begin", adds_begin=True))
-    assert (prompt, chosen) == ([BEGIN, *OPENED], [*LOOK_UP, EOS])
+    assert (prompt, chosen) == ([BEGIN, *OPENED], LOOK_UP)
 
 
 def test_a_boundary_inside_a_token_goes_to_the_completions(caplog: pytest.LogCaptureFixture) -> None:
@@ -147,8 +147,8 @@ def test_an_answer_that_the_other_continues_is_its_eos(caplog: pytest.LogCapture
 
 def test_of_conversations_that_continue_each_other_the_last_answer_is_compared() -> None:
     prompt, chosen, rejected = ids_of({"chosen": [ASK, UP], "rejected": [ASK, UP, ASK, NEXT]})
-    assert (prompt, chosen) == (OPENED, [*LOOK_UP, EOS])
-    assert rejected == [*LOOK_UP, *OPENED, *SAY_NEXT, EOS]
+    assert (prompt, chosen) == (OPENED, LOOK_UP)
+    assert rejected == [*LOOK_UP, *OPENED, *SAY_NEXT]
 
 
 def test_the_stop_token_is_added_where_the_template_has_none() -> None:

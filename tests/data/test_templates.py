@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from datasets import Json, List, load_dataset
 from tests.tiny_tokenizers import tiny_tokenizer
 
 from trl.data.rendering import Chat, TemplateRefusal, read_tools, render
@@ -17,6 +18,7 @@ from trl.data.templates import (
     maybe_apply_chat_template,
     parse_response,
 )
+from trl.data.text import SFTPreparation, prepare_sft_dataset
 
 USER = [{"role": "user", "content": "And then?"}]
 BLUE = [{"role": "assistant", "content": "Blue."}]
@@ -110,6 +112,58 @@ def test_tools_from_argument_column_and_json_string() -> None:
     assert apply_chat_template({"prompt": USER}, tokenizer, tools=[LOOK])["prompt"] == as_list
     assert "The direction." in apply_chat_template({"prompt": USER}, tokenizer, tools=[look])["prompt"]
     assert "# Tools" not in apply_chat_template({"prompt": USER, "tools": []}, tokenizer)["prompt"]
+
+
+OPTIONAL: dict = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {"properties": {"where": {"type": "string", "default": None}}},
+    },
+}
+OTHER: dict = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"properties": {"n": {"default": 3}}}},
+}
+
+
+def test_none_that_the_user_wrote_is_kept() -> None:
+    """JSON text and schemas given in Python say whose the None is; a list of a stored data set does not."""
+    tokenizer = tiny_tokenizer("qwen3_like")
+    for tools in (json.dumps([OPTIONAL]), [json.dumps(OPTIONAL)]):
+        assert read_tools(tools) == [OPTIONAL]
+        assert '"default": null' in apply_chat_template({"prompt": USER, "tools": tools}, tokenizer)["prompt"]
+    assert '"default": null' in apply_chat_template({"prompt": USER}, tokenizer, tools=[OPTIONAL])["prompt"]
+    assert "default" not in apply_chat_template({"prompt": USER, "tools": [OPTIONAL]}, tokenizer)["prompt"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_none_of_values_that_are_stored_as_json_is_kept(streaming: bool, tmp_path: Any) -> None:
+    """`load_dataset("json")` stores what differs from row to row as JSON."""
+    calls = [
+        {"type": "function", "function": {"name": "look", "arguments": arguments}}
+        for arguments in ({"where": None}, {"how": 3})
+    ]
+    rows = [
+        {"messages": [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}], "tools": [tool]}
+        for call, tool in zip(calls, (OPTIONAL, OTHER), strict=True)
+    ]
+    rows[1]["messages"] = [*rows[1]["messages"], {"role": "tool", "content": "4"}, *BLUE]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    files = {
+        "data_files": str(tmp_path / "rows.jsonl"),
+        "split": "train",
+        "cache_dir": str(tmp_path / "cache"),
+    }
+    dataset: Any = load_dataset("json", **files)
+    assert "Json(" in repr(dataset.features["tools"])
+    dataset = dataset.cast_column("messages", List(Json()))
+    dataset = dataset.to_iterable_dataset() if streaming else dataset
+    tokenizer = tiny_tokenizer("qwen3_like")
+    prepared, _ = prepare_sft_dataset(dataset, tokenizer, SFTPreparation())
+    text, other = (tokenizer.decode(row["input_ids"]) for row in prepared)
+    assert '{"where": {"type": "string", "default": null}}' in text and "null" not in other
+    assert '"arguments": {"where": null}' in text and '"arguments": {"how": 3}' in other
 
 
 def test_template_kwargs_come_from_the_row_and_the_call() -> None:

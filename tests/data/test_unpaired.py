@@ -213,6 +213,8 @@ def test_first_steps_of_the_recorded_runs(shared: Path, case: str) -> None:
         for row in rows:
             prompt = row.get("KL_prompt_input_ids") if kind == "KL_" else None
             prompt, completion = prompt or row["prompt_input_ids"], row[f"{kind}completion_input_ids"]
+            if case.endswith("chat"):  # the reference closes chats again
+                completion = [*completion, tokenizer.eos_token_id]
             with torch.no_grad():
                 logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
             found.append(logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None]).sum())

@@ -90,16 +90,37 @@ def maybe_convert_to_chatml(example: dict[str, list]) -> dict[str, list]:
 def remove_none_values(example: Any) -> Any:
     """`example` without the keys of dicts whose value is None, at every depth; lists keep their length.
 
-    Arrow tables give every dict of a column the keys of all others, filled with None; this takes them away again.
+    Arrow tables give every dict of a column the keys of all others, filled with None; this takes them away again. What is
+    `written` stays as it is.
 
     >>> remove_none_values([{"role": "user", "content": "Hi", "tool_calls": None}])
     [{'role': 'user', 'content': 'Hi'}]
     """
+    if isinstance(example, Written):
+        return example
     if isinstance(example, Mapping):
         return {key: remove_none_values(item) for key, item in example.items() if item is not None}
     if isinstance(example, list | tuple):
         return [remove_none_values(item) for item in example]
     return example
+
+
+class Written(dict):
+    """A dict that no storage added a key to: its None are the user's."""
+
+
+def written(value: Any, kind: Any = None) -> Any:
+    """A value whose dicts are `Written`; of a column of the type `kind` only those that it stores as JSON.
+
+    >>> remove_none_values([{"name": "look", "default": None}, written({"name": "look", "default": None})])
+    [{'name': 'look'}, {'name': 'look', 'default': None}]
+    """
+    if isinstance(kind, Mapping) and isinstance(value, Mapping):
+        return {key: written(item, kind.get(key, False)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [written(item, getattr(kind, "feature", kind)) for item in value]
+    is_json = kind is None or type(kind).__name__ == "Json"  # a type of datasets 4.7 and later
+    return Written(value) if is_json and isinstance(value, Mapping) else value
 
 
 def common_prefix_length(left: Sequence, right: Sequence) -> int:

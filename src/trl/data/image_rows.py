@@ -219,7 +219,7 @@ class ImageRows:
         if begin and tokenizer.bos_token_id in written:
             prompt = prompt.removeprefix(begin)
             completion = completion if prompt else completion.removeprefix(begin)
-        if end and not completion.endswith(end) and tokenizer.eos_token_id not in written:
+        if end and not completion.rstrip().endswith(end) and tokenizer.eos_token_id not in written:
             completion += end
         return TextHalves(prompt, completion)
 
@@ -342,7 +342,7 @@ def _texts(dataset: Any) -> Any:
 def _first_texts(dataset: Any, name: str) -> Mapping[str, Any]:
     """The first row of a data set, without its images where they can be left out."""
     if not _is_stored(dataset) or not len(dataset):
-        return first_row(dataset, name, "images")
+        return first_row(iter(dataset), name, "images")  # also of a transform
     return next(iter(_texts(dataset)), {})  # without any other column, there are no rows
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 import numpy as np
 from datasets import Dataset, Features, IterableDataset, Value
 
-from trl.data.formats import column_names
+from trl.data.formats import column_names, written
 from trl.data.ragged import STREAM_BATCH
 from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.data.token_rows import real_row
@@ -198,8 +198,14 @@ class RowKind(ABC):
     warnings: ClassVar[Mapping[str, str]] = WARNINGS
     dataset_name: str
 
-    def __call__(self, batch: dict[str, list], indices: Sequence[int]) -> dict[str, list]:
-        """The columns of `features` and `counts`."""
+    def __call__(
+        self, batch: dict[str, list], indices: Sequence[int], json_columns: Mapping[str, Any] = {}
+    ) -> dict[str, list]:
+        """The columns of `features` and `counts`; `json_columns` are the types of those that store some of their values as JSON."""
+        batch = {
+            **batch,
+            **{name: [written(value, kind) for value in batch[name]] for name, kind in json_columns.items()},
+        }
         given = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
         remedy = "Give a row for each document."
         real = [
@@ -238,11 +244,22 @@ class RowKind(ABC):
         return {name: np.asarray(columns[name]) for name in self.counts}
 
 
+def refuse_transform(dataset: Any, name: str) -> None:
+    """Raise ValueError for a data set whose rows are made by a transform when they are read."""
+    if (getattr(dataset, "format", None) or {}).get("type") == "custom":
+        raise ValueError(
+            f"{name} dataset has a transform (with_transform or set_transform), expected stored rows, which are tokenised before "
+            "the first step. Store what it makes: dataset.with_format(None).map(transform, batched=True, "
+            "remove_columns=dataset.column_names)."
+        )
+
+
 def first_row(dataset: Any, name: str, expected: str) -> Mapping[str, Any]:
     """The first row of a data set.
 
-    Raises: ValueError where there is none.
+    Raises: ValueError where there is none, and for a data set with a transform.
     """
+    refuse_transform(dataset, name)
     for row in dataset:
         return row
     raise ValueError(f"{name} dataset: no rows, expected {expected}. Check its file and filters.")
@@ -271,10 +288,16 @@ def map_rows(
         batched=True,
         with_indices=True,
         batch_size=1000 if is_stored else STREAM_BATCH,
+        fn_kwargs={"json_columns": json_columns(dataset)},
         remove_columns=[column for column in columns if column not in kept],
         features=Features({**known, **made}) if len(known) == len(kept) else None,
         **({"num_proc": num_proc, "desc": f"Tokenizing {name} dataset"} if is_stored else {}),
     )
+
+
+def json_columns(dataset: Any) -> dict[str, Any]:
+    """The types of the columns in which some values are stored as JSON."""
+    return {name: kind for name, kind in (dataset.features or {}).items() if "Json(" in repr(kind)}
 
 
 def count_rows(dataset: Any, kind: RowKind, report: PreparationReport, policy: UntrainedPolicy) -> Any:

@@ -186,7 +186,7 @@ class PairTokenizer(RowKind):
     vocabulary: Vocabulary | None = None
     add_special_tokens: bool = True
     kept_numbers: tuple[str, ...] = ()
-    version: int = 3
+    version: int = 4
 
     @property
     def dataset_name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -233,6 +233,7 @@ class PairTokenizer(RowKind):
             [(each.prompt, each.answers) for each in read],
             add_special_tokens=self.add_special_tokens and not self.reader.row_type.is_chat,
             adds_eos=self.reader.needs_prompt or not self.reader.row_type.is_chat,
+            is_chat=self.reader.row_type.is_chat,
             is_encoder_decoder=self.lengths.is_encoder_decoder,
         )
         found = []

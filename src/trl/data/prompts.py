@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from accelerate import PartialState
@@ -12,7 +13,16 @@ from datasets import Dataset, IterableDataset, List, Value
 
 from trl.data.formats import is_list_of_dicts_with, maybe_convert_to_chatml
 from trl.data.image_rows import has_images, refuse_images
-from trl.data.pipeline import STREAM_BATCH, RowKind, Vocabulary, check_ids, first_row, map_rows
+from trl.data.pipeline import (
+    STREAM_BATCH,
+    RowKind,
+    Vocabulary,
+    check_ids,
+    first_row,
+    json_columns,
+    map_rows,
+    refuse_transform,
+)
 from trl.data.rendering import ProcessingClass, render_prompt, text_tokenizer
 from trl.data.streaming import RowStream
 from trl.data.tokenization import encode_open, read_chat
@@ -66,6 +76,7 @@ def prompt_tokenizer(
 
     Raises: ValueError for a data set without prompts, or with prompts that do not fit its settings.
     """
+    refuse_transform(dataset, name)
     columns, is_given = dataset.column_names, PROMPT_IDS in dataset.column_names
     if not is_given and "prompt" not in columns:
         raise ValueError(f"{name} dataset has columns {columns}, expected 'prompt' or 'input_ids'.")
@@ -194,7 +205,8 @@ class PromptSets:
         rows = dataset.with_format(None)
         if shuffle_seed is not None:
             rows = rows.shuffle(seed=shuffle_seed, buffer_size=SHUFFLED_ROWS)
-        return RowStream(rows, head.column_names, prepared.column_names, tokenize)
+        read = partial(tokenize, json_columns=json_columns(dataset))
+        return RowStream(rows, head.column_names, prepared.column_names, read)
 
     def prepared(self, dataset: Dataset, name: str) -> Dataset:
         """The data set with a column of each prompt's tokens.

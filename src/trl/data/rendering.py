@@ -9,7 +9,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from trl.data.formats import common_prefix_length, remove_none_values
+from trl.data.formats import common_prefix_length, remove_none_values, written
 
 Message = dict[str, Any]
 ProcessingClass = PreTrainedTokenizerBase | ProcessorMixin
@@ -43,7 +43,8 @@ def text_tokenizer(processing_class: ProcessingClass) -> PreTrainedTokenizerBase
 def read_tools(tools: Any) -> list[dict | Callable] | None:
     """The tools of a row as a list: given as a list of schemas or functions, as a JSON string, or as None.
 
-    Keys with None, which columnar storage adds to the schemas, are removed. An empty list counts as no tools.
+    Keys with None, which columnar storage adds to the schemas, are removed; JSON keeps its `null`. An empty list counts as no
+    tools.
 
     >>> read_tools('[{"type": "function", "function": {"name": "add"}}]')
     [{'type': 'function', 'function': {'name': 'add'}}]
@@ -62,7 +63,7 @@ def read_tools(tools: Any) -> list[dict | Callable] | None:
 
 def _parsed(value: Any) -> Any:
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        return written(json.loads(value)) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
         raise ValueError(f"tools must be a list of schemas, or its JSON, got a string ({error}).") from error
 

@@ -20,7 +20,7 @@ from trl.data.rendering import (
     text_tokenizer,
 )
 from trl.data.templates import has_generation_marks
-from trl.data.tokenization import encode
+from trl.data.tokenization import encode, special_texts
 
 Span = tuple[int, int]
 
@@ -38,8 +38,7 @@ class StopTokens:
     """The tokens that may close a turn: the tokenizer's eos and its other special tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self.texts = tuple({*added, *tokenizer.all_special_tokens})
+        self.texts = special_texts(tokenizer)
         self.eos = None if tokenizer.eos_token is None else str(tokenizer.eos_token)
 
     def end_in(self, text: str) -> int | None:

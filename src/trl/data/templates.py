@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from trl.data.formats import common_prefix_length, is_conversational, remove_none_values
+from trl.data.formats import common_prefix_length, is_conversational, remove_none_values, written
 from trl.data.rendering import (
     Chat,
     Message,
@@ -50,7 +50,7 @@ def apply_chat_template(
     if columns not in APPLICABLE_TYPES:
         raise KeyError(f"columns must be one of {[*map(sorted, APPLICABLE_TYPES)]}, got {sorted(example)}.")
     kwargs = {**remove_none_values(example.get("chat_template_kwargs") or {}), **template_kwargs}
-    tools = read_tools(tools if tools is not None else example.get("tools"))
+    tools = read_tools(written(tools) if tools is not None else example.get("tools"))
     turns = {key: remove_none_values(example[key]) for key in columns if key != "label"}
     rendered = _render_columns(tokenizer, turns, Chat([], tools, kwargs))
     return {**rendered, "label": example["label"]} if "label" in columns else rendered  # type: ignore[dict-item]

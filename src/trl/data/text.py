@@ -217,7 +217,7 @@ class SFTTokenizer(RowKind):
     keep_end: bool = False
     vocabulary: Vocabulary | None = None
     prompts_alone: bool = False
-    version: int = 3
+    version: int = 4
 
     @property
     def features(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import copy
 import difflib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -12,6 +13,7 @@ from trl.data.formats import (
     maybe_convert_to_chatml,
     prepare_multimodal_messages,
     remove_none_values,
+    written,
 )
 from trl.data.rendering import Chat, ProcessingClass, read_tools, template_source, text_tokenizer
 from trl.data.validation import Place, accepted_roles, check_messages, check_text
@@ -74,7 +76,7 @@ def template_inputs(
 ) -> tuple[list[dict | Callable] | None, dict[str, Any]]:
     """The tools of a row, and its variables for the chat template."""
     with place._replace(column="tools").named():
-        found = read_tools(row.get("tools") if tools is None else tools)
+        found = read_tools(row.get("tools") if tools is None else written(tools))
     kwargs = row.get("chat_template_kwargs") or {}
     if not isinstance(kwargs, dict):
         place, remedy = place._replace(column="chat_template_kwargs"), "Give one dict for each row."
@@ -105,17 +107,34 @@ def encode_open(
 
 
 def encode_closed(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool = True
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    *,
+    add_special_tokens: bool = True,
+    is_chat: bool = False,
 ) -> list[tuple[Ids, int]]:
-    """Token ids of texts that end here, each with one eos token at its end, and how many begin tokens were removed."""
+    """Token ids of texts that end here, each `closed`, and how many begin tokens were removed."""
     opened = encode_open(tokenizer, texts, add_special_tokens=add_special_tokens)
-    return [(closed(ids, tokenizer), removed) for ids, removed in opened]
+    return [
+        (closed(ids, text, tokenizer, is_chat=is_chat), removed)
+        for text, (ids, removed) in zip(texts, opened, strict=True)
+    ]
 
 
-def closed(ids: Ids, tokenizer: PreTrainedTokenizerBase) -> Ids:
-    """The ids with an eos token at their end, unless they have it."""
+def closed(ids: Ids, text: str, tokenizer: PreTrainedTokenizerBase, *, is_chat: bool = False) -> Ids:
+    """The ids of a text with an eos token at their end, unless the text has it (whitespace behind it aside).
+
+    A chat may end with any special token: its template has closed it.
+    """
     eos: int = tokenizer.eos_token_id  # type: ignore[assignment]
-    return ids if ids and ids[-1] == eos else [*ids, eos]
+    stops = special_texts(tokenizer) if is_chat else (str(tokenizer.eos_token),)
+    return ids if ids[-1:] == [eos] or text.rstrip().endswith(stops) else [*ids, eos]
+
+
+def special_texts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """The special tokens, of which one closes a turn."""
+    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return tuple({*added, *tokenizer.all_special_tokens})
 
 
 def single_begin(tokenizer: PreTrainedTokenizerBase, ids: Ids) -> tuple[Ids, int]:
@@ -144,9 +163,10 @@ def tokenize_split(
     *,
     add_special_tokens: bool,
     adds_eos: bool = True,
+    is_chat: bool = False,
     is_encoder_decoder: bool = False,
 ) -> list[Split]:
-    """Prompts and the completions of each, which end with one eos token; with `adds_eos=False` exactly the given texts.
+    """Prompts and the completions of each, which are `closed`; with `adds_eos=False` exactly the given texts.
 
     Both are tokenised together, so that no text is lost at the boundary: the first token that the prompt alone does not
     have. The two sides of an encoder-decoder are tokenised apart, the prompt with an eos token of its own.
@@ -159,17 +179,22 @@ def tokenize_split(
             return [(ids, 0) for ids in encode(tokenizer, texts)]
         return encode_text(tokenizer, texts, add_special_tokens=add_special_tokens)
 
+    close = partial(encode_closed, is_chat=is_chat)
     prompts = list(dict.fromkeys(prompt for prompt, _ in rows))
-    heads = dict(
-        zip(prompts, encoded(prompts, encode_closed if is_encoder_decoder else encode_open), strict=True)
-    )
+    heads = dict(zip(prompts, encoded(prompts, close if is_encoder_decoder else encode_open), strict=True))
     if is_encoder_decoder:
         answers = iter(encode(tokenizer, [answer for _, answers in rows for answer in answers]))
         return [
-            Split(head, [closed(next(answers), tokenizer) for _ in row], 0, removed, head)
+            Split(
+                head,
+                [closed(next(answers), text, tokenizer, is_chat=is_chat) for text in row],
+                0,
+                removed,
+                head,
+            )
             for head, removed, row in ((*heads[prompt], row) for prompt, row in rows)
         ]
-    wholes = iter(encoded([prompt + answer for prompt, answers in rows for answer in answers], encode_closed))
+    wholes = iter(encoded([prompt + answer for prompt, answers in rows for answer in answers], close))
     splits = []
     for prompt, answers in rows:
         own, (head, _) = [next(wholes) for _ in answers], heads[prompt]

@@ -183,6 +183,15 @@ class CompletionLengths(PairLengths):
         [Side(prompt=[1, 6, 7], completion=[8, 9, 9, 2])]
         """
         (completion,) = completions
+        if completion[-2:-1] == [
+            self.eos
+        ]:  # a chat template's newline behind its stop token, which only whole rows keep
+            (side,) = self.cut(prompt, [completion[:-1]])
+            tokens, most = len(prompt) + len(completion), self.max_length
+            is_whole = len(side.prompt) + len(side.completion) == tokens - 1 and (
+                most is None or tokens <= most
+            )
+            return [Side(side.prompt, completion) if is_whole else side]
         ending = completion[-1:] if completion[-1:] == [self.eos] else []
         if self.is_encoder_decoder:
             (side,) = super().cut(prompt, completions)

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 from datasets import Dataset
 
 from trl.data.formats import (
+    Written,
     column_names,
     is_conversational,
     is_list_of_dicts_with,
@@ -221,7 +222,8 @@ def _check_message(message: Any, place: Place, roles: frozenset[str]) -> Message
         if not isinstance(part, Mapping) or "type" not in part:
             remedy = 'Write text as {"type": "text", "text": ...}.'
             raise place.error(f"content part {part!r}", "dicts with a 'type'", remedy, TypeError)
-    return remove_none_values(message)
+    clean = (lambda value: value) if isinstance(message, Written) else remove_none_values
+    return {key: clean(value) for key, value in message.items() if value is not None}
 
 
 def check_sft_settings(
