@@ -69,10 +69,12 @@ def _switch(flag: bool) -> dict[str, Any]:
 
 
 def _field(default: Any, declared: Declaration, metadata: dict[str, Any]) -> Any:
-    is_container = isinstance(default, (list, dict))
-    factory = (lambda: type(default)(default)) if is_container else default
-    kind = "default_factory" if callable(factory) else "default"
-    item: Any = dataclasses.field(**{kind: factory}, metadata=metadata)
+    if isinstance(default, (list, dict)):
+        item: Any = dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    elif callable(default):
+        item = dataclasses.field(default_factory=default, metadata=metadata)
+    else:
+        item = dataclasses.field(default=default, metadata=metadata)
     DECLARATIONS[item] = declared
     return item
 

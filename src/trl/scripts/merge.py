@@ -53,9 +53,8 @@ def merge(adapter: str, out: str) -> None:
     config = PeftConfig.from_pretrained(adapter)
     kinds = {kind.task_type: kind for kind in (REWARD_MODEL, STEP_CLASSIFIER)}
     kind = kinds.get(str(getattr(config.task_type, "value", config.task_type)))
-    model: Any = create_model_from_path(
-        adapter, kind and kind.auto, **({"num_labels": kind.labels} if kind else {})
-    )
+    labels: dict[str, Any] = {"num_labels": kind.labels} if kind else {}
+    model: Any = create_model_from_path(adapter, kind and kind.auto, **labels)
     base = merged_base(model)
     has_tokenizer = (Path(adapter) / "tokenizer_config.json").is_file()
     tokenizer = load_processing_class(adapter if has_tokenizer else str(config.base_model_name_or_path))
