@@ -76,9 +76,19 @@ def run(tmp_path, monkeypatch):
     return run
 
 
-def test_an_interrupted_run_says_how_far_it_came_and_how_it_goes_on(run, tmp_path, caplog):
+def test_an_interruption_before_the_first_step_is_one_line(run, monkeypatch, capsys):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trl.scripts.loading.load_train_and_eval", interrupted)
+    assert run(None) == 130
+    assert capsys.readouterr().err == "trl sft: interrupted, no step was trained.\n"
+
+
+def test_an_interrupted_run_says_how_far_it_came_and_how_it_goes_on(run, tmp_path, caplog, capsys):
     assert run(KeyboardInterrupt()) == 130
     said = f"Stopped after step 3 of 4, newest checkpoint {tmp_path}/out/checkpoint-2. To resume: trl sft with the same "
     assert f"{said}options and --resume_from_checkpoint true" in caplog.text
+    assert "interrupted" not in capsys.readouterr().err
     assert run(None, "--resume_from_checkpoint", "true") == 0
     assert Path(tmp_path / "out" / "checkpoint-4").is_dir()

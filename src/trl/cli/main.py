@@ -86,7 +86,8 @@ def _run(name: str, rest: list[str]) -> int:
 
             return launch(name, COMMANDS[name].module, rest)
         return importlib.import_module(COMMANDS[name].module).main(rest) or 0
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # while modules are imported or the launcher starts
+        print(f"trl {name}: interrupted.", file=sys.stderr)
         return 130
     except SystemExit as stop:  # argparse ends the process on --help and on bad arguments
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)

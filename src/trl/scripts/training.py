@@ -79,7 +79,8 @@ def reporting_interruptions(trainer: Any, *, command: str) -> Iterator[None]:
 
     try:
         yield
-    except (KeyboardInterrupt, Terminated):
+    except (KeyboardInterrupt, Terminated) as stop:
+        stop.add_note(message())
         if trainer.accelerator.is_main_process:
             logger.warning(message())
         raise
