@@ -7,7 +7,13 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    FSMTConfig,
+    FSMTForConditionalGeneration,
+    LlamaForCausalLM,
+)
 
 from tests.models.words import word_tokenizer
 from tests.tiny import tiny_model
@@ -121,6 +127,39 @@ def test_files_that_lack_weights_are_refused(saved, tmp_path):
             create_model_from_path(str(tmp_path), architecture)
     loaded = create_model_from_path(str(tmp_path), allow_missing_weights=True)
     assert torch.isfinite(loaded.state_dict()[name]).all()
+
+
+def fsmt(*, tied: bool) -> FSMTForConditionalGeneration:
+    """An encoder-decoder whose three embeddings are one tensor, or three."""
+    sizes = dict.fromkeys(("encoder_layers", "decoder_layers"), 1) | dict.fromkeys(
+        ("d_model", "encoder_ffn_dim", "decoder_ffn_dim"), 16
+    )
+    heads = dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
+    vocabulary = {"langs": ["en", "de"], "src_vocab_size": 40, "tgt_vocab_size": 40}
+    config = FSMTConfig(**vocabulary, **sizes, **heads, max_position_embeddings=32, tie_word_embeddings=tied)
+    return FSMTForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize(
+    "name", ["decoder.embed_tokens", "encoder.embed_tokens", "decoder.output_projection"]
+)
+def test_a_tensor_that_is_tied_to_another_may_lack_in_the_file(name, tmp_path):
+    model = fsmt(tied=True)
+    model.save_pretrained(tmp_path)
+    names = load_file(tmp_path / "model.safetensors").keys() | {f"model.{name}.weight"}
+    weights = {
+        key: value.clone()
+        for key, value in model.state_dict().items()
+        if "embed_tokens" in key or key in names
+    }
+    weights["model.decoder.output_projection.weight"] = weights["model.decoder.embed_tokens.weight"].clone()
+    del weights[f"model.{name}.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = create_model_from_path(str(tmp_path)).state_dict()
+    assert all(torch.equal(value, loaded[key]) for key, value in model.state_dict().items())
+    fsmt(tied=False).config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"lacks 1 weights of FSMT.* \(model.{name}.weight\)"):
+        create_model_from_path(str(tmp_path), FSMTForConditionalGeneration)
 
 
 def test_a_new_classification_head_is_no_missing_weight_and_a_new_output_head_is(saved, tmp_path):
