@@ -34,6 +34,7 @@ KINDS = {
     },
     "streaming": {"gradient_accumulation_steps": 2, "max_steps": 9},
     "padding_free": {"padding_free": True, "num_train_epochs": 3},
+    "residuals": {"weights": "bf16+residual", "optim": "adamw_torch_fused"},
 }
 GROUPS = {
     "grpo": {"steps_per_generation": 4, "num_iterations": 2, "top_entropy_quantile": 0.5},
@@ -217,7 +218,9 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
     total = hashlib.sha256()
     for name in sorted(tensors):
         total.update(name.encode())
-        total.update(torch.as_tensor(tensors[name]).contiguous().numpy().tobytes())
+        total.update(
+            torch.as_tensor(tensors[name]).contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        )
     return total.hexdigest()
 
 

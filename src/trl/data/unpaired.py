@@ -45,7 +45,7 @@ class UnpairedPreparation(PreferencePreparation):
     - Lengths are those of `PairLengths` in the order "prompt_first", for one completion, which keeps its eos.
     - `mismatch_group`: for KTO's KL estimate, the rows among which completions are exchanged, which are those of one
       optimiser step. None: no such column.
-    - `weights`: KTO's desirable_weight and undesirable_weight, compared with the numbers of rows; None: not compared.
+    - `label_weights`: KTO's desirable_weight and undesirable_weight, compared with the numbers of rows; None: not compared.
     - `embedding_tokenizer`: BCO's; adds `embedding_input_ids`, the prompts under it.
 
     Raises: ValueError for `max_length` below 3, for a group of one row, and as `PreferencePreparation`.
@@ -53,7 +53,7 @@ class UnpairedPreparation(PreferencePreparation):
 
     truncation_order: TruncationOrder = "prompt_first"
     mismatch_group: int | None = None
-    weights: tuple[float, float] | None = None
+    label_weights: tuple[float, float] | None = None
     embedding_tokenizer: PreTrainedTokenizerBase | None = None
 
     @property
@@ -361,8 +361,8 @@ def _warn_of_balance(report: PreparationReport, settings: UnpairedPreparation) -
     if not good or not bad:
         kind = "undesirable (label false)" if bad else "desirable (label true)"
         logger.warning("%s dataset: all %d rows are %s; both kinds teach more.", name, good + bad, kind)
-    elif settings.weights is not None:
-        weight, counterweight = settings.weights
+    elif settings.label_weights is not None:
+        weight, counterweight = settings.label_weights
         low, high = (bound * bad / good for bound in BALANCED)
         if not low * counterweight <= weight <= high * counterweight:
             logger.warning(

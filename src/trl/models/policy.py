@@ -16,6 +16,7 @@ from trl.data.rendering import set_run_date
 from trl.models.loading import apply_special_tokens, load_processing_class
 from trl.models.parts import cast_head_to_float32
 from trl.models.peft import is_peft_model, is_quantized, prepare_peft_model
+from trl.models.residuals import in_bfloat16, to_bfloat16
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.scoring.encoder_decoder import language_scorer
 from trl.models.setup import (
@@ -67,6 +68,9 @@ def set_up_policy(
     Raises: what `load_model`, `load_classifier`, `check_processing_class` and `prepare_peft_model` raise.
     """
     init: Any = args.model_init_kwargs or {}
+    keeps_residuals = getattr(args, "weights", None) is not None
+    if keeps_residuals and peft_config is None and isinstance(model, (str, os.PathLike)):
+        init = in_bfloat16(init)
     if classifier is None:
         loaded = load_model(model, init, trained=trained and peft_config is None)
     else:
@@ -92,6 +96,8 @@ def set_up_policy(
         loaded = prepare_peft_model(loaded, peft_config, args)
         if classifier is not None:
             check_trained_head(loaded)
+    if keeps_residuals:
+        to_bfloat16(loaded)
     if getattr(args, "disable_dropout", False):
         disable_dropout_in_model(loaded)
     if getattr(args, "cast_lm_head_to_fp32", False):
@@ -101,7 +107,7 @@ def set_up_policy(
     else:
         scorer = ClassificationScorer(loaded, pad_token_id=pad_token_id(tokenizer))
     report_fallbacks(loaded, scorer)
-    if trained:
+    if trained and not keeps_residuals:
         warn_of_rounding(loaded, args.learning_rate)
     return Policy(loaded, processing_class, tokenizer, scorer)
 
@@ -127,7 +133,8 @@ def warn_of_rounding(model: nn.Module, learning_rate: float) -> None:
     if (share := share_moved(half, learning_rate)) < MOST:
         logger.warning(
             "%s trains weights in %s, of which a step of learning_rate=%g moves %.2g %%: other updates are lost to rounding. Load it "
-            "in float32 (dtype='float32').", type(model).__name__, str(half[0].dtype)[6:], learning_rate, 100 * share,
+            "in float32 (dtype='float32'), or set weights='bf16+residual', which keeps what rounding takes away.",
+            type(model).__name__, str(half[0].dtype)[6:], learning_rate, 100 * share,
         )  # fmt: skip
 
 

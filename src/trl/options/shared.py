@@ -10,6 +10,8 @@ from trl.options.groups import OptionGroup, moved, option, same
 from trl.options.secrets import redacted
 
 JSONDict = dict[str, Any] | str | None
+Weights = Literal["bf16+residual"]
+RESIDUAL: Weights = "bf16+residual"
 PrefixSharingMode = Literal["auto", "true", "false", True, False]  # the words as a command line has them
 
 
@@ -18,6 +20,11 @@ class SharedFields:
     """Each field as `shared(name)` declares it in a config."""
 
     model_init_kwargs: dict[str, Any] | str | None = option(None, "Arguments of from_pretrained.")
+    weights: Weights | None = option(
+        None,
+        "'bf16+residual': train exactly as float32 weights with a bfloat16 forward, in 14 bytes per weight, not 16 (8 with "
+        "optim='adamw_8bit'): bfloat16 weights and gradients, and in the optimizer's state what rounding takes away.",
+    )
     model_adapter_name: str | None = option(None, "Adapter that is trained, in a model with several.")
     ref_adapter_name: str | None = option(None, "Adapter that is the reference. None: no adapter.")
     disable_dropout: bool = option(True, "Train without dropout, as the reference is scored.")

@@ -15,7 +15,7 @@ from trl.options.checks import json_object
 from trl.options.groups import OptionGroup, moved, option, same
 from trl.options.model import DTYPES
 from trl.options.secrets import unwritten
-from trl.options.shared import shared
+from trl.options.shared import Weights, shared
 
 Config = TypeVar("Config")
 
@@ -82,6 +82,7 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
         None, "Train in bfloat16. None: if the accelerator has it, unless fp16.", flag=True
     )  # pyright: ignore[reportIncompatibleVariableOverride]
     save_dtype: str | None = option(None, "Dtype of saved models. None: of the files loaded.", choices=DTYPES)
+    weights: Weights | None = shared("weights")
     gradient_checkpointing: bool = option(True, "Recompute activations in the backward pass: less memory.")
     resume_from_checkpoint: str | None = option(None, "Checkpoint's folder, or true for the newest.")
     resume_without: list[str] | None = option(
@@ -110,7 +111,8 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
         ):  # transformers takes None for the name of a tracker, and wraps it
             self.report_to = "none"
         if self.bf16 is None:
-            self.bf16 = default_bf16(use_cpu=self.use_cpu, fp16=self.fp16)
+            # Weights in bfloat16 need no autocast, under which FSDP makes them float32.
+            self.bf16 = self.weights is None and default_bf16(use_cpu=self.use_cpu, fp16=self.fp16)
         # transformers 5.23 renames both fields, and warns of the older names; the new name wins.
         enabled = getattr(self, "activation_checkpointing", None)
         given = getattr(self, "activation_checkpointing_kwargs", None) or self.gradient_checkpointing_kwargs

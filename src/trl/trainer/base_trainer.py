@@ -48,6 +48,7 @@ from trl.models.loading import cast_state, load_saved_weights, name_dtype, save_
 from trl.models.packed.layout import FILLS_UP, count_sequence_tokens, count_tokens, first_rows, is_packed
 from trl.models.policy import Policy, set_up_policy
 from trl.models.reference import FrozenModel, attach_reference
+from trl.models.residuals import check_residuals, clip_gradients, keep_residuals
 from trl.models.scoring.causal import Scored, Scorer
 from trl.models.scoring.head import ScoreOptions
 from trl.models.scoring.values import PolicyValueScorer
@@ -127,6 +128,8 @@ class BaseTrainer(LegacyInterface, Trainer):
                     kwargs[name] = prepare(kwargs[name])
         self._sums = {"train": MetricSums(), "eval": MetricSums()}
         super().__init__(*args, **kwargs)
+        if self.args.weights is not None:
+            check_residuals(self.accelerator, self.args.optim.value)
         self._signature_columns = list(self._columns)
         chosen_metric(self)  # whose set must exist
         self.settle_views()
@@ -598,7 +601,16 @@ class BaseTrainer(LegacyInterface, Trainer):
             raise ValueError(
                 "the trained weights are float16, and this run is on a CPU. Load them in bfloat16 or float32."
             )
-        return super().create_optimizer(model)
+        optimizer = super().create_optimizer(model)
+        if self.args.weights is not None:
+            keep_residuals(optimizer)
+        return optimizer
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Clip the gradients to `max_grad_norm`, in float32 also those of bfloat16 weights with residuals."""
+        if self.args.weights is None:
+            return super()._clip_grad_norm(model)
+        return clip_gradients(self.optimizer, model.parameters(), self.args.max_grad_norm)
 
     # ---- the rows
 

@@ -108,9 +108,9 @@ class KTOTrainer(UnpairedTrainer):
         """Completions are exchanged among the rows of an optimiser step, which do not depend on how it is cut."""
         weights = (args.desirable_weight, args.undesirable_weight)
         if args.loss_type != "kto":
-            return {"weights": weights}
+            return {"label_weights": weights}
         step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        return {"weights": weights, "mismatch_group": step}
+        return {"label_weights": weights, "mismatch_group": step}
 
     def make_method(self, args: KTOConfig) -> KTOMethod:
         return KTOMethod(args, completions_per_row=2 if self.mismatched else 1)
