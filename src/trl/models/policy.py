@@ -68,7 +68,7 @@ def set_up_policy(
     Raises: what `load_model`, `load_classifier`, `check_processing_class` and `prepare_peft_model` raise.
     """
     init: Any = args.model_init_kwargs or {}
-    keeps_residuals = getattr(args, "weights", None) is not None
+    keeps_residuals = trained and getattr(args, "weights", None) is not None
     if keeps_residuals and peft_config is None and isinstance(model, (str, os.PathLike)):
         init = in_bfloat16(init)
     if classifier is None:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from trl.checkpoints.wholeness import newest_whole
 from trl.data.rendering import text_tokenizer
+from trl.models.residuals import keep_residuals
 from trl.models.loading import save_dtype
 from trl.options.secrets import redacted
 from trl.reporting.tables import open_console
@@ -144,6 +145,8 @@ def _optimizer_size(trainer: Any, trained: Sequence[torch.Tensor]) -> int:
         return 0
     probe = torch.nn.Parameter(torch.zeros(256, 256, dtype=trained[0].dtype, device=trained[0].device))
     optimizer = kind([probe], **settings)
+    if trainer.args.weights is not None:
+        keep_residuals(optimizer)
     probe.grad = torch.zeros_like(probe)
     optimizer.step()
     state = [each for each in optimizer.state[probe].values() if isinstance(each, torch.Tensor)]

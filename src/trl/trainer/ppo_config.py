@@ -9,7 +9,7 @@ from transformers import TrainerState, TrainingArguments
 from trl.options.checks import warn_caller
 from trl.options.groups import documented, moved, option
 from trl.options.methods import PPOOptions
-from trl.options.shared import JSONDict, LoopOptions, shared
+from trl.options.shared import JSONDict, LoopOptions, Weights, shared
 from trl.options.training import TrainingDefaults
 
 _OF_DATA_SETS = {
@@ -168,6 +168,7 @@ class PPOConfig(LoopOptions, PPOOptions):
         "compare_steps steps. Empty: never.",
     )
     steps: int = option(20000, "Number of steps, for the loop that calls the trainer.")
+    weights: Weights | None = shared("weights")
     learning_rate: float = option(1.41e-5, "Learning rate of the trainer's own optimiser (Adam).", "> 0")
     batch_size: int = option(128, "Responses per process and call of step.", ">= 1")
     mini_batch_size: int = option(

@@ -32,6 +32,7 @@ from trl.data.step_inputs import (
 from trl.generation.transformers.engine import TransformersEngine, context_length_of
 from trl.models.parts import causal_core, embedded_tokens
 from trl.models.policy import make_scorer, report_fallbacks, warn_of_rounding
+from trl.models.residuals import check_residuals, clip_gradients, keep_residuals, to_bfloat16
 from trl.models.setup import pad_token_id
 from trl.models.step_state import load_step_state, moments_state, save_step_state
 from trl.models.switches import empty_cache, enable_gradient_checkpointing, undisturbed, without_ddp
@@ -117,14 +118,20 @@ class PPOTrainer:
             enable_gradient_checkpointing(model, None)
             if model.is_peft_model:
                 model.enable_input_require_grads()
+        if config.weights is not None:
+            check_residuals(self.accelerator)
+            to_bfloat16(model.pretrained_model)  # the value head stays in float32
+        else:
+            warn_of_rounding(model.pretrained_model, config.learning_rate)
         core = model.get_base_model()
         self.scorer = make_scorer(model, tokenizer)
         report_fallbacks(core, self.scorer)
-        warn_of_rounding(model.pretrained_model, config.learning_rate)
         self.reference, self.ref_model = ppo_setup.set_up_reference(
             model, ref_model, self.scorer, num_shared_layers
         )
         optimizer = ppo_setup.check_optimiser(model, optimizer, lr_scheduler, config.learning_rate)
+        if config.weights is not None:
+            keep_residuals(optimizer)
         start = core.config.decoder_start_token_id if self.is_encoder_decoder else None
         self._limits = TokenLimits(embedded_tokens(core), context_length_of(model.pretrained_model), start)
         start_trackers(self.accelerator, config)
@@ -375,7 +382,10 @@ class PPOTrainer:
         self.accelerator.backward(loss)
         if self.accelerator.sync_gradients:
             limit = self.config.max_grad_norm or math.inf
-            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
+            if self.config.weights is None:
+                norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
+            else:
+                norm = clip_gradients(self.optimizer, self.model.parameters(), limit)
             if norm is not None and self.accelerator.scaler is None:  # fp16 leaves such updates out by itself
                 self._require_finite("the gradient's norm", float(norm))
             self.optimizer.step()

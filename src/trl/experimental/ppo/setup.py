@@ -17,6 +17,7 @@ from trl.models.distributed import is_sharded
 from trl.models.parts import causal_core, check_decoder_only, embedded_tokens, share_parameters
 from trl.models.peft import is_peft_model
 from trl.models.policy import Policy, report_fallbacks, set_up_policy, warn_of_rounding
+from trl.models.residuals import to_bfloat16
 from trl.models.scoring.classifier import ClassificationScorer, head_of
 from trl.models.scoring.values import PolicyAndValue, PolicyValueScorer
 from trl.models.setup import REWARD_MODEL, load_classifier, pad_token_id, take_pad_token
@@ -61,7 +62,10 @@ def value_and_policy(
         disable_dropout_in_model(value_model)
     scorer = ClassificationScorer(value_model, pad_token_id=pad_token_id(policy.tokenizer))
     report_fallbacks(value_model, scorer)
-    warn_of_rounding(value_model, args.learning_rate)
+    if args.weights is not None:
+        to_bfloat16(value_model)
+    else:
+        warn_of_rounding(value_model, args.learning_rate)
     both = PolicyAndValue(policy.model, value_model)
     return Parts(policy, both, PolicyValueScorer(both, policy.scorer, scorer))
 
