@@ -21,6 +21,8 @@ from trl import AutoModelForCausalLMWithValueHead, SFTTrainer
 from trl.models.loading import create_model_from_path
 from trl.models.parts import causal_core
 from trl.models.policy import share_moved
+from trl.models.residuals import join
+from trl.options.shared import RESIDUAL
 
 STEPS = {
     "max_steps": 4, "learning_rate": 1e-6, "optim": "adamw_torch", "max_grad_norm": 1.0, "per_device_train_batch_size": 8,
@@ -124,6 +126,24 @@ def test_every_method_moves_the_weights_of_a_bfloat16_file(method, saved, tmp_pa
     weights = load_file(tmp_path / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_moves_bfloat16_weights_with_residuals(method, saved, tmp_path):
+    """The weights that forwards see are bfloat16; the float32 ones, of which the optimiser has the rest, move and are resumed."""
+    trainer = METHODS[method](saved, str(tmp_path), weights=RESIDUAL)
+    before = state(trainer.model)
+    assert {weight.dtype for weight in before.values()} == {torch.bfloat16}
+    trainer.train()
+    kept = trainer.optimizer.state
+    changed = [
+        (join(weight.detach(), kept[weight]["residual"]) != before[name].float()).flatten()
+        for name, weight in trainer.model.named_parameters()
+        if weight in kept
+    ]
+    assert torch.cat(changed).sum() >= 0.9 * sum(weight.numel() for weight in before.values())
+    trainer.save_model()
+    assert {x.dtype for x in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
 
 
 # ---- what stays in the files' dtype

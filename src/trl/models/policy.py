@@ -15,8 +15,8 @@ from trl.checkpoints.progress import date_of_run
 from trl.data.rendering import set_run_date
 from trl.models.loading import apply_special_tokens, load_processing_class
 from trl.models.parts import cast_head_to_float32
-from trl.models.peft import is_peft_model, is_quantized, prepare_peft_model
-from trl.models.residuals import in_bfloat16, to_bfloat16
+from trl.models.peft import is_peft_model, is_quantized, prepare_peft_model, resolve_dtype
+from trl.models.residuals import to_bfloat16
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.scoring.encoder_decoder import language_scorer
 from trl.models.setup import (
@@ -70,7 +70,11 @@ def set_up_policy(
     init: Any = args.model_init_kwargs or {}
     keeps_residuals = trained and getattr(args, "weights", None) is not None
     if keeps_residuals and peft_config is None and isinstance(model, (str, os.PathLike)):
-        init = in_bfloat16(init)
+        if resolve_dtype(init.get("dtype")) not in ("auto", torch.bfloat16):
+            raise ValueError(
+                f"weights={args.weights!r} needs dtype='bfloat16', got {init['dtype']}. Leave it out."
+            )
+        init = {**init, "dtype": torch.bfloat16}
     if classifier is None:
         loaded = load_model(model, init, trained=trained and peft_config is None)
     else:

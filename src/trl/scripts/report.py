@@ -12,8 +12,8 @@ from rich.text import Text
 
 from trl.checkpoints.wholeness import newest_whole
 from trl.data.rendering import text_tokenizer
-from trl.models.residuals import keep_residuals
 from trl.models.loading import save_dtype
+from trl.models.residuals import keep_residuals
 from trl.options.secrets import redacted
 from trl.reporting.tables import open_console
 

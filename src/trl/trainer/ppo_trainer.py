@@ -32,7 +32,7 @@ from trl.data.step_inputs import (
 from trl.generation.transformers.engine import TransformersEngine, context_length_of
 from trl.models.parts import causal_core, embedded_tokens
 from trl.models.policy import make_scorer, report_fallbacks, warn_of_rounding
-from trl.models.residuals import check_residuals, clip_gradients, keep_residuals, to_bfloat16
+from trl.models.residuals import check_residuals, keep_residuals, to_bfloat16
 from trl.models.setup import pad_token_id
 from trl.models.step_state import load_step_state, moments_state, save_step_state
 from trl.models.switches import empty_cache, enable_gradient_checkpointing, undisturbed, without_ddp
@@ -382,10 +382,7 @@ class PPOTrainer:
         self.accelerator.backward(loss)
         if self.accelerator.sync_gradients:
             limit = self.config.max_grad_norm or math.inf
-            if self.config.weights is None:
-                norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
-            else:
-                norm = clip_gradients(self.optimizer, self.model.parameters(), limit)
+            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
             if norm is not None and self.accelerator.scaler is None:  # fp16 leaves such updates out by itself
                 self._require_finite("the gradient's norm", float(norm))
             self.optimizer.step()
