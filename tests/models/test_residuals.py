@@ -201,7 +201,7 @@ def test_parameters_of_other_dtypes_step_as_before_and_gradients_are_clipped():
     keep_residuals(optimizer)
     gradients = [torch.tensor([1.0, 2.0, 2.0]), torch.tensor([0.0, 4.0, 0.0])]
     for weight, gradient in zip(weights, gradients, strict=False):
-        weight.grad = gradient.to(weight.dtype)
+        weight.grad = gradient.to(weight.dtype, copy=True)
     assert clip_gradients(optimizer, weights, 0.5) == 5.0
     optimizer.step()
     factor = 0.5 / (5.0 + 1e-6)
@@ -309,7 +309,6 @@ def test_a_step_level_loop_keeps_residuals():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"fp16": True}, "float16 scales its gradients"),
         ({"optim": "lomo"}, "optim='lomo' has no step of its own"),
         ({"optim": "galore_adamw_layerwise"}, "has no step of its own"),
         ({"optim": "schedule_free_adamw"}, "has no step of its own"),
@@ -325,6 +324,7 @@ def test_what_cannot_be_combined_is_refused(settings, words, tmp_path):
     ("plugins", "words"),
     [
         ({"deepspeed_plugin": object()}, "DeepSpeed keeps float32 weights of its own"),
+        ({"precision": "fp16"}, "float16 scales its gradients"),
         ({"fsdp_plugin": SimpleNamespace(fsdp_version=1)}, "FSDP must be version 2"),
         ({"fsdp_plugin": SimpleNamespace(fsdp_version=2), "precision": "bf16"}, "Set bf16=False"),
     ],

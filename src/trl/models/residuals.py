@@ -110,20 +110,24 @@ class KeepsResiduals(torch.optim.Optimizer):
         Raises: TypeError for an optimiser that has state of whole groups.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
-        gradients = dict[Tensor, Tensor]()
-        for parameter in chain(*(group["params"] for group in self.param_groups)):
-            if parameter.grad is not None and parameter.dtype == torch.bfloat16:
-                gradients[parameter], parameter.grad = parameter.grad, None
-            elif parameter.grad is not None:
-                parameter.grad.mul_(self.gradient_scale)
+        parameters = chain(*(group["params"] for group in self.param_groups))
+        gradients = {each: each.grad for each in parameters if each.grad is not None}
+        half = [parameter for parameter in gradients if parameter.dtype == torch.bfloat16]
+        for parameter, gradient in gradients.items():
+            if parameter.dtype == torch.bfloat16:
+                parameter.grad = None
+            else:
+                gradient.mul_(self.gradient_scale)
         before = [{**group, "params": None} for group in self.param_groups]
         super().step()  # parameters of other dtypes; bitsandbytes finds its overrides by the parameters
         if [{**group, "params": None} for group in self.param_groups] != before:
             raise TypeError(
                 f"weights={RESIDUAL!r} cannot be used with {type(self).__name__}, which has state of whole groups. Set another optim."
             )
-        ends = accumulate(_local(each).numel() for each in gradients)
-        for _, chunk in groupby(zip(ends, gradients, strict=True), lambda item: item[0] // _CHUNK):
+        for parameter in gradients:
+            parameter.grad = None
+        ends = accumulate(_local(each).numel() for each in half)
+        for _, chunk in groupby(zip(ends, half, strict=True), lambda item: item[0] // _CHUNK):
             self._step_in_float32([parameter for _, parameter in chunk], gradients)
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
