@@ -170,7 +170,7 @@ CASES: dict[str, tuple[str, list[dict], dict[str, Any], dict[str, Any]]] = {
     "single cut off": ("single", SINGLES, {"max_length": 12}, {}),
     "single refused": ("single", SINGLES, {"max_length": 12, "untrained_rows": "error"}, {}),
     "single, encoder-decoder": ("single", SINGLES, {"max_prompt_length": 8, "max_completion_length": 4, "is_encoder_decoder": True, "mismatch_group": 2}, {}),
-    "single chats": ("single", CHAT_SINGLES, {"mismatch_group": 2, "weights": (1.0, 2.0)}, {}),
+    "single chats": ("single", CHAT_SINGLES, {"mismatch_group": 2, "label_weights": (1.0, 2.0)}, {}),
     "single of pairs": ("single", PAIRS, {"mismatch_group": 4}, {}),
     "single of chat pairs": ("single", CHAT_PAIRS, {}, {}),
     "single tokens": ("single", TOKEN_SINGLES, {"mismatch_group": 2, "max_length": 6}, {}),

@@ -182,7 +182,7 @@ def test_weights_that_do_not_make_up_for_the_numbers_are_reported(caplog: pytest
     for weights in ((1.0, 1.5), (2 / 3, 1.0), (8 / 9, 1.0)):
         prepare(TEXT, label_weights=weights)
     assert not caplog.text
-    prepare(TEXT, weights=(1.0, 1.0))  # 3 rows to 2
+    prepare(TEXT, label_weights=(1.0, 1.0))  # 3 rows to 2
     assert "Set desirable_weight to 0.6667 to 0.8889, or undesirable_weight to 1.125 to 1.5." in caplog.text
     assert "3 desirable rows of weight 1 and 2 undesirable ones of weight 1" in caplog.text
 
