@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy, SaveStrategy, has_length
+from transformers.training_args import OptimizerNames
 
 from trl.checkpoints.identity import run_facts
 from trl.checkpoints.ownership import owned, run_folder_name
@@ -128,8 +129,8 @@ class BaseTrainer(LegacyInterface, Trainer):
                     kwargs[name] = prepare(kwargs[name])
         self._sums = {"train": MetricSums(), "eval": MetricSums()}
         super().__init__(*args, **kwargs)
-        if self.args.weights is not None:
-            check_residuals(self.accelerator, self.args.optim.value)
+        if self.keeps_residuals:
+            check_residuals(self.accelerator, OptimizerNames(self.args.optim).value)
         self._signature_columns = list(self._columns)
         chosen_metric(self)  # whose set must exist
         self.settle_views()
@@ -602,13 +603,18 @@ class BaseTrainer(LegacyInterface, Trainer):
                 "the trained weights are float16, and this run is on a CPU. Load them in bfloat16 or float32."
             )
         optimizer = super().create_optimizer(model)
-        if self.args.weights is not None:
+        if self.keeps_residuals:
             keep_residuals(optimizer)
         return optimizer
 
+    @property
+    def keeps_residuals(self) -> bool:
+        """Whether the weights train in bfloat16 with residuals."""
+        return getattr(self.args, "weights", None) is not None
+
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Clip the gradients to `max_grad_norm`, in float32 also those of bfloat16 weights with residuals."""
-        if self.args.weights is None:
+        if not self.keeps_residuals:
             return super()._clip_grad_norm(model)
         return clip_gradients(self.optimizer, model.parameters(), self.args.max_grad_norm)
 
