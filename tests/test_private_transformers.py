@@ -19,6 +19,7 @@ ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 # Methods of Trainer that are overridden or called, and their parameters: all of them.
 METHODS = {
+    "_clip_grad_norm": "model",
     "_finalize_training": "trial num_train_samples start_time",
     "_get_dataloader": "dataset description batch_size sampler_fn is_training dataloader_key",
     "_get_eval_sampler": "eval_dataset",
@@ -59,7 +60,6 @@ FUNCTIONS = {
     "masking_utils.sdpa_mask": "batch_size q_length kv_length q_offset kv_offset mask_function attention_mask",
     "trainer_jit_checkpoint.JITCheckpointCallback": "",
     "trainer_pt_utils.LengthGroupedSampler": "batch_size dataset lengths model_input_name generator",
-    "trainer_utils.rotate_checkpoints": "output_dir save_total_limit best_model_checkpoint use_mtime",
     "utils.chat_template_utils.render_jinja_template": "conversations tools documents chat_template "
     "return_assistant_tokens_mask continue_final_message add_generation_prompt",
 }
