@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerCallback
 
 from tests.tiny import tiny_model
+from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer import grpo_runs
 from tests.trainer.preference_methods import METHODS
-from tests.trainer.sft_runs import logged, make
+from tests.trainer.sft_runs import config, logged, make, model_for
 from tests.two_processes import launch
 from trl import SFTConfig, SFTTrainer
 from trl.checkpoints.wholeness import CheckpointError
@@ -116,6 +118,29 @@ def test_dropping_every_row_is_refused(tmp_path):
     with pytest.raises(ValueError, match="drops all 4 training rows: they do not fill a batch of 5"):
         make(rows(4), folder=tmp_path, **settings).train()
     assert make(rows(5), folder=tmp_path, **settings).train().global_step == 1
+
+
+class Stream(IterableDataset):
+    """Seven rows without a length."""
+
+    def __iter__(self):
+        yield from rows(7)
+
+
+class OwnLoader(SFTTrainer):
+    """A trainer with a loader of a program's own."""
+
+    def get_train_dataloader(self):
+        loader = DataLoader(Stream(), batch_size=2, collate_fn=self.data_collator)
+        return self.accelerator.prepare(loader)
+
+
+def test_a_training_loader_of_a_program_may_end_and_have_no_length(tmp_path):
+    tokenizer = tiny_tokenizer()
+    settings, data = {**SETTINGS, "save_strategy": "no"}, Dataset.from_list(rows())
+    args, model = config(tmp_path, **settings), model_for(tokenizer)
+    trainer = OwnLoader(model, args, train_dataset=data, processing_class=tokenizer)
+    assert trainer.train().global_step == 6
 
 
 def test_a_step_that_trains_nothing_has_no_loss_and_no_gradient(tmp_path):

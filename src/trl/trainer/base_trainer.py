@@ -272,15 +272,12 @@ class BaseTrainer(LegacyInterface, Trainer):
         return batches, (count if len(self.method.units) > 1 else count.reshape(())).clamp(min=1)
 
     _unprepared: list[Any] | None = None
+    _missing = 0  # batches of an epoch's last round, which has none for the last processes
 
     def _fills_up(self) -> bool:
         """Whether the batch that was drawn last is the epoch's last one, which has rows for other processes alone."""
-        state: Any = self.accelerator.gradient_state
-        size = self.args.train_batch_size
-        if not state.end_of_dataloader or self.args.dataloader_drop_last:
-            return False
-        rest = len(state.active_dataloader.dataset) % (size * self.args.world_size)
-        return 0 < rest <= size * self.args.process_index
+        is_missing = self.args.process_index >= self.args.world_size - self._missing
+        return is_missing and self.accelerator.gradient_state.end_of_dataloader
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
@@ -661,10 +658,10 @@ class BaseTrainer(LegacyInterface, Trainer):
             with holding(self.args, "dataloader_drop_last", False):
                 return super()._get_dataloader(dataset, is_training=False, **given)
         loader: Any = super()._get_dataloader(dataset, is_training=True, **given)
-        shard = loader.batch_sampler
+        shard, self._missing = loader.batch_sampler, 0
         if isinstance(shard, BatchSamplerShard):
-            shard.batch_sampler = WholeRounds(shard.batch_sampler, self.args.world_size)
-            shard.even_batches = False
+            shard.batch_sampler = rounds = WholeRounds(shard.batch_sampler, self.args.world_size)
+            shard.even_batches, self._missing = False, rounds.missing
         if self.args.dataloader_persistent_workers:
             # Workers are started once by a run, and again by one that goes on: neither may take from the process's own stream.
             inner = getattr(loader, "base_dataloader", loader)  # accelerate's

@@ -35,9 +35,7 @@ ROW_KEYS = frozenset(
         "on_policy",
     ]
 )
-FILLS_UP = (
-    "fills_up"  # marks a batch without rows of its process: it runs with the others, and counts nowhere
-)
+FILLS_UP = "fills_up"  # marks a batch without rows of its process: it runs with the others, counted nowhere
 TEACHER_BATCH = "teacher_batch"  # that a teacher is shown in place of the student's
 _TEACHER = (*TEACHER_COLUMNS, TEACHER_BATCH, PROMPT_ALONE)
 # Columns of the layout; all other keys of a batch are given to the model.
