@@ -71,6 +71,19 @@ def test_eos_that_the_tokenizer_adds_is_not_doubled_and_not_in_the_prompt() -> N
     assert row["shifted_rows"] == 0
 
 
+def test_special_tokens_are_read_once_for_all_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer makes its table of them anew each time, for thousands of tokens in milliseconds."""
+    calls = []
+
+    def read(tokenizer: Any) -> tuple[str, ...]:
+        calls.append(tokenizer)
+        return ("<|im_end|>",)
+
+    monkeypatch.setattr("trl.data.tokenization.special_texts", read)
+    encode_closed(tiny_tokenizer(), ["Blue."] * 5, is_chat=True)
+    assert len(calls) == 1
+
+
 def test_completion_mask_covers_the_completion_and_its_eos() -> None:
     tokenizer = tiny_tokenizer(pad_token="<|im_end|>")
     row = one_row(tokenizer, PAIR, {"prompt": "The sky is", "completion": " blue."}, completion_mask=True)

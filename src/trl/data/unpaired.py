@@ -183,14 +183,12 @@ class CompletionLengths(PairLengths):
         [Side(prompt=[1, 6, 7], completion=[8, 9, 9, 2])]
         """
         (completion,) = completions
-        if completion[-2:-1] == [
-            self.eos
-        ]:  # a chat template's newline behind its stop token, which only whole rows keep
+        if completion[-2:-1] == [self.eos]:
+            # A chat template's newline behind its stop token, which only whole rows keep.
             (side,) = self.cut(prompt, [completion[:-1]])
-            tokens, most = len(prompt) + len(completion), self.max_length
-            is_whole = len(side.prompt) + len(side.completion) == tokens - 1 and (
-                most is None or tokens <= most
-            )
+            tokens = len(side.prompt) + len(side.completion) + 1
+            fits = self.max_length is None or tokens <= self.max_length
+            is_whole = fits and tokens == len(prompt) + len(completion)
             return [Side(side.prompt, completion) if is_whole else side]
         ending = completion[-1:] if completion[-1:] == [self.eos] else []
         if self.is_encoder_decoder:
