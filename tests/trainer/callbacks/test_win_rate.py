@@ -12,6 +12,7 @@ from trl.experimental.judges import BasePairwiseJudge
 from trl.experimental.winrate_callback import WinRateCallback
 from trl.models.reference import FrozenModel
 from trl.rewards import ManagedJudge
+from trl.trainer.samples import sample_completions
 
 GREEDY = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=2, pad_token_id=0)
 
@@ -75,6 +76,18 @@ def test_the_reference_of_a_trainer_is_compared_with(tmp_path):
     assert (
         logged(run, "eval_win_rate") == [pytest.approx(1 - ties / 6)] * 2
     )  # at the start, and in the evaluation
+
+
+def test_an_evaluation_before_training_completes_prompts_once(tmp_path, monkeypatch):
+    run, calls = trainer(tmp_path, eval_dataset=prompt_dataset(), steps=1), []
+
+    def count(*given, **named):
+        calls.append(given)
+        return sample_completions(*given, **named)
+
+    monkeypatch.setattr("trl.trainer.callbacks.win_rate.sample_completions", count)
+    WinRateCallback(Keeps(), run, GREEDY).on_evaluate(run.args, run.state, run.control)
+    assert len(calls) == 1 and logged(run, "eval_win_rate") == [0.5]
 
 
 @pytest.mark.parametrize("start", [False, True])

@@ -100,10 +100,9 @@ class WinRateCallback(TrainerCallback):
             (folder / KEPT).write_text(json.dumps(self.against))
 
     def on_evaluate(self, args, state, control, **kwargs):
-        self._find_reference(args, state)  # for an evaluation before training
-        self._measure(state.global_step)
+        self._measure(state.global_step, self._find_reference(args, state))  # before training: both at once
 
-    def _measure(self, step: int, samples: list[Sample] | None = None) -> None:
+    def _measure(self, step: int, samples: list[Sample] | None) -> None:
         """Log how the policy's completions, new ones unless passed, compare with `against`."""
         samples = samples or sample_completions(self.trainer, self.rows, self.generation_config)
         found: list[Any] = [None]
