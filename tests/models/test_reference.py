@@ -181,6 +181,12 @@ def test_the_kinds_that_are_chosen(tmp_path):
     loaded = reference_of(base(), ref_model=str(tmp_path), ref_model_init_kwargs={"dtype": "bfloat16"})
     assert isinstance(loaded, FrozenModel)
     assert loaded.module.dtype == torch.bfloat16
+    # A reference from the policy's own file has the policy's dtype, unless its settings say otherwise, under either name.
+    for name in ("dtype", "torch_dtype"):
+        loaded = reference_of(
+            base(), ref_model=str(tmp_path), path=str(tmp_path), ref_model_init_kwargs={name: "bfloat16"}
+        )
+        assert isinstance(loaded, FrozenModel) and loaded.module.dtype == torch.bfloat16
 
 
 def test_model_adapter_name_becomes_the_one_that_trains():

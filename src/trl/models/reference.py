@@ -246,7 +246,7 @@ def make_reference(
         name, kwargs = os.fspath(ref_model), given.ref_model_init_kwargs or {}
         if (name == path or given.sync_ref_model) and not is_quantized(policy):
             # As a copy of the policy: the divergence from it begins at 0, and a reference that moves keeps small updates.
-            kwargs = {"dtype": causal_core(policy).dtype, **kwargs}
+            kwargs = {**({} if "torch_dtype" in kwargs else {"dtype": causal_core(policy).dtype}), **kwargs}
         model = create_model_from_path(name, **kwargs)
     elif not is_sharded(policy):
         model = copy.deepcopy(policy)
