@@ -118,11 +118,10 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
         given = getattr(self, "activation_checkpointing_kwargs", None) or self.gradient_checkpointing_kwargs
         self.set_checkpointing(self.gradient_checkpointing if enabled is None else enabled, given)
         super().__post_init__()
-        if self.device.type == "cpu" and (
-            self.fp16 or self.fp16_full_eval
-        ):  # accelerate would compute in float32
+        if self.device.type == "cpu" and (self.fp16 or self.fp16_full_eval):
+            # accelerate would compute in float32
             raise ValueError(
-                "fp16 needs a GPU, and this run is on a CPU. Set bf16 in its place, or leave it out (float32)."
+                "fp16 needs a GPU, and this run is on a CPU. Set bf16 in its place, or leave it out."
             )
 
     def set_checkpointing(self, enabled: bool, kwargs: dict[str, Any] | str | None) -> None:

@@ -18,9 +18,7 @@ from trl.trainer.kto_config import KTOConfig
 from trl.trainer.method import Step, counted
 from trl.trainer.unpaired import UnpairedMethod, UnpairedTrainer
 
-RUNNING_NAME = (
-    "running.pt"  # the recorded name; KTO keeps nothing from step to step, so no checkpoint has this file
-)
+RUNNING_NAME = "running.pt"  # the recorded name; no checkpoint has it: KTO keeps nothing from step to step
 
 
 class KTOMethod(UnpairedMethod):

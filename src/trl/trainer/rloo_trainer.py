@@ -150,10 +150,7 @@ class RLOOTrainer(SampleTables, OnlineTrainer):
         }
         moved = move_arguments(RLOOConfig, named, older, stacklevel=4)  # of the program
         args = config_or_default(moved["args"], RLOOConfig, "rloo")
-        is_older = "policy" in older
-        args = config_or_default(moved["args"], RLOOConfig, "rloo")
-        is_older = "policy" in older
-        args = older_config(args, train_dataset, moved["processing_class"], is_older_call=is_older)
+        args = older_config(args, train_dataset, moved["processing_class"], is_older_call="policy" in older)
         if older.get("reward_model") is not None:
             moved["reward_funcs"] = older_reward(older["reward_model"], moved["processing_class"], args)
         if "ref_policy" in older and args.beta == 0:  # which had to be passed
