@@ -1,6 +1,7 @@
 """GRPO with agents: sessions over HTTP are completions, trees of turns are trained once, and resuming continues them."""
 
 import asyncio
+import ctypes
 import itertools
 import json
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import openai
+import psutil
 import pytest
 import torch
 from datasets import Dataset
@@ -430,6 +432,18 @@ def test_an_agent_may_be_a_command():
     for process in trainer._rollout_batch.per_row["scores"].tolist():
         line = Path(f"/proc/{process:.0f}/cmdline")
         waits_for(lambda line=line: not line.exists() or not line.read_bytes())  # ended, or a zombie
+
+
+def test_commands_leave_no_zombies_to_a_trainer_that_is_the_first_process():
+    """Of a container: nothing else collects the ends of orphans there."""
+    set_subreaper, children = 36, lambda: {each.pid for each in psutil.Process().children()}
+    before, system = children(), ctypes.CDLL(None)
+    system.prctl(set_subreaper, 1, 0, 0, 0)
+    try:
+        trained(agent=[sys.executable, "-c", COMMAND, "{row}", "{base_url}"], max_steps=1)
+    finally:
+        system.prctl(set_subreaper, 0, 0, 0, 0)
+    assert children() <= before
 
 
 @pytest.mark.slow

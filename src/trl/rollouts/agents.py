@@ -51,8 +51,9 @@ logger = logging.getLogger(__name__)
 ENVIRONMENTS = "environments"
 CLOSING_SECONDS = 10.0  # for the `close` of environments
 MOST_OUTPUT = 1 << 20  # bytes of a command's output that are read
-# Ends the command's process group when the trainer has ended, even by SIGKILL. Forked twice, so that it is no child of the command.
-_LAUNCH = '((read -r _ </dev/fd/$0; kill -9 0) </dev/null >/dev/null 2>&1 &); exec "$@"'
+# Ends a command's process group when the trainer has ended, even by SIGKILL. It is the trainer's child, which collects its end.
+_WATCH = "read -r _; kill -9 -$0"
+_LAUNCH = 'read -r _ && exec "$@" </dev/fd/$0'  # not before it is watched
 
 Agent = Callable[..., Awaitable[Any]] | Sequence[str] | str
 """`async def agent(row, base_url, api_key)`, or a command with `{base_url}`, `{api_key}` and `{row}` in its words."""
@@ -234,17 +235,25 @@ async def _run_command(words: Sequence[str], session: Session, *, graded: bool) 
         if not any("{row}" in word for word in words):
             given_row.write(given["row"].encode())
             given_row.seek(0)
-        alive = _alive()
         process = await asyncio.create_subprocess_exec(
-            "sh", "-c", _LAUNCH, str(alive), *line, env=environment, start_new_session=True, pass_fds=[alive],
-            stdin=given_row, stdout=out, stderr=err,
+            "sh", "-c", _LAUNCH, str(given_row.fileno()), *line, env=environment, start_new_session=True,
+            pass_fds=[given_row.fileno()], stdin=asyncio.subprocess.PIPE, stdout=out, stderr=err,
         )  # fmt: skip
+        groups = [process]
         try:
-            await process.wait()
+            options: Any = {
+                "start_new_session": True,
+                "stdin": _alive(),
+                "stderr": asyncio.subprocess.DEVNULL,
+            }
+            watch = "sh", "-c", _WATCH, str(process.pid)
+            groups.append(await asyncio.create_subprocess_exec(*watch, **options))
+            await process.communicate(b"\n")
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
+            for each in groups:
+                with suppress(ProcessLookupError):
+                    os.killpg(each.pid, signal.SIGKILL)
+                await each.wait()
         said, error = (_end_of(file) for file in (out, err))
     if process.returncode != 0:
         raise RuntimeError(f"{words[0]} ended with status {process.returncode}: {error[-500:]}")
