@@ -1,5 +1,6 @@
 """Checkpoints that lost a part: which file, which other checkpoint, and what can be started anew."""
 
+import fcntl
 import json
 import logging
 import os
@@ -155,6 +156,7 @@ def test_files_and_folders_are_on_the_disk_before_the_rename(tmp_path, monkeypat
     def fsync(file):
         handle = file if isinstance(file, int) else file.fileno()
         events.append(Path(os.readlink(f"/proc/self/fd/{handle}")))
+        assert fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY  # files may be read-only
         flush(handle)
 
     monkeypatch.setattr(os, "fsync", fsync)

@@ -1,8 +1,13 @@
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
 from tests.checkpoints.made import make_checkpoint
+from trl.checkpoints import wholeness
 from trl.checkpoints.wholeness import CheckpointError
 from trl.scripts.loading import checkpoint_to_resume
+from trl.scripts.report import resume_hint
 
 
 @pytest.fixture
@@ -17,7 +22,7 @@ def output_dir(tmp_path):
 
 @pytest.mark.parametrize("wanted", ["true", "True", True, "yes"])
 def test_true_means_the_newest(output_dir, wanted):
-    assert checkpoint_to_resume(wanted, output_dir) == str(output_dir / "checkpoint-10")
+    assert checkpoint_to_resume(wanted, output_dir) is True
 
 
 @pytest.mark.parametrize("wanted", [None, False, "false", "no", ""])
@@ -46,6 +51,15 @@ def test_a_run_without_a_whole_checkpoint_does_not_start_afresh(output_dir):
         match=r"checkpoint-20 is not whole: model.safetensors or adapter_model.safetensors is missing; trainer_state",
     ):
         checkpoint_to_resume("true", output_dir)
-    assert checkpoint_to_resume("true", output_dir, without=["optimizer"]) == str(
-        output_dir / "checkpoint-10"
+    assert checkpoint_to_resume("true", output_dir, without=["optimizer"]) is True
+
+
+def test_the_checksums_are_left_to_the_trainer(output_dir, monkeypatch):
+    """Which reads all files of a checkpoint once; each process of a command would do so again."""
+    monkeypatch.setattr(wholeness, "_sum", lambda file: pytest.fail(f"{file} was read"))
+    assert checkpoint_to_resume("true", output_dir) is True
+    path = str(output_dir / "checkpoint-10")
+    assert checkpoint_to_resume(path, output_dir) == path
+    assert "--resume_from_checkpoint true" in resume_hint(
+        Path(path), SimpleNamespace(output_dir=output_dir, max_steps=1), command="sft", finished=True
     )

@@ -85,7 +85,7 @@ def publish(
 def _sync(path: Path) -> None:
     """Wait until a file's content, or a folder's list of names, is on the disk."""
     if not path.is_dir():
-        with path.open("rb+") as file:
+        with path.open("rb+" if os.name == "nt" else "rb") as file:  # copies of files may be read-only
             os.fsync(file)
     elif os.name != "nt":  # where folders cannot be opened
         handle = os.open(path, os.O_RDONLY)
@@ -113,19 +113,23 @@ def has_weights(folder: Path) -> bool:
 
 
 def faults(
-    folder: Path, *, without: Sequence[str] = (), needed: Mapping[str, Sequence[str]] = _NEEDED
+    folder: Path,
+    *,
+    without: Sequence[str] = (),
+    needed: Mapping[str, Sequence[str]] = _NEEDED,
+    quick: bool = False,
 ) -> dict[str, str]:
-    """File by file, what keeps a run from resuming from `folder`, except for `PARTS` that it does without."""
-    names, written = (
-        _names(folder),
-        read_manifest(folder).get("files", {}),
-    )  # older checkpoints: a list of names
+    """File by file, what keeps a run from resuming from `folder`, except for `PARTS` that it does without.
+
+    If `quick`, checksums are not compared, for which all files are read.
+    """
+    names, written = _names(folder), read_manifest(folder).get("files", {})  # older ones: a list of names
     found = {name: "is missing" for name in written if name not in names}
     for file, patterns in needed.items():
         if not any(_fits(name, patterns) for name in [*names, *written]):
             found[file] = "is missing"
     read = [name for name in names if not _fits(name, _NOT_READ)]
-    sums = written if isinstance(written, dict) else {}
+    sums = written if isinstance(written, dict) and not quick else {}
     with ThreadPoolExecutor(_READERS) as pool:
         whys = pool.map(
             lambda name: unreadable(folder / name) or _changed(folder / name, sums.get(name)), read
@@ -144,18 +148,21 @@ def checkpoints_in(output_dir: str | Path, stem: str = "checkpoint-") -> list[Pa
     return [found[step] for step in sorted(found, reverse=True)]
 
 
-def newest_whole(
-    output_dir: str | Path, *, without: Sequence[str] = (), but: Path | None = None
-) -> Path | None:
-    """The whole checkpoint with the highest step, leaving out `but`; None where there is none."""
+def newest_whole(output_dir: str | Path, *, but: Path | None = None, quick: bool = False) -> Path | None:
+    """The whole checkpoint with the highest step, leaving out `but`; None where there is none. `quick` as in `faults`."""
     every = (path for path in checkpoints_in(output_dir) if but is None or path.resolve() != but.resolve())
-    return next((path for path in every if not faults(path, without=without)), None)
+    return next((path for path in every if not faults(path, quick=quick)), None)
 
 
 def checkpoint_to_load(
-    given: str | Path | bool | None, output_dir: str | Path, *, without: Sequence[str] = ()
+    given: str | Path | bool | None,
+    output_dir: str | Path,
+    *,
+    without: Sequence[str] = (),
+    quick: bool = False,
 ) -> Path | None:
-    """The checkpoint that `resume_from_checkpoint` means: a path, or for True the newest whole one in `output_dir`.
+    """The checkpoint that `resume_from_checkpoint` means: a path, or for True the newest whole one in `output_dir`. `quick` as in
+    `faults`.
 
     Raises: FileNotFoundError where there is none; CheckpointError where it is not whole.
     """
@@ -171,7 +178,7 @@ def checkpoint_to_load(
             f"resume_from_checkpoint={given!r} needs a checkpoint to resume from. {there}"
         )
     chosen = every if given is True else [Path(given)]
-    whole = next((path for path in chosen if not faults(path, without=without)), None)
+    whole = next((path for path in chosen if not faults(path, without=without, quick=quick)), None)
     if whole is None:
         raise _not_whole(chosen[0], without)
     for path in chosen[: chosen.index(whole)]:

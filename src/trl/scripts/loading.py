@@ -141,10 +141,10 @@ def check_push(args: Any) -> None:
 
 def checkpoint_to_resume(
     resume_from_checkpoint: str | bool | None, output_dir: str | Path, *, without: Sequence[str] = ()
-) -> str | None:
-    """The directory that `--resume_from_checkpoint` means: a path as it is, `true` the newest whole one in `output_dir`.
+) -> str | bool | None:
+    """What `--resume_from_checkpoint` asks a trainer for: a path, or True, the newest whole checkpoint in `output_dir`.
 
-    None for a fresh start: no such option, or (printed) no checkpoint yet.
+    Checksums are left to the trainer, which compares them once, on the main process. None for a fresh start: no such option, or (printed) no checkpoint yet.
 
     Raises: FileNotFoundError for a path that is no directory, CheckpointError if the checkpoint, or every one in `output_dir`,
     lost a part; `without` may be missing.
@@ -156,7 +156,8 @@ def checkpoint_to_resume(
     if newest and not checkpoints_in(output_dir):
         print(f"No complete checkpoint in {output_dir}: starting from the beginning.")
         return None
-    return str(checkpoint_to_load(True if newest else wanted, output_dir, without=without))
+    checkpoint_to_load(newest or wanted, output_dir, without=without, quick=True)
+    return newest or wanted
 
 
 def check_processes(args: Any) -> None:

@@ -221,7 +221,7 @@ def resume_hint(newest: Path | None, args: Any, *, command: str, finished: bool)
         if finished:
             return f"This run cannot be resumed: {why}. A new one can start from the model."
         return f"It cannot be resumed: {why}. The same command starts from the beginning."
-    found = newest_whole(args.output_dir)
+    found = newest_whole(args.output_dir, quick=True)
     resume = "true" if found is not None and newest.resolve() == found.resolve() else str(newest)
     longer = "max_steps" if args.max_steps > 0 else "num_train_epochs"
     same = f"the same options, a larger --{longer} and" if finished else "the same options and"
