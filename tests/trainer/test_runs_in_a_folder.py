@@ -281,7 +281,7 @@ def test_a_run_keeps_the_date_of_its_chat_template(workers, tmp_path, monkeypatc
     assert first._tokenizer.decode(ids).startswith("24 Nov 2026")
     assert other._tokenizer.decode(other.train_dataset["input_ids"][0]).startswith("25 Nov 2026")
     first.train()
-    again = dated(25, tmp_path / "run", 3)
+    again = dated(25, tmp_path / "run", 3, resume_from_checkpoint=True)
     assert again.train_dataset["input_ids"][0] == ids
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 3
