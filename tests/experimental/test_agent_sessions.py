@@ -458,6 +458,16 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(kind, policy, 
         assert raised.value.code == "context_length_exceeded" and len(session.turns) == (kind == "later")
 
 
+def test_the_longest_token_is_looked_for_once(policy, monkeypatch):
+    """A vocabulary of 150,000 tokens takes 0.1 s, and each request with more characters than tokens asks for it."""
+    with serving(policy) as running:
+        asked, whole = [], running.chats.tokenizer.get_vocab
+        monkeypatch.setattr(running.chats.tokenizer, "get_vocab", lambda: asked.append(1) or whole())
+        for _ in range(3):
+            running.chats.ids("one two " * 40, begins=True)
+        assert len(asked) == 1
+
+
 class NoTokenizer:
     """A tokenizer that must not be called."""
 

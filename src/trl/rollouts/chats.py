@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from trl.data.byte_alignment import vocabulary_bytes
@@ -47,11 +47,14 @@ class Chats:
         """Raise APIError for a text whose tokens cannot fit, before it is tokenised."""
         if characters <= self.context_length:
             return
-        longest = max(map(len, self.tokenizer.get_vocab())) + 1  # with a space that tokens do not have
-        if characters > self.context_length * longest:
+        if characters > (most := self.context_length * self._longest_token):
             allowed = f"This model's maximum context length is {self.context_length} tokens"
-            text = f"{allowed} (at most {self.context_length * longest} characters), the prompt has {characters} characters."
+            text = f"{allowed} (at most {most} characters), the prompt has {characters} characters."
             raise APIError(400, f"{text} Shorten it.", code=TOO_LONG, param="messages")
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self.tokenizer.get_vocab())) + 1  # with a space that tokens do not have
 
     def after(self, last: int, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
         """The tokens of messages after a turn with the last token `last`. Raises: TemplateRefusal, APIError if they are too long."""
