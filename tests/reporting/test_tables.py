@@ -1,5 +1,6 @@
 """Tables in the terminal show what they were given, and nothing is read as markup."""
 
+import codecs
 import io
 import sys
 
@@ -73,3 +74,10 @@ def test_a_character_that_the_console_lacks_is_replaced(encoding, shown, monkeyp
     print_prompt_completions_sample(["water"], ["\u6c34\u00e9\u2713"], {}, [0.0], 1)
     stdout.flush()
     assert shown in stdout.buffer.getvalue().decode(encoding)
+
+
+def test_a_stdout_of_another_kind_is_left_as_it_is(monkeypatch):
+    stdout = codecs.getwriter("utf-8")(io.BytesIO())
+    monkeypatch.setattr(sys, "stdout", stdout)
+    print_prompt_completions_sample(["water"], ["\u6c34"], {}, [0.0], 1)
+    assert "\u6c34" in stdout.getvalue().decode()

@@ -1,5 +1,6 @@
 """Tables in the terminal: metrics, and samples of what a model said."""
 
+import io
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,8 +26,8 @@ def print_rich_table(df: Any) -> None:
 
 def open_console(**options: Any) -> Console:
     """A console on stdout, which shows "?" for a character that the terminal's encoding lacks."""
-    if getattr(sys.stdout, "errors", None) == "strict":
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
     return Console(**options)
 
 
