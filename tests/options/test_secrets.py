@@ -17,7 +17,7 @@ SECRET = "s3cret"
 @pytest.mark.parametrize(
     "key",
     ["token", "hub_token", "HF_TOKEN", "use_auth_token", "api_key", "apikey", "x-api-key", "OPENAI_API_KEY", "secret", "password",
-     "Authorization", "aws_secret_access_key", "wandb/api_key", "credentials"],
+     "Authorization", "aws_secret_access_key", "wandb/api_key", "credentials", "aws_session_token", "refresh_token"],
 )  # fmt: skip
 def test_the_text_under_the_key_of_a_secret_is_redacted(key):
     nested = {"outer": [{key: SECRET, "dtype": "bfloat16"}]}
@@ -29,7 +29,8 @@ def test_the_text_under_the_key_of_a_secret_is_redacted(key):
 @pytest.mark.parametrize(
     "text",
     [HUB, "sk-proj-" + "x" * 24, "ghp_" + "x" * 36, "f" * 40, f"https://me:{SECRET}@host/v1", f"Bearer {SECRET}",
-     f'{{"token": "{SECRET}"}}', f"got hub_token={SECRET}.", f"https://host/v1?api_key={SECRET}&n=1"],
+     f'{{"token": "{SECRET}"}}', f"got hub_token={SECRET}.", f"https://host/v1?api_key={SECRET}&n=1",
+     f"agent --api-key {SECRET} --stop-token x", f"agent --token {SECRET}", f"agent --token={SECRET}"],
 )  # fmt: skip
 def test_text_that_looks_like_a_secret_is_redacted_under_any_key(text):
     shown = redacted({"note": text})["note"]
@@ -40,7 +41,7 @@ def test_text_that_looks_like_a_secret_is_redacted_under_any_key(text):
 @pytest.mark.parametrize(
     ("key", "value"),
     [("pad_token", "<pad>"), ("eos_token", "<|im_end|>"), ("revision", "f" * 40), ("output_dir", "hf_sft_run_2026_11_24"),
-     ("max_tokens", "7"), ("dataset_text_field", "text"), ("image_key", "image"), ("model_name_or_path", "sk-learn/gpt2")],
+     ("max_tokens", "7"), ("dataset_text_field", "text"), ("image_key", "image"), ("note", "agent --stop-token x"), ("cls-token", "[CLS]"), ("model_name_or_path", "sk-learn/gpt2")],
 )  # fmt: skip
 def test_what_is_no_secret_stays(key, value):
     assert redacted({key: value}) == {key: value}

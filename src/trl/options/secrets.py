@@ -11,7 +11,7 @@ Config = TypeVar("Config")
 REDACTED = "<REDACTED>"
 _KEY = (  # of a secret; pad_token and the like are part of the vocabulary
     r"(?:(?:api|access|private)[_-]?key|secret(?:[_-]?key)?|passw(?:or)?d|authorization|credentials?"
-    r"|(?:(?:hub|hf|auth|access|bearer|api|server)[_-]|(?<![a-z_-]))token)"
+    r"|(?:(?:hub|hf|auth|access|refresh|session|bearer|api|server)[_-]|(?<![a-z])(?<![a-z0-9][_-]))token)"
 )
 _IS_KEY = re.compile(rf"{_KEY}$", re.IGNORECASE)
 _IN_TEXT = (
@@ -19,7 +19,9 @@ _IN_TEXT = (
     (re.compile(r"(?<=://)[^/@\s]+(?=@)"), REDACTED),  # user and password of an address
     (re.compile(r"(\bbearer\s+)[^\s\"',}]+", re.IGNORECASE), rf"\1{REDACTED}"),
     (
-        re.compile(rf"({_KEY}[\"']?\s*[:=]\s*[\"']?)(?!bearer)[^\s\"',;&)\]}}]+", re.IGNORECASE),
+        re.compile(
+            rf"((?:{_KEY}[\"']?\s*[:=]|--[\w-]*{_KEY}\s)\s*[\"']?)(?!bearer)[^\s\"',;&)\]}}]+", re.IGNORECASE
+        ),
         rf"\1{REDACTED}",
     ),
 )
