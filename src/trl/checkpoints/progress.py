@@ -76,8 +76,8 @@ def date_of_run(args: TrainingArguments) -> str:
     """The ISO date on which a run began, the same on all processes: that in the checkpoint that `resume_from_checkpoint` names or,
     if it names none, in the newest of `output_dir`; else today."""
     named, begun = args.resume_from_checkpoint, [datetime.now().date().isoformat()]
-    is_folder = not isinstance(named, bool) and named and Path(named).is_dir()
-    checkpoints = [Path(named)] if is_folder else checkpoints_in(args.output_dir or ".")
+    is_folder = isinstance(named, (str, Path)) and Path(named).is_dir()
+    checkpoints = [Path(str(named))] if is_folder else checkpoints_in(args.output_dir or ".")
     if checkpoints:
         begun = [read_manifest(checkpoints[0]).get("date") or begun[0]]
     if args.world_size > 1:

@@ -241,13 +241,11 @@ async def _run_command(words: Sequence[str], session: Session, *, graded: bool) 
         )  # fmt: skip
         groups = [process]
         try:
-            options: Any = {
-                "start_new_session": True,
-                "stdin": _alive(),
-                "stderr": asyncio.subprocess.DEVNULL,
-            }
-            watch = "sh", "-c", _WATCH, str(process.pid)
-            groups.append(await asyncio.create_subprocess_exec(*watch, **options))
+            watch: Any = asyncio.create_subprocess_exec(
+                "sh", "-c", _WATCH, str(process.pid), start_new_session=True, stdin=_alive(),
+                stderr=asyncio.subprocess.DEVNULL,
+            )  # fmt: skip
+            groups.append(await watch)
             await process.communicate(b"\n")
         finally:
             for each in groups:
