@@ -36,8 +36,6 @@ _NEEDED = {  # of every checkpoint; DeepSpeed's optimizer and schedule are in `g
     "model.safetensors or adapter_model.safetensors": _WEIGHTS, "trainer_state.json": ("trainer_state.json",),
     "optimizer.pt": ("optimizer*", "global_step*"), "scheduler.pt": ("scheduler.pt", "global_step*"), "rng_state.pth": ("rng_state*",),
 }  # fmt: skip
-
-
 _READERS = 4  # threads
 
 

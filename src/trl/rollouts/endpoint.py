@@ -119,12 +119,8 @@ class Endpoint:
         if len(self._open) >= self.most_sessions:
             raise RuntimeError(f"There are {len(self._open)} open sessions, the maximum. Close some.")
         key = key or secrets.token_urlsafe(24)
-        options = {
-            "warned": self.warned,
-            "stream": next(self._numbers),
-            "agent_sampling": self.agent_sampling,
-            **options,
-        }
+        shared = {"warned": self.warned, "agent_sampling": self.agent_sampling}
+        options = {"stream": next(self._numbers), **shared, **options}
         given = self.chats, self.broker, self.sampling, self.base_url, key, row or {}
         session = self._open[key] = Session(*given, **options)
         return session

@@ -40,9 +40,7 @@ LENGTH = "length"  # completion tokens that the policy sampled
 MEAN_LENGTH = "mean_length"  # mean length of the rollout batch
 FILTERED = "filtered"  # bool: not among those that are learned from
 REPLAYED = "replayed"  # bool: sampled for an earlier rollout batch
-RESULT_OF = (
-    "agent_result_"  # and a name: what agents returned beside their reward, NaN for nothing; may be absent
-)
+RESULT_OF = "agent_result_"  # and a name: what agents returned beside rewards, NaN for none; may be absent
 
 # Further rows of token ids:
 TEACHER_PROMPTS = "teacher_prompts"

@@ -31,8 +31,8 @@ REWARD_FIELD = "agent_reward"
 class Played:
     """A session: its chains, the reward under its name, why it failed, and its conversations.
 
-    `results` are the numbers that the agent returned beside its reward. `messages` are what the policy wrote, in an `environment` with its answers. `calls` to `limited` count an environment's tool
-    calls.
+    `results` are the numbers that the agent returned beside its reward. `messages` are what the policy wrote, in an `environment`
+    with its answers. `calls` to `limited` count an environment's tool calls.
     """
 
     chains: list[Chain] = field(default_factory=list)
@@ -75,11 +75,9 @@ class Played:
             return RewardError("It ended without an answer of the policy: there is nothing to train.")
         (self.reward,) = read.values
         if isinstance(given, Mapping):
-            names = [str(name) for name in given if name != "reward"]
-            values = read_answers(
-                [given[name] for name in given if name != "reward"], count=len(names)
-            ).values
-            self.results = {n: value for n, value in zip(names, values, strict=True) if value is not None}
+            others = {str(name): value for name, value in given.items() if name != "reward"}
+            values = read_answers(list(others.values()), count=len(others)).values
+            self.results = {n: value for n, value in zip(others, values, strict=True) if value is not None}
         return None
 
 

@@ -39,9 +39,7 @@ FOREIGN = ("temperature", "top_p", "top_k", "min_p", *PENALTIES)  # settings tha
 BUDGET_EXCEEDED = "budget_exceeded"  # the code of an error
 MOST_TURNS = 1024  # of a request
 LONG = 20_000  # characters of a text that takes milliseconds to read
-_PLAIN: Any = SimpleNamespace(
-    n=1, seed=None, stream=False, **dict.fromkeys(FOREIGN)
-)  # a body without settings
+_PLAIN: Any = SimpleNamespace(n=1, seed=None, stream=False, **dict.fromkeys(FOREIGN))  # without settings
 _PAUSE_S = 0.05  # between the events of a stream
 
 
@@ -188,9 +186,9 @@ class Session:
     """The turns of one API key on one `row`; `base_url` and `api_key` are for any client of OpenAI's API.
 
     `sampling` are the settings of its completions. Other values of temperature and truncation in a request are ignored, with a
-    warning that `warned` notes, taken, or refused, as `agent_sampling` says; its seed counts where the session keeps nothing. A turn's random stream depends on the session's `stream` and on the turn's prompt,
-    so it does not depend on the order in which turns or sessions run. Without `keeps` turns are forgotten when they end.
-    `version` of the weights is noted on each turn.
+    warning that `warned` notes, taken, or refused, as `agent_sampling` says; its seed counts where the session keeps nothing. A
+    turn's random stream depends on the session's `stream` and on the turn's prompt, so it does not depend on the order in which
+    turns or sessions run. Without `keeps` turns are forgotten when they end. `version` of the weights is noted on each turn.
     """
 
     chats: Chats

@@ -70,12 +70,8 @@ def serve(arguments: ServeArguments) -> None:
             engine = loaded_engine(arguments)
         name = arguments.served_model_name or str(arguments.model_name_or_path)
         sampling = Sampling(max_new_tokens=arguments.max_new_tokens)
-        options: Any = {
-            "sampling": sampling,
-            "agent_sampling": "agent",
-            "threaded": False,
-            "model_name": name,
-        }
+        options: Any = {"sampling": sampling, "agent_sampling": "agent", "threaded": False}
+        options["model_name"] = name
         # Another one may have begun to listen meanwhile.
         with needing_address(arguments.host, arguments.port):
             endpoint = stack.enter_context(Endpoint(engine, engine.tokenizer, server=server, **options))
