@@ -89,6 +89,10 @@ def killed_while_commands_run(folder):
     def watch():
         while not list(Path(folder).glob("*.pid")):
             time.sleep(0.05)
+        if os.fork() == 0:  # as the workers of a reward function, which outlive it
+            os.closerange(0, 3)
+            time.sleep(25)
+            os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -272,7 +272,9 @@ def _end_of(file: BinaryIO) -> str:
 @cache
 def _alive() -> int:
     """The reading end of a pipe whose other end is open as long as this process lives."""
-    return os.pipe()[0]
+    reading, writing = os.pipe()
+    os.register_at_fork(after_in_child=partial(os.close, writing))  # a child may outlive it
+    return reading
 
 
 def completed(
