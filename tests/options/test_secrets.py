@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import dataclass
 
 import pytest
 
@@ -69,6 +70,16 @@ def test_configs_are_written_without_secrets(tmp_path):
     assert SECRET not in str(server.to_dict())
     loop = PPOConfig(push_to_hub_if_best_kwargs={"repo_id": "me/x", "token": SECRET})
     assert SECRET not in str(loop.to_dict())
+
+
+@dataclass
+class ConfigOfAProgram(DPOConfig):
+    api_token: str | None = None
+
+
+def test_fields_of_a_subclass_are_secrets_by_their_names(tmp_path):
+    shown = ConfigOfAProgram(str(tmp_path), use_cpu=True, api_token=SECRET, pad_token="<pad>").to_dict()
+    assert (shown["api_token"], shown["pad_token"]) == (REDACTED, "<pad>")
 
 
 def test_errors_do_not_show_them():

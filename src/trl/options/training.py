@@ -1,7 +1,6 @@
 """`TrainingArguments` with the defaults that all trainers of the library share, and options of trainers over rows."""
 
 import os
-import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +13,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 from trl.options.checks import json_object
 from trl.options.groups import OptionGroup, moved, option, same
 from trl.options.model import DTYPES
-from trl.options.secrets import unwritten
+from trl.options.secrets import redacted, unwritten
 from trl.options.shared import Weights, shared
 
 Config = TypeVar("Config")
@@ -139,8 +138,10 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
         Unlike the method of `TrainingArguments`, it leaves dicts inside this config untouched (that one turns dtypes
         and quantisation configs in them into strings and dicts) and redacts no token that is part of the vocabulary.
         """
-        words = {name: value for name, value in vars(self).items() if re.fullmatch("(?!.*hub).*_token", name)}
-        return {**super(TrainingDefaults, unwritten(self)).to_dict(), **words}
+        words = {
+            name: value for name, value in vars(self).items() if name.endswith("_token") and "hub" not in name
+        }
+        return {**super(TrainingDefaults, unwritten(self)).to_dict(), **redacted(words)}
 
 
 @dataclass
