@@ -29,7 +29,7 @@ def test_the_text_under_the_key_of_a_secret_is_redacted(key):
 
 @pytest.mark.parametrize(
     "text",
-    [HUB, "sk-proj-" + "x" * 24, "ghp_" + "x" * 36, "f" * 40, f"https://me:{SECRET}@host/v1", f"Bearer {SECRET}",
+    [HUB, "sk-proj-" + "x" * 24, "ghp_" + "x" * 36, "f" * 40, f"https://me:{SECRET}@host/v1", f"https://me:{SECRET}/#@host:8000", f"Bearer {SECRET}",
      f'{{"token": "{SECRET}"}}', f"got hub_token={SECRET}.", f"https://host/v1?api_key={SECRET}&n=1",
      f"agent --api-key {SECRET} --stop-token x", f"agent --token {SECRET}", f"agent --token={SECRET}"],
 )  # fmt: skip

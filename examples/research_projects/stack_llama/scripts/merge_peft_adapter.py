@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from trl import TrlParser
 
@@ -51,17 +51,18 @@ if __name__ == "__main__":
     (args,) = parser.parse_args_and_config(tiny.arguments(parser, small_parts))
     config = PeftConfig.from_pretrained(args.adapter_model_name)
     base = args.base_model_name or config.base_model_name_or_path or ""
+    # Added in float32, and rounded once to the dtype of the base's files.
     model: Any = (
-        AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+        AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype="float32")
         if config.task_type == "SEQ_CLS"
-        else AutoModelForCausalLM.from_pretrained(base)
+        else AutoModelForCausalLM.from_pretrained(base, dtype="float32")
     )
     before = logits(model)
     adapted: Any = PeftModel.from_pretrained(model, args.adapter_model_name)
     expected = logits(adapted)
     merged = adapted.merge_and_unload()
-    merged.save_pretrained(args.output_name)
-    AutoTokenizer.from_pretrained(base).save_pretrained(args.output_name)
     moved, error = (expected - before).abs().max(), (logits(merged) - expected).abs().max()
+    merged.to(AutoConfig.from_pretrained(base).dtype).save_pretrained(args.output_name)
+    AutoTokenizer.from_pretrained(base).save_pretrained(args.output_name)
     print(f"logits: the adapter moves them by up to {moved:.3f}, merging by {error:.1e}")
     print(f"merged model saved in {args.output_name}")
