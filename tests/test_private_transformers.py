@@ -101,6 +101,11 @@ def test_the_attention_implementation_is_set_on_the_config():
     assert config._attn_implementation == "sdpa", changed("PretrainedConfig._attn_implementation")
 
 
+def test_chat_templates_read_the_clock_of_their_module():
+    source = inspect.getsource(transformers.utils.chat_template_utils)
+    assert "return datetime.now().strftime(format)" in source, changed("chat_template_utils.datetime")
+
+
 def test_keys_that_are_not_saved_are_an_attribute_of_the_model():
     assert hasattr(PreTrainedModel, "_keys_to_ignore_on_save"), changed("_keys_to_ignore_on_save")
 

@@ -21,8 +21,12 @@ with owned(pathlib.Path(sys.argv[1]) / run_folder_name()) as folder:
 """
 
 
-FORK = """    if __import__("os").fork() == 0:  # as a data loader's worker, which outlives its parent for a while
+FORK = """    import os
+    reader, writer = os.pipe()
+    if os.fork() == 0:  # as a data loader's worker, which outlives its parent for a while
+        os.write(writer, b".")
         time.sleep(600)
+    os.read(reader, 1)  # it has run what a fork runs
 """
 
 

@@ -1,16 +1,21 @@
 """Messages -> text through a chat template, with errors that say which row and what the template complained about."""
 
 import json
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jinja2
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers.utils import chat_template_utils
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from trl.data.formats import common_prefix_length, remove_none_values, written
 
+_CLOCK = threading.RLock()
 Message = dict[str, Any]
 ProcessingClass = PreTrainedTokenizerBase | ProcessorMixin
 
@@ -81,10 +86,25 @@ def run_date_of(processing_class: Any) -> str | None:
     return getattr(text_tokenizer(processing_class), "run_date", None)
 
 
-def _clock(processing_class: ProcessingClass) -> dict[str, Callable[[str], str]]:
-    """The template variable that replaces transformers' function."""
+@contextmanager
+def _showing_run_date(processing_class: ProcessingClass) -> Iterator[None]:
+    """A block in which chat templates show the run's date.
+
+    transformers' `strftime_now` reads the clock of its module. A function among the template's variables would do up to 5.22;
+    5.23 makes text of it.
+    """
     run_date = run_date_of(processing_class)
-    return {} if run_date is None else {"strftime_now": datetime.fromisoformat(run_date).strftime}
+    if run_date is None:
+        yield
+        return
+    with _CLOCK:
+        system: Any = chat_template_utils.datetime
+        clock: Any = SimpleNamespace(now=lambda: datetime.fromisoformat(run_date))
+        chat_template_utils.datetime = clock
+        try:
+            yield
+        finally:
+            chat_template_utils.datetime = system
 
 
 def render(
@@ -100,14 +120,15 @@ def render(
     """
     try:
         # A batch of one, because a bare empty conversation is refused before the template sees it.
-        rendered = processing_class.apply_chat_template(  # type: ignore[union-attr]
-            [chat.messages],  # type: ignore[arg-type]
-            tools=chat.tools,  # type: ignore[arg-type]
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **{**_clock(processing_class), **chat.template_kwargs},
-        )
+        with _showing_run_date(processing_class):
+            rendered = processing_class.apply_chat_template(  # type: ignore[union-attr]
+                [chat.messages],  # type: ignore[arg-type]
+                tools=chat.tools,  # type: ignore[arg-type]
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **chat.template_kwargs,
+            )
     except TEMPLATE_ERRORS as error:
         raise TemplateRefusal.of(error) from error
     return rendered[0]  # type: ignore[index, return-value]
@@ -120,15 +141,16 @@ def render_with_marks(processing_class: ProcessingClass, chat: Chat) -> tuple[st
     """
     kwargs = dict(chat.template_kwargs)
     template = kwargs.pop("chat_template", None) or template_source(processing_class, tools=chat.tools)
-    variables = {**text_tokenizer(processing_class).special_tokens_map, **_clock(processing_class), **kwargs}
+    variables = {**text_tokenizer(processing_class).special_tokens_map, **kwargs}
     try:
-        texts, ranges = render_jinja_template(
-            conversations=[chat.messages],
-            tools=chat.tools,
-            chat_template=template,
-            return_assistant_tokens_mask=True,
-            **variables,
-        )
+        with _showing_run_date(processing_class):
+            texts, ranges = render_jinja_template(
+                conversations=[chat.messages],
+                tools=chat.tools,
+                chat_template=template,
+                return_assistant_tokens_mask=True,
+                **variables,
+            )
     except TEMPLATE_ERRORS as error:
         raise TemplateRefusal.of(error) from error
     return texts[0], [(int(start), int(end)) for start, end in ranges[0] if end > start]
