@@ -20,7 +20,7 @@ from trl.scripts.sft import make_parser as sft_parser
 from trl.scripts.vllm_serve import make_parser as serve_parser
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
 OWN_FILE = re.compile(r"(?:tests|examples|benchmarks|docs)/[\w./-]+")
 
 
@@ -199,7 +199,7 @@ def defined_in(path: Path) -> set[str]:
 
 
 def test_the_files_that_the_architecture_names_exist():
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "internals" / "architecture.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`((?:[a-z_0-9]+/)*[a-z_0-9]+(?:\.(?:py|json)|/))`", text))
     assert len(named) > 80
     roots = (ROOT / "src" / "trl", ROOT / "src", ROOT)
@@ -207,7 +207,7 @@ def test_the_files_that_the_architecture_names_exist():
 
 
 def test_the_walks_name_functions_that_exist():
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "internals" / "architecture.md").read_text(encoding="utf-8")
     walks = text[text.index("## Three walks") : text.index("## Where to add things")]
     parts = [
         part

@@ -1,6 +1,6 @@
 """What the library uses of transformers' private parts is there, as it was when it was written: each part has a test by name.
 
-A new version of transformers that changes one of them fails here first. docs/architecture.md lists them with their use.
+A new version of transformers that changes one of them fails here first. docs/internals/architecture.md lists them with their use.
 """
 
 import ast
@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArg
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "trl"
-ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+ARCHITECTURE = (ROOT / "docs" / "internals" / "architecture.md").read_text(encoding="utf-8")
 
 # Methods of Trainer that are overridden or called, and their parameters: all of them.
 METHODS = {
@@ -70,7 +70,7 @@ def parameters(function: Any) -> list[str]:
 
 
 def changed(name: str) -> str:
-    return f"transformers {transformers.__version__} changed {name}. See docs/architecture.md for its use."
+    return f"transformers {transformers.__version__} changed {name}. See docs/internals/architecture.md for its use."
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -37,7 +37,7 @@ _GROUPS = (
     "reward_func_names reward_funcs reward_processing_classes reward_weights shuffle_dataset temperature top_k top_p "
     "use_transformers_paged use_vllm vllm_gpu_memory_utilization vllm_mode vllm_tensor_parallel_size "
 )
-# Those of methods_0.26.2.json that have a meaning here; docs/deviations.md lists the others.
+# Those of methods_0.26.2.json that have a meaning here; docs/reference/deviations.md lists the others.
 RECORDED = {
     "DPOTrainer": _PAIRS + _REFERENCE + "dataset_num_proc f_divergence_params f_divergence_type is_vision_model label_smoothing "
     "loss_type loss_weights pad_token_id padding_free reference_free use_logits_to_keep use_weighting",

@@ -154,7 +154,7 @@ def image_row(problem: Problem, number: int) -> Row:
     }
 
 
-# Each with the columns of a data set on the Hub (docs/data_formats.md), so that commands work for both.
+# Each with the columns of a data set on the Hub (docs/reference/data_formats.md), so that commands work for both.
 ROWS: dict[str, Callable[[Problem, int], Row]] = {
     "problems": problem_row,
     "chats": chat_row,

@@ -155,9 +155,9 @@ class GRPOTrainer(OnlineTrainer):
             `completion_ids`, perhaps `logprobs`, and further fields for the reward functions.
         teacher_model: a model of the same tokenizer, or its name or path, for `teacher_kl_coef`; None with an adapter: its base.
         agent: `async def agent(row, base_url, api_key)` that talks to the policy over OpenAI's API and returns its reward, or a
-            command (docs/agents.md). `reward_funcs` may be None then.
+            command (docs/guides/agents.md). `reward_funcs` may be None then.
         environment_factory: makes objects with `reset(**row)`, whose other public methods are tools, and which may have a
-            `get_reward`; or a dict of several, among which the column `environment` chooses (docs/agents.md). `train_dataset` may
+            `get_reward`; or a dict of several, among which the column `environment` chooses (docs/guides/agents.md). `train_dataset` may
             be None then.
 
     Example:
