@@ -7,7 +7,7 @@ WORKERS ?= 2
 # glibc keeps freed tensors up to these sizes; otherwise the system zeroes the pages of each new tensor.
 KEEP_MEMORY := MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=536870912
 
-.PHONY: quickstart test test-transformers test-newest test-vllm test-harnesses check bench format clean
+.PHONY: quickstart test test-transformers test-newest test-vllm test-harnesses check docs docs-serve bench format clean
 
 quickstart: .venv/.installed
 	$(BIN)/trl quickstart
@@ -50,6 +50,13 @@ check: .venv/.installed-dev
 	$(BIN)/python .ci/import_time.py
 	$(OFFLINE) $(BIN)/python .ci/size.py
 
+# The site of docs/, with an API page for each method: in site/, strict. `docs-serve` shows it at http://localhost:8000.
+docs: .venv/.installed-dev
+	$(OFFLINE) $(BIN)/python .ci/site.py
+
+docs-serve: .venv/.installed-dev
+	$(OFFLINE) $(BIN)/python .ci/site.py --serve
+
 bench: .venv/.installed
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python benchmarks/sft.py
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python benchmarks/preference.py
@@ -65,7 +72,7 @@ format: .venv/.installed-dev
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-vllm .venv-newest .venv-transformers-* .harnesses build dist src/*.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-vllm .venv-newest .venv-transformers-* .harnesses build dist site .site.toml docs/api src/*.egg-info .pytest_cache .ruff_cache
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

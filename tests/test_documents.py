@@ -20,7 +20,8 @@ from trl.scripts.sft import make_parser as sft_parser
 from trl.scripts.vllm_serve import make_parser as serve_parser
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
+PAGES = [path for path in sorted(ROOT.glob("docs/**/*.md")) if path.parent.name != "api"]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
 OWN_FILE = re.compile(r"(?:tests|examples|benchmarks|docs)/[\w./-]+")
 
 
@@ -58,6 +59,9 @@ def test_relative_links_lead_to_files_and_headings(path):
     for link, anchor in links:
         target = (path.parent / link) if link else path
         assert target.exists(), link
+        assert path not in PAGES or target.resolve().is_relative_to(ROOT / "docs"), (
+            f"{link} is not on the site"
+        )
         assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
 
 

@@ -148,7 +148,9 @@ def documented(cls: Config) -> Config:
     head = inspect.cleandoc(cls.__doc__ or "")
     ours = [base for base in cls.__mro__ if _is_ours(base)]
     names = {name for base in ours for name in vars(base).get("__annotations__", {})}
-    entries = [_entry(field) for field in dataclasses.fields(cls) if field.name in names]
+    fields = [field for field in dataclasses.fields(cls) if field.name in names]
+    fields.sort(key=lambda field: declaration(field).reason is not None)  # older names last
+    entries = [_entry(field) for field in fields]
     parts = [head, "Parameters:", textwrap.indent("\n".join(entries), "    ")]
     outside = [base.__name__ for base in cls.__mro__ if dataclasses.is_dataclass(base) and not _is_ours(base)]
     if outside:
