@@ -15,8 +15,11 @@ os.environ.update(
 )
 
 import gc
+import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,9 +59,20 @@ def fixed_seed() -> None:
 
 
 @pytest.fixture(scope="session")
-def shared() -> Path:
-    """The folder of reference documents and data beside the repository; tests that need it are skipped without it."""
-    folder = ROOT.parent / "shared"
-    if not folder.is_dir():
-        pytest.skip(f"{folder} is not present on this machine")
-    return folder
+def published() -> Callable[[str], list[dict[str, Any]]]:
+    """Reads rows of a published data set; without them, the test is skipped.
+
+    `gsm8k/train` are the rows of openai/gsm8k, `hh_harmless/train` and `hh_harmless/test` those of harmless-base in
+    Anthropic/hh-rlhf: files with one JSON object per line in the folder `TRL_TEST_DATA`, or `shared/data` beside the repository.
+    """
+    folder = Path(os.environ.get("TRL_TEST_DATA") or ROOT.parent / "shared" / "data")
+
+    def rows(name: str) -> list[dict[str, Any]]:
+        file = folder / f"{name}.jsonl"
+        if not file.is_file():
+            pytest.skip(
+                f"{name}.jsonl is a published data set that is not at hand: set TRL_TEST_DATA to its folder"
+            )
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+    return rows

@@ -1,4 +1,4 @@
-"""Every public name resolves, says the same to type checkers as at run time, and has the signature of the 0.26 table."""
+"""Every public name resolves, says the same to type checkers as at run time, and has the recorded signature of TRL 0.26."""
 
 import ast
 import dataclasses
@@ -8,10 +8,10 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -19,7 +19,8 @@ from trl._names import NAMES, places
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "trl"
-SURFACE = ROOT.parent / "shared" / "spec" / "api" / "surface_0.26.md"
+SIGNATURES: dict[str, dict[str, Any]] = json.loads((ROOT / "tests" / "recorded_signatures.json").read_text())
+"""{path: signature, fields with defaults, members, or the path it is the `same_as`}: the surface of TRL 0.26.2."""
 
 
 RECORDED = json.loads((ROOT / "tests" / "recorded_names.json").read_text(encoding="utf-8"))
@@ -57,20 +58,6 @@ def test_type_checkers_see_the_names_of_trl():
         for alias in node.names
     }
     assert seen == places("trl")
-
-
-LISTS = [SURFACE.with_name(name) for name in ("names_0.26.2.json", "names_older.json", "programs.json")]
-
-
-@pytest.mark.skipif(not LISTS[0].exists(), reason=f"{LISTS[0]} is not present on this machine")
-def test_no_recorded_name_is_missing(tmp_path):
-    python, missing = tmp_path / "python", tmp_path / "missing.json"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={PACKAGE.parent} exec {sys.executable} "$@"\n')
-    python.chmod(0o755)  # the script clears PYTHONPATH
-    script = SURFACE.with_name("check_names.py")
-    command = [sys.executable, script, "--python", python, "--write", missing, "--quiet", *LISTS]
-    subprocess.run([str(word) for word in command], check=False, capture_output=True)
-    assert json.loads(missing.read_text()) == []
 
 
 METHODS = [
@@ -120,24 +107,6 @@ def test_every_method_has_a_path_of_its_own_in_experimental(method):
             assert getattr(importlib.import_module("trl"), name) is value
 
 
-NEWER = SURFACE.with_name("surface_1.16.md")
-
-
-@pytest.mark.skipif(not NEWER.exists(), reason=f"{NEWER} is not present on this machine")
-def test_the_paths_of_1_16_have_the_classes_that_exist():
-    """Of the headings `trl.experimental.<method>.<Class>` those whose class is here; the others are not implemented."""
-    ours = {
-        name
-        for module in NAMES
-        if module.startswith("trl.experimental") or module == "trl"
-        for name in places(module)
-    }
-    headings = re.findall(r"^#+ `(trl[\w.]*)\.(\w+)`", NEWER.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    known = [(module, name) for module, name in headings if name in ours]
-    assert len(known) >= 6
-    assert [each for each in known if lacks(*each)] == []
-
-
 def test_import_trl_loads_nothing_heavy():
     probe = "import sys, trl; print([m for m in ('torch', 'transformers', 'datasets', 'numpy') if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
@@ -145,31 +114,6 @@ def test_import_trl_loads_nothing_heavy():
 
 
 # --- the table of the 0.26 surface ---------------------------------------------------------------------------------
-
-
-class Entry(NamedTuple):
-    """One heading of the table: where the name lives, how it is called, and the lines below it."""
-
-    module: str
-    heading: str
-    body: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        return re.match(r"`?(\w+)", self.heading).group(1)
-
-
-def surface() -> Iterator[Entry]:
-    for section in re.split(r"^## ", SURFACE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
-        title, *entries = re.split(r"^### ", section, flags=re.MULTILINE)
-        for entry in entries:
-            heading, *body = entry.strip().splitlines()
-            yield Entry(title.strip().strip("`"), heading, tuple(body))
-
-
-def built(entry: Entry) -> bool:
-    """Whether the name exists in this version; a name whose method is not built yet is simply absent."""
-    return find_module(entry.module) is not None and hasattr(find_module(entry.module), entry.name)
 
 
 def find_module(name: str) -> ModuleType | None:
@@ -243,10 +187,9 @@ def assert_signature(function: Callable, signature: str) -> None:
     assert all(actual[name] is not None or name.startswith("*") for name in extra), extra
 
 
-def assert_fields(cls: type, rows: list[str]) -> None:
-    fields = {field.name: field for field in dataclasses.fields(cls)} if rows else {}
-    for row in rows:
-        name, _, default = (cell.strip().strip("`") for cell in re.split(r" \| (?=`)", row.strip("| ")))
+def assert_fields(cls: type, defaults: dict[str, str]) -> None:
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for name, default in defaults.items():
         assert name in fields, f"{cls.__name__} has no field {name}"
         if not default.startswith("<"):  # enums and objects, whose repr is not their value
             assert default_of(fields[name]) == default, f"{cls.__name__}.{name}"
@@ -258,9 +201,9 @@ def default_of(field: dataclasses.Field) -> str:
     return "required" if field.default_factory is dataclasses.MISSING else repr(field.default_factory())
 
 
-def assert_members(cls: type, lines: list[str]) -> None:
-    for line in lines:
-        kind, signature = re.fullmatch(r"- (static |classmethod |property )?`(.*)`", line).groups()
+def assert_members(cls: type, members: list[str]) -> None:
+    for member in members:
+        kind, signature = re.fullmatch(r"(static |classmethod |property )?(.*)", member).groups()
         name = re.match(r"\w+", signature).group(0)
         assert hasattr(cls, name), f"{cls.__name__} has no {name}"
         raw: Any = inspect.getattr_static(cls, name)
@@ -271,21 +214,23 @@ def assert_members(cls: type, lines: list[str]) -> None:
             assert_signature(getattr(cls, name), signature)
 
 
-# Two levels of the reference disagree about these; `trl.PPOTrainer` is the step-level class (spec/README.md).
-LEVELS_DISAGREE = {("trl", "PPOConfig"), ("trl", "PPOTrainer")}
-ENTRIES = list(surface()) if SURFACE.exists() else []
-# Names whose method is not built yet are absent.
-BUILT = [entry for entry in ENTRIES if built(entry) and (entry.module, entry.name) not in LEVELS_DISAGREE]
+def value_at(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
 
 
-@pytest.mark.parametrize("entry", BUILT, ids=[f"{entry.module}.{entry.name}" for entry in BUILT])
-def test_signature_is_that_of_the_table(entry):
-    value = getattr(find_module(entry.module), entry.name)
-    if "alias kept" in entry.heading:
-        home, _, name = re.search(r"= `([\w.]+)`", entry.heading).group(1).rpartition(".")
-        assert value is getattr(importlib.import_module(home), name)
-    elif entry.heading.startswith(f"`{entry.name}("):
-        assert_signature(value, entry.heading.strip("`"))
+# Two levels of the reference disagree about these; `trl.PPOTrainer` is the step-level class.
+LEVELS_DISAGREE = {"trl.PPOConfig", "trl.PPOTrainer"}
+
+
+@pytest.mark.parametrize("path", sorted(SIGNATURES.keys() - LEVELS_DISAGREE))
+def test_signature_is_the_recorded_one(path):
+    value, recorded = value_at(path), SIGNATURES[path]
+    if "same_as" in recorded:
+        assert value is value_at(recorded["same_as"])
+    elif "signature" in recorded:
+        assert_signature(value, recorded["signature"])
     else:
-        assert_fields(value, [line for line in entry.body if line.startswith("| `")])
-        assert_members(value, [line for line in entry.body if line.startswith("- ")])
+        if "fields" in recorded:
+            assert_fields(value, recorded["fields"])
+        assert_members(value, recorded.get("members", []))

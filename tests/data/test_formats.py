@@ -1,6 +1,5 @@
 """Dataset types: detection, conversion to ChatML, prompts taken out, preferences unpaired."""
 
-import json
 from typing import Any
 
 import pytest
@@ -183,12 +182,8 @@ def test_no_shared_turn():
         split_dialogue({"chosen": "Why?", "rejected": "Why not?"})
 
 
-def test_every_row_of_hh_harmless(shared):
-    file = shared / "data" / "hh_harmless" / "test.jsonl"
-    if not file.is_file():
-        pytest.skip(f"{file} is not present on this machine")
-    for line in file.read_text().splitlines():
-        row = json.loads(line)
+def test_every_row_of_hh_harmless(published):
+    for row in published("hh_harmless/test"):
         found = split_dialogue(row)
         assert found["prompt"].endswith("Assistant:")
         for side in ("chosen", "rejected"):

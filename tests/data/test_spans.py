@@ -1,11 +1,8 @@
 """Trained-token masks of conversations: marked, derived, and refused where they cannot be proven right."""
 
-import json
-from pathlib import Path
-
 import pytest
+from tests.golden.runs import Assets
 from tests.tiny_tokenizers import TEMPLATES, tiny_tokenizer
-from transformers import AutoTokenizer
 
 from trl.data.rendering import Chat, TemplateRefusal
 from trl.data.spans import assistant_tokens, token_boundaries
@@ -46,12 +43,12 @@ def test_stop_token_in_the_next_message_is_added_after_the_last() -> None:
     assert unfinished.input_ids[-1] != tokenizer.eos_token_id
 
 
-def test_marked_and_derived_masks_agree_on_the_recorded_conversations(shared: Path) -> None:
-    assets = shared / "golden" / "assets_public"
-    plain, marked = (AutoTokenizer.from_pretrained(assets / name) for name in ("tok", "tok_gen"))
+def test_marked_and_derived_masks_agree_on_the_recorded_conversations() -> None:
+    assets = Assets()
+    plain, marked = assets.tokenizer("tok"), assets.tokenizer("tok_gen")
     for name in ("lm_messages", "lm_multiturn"):
-        for line in (assets / "datasets" / f"{name}.jsonl").read_text().splitlines():
-            messages = json.loads(line)["messages"]
+        for row in assets.rows(name):
+            messages = row["messages"]
             derived = assistant_tokens(plain, Chat(messages))
             theirs = marked.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
             assert derived == assistant_tokens(marked, Chat(messages))

@@ -1,15 +1,13 @@
 """Unpaired preferences: token rows, mismatched completions, truncation, and what is refused."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
+from tests.golden.runs import Assets
 from tests.tiny_tokenizers import tiny_tokenizer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl.data.formats import maybe_extract_prompt, maybe_unpair_preference_dataset
 from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
@@ -196,17 +194,16 @@ RECORDED: dict[str, tuple[str, dict[str, float]]] = {
 
 
 @pytest.mark.parametrize("case", RECORDED)
-def test_first_steps_of_the_recorded_runs(shared: Path, case: str) -> None:
-    assets = shared / "golden" / "assets_public"
+def test_first_steps_of_the_recorded_runs(case: str) -> None:
+    assets = Assets()
     name, want = RECORDED[case]
-    lines = (assets / "datasets" / f"{name}.jsonl").read_text().splitlines()[:6]
     settings = UnpairedPreparation(max_length=1024, max_prompt_length=512, mismatch_group=4)
-    tokenizer = AutoTokenizer.from_pretrained(assets / "tok")
-    dataset = Dataset.from_list([json.loads(line) for line in lines])
+    tokenizer = assets.tokenizer("tok")
+    dataset = Dataset.from_list(assets.rows(name, 6))
     # the reference takes pairs apart in blocks: all chosen completions, then all rejected ones
     dataset = maybe_unpair_preference_dataset(dataset.map(maybe_extract_prompt))
     rows = list(prepare_unpaired_dataset(dataset, tokenizer, settings)[0])[:4]
-    models = [AutoModelForCausalLM.from_pretrained(assets / part).double().eval() for part in ("lm", "ref")]
+    models = [assets.model("causal", part).double().eval() for part in ("lm", "ref")]
 
     def logps(model: Any, kind: str) -> Tensor:
         found = []

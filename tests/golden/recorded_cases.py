@@ -1,32 +1,36 @@
-"""The reference's `check.py` with its runner in the same process: `-m tests.golden.recorded_cases CHECK_PY OPTIONS...`.
+"""Runs recorded cases in a process of their own: `-m tests.golden.recorded_cases FILE REPORT FAMILY...`.
 
-It would start the runner as a program, which imports for ten seconds and collects garbage among all that it imported.
+The report is {case: {name of a number: how it differs}}; a name that is missing has the text "missing".
 """
 
-import importlib.util
-import os
-import runpy
-import subprocess
+import json
 import sys
+import traceback
 from pathlib import Path
-from types import SimpleNamespace
+
+import datasets
+import transformers
+
+from tests.golden.compare import compare_case
+from tests.golden.runs import Assets, Case, cases_of, run_case
 
 
-def main(check: str) -> None:
-    os.environ["GOLDEN_INJECT"] = "rollout"
-    spec = importlib.util.spec_from_file_location("golden_runner", Path(check).with_name("runner.py"))
-    assert spec is not None and spec.loader is not None
-    runner = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(runner)
+def differences(case: Case, assets: Assets) -> dict[str, str]:
+    try:
+        differing, missing = compare_case(run_case(case, assets), case)
+    except Exception:  # the other cases run all the same
+        return {"error": traceback.format_exc()}
+    return {**differing, **dict.fromkeys(missing, "missing")}
 
-    def in_this_process(command: list[str], **_: object) -> SimpleNamespace:
-        runner.main(*command[2:])
-        return SimpleNamespace(returncode=0)
 
-    subprocess.run = in_this_process  # type: ignore[assignment]
-    runpy.run_path(check, run_name="__main__")
+def main(file: str, report: str, *families: str) -> None:
+    datasets.disable_caching()
+    datasets.disable_progress_bars()
+    transformers.logging.set_verbosity_error()
+    assets, cases = Assets(), cases_of(file)
+    chosen = {name: case for name, case in cases.items() if case["family"] in families}
+    Path(report).write_text(json.dumps({name: differences(case, assets) for name, case in chosen.items()}))
 
 
 if __name__ == "__main__":
-    del sys.argv[0]
-    main(sys.argv[0])
+    main(*sys.argv[1:])

@@ -6,7 +6,7 @@ prompt loses the first tokens of a completion that reaches further to the left. 
 
 import pytest
 
-from tests.golden.test_group_deviations import assert_recorded, golden, rerun, steps_of  # noqa: F401
+from tests.golden.test_group_deviations import assert_recorded, assets, cases, rerun  # noqa: F401
 from trl import GKDTrainer
 
 CASES = [
@@ -39,8 +39,8 @@ def losing(collate):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_recorded_gkd_is_ours_at_temperature_1_without_the_lost_tokens(golden, monkeypatch, case):  # noqa: F811
-    make = GKDTrainer.make_collator
+def test_recorded_gkd_is_ours_at_temperature_1_without_the_lost_tokens(assets, cases, monkeypatch, case):  # noqa: F811
+    make, recorded = GKDTrainer.make_collator, cases[f"gkd/{case}"]
     monkeypatch.setattr(GKDTrainer, "make_collator", lambda self, args: losing(make(self, args)))
-    found = rerun(golden, f"gkd/{case}", temperature=1.0)
-    assert_recorded(found, steps_of(golden, f"gkd/{case}"), leave_out=("loss",))
+    steps = rerun(assets, recorded, temperature=1.0)
+    assert_recorded(steps, recorded["result"]["steps"], leave_out=("loss",))

@@ -1,12 +1,11 @@
 """Reward models: scores of the model's own forward, whatever the batch; texts and ids; goldens of the reference."""
 
-import json
 import logging
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
+from tests.golden.runs import REWARDS, Assets, cases_of
 from tests.tiny import tiny_classifier, tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from trl.rewards import ModelSource, RewardError, RewardInputs, RewardSources
@@ -147,31 +146,14 @@ def test_bad_rows_are_named():
 GOLDEN = ("reward_model", "chat_reward_model", "reward_none", "chat")
 
 
-def ids_mod(completion_ids):
-    return [((sum(ids) * 7) % 11 - 5) / 4 for ids in completion_ids]
-
-
-def sometimes_none(completion_ids):
-    return [None if len(ids) % 3 == 0 else len(ids) / 6 for ids in completion_ids]
-
-
-def chat_length(completions):
-    return [(len(completion[0]["content"]) % 9) / 3 for completion in completions]
-
-
 @pytest.mark.parametrize("case", GOLDEN)
-def test_scores_and_metrics_of_the_reference(shared, case):
+def test_scores_and_metrics_of_the_reference(case):
     """The scripted rollouts of the recorded GRPO runs, four steps of two prompts with four completions each."""
-    assets = shared / "golden" / "assets_public"
-    spec = json.loads((shared / "golden" / "golden_public.json").read_text())["cases"]
-    spec = spec.get(f"grpo/{case}") or spec["grpo"][case]
-    name, recorded = spec["dataset"], spec["result"]["steps"]["v"]
-    lines = (assets / "datasets" / f"{name}.jsonl").read_text().splitlines()
-    prompts = [json.loads(line)["prompt"] for line in lines[: spec["rows"]]]
-    scripts = json.loads((assets / "scripts.json").read_text())[name]
-    tokenizer = AutoTokenizer.from_pretrained(assets / "tok")
-    functions = {"ids_mod": ids_mod, "sometimes_none": sometimes_none, "chat_length": chat_length}
-    sources = RewardSources([functions.get(each) or str(assets / "rm") for each in spec["rewards"]])
+    assets, spec = Assets(), cases_of("trainers")[f"grpo/{case}"]
+    name, recorded = spec["dataset"], spec["result"]["steps"]
+    prompts = [row["prompt"] for row in assets.rows(name, spec["rows"])]
+    scripts, tokenizer = assets.scripts(name), assets.tokenizer("tok")
+    sources = RewardSources([REWARDS[reward] for reward in spec["rewards"]])
     for step in range(4):
         rows = [row for row in (2 * step, 2 * step + 1) for _ in range(4)]
         ids = [scripts[row][k] for row, k in zip(rows, [0, 1, 2, 3] * 2, strict=True)]
@@ -179,8 +161,7 @@ def test_scores_and_metrics_of_the_reference(shared, case):
         if name == "prompt_chat":
             texts = [[{"role": "assistant", "content": text}] for text in texts]
         result = sources.score(RewardInputs([prompts[row] for row in rows], texts, ids))
-        assert result.rewards.mean().item() == pytest.approx(recorded["reward"][step], **FLOAT32)
+        assert result.rewards.mean().item() == pytest.approx(recorded[step]["reward"], **FLOAT32)
         for metric, value in result.metrics().items():
-            expected = recorded[metric][step]
-            expected = float("nan") if expected is None else float(expected)
+            expected = float(recorded[step].get(metric, "nan"))
             assert value == pytest.approx(expected, **FLOAT32, nan_ok=True), metric

@@ -17,12 +17,6 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
-def rows_of(file: Path) -> list[dict]:
-    if not file.is_file():
-        pytest.skip(f"{file} is not present on this machine")
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-
-
 def write(folder: Path, **splits: list[dict]) -> Path:
     folder.mkdir()
     for name, rows in splits.items():
@@ -39,11 +33,11 @@ def small(folder: Path, texts: list[str]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def harmless(shared, tmp_path_factory):
+def harmless(published, tmp_path_factory):
     """Short dialogues of hh-rlhf, raw, with their own split; and a model."""
-    source, folder = shared / "data" / "hh_harmless", tmp_path_factory.mktemp("harmless")
+    folder = tmp_path_factory.mktemp("harmless")
     splits = {
-        name: [row for row in rows_of(source / f"{name}.jsonl") if max(map(len, row.values())) < SHORT]
+        name: [row for row in published(f"hh_harmless/{name}") if max(map(len, row.values())) < SHORT]
         for name in ("train", "test")
     }
     texts = [text for row in splits["train"] for text in row.values()]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from examples.gsm8k_rewards import in_form, is_right
 
-from tests.scripts.test_real_preferences import rows_of, small, write
+from tests.scripts.test_real_preferences import small, write
 from trl.scripts.running import run_script
 
 SHORT = 260  # characters of question and solution: what a small model reads in a moment
@@ -18,9 +18,9 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
-def test_the_rewards_read_published_solutions(shared):
+def test_the_rewards_read_published_solutions(published):
     """Each is right by its own number; four in five have a calculation in every line but the last."""
-    answers = [row["answer"] for row in rows_of(shared / "data" / "gsm8k" / "train.jsonl")]
+    answers = [row["answer"] for row in published("gsm8k/train")]
     assert is_right(answers, answers) == [1.0] * len(answers)
     assert sum(in_form(answers)) / len(answers) == pytest.approx(0.787, abs=0.001)
     shifted = answers[1:] + answers[:1]
@@ -45,12 +45,12 @@ def test_what_is_in_form():
 
 
 @pytest.fixture(scope="module")
-def warmed(shared, tmp_path_factory):
+def warmed(published, tmp_path_factory):
     """A small model that was fine-tuned on short solutions, and their questions."""
     folder = tmp_path_factory.mktemp("gsm8k")
     rows = [
         row
-        for row in rows_of(shared / "data" / "gsm8k" / "train.jsonl")
+        for row in published("gsm8k/train")
         if len(row["question"] + row["answer"]) < SHORT and in_form([row["answer"]]) == [1.0]
     ][:512]
     data = write(folder / "data", train=rows)
