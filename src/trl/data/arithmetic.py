@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -73,98 +72,66 @@ def said(role: str, content: Any, **fields: Any) -> Row:
     return {"role": role, "content": content, **fields}
 
 
-def problem_row(problem: Problem, number: int) -> Row:
-    return {"question": problem.question, "answer": problem.solution}
+# Each with the columns of a data set on the Hub (docs/reference/data_formats.md), so that commands work for both.
+ROWS = ("problems", "chats", "preferences", "ratings", "steps", "prompts", "tools", "images")
 
 
-def chat_row(problem: Problem, number: int) -> Row:
-    return {
-        "messages": [
-            said("user", problem.question),
-            said("assistant", problem.sentence(problem.result)),
-            said("user", "The number alone, please."),
-            said("assistant", str(problem.result)),
-        ]
-    }
-
-
-def wrong_answer(problem: Problem, number: int) -> str:
-    """A wrong number, in two of three rows without the calculation: a small model learns to see that first."""
-    return (
-        problem.sentence(problem.mistake)
-        if number % 3 == 0
-        else f"I guess {problem.mistake} {problem.thing}."
+def make_row(name: str, problem: Problem, number: int) -> Row:
+    """A row of the data set `name`; of ratings and steps those of an even number are right."""
+    question, answer, is_right = (
+        said("user", problem.question),
+        problem.sentence(problem.result),
+        number % 2 == 0,
     )
-
-
-def preference_row(problem: Problem, number: int) -> Row:
-    question = said("user", problem.question)
-    answers = {"chosen": problem.sentence(problem.result), "rejected": wrong_answer(problem, number)}
-    return {column: [question, said("assistant", answer)] for column, answer in answers.items()}
-
-
-def rating_row(problem: Problem, number: int) -> Row:
-    is_right = number % 2 == 0
-    answer = problem.sentence(problem.result) if is_right else wrong_answer(problem, number)
-    return {
-        "prompt": [said("user", problem.question)],
-        "completion": [said("assistant", answer)],
-        "label": is_right,
-    }
-
-
-def step_row(problem: Problem, number: int) -> Row:
-    is_right = number % 2 == 0
-    result = problem.result if is_right else problem.mistake
-    first = f"The numbers give {problem.expression}."
-    steps = [first, f"That is {result}.", f"The answer is {result}."]
-    return {"prompt": problem.question, "completions": steps, "labels": [True, is_right, is_right]}
-
-
-def prompt_row(problem: Problem, number: int) -> Row:
-    return {"prompt": [said("user", problem.question)], "solution": str(problem.result)}
-
-
-def tool_row(problem: Problem, number: int) -> Row:
-    call = {
-        "type": "function",
-        "function": {"name": "calculate", "arguments": {"expression": problem.expression}},
-    }
-    return {
-        "messages": [
-            said("user", problem.question),
-            said("assistant", "", tool_calls=[call]),
-            said("tool", str(problem.result), name="calculate"),
-            said("assistant", problem.sentence(problem.result)),
-        ],
-        "tools": [CALCULATOR],
-    }
+    # In two of three rows without the calculation: a small model learns to see that first.
+    guess = f"I guess {problem.mistake} {problem.thing}."
+    wrong = problem.sentence(problem.mistake) if number % 3 == 0 else guess
+    match name:
+        case "problems":
+            return {"question": problem.question, "answer": problem.solution}
+        case "chats":
+            more = said("user", "The number alone, please."), said("assistant", str(problem.result))
+            return {"messages": [question, said("assistant", answer), *more]}
+        case "preferences":
+            return {
+                column: [question, said("assistant", text)]
+                for column, text in (("chosen", answer), ("rejected", wrong))
+            }
+        case "ratings":
+            completion = [said("assistant", answer if is_right else wrong)]
+            return {"prompt": [question], "completion": completion, "label": is_right}
+        case "steps":
+            result = problem.result if is_right else problem.mistake
+            steps = [
+                f"The numbers give {problem.expression}.",
+                f"That is {result}.",
+                f"The answer is {result}.",
+            ]
+            return {"prompt": problem.question, "completions": steps, "labels": [True, is_right, is_right]}
+        case "prompts":
+            return {"prompt": [question], "solution": str(problem.result)}
+        case "tools":
+            call = {"name": "calculate", "arguments": {"expression": problem.expression}}
+            calling = said("assistant", "", tool_calls=[{"type": "function", "function": call}])
+            result = said("tool", str(problem.result), name="calculate")
+            return {
+                "messages": [question, calling, result, said("assistant", answer)],
+                "tools": [CALCULATOR],
+            }
+        case _:
+            return image_row(problem, number)
 
 
 def image_row(problem: Problem, number: int) -> Row:
+    """A square of one colour, and its name."""
     from PIL import Image
 
     name = list(COLOURS)[number % len(COLOURS)]
-    shade = [min(255, channel + problem.result % 20) for channel in COLOURS[name]]
+    shade = tuple(min(255, channel + problem.result % 20) for channel in COLOURS[name])
     question = [{"type": "image", "text": None}, {"type": "text", "text": "Which colour is it?"}]
     answer = [{"type": "text", "text": f"It is {name}."}]
-    return {
-        "images": [Image.new("RGB", (32, 32), tuple(shade))],
-        "messages": [said("user", question), said("assistant", answer)],
-    }
-
-
-# Each with the columns of a data set on the Hub (docs/reference/data_formats.md), so that commands work for both.
-ROWS: dict[str, Callable[[Problem, int], Row]] = {
-    "problems": problem_row,
-    "chats": chat_row,
-    "preferences": preference_row,
-    "ratings": rating_row,
-    "steps": step_row,
-    "prompts": prompt_row,
-    "tools": tool_row,
-    "images": image_row,
-}
+    messages = [said("user", question), said("assistant", answer)]
+    return {"images": [Image.new("RGB", (32, 32), shade)], "messages": messages}
 
 
 def make_rows(name: str, *, rows: int = 400, seed: int = 0) -> dict[str, list[Row]]:
@@ -177,7 +144,7 @@ def make_rows(name: str, *, rows: int = 400, seed: int = 0) -> dict[str, list[Ro
     while len(problems) < rows + rows // 8:
         problem = draw_problem(draw)
         problems.setdefault(problem.story, problem)
-    all_rows = [ROWS[name](problem, number) for number, problem in enumerate(problems.values())]
+    all_rows = [make_row(name, problem, number) for number, problem in enumerate(problems.values())]
     return {"train": all_rows[:rows], "test": all_rows[rows:]}
 
 
