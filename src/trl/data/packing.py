@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, IterableDataset, List, Value
+from datasets import Dataset, List, Value
 
 from trl.data.formats import DatasetType
 from trl.data.ragged import (
@@ -21,7 +21,6 @@ from trl.data.ragged import (
     is_number_list,
     read_ragged,
     restore_format,
-    restore_streaming_format,
     without_list_sizes,
     write_ragged,
 )
@@ -77,14 +76,14 @@ def pack_dataset(
         rows: Any = as_arrow.map(
             pack_table, batched=True, batch_size=size, features=features, fn_kwargs=given
         )
-        return cast(DatasetType, restore_streaming_format(rows, cast(IterableDataset, dataset)))
+        return restore_format(rows, dataset)
     if not len(dataset):
         _check_columns(cast(Any, as_arrow)[:])
         rows = Dataset.from_dict({name: [] for name in features or ()}, features=features)
     else:
         options = {"batch_size": ROWS_AT_ONCE, **options, "remove_columns": dataset.column_names}
         rows = as_arrow.map(pack_table, batched=True, features=features, fn_kwargs=given, **options)
-    return cast(DatasetType, restore_format(rows, dataset))
+    return restore_format(rows, dataset)
 
 
 def pack_table(table: pa.Table, seq_length: int, strategy: str) -> pa.Table:

@@ -13,7 +13,7 @@ from datasets import Dataset, Features, IterableDataset, Value
 from trl.data.formats import column_names, written
 from trl.data.ragged import STREAM_BATCH
 from trl.data.rendering import ProcessingClass, text_tokenizer
-from trl.data.token_rows import real_row
+from trl.data.token_rows import is_plain, real_row
 from trl.data.validation import Place
 from trl.options.checks import check_at_least, check_one_of
 
@@ -197,6 +197,8 @@ class RowKind(ABC):
     """The numbers that the policy "error" refuses."""
     warnings: ClassVar[Mapping[str, str]] = WARNINGS
     dataset_name: str
+    splits: str | None = "Give a row for each document."
+    """The remedy for packed rows; None: they may be packed."""
 
     def __call__(
         self, batch: dict[str, list], indices: Sequence[int], json_columns: Mapping[str, Any] = {}
@@ -206,13 +208,14 @@ class RowKind(ABC):
             **batch,
             **{name: [written(value, kind) for value in batch[name]] for name, kind in json_columns.items()},
         }
-        given = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-        remedy = "Give a row for each document."
-        real = [
-            real_row(row, self.dataset_name, i, splits=remedy) for i, row in zip(indices, given, strict=True)
-        ]
-        made = self.rows(real, indices)
-        return {name: [row.get(name, 0) for row in made] for name in (*self.features, *self.counts)}
+        rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+        if not is_plain(batch):
+            rows = [
+                real_row(row, self.dataset_name, index, splits=self.splits)
+                for index, row in zip(indices, rows, strict=True)
+            ]
+        finished = self.rows(rows, indices)
+        return {name: [row.get(name, 0) for row in finished] for name in (*self.features, *self.counts)}
 
     @abstractmethod
     def rows(self, given: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
@@ -278,11 +281,10 @@ def map_rows(
     dataset: Any, kind: RowKind, *, name: str, num_proc: int | None = None, keep_columns: Sequence[str] = ()
 ) -> Any:
     """The data set with the columns of `kind`, its counts and `keep_columns` only."""
-    columns, made = column_names(dataset), dict(kind.features)
-    made |= {count: Value("int32") for count in kind.counts}
-    kept = [column for column in keep_columns if column in columns and column not in made]
+    columns, types = column_names(dataset), {**kind.features, **dict.fromkeys(kind.counts, Value("int32"))}
+    kept = [column for column in keep_columns if column in columns and column not in types]
     is_stored = isinstance(dataset, Dataset)
-    known = {column: dataset.features[column] for column in kept} if dataset.features else {}
+    types = {**{column: (dataset.features or {}).get(column) for column in kept}, **types}
     return dataset.map(
         kind,
         batched=True,
@@ -290,7 +292,7 @@ def map_rows(
         batch_size=1000 if is_stored else STREAM_BATCH,
         fn_kwargs={"json_columns": json_columns(dataset)},
         remove_columns=[column for column in columns if column not in kept],
-        features=Features({**known, **made}) if len(known) == len(kept) else None,
+        features=None if None in types.values() else Features(types),
         **({"num_proc": num_proc, "desc": f"Tokenizing {name} dataset"} if is_stored else {}),
     )
 

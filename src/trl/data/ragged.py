@@ -139,8 +139,11 @@ def _row_slabs(offsets: np.ndarray) -> list[tuple[int, int]]:
     return slabs or [(0, 0)]
 
 
-def restore_format(transformed: Dataset, original: Dataset) -> Dataset:
+def restore_format(transformed: Any, original: Any) -> Any:
     """`transformed` in the format of `original`; a choice of columns is kept as far as they still exist."""
+    if isinstance(original, IterableDataset):
+        streamed = original._formatting  # datasets 5 has no public way to read it
+        return transformed.with_format(streamed.format_type if streamed else None)
     kept = original.format
     columns = [name for name in kept["columns"] if name in transformed.column_names]
     everything = set(original.column_names) <= set(kept["columns"])
@@ -150,12 +153,6 @@ def restore_format(transformed: Dataset, original: Dataset) -> Dataset:
         output_all_columns=kept["output_all_columns"],
         **kept["format_kwargs"],
     )
-
-
-def restore_streaming_format(transformed: IterableDataset, original: IterableDataset) -> IterableDataset:
-    """`transformed` in the format of `original`."""
-    kept = original._formatting  # datasets 5 has no public way to read it
-    return transformed.with_format(kept.format_type if kept else None)
 
 
 def without_list_sizes(features: Features | None) -> Features | None:
@@ -202,11 +199,11 @@ def truncate_rows(
         return dataset
     given = {"max_length": max_length, "keep_end": keep_end}
     if not is_stored and dataset.features is None:  # a stream whose rows need not be alike
-        return restore_streaming_format(dataset.with_format(None).map(_cut_row, fn_kwargs=given), dataset)
+        return restore_format(dataset.with_format(None).map(_cut_row, fn_kwargs=given), dataset)
     options: dict[str, Any] = dict(map_kwargs or {}) if is_stored else {"batch_size": STREAM_BATCH}
     options |= {"features": without_list_sizes(dataset.features), "fn_kwargs": given}
     cut: Any = dataset.with_format("arrow").map(truncate_table, batched=True, **options)
-    return restore_format(cut, dataset) if is_stored else restore_streaming_format(cut, dataset)
+    return restore_format(cut, dataset)
 
 
 def truncate_table(table: pa.Table, max_length: int, keep_end: bool = False) -> pa.Table:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,10 +25,18 @@ from trl.data.pipeline import (
     first_row,
     map_rows,
 )
-from trl.data.ragged import Ragged, is_number_list, list_lengths, read_ragged, truncate_rows
+from trl.data.ragged import (
+    Ragged,
+    is_number_list,
+    list_lengths,
+    read_ragged,
+    restore_format,
+    truncate_rows,
+    without_list_sizes,
+)
 from trl.data.rendering import Chat, ProcessingClass, render, split_rendering, text_tokenizer
 from trl.data.spans import StopTokens, assistant_tokens
-from trl.data.token_rows import real_rows
+from trl.data.token_rows import is_plain
 from trl.data.tokenization import Split, encode, encode_closed, read_chat, read_text, tokenize_split, with_eos
 from trl.data.validation import SFT_TYPES, Place, RowType, check_sft_settings, check_tokenizer, sft_row_type
 from trl.tensors.padding import IGNORED
@@ -104,10 +112,7 @@ def prepare_sft_dataset(
         prompts_alone=settings.prompts_alone and row_type.has_completion and not settings.assistant_only_loss,
     )
     if is_given:
-        unread = {"completion_mask"} if settings.completion_only_loss is False else set()
-        wanted = [name for name in ("input_ids", *MASKS, "seq_lengths") if name not in unread]
-        kept = (*wanted, *settings.keep_columns)
-        rows: Any = real_rows(dataset, kept, name=name, packing=settings.packing)
+        rows: Any = _real_rows(dataset, kind, settings)
     else:
         rows = map_rows(
             dataset, kind, name=name, num_proc=settings.num_proc, keep_columns=settings.keep_columns
@@ -116,6 +121,24 @@ def prepare_sft_dataset(
     if kind.prompts_alone and isinstance(rows, Dataset) and not report.shifted_rows:
         rows = rows.remove_columns(PROMPT_ALONE)
     return _cut(rows, settings), report
+
+
+def _real_rows(dataset: Any, kind: "SFTTokenizer", settings: SFTPreparation) -> Any:
+    """Rows that are tokens with the columns that are trained on, without masked tokens; with `seq_lengths` where they are packed."""
+    columns, packing = column_names(dataset), settings.packing
+    unread = "completion_mask" if settings.completion_only_loss is False else None
+    wanted = {"input_ids", *MASKS, "seq_lengths", *settings.keep_columns} - {unread}
+    kept = [column for column in columns if column in wanted]
+    if is_plain(columns, may_be_packed=not packing):
+        return dataset.select_columns(kept)
+    types = without_list_sizes(dataset.features) or {}
+    made = {column: types.get(column) for column in kept if column != "seq_lengths"}
+    made |= {} if packing else {"seq_lengths": List(Value("int64")) if types else None}
+    kind = replace(kind, columns=made, splits="Set packing=False." if packing else None)
+    rows = map_rows(dataset.with_format(None), kind, name=settings.dataset_name)
+    if isinstance(dataset, Dataset) and not packing and list_lengths(rows, "seq_lengths").max(initial=0) <= 1:
+        rows = rows.remove_columns("seq_lengths")
+    return restore_format(rows, dataset)
 
 
 def _formatted(dataset: Any, settings: SFTPreparation) -> tuple[Any, RowType, list[str]]:
@@ -202,7 +225,7 @@ class SFTTokenizer(RowKind):
 
     Text gets the tokenizer's special tokens and an eos token unless it ends with one; conversations get exactly what
     the chat template writes. Rows longer than `max_length` are counted as cut, which is done later. `version` is part of
-    the cache key of the prepared data set.
+    the cache key of the prepared data set. Rows that are tokens already keep their `columns`, given with their types.
     """
 
     counts = ("shifted_rows", "unstopped_rows", "removed_begin_tokens")
@@ -217,16 +240,24 @@ class SFTTokenizer(RowKind):
     keep_end: bool = False
     vocabulary: Vocabulary | None = None
     prompts_alone: bool = False
+    columns: dict[str, Any] | None = None
+    splits: str | None = RowKind.splits
     version: int = 4
 
     @property
     def features(self) -> dict[str, Any]:
+        if self.columns is not None:
+            return self.columns
         masks = {"completion_mask": self.completion_mask, "assistant_masks": self.assistant_masks}
         made = {name: List(Value("int8")) for name, is_made in masks.items() if is_made}
         made |= {PROMPT_ALONE: List(Value("int32"))} if self.prompts_alone else {}
         return {"input_ids": List(Value("int32")), **made}
 
     def rows(self, given: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
+        if self.columns is not None:
+            return [
+                {**row, "seq_lengths": row.get("seq_lengths") or [len(row["input_ids"])]} for row in given
+            ]
         places = [Place(self.dataset_name, index, self.row_type.columns[-1]) for index in indices]
         return self._chats(given, places) if self.row_type.is_chat else self._texts(given, places)
 

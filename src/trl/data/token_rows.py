@@ -1,20 +1,10 @@
 """Rows that come as tokens: what their attention masks hide is removed, and documents packed before are told apart."""
 
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, Features, List, Value
 
-from trl.data.formats import column_names
-from trl.data.ragged import (
-    STREAM_BATCH,
-    list_lengths,
-    restore_format,
-    restore_streaming_format,
-    without_list_sizes,
-)
 from trl.data.validation import Place
 
 ALIGNED = ("input_ids", "labels", "completion_mask", "assistant_masks", "token_type_ids", "position_ids")
@@ -32,6 +22,13 @@ def mask_columns(columns: Collection[str]) -> list[str]:
         for name in columns
         if "attention_mask" in name and name.replace("attention_mask", "input_ids") in columns
     ]
+
+
+def is_plain(columns: Collection[str], *, may_be_packed: bool = False) -> bool:
+    """Whether rows of these columns are what `real_row` makes of them."""
+    return not (
+        mask_columns(columns) or {"position_ids", *(() if may_be_packed else ("seq_lengths",))} & {*columns}
+    )
 
 
 def real_row(
@@ -99,45 +96,3 @@ def _document_lengths(positions: np.ndarray, tokens: int, place: Place) -> list[
         remedy = "Count each document from 0, or remove the column."
         raise place.error(f"a document begins at {wrong[0]}", "0", remedy)
     return np.diff(starts, append=tokens).tolist()
-
-
-def real_rows(dataset: Any, columns: Sequence[str], *, name: str, packing: bool) -> Any:
-    """The data set with these of its `columns`, without masked tokens; with `seq_lengths` where rows were packed before.
-
-    Raises: as `real_row`; with `packing` for rows of several documents.
-    """
-    given = column_names(dataset)
-    kept = [column for column in given if column in columns]
-    read = {"position_ids", *mask_columns(given), *(["seq_lengths"] if packing else [])} & set(given)
-    if not read:
-        return dataset.select_columns(kept)
-    made = [*(column for column in kept if column != "seq_lengths"), *([] if packing else ["seq_lengths"])]
-    known = without_list_sizes(dataset.features)
-    is_stored, every = isinstance(dataset, Dataset), [c for c in given if c in {*kept, *read}]
-    rows = (
-        dataset.select_columns(every)
-        .with_format(None)
-        .map(
-            partial(_real_batch, columns=made, name=name, splits="Set packing=False." if packing else None),
-            batched=True,
-            with_indices=True,
-            batch_size=1000 if is_stored else STREAM_BATCH,
-            remove_columns=every,
-            features=known and Features({c: {**known, "seq_lengths": List(Value("int64"))}[c] for c in made}),
-        )
-    )
-    if not is_stored:
-        return restore_streaming_format(rows, dataset)
-    is_single = not packing and list_lengths(rows, "seq_lengths").max(initial=0) <= 1
-    return restore_format(rows.remove_columns("seq_lengths") if is_single else rows, dataset)
-
-
-def _real_batch(
-    batch: dict[str, list], indices: list[int], columns: Sequence[str], name: str, splits: str | None
-) -> dict[str, list]:
-    rows = [
-        real_row(dict(zip(batch, values, strict=True)), name, index, splits=splits)
-        for index, *values in zip(indices, *batch.values(), strict=True)
-    ]
-    lengths = {"seq_lengths": [row.get("seq_lengths") or [len(row["input_ids"])] for row in rows]}
-    return {column: lengths.get(column) or [row[column] for row in rows] for column in columns}
