@@ -1,23 +1,37 @@
-"""What the examples share: small models, tokenizers and rows for `--tiny`, and a few lines of the PPO loops."""
+"""Runs a script of this folder on a small model of random weights and built-in rows, without a download.
+
+    python examples/tiny.py dpo --output_dir runs/dpo
+
+makes the model, its tokenizer and the rows in `OUTPUT_DIR/tiny`, and runs `examples/scripts/dpo.py` with options that name them.
+Options on the command line override these. `python examples/tiny.py --help` lists the scripts.
+"""
 
 import argparse
 import json
 import random
+import runpy
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice, repeat
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from small_model import small_llama
+from peft import LoraConfig, get_peft_model
+from small_model import small_llama, train_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    PreTrainedTokenizerFast,
+)
 
-from trl import TrlParser
-
+EXAMPLES = Path(__file__).resolve().parent
 PAD, EOS, UNKNOWN = "<pad>", "<end>", "<unk>"
 ROLES = ("<system>", "<user>", "<assistant>", "<image>")
 CHAT = (
@@ -53,31 +67,24 @@ CALM = [
 ]
 
 
-def arguments(
-    parser: TrlParser, build: Callable[[Path], dict[str, Any]], **settings: Any
-) -> list[str] | None:
-    """The arguments of the command line, or None where they stand for themselves.
+def words_of(options: dict[str, Any]) -> list[str]:
+    """Options as words of a command line."""
+    values = {name: value if isinstance(value, (list, tuple)) else [value] for name, value in options.items()}
+    return [str(word) for name, words in values.items() for word in (f"--{name}", *words)]
 
-    Adds `--tiny` to the parser. Where it is given, `build(folder)` makes a model and rows and returns the options that name
-    them; these, `TRAINING` and `settings` are defaults that the command line overrides.
-    """
-    parser.add_argument(
-        "--tiny",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="Train a small model of random weights on built-in rows, without a download.",
-    )
+
+def run(script: str, words: Sequence[str]) -> dict[str, Any]:
+    """Run a script of `RUNS` on its small parts, with further options; returns the script's names."""
+    build, settings = RUNS[script]
+    path = EXAMPLES / ("" if script.startswith("research_projects") else "scripts") / f"{script}.py"
     look = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    look.add_argument("--tiny", action="store_true")
-    look.add_argument("--output_dir", default=f"runs/{Path(sys.argv[0]).stem}")
-    asked, rest = look.parse_known_args()
-    if not asked.tiny:
-        return None
-    known = parser.options()
-    usual = {**TRAINING, "output_dir": asked.output_dir}
-    options = {name: value for name, value in usual.items() if name in known}
-    options |= {**settings, **build(Path(asked.output_dir) / "tiny")}
-    return [*(word for name, value in options.items() for word in (f"--{name}", str(value))), *rest]
+    look.add_argument("--output_dir", default=f"runs/{path.stem}")
+    folder, rest = look.parse_known_args(words)
+    place = {} if script in WITHOUT_FOLDER else {"output_dir": folder.output_dir}
+    options = {**place, **settings, **build(Path(folder.output_dir) / "tiny")}
+    sys.path.insert(0, str(path.parent))
+    sys.argv = [str(path), *words_of(options), *rest]
+    return runpy.run_path(str(path), run_name="__main__")
 
 
 def figures(parser: argparse.ArgumentParser) -> Callable[[dict[str, Any]], None]:
@@ -161,7 +168,10 @@ def rewarded(folder: Path, rows: Callable[[Path], dict[str, Any]] = manners) -> 
 def scored(folder: Path) -> dict[str, Any]:
     """`rewarded`, as the programs of online preferences name the models."""
     options = rewarded(folder)
-    return {name: value for name, value in options.items() if name != "sft_model_path"} | {
+    reward = options.pop("reward_model_path")
+    del options["sft_model_path"]
+    return options | {
+        "reward_model": reward,
         "max_new_tokens": 8,
         "max_length": 32,
     }
@@ -356,21 +366,225 @@ def classifier(
     return model.eval()
 
 
-@torch.no_grad()
-def sequence_scores(model: Any, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
-    """The one logit that a sequence classifier gives to each text, `(B,)`."""
-    inputs = tokenizer(texts, return_tensors="pt", padding=True).to(model.device)
-    return model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, 0].cpu()
+def counting(numbers: random.Random) -> dict[str, Any]:
+    """Five steps that count on, 0 after 9; each is wrong with probability 0.4, and the next goes on from what it says."""
+    at = numbers.randint(0, 9)
+    prompt, steps, labels = f"Count on from {at}.\n", [], []
+    for _ in range(5):
+        following = (at + 1) % 10
+        is_right = numbers.random() < 0.6
+        said = following if is_right else numbers.choice([n for n in range(10) if n != following])
+        steps.append(f"{at}, {said}")
+        labels.append(is_right)
+        at = said
+    return {"prompt": prompt, "completions": steps, "labels": labels}
 
 
-def batches(loader: Iterable[Any], steps: int) -> Iterator[Any]:
-    """As many batches as there are steps, over as many passes as that takes."""
-    return islice(chain.from_iterable(repeat(loader)), steps)
+def steps(folder: Path) -> dict[str, Any]:
+    """Lists of steps, a tokenizer of characters, and a Llama of two layers with a head for two classes."""
+    tokenizer = train_tokenizer([], vocabulary=258)
+    config = small_llama(tokenizer, seed=0, layers=2, width=64).config
+    config.num_labels, config.initializer_range = 2, 0.1  # so wide that so small a model learns at once
+    torch.manual_seed(0)
+    model = LlamaForTokenClassification(config)
+    splits = {"train": (4000, random.Random(0)), "test": (200, random.Random(1))}
+    rows = {name: [counting(numbers) for _ in range(count)] for name, (count, numbers) in splits.items()}
+    return save(folder, rows, model, tokenizer)
 
 
-def report(what: str, means: list[float], kls: list[float] | None = None) -> None:
-    """Print the mean of a run's first and last steps."""
-    few = max(1, len(means) // 5)
-    first, last = sum(means[:few]) / few, sum(means[-few:]) / few
-    end = f", KL at the end {kls[-1]:.3f} nats" if kls else ""
-    print(f"{what}: {first:.3f} -> {last:.3f} over {len(means)} steps{end}")
+def videos(folder: Path) -> dict[str, Any]:
+    """GIFs of three colours, the question which is the last, and the small LLaVA of `colours`."""
+    from PIL import Image
+
+    options, names, rows = colours(folder), list(COLOURS), []
+    for number in range(48):
+        shown = [names[(number + turn) % 3] for turn in range(3)]
+        stills = [Image.new("RGB", (16, 16), COLOURS[name]) for name in shown]
+        path = folder / f"{number}.gif"
+        stills[0].save(path, save_all=True, append_images=stills[1:], duration=100)
+        turns = [("user", "Which colour ?"), ("assistant", shown[-1])]
+        messages = [{"role": role, "content": text} for role, text in turns]
+        rows.append({"video": str(path), "messages": messages})
+    return {**options, **save(folder, {"train": rows}), "num_frames": 2}
+
+
+def calm_answers(folder: Path) -> dict[str, Any]:
+    """Prompts with their calm answers."""
+    return manners(folder, ("prompt", "completion", "rejected"))
+
+
+def gemma(folder: Path) -> dict[str, Any]:
+    """Prompts with calm answers, and a small Gemma 3."""
+    options = calm_answers(folder)
+    config = Gemma3TextConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=64,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    Gemma3ForCausalLM(config).save_pretrained(options["model_name_or_path"])
+    return options
+
+
+def embedded(folder: Path) -> dict[str, Any]:
+    """`manners`, whose policy embeds the prompts, too."""
+    options = manners(folder)
+    return {**options, "embedding_model": options["model_name_or_path"]}
+
+
+def summarised(folder: Path) -> dict[str, Any]:
+    """`calm_answers` as posts with summaries."""
+    return {**calm_answers(folder), "dataset_split": "test"}
+
+
+def rude_prompts(folder: Path) -> dict[str, Any]:
+    """A small Llama, a small classifier, and prompts with rude words."""
+    options = rewarded(folder)
+    texts, harmless = rude_texts(64, random.Random(0))
+    rows = [
+        {"comment_text": text, "label": int(not calm)} for text, calm in zip(texts, harmless, strict=True)
+    ]
+    named = save(folder, {"test": rows})
+    return {
+        "model_type": options["model_name_or_path"],
+        "classifier": options["reward_model_path"],
+        "dataset_name": named["dataset_name"],
+        "output_file": folder.parent / "toxicity.csv",
+    }
+
+
+def an_adapter(folder: Path) -> dict[str, Any]:
+    """A small Llama, and an adapter of random weights over it."""
+    name = stack_exchange(folder)["model_name_or_path"]
+    config = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)
+    get_peft_model(LlamaForCausalLM.from_pretrained(name), config).save_pretrained(str(folder / "adapter"))
+    return {"base_model_name": name, "adapter_model_name": folder / "adapter", "output_name": folder.parent}
+
+
+def pipeline(folder: Path) -> dict[str, Any]:
+    """A small Stable Diffusion pipeline."""
+    from small_diffusion import small_pipeline
+
+    small_pipeline(folder / "tokenizer").save_pretrained(folder)
+    return {"pretrained_model": folder}
+
+
+def renamed(build: Callable[[Path], dict[str, Any]], **names: str) -> Callable[[Path], dict[str, Any]]:
+    """The options of `build` under the names that a script has for them."""
+
+    def built(folder: Path) -> dict[str, Any]:
+        options = build(folder)
+        return {name: options[known] for name, known in names.items()}
+
+    return built
+
+
+SYSTEM_PROMPT = r"Think about the problem between <think> and </think>, then give the answer in \boxed{}."
+IMAGES = {**TRAINING, "max_steps": 30}
+PROBLEMS = {**TRAINING, "num_generations": 8, "max_steps": 30, "beta": 0.0}
+TEXT_PROBLEMS = {
+    **PROBLEMS,
+    "per_device_train_batch_size": 64,
+    "max_completion_length": 10,
+    "learning_rate": 1e-3,
+}
+IMAGE_PROBLEMS = {
+    **PROBLEMS,
+    "per_device_train_batch_size": 32,
+    "max_completion_length": 8,
+    "learning_rate": 5e-4,
+}
+ROLLOUTS = {
+    **TRAINING, "per_device_train_batch_size": 32, "num_mini_batches": 1, "total_episodes": 32 * 20, "response_length": 4, "max_steps": -1,
+    "temperature": 1.0, "logging_steps": 4, "num_ppo_epochs": 2,
+}  # fmt: skip
+STEPS = {**TRAINING, "per_device_train_batch_size": 32, "max_steps": 300, "lr_scheduler_type": "cosine", "warmup_steps": 30, "logging_steps": 50}  # fmt: skip
+LOOP = {
+    "subset": "", "batch_size": 32, "mini_batch_size": 32, "gradient_accumulation_steps": 1, "steps": 40, "output_min_length": 4,
+    "output_max_length": 8, "learning_rate": 1e-2, "init_kl_coef": 0.05,
+}  # fmt: skip
+PACKED = {
+    "subset": "", "size_valid_set": 16, "seq_length": 32, "no_fp16": True, "no_gradient_checkpointing": True, "learning_rate": 1e-2,
+    "num_warmup_steps": 0, "eval_freq": 20, "use_cpu": True, "max_steps": 20, "batch_size": 16, "log_freq": 5,
+}  # fmt: skip
+DIFFUSION = {
+    "mixed_precision": "no", "sample_num_steps": 4, "sample_guidance_scale": 1.0, "num_epochs": 3, "train_batch_size": 4,
+    "train_learning_rate": 1e-2,
+}  # fmt: skip
+STACK, TOXICITY = "research_projects/stack_llama/scripts", "research_projects/toxicity/scripts"
+TWO_IMAGES, VISION_PROBLEMS = partial(colours, images=2), partial(colours, system=SYSTEM_PROMPT)
+TEXTS = partial(solutions, system=SYSTEM_PROMPT)
+NAMED = {"model_name": "model_name_or_path", "dataset_name": "dataset_name"}
+# What a script runs on, and its settings.
+RUNS: dict[str, tuple[Callable[[Path], dict[str, Any]], dict[str, Any]]] = {
+    "sft": (calm_answers, TRAINING),
+    "sft_gemma3": (gemma, TRAINING),
+    "sft_vlm": (colours, IMAGES),
+    "sft_vlm_gemma3": (TWO_IMAGES, IMAGES),
+    "sft_vlm_smol_vlm": (colours, IMAGES),
+    "sft_video_llm": (videos, IMAGES),
+    "reward_modeling": (manners, TRAINING),
+    "prm": (steps, STEPS),
+    "dpo": (manners, TRAINING),
+    "dpo_vlm": (colours, IMAGES),
+    "mpo_vlm": (colours, IMAGES),
+    "cpo": (manners, TRAINING),
+    "orpo": (manners, TRAINING),
+    "bco": (embedded, TRAINING),
+    "kto": (manners, TRAINING),
+    "gkd": (taught, TRAINING),
+    "dpo_online": (scored, TRAINING),
+    "nash_md": (scored, TRAINING),
+    "xpo": (scored, TRAINING),
+    "gspo": (TEXTS, TEXT_PROBLEMS),
+    "rloo": (TEXTS, TEXT_PROBLEMS),
+    "grpo_vlm": (VISION_PROBLEMS, IMAGE_PROBLEMS),
+    "gspo_vlm": (VISION_PROBLEMS, IMAGE_PROBLEMS),
+    "rloo_vlm": (VISION_PROBLEMS, IMAGE_PROBLEMS),
+    "online_dpo_vlm": (
+        VISION_PROBLEMS,
+        {
+            **TRAINING,
+            "per_device_train_batch_size": 8,
+            "max_new_tokens": 8,
+            "learning_rate": 5e-4,
+            "max_steps": 30,
+        },
+    ),
+    "ppo/ppo": (rewarded, ROLLOUTS),
+    "ppo/ppo_tldr": (rewarded, {**ROLLOUTS, "missing_eos_penalty": 1.0, "dataset_test_split": "test"}),
+    "evals/judge_tldr": (summarised, {"max_new_tokens": 5}),
+    "ddpo": (pipeline, {**DIFFUSION, "sample_batch_size": 4, "reward": "compressible"}),
+    "alignprop": (pipeline, {**DIFFUSION, "truncated_rand_backprop_minmax": (0, 3), "reward": "brightness"}),
+    f"{STACK}/supervised_finetuning": (
+        renamed(stack_exchange, model_path="model_name_or_path", dataset_name="dataset_name"),
+        PACKED,
+    ),
+    f"{STACK}/reward_modeling": (
+        renamed(stack_exchange, **NAMED),
+        {**TRAINING, "subset": "", "learning_rate": 1e-2, "max_steps": 40},
+    ),
+    f"{STACK}/rl_training": (
+        renamed(partial(rewarded, rows=stack_exchange), **NAMED, reward_model_name="reward_model_path"),
+        LOOP,
+    ),
+    f"{STACK}/merge_peft_adapter": (an_adapter, {}),
+    f"{TOXICITY}/evaluate-toxicity": (rude_prompts, {"max_new_tokens": 8}),
+}
+WITHOUT_FOLDER = ("evals/judge_tldr", f"{STACK}/merge_peft_adapter", f"{TOXICITY}/evaluate-toxicity")
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("script", choices=RUNS, metavar="script", help=", ".join(RUNS))
+    chosen, words = parser.parse_known_args()
+    run(chosen.script, words)

@@ -1,6 +1,7 @@
-"""Every example runs offline with `--tiny`, under the path that the reference documents name, and learns what it says."""
+"""Every example runs offline on small parts, under the path that the reference documents name, and learns what it says."""
 
 import asyncio
+import importlib
 import json
 import os
 import re
@@ -27,7 +28,7 @@ STACK = "research_projects/stack_llama/scripts"
 TOOLS = "research_projects/tools"
 TOXICITY = "research_projects/toxicity/scripts"
 
-# Script, its options besides `--tiny`, the logged metric (None: the one that it prints), and how much that gains.
+# Script, its options, the logged metric (None: the one that it prints), and how much that gains.
 SCRIPTS = [
     ("scripts/sft", "", "loss", -0.3),
     ("scripts/sft_gemma3", "", "loss", -0.3),
@@ -52,18 +53,18 @@ SCRIPTS = [
     ("scripts/online_dpo_vlm", "--max_steps 10", "objective/scores", 0.1),
     ("scripts/ppo/ppo", "--total_episodes 320", "objective/scores", 2.0),
     ("scripts/ppo/ppo_tldr", "--total_episodes 320", "objective/scores", 1.0),
-    ("scripts/ppo", "--steps 20", None, 0.2),
-    ("scripts/ppo_multi_adapter", "--steps 20", None, 0.2),
-    (f"{TOXICITY}/gpt-j-6b-toxicity", "--steps 20", None, 2.0),
+    ("scripts/ppo", "--tiny --steps 20", None, 0.2),
+    ("scripts/ppo_multi_adapter", "--tiny --steps 20", None, 0.2),
+    (f"{TOXICITY}/gpt-j-6b-toxicity", "--tiny --steps 20", None, 2.0),
     (f"{STACK}/supervised_finetuning", "", "loss", -0.1),
     (f"{STACK}/reward_modeling", "--max_steps 20", "accuracy", 0.1),
     (f"{STACK}/rl_training", "--steps 40", None, 0.2),
 ]
 SLOW = [
     ("scripts/prm", "--max_steps 200", "accuracy", 0.3),
-    ("repair_agent", "--max_steps 15", None, 0.15),
-    (f"{TOOLS}/triviaqa", "--steps 20", None, 0.05),
-    (f"{TOOLS}/python_interpreter", "--steps 12", None, 0.05),
+    ("repair_agent", "--tiny --max_steps 15", None, 0.15),
+    (f"{TOOLS}/triviaqa", "--tiny --steps 20", None, 0.05),
+    (f"{TOOLS}/python_interpreter", "--tiny --steps 12", None, 0.05),
 ]
 
 
@@ -72,10 +73,13 @@ def run(tmp_path, monkeypatch):
     """Run a script of `examples/` in this process with a folder for its output; returns its names."""
     before = set(sys.modules)
 
-    def run_script(script, options="--tiny"):
-        path = EXAMPLES / f"{script}.py"
-        monkeypatch.syspath_prepend(str(path.parent))
-        monkeypatch.setattr(sys, "argv", [str(path), *options.split(), "--output_dir", str(tmp_path)])
+    def run_script(script, options=""):
+        path, words = EXAMPLES / f"{script}.py", [*options.split(), "--output_dir", str(tmp_path)]
+        name = script.removeprefix("scripts/")
+        monkeypatch.setattr(sys, "argv", [str(path), *words])
+        monkeypatch.setattr(sys, "path", [str(path.parent), str(EXAMPLES), *sys.path])
+        if "--tiny" not in options and name in (tiny := importlib.import_module("tiny")).RUNS:
+            return tiny.run(name, words)
         return runpy.run_path(str(path), run_name="__main__")
 
     yield run_script
@@ -90,7 +94,7 @@ def run(tmp_path, monkeypatch):
     ids=[" ".join(each[:2]).strip() for each in (*SCRIPTS, *SLOW)],
 )
 def test_an_example_learns(script, options, metric, gain, run, tmp_path, capsys):
-    found = run(script, f"--tiny {options}")
+    found = run(script, options)
     if metric is None:
         pairs = re.findall(r": (-?[\d.]+) -> (-?[\d.]+) over \d+ steps", capsys.readouterr().out)
         first, last = map(float, pairs[0])
@@ -117,11 +121,11 @@ def test_tools_and_an_agent_learn_from_one_model(run, tmp_path, capsys, monkeypa
 
 
 def test_what_is_saved_loads(run, tmp_path):
-    run("scripts/prm", "--tiny --max_steps 1")
+    run("scripts/prm", "--max_steps 1")
     assert AutoModelForTokenClassification.from_pretrained(tmp_path).config.num_labels == 2
-    run("scripts/ppo", "--tiny --steps 1")
+    run("scripts/ppo", "--tiny --tiny --steps 1")
     AutoModelForCausalLMWithValueHead.from_pretrained(str(tmp_path))
-    run("scripts/ppo", "--tiny --steps 1 --use_peft true")
+    run("scripts/ppo", "--tiny --tiny --steps 1 --use_peft true")
     assert (tmp_path / "adapter_model.safetensors").is_file()
 
 
@@ -133,14 +137,14 @@ def test_an_adapter_is_merged(run, tmp_path, capsys):
 
 
 def test_toxicity_is_evaluated(run, tmp_path):
-    run(f"{TOXICITY}/evaluate-toxicity", f"--tiny --num_samples 20 --output_file {tmp_path}/table.csv")
-    head, row = (tmp_path / "table.csv").read_text().splitlines()
+    run(f"{TOXICITY}/evaluate-toxicity", "--num_samples 20")
+    head, row = (tmp_path / "toxicity.csv").read_text().splitlines()
     assert head == "model_id,mean_toxicity,std_toxicity"
     assert 0 < float(row.split(",")[1]) < 1
 
 
 def test_summaries_are_judged(run, capsys):
-    found = run("scripts/evals/judge_tldr", "--tiny --num_examples 4")
+    found = run("scripts/evals/judge_tldr", "--num_examples 4")
     assert re.search(r"Model win rate: \d+\.00%, 0 of 4 unanswered", capsys.readouterr().out)
     judge = found["SharedWords"]()
     assert judge.judge(["a red bird", "a red bird"], [["a cat", "a bird"], ["red", "no"]]) == [1, 0]
@@ -225,12 +229,24 @@ def test_the_search_finds_the_text_with_the_rarest_words(run, monkeypatch):
     assert wiki("Madrid") == "Nothing found."
 
 
+@pytest.mark.parametrize("path", sorted((EXAMPLES / "scripts").rglob("*.py")), ids=lambda path: path.stem)
+def test_a_script_runs_when_copied_alone(path, tmp_path, monkeypatch, capsys):
+    """Its imports are of packages: nothing beside it is needed to read its options."""
+    shutil.copy(path, tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if not place.startswith(str(EXAMPLES))])
+    monkeypatch.setattr(sys, "argv", [path.name, "--help"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(tmp_path / path.name), run_name="__main__")
+    option = "--judge_model" if path.stem == "judge_tldr" else "--output_dir"
+    assert not stop.value.code and option in capsys.readouterr().out
+
+
 def test_a_script_runs_from_the_shell_and_says_what_it_takes():
     done = subprocess.run(
         [sys.executable, "examples/scripts/gspo.py", "--help"],
         cwd=ROOT, env={"PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"}, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    for option in ("--tiny", "--dataset_name", "--importance_sampling_level", "--lora_target_modules"):
+    for option in ("--dataset_name", "--importance_sampling_level", "--lora_target_modules"):
         assert option in done.stdout
 
 

@@ -4,12 +4,10 @@
         --output_dir runs/bco
 
 `--match_prompts true` weighs undesirable completions by their prompts (underlying-distribution matching; it needs
-`pip install "trl[bco]"`). `--tiny` trains a small Llama of random weights to prefer calm answers to rude ones.
+`pip install "trl[bco]"`).
 """
 
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +16,6 @@ from transformers import AutoModel, AutoTokenizer
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser, get_peft_config
 from trl.experimental.bco import BCOConfig, BCOTrainer
 from trl.scripts.training import load_inputs
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-import tiny
 
 
 @dataclass
@@ -45,17 +40,10 @@ def embedding(name: str, device: Any) -> dict[str, Any]:
     return {"embedding_func": embed, "embedding_tokenizer": AutoTokenizer.from_pretrained(name)}
 
 
-def small_parts(folder: Path) -> dict[str, Any]:
-    """The small policy embeds the prompts, too."""
-    options = tiny.manners(folder)
-    return {**options, "embedding_model": options["model_name_or_path"]}
-
-
 if __name__ == "__main__":
-    parser = TrlParser((BCOArguments, BCOConfig, ModelConfig))
-    given = tiny.arguments(parser, small_parts)
-    script_args, training_args, model_args = parser.parse_args_and_config(given)
-    train_rows, eval_rows = load_inputs(script_args, training_args, model_args, DatasetMixtureConfig())
+    parser = TrlParser((BCOArguments, BCOConfig, ModelConfig, DatasetMixtureConfig))
+    script_args, training_args, model_args, dataset_args = parser.parse_args_and_config()
+    train_rows, eval_rows = load_inputs(script_args, training_args, model_args, dataset_args)
 
     trainer = BCOTrainer(
         model_args.model_name_or_path,
@@ -66,6 +54,6 @@ if __name__ == "__main__":
         **(embedding(script_args.embedding_model, training_args.device) if script_args.match_prompts else {}),
     )
     trainer.train()
-    trainer.save_model(training_args.output_dir)
+    trainer.save_model()
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)

@@ -1,38 +1,84 @@
 """DDPO on a Stable Diffusion pipeline, with an aesthetic score (default) or the size as JPEG as the reward.
 
-    python examples/scripts/ddpo.py --ddpo_config.num_epochs=200 --ddpo_config.train_gradient_accumulation_steps=1 \\
-        --ddpo_config.sample_num_steps=50 --ddpo_config.sample_batch_size=6 --ddpo_config.train_batch_size=3
+    python examples/scripts/ddpo.py --num_epochs 200 --train_gradient_accumulation_steps 1 \\
+        --sample_num_steps 50 --sample_batch_size 6 --train_batch_size 3
 
-Every field of `DDPOConfig` is an option `--ddpo_config.<field>`. `--tiny` trains a small pipeline of random weights.
+Every field of `DDPOConfig` is an option, also as `--ddpo_config.<field>`.
 """
 
+import random
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-from diffusion_options import Arguments, run
-
-from trl import DDPOConfig, DDPOTrainer
+from trl import DDPOConfig, DDPOTrainer, DefaultDDPOStableDiffusionPipeline, TrlParser
+from trl.models.auxiliary_modules import aesthetic_scorer
 from trl.rewards import jpeg_compressibility, jpeg_incompressibility
+from trl.rewards.images import as_picture
 
+ANIMALS = ("cat", "dog", "horse", "monkey", "rabbit", "zebra", "bird", "sheep", "deer", "cow", "lion", "frog")
 REWARDS = {"compressible": jpeg_compressibility, "incompressible": jpeg_incompressibility}
 
 
 @dataclass
-class DDPOArguments(Arguments):
+class Arguments:
     """What to train, and for which reward."""
 
+    pretrained_model: str = field(
+        default="stable-diffusion-v1-5/stable-diffusion-v1-5",
+        metadata={"help": "Name or folder of the pipeline."},
+    )
+    pretrained_revision: str = field(default="main", metadata={"help": "Revision of the pipeline."})
     reward: Literal["aesthetic", "compressible", "incompressible"] = field(
-        default="aesthetic", metadata={"help": "What is rewarded; with --tiny: compressible."}
+        default="aesthetic", metadata={"help": "What is rewarded."}
+    )
+    hf_hub_model_id: str = field(
+        default="ddpo-finetuned-stable-diffusion", metadata={"help": "Repository to push to."}
+    )
+    hf_hub_aesthetic_model_id: str = field(
+        default="trl-lib/ddpo-aesthetic-predictor",
+        metadata={"help": "Repository or folder of the scorer's head."},
+    )
+    hf_hub_aesthetic_model_filename: str = field(
+        default="aesthetic-model.pth", metadata={"help": "Its file."}
+    )
+    use_lora: bool = field(default=True, metadata={"help": "Train an adapter."})
+    output_dir: str = field(
+        default="runs/ddpo", metadata={"help": "Folder for model, checkpoints and pictures."}
     )
 
 
-def reward_of(args: DDPOArguments) -> Any:
-    """None for the aesthetic score."""
-    return REWARDS.get("compressible" if args.tiny else args.reward)
+def an_animal() -> tuple[str, dict[str, Any]]:
+    """A prompt, and its metadata (none)."""
+    return random.choice(ANIMALS), {}
 
 
 if __name__ == "__main__":
-    trainer = run("ddpo", DDPOTrainer, DDPOConfig, reward_of, lambda batches: batches[-1][:2], DDPOArguments)
+    parser = TrlParser((Arguments, DDPOConfig))
+    words = [word.replace("--ddpo_config.", "--", 1) for word in sys.argv[1:]]
+    args, config = parser.parse_args_and_config(words)
+    config.project_kwargs = {
+        "project_dir": args.output_dir,
+        "logging_dir": f"{args.output_dir}/logs",
+        **config.project_kwargs,
+    }
+    reward = REWARDS.get(args.reward) or aesthetic_scorer(
+        args.hf_hub_aesthetic_model_id, args.hf_hub_aesthetic_model_filename
+    )
+    pipeline = DefaultDDPOStableDiffusionPipeline(
+        args.pretrained_model, pretrained_model_revision=args.pretrained_revision, use_lora=args.use_lora
+    )
+    pictures = Path(args.output_dir) / "pictures"
+    pictures.mkdir(parents=True, exist_ok=True)
+
+    def save_pictures(batch: Any, step: int, tracker: Any) -> None:
+        """Write the images of a batch, `(B, 3, H, W)` from 0 to 1."""
+        for number, image in enumerate(batch[-1][0]):
+            as_picture(image).save(pictures / f"{step:06d}_{number}.png")
+
+    trainer = DDPOTrainer(config, reward, an_animal, pipeline, save_pictures)
+    trainer.train()
+    trainer.save_pretrained(args.output_dir)
+    if config.push_to_hub:
+        trainer.push_to_hub(args.hf_hub_model_id)

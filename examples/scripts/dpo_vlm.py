@@ -4,57 +4,30 @@
         --dataset_name HuggingFaceH4/rlaif-v_formatted --output_dir runs/dpo-vlm --dtype bfloat16 \
         --per_device_train_batch_size 2 --gradient_accumulation_steps 32 --use_peft --lora_target_modules all-linear
 
-Rows have `prompt`, `chosen`, `rejected` (messages) and `images`. `--tiny` teaches a small LLaVA of random weights which colour an
-image has.
+Rows have `prompt`, `chosen`, `rejected` (messages) and `images`.
 """
 
-import sys
-from pathlib import Path
-from typing import Any
-
 from datasets import load_dataset
-from transformers import AutoProcessor
 
-from trl import (
-    DPOConfig,
-    DPOTrainer,
-    ModelConfig,
-    ScriptArguments,
-    TrlParser,
-    get_peft_config,
-)
+from trl import DPOConfig, DPOTrainer, ModelConfig, ScriptArguments, TrlParser, get_peft_config
 from trl.scripts.loading import model_init_kwargs
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-import tiny
-
-
-def train(**defaults: Any) -> Any:
-    """Read the command line, whose `defaults` these are, train, and save; returns the trainer."""
+if __name__ == "__main__":
     parser = TrlParser((ScriptArguments, DPOConfig, ModelConfig))
-    parser.set_defaults(max_length=None, max_prompt_length=None, **defaults)  # images are long
-    given = tiny.arguments(parser, tiny.colours, max_steps=30)
-    script_args, training_args, model_args = parser.parse_args_and_config(given)
-    training_args.model_init_kwargs = model_init_kwargs(model_args)
-    name: Any = model_args.model_name_or_path
-    processor = AutoProcessor.from_pretrained(name, trust_remote_code=model_args.trust_remote_code)
+    parser.set_defaults(max_length=None, max_prompt_length=None)  # images are long
+    script_args, training_args, model_args = parser.parse_args_and_config()
+    training_args.model_init_kwargs = model_init_kwargs(model_args, training_args.model_init_kwargs)
     dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
     dataset = dataset.select_columns(["prompt", "chosen", "rejected", "images"])
 
     trainer = DPOTrainer(
-        name,  # a copy of it is the reference; with an adapter, the model without it
+        model_args.model_name_or_path,  # a copy of it is the reference; with an adapter, the model without it
         args=training_args,
         train_dataset=dataset[script_args.dataset_train_split],
         eval_dataset=dataset[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None,
-        processing_class=processor,
         peft_config=get_peft_config(model_args),
     )
     trainer.train()
-    trainer.save_model(training_args.output_dir)
+    trainer.save_model()
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
-    return trainer
-
-
-if __name__ == "__main__":
-    trainer = train()

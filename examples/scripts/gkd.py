@@ -1,20 +1,36 @@
-"""Generalised knowledge distillation (GKD): the program of `trl gkd`, with all of its options.
+"""Generalised knowledge distillation (GKD): a student learns the distributions of a teacher, on its own completions too.
 
     python examples/scripts/gkd.py --model_name_or_path Qwen/Qwen2-0.5B-Instruct \
         --teacher_model_name_or_path Qwen/Qwen2-1.5B-Instruct --dataset_name trl-lib/chatbot_arena_completions \
         --lmbda 1.0 --beta 1.0 --num_train_epochs 1 --output_dir runs/gkd
 
-`--tiny` trains a small Llama of random weights to add, as its teacher does.
+The teacher has the tokenizer of the student. `trl gkd` does the same, and has more options.
 """
 
-import sys
-from pathlib import Path
-
-from trl.scripts.gkd import main, make_parser
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-import tiny
+from trl import (
+    DatasetMixtureConfig,
+    GKDConfig,
+    GKDTrainer,
+    ModelConfig,
+    ScriptArguments,
+    TrlParser,
+    get_peft_config,
+)
+from trl.scripts.training import load_inputs
 
 if __name__ == "__main__":
-    parser = make_parser()
-    trainer = main(*parser.parse_args_and_config(tiny.arguments(parser, tiny.taught)))
+    parser = TrlParser((ScriptArguments, GKDConfig, ModelConfig, DatasetMixtureConfig))
+    script_args, training_args, model_args, dataset_args = parser.parse_args_and_config()
+    train_rows, eval_rows = load_inputs(script_args, training_args, model_args, dataset_args)
+
+    trainer = GKDTrainer(
+        model_args.model_name_or_path,
+        args=training_args,
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        peft_config=get_peft_config(model_args),
+    )
+    trainer.train()
+    trainer.save_model()
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)

@@ -6,16 +6,16 @@
 model calls is run, and what the tool answers is never trained on.
 
 With `--agent` a program of its own solves the task, over OpenAI's API: `GRPOTrainer(agent=calculator)`. `--out FILE` appends the
-figures of a run to a file, and `--table FILE` prints them.
+figures of a run to a file.
 
 Without a model at hand, `--tiny` first shows a two-layer Llama of random weights conversations of which a quarter call the tool (one in five with a wrong number), while the others guess, and then
 trains it. Sums it is tested on are not among those that it learns from.
 """
 
+import argparse
 import json
 import random
 import sys
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,6 @@ from transformers.utils import get_json_schema
 
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config
 from trl.scripts.loading import model_init_kwargs
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-from small_model import small_llama
-
-import tiny
 
 LARGEST = 19
 MARKS = ("<tool_call>", "</tool_call>", "<user>", "<assistant>", "<tool>")
@@ -142,9 +137,11 @@ def split(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
 
 def small_parts(folder: Path, *, seed: int) -> dict[str, Any]:
     """A model that has seen the tool used, and its tokenizer."""
+    import tiny
+
     tokenizer = tiny.word_tokenizer([*WORDS, *map(str, range(2 * LARGEST + 1))], MARKS)
     tokenizer.chat_template = TEMPLATE
-    model = small_llama(tokenizer, seed=seed, layers=2, width=128)
+    model = tiny.small_llama(tokenizer, seed=seed, layers=2, width=128)
     rows = shown(split(seed)[0], 4096, random.Random(seed))
     config = SFTConfig(str(folder), seed=seed, **{**SFT, **SMALL_MODEL})
     SFTTrainer(model, config, train_dataset=rows, processing_class=tokenizer).train()
@@ -157,36 +154,45 @@ def sums(pairs: list[tuple[int, int]]) -> Dataset:
 
 
 if __name__ == "__main__":
-    if uses_agent := "--agent" in sys.argv:
-        sys.argv.remove("--agent")
+    look = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    look.add_argument("--agent", action="store_true")
+    look.add_argument("--tiny", action="store_true")
+    look.add_argument("--out", type=Path)
+    asked, words = look.parse_known_args()
     parser = TrlParser((GRPOConfig, ModelConfig))
-    append = tiny.figures(parser)
-    parser.set_defaults(
-        num_generations=8, seed=0, **({} if uses_agent else {"max_tool_calling_iterations": 2})
-    )
-    seed = int(sys.argv[sys.argv.index("--seed") + 1]) if "--seed" in sys.argv else 0
-    given = tiny.arguments(parser, partial(small_parts, seed=seed), **TINY)
-    training_args, model_args = parser.parse_args_and_config(given)
+    turns = {} if asked.agent else {"max_tool_calling_iterations": 2}
+    parser.set_defaults(num_generations=8, seed=0, **turns)
+    if asked.tiny:
+        sys.path.append(str(Path(__file__).resolve().parents[1]))
+        look.add_argument("--output_dir", default="runs/grpo_agent")
+        look.add_argument("--seed", type=int, default=0)
+        run, _ = look.parse_known_args()
+        options = {**SMALL_MODEL, **TINY, "output_dir": run.output_dir}
+        options |= small_parts(Path(run.output_dir) / "tiny", seed=run.seed)
+        words = [*(word for name, value in options.items() for word in (f"--{name}", str(value))), *words]
+    training_args, model_args = parser.parse_args_and_config(words)
     training_args.model_init_kwargs = model_init_kwargs(model_args, training_args.model_init_kwargs)
     known, held_out = split(training_args.seed)
     trainer = GRPOTrainer(
         model_args.model_name_or_path,
-        None if uses_agent else correct,
+        None if asked.agent else correct,
         training_args,
         sums(known),
         sums(held_out),
         peft_config=get_peft_config(model_args),
-        **({"agent": calculator} if uses_agent else {"tools": [add]}),
+        **({"agent": calculator} if asked.agent else {"tools": [add]}),
     )
     before = trainer.evaluate()
     trainer.train()
     after = trainer.evaluate()
     figures: dict[str, Any] = {"seed": training_args.seed}
     asked = (
-        ("eval_agent/turns", "turns") if uses_agent else ("eval_tools/call_frequency", "calls per question")
+        ("eval_agent/turns", "turns") if asked.agent else ("eval_tools/call_frequency", "calls per question")
     )
     for name, what in (("eval_reward", "right results"), asked):
         print(f"{what}: {before[name]:.3f} -> {after[name]:.3f} over {trainer.state.global_step} steps")
         figures[what] = f"{before[name]:.3f} → {after[name]:.3f}"
-    append(figures)
+    if asked.out:
+        with asked.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(figures, ensure_ascii=False) + "\n")
     trainer.save_model(training_args.output_dir)

@@ -4,13 +4,9 @@ r"""Group sequence policy optimisation (GSPO): GRPO with one importance ratio fo
         --dataset_name AI-MO/NuminaMath-TIR --output_dir runs/gspo --max_completion_length 1024 --use_peft --log_completions
 
 Rows have `problem` and `solution`. A completion is rewarded for a thought in `<think>`, and for the right answer in `\boxed`
-(math-verify: `pip install "trl[math]"`). `--tiny` trains a small Llama that imitates guesses: it learns to think
-first.
+(math-verify: `pip install "trl[math]"`).
 """
 
-import sys
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from trl import (
@@ -25,17 +21,7 @@ from trl import (
 from trl.rewards import accuracy_reward, think_format_reward
 from trl.scripts.training import load_inputs
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-import tiny
-
 SYSTEM_PROMPT = r"Think about the problem between <think> and </think>, then give the answer in \boxed{}."
-TINY = {
-    "per_device_train_batch_size": 64,
-    "num_generations": 8,
-    "max_completion_length": 10,
-    "learning_rate": 1e-3,
-    "max_steps": 30,
-}
 
 
 def conversation(row: dict[str, Any]) -> dict[str, Any]:
@@ -44,15 +30,21 @@ def conversation(row: dict[str, Any]) -> dict[str, Any]:
     return {"prompt": [system, {"role": "user", "content": row["problem"]}]}
 
 
-def train(config_class: Any, trainer_class: Any, **defaults: Any) -> Any:
-    """Read the command line, whose `defaults` these are, train, and save; returns the trainer."""
-    parser = TrlParser((ScriptArguments, config_class, ModelConfig))
-    parser.set_defaults(dataset_name="AI-MO/NuminaMath-TIR", **defaults)
-    given = tiny.arguments(parser, partial(tiny.solutions, system=SYSTEM_PROMPT), **TINY)
-    script_args, training_args, model_args = parser.parse_args_and_config(given)
-    train_rows, eval_rows = load_inputs(script_args, training_args, model_args, DatasetMixtureConfig())
+if __name__ == "__main__":
+    parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig, DatasetMixtureConfig))
+    parser.set_defaults(
+        dataset_name="AI-MO/NuminaMath-TIR",
+        importance_sampling_level="sequence",
+        loss_type="grpo",
+        beta=0.0,
+        epsilon=3e-4,
+        epsilon_high=4e-4,
+        steps_per_generation=4,
+    )
+    script_args, training_args, model_args, dataset_args = parser.parse_args_and_config()
+    train_rows, eval_rows = load_inputs(script_args, training_args, model_args, dataset_args)
 
-    trainer = trainer_class(
+    trainer = GRPOTrainer(
         model_args.model_name_or_path,
         reward_funcs=[think_format_reward, accuracy_reward],
         args=training_args,
@@ -61,20 +53,6 @@ def train(config_class: Any, trainer_class: Any, **defaults: Any) -> Any:
         peft_config=get_peft_config(model_args),
     )
     trainer.train()
-    trainer.save_model(training_args.output_dir)
+    trainer.save_model()
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
-    return trainer
-
-
-if __name__ == "__main__":
-    trainer = train(
-        GRPOConfig,
-        GRPOTrainer,
-        importance_sampling_level="sequence",
-        loss_type="grpo",
-        beta=0.0,
-        epsilon=3e-4,
-        epsilon_high=4e-4,
-        steps_per_generation=4,
-    )

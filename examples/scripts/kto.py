@@ -1,19 +1,35 @@
-"""Kahneman-Tversky optimisation (KTO) on completions marked good or bad: the program of `trl kto`, with all of its options.
+"""Kahneman-Tversky optimisation (KTO) on completions marked good or bad.
 
     python examples/scripts/kto.py --model_name_or_path Qwen/Qwen2-0.5B-Instruct \
         --dataset_name trl-lib/kto-mix-14k --num_train_epochs 1 --output_dir runs/kto
 
-`--tiny` trains a small Llama of random weights to prefer calm answers to rude ones.
+Rows have `prompt`, `completion` and `label`; pairs of `chosen` and `rejected` are split. `trl kto` does the same, and has more options.
 """
 
-import sys
-from pathlib import Path
-
-from trl.scripts.kto import main, make_parser
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-import tiny
+from trl import (
+    DatasetMixtureConfig,
+    KTOConfig,
+    KTOTrainer,
+    ModelConfig,
+    ScriptArguments,
+    TrlParser,
+    get_peft_config,
+)
+from trl.scripts.training import load_inputs
 
 if __name__ == "__main__":
-    parser = make_parser()
-    trainer = main(*parser.parse_args_and_config(tiny.arguments(parser, tiny.manners)))
+    parser = TrlParser((ScriptArguments, KTOConfig, ModelConfig, DatasetMixtureConfig))
+    script_args, training_args, model_args, dataset_args = parser.parse_args_and_config()
+    train_rows, eval_rows = load_inputs(script_args, training_args, model_args, dataset_args)
+
+    trainer = KTOTrainer(
+        model_args.model_name_or_path,
+        args=training_args,
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        peft_config=get_peft_config(model_args),
+    )
+    trainer.train()
+    trainer.save_model()
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)

@@ -1,19 +1,39 @@
-"""Nash-MD: the program of `trl nash-md`, with all of its options.
+"""Nash-MD: policy gradient on the preference for the policy over a mixture of it with its reference.
 
     python examples/scripts/nash_md.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --judge pair_rm \
         --dataset_name trl-lib/ultrafeedback-prompt --learning_rate 5.0e-7 --output_dir runs/nash-md
 
-`--tiny` trains a small Llama of random weights on the scores of a small reward model.
+Rows have a `prompt`. `--reward_model NAME` compares by the scores of a classifier. `trl nash-md` does the same, and has more options.
 """
 
-import sys
-from pathlib import Path
+from dataclasses import dataclass, field
 
-from trl.scripts.nash_md import main, make_parser
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser, get_peft_config
+from trl.experimental.nash_md import NashMDConfig, NashMDTrainer
+from trl.scripts.training import load_inputs
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-import tiny
+
+@dataclass
+class Arguments(ScriptArguments):
+    reward_model: str | None = field(
+        default=None, metadata={"help": "Classifier that scores completions, instead of --judge."}
+    )
+
 
 if __name__ == "__main__":
-    parser = make_parser()
-    trainer = main(*parser.parse_args_and_config(tiny.arguments(parser, tiny.scored)))
+    parser = TrlParser((Arguments, NashMDConfig, ModelConfig, DatasetMixtureConfig))
+    script_args, training_args, model_args, dataset_args = parser.parse_args_and_config()
+    train_rows, eval_rows = load_inputs(script_args, training_args, model_args, dataset_args)
+
+    trainer = NashMDTrainer(
+        model_args.model_name_or_path,
+        reward_funcs=script_args.reward_model,
+        args=training_args,
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        peft_config=get_peft_config(model_args),
+    )
+    trainer.train()
+    trainer.save_model()
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)

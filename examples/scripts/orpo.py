@@ -1,15 +1,28 @@
-"""Odds-ratio preference optimisation (ORPO) on a preference data set.
+"""Odds-ratio preference optimisation (ORPO) on pairs of a better and a worse answer.
 
     accelerate launch examples/scripts/orpo.py --model_name_or_path Qwen/Qwen2-0.5B-Instruct \
         --dataset_name trl-lib/ultrafeedback_binarized --num_train_epochs 1 --output_dir runs/orpo
 
-Data and options are those of cpo.py. `--use_peft` trains an adapter. `--tiny` trains a small Llama of random weights to prefer calm
-answers to rude ones.
+There is no reference model. `--use_peft` trains an adapter.
 """
 
-from cpo import train
-
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser, get_peft_config
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+from trl.scripts.training import load_inputs
 
 if __name__ == "__main__":
-    trainer = train(ORPOConfig, ORPOTrainer)
+    parser = TrlParser((ScriptArguments, ORPOConfig, ModelConfig, DatasetMixtureConfig))
+    script_args, training_args, model_args, dataset_args = parser.parse_args_and_config()
+    train_rows, eval_rows = load_inputs(script_args, training_args, model_args, dataset_args)
+
+    trainer = ORPOTrainer(
+        model_args.model_name_or_path,
+        args=training_args,
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        peft_config=get_peft_config(model_args),
+    )
+    trainer.train()
+    trainer.save_model()
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)

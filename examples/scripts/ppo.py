@@ -12,6 +12,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,6 @@ from trl import (
     TrlParser,
 )
 from trl.core import LengthSampler
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-from tiny import TINY, batches, report, word_model, word_tokenizer
 
 GOOD = ("great", "lovely", "funny", "moving", "clever")
 BAD = ("dull", "awful", "silly", "boring", "flat")
@@ -75,6 +73,9 @@ def classifier(name: str) -> Callable[[list[str]], list[float]]:
 
 def tiny_parts(config: PPOConfig) -> tuple[Any, Any, Dataset, Any, PPOConfig]:
     """Model, tokenizer, queries, reward and settings of `--tiny`."""
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+    from tiny import TINY, word_model, word_tokenizer
+
     tokenizer = word_tokenizer([*GOOD, *BAD, *OTHER], MARKS.values())
     dice = random.Random(0)
     queries = [" ".join(dice.choices(OTHER, k=3)) for _ in range(256)]
@@ -132,7 +133,7 @@ def main() -> None:
         "max_new_tokens": 8 if args.tiny else 20,
     }
     means, kls = [], []
-    for batch in batches(trainer.dataloader, config.steps):
+    for batch in islice(chain.from_iterable(repeat(trainer.dataloader)), config.steps):
         responses = trainer.generate(batch["input_ids"], return_prompt=False, **kwargs)
         batch["response"] = tokenizer.batch_decode(responses, skip_special_tokens=True)
         texts = (
@@ -145,7 +146,11 @@ def main() -> None:
         trainer.log_stats(stats, batch, rewards)
         means.append(stats["ppo/mean_scores"])
         kls.append(stats["objective/kl"])
-    report("mood asked for", means, kls)
+    few = max(1, len(means) // 5)
+    first, last = sum(means[:few]) / few, sum(means[-few:]) / few
+    print(
+        f"mood asked for: {first:.3f} -> {last:.3f} over {len(means)} steps, KL at the end {kls[-1]:.3f} nats"
+    )
     trainer.save_pretrained(args.output_dir)
 
 

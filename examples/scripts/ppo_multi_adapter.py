@@ -12,6 +12,7 @@ Without a model or data at hand, `--tiny` trains both adapters over a one-layer 
 import random
 import sys
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,6 @@ from trl import (
     TrlParser,
 )
 from trl.models.peft import require_peft
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-from tiny import TINY, batches, report, word_model, word_tokenizer
 
 WARM = ("sun", "beach", "summer", "sand", "swim")
 COLD = ("snow", "ice", "winter", "frost", "sledge")
@@ -79,6 +77,9 @@ def train_reward_adapter(base: str, tokenizer: Any, folder: str) -> None:
 
 def tiny_parts(config: PPOConfig, folder: Path) -> tuple[str, Any, str, Dataset, PPOConfig]:
     """Base, tokenizer, reward adapter, queries and settings of `--tiny`."""
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+    from tiny import TINY, word_model, word_tokenizer
+
     tokenizer = word_tokenizer([*WARM, *COLD, *OTHER])
     base, adapter = str(folder / "base"), str(folder / "reward_adapter")
     word_model(tokenizer).save_pretrained(base)
@@ -123,7 +124,7 @@ def main() -> None:
         "max_new_tokens": 8 if args.tiny else 32,
     }
     policy, means, kls = trainer.accelerator.unwrap_model(trainer.model), [], []
-    for batch in batches(trainer.dataloader, config.steps):
+    for batch in islice(chain.from_iterable(repeat(trainer.dataloader)), config.steps):
         responses = trainer.generate(batch["input_ids"], return_prompt=False, **kwargs)
         batch["response"] = tokenizer.batch_decode(responses, skip_special_tokens=True)
         whole = [torch.cat(parts) for parts in zip(batch["input_ids"], responses, strict=True)]
@@ -132,7 +133,11 @@ def main() -> None:
         trainer.log_stats(stats, batch, rewards)
         means.append(float(torch.stack(rewards).mean()))
         kls.append(stats["objective/kl"])
-    report("score of the reward adapter", means, kls)
+    few = max(1, len(means) // 5)
+    first, last = sum(means[:few]) / few, sum(means[-few:]) / few
+    print(
+        f"score of the reward adapter: {first:.3f} -> {last:.3f} over {len(means)} steps, KL at the end {kls[-1]:.3f} nats"
+    )
     trainer.save_pretrained(args.output_dir)
 
 

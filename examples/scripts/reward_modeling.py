@@ -1,19 +1,37 @@
-"""A reward model from pairs: the program of `trl reward`, with all of its options.
+"""A reward model from pairs of a better and a worse answer.
 
     python examples/scripts/reward_modeling.py --model_name_or_path Qwen/Qwen2-0.5B-Instruct \
         --dataset_name trl-lib/ultrafeedback_binarized --num_train_epochs 1 --output_dir runs/reward
 
-`--tiny` trains a small Llama of random weights to tell calm answers from rude ones.
+`--use_peft` trains an adapter. `trl reward` does the same, and has more options.
 """
 
-import sys
-from pathlib import Path
-
-from trl.scripts.reward import main, make_parser
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-import tiny
+from trl import (
+    DatasetMixtureConfig,
+    ModelConfig,
+    RewardConfig,
+    RewardTrainer,
+    ScriptArguments,
+    TrlParser,
+    get_peft_config,
+)
+from trl.scripts.training import load_inputs
 
 if __name__ == "__main__":
-    parser = make_parser()
-    trainer = main(*parser.parse_args_and_config(tiny.arguments(parser, tiny.manners)))
+    parser = TrlParser((ScriptArguments, RewardConfig, ModelConfig, DatasetMixtureConfig))
+    script_args, training_args, model_args, dataset_args = parser.parse_args_and_config()
+    if model_args.use_peft:
+        model_args.lora_task_type = "SEQ_CLS"
+    train_rows, eval_rows = load_inputs(script_args, training_args, model_args, dataset_args)
+
+    trainer = RewardTrainer(
+        model_args.model_name_or_path,
+        args=training_args,
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        peft_config=get_peft_config(model_args),
+    )
+    trainer.train()
+    trainer.save_model()
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)

@@ -1,26 +1,35 @@
-"""Supervised fine-tuning of a model or an adapter: the program of `trl sft`, with all of its options.
+"""Supervised fine-tuning of a model or an adapter.
 
     python examples/scripts/sft.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/Capybara \
         --output_dir runs/sft --packing true
 
-`--tiny` fine-tunes a small Llama of random weights on calm answers.
+`--use_peft` trains an adapter. `trl sft` does the same, and has more options.
 """
 
-import sys
-from pathlib import Path
-from typing import Any
-
-from trl.scripts.sft import main, make_parser
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-import tiny
-
-
-def calm_answers(folder: Path) -> dict[str, Any]:
-    """Prompts with their calm answers."""
-    return {**tiny.manners(folder), "column_mapping": "chosen=completion"}
-
+from trl import (
+    DatasetMixtureConfig,
+    ModelConfig,
+    ScriptArguments,
+    SFTConfig,
+    SFTTrainer,
+    TrlParser,
+    get_peft_config,
+)
+from trl.scripts.training import load_inputs
 
 if __name__ == "__main__":
-    parser = make_parser()
-    trainer = main(*parser.parse_args_and_config(tiny.arguments(parser, calm_answers)))
+    parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig))
+    script_args, training_args, model_args, dataset_args = parser.parse_args_and_config()
+    train_rows, eval_rows = load_inputs(script_args, training_args, model_args, dataset_args)
+
+    trainer = SFTTrainer(
+        model_args.model_name_or_path,
+        args=training_args,
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        peft_config=get_peft_config(model_args),
+    )
+    trainer.train()
+    trainer.save_model()
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)

@@ -4,22 +4,16 @@
         --dataset_name my/videos --video_column video --num_frames 8 --output_dir runs/video --dtype bfloat16 --use_peft
 
 Rows have `messages` and the path of a video. The frames, evenly spaced, become the row's images, in front of the first user's
-text. Animated GIF and WebP files are read by Pillow, all others by PyAV (`pip install av`). `--tiny` makes GIFs that change
-their colour, and teaches a small LLaVA to name the last one.
+text. Animated GIF and WebP files are read by Pillow, all others by PyAV (`pip install av`).
 """
 
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
+from datasets import load_dataset
 from PIL import Image, ImageSequence, UnidentifiedImageError
-from sft_vlm import train
 
-from trl import ScriptArguments
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-import tiny
+from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config
+from trl.scripts.loading import model_init_kwargs
 
 
 @dataclass
@@ -41,27 +35,23 @@ def frames(path: str, count: int) -> list[Image.Image]:
     return [every[round(number * (len(every) - 1) / max(count - 1, 1))] for number in range(count)]
 
 
-def show_frames(dataset: Any, script_args: VideoArguments) -> Any:
-    """Rows of messages and images, from rows of messages and videos."""
-    column = script_args.video_column
-    return dataset.map(
-        lambda row: {"images": frames(row[column], script_args.num_frames)}, remove_columns=[column]
-    )
-
-
-def small_videos(folder: Path) -> dict[str, Any]:
-    """GIFs of three colours, the question which is the last, and the small LLaVA of `tiny.colours`."""
-    options, names, rows = tiny.colours(folder), list(tiny.COLOURS), []
-    for number in range(48):
-        shown = [names[(number + turn) % 3] for turn in range(3)]
-        stills = [Image.new("RGB", (16, 16), tiny.COLOURS[name]) for name in shown]
-        path = folder / f"{number}.gif"
-        stills[0].save(path, save_all=True, append_images=stills[1:], duration=100)
-        turns = [("user", "Which colour ?"), ("assistant", shown[-1])]
-        messages = [{"role": role, "content": text} for role, text in turns]
-        rows.append({"video": str(path), "messages": messages})
-    return {**options, **tiny.save(folder, {"train": rows}), "num_frames": 2}
-
-
 if __name__ == "__main__":
-    trainer = train(small_videos, VideoArguments, show_frames)
+    parser = TrlParser((VideoArguments, SFTConfig, ModelConfig))
+    parser.set_defaults(max_length=None)  # images soon reach the default of 1024 tokens
+    script_args, training_args, model_args = parser.parse_args_and_config()
+    training_args.model_init_kwargs = model_init_kwargs(model_args, training_args.model_init_kwargs)
+    dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
+    column, count = script_args.video_column, script_args.num_frames
+    dataset = dataset.map(lambda row: {"images": frames(row[column], count)}, remove_columns=[column])
+
+    trainer = SFTTrainer(
+        model_args.model_name_or_path,
+        args=training_args,
+        train_dataset=dataset[script_args.dataset_train_split],
+        eval_dataset=dataset[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None,
+        peft_config=get_peft_config(model_args),
+    )
+    trainer.train()
+    trainer.save_model()
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)

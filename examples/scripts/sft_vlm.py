@@ -4,43 +4,21 @@
         --dataset_name HuggingFaceH4/llava-instruct-mix-vsft --output_dir runs/sft-vlm --dtype bfloat16 \
         --per_device_train_batch_size 8 --gradient_accumulation_steps 8 --use_peft --lora_target_modules all-linear
 
-Rows have `messages` and `images`. `--tiny` teaches a small LLaVA of random weights to name colours.
+Rows have `messages` and `images`.
 """
-
-import sys
-from pathlib import Path
-from typing import Any
 
 from datasets import load_dataset
 
-from trl import (
-    ModelConfig,
-    ScriptArguments,
-    SFTConfig,
-    SFTTrainer,
-    TrlParser,
-    get_peft_config,
-)
+from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config
 from trl.scripts.loading import model_init_kwargs
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-import tiny
-
-
-def train(
-    rows: Any = tiny.colours, arguments: Any = ScriptArguments, prepare: Any = None, **defaults: Any
-) -> Any:
-    """Read the command line, whose `defaults` these are, train, and save; returns the trainer.
-
-    `rows(folder)` makes those of `--tiny`; `prepare(dataset, script_args)` is applied to the data set first.
-    """
-    parser = TrlParser((arguments, SFTConfig, ModelConfig))
-    parser.set_defaults(max_length=None, **defaults)  # images soon reach the default of 1024 tokens
-    given = tiny.arguments(parser, rows, max_steps=30)
-    script_args, training_args, model_args = parser.parse_args_and_config(given)
+if __name__ == "__main__":
+    parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig))
+    parser.set_defaults(max_length=None)  # images soon reach the default of 1024 tokens
+    script_args, training_args, model_args = parser.parse_args_and_config()
     training_args.model_init_kwargs = model_init_kwargs(model_args, training_args.model_init_kwargs)
     dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
-    dataset = prepare(dataset, script_args) if prepare else dataset.select_columns(["messages", "images"])
+    dataset = dataset.select_columns(["messages", "images"])
 
     trainer = SFTTrainer(
         model_args.model_name_or_path,
@@ -50,11 +28,6 @@ def train(
         peft_config=get_peft_config(model_args),
     )
     trainer.train()
-    trainer.save_model(training_args.output_dir)
+    trainer.save_model()
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
-    return trainer
-
-
-if __name__ == "__main__":
-    trainer = train()

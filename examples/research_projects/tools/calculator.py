@@ -30,11 +30,6 @@ from trl import (
     TrlParser,
 )
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))
-from small_model import small_llama
-
-from tiny import TINY, report, word_tokenizer
-
 PROMPT = """What is 13-3?
 
 <request><Calculator>13-3<call>10<response>
@@ -115,6 +110,9 @@ def small_parts(
     config: PPOConfig, words: Sequence[str], marks: Sequence[str], rows: list[dict[str, str]], folder: str
 ) -> tuple[Any, Any, PPOConfig]:
     """Model, tokenizer and settings of `--tiny`: a Llama of two layers that has imitated the rows."""
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
+    from tiny import TINY, small_llama, word_tokenizer
+
     tokenizer = word_tokenizer(words, marks)
     model = small_llama(tokenizer, seed=0, layers=2, width=64)
     args = SFTConfig(
@@ -165,7 +163,9 @@ def learn(
         means.append(stats["ppo/mean_scores"])
         kls.append(stats["objective/kl"])
     histories[0].show_text()
-    report(what, means, kls)
+    few = max(1, len(means) // 5)
+    first, last = sum(means[:few]) / few, sum(means[-few:]) / few
+    print(f"{what}: {first:.3f} -> {last:.3f} over {len(means)} steps, KL at the end {kls[-1]:.3f} nats")
     written = sum(int((mask == 0).sum()) for mask in masks)
     print(f"tokens that tools wrote and nobody trained on: {written} in the last step")
     trainer.save_pretrained(folder)

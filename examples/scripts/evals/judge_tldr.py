@@ -4,14 +4,12 @@
         --num_examples 1000
 
 `gpt-` models are reached through OpenAI's API (`pip install trl[judges]`), all others through the Hub's. Without `--judge_model` a
-summary wins that shares more words with its post. `--tiny` judges a small Llama of random weights that way.
+summary wins that shares more words with its post.
 """
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +19,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import TrlParser
 from trl.experimental.judges import BasePairwiseJudge, HfPairwiseJudge, OpenAIPairwiseJudge
 from trl.rewards import ManagedJudge
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))
-import tiny
 
 
 @dataclass
@@ -87,15 +82,9 @@ def summaries(prompts: list[str], args: Arguments) -> list[str]:
     return found
 
 
-def small_parts(folder: Path) -> dict[str, Any]:
-    """A small Llama of random weights, prompts of three words, and completions of five."""
-    options = tiny.manners(folder, ("prompt", "completion", "rejected"))
-    return {**options, "dataset_split": "test"}
-
-
 if __name__ == "__main__":
     parser = TrlParser(Arguments)
-    (args,) = parser.parse_args_and_config(tiny.arguments(parser, small_parts, max_new_tokens=5))
+    (args,) = parser.parse_args_and_config()
     rows = load_dataset(args.dataset_name, split=args.dataset_split)
     rows = rows.select(range(min(args.num_examples or len(rows), len(rows))))
     pairs = [

@@ -7,12 +7,9 @@
         --reward_model_path EleutherAI/pythia-1b-deduped --missing_eos_penalty 1.0
 
 Rows have a `prompt`, text or messages. The tokenizer is that of `model_name_or_path`, the value model starts from the reward model.
-A tenth of the rows, at most 100, are kept back, and the table of samples answers them. `--use_peft` trains an adapter. `--tiny`
-trains a one-layer Llama of random weights against a small classifier of rude words.
+A tenth of the rows, at most 100, are kept back, and the table of samples answers them. `--use_peft` trains an adapter.
 """
 
-import sys
-from pathlib import Path
 from typing import Any
 
 from datasets import load_dataset
@@ -21,14 +18,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 from trl.experimental.ppo import PPOConfig, PPOTrainer
 from trl.scripts.loading import model_init_kwargs
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))
-import tiny
-
-TINY: dict[str, Any] = {
-    "per_device_train_batch_size": 32, "num_mini_batches": 1, "total_episodes": 32 * 20, "response_length": 4, "max_steps": -1,
-    "temperature": 1.0, "logging_steps": 4, "num_ppo_epochs": 2,
-}  # fmt: skip
 
 
 def load_parts(config: PPOConfig, model_args: ModelConfig) -> dict[str, Any]:
@@ -49,22 +38,9 @@ def load_parts(config: PPOConfig, model_args: ModelConfig) -> dict[str, Any]:
     }
 
 
-def train(trainer: PPOTrainer, config: PPOConfig, dataset_name: str | None) -> None:
-    """Train, save, and say what was reached."""
-    trainer.train()
-    trainer.save_model(config.output_dir)
-    if config.push_to_hub:
-        trainer.push_to_hub(dataset_name=dataset_name)
-    logs = [entry for entry in trainer.state.log_history if "objective/scores" in entry]
-    if logs:  # none where the run is shorter than logging_steps
-        first, last = logs[0]["objective/scores"], logs[-1]["objective/scores"]
-        print(f"score: {first:.3f} -> {last:.3f}, KL at the end {logs[-1]['objective/kl']:.3f} nats")
-
-
 if __name__ == "__main__":
     parser = TrlParser((ScriptArguments, PPOConfig, ModelConfig))
-    given = tiny.arguments(parser, tiny.rewarded, **TINY)
-    script_args, training_args, model_args = parser.parse_args_and_config(given)
+    script_args, training_args, model_args = parser.parse_args_and_config()
     name, split = script_args.dataset_name, script_args.dataset_train_split
     rows = load_dataset(name, name=script_args.dataset_config, split=split).select_columns(["prompt"])
     kept_back = min(100, len(rows) // 10)
@@ -74,4 +50,7 @@ if __name__ == "__main__":
         train_dataset=rows.select(range(len(rows) - kept_back)),
         eval_dataset=rows.select(range(len(rows) - kept_back, len(rows))) if kept_back else None,
     )
-    train(trainer, training_args, name)
+    trainer.train()
+    trainer.save_model()
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=name)

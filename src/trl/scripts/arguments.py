@@ -23,7 +23,6 @@ class ScriptArguments(OptionGroup):
     dataset_streaming: bool = option(False, "Read rows as they are needed instead of all beforehand.")
     gradient_checkpointing_use_reentrant: bool = option(False, "Use reentrant gradient checkpointing.")
     ignore_bias_buffers: bool = option(False, "Do not synchronise boolean buffers (attention masks).")
-    dry_run: bool = option(False, "Prepare the data, print changed settings, two rows and memory; then stop.")
 
     def __post_init__(self) -> None:
         self.settle()
@@ -64,17 +63,24 @@ class ColumnMapping(OptionGroup):
 
 
 @dataclass
-class SFTScriptArguments(ColumnMapping, ScriptArguments):
+class CommandArguments(ColumnMapping, ScriptArguments):
+    """What every training command reads besides its config and `ModelConfig`."""
+
+    dry_run: bool = option(False, "Prepare the data, print changed settings, two rows and memory; then stop.")
+
+
+@dataclass
+class SFTScriptArguments(CommandArguments):
     """What `trl sft` (and every command without options of its own) reads besides its config and `ModelConfig`."""
 
 
 @dataclass
-class RewardScriptArguments(ColumnMapping, ScriptArguments):
+class RewardScriptArguments(CommandArguments):
     """What `trl reward` reads besides `RewardConfig` and `ModelConfig`."""
 
 
 @dataclass
-class DPOScriptArguments(ColumnMapping, ScriptArguments):
+class DPOScriptArguments(CommandArguments):
     """What `trl dpo` reads besides `DPOConfig` and `ModelConfig`."""
 
     ref_model_name_or_path: str | None = option(None, "Reference model. None: the model before training.")
@@ -85,7 +91,7 @@ class DPOScriptArguments(ColumnMapping, ScriptArguments):
 
 
 @dataclass
-class RewardFunctions(ColumnMapping, ScriptArguments):
+class RewardFunctions(CommandArguments):
     """What judges completions, by name."""
 
     reward_funcs: list[str] | None = option(

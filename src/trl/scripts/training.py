@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from trl.options.model import ModelConfig
 from trl.scripts import arguments
-from trl.scripts.arguments import ColumnMapping, RewardFunctions, ScriptArguments
+from trl.scripts.arguments import ColumnMapping, CommandArguments, RewardFunctions, ScriptArguments
 from trl.scripts.parser import TrlParser
 from trl.scripts.running import CommandError, Terminated, reporting_input_errors
 
@@ -27,7 +27,7 @@ LAUNCHING = (
 )
 
 
-def train(name: str, script_args: ScriptArguments, training_args: Any, *others: Any) -> Any:
+def train(name: str, script_args: CommandArguments, training_args: Any, *others: Any) -> Any:
     """Build the trainer of the command `name`, train it, save its model, print where it is; returns the trainer.
 
     With `dry_run` the trainer is built and described, and nothing is trained or written.
@@ -212,7 +212,7 @@ COMMANDS = {
 
 
 def build_trainer(
-    name: str, script_args: ScriptArguments, training_args: Any, model_args: ModelConfig, dataset_args: Any
+    name: str, script_args: CommandArguments, training_args: Any, model_args: ModelConfig, dataset_args: Any
 ) -> Any:
     """The trainer of the command `name`, its data sets loaded and checked."""
     from trl.models.peft import get_peft_config
@@ -242,7 +242,7 @@ def training_command(name: str) -> tuple[Callable[..., Any], Callable[..., TrlPa
     """`main` and `make_parser` of the training command `name`."""
 
     def main(
-        script_args: ScriptArguments, training_args: Any, model_args: ModelConfig, dataset_args: Any
+        script_args: CommandArguments, training_args: Any, model_args: ModelConfig, dataset_args: Any
     ) -> Any:
         """`train` with the command's name."""
         return train(name, script_args, training_args, model_args, dataset_args)

@@ -3,22 +3,17 @@
     python examples/research_projects/stack_llama/scripts/merge_peft_adapter.py --base_model_name huggyllama/llama-7b \
         --adapter_model_name llama-se --output_name llama-se-merged
 
-An adapter of stage 2 gives a classifier. `--tiny` makes a base and an adapter, merges them, and compares what both say.
+An adapter of stage 2 gives a classifier.
 """
 
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import PeftConfig, PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from trl import TrlParser
-
-sys.path.append(str(Path(__file__).resolve().parents[3]))
-import tiny
 
 
 @dataclass
@@ -32,14 +27,6 @@ class Arguments:
     output_name: str = field(default="merged", metadata={"help": "Folder for the whole model."})
 
 
-def small_parts(folder: Path) -> dict[str, Any]:
-    """A small Llama, and an adapter of random weights over it."""
-    name = tiny.stack_exchange(folder)["model_name_or_path"]
-    config = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)
-    get_peft_model(AutoModelForCausalLM.from_pretrained(name), config).save_pretrained(folder / "adapter")
-    return {"base_model_name": name, "adapter_model_name": folder / "adapter", "output_name": folder.parent}
-
-
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
     """What a model says about eight tokens."""
@@ -48,7 +35,7 @@ def logits(model: Any) -> torch.Tensor:
 
 if __name__ == "__main__":
     parser = TrlParser(Arguments)
-    (args,) = parser.parse_args_and_config(tiny.arguments(parser, small_parts))
+    (args,) = parser.parse_args_and_config()
     config = PeftConfig.from_pretrained(args.adapter_model_name)
     base = args.base_model_name or config.base_model_name_or_path or ""
     # Added in float32, and rounded once to the dtype of the base's files.

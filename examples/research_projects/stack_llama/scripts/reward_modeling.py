@@ -3,13 +3,10 @@
     torchrun --nnodes 1 --nproc_per_node 8 examples/research_projects/stack_llama/scripts/reward_modeling.py \
         --model_name llama-se-merged --output_dir llama-se-rm
 
-Rows have `question`, `response_j` (better) and `response_k`. merge_peft_adapter.py makes a model of the adapter. `--tiny` trains a
-small Llama of random weights to tell calm answers from rude ones.
+Rows have `question`, `response_j` (better) and `response_k`. merge_peft_adapter.py makes a model of the adapter.
 """
 
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from datasets import load_dataset
@@ -17,9 +14,6 @@ from peft import LoraConfig
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from trl import RewardConfig, RewardTrainer, TrlParser
-
-sys.path.append(str(Path(__file__).resolve().parents[3]))
-import tiny
 
 
 @dataclass
@@ -47,16 +41,10 @@ def load_pairs(args: Arguments, subset: str, split: str, count: int) -> Any:
     return rows.map(pair, remove_columns=rows.column_names)
 
 
-def small_parts(folder: Path) -> dict[str, Any]:
-    options = tiny.stack_exchange(folder)
-    return {"model_name": options["model_name_or_path"], "dataset_name": options["dataset_name"]}
-
-
 if __name__ == "__main__":
     parser = TrlParser((Arguments, RewardConfig))
     parser.set_defaults(learning_rate=2e-5, max_length=512, weight_decay=0.001)
-    given = tiny.arguments(parser, small_parts, subset="", learning_rate=1e-2, max_steps=40)
-    args, training_args = parser.parse_args_and_config(given)
+    args, training_args = parser.parse_args_and_config()
     evaluation = ("data/evaluation", "train") if args.subset else ("", "test")
     model = AutoModelForSequenceClassification.from_pretrained(args.model_name, num_labels=1)
     trainer = RewardTrainer(

@@ -5,13 +5,11 @@
         --batch_size 8 --gradient_accumulation_steps 8 --batched_gen true --ppo_epochs 4 --seed 0 --learning_rate 1.4e-5 \
         --early_stopping true --output_dir llama-se-rl
 
-Rows have a `question`. `--load_in_8bit` quantises the base. `--tiny` trains a small Llama of random weights against a small
-classifier of rude words.
+Rows have a `question`. `--load_in_8bit` quantises the base.
 """
 
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
+from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
@@ -21,9 +19,6 @@ from transformers import Adafactor, AutoTokenizer, pipeline
 
 from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, TrlParser
 from trl.core import LengthSampler
-
-sys.path.append(str(Path(__file__).resolve().parents[3]))
-import tiny
 
 
 @dataclass
@@ -47,19 +42,12 @@ class Arguments:
     output_dir: str = field(default="runs/stack_llama", metadata={"help": "Folder for the adapter."})
 
 
-def small_parts(folder: Path) -> dict[str, Any]:
-    options = tiny.rewarded(folder, tiny.stack_exchange)
-    named = {"model_name": "model_name_or_path", "reward_model_name": "reward_model_path", "dataset_name": "dataset_name"}  # fmt: skip
-    return {name: options[other] for name, other in named.items()}
-
-
 if __name__ == "__main__":
     parser = TrlParser((Arguments, PPOConfig))
     parser.set_defaults(
         learning_rate=1.4e-5, batch_size=32, mini_batch_size=1, gradient_accumulation_steps=4, target_kl=0.1
     )
-    small = {"subset": "", "batch_size": 32, "mini_batch_size": 32, "gradient_accumulation_steps": 1, "steps": 40, "output_min_length": 4, "output_max_length": 8, "learning_rate": 1e-2, "init_kl_coef": 0.05}  # fmt: skip
-    args, config = parser.parse_args_and_config(tiny.arguments(parser, small_parts, **small))
+    args, config = parser.parse_args_and_config()
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_name or config.model_name)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 
@@ -91,7 +79,10 @@ if __name__ == "__main__":
     )
     lengths = LengthSampler(args.output_min_length, args.output_max_length)
     means, kls = [], []
-    for step, batch in enumerate(tiny.batches(trainer.dataloader, config.steps), start=1):
+    batches = islice(
+        chain.from_iterable(repeat(trainer.dataloader)), config.steps
+    )  # as many passes as that takes
+    for step, batch in enumerate(batches, start=1):
         responses = trainer.generate(
             batch["input_ids"],
             batch_size=4 if args.batched_gen else 1,
@@ -110,5 +101,9 @@ if __name__ == "__main__":
         kls.append(stats["objective/kl"])
         if args.save_freq and step % args.save_freq == 0:
             trainer.save_pretrained(f"{args.output_dir}/step_{step}")
-    tiny.report("score of the reward model", means, kls)
+    few = max(1, len(means) // 5)
+    first, last = sum(means[:few]) / few, sum(means[-few:]) / few
+    print(
+        f"score of the reward model: {first:.3f} -> {last:.3f} over {len(means)} steps, KL at the end {kls[-1]:.3f} nats"
+    )
     trainer.save_pretrained(args.output_dir)

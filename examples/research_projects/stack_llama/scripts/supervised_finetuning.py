@@ -3,13 +3,10 @@
     torchrun --nnodes 1 --nproc_per_node 8 examples/research_projects/stack_llama/scripts/supervised_finetuning.py \
         --model_path huggyllama/llama-7b --streaming true --learning_rate 1e-5 --max_steps 5000 --output_dir llama-se
 
-Rows have `question` and `response_j`, the better answer. merge_peft_adapter.py makes a model of the adapter. `--tiny` trains a small
-Llama of random weights on calm answers.
+Rows have `question` and `response_j`, the better answer. merge_peft_adapter.py makes a model of the adapter.
 """
 
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from datasets import load_dataset
@@ -18,9 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl import SFTConfig, SFTTrainer, TrlParser
 from trl.trainer import ConstantLengthDataset
-
-sys.path.append(str(Path(__file__).resolve().parents[3]))
-import tiny
 
 
 @dataclass
@@ -80,15 +74,9 @@ def load_rows(args: Arguments) -> tuple[Any, Any]:
     return parts["train"], parts["test"]
 
 
-def small_parts(folder: Path) -> dict[str, Any]:
-    options = tiny.stack_exchange(folder)
-    return {"model_path": options["model_name_or_path"], "dataset_name": options["dataset_name"]}
-
-
 if __name__ == "__main__":
     parser = TrlParser(Arguments)
-    small = {"subset": "", "size_valid_set": 16, "seq_length": 32, "no_fp16": True, "no_gradient_checkpointing": True, "learning_rate": 1e-2, "num_warmup_steps": 0, "eval_freq": 20}  # fmt: skip
-    (args,) = parser.parse_args_and_config(tiny.arguments(parser, small_parts, **small))
+    (args,) = parser.parse_args_and_config()
     tokenizer = AutoTokenizer.from_pretrained(args.model_path)
     train_rows, kept_back = load_rows(args)
     ratio = chars_per_token(train_rows, tokenizer)

@@ -5,14 +5,11 @@
 
 `--model_type` stands for a few models, or is a name or folder itself. Prompts are the toxic comments of `OxAISH-AL-LLM/wiki_toxic`,
 the classifier is `facebook/roberta-hate-speech-dynabench-r4-target`. The table has each model's mean and standard deviation of the
-probability that a text is toxic. `--tiny` evaluates a small Llama with a small classifier.
+probability that a text is toxic.
 """
 
 import csv
-import random
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,9 +17,6 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from trl import TrlParser
-
-sys.path.append(str(Path(__file__).resolve().parents[3]))
-import tiny
 
 MODELS = {
     "gpt-neo": ["EleutherAI/gpt-neo-125m", "EleutherAI/gpt-neo-2.7B"],
@@ -77,24 +71,9 @@ def continuations(prompts: list[str], name: str, args: Arguments) -> list[str]:
     return found
 
 
-def small_parts(folder: Path) -> dict[str, Any]:
-    """A small Llama, a small classifier, and prompts with rude words."""
-    options = tiny.rewarded(folder)
-    texts, harmless = tiny.rude_texts(64, random.Random(0))
-    rows = [
-        {"comment_text": text, "label": int(not calm)} for text, calm in zip(texts, harmless, strict=True)
-    ]
-    named = tiny.save(folder, {"test": rows})
-    return {
-        "model_type": options["model_name_or_path"],
-        "classifier": options["reward_model_path"],
-        "dataset_name": named["dataset_name"],
-    }
-
-
 if __name__ == "__main__":
     parser = TrlParser(Arguments)
-    (args,) = parser.parse_args_and_config(tiny.arguments(parser, small_parts, max_new_tokens=8))
+    (args,) = parser.parse_args_and_config()
     torch.manual_seed(args.seed)
     judge = AutoModelForSequenceClassification.from_pretrained(args.classifier).eval()
     judge_tokenizer = AutoTokenizer.from_pretrained(args.classifier)

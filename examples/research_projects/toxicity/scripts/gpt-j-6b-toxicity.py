@@ -12,27 +12,15 @@ Without a model or data at hand, `--tiny` first trains a one-layer classifier on
 import random
 import sys
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset, load_dataset
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, TrlParser
-
-sys.path.append(str(Path(__file__).resolve().parents[3]))
-from tiny import (
-    CALM,
-    RUDE,
-    TINY,
-    batches,
-    classifier,
-    report,
-    rude_texts,
-    sequence_scores,
-    word_model,
-    word_tokenizer,
-)
 
 
 @dataclass
@@ -47,6 +35,9 @@ class Arguments:
 
 def tiny_parts(config: PPOConfig) -> tuple[Any, Any, Any, Any, Dataset, PPOConfig]:
     """Model, tokenizer, classifier and its tokenizer, queries and settings of `--tiny`."""
+    sys.path.append(str(Path(__file__).resolve().parents[3]))
+    from tiny import CALM, RUDE, TINY, classifier, rude_texts, word_model, word_tokenizer
+
     tokenizer = word_tokenizer([*RUDE, *CALM])
     queries = rude_texts(256, random.Random(0))[0]
     config = replace(config, **TINY, steps=min(config.steps, 40), score_clip=5.0)
@@ -80,6 +71,13 @@ def real_parts(config: PPOConfig) -> tuple[Any, Any, Any, Any, Dataset, PPOConfi
     )
 
 
+@torch.no_grad()
+def harmlessness(texts: list[str], model: Any, tokenizer: Any) -> torch.Tensor:
+    """The logit of the classifier's first label for each text, `(B,)`."""
+    inputs = tokenizer(texts, return_tensors="pt", padding=True).to(model.device)
+    return model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, 0].cpu()
+
+
 def main() -> None:
     args, config = TrlParser((Arguments, PPOConfig)).parse_args_into_dataclasses()
     parts = tiny_parts(config) if args.tiny else real_parts(config)
@@ -99,17 +97,21 @@ def main() -> None:
         "max_new_tokens": 8 if args.tiny else 30,
     }
     means, kls = [], []
-    for batch in batches(trainer.dataloader, config.steps):
+    for batch in islice(chain.from_iterable(repeat(trainer.dataloader)), config.steps):
         responses = trainer.generate(batch["input_ids"], return_prompt=False, **kwargs)
         batch["response"] = tokenizer.batch_decode(responses, skip_special_tokens=True)
         # An empty response is judged as one word, so that saying nothing is no way out.
         judged = [text or tokenizer.unk_token or " " for text in batch["response"]]
-        rewards = list(sequence_scores(judge, judge_tokenizer, judged))
+        rewards = list(harmlessness(judged, judge, judge_tokenizer))
         stats = trainer.step(batch["input_ids"], responses, rewards)
         trainer.log_stats(stats, batch, rewards)
         means.append(stats["ppo/mean_scores"])
         kls.append(stats["objective/kl"])
-    report("harmlessness", means, kls)
+    few = max(1, len(means) // 5)
+    first, last = sum(means[:few]) / few, sum(means[-few:]) / few
+    print(
+        f"harmlessness: {first:.3f} -> {last:.3f} over {len(means)} steps, KL at the end {kls[-1]:.3f} nats"
+    )
     trainer.save_pretrained(args.output_dir)
 
 
