@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from trl.collators.language_modelling import CountedSequences, DataCollatorForLanguageModeling
+from trl.collators.language_modelling import DataCollatorForLanguageModeling
 
 ROWS = [
     {"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1]},
@@ -138,12 +138,3 @@ def test_wrong_options():
         DataCollatorForLanguageModeling(0, pad_to_multiple_of=0)
     with pytest.raises(ValueError, match="return_tensors must be 'pt', got 'np'"):
         DataCollatorForLanguageModeling(0, return_tensors="np")
-
-
-def test_sequences_of_packed_rows_are_counted():
-    """Of no token none; a filler at the row's end is no sequence. Batches that do not say where sequences begin stay as they are."""
-    rows = [{"seq_lengths": [2, 0, 1]}, {"input_ids": [8]}]
-    batch = {"position_ids": torch.tensor([[0, 1, 0, 0, 0]]), "filler": torch.tensor(1)}
-    assert CountedSequences(lambda rows: batch)(rows)["sequences"].tolist() == [2, 1]
-    for other in ({"input_ids": torch.ones(2, 3)}, [1, 2], {**batch, "rows": torch.ones(1)}):
-        assert CountedSequences(lambda rows, other=other: other)(rows) is other

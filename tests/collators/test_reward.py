@@ -3,7 +3,7 @@ import torch
 from tests.trainer.resume_worker import tokenizer
 
 from trl.collators.reward import RewardCollator, RewardDataCollatorWithPadding, as_reward_batch, shared_length
-from trl.models.packed.layout import count_sequence_tokens, count_tokens, first_rows, padded_rows
+from trl.models.packed.layout import count_sequence_tokens, count_tokens, padded_rows
 
 ROWS = [
     {"chosen_input_ids": [5, 6, 7], "rejected_input_ids": [5, 6, 8, 9], "margin": 0.5},
@@ -61,9 +61,6 @@ def test_every_layout_holds_the_same_sequences(kind, multiple):
     assert int(count_tokens(batch)) == (15 if kind == "shared" else sum(map(len, SEQUENCES)))
     if multiple:
         assert batch["input_ids"].shape[1] % multiple == 0
-    cut = first_rows(batch, 3, of=4)
-    assert sequences(cut) == SEQUENCES[:6]
-    assert cut["margin"].tolist() == [0.5, 1.0, 0.0] and len(cut["rows"]) == 3
 
 
 def test_empty_sequences_and_batches_are_errors():

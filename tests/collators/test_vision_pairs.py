@@ -10,7 +10,6 @@ from tests.tiny_vision import FAMILIES, PLACEHOLDERS, tiny_image, tiny_processor
 
 from trl.collators.images import DataCollatorForVisionLanguageModeling, DataCollatorForVisionPreference
 from trl.data.image_rows import check_image_rows
-from trl.models.packed.layout import first_rows
 from trl.models.scoring.causal import Scorer
 from trl.tensors.sequences import sum_by_sequence
 
@@ -89,16 +88,6 @@ def test_each_sequence_scores_as_it_does_alone(family):
         for side in ("chosen", "rejected")
     ]
     torch.testing.assert_close(found, torch.cat(expected), rtol=1e-5, atol=2e-5)
-
-
-def test_the_first_rows_of_a_batch_are_its_first_pairs(llava):
-    model = tiny_vision_model(llava)
-    kept = first_rows(DataCollatorForVisionPreference(llava)(ROWS), 1, of=3)
-    alone = DataCollatorForVisionPreference(llava)(ROWS[:1])
-    assert kept["rows"].tolist() == [0]
-    found, expected = Scorer(model).score(model, kept), Scorer(model).score(model, alone)
-    assert torch.equal(found.positions.sequence, expected.positions.sequence)
-    torch.testing.assert_close(found.logps, expected.logps, rtol=1e-5, atol=1e-5)
 
 
 def test_both_sides_are_given_the_images_of_their_row(llava):

@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
-from trl.data.streaming import CountedStream, RepeatedStream
+from trl.data.streaming import RepeatedStream, StreamRounds
 
 
 def stream_of(rows: int, *, shards: int):
@@ -43,7 +43,14 @@ def test_a_workers_passes_are_its_own(workers):
     assert int(shared) == (0 if workers else 7)
 
 
-def test_a_stream_counts_its_rows():
-    stream = CountedStream(stream_of(5, shards=2))
-    for _ in range(2):
-        assert len(list(stream)) == stream.count == 5
+def test_rounds_of_a_stream_are_counted_and_the_last_is_not_filled():
+    for process, expected in enumerate(([0, 1, 6], [2, 3, 6], [4, 5, 6])):
+        rounds = StreamRounds([{"number": n} for n in range(7)], 2, process=process, processes=3)
+        for _ in range(2):
+            assert [
+                row["number"] for row in rounds
+            ] == expected  # those without rows repeat the round's first one
+            assert (rounds.count, rounds.missing) == (7, 2)
+    alone = StreamRounds(stream_of(5, shards=2), 2)
+    assert len(list(alone)) == alone.count == 5
+    assert alone.missing == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -111,31 +111,3 @@ def _sequence_lengths(rows: Sequence[Row], ids: list[Tensor]) -> list[int]:
             )
         lengths += parts
     return lengths
-
-
-NOT_PLAIN = ("attention_mask", "segment_table", "rows")
-
-
-@dataclass
-class CountedSequences:
-    """Adds `sequences (B,)`, the number of sequences of each row, to a packed batch of plain sequences.
-
-    It is the batch's first tensor, by which transformers counts rows. Other batches are unchanged.
-
-    >>> rows = [{"input_ids": [5, 6, 7], "seq_lengths": [2, 1]}, {"input_ids": [8], "seq_lengths": [1]}]
-    >>> positions = torch.tensor([[0, 1, 0, 0]])
-    >>> CountedSequences(lambda rows: {"position_ids": positions})(rows)["sequences"].tolist()
-    [2, 1]
-    """
-
-    collate: Callable[[Any], Any]
-
-    def __call__(self, rows: Sequence[Any]) -> Any:
-        """The batch of some rows."""
-        batch = self.collate(rows)
-        if not isinstance(batch, Mapping) or "position_ids" not in batch or set(NOT_PLAIN) & set(batch):
-            return batch
-        lengths = [row.get("seq_lengths") for row in rows]
-        counts = [1 if own is None else sum(int(length) > 0 for length in own) for own in lengths]
-        begun = int((batch["position_ids"] == 0).sum()) - ("filler" in batch)
-        return {"sequences": torch.tensor(counts), **batch} if sum(counts) == begun else batch

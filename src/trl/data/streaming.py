@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -43,17 +44,23 @@ class RepeatedStream(IterableDataset):
             epoch += 1
 
 
-class CountedStream(IterableDataset):
-    """A stream that knows, once it was read to its end in this process, how many rows it has: `count`."""
+class StreamRounds(IterableDataset):
+    """The rows of a stream that belong to one of several processes: a batch of each round, of which the last is not filled.
 
-    def __init__(self, stream: Any) -> None:
-        self.stream, self.count = stream, 0
+    A process without rows in the last round repeats that round's first one. Once the stream was read to its end in this process,
+    `count` is its number of rows, and `missing` that of the processes without rows in the last round.
+    """
+
+    def __init__(self, stream: Any, rows: int, *, process: int = 0, processes: int = 1) -> None:
+        self.stream, self.rows, self.process, self.processes = stream, rows, process, processes
+        self.count = self.missing = 0
 
     def __iter__(self) -> Iterator[Any]:
-        self.count = 0
-        for row in self.stream:
-            self.count += 1
-            yield row
+        self.count, stream = 0, iter(self.stream)
+        while round := list(islice(stream, self.rows * self.processes)):
+            self.count += len(round)
+            self.missing = self.processes - -(-len(round) // self.rows)
+            yield from round[self.rows * self.process :][: self.rows] or round[:1]
 
 
 ReadRows = Callable[[dict[str, list], list[int]], dict[str, list]]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate.data_loader import BatchSamplerShard
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
@@ -41,12 +41,12 @@ from trl.checkpoints.wholeness import naming_weights
 from trl.data.prepared_sets import DataSets
 from trl.data.ragged import list_lengths
 from trl.data.rendering import run_date_of
-from trl.data.streaming import CountedStream, RepeatedStream, is_streaming
+from trl.data.streaming import RepeatedStream, StreamRounds, is_streaming
 from trl.legacy import move_onto_config
 from trl.legacy.interface import GIVEN, LegacyInterface, call_with
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.models.loading import cast_state, load_saved_weights, name_dtype, save_dtype
-from trl.models.packed.layout import FILLS_UP, count_sequence_tokens, count_tokens, first_rows, is_packed
+from trl.models.packed.layout import FILLS_UP, count_sequence_tokens, count_tokens
 from trl.models.policy import Policy, set_up_policy
 from trl.models.reference import FrozenModel, attach_reference
 from trl.models.residuals import check_residuals, clip_gradients, keep_residuals
@@ -67,14 +67,15 @@ from trl.trainer.callbacks.checkpoints import at_step_ends
 from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
 from trl.trainer.inherited import (
     Data,
+    GatherRows,
     GroupedByLength,
-    OwnRows,
     WholeRounds,
     check_best_metric,
     check_lengths,
     chosen_metric,
     holding,
     returns_dict,
+    rounds_of,
     settle_inherited,
 )
 from trl.trainer.method import CONTEXT, LOSS_PARTS, Context, Method, Outcome, Step
@@ -272,12 +273,14 @@ class BaseTrainer(LegacyInterface, Trainer):
         return batches, (count if len(self.method.units) > 1 else count.reshape(())).clamp(min=1)
 
     _unprepared: list[Any] | None = None
-    _missing = 0  # batches of an epoch's last round, which has none for the last processes
 
     def _fills_up(self) -> bool:
-        """Whether the batch that was drawn last is the epoch's last one, which has rows for other processes alone."""
-        is_missing = self.args.process_index >= self.args.world_size - self._missing
-        return is_missing and self.accelerator.gradient_state.end_of_dataloader
+        """Whether the batch that was drawn last is its loader's last one, which has rows for other processes alone."""
+        state = self.accelerator.gradient_state
+        if not state.end_of_dataloader:
+            return False
+        rounds = rounds_of(state.active_dataloader)
+        return rounds is not None and self.args.process_index >= self.args.world_size - rounds.missing
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
@@ -519,16 +522,12 @@ class BaseTrainer(LegacyInterface, Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """Loss, and on request predictions and labels, of one evaluation batch; rows that accelerate repeats do not count."""
-        given = self._prepare_inputs(inputs)
-        batch: Any = self.take_batch(given)
-        own, rows = self.own_rows(), self.args.per_device_eval_batch_size
-        if own < rows:
-            mark = {} if own else {FILLS_UP: True}
-            given = batch = {**first_rows(batch, max(own, 1), of=rows), **mark}
-        is_cut = own == rows or (is_packed(batch) and own > 0)
-        self.gather_function = OwnRows(self.accelerator, own=None if is_cut else own)
-        batch = self._prepare_inputs(self.handed_out(batch, given))
+        """Loss, and on request predictions and labels, of one evaluation batch; a row that only fills up does not count."""
+        inputs = self._prepare_inputs(inputs)
+        if fills_up := self._fills_up():
+            inputs = {**inputs, FILLS_UP: True}
+        self.gather_function = GatherRows(self.accelerator, fills_up=fills_up)
+        batch = self._prepare_inputs(self.handed_out(self.take_batch(inputs), inputs))
         with torch.no_grad():
             if prediction_loss_only:
                 return self.compute_loss(model, batch).detach(), None, None
@@ -569,7 +568,9 @@ class BaseTrainer(LegacyInterface, Trainer):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
-        output = output._replace(num_samples=streamed_rows(dataloader) or output.num_samples)
+        # A stream's, unless workers read it in processes of their own.
+        rows = getattr(rounds_of(dataloader), "count", 0)
+        output = output._replace(num_samples=rows or output.num_samples)
         assert output.metrics is not None
         names = self._sums["eval"].state()["sums"]
         means = self._sums["eval"].drain(self.accelerator)
@@ -649,36 +650,23 @@ class BaseTrainer(LegacyInterface, Trainer):
         )
 
     def _get_dataloader(self, dataset: Any, *, is_training: bool = False, **given: Any) -> DataLoader:
-        if not is_training:
-            # `dataloader_drop_last` is for training, whose epochs leave out other rows each time.
-            if is_streaming(dataset) and (self.args.world_size > 1 or has_length(dataset)):
-                dataset = CountedStream(
-                    dataset
-                )  # hides a length that counts other rows (ConstantLengthDataset)
-            with holding(self.args, "dataloader_drop_last", False):
-                return super()._get_dataloader(dataset, is_training=False, **given)
-        loader: Any = super()._get_dataloader(dataset, is_training=True, **given)
-        shard, self._missing = loader.batch_sampler, 0
+        args = self.args
+        if not is_training and is_streaming(dataset):  # hides a length of other rows (ConstantLengthDataset)
+            place = {"process": args.process_index, "processes": args.world_size}
+            dataset = StreamRounds(dataset, args.eval_batch_size, **place)
+        # `dataloader_drop_last` is for training, whose epochs leave out other rows each time.
+        with holding(args, "dataloader_drop_last", is_training and args.dataloader_drop_last):
+            loader: Any = super()._get_dataloader(dataset, is_training=is_training, **given)
+        shard, stream = loader.batch_sampler, loader.dataset
         if isinstance(shard, BatchSamplerShard):
-            shard.batch_sampler = rounds = WholeRounds(shard.batch_sampler, self.args.world_size)
-            shard.even_batches, self._missing = False, rounds.missing
-        if self.args.dataloader_persistent_workers:
+            shard.batch_sampler, shard.even_batches = WholeRounds(shard.batch_sampler, args.world_size), False
+        elif isinstance(stream, IterableDatasetShard) and isinstance(dataset, StreamRounds):
+            stream.batch_size, stream.num_processes, stream.process_index = 1, 1, 0  # takes every row
+        if is_training and args.dataloader_persistent_workers:
             # Workers are started once by a run, and again by one that goes on: neither may take from the process's own stream.
             inner = getattr(loader, "base_dataloader", loader)  # accelerate's
             inner.generator = torch.Generator().manual_seed(self.order_seed)
         return loader
-
-    def own_rows(self) -> int:
-        """The rows of the current evaluation batch that accelerate did not repeat to fill it."""
-        state, rows = self.accelerator.gradient_state, self.args.per_device_eval_batch_size
-        if self.accelerator.num_processes == 1 or not state.end_of_dataloader:
-            return rows
-        counted = streamed_rows(state.active_dataloader)
-        if counted:  # the rows of the last batch, which accelerate does not know of a stream
-            state.active_dataloader.remainder = counted % (rows * self.accelerator.num_processes)  # type: ignore[union-attr]
-        if state.remainder <= 0:
-            return rows
-        return min(max(state.remainder - self.accelerator.process_index * rows, 0), rows)
 
     _order: Sampler | None = None
 
@@ -900,10 +888,3 @@ def require_finite(trainer: Trainer, what: str, value: float) -> None:
         f"it, and checkpoints under {last} are untouched. Lower learning_rate or max_grad_norm, check the data of "
         "this step, or train in bfloat16 or float32 if this run uses float16."
     )
-
-
-def streamed_rows(loader: Any) -> int:
-    """How many rows the stream of an evaluation by several processes had, once it was read; 0 where it is not known."""
-    stream = getattr(getattr(loader, "dataset", None), "dataset", None)
-    # A loader's workers count in processes of their own.
-    return stream.count if isinstance(stream, CountedStream) else 0

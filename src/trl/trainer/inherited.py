@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import IterableDatasetShard
 from accelerate.utils import recursively_apply
 from torch import Tensor
 from torch.utils.data import BatchSampler, Subset
@@ -20,6 +21,7 @@ from transformers import TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import IntervalStrategy, has_length
 
+from trl.data.streaming import StreamRounds
 from trl.models.switches import undisturbed
 
 logger = logging.getLogger(__name__)
@@ -178,6 +180,15 @@ class WholeRounds(BatchSampler):
         yield from [batch[:1]] * self.missing
 
 
+def rounds_of(loader: Any) -> WholeRounds | StreamRounds | None:
+    """The rounds that a data loader reads; None for a loader of another program."""
+    stream, batches = loader.dataset, loader.batch_sampler
+    stream = stream.dataset if isinstance(stream, IterableDatasetShard) else stream
+    while hasattr(batches, "batch_sampler"):  # accelerate's: a process's part, or what a resumed run has left
+        batches = batches.batch_sampler
+    return next((x for x in (stream, batches) if isinstance(x, (WholeRounds, StreamRounds))), None)
+
+
 def check_lengths(accelerator: Accelerator, dataset: Any, name: str) -> None:
     """Raise ValueError where processes have data sets of different lengths; all processes must call it."""
     if accelerator.num_processes == 1 or not has_length(dataset):
@@ -206,15 +217,15 @@ def returns_dict(compute_metrics: Callable[..., Any] | None) -> Callable[..., An
     return checked
 
 
-class OwnRows:
+class GatherRows:
     """Gathers, in place of `Accelerator.gather_for_metrics`, what the evaluation loop of transformers gathers of one batch.
 
     That one counts rows of the data set to leave out repeated ones, and packed rows have several rows of logits. The loop
-    first gathers the loss, then inputs, logits and labels `(S, ...)`, whose first `own` rows (None: all) count.
+    first gathers the loss, then logits and labels `(S, ...)`, of which those of a process that `fills_up` do not count.
     """
 
-    def __init__(self, accelerator: Accelerator, own: int | None) -> None:
-        self._accelerator, self._own, self._loss_is_next = accelerator, own, True
+    def __init__(self, accelerator: Accelerator, *, fills_up: bool) -> None:
+        self._accelerator, self._fills_up, self._loss_is_next = accelerator, fills_up, True
 
     def __call__(self, values: Any) -> Any:
         """The values of all processes, one after another."""
@@ -224,14 +235,13 @@ class OwnRows:
         return recursively_apply(self._gathered, values)
 
     def _gathered(self, values: Tensor) -> Tensor:
-        own = values[: self._own]
         if self._accelerator.num_processes == 1:
-            return own
-        counts: Any = self._accelerator.gather(torch.tensor([len(own)], device=own.device))
-        whole: Any = self._accelerator.gather(self._accelerator.pad_across_processes(own, dim=0))
-        most = int(counts.max())
-        parts = zip(whole.split(most), counts.tolist(), strict=True) if most else []
-        return torch.cat([part[:count] for part, count in parts]) if most else own
+            return values
+        rows = values[:0] if self._fills_up else values
+        counts: Any = self._accelerator.gather(torch.tensor([len(rows)], device=rows.device))
+        whole: Any = self._accelerator.gather(self._accelerator.pad_across_processes(rows, dim=0))
+        parts = zip(whole.split(int(counts.max())), counts.tolist(), strict=True)
+        return torch.cat([part[:count] for part, count in parts])
 
 
 def chosen_metric(trainer: Any) -> tuple[str | None, str] | None:

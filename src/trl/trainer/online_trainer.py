@@ -271,6 +271,13 @@ class OnlineTrainer(BaseTrainer):
         sums.add_extremes(found.extremes)
         return found.experience
 
+    def own_rows(self) -> int:
+        """The rows of the current evaluation batch that accelerate did not repeat to fill it."""
+        state, rows = self.accelerator.gradient_state, self.args.eval_batch_size
+        if self.args.world_size == 1 or not state.end_of_dataloader or state.remainder <= 0:
+            return rows
+        return min(max(state.remainder - self.args.process_index * rows, 0), rows)
+
     def _rows_of_all(self, experience: Experience, *, is_evaluation: bool) -> dict[str, Tensor]:
         """The columns per row of all processes, without the rows that accelerate repeats to fill an evaluation batch."""
         rows, state = of_all_processes(experience, self.accelerator), self.accelerator.gradient_state

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import (
     EvalPrediction,
     PreTrainedModel,
@@ -21,7 +20,7 @@ from transformers import (
 
 from trl._lazy import attach
 from trl.collators.images import DataCollatorForVisionLanguageModeling
-from trl.collators.language_modelling import CountedSequences, DataCollatorForLanguageModeling
+from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.data.image_rows import has_images
 from trl.legacy.interface import takes
 from trl.models.packed.layout import IGNORED, count_scored, padded_batch
@@ -33,7 +32,6 @@ from trl.options.checks import lookup
 from trl.tensors.reduce import LossTerms, Unit, weighted
 from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.images import TEXT_COLUMNS, image_sets
-from trl.trainer.inherited import holding
 from trl.trainer.method import Method, Outcome, Step
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_data import SFTDatasets, check_collator
@@ -191,12 +189,6 @@ class SFTTrainer(BaseTrainer):
             padding_free=self._padding_free,
             pad_to_multiple_of=args.pad_to_multiple_of,
         )
-
-    def _get_dataloader(self, dataset: Any, *, is_training: bool = False, **given: Any) -> DataLoader:
-        if is_training:
-            return super()._get_dataloader(dataset, is_training=True, **given)
-        with holding(self, "data_collator", CountedSequences(self.data_collator)):
-            return super()._get_dataloader(dataset, **given)
 
     # ---- the loss
 

@@ -7,7 +7,6 @@ from trl.collators.preference import pack_prefix_groups
 from trl.models.packed.layout import (
     count_scored,
     count_tokens,
-    first_rows,
     packed_batch,
     padded_batch,
     padded_rows,
@@ -93,14 +92,6 @@ def test_counts_leave_out_the_first_token_and_the_padding():
     assert count_tokens(PADDED) == count_tokens(PACKED) == 9
 
 
-def test_the_first_rows_of_either_layout():
-    for batch in (PADDED, PACKED):
-        kept = packed_batch(first_rows(batch, 2, of=3), with_table=False)
-        assert kept.inputs["input_ids"].tolist() == [[5, 6, 7, 8, 9, 10, 11]]
-        assert kept.scored.target.tolist() == [6, 7, 9, 11]
-    assert first_rows(PACKED, 1, of=2) == PACKED  # packed: its segments are not its rows
-
-
 @pytest.mark.parametrize(
     ("positions", "message"), [([[0, 1], [0, 1]], r"\(1, N\)"), ([[3, 4]], "must start at 0")]
 )
@@ -166,21 +157,3 @@ def test_filler_tokens_count_nowhere():
     assert packed.real_tokens.tolist() == list(range(9))
     assert packed.sequence_ends.tolist() == [2, 6, 8]
     assert padded_rows(filled, pad_token_id=0)["input_ids"].shape == (3, 4)
-    assert first_rows(filled, 1, of=3)["input_ids"].tolist() == [[5, 6, 7]]
-
-
-def test_the_first_rows_of_a_packed_batch_are_its_first_sequences():
-    """Three rows hold 2, 1 and 3 sequences; the last two tokens only round the length up."""
-    positions = torch.tensor([[0, 1, 0, 0, 1, 2, 0, 0, 1, 0, 0, 1]])
-    batch = {
-        "sequences": torch.tensor([2, 1, 3]),
-        "input_ids": torch.arange(12)[None],
-        "position_ids": positions,
-        "labels": torch.arange(12)[None],
-        "filler": torch.tensor([2]),
-    }
-    for kept, tokens in ((1, 3), (2, 6), (3, 10)):
-        cut = first_rows(batch, kept, of=3)
-        assert cut["sequences"].tolist() == [2, 1, 3][:kept]
-        assert cut["input_ids"].tolist() == [list(range(tokens))]
-        assert cut["position_ids"].tolist() == positions[:, :tokens].tolist()

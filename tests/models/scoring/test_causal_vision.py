@@ -6,7 +6,6 @@ from peft import LoraConfig, get_peft_model
 
 from tests.tiny_vision import FAMILIES, tiny_image, tiny_processor, tiny_vision_model
 from trl.collators.images import DataCollatorForVisionLanguageModeling
-from trl.models.packed.layout import first_rows
 from trl.models.scoring.causal import Scorer
 from trl.models.scoring.head import ScoreOptions
 
@@ -77,14 +76,6 @@ def test_a_models_images_and_token_types_reach_it(family):
     for key in set(batch) & {"pixel_values", "token_type_ids"}:
         changed = {**batch, key: 1 - batch[key] if key == "token_type_ids" else -batch[key]}
         assert (scorer.score(model, changed).logps - logps).abs().max() > 1e-3, key
-
-
-def test_the_first_rows_of_a_batch_keep_their_images(family):
-    name, processor, batch = family
-    model = tiny_vision_model(processor, name)
-    kept = Scorer(model).score(model, first_rows(batch, 1, of=3)).logps
-    alone = DataCollatorForVisionLanguageModeling(processor)(ROWS[:1])
-    torch.testing.assert_close(kept, Scorer(model).score(model, alone).logps, rtol=1e-5, atol=1e-5)
 
 
 def test_padding_does_not_change_a_row(family):

@@ -24,7 +24,6 @@ from trl.tensors.segments import Segments
 ROW_KEYS = frozenset(
     [
         "rows",
-        "sequences",
         "ref_logps",
         "ref_kl_logps",
         "margin",
@@ -139,38 +138,6 @@ def count_sequence_tokens(batch: Mapping[str, Any]) -> Tensor:
     every = list(segments)
     tokens = sum(every[number][1] + every[number][3] for number in _leaves(segments))
     return torch.tensor(tokens, device=batch["input_ids"].device)
-
-
-def first_rows(batch: Mapping[str, Any], kept: int, *, of: int) -> dict[str, Any]:
-    """The first `kept` of a batch's rows.
-
-    A packed batch is left whole unless its segments (or prefix groups) are its rows, or it says by `rows` that each row has as
-    many as the others, or by `sequences (B,)` how many each has: rows of packed sequences cannot be told apart otherwise.
-    Images are not counted by rows: a batch with some keeps its rows, and the labels of the first ones only.
-    """
-    own = {name: value[: len(value) // of * kept] for name, value in batch.items() if name in ROW_KEYS}
-    rest = {name: value for name, value in batch.items() if name not in (*ROW_KEYS, *_TEACHER)}
-    if is_packed(rest):
-        rest = _without_filler(rest)
-        segments = _segments(rest)
-        every, leaves = list(segments), _leaves(segments)
-        starts = [every[leaf][2] if every[leaf][3] else every[leaf][0] for leaf in leaves]
-        starts.append(segments.total)
-        if "sequences" in batch:
-            rest = _cut(rest, starts[int(own["sequences"].sum())])
-        elif len(leaves) == of or ("rows" in batch and len(leaves) % of == 0):
-            rest = _cut(rest, starts[len(leaves) // of * kept])
-    elif rest.get("pixel_values") is None:
-        rest = {name: value[: len(value) // of * kept] for name, value in rest.items()}
-    else:
-        rest["labels"] = rest["labels"].clone()
-        rest["labels"][len(rest["labels"]) // of * kept :] = IGNORED
-    for name in TEACHER_COLUMNS:
-        if name in batch:
-            own[name] = batch[name][: count_scored(rest)]
-    if TEACHER_BATCH in batch:
-        own[TEACHER_BATCH] = first_rows(batch[TEACHER_BATCH], kept, of=of)
-    return {**own, **rest}
 
 
 def _cut(batch: Mapping[str, Any], end: int) -> dict[str, Any]:
