@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
+import mmap
 import os
 import re
 import shutil
@@ -93,8 +93,10 @@ def _sync(path: Path) -> None:
 
 
 def _sum(path: Path) -> tuple[int, str]:
-    with path.open("rb", buffering=0) as file:
-        return path.stat().st_size, hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()  # pyright: ignore[reportArgumentType]
+    size = path.stat().st_size
+    with path.open("rb") as file:  # mapped, which takes half the time of reading it, unless it is empty
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+        return size, xxhash.xxh3_128(content).hexdigest()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
