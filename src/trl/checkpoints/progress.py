@@ -159,7 +159,7 @@ class CheckpointWriter:
                     f"{written} has no weights, expected those of step {self._state.global_step}: another program removed them. "
                     "Earlier checkpoints are untouched. Give each run an output_dir of its own."
                 )
-            whole = {name: entry for own in sums for name, entry in own.items()}
+            whole = {name: entry for part_sums in sums for name, entry in part_sums.items()}
             publish(written, final, self._facts, replaced=self.staging / "replaced", sums=whole)
             self._rotate(final)
         self._accelerator.wait_for_everyone()

@@ -269,11 +269,11 @@ def first_row(dataset: Any, name: str, expected: str) -> Mapping[str, Any]:
 
 
 def prepare_rows(
-    dataset: AnyDataset, kind: RowKind, settings: Preparation, *, name: str, keep_columns: Sequence[str] = ()
+    dataset: AnyDataset, kind: RowKind, settings: Preparation, *, name: str
 ) -> tuple[AnyDataset, PreparationReport]:
-    """The data set as rows of `kind`, and its report; given columns are removed, but for `keep_columns`."""
-    report, kept = PreparationReport(name, warnings=kind.warnings), (*settings.keep_columns, *keep_columns)
-    rows = map_rows(dataset, kind, name=name, num_proc=settings.num_proc, keep_columns=kept)
+    """The data set as rows of `kind`, and its report; other columns are removed, but for the settings' `keep_columns`."""
+    report, columns = PreparationReport(name, warnings=kind.warnings), settings.keep_columns
+    rows = map_rows(dataset, kind, name=name, num_proc=settings.num_proc, keep_columns=columns)
     return count_rows(rows, kind, report, settings.untrained_rows), report
 
 

@@ -67,12 +67,12 @@ def real_row(
 def _cut(row: Mapping[str, Any], name: str, place: Place) -> dict[str, Any]:
     """The columns that a mask belongs to, without what it hides."""
     mask, cut = np.asarray(row[name]), {}
-    for column in (name.replace("attention_mask", each) for each in ALIGNED):
+    for column in (name.replace("attention_mask", aligned) for aligned in ALIGNED):
         if (values := row.get(column)) is None:
             continue
         if mask.shape != (len(values),):
-            given = f"{mask.size} values for {len(values)} tokens in {column!r}"
-            raise place.error(given, "as many", "Give 1 for each token, 0 for padding.")
+            counts = f"{mask.size} values for {len(values)} tokens in {column!r}"
+            raise place.error(counts, "as many", "Give 1 for each token, 0 for padding.")
         cut[column] = np.asarray(values)[mask != 0].tolist()
     wrong = mask[(mask != 0) & (mask != 1)]
     if wrong.size:

@@ -76,12 +76,12 @@ def template_inputs(
 ) -> tuple[list[dict | Callable] | None, dict[str, Any]]:
     """The tools of a row, and its variables for the chat template."""
     with place._replace(column="tools").named():
-        found = read_tools(row.get("tools") if tools is None else written(tools))
+        row_tools = read_tools(row.get("tools") if tools is None else written(tools))
     kwargs = row.get("chat_template_kwargs") or {}
     if not isinstance(kwargs, dict):
         place, remedy = place._replace(column="chat_template_kwargs"), "Give one dict for each row."
         raise place.error(f"a {type(kwargs).__name__}", "a dict of template variables", remedy, TypeError)
-    return found, remove_none_values(kwargs)
+    return row_tools, remove_none_values(kwargs)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Ids]:

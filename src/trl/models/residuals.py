@@ -89,9 +89,9 @@ def keep_residuals(optimizer: Any) -> None:
 
 def clip_gradients(optimizer: Any, parameters: Iterable[Tensor], limit: float) -> float:
     """The norm of the gradients; those that exceed `limit` are scaled in the next step. Both in float32."""
-    gradients = [each.grad for each in parameters if each.grad is not None]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-    norm = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]))
+    norm = torch.linalg.vector_norm(torch.stack([part.to(norms[0].device) for part in norms]))
     total = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     getattr(optimizer, "optimizer", optimizer).gradient_scale = min(1.0, limit / (total + 1e-6))
     return total
@@ -111,7 +111,7 @@ class KeepsResiduals(torch.optim.Optimizer):
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         parameters = chain(*(group["params"] for group in self.param_groups))
-        gradients = {each: each.grad for each in parameters if each.grad is not None}
+        gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
         half = [parameter for parameter in gradients if parameter.dtype == torch.bfloat16]
         for parameter, gradient in gradients.items():
             if parameter.dtype == torch.bfloat16:
@@ -126,7 +126,7 @@ class KeepsResiduals(torch.optim.Optimizer):
             )
         for parameter in gradients:
             parameter.grad = None
-        ends = accumulate(_local(each).numel() for each in half)
+        ends = accumulate(_local(parameter).numel() for parameter in half)
         for _, chunk in groupby(zip(ends, half, strict=True), lambda item: item[0] // _CHUNK):
             self._step_in_float32([parameter for _, parameter in chunk], gradients)
         for parameter, gradient in gradients.items():
@@ -147,10 +147,10 @@ class KeepsResiduals(torch.optim.Optimizer):
             self.state[master] = state
         lists = [group["params"] for group in self.param_groups]
         for group in self.param_groups:  # in their places, which bitsandbytes counts
-            group["params"] = [masters.get(each, each) for each in group["params"]]
+            group["params"] = [masters.get(parameter, parameter) for parameter in group["params"]]
         super().step()
-        for group, given in zip(self.param_groups, lists, strict=True):
-            group["params"] = given
+        for group, originals in zip(self.param_groups, lists, strict=True):
+            group["params"] = originals
         for parameter, master in masters.items():
             split(master, parameter, residuals[parameter])
             self.state[parameter] = {**self.state.pop(master), _STATE: residuals[parameter]}

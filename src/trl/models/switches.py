@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +22,21 @@ def without_ddp(policy: nn.Module) -> nn.Module:
 
 
 @contextmanager
+def holding(holders: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an attribute of an object, or of each in a list, another value within."""
+    kept = [
+        (holder, getattr(holder, name)) for holder in (holders if isinstance(holders, list) else [holders])
+    ]
+    for holder, _ in kept:
+        setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        for holder, before in kept:
+            setattr(holder, name, before)
+
+
+@contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Eval mode inside; each module's mode and the random number generators are restored."""
     first = next(model.parameters(), None)
@@ -30,17 +45,9 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
+def in_eval_mode(model: nn.Module) -> AbstractContextManager[None]:
     """Eval mode inside; each module's mode is restored."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
+    return holding([module for module in model.modules() if module.training], "training", False)
 
 
 @contextmanager
@@ -84,23 +91,15 @@ def checkpointed_modules(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
 
 
-@contextmanager
 def disable_gradient_checkpointing(
     model: PreTrainedModel, gradient_checkpointing_kwargs: dict[str, Any] | None = None
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Turn gradient checkpointing off inside the block and restore each module's setting after it, errors included.
 
     The modules keep their checkpoint function, so `gradient_checkpointing_kwargs` is only accepted for programs that
     pass it.
     """
-    switched = checkpointed_modules(model)
-    for module in switched:
-        module.gradient_checkpointing = False
-    try:
-        yield
-    finally:
-        for module in switched:
-            module.gradient_checkpointing = True
+    return holding(checkpointed_modules(model), "gradient_checkpointing", False)
 
 
 def disable_dropout_in_model(model: nn.Module) -> None:

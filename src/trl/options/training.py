@@ -114,8 +114,8 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
             self.bf16 = self.weights is None and default_bf16(use_cpu=self.use_cpu, fp16=self.fp16)
         # transformers 5.23 renames both fields, and warns of the older names; the new name wins.
         enabled = getattr(self, "activation_checkpointing", None)
-        given = getattr(self, "activation_checkpointing_kwargs", None) or self.gradient_checkpointing_kwargs
-        self.set_checkpointing(self.gradient_checkpointing if enabled is None else enabled, given)
+        kwargs = getattr(self, "activation_checkpointing_kwargs", None) or self.gradient_checkpointing_kwargs
+        self.set_checkpointing(self.gradient_checkpointing if enabled is None else enabled, kwargs)
         super().__post_init__()
         if self.device.type == "cpu" and (self.fp16 or self.fp16_full_eval):
             # accelerate would compute in float32

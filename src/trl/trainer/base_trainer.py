@@ -55,7 +55,7 @@ from trl.models.scoring.head import ScoreOptions
 from trl.models.scoring.values import PolicyValueScorer
 from trl.models.setup import ClassifierKind
 from trl.models.step_state import own_rng_states
-from trl.models.switches import undisturbed, without_ddp
+from trl.models.switches import holding, undisturbed, without_ddp
 from trl.options.checks import warn_unread
 from trl.options.methods import SYNC_SETTINGS
 from trl.options.secrets import unwritten
@@ -73,7 +73,6 @@ from trl.trainer.inherited import (
     check_best_metric,
     check_lengths,
     chosen_metric,
-    holding,
     returns_dict,
     rounds_of,
     settle_inherited,
@@ -504,16 +503,10 @@ class BaseTrainer(LegacyInterface, Trainer):
             return super()._finalize_training(*args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate; see `transformers.Trainer.evaluate`. Random numbers of later training stay the same."""
+        """Evaluate; see `transformers.Trainer.evaluate`."""
         if "_sums" not in vars(self):
             self.adopt()
-        with own_rng_states():  # a data loader draws a seed
-            return super().evaluate(*args, **kwargs)
-
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict; see `transformers.Trainer.predict`. Random numbers of later training stay the same."""
-        with own_rng_states():
-            return super().predict(*args, **kwargs)
+        return super().evaluate(*args, **kwargs)
 
     def prediction_step(
         self,
@@ -558,13 +551,16 @@ class BaseTrainer(LegacyInterface, Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Evaluate; the loss is the mean over all scored units, however the batches were cut."""
+        """Evaluate; the loss is the mean over all scored units, however the batches were cut.
+
+        Random numbers of later training stay the same.
+        """
         is_half = self.args.bf16_full_eval or self.args.fp16_full_eval
         if is_half and not self.is_in_train and self.reference is not None:  # as the parent casts the policy
             self.reference.cast(torch.float16 if self.args.fp16_full_eval else torch.bfloat16)
         self._sums["eval"].drain()
         check_lengths(self.accelerator, dataloader.dataset, metric_key_prefix)
-        with holding(self, "compute_metrics", returns_dict(self.compute_metrics)):
+        with own_rng_states(), holding(self, "compute_metrics", returns_dict(self.compute_metrics)):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )

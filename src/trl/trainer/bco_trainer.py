@@ -22,12 +22,12 @@ from trl.legacy.interface import call_with
 from trl.legacy.pair_methods import rewards_by_kind, scores_by_kind
 from trl.models.packed.layout import row_count
 from trl.models.prompt_density import EmbeddingFunction, PromptDensity
+from trl.models.switches import holding
 from trl.objectives.unpaired import UnpairedScores, bco_terms, udm_weights
 from trl.reporting.metrics import Processes, RunningMean
 from trl.tensors.moments import RunningMoments
 from trl.tensors.reduce import LossTerms
 from trl.trainer.bco_config import BCOConfig
-from trl.trainer.inherited import holding
 from trl.trainer.method import CONTEXT, Context, Outcome, Step, counted
 from trl.trainer.unpaired import AnyDataset, UnpairedMethod, UnpairedTrainer
 

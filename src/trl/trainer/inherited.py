@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import MISSING, fields
 from functools import wraps
 from typing import Any, Literal, NamedTuple
@@ -22,7 +22,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import IntervalStrategy, has_length
 
 from trl.data.streaming import StreamRounds
-from trl.models.switches import undisturbed
+from trl.models.switches import holding, undisturbed
 
 logger = logging.getLogger(__name__)
 
@@ -128,17 +128,6 @@ def _settle(holder: Any, setting: Setting, args: TrainingArguments) -> None:
     if setting.action == "warn":
         logger.warning("%s has no effect: %s.", shown, setting.text)
     setattr(holder, field.name, default)
-
-
-@contextmanager
-def holding(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """Give an attribute another value, within."""
-    kept = getattr(holder, name)
-    setattr(holder, name, value)
-    try:
-        yield
-    finally:
-        setattr(holder, name, kept)
 
 
 class GroupedByLength(LengthGroupedSampler):

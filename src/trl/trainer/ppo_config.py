@@ -99,17 +99,8 @@ class OnPolicyConfig(TrainingDefaults):
             )
 
 
-def _processes(self: Any) -> int:
-    """`TrainingArguments.world_size`, which the field would hide."""
-    actual: Any = TrainingArguments.world_size
-    return actual.fget(self)
-
-
-def _ignore_processes(self: Any, value: Any) -> None:
-    """The number of processes is that of the run."""
-
-
-OnPolicyConfig.world_size = property(_processes, _ignore_processes)  # type: ignore[assignment]
+# The field would hide the number of processes of the run.
+OnPolicyConfig.world_size = property(TrainingArguments.world_size.fget, lambda config, value: None)  # type: ignore
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from trl.models.peft import is_peft_model
 from trl.models.reference import FrozenModel, Reference, make_reference
 from trl.models.reference_weights import create_reference_model
 from trl.models.scoring.head import ScoreOptions
+from trl.models.switches import holding
 from trl.models.value_head import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
@@ -95,18 +96,12 @@ def make_accelerator(config: Any) -> Accelerator:
     return accelerator
 
 
-@contextmanager
-def accumulating(accelerator: Accelerator, config: PPOConfig) -> Iterator[None]:
+def accumulating(accelerator: Accelerator, config: PPOConfig) -> AbstractContextManager[None]:
     """Let an accelerator accumulate as a config says, by counting minibatches.
 
     accelerate keeps the number of minibatches once per process: whoever set it last would decide for every trainer.
     """
-    state = accelerator.gradient_state
-    before, state.plugin_kwargs = state.plugin_kwargs, _counting(config).to_kwargs()
-    try:
-        yield
-    finally:
-        state.plugin_kwargs = before
+    return holding(accelerator.gradient_state, "plugin_kwargs", _counting(config).to_kwargs())
 
 
 def _counting(config: PPOConfig) -> GradientAccumulationPlugin:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from huggingface_hub import HfApi
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import set_seed
 
@@ -35,7 +35,7 @@ from trl.models.policy import make_scorer, report_fallbacks, warn_of_rounding
 from trl.models.residuals import check_residuals, keep_residuals, to_bfloat16
 from trl.models.setup import pad_token_id
 from trl.models.step_state import load_step_state, moments_state, save_step_state
-from trl.models.switches import empty_cache, enable_gradient_checkpointing, undisturbed, without_ddp
+from trl.models.switches import empty_cache, enable_gradient_checkpointing, holding, undisturbed, without_ddp
 from trl.models.value_wrapper import under_module_names
 from trl.objectives.advantages import estimate_statistics, scale_scores, token_rewards
 from trl.objectives.kl import AdaptiveKLController, FixedKLController, kl_penalty, probability_ratio
@@ -557,7 +557,8 @@ class PPOTrainer:
         record, config = MinibatchRecord(self.accelerator), self.config
         self.accelerator.step = 0  # of accumulation: an optimiser step begins here
         cut = config.batch_size, config.mini_batch_size, config.gradient_accumulation_steps
-        with ppo_setup.accumulating(self.accelerator, config), training(self.model):
+        in_train_mode = holding(list(self.model.modules()), "training", True)
+        with ppo_setup.accumulating(self.accelerator, config), in_train_mode:
             for _ in range(config.ppo_epochs):
                 for minibatches in shuffled_minibatches(*cut):
                     record.begin()
@@ -731,15 +732,3 @@ def timed(times: dict[str, float], name: str) -> Iterator[None]:
     began = time.perf_counter()
     yield
     times[name] = times.get(name, 0.0) + time.perf_counter() - began
-
-
-@contextmanager
-def training(model: nn.Module) -> Iterator[None]:
-    """Train mode inside; every module's own mode is put back."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.train()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -22,10 +22,10 @@ from trl.models.policy import Policy
 from trl.models.reference import Reference
 from trl.models.scoring.head import ScoreOptions
 from trl.models.setup import check_positions, pad_token_id
+from trl.models.switches import holding
 from trl.reporting.metrics import MetricSums
 from trl.tensors.reduce import LossTerms
 from trl.trainer.base_trainer import BaseTrainer
-from trl.trainer.inherited import holding
 from trl.trainer.method import Outcome as Outcome
 from trl.trainer.precompute import ReferencePass, has_reference_columns, precompute_ref_log_probs
 from trl.trainer.samples import log_evaluation_samples

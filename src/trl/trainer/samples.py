@@ -26,13 +26,12 @@ from trl.data.rendering import text_tokenizer
 from trl.data.templates import maybe_apply_chat_template
 from trl.models.distributed import unwrap_model_for_generation
 from trl.models.packed.layout import IGNORED, ROW_KEYS
-from trl.models.switches import undisturbed
+from trl.models.switches import holding, undisturbed
 from trl.reporting.tables import print_prompt_completions_sample, print_rich_table
 from trl.reporting.trackers import log_table
 from trl.rewards.result import source_table
 from trl.rollouts.experience import Experience
 from trl.rollouts.maker import Completed
-from trl.trainer.inherited import holding
 
 DEFAULT_NEW_TOKENS = 128
 TABLE = "game_log"
@@ -299,7 +298,7 @@ class SampleTables:
         The table (query, model response, score) is printed and sent to the trackers. All processes must call it; the main
         one is given it.
         """
-        found: list[tuple[int, str, str, float]] = []
+        answered: list[tuple[int, str, str, float]] = []
         sets = self.eval_dataset
         with holding(self, "evaluation_group", 1):  # each prompt once
             loader = self.get_eval_dataloader(next(iter(sets.values())) if isinstance(sets, dict) else sets)
@@ -314,14 +313,14 @@ class SampleTables:
                 scores = self.rewards.score(inputs).rewards.tolist()
                 queries = self._tokenizer.batch_decode(columns["input_ids"], skip_special_tokens=True)
                 answers = [ids.tolist() for ids in experience.completions.split()]
-                found += zip(numbers, queries, self._tokenizer.batch_decode(answers), scores, strict=True)
+                answered += zip(numbers, queries, self._tokenizer.batch_decode(answers), scores, strict=True)
                 if sampling:
                     break
         if self.accelerator.num_processes > 1:
-            found = gather_object(found)
+            answered = gather_object(answered)
         if not self.is_world_process_zero():
             return None
-        unique = {row[0]: row[1:] for row in found}  # accelerate repeats rows to fill the last batch
+        unique = {row[0]: row[1:] for row in answered}  # accelerate repeats rows to fill the last batch
         texts = [unique[number] for number in sorted(unique)]
         table = pd.DataFrame(texts, columns=["query", "model response", "score"])
         show_table(self, "completions", table, printed=5)
@@ -338,8 +337,8 @@ class ShowSamples(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """After the last optimiser step of every so many rollout batches."""
-        own = self.trainer.args
+        options = self.trainer.args
         batch, rest = divmod(state.global_step, self.trainer.sizes.steps)
-        every = max(1, (own.num_total_batches or 1) // own.num_sample_generations)
+        every = max(1, (options.num_total_batches or 1) // options.num_sample_generations)
         if rest == 0 and (batch - 1) % every == 0:
             self.trainer.generate_completions(sampling=True)

@@ -70,11 +70,6 @@ class Pairing:
         ]
         return Vocabularies(*ids, *rest)
 
-    @property
-    def shared_part(self) -> float:
-        """The share of the teacher's tokens that the student has."""
-        return len(shared_tokens(*self.known)[0]) / len({*self.known[1]} - {b""})
-
     def spans(
         self, own: Sequence[int], other: Sequence[int], texts: Sequence[str] | None = None
     ) -> Alignment:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trl.data.byte_alignment import shared_tokens
 from trl.experimental.gold.gold_config import GOLDConfig
 from trl.experimental.gold.gold_data import Pairing
 from trl.models.packed.layout import IGNORED, TEACHER_BATCH
@@ -73,7 +74,8 @@ class GOLDMethod(GKDMethod):
 
     def __init__(self, args: GOLDConfig, pairing: Pairing, sizes: tuple[int, int]) -> None:
         super().__init__(args)
-        self.sizes, share = sizes, pairing.shared_part
+        self.sizes, (_, theirs) = sizes, pairing.known
+        share = len(shared_tokens(*pairing.known)[0]) / len({*theirs} - {b""})  # of the teacher's tokens
         self.vocabularies = pairing.vocabularies(sizes) if args.uld_use_hybrid_loss else None
         given = args.uld_hybrid_matched_weight, args.uld_hybrid_unmatched_weight
         self.weights: Any = (share, 1 - share) if None in given else given

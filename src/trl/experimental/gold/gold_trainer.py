@@ -229,7 +229,7 @@ class GOLDTrainer(GKDTrainer):
         models = self.model, without_wrappers(self.teacher.model)
         for name, model, writes in zip(("", THEIRS), models, (True, self.args.seq_kd), strict=True):
             names = {f"{name}{column}": column for column in ("input_ids", "completion_mask", PROMPT_ALONE)}
-            names = {column: own for column, own in names.items() if column in dataset.column_names}
+            names = {column: plain for column, plain in names.items() if column in dataset.column_names}
             rows = dataset.select_columns(list(names)).rename_columns(names if name else {})
             self.check_side(rows, [model] if writes else [], model)
 

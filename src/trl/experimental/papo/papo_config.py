@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from trl.experimental.papo.image_masks import MASKS
-from trl.objectives.group_policy import PerceptionOptions
 from trl.options.groups import documented, option
 from trl.trainer.grpo_config import GRPOConfig
 
@@ -40,7 +39,3 @@ class PAPOConfig(GRPOConfig):
     der_loss_weight2: float = option(
         0.03, "Weight (eta 2) of the policy's entropy with masked images, which is minimised; >= 0."
     )
-
-    def perception_options(self) -> PerceptionOptions:
-        """The weights of the terms that are added to GRPO's loss."""
-        return PerceptionOptions(self.perception_loss_weight, self.der_loss_weight1, self.der_loss_weight2)

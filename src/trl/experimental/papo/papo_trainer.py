@@ -12,7 +12,7 @@ from trl.experimental.papo.image_masks import masked_image
 from trl.experimental.papo.papo_config import PAPOConfig
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import LossOf, ScoreOptions
-from trl.objectives.group_policy import perception_loss
+from trl.objectives.group_policy import PerceptionOptions, perception_loss
 from trl.rollouts.experience import Experience
 from trl.tensors.reduce import LossTerms
 from trl.trainer.group_images import set_and_row
@@ -30,7 +30,9 @@ class PAPOMethod(GRPOMethod):
 
     def __init__(self, args: PAPOConfig) -> None:
         super().__init__(args)
-        self.perception = args.perception_options()
+        self.perception = PerceptionOptions(
+            args.perception_loss_weight, args.der_loss_weight1, args.der_loss_weight2
+        )
 
     def options(self, *, statistics: bool) -> ScoreOptions:
         return super().options(statistics=statistics or self.perception.needs_entropies)

@@ -40,6 +40,7 @@ from trl.models.parts import causal_core, embedded_tokens
 from trl.models.reference import make_reference
 from trl.models.scoring.base import shares_prefix
 from trl.models.scoring.values import POLICY, VALUE, PolicyAndValue, PolicyValueScorer
+from trl.models.switches import holding
 from trl.objectives.kl import k1
 from trl.reporting.metrics import Processes
 from trl.rewards.result import source_means
@@ -48,7 +49,7 @@ from trl.rollouts.schedule import fill_in_sizes
 from trl.tensors.reduce import Weighted, weighted
 from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.group_setup import reward_sources
-from trl.trainer.inherited import holding, settle_inherited
+from trl.trainer.inherited import settle_inherited
 from trl.trainer.online_trainer import OnlineTrainer
 from trl.trainer.samples import SampleTables, ShowSamples
 

@@ -150,15 +150,10 @@ class WinRateCallback(TrainerCallback):
                 "prompt": prompt,
                 "reference_model": first,
                 "policy": second,
-                "winner_index": _winner(share),
+                "winner_index": None if share in (None, 0.5) else int(share > 0.5),
             }
             for prompt, (first, second), share in zip(prompts, pairs, shares, strict=True)
         ]
         self.table += new
         if not send_table(self.trainer, "win_rate_completions", pd.DataFrame(self.table)):
             print_rich_table(pd.DataFrame(new))
-
-
-def _winner(share: float | None) -> int | None:
-    """0: the reference, 1: the policy, None: neither."""
-    return None if share in (None, 0.5) else int(share > 0.5)
