@@ -3,10 +3,13 @@
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+import transformers.trainer
 from peft import LoraConfig
 from safetensors.torch import load_file
 
@@ -18,11 +21,12 @@ from tests.trainer import cpo_runs, dpo_runs, grpo_runs, kto_runs, prm_runs, rew
 from tests.trainer import ppo_runs as step_runs
 from tests.trainer.resume_worker import tokenizer
 from trl import AutoModelForCausalLMWithValueHead, SFTTrainer
-from trl.models.loading import create_model_from_path
+from trl.models.loading import cast_state, create_model_from_path
 from trl.models.parts import causal_core
 from trl.models.policy import share_moved
 from trl.models.residuals import join
 from trl.options.shared import RESIDUAL
+from trl.trainer.callbacks import BEMACallback
 
 STEPS = {
     "max_steps": 4, "learning_rate": 1e-6, "optim": "adamw_torch", "max_grad_norm": 1.0, "per_device_train_batch_size": 8,
@@ -212,6 +216,39 @@ def test_save_dtype_and_objects_decide_how_models_are_saved(saved, tmp_path):
         for key, weight in again.state_dict().items():
             assert torch.equal(weight, trainer.model.state_dict()[key].to(expected)), key
     assert "lm_head.weight" not in load_file(tmp_path / "tied" / "model.safetensors")
+
+
+def test_pushes_within_a_run_and_the_averaged_model_have_the_dtype_of_the_files(saved, tmp_path, monkeypatch):
+    hub, pushed = Mock(), []
+    hub.create_repo.return_value.repo_id = "me/x"
+
+    def upload(*, folder_path, **_):
+        file = Path(folder_path) / "model.safetensors"
+        pushed.append({x.dtype for x in load_file(file).values()})
+        return Mock()
+
+    hub.upload_folder = upload
+    monkeypatch.setattr(transformers.trainer, "hf_api", lambda: hub)
+    settings = {"save_strategy": "steps", "save_steps": 2, "push_to_hub": True, "hub_model_id": "me/x"}
+    trainer = METHODS["sft"](saved, str(tmp_path), **settings)
+    trainer.add_callback(BEMACallback(update_freq=1))
+    trainer.train()
+    assert pushed[:2] == [{torch.bfloat16}] * 2
+    checkpoint = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
+    assert {x.dtype for x in checkpoint.values()} == {torch.float32}
+    average = load_file(tmp_path / "bema" / "model.safetensors")
+    assert {x.dtype for x in average.values()} == {torch.bfloat16}
+    assert create_model_from_path(str(tmp_path / "bema")).dtype == torch.bfloat16
+
+
+def test_the_base_of_an_adapter_is_not_copied_to_be_saved(saved, tmp_path):
+    adapter = LoraConfig(r=2, target_modules=["q_proj"])
+    trainer = METHODS["sft"](saved, str(tmp_path), peft_config=adapter, save_dtype="float16")
+    weights = trainer.model.state_dict()
+    for name, weight in cast_state(trainer.model, weights, torch.float16).items():
+        assert weight.dtype == torch.float16 if "lora" in name else weight is weights[name], name
+    trainer.save_model()
+    assert {x.dtype for x in load_file(tmp_path / "adapter_model.safetensors").values()} == {torch.float16}
 
 
 @pytest.mark.parametrize("method", ["sft", "grpo", "ppo", "reward"])

@@ -28,7 +28,13 @@ from trl.data.hub import loading_from_hub, may_be_on_hub
 from trl.data.rendering import text_tokenizer
 from trl.models.distributed import gathered_parameters
 from trl.models.parts import causal_core, embedded_tokens
-from trl.models.peft import get_kbit_device_map, require_peft, resolve_dtype, train_copies_in_float32
+from trl.models.peft import (
+    get_kbit_device_map,
+    is_peft_model,
+    require_peft,
+    resolve_dtype,
+    train_copies_in_float32,
+)
 from trl.options.secrets import redacted
 
 logger = logging.getLogger(__name__)
@@ -126,23 +132,29 @@ def save_dtype(model: Any, wanted: str | None = None) -> torch.dtype | None:
     return getattr(causal_core(model), _FILE_DTYPE, None)
 
 
-def cast_state(model: Any, state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """A model's state with floating values in `dtype`, on the CPU. Tied weights stay tied; some models keep others in float32."""
+def cast_state(model: Any, state: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
+    """A model's state with floating values in `dtype` (None: as they are), on the CPU.
+
+    Tied weights stay tied. Modules that the model keeps in float32, and frozen weights beside an adapter, stay as they are.
+    """
     wide = tuple(getattr(causal_core(model), "_keep_in_fp32_modules_strict", None) or ())
+    frozen = (
+        {name for name, x in model.named_parameters() if not x.requires_grad} if is_peft_model(model) else ()
+    )
     copies: dict[Any, Any] = {}
-    cast: dict[str, Any] = {}
-    for name, value in state.items():
-        cast[name] = value
-        if torch.is_tensor(value) and value.is_floating_point() and not any(part in name for part in wide):
+    cast = dict(state)
+    for name, value in state.items() if dtype is not None else ():
+        is_cast = torch.is_tensor(value) and value.is_floating_point() and name not in frozen
+        if is_cast and not any(part in name for part in wide):
             place = (value.data_ptr(), value.shape, value.stride())
             cast[name] = copies[place] = copies.get(place, value.detach().to("cpu", dtype))
     return cast
 
 
-def name_dtype(folder: str | os.PathLike[str], dtype: torch.dtype) -> None:
-    """Write a dtype into the config of a saved model: it is loaded in that, whatever its weights have. None there: nothing."""
+def name_dtype(folder: str | os.PathLike[str], dtype: torch.dtype | None) -> None:
+    """Write a dtype, unless it is None, into the config of a saved model, if it has one: the model is loaded in that dtype."""
     file = Path(folder, "config.json")
-    if file.is_file():
+    if dtype is not None and file.is_file():
         config = json.loads(file.read_text(encoding="utf-8"))
         for part in (config, *(value for value in config.values() if isinstance(value, dict))):
             if "dtype" in part:

@@ -240,10 +240,9 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
             if is_main:
                 file.unlink(missing_ok=True)  # an adapter's, which would be read instead of what is saved now
             whole, dtype = given or dict(model.state_dict()), save_dtype(model)
-            if dtype is not None:
-                whole = cast_state(model, whole, dtype)
+            whole = cast_state(model, whole, dtype)
             model.save_pretrained(save_directory, state_dict={**whole, **added}, **kwargs)
-            if is_main and dtype is not None:
+            if is_main:
                 name_dtype(save_directory, dtype)
             return
         given = {key: weight for key, weight in given.items() if key not in added}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -22,7 +23,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from transformers import PreTrainedTokenizerBase, Trainer
-from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy, SaveStrategy, has_length
+from transformers.trainer_utils import EvalLoopOutput, HubStrategy, IntervalStrategy, SaveStrategy, has_length
 from transformers.training_args import OptimizerNames
 
 from trl.checkpoints.identity import run_facts
@@ -754,6 +755,11 @@ class BaseTrainer(LegacyInterface, Trainer):
     _checkpoint_writer: CheckpointWriter | None = None
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self.args.hub_strategy == HubStrategy.EVERY_SAVE:
+            self.save_model(
+                _internal_call=True
+            )  # in `save_dtype`; a checkpoint's weights would be those that train
+            checkpoint_folder = os.devnull  # of which the parent copies nothing
         with holding(self, "args", unwritten(self.args)):
             super()._push_from_checkpoint(checkpoint_folder)
 
@@ -765,14 +771,13 @@ class BaseTrainer(LegacyInterface, Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write the model in `save_dtype`; a checkpoint as it is trained, with that dtype in its config for who loads it by name."""
         model: Any = self.accelerator.unwrap_model(self.model)
-        args = self.args
+        args = unwritten(self.args)  # which are written, too
         dtype = save_dtype(model, getattr(args, "save_dtype", None))
         if dtype is not None and self._checkpoint_writer is None:
-            whole = model.state_dict() if state_dict is None else state_dict
-            state_dict = cast_state(model, whole, dtype)
-        with holding(self, "args", unwritten(self.args)):  # which are written, too
+            state_dict = cast_state(model, model.state_dict() if state_dict is None else state_dict, dtype)
+        with holding(self, "args", args):
             super()._save(output_dir, state_dict)
-        if dtype is not None and args.should_save:
+        if args.should_save:
             name_dtype(output_dir or str(args.output_dir), dtype)
 
     @contextmanager

@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import TrainerCallback
 
+from trl.models.loading import cast_state, name_dtype, save_dtype
+
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "bema.safetensors"
@@ -26,7 +28,7 @@ class BEMACallback(TrainerCallback):
         BEMA <- EMA + alpha * (weights - start),      alpha = s ** -bias_power
 
     at the steps `update_after + update_freq`, `update_after + 2 * update_freq`, ...; the weights at step `update_after` are `start`
-    and the first EMA. `running_model` holds the BEMA weights; the end of training saves it in `<output_dir>/bema`. Averages are
+    and the first EMA. `running_model` holds the BEMA weights; the end of training saves it in `<output_dir>/bema`, in `save_dtype`. Averages are
     float32, on `device`, of trainable weights. Source: Block et al. 2025, algorithm 1 (arXiv:2508.00180).
 
     Checkpoints hold the averages in `bema.safetensors`. Weights must be whole on every process (not ZeRO-3, not FSDP).
@@ -105,8 +107,13 @@ class BEMACallback(TrainerCallback):
         os.replace(folder / f"{STATE_FILE}.incomplete", folder / STATE_FILE)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any):
-        if self.running_model is not None:
-            self.running_model.save_pretrained(os.path.join(str(args.output_dir), OUTPUT_FOLDER))
+        if (model := self.running_model) is not None:
+            folder, dtype = (
+                Path(args.output_dir) / OUTPUT_FOLDER,
+                save_dtype(model, getattr(args, "save_dtype", None)),
+            )
+            model.save_pretrained(folder, state_dict=cast_state(model, model.state_dict(), dtype))
+            name_dtype(folder, dtype)
 
     def _begin_at(self, model: Any) -> None:
         """Let both averages begin at the model's present weights."""
