@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class CallbackHandlerWithRefModel(CallbackHandler):
         return super().call_event(event, args, state, control, ref_model=self.ref_model, **kwargs)
 
 
+@dataclass(eq=False)
 class BEMACallback(_BEMACallback):
     """`trl.BEMACallback` that also writes its average into the trainer's reference, with `update_ref_model=True`.
 
@@ -45,38 +47,17 @@ class BEMACallback(_BEMACallback):
         >>> trainer = DPOTrainer(model, args=args, train_dataset=pairs, callbacks=[callback])  # doctest: +SKIP
     """
 
-    def __init__(
-        self,
-        update_freq: int = 400,
-        ema_power: float = 0.5,
-        bias_power: float = 0.2,
-        lag: int = 10,
-        update_after: int = 0,
-        multiplier: float = 1.0,
-        min_ema_multiplier: float = 0.0,
-        device: str = "cpu",
-        update_ref_model: bool = False,
-        ref_model_update_freq: int = 400,
-        ref_model_update_after: int = 0,
-    ) -> None:
-        super().__init__(
-            update_freq=update_freq,
-            ema_power=ema_power,
-            bias_power=bias_power,
-            lag=lag,
-            update_after=update_after,
-            multiplier=multiplier,
-            min_ema_multiplier=min_ema_multiplier,
-            device=device,
-        )
-        if ref_model_update_freq < 1:
+    update_ref_model: bool = False
+    ref_model_update_freq: int = 400
+    ref_model_update_after: int = 0
+    reference: torch.nn.Module | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ref_model_update_freq < 1:
             raise ValueError(
-                f"ref_model_update_freq must be at least 1, got {ref_model_update_freq}. Use 1 for an update at every step."
+                f"ref_model_update_freq must be at least 1, got {self.ref_model_update_freq}. Use 1 for an update at every step."
             )
-        self.update_ref_model = update_ref_model
-        self.ref_model_update_freq = ref_model_update_freq
-        self.ref_model_update_after = ref_model_update_after
-        self.reference: torch.nn.Module | None = None
 
     @property
     def moves_reference(self) -> bool:

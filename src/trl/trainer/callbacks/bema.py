@@ -3,6 +3,7 @@
 import copy
 import logging
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ STATE_FILE = "bema.safetensors"
 OUTPUT_FOLDER = "bema"
 
 
+@dataclass(eq=False)
 class BEMACallback(TrainerCallback):
     """Keeps a second model beside the trained one, whose weights are a bias-corrected average of its path.
 
@@ -34,33 +36,24 @@ class BEMACallback(TrainerCallback):
     Checkpoints hold the averages in `bema.safetensors`. Weights must be whole on every process (not ZeRO-3, not FSDP).
     """
 
-    def __init__(
-        self,
-        update_freq: int = 400,
-        ema_power: float = 0.5,
-        bias_power: float = 0.2,
-        lag: int = 10,
-        update_after: int = 0,
-        multiplier: float = 1.0,
-        min_ema_multiplier: float = 0.0,
-        device: str = "cpu",
-    ):
-        for name, value in (("update_freq", update_freq), ("lag", lag)):
+    update_freq: int = 400
+    ema_power: float = 0.5
+    bias_power: float = 0.2
+    lag: int = 10
+    update_after: int = 0
+    multiplier: float = 1.0
+    min_ema_multiplier: float = 0.0
+    device: str = "cpu"
+    running_model: Any = field(default=None, init=False)
+    start: dict[str, Tensor] = field(default_factory=dict, init=False)
+    ema: dict[str, Tensor] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        for name, value in (("update_freq", self.update_freq), ("lag", self.lag)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}. Use 1.")
-        if not 0.0 <= min_ema_multiplier <= 1.0:
-            raise ValueError(f"min_ema_multiplier must be in [0, 1], got {min_ema_multiplier}. Use 0.")
-        self.update_freq = update_freq
-        self.ema_power = ema_power
-        self.bias_power = bias_power
-        self.lag = lag
-        self.update_after = update_after
-        self.multiplier = multiplier
-        self.min_ema_multiplier = min_ema_multiplier
-        self.device = device
-        self.running_model: Any = None
-        self.start: dict[str, Tensor] = {}
-        self.ema: dict[str, Tensor] = {}
+        if not 0.0 <= self.min_ema_multiplier <= 1.0:
+            raise ValueError(f"min_ema_multiplier must be in [0, 1], got {self.min_ema_multiplier}. Use 0.")
 
     @torch.no_grad()
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any):
