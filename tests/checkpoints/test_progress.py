@@ -40,14 +40,3 @@ def test_a_missing_file_is_said(tmp_path, caplog):
     assert load_progress(str(tmp_path), rank=0, processes=1) is None
     assert "start from zero" in caplog.text
     assert load_progress(None, rank=0, processes=1) is None
-
-
-def test_older_checkpoints_hold_the_sums_alone(tmp_path):
-    older = [{**state, "metrics": state["metrics"]["sums"]} for state in STATES]
-    for rank, state in enumerate(older):
-        save_progress(tmp_path, rank=rank, state=state)
-    for processes in (1, 2):
-        found = load_progress(str(tmp_path), rank=0, processes=processes)
-        assert found is not None
-        assert found["metrics"]["sums"]["accuracy"][1] == (4 if processes == 2 else 6)
-        assert found["metrics"]["extremes"] == {}

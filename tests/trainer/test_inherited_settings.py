@@ -5,12 +5,15 @@ import logging
 import pytest
 import torch
 from accelerate import ParallelismConfig
+from accelerate.data_loader import IterableDatasetShard
 from datasets import Dataset
 
 from tests.tiny import tiny_model
 from tests.trainer import cpo_runs, dpo_runs, kto_runs, prm_runs, reward_runs
 from tests.trainer.inherited_worker import EVALUATIONS, SEQUENCES, evaluated, sft_evaluated
 from tests.two_processes import launch
+from trl.data.streaming import StreamRounds
+from trl.trainer.samples import _some_rows
 
 FEW = {
     "per_device_train_batch_size": 2, "per_device_eval_batch_size": 3, "gradient_accumulation_steps": 2, "max_steps": 3,
@@ -169,3 +172,10 @@ def test_two_processes_count_each_row_once_and_go_on(tmp_path):
     for name in SEQUENCES:
         assert found[name] == pytest.approx(expected, rel=0, abs=1e-6), name
     assert found["goes on"]
+
+
+def test_samples_are_the_first_rows_of_a_stream_in_every_process():
+    rows = [{"number": number} for number in range(5)]
+    for process in range(2):
+        part = IterableDatasetShard(StreamRounds(rows, 1, process=process, processes=2))
+        assert _some_rows(part, 3, key=()) == rows[:3]

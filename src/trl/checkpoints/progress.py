@@ -204,20 +204,12 @@ def load_progress(checkpoint: str | None, *, rank: int, processes: int) -> dict[
     if checkpoint is None:
         return None
     folder = Path(checkpoint)
-    found = {path.stem: _read(path) for path in sorted(folder.glob("progress_*.json"))}
-    own = found.get(f"progress_{rank}")
-    known = own or next(iter(found.values()), None)
-    if known is not None and known.get("processes", processes) != processes:
-        return _shared_out(list(found.values()), first=rank == 0)
-    if own is None:
+    states = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("progress_*.json"))}
+    if any(state.get("processes", processes) != processes for state in states.values()):
+        return _shared_out(list(states.values()), first=rank == 0)
+    state = states.get(f"progress_{rank}")
+    if state is None:
         logger.warning("%s has no progress_%d.json: sums of metrics start from zero.", folder, rank)
-    return own
-
-
-def _read(file: Path) -> dict[str, Any]:
-    state = json.loads(file.read_text())
-    if not isinstance(state["metrics"].get("sums"), dict):  # an older checkpoint has the sums alone
-        state["metrics"] = {"sums": state["metrics"], "extremes": {}}
     return state
 
 

@@ -210,7 +210,8 @@ def send_table(trainer: Any, name: str, table: pd.DataFrame) -> list[str]:
 def _some_rows(dataset: Any, count: int, *, key: tuple) -> list[dict[str, Any]]:
     """Random rows of a stored set; a stream cannot be looked into and gives its first ones."""
     if not isinstance(dataset, Dataset):
-        return list(islice(iter(getattr(dataset, "dataset", dataset)), count))
+        rounds = getattr(dataset, "dataset", dataset)  # within accelerate's part of a process
+        return list(islice(iter(getattr(rounds, "stream", rounds)), count))
     draw = random.Random(repr(key))
     return [dataset[index] for index in draw.sample(range(len(dataset)), min(count, len(dataset)))]
 

@@ -1,5 +1,6 @@
 """A reference model that follows the policy (TR-DPO)."""
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from transformers import TrainerCallback
 from trl.models.distributed import gathered_parameters, reshard
 
 
+@dataclass(eq=False)
 class SyncRefModelCallback(TrainerCallback):
     """Moves the reference model towards the policy `every` so many optimiser steps (None: `args.ref_model_sync_steps`).
 
@@ -16,17 +18,11 @@ class SyncRefModelCallback(TrainerCallback):
     the policy. Source: Gorbatovski et al. 2024, eq. 3 (soft) and 4 (hard update), arXiv:2404.09656.
     """
 
-    def __init__(
-        self,
-        ref_model: torch.nn.Module | None,
-        accelerator: Accelerator | None,
-        *,
-        alpha: float | None = None,
-        every: int | None = None,
-    ):
-        self.ref_model = ref_model
-        self.accelerator = accelerator
-        self.alpha, self.every = alpha, every
+    ref_model: torch.nn.Module | None
+    accelerator: Accelerator | None
+    _: KW_ONLY
+    alpha: float | None = None
+    every: int | None = None
 
     @property
     def moves_reference(self) -> bool:
