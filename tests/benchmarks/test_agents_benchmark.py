@@ -7,3 +7,9 @@ def test_a_tiny_run():
     found = main(["--tiny", "--cases", "engine", "http"])
     assert [result["case"] for result in found] == ["engine", "engine", "http"]
     assert all(result["value"] > 0 for result in found)
+
+
+def test_growth_is_measured_by_two_processes_in_turn():
+    found = main(["--tiny", "--cases", "growth"])
+    assert [result["case"] for result in found] == ["growth"] * 3
+    assert all(result["value"] > 0 for result in found)
