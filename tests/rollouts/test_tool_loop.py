@@ -7,8 +7,7 @@ from tests.rollouts.tool_words import ADD, BROKEN, FAIL, MISFIT, TOOLS, UNKNOWN,
 from tests.tiny import tiny_model
 from trl.generation.engine import Generated, Sampling
 from trl.generation.transformers.engine import TransformersEngine
-from trl.rollouts.experience import STOPPED
-from trl.rollouts.tool_loop import CALLS, FAILED_OF, LIMITED, ToolLoop, experience_of
+from trl.rollouts.tool_loop import CALLS, FAILED_OF, LIMITED, ToolLoop, tool_counts
 from trl.rollouts.tools import tools_of
 
 WORDS = call_tokenizer()
@@ -52,15 +51,15 @@ def test_rows_go_on_behind_answers_and_leave_when_they_are_done():
     )
     found = play(script)
     assert [len(asked) for asked in script.asked] == [3, 2, 1]
-    first = found[0]
-    assert WORDS.decode(first.ids) == f"hi {ADD} </s> <tool> 3 </s> <assistant> 3 </s>"
+    first, (chain,) = found[0], found[0].chains
+    assert WORDS.decode(chain.ids) == f"hi {ADD} </s> <tool> 3 </s> <assistant> 3 </s>"
     assert [m["role"] for m in first.messages] == ["assistant", "tool", "assistant"]
     assert first.messages[1] == {"role": "tool", "name": "add", "content": "3"}
     assert first.messages[2] == {"role": "assistant", "content": "3"}
-    assert first.from_tool == [False] * 3 + [True] * 4 + [False] * 2
-    assert torch.cat(first.logps).tolist() == [-1, -2, -3, 0, 0, 0, 0, -1, -2]
-    assert [one.ended for one in found] == [True] * 3 and [one.calls for one in found] == [1, 0, 3]
-    assert dict(found[2].failures) == {"raised": 1}
+    assert chain.sampled == [True] * 3 + [False] * 4 + [True] * 2
+    assert chain.logps == [-1, -2, -3, 0, 0, 0, 0, -1, -2]
+    assert [one.chains[0].ended for one in found] == [True] * 3 and [one.calls for one in found] == [1, 0, 3]
+    assert found[2].failures == {"raised": 1}
     assert [m["content"] for m in found[2].messages if m["role"] == "tool"][1:] == [
         "Error: OSError: no such luck",
         "3",
@@ -83,9 +82,9 @@ def test_what_goes_wrong_is_told_and_counted(text, kind, told):
     (found,) = play(Script([f"{text} </s>", "hi </s>"]))
     assert found.messages[1]["role"] == "tool" and found.messages[1]["content"].startswith("Error:")
     assert told in found.messages[1]["content"]
-    rows = experience_of([found]).per_row
-    assert rows[CALLS].tolist() == [1] and rows[FAILED_OF + kind].tolist() == [1]
-    assert found.ended and sum(found.failures.values()) == 1
+    rows = tool_counts([found])
+    assert rows[CALLS] == [1] and rows[FAILED_OF + kind] == [1]
+    assert found.chains[0].ended and sum(found.failures.values()) == 1
 
 
 def test_an_endless_loop_ends_at_the_limit_and_is_counted():
@@ -93,31 +92,33 @@ def test_an_endless_loop_ends_at_the_limit_and_is_counted():
     assert found[0].calls == 3 and [m["role"] for m in found[0].messages] == ["assistant", "tool"] * 3 + [
         "assistant"
     ]
-    columns = experience_of(found).per_row
-    assert columns[LIMITED].tolist() == [True, False] and columns[STOPPED].tolist() == [False, True]
+    assert tool_counts(found)[LIMITED] == [True, False]
+    assert [one.chains[0].ended for one in found] == [False, True]
 
 
 @pytest.mark.parametrize(("length", "window"), [(20, None), (99, 20 + 1 + len(PROMPT))])
 def test_without_a_limit_it_ends_at_its_length(length, window):
     """A turn has 2 tokens, an answer 4; after three rounds 18 are used, and the next turn fills the 20."""
     (found,) = play(Script([f"{ADD} </s>"] * 9), length=length, window=window)
-    assert len(found.ids) == 20 and not found.ended and not found.limited
+    (chain,) = found.chains
+    assert len(chain.ids) == 20 and not chain.ended and not found.limited
     assert found.calls == 4 and [m["role"] for m in found.messages][-2:] == ["tool", "assistant"]
 
 
 def test_answers_that_do_not_fit_are_left_out():
     (found,) = play(Script([f"hi {ADD} </s>"]), length=7)  # 3 + 4: nothing could follow
-    assert WORDS.decode(found.ids) == f"hi {ADD} </s>" and len(found.messages) == 1
-    assert not found.ended and found.calls == 1
+    assert WORDS.decode(found.chains[0].ids) == f"hi {ADD} </s>" and len(found.messages) == 1
+    assert not found.chains[0].ended and found.calls == 1
     (found,) = play(Script([f"hi {ADD} </s>", "no no"]), length=8)
-    assert len(found.ids) == 8 and found.from_tool == [False] * 3 + [True] * 4 + [False]
+    (chain,) = found.chains
+    assert len(chain.ids) == 8 and chain.sampled == [True] * 3 + [False] * 4 + [True]
 
 
 def test_calls_of_a_turn_that_was_cut_off_are_not_made():
     (found,) = play(Script([f"hi {ADD} no no"]), length=3)
     assert (
         found.calls == 0
-        and not found.ended
+        and not found.chains[0].ended
         and found.messages[0]["tool_calls"][0]["function"]["name"] == "add"
     )
 
@@ -144,17 +145,15 @@ def test_with_an_engine_a_row_is_the_same_whoever_stands_beside_it():
     whole = rows(range(24))
     some = [row for row in range(24) if row % 5 == 0 or whole[row].calls > 2]
     for row, again in zip(some, rows(some), strict=True):
-        assert again.ids == whole[row].ids and again.messages == whole[row].messages
+        assert again.chains[0].ids == whole[row].chains[0].ids and again.messages == whole[row].messages
     several = [one for one in whole if sum(message["role"] == "assistant" for message in one.messages) > 2]
     assert len(several) >= 2
-    for one in several:
+    for (chain,) in (one.chains for one in several):
+        whole = torch.tensor([*chain.prompt, *chain.ids])
         with torch.no_grad():
-            logits = model(torch.tensor([one.context])).logits[0].double()
-        logps = logits.log_softmax(-1)[torch.arange(len(one.context) - 1), one.context[1:]][
-            len(one.prompt) - 1 :
-        ]
-        sampled = ~torch.tensor(one.from_tool)
-        own = torch.cat(one.logps).double()
+            logps = model(whole[None]).logits[0].double().log_softmax(-1)
+        logps = logps[torch.arange(len(whole) - 1), whole[1:]][len(chain.prompt) - 1 :]
+        sampled, own = torch.tensor(chain.sampled), torch.tensor(chain.logps).double()
         torch.testing.assert_close(own[sampled], logps[sampled], rtol=0, atol=1e-5)
         assert not own[~sampled].any()
 
@@ -173,4 +172,4 @@ def test_a_process_that_is_done_goes_on_with_the_others():
         template_kwargs=[{}],
         all_done=lambda done: next(others) and done,
     )
-    assert found.ended and [len(asked) for asked in script.asked] == [1, 0, 0]
+    assert found.chains[0].ended and [len(asked) for asked in script.asked] == [1, 0, 0]

@@ -21,25 +21,16 @@ from itertools import pairwise
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
-import torch
 from accelerate.utils import gather_object
 
 from trl.data.prompts import PROMPT_IDS
 from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.options.generation import AgentSampling
 from trl.reporting.deadlines import AsyncCalls, DeadlinePassed, bounded
-from trl.rollouts.chains import Chain
+from trl.rollouts.chains import Chain, experience_of
 from trl.rollouts.endpoint import Endpoint
 from trl.rollouts.environments import NO_PROMPT, EnvironmentAgent
-from trl.rollouts.experience import (
-    BRANCHES,
-    RESULT_OF,
-    SAMPLING_KEPT,
-    SAMPLING_LOGPS,
-    STOPPED,
-    TOOL_OUTPUT,
-    Experience,
-)
+from trl.rollouts.experience import BRANCHES, RESULT_OF, STOPPED
 from trl.rollouts.journal import REWARD_FIELD, Journal, Played
 from trl.rollouts.maker import Completed, RolloutMaker, Rows
 from trl.rollouts.measures import CHAINS, CUT, OUTCOME_OF, OUTCOMES, TURNS
@@ -285,25 +276,17 @@ def completed(
     environments: EnvironmentAgent | None = None,
     results: Sequence[str] = (),
 ) -> Completed:
-    """Sessions as completions. Tokens that the policy did not sample have a log-prob of 0 and count as tool output.
+    """Sessions as completions; `keeps` as in `experience_of`.
 
-    A session without turns is one token `end`. `keeps`: whether samples have the mass that truncated sampling kept. `environments`
-    add the numbers of tool calls, a reward for each class of them, and themselves. `results` are the names of agents' further numbers.
+    A session without turns is one token `end`. `environments` add the numbers of tool calls, a reward for each class of them, and
+    themselves. `results` are the names of agents' further numbers.
     """
-    silent = Chain([end], [end], [False], [0.0], [0.0], "float32", False)
+    silent = Chain([end])
+    silent.add([end])
     rows = [one.chains or [silent] for one in played]
-    flat = [chain for chains in rows for chain in chains]
-    dtype = getattr(torch, next((chain.dtype for chain in flat if chain is not silent), silent.dtype))
-    per_token = {
-        SAMPLING_LOGPS: torch.tensor([value for chain in flat for value in chain.logps], dtype=dtype),
-        TOOL_OUTPUT: torch.tensor([not mark for chain in flat for mark in chain.sampled]),
-    }
-    if keeps:
-        kept = [value for chain in flat for value in chain.kept]
-        per_token[SAMPLING_KEPT] = torch.tensor(kept, dtype=dtype)
     stopped = [all(chain.ended for chain in chains) for chains in rows]
-    counts = {
-        STOPPED: [own and not (one.cut or one.limited) for own, one in zip(stopped, played, strict=True)],
+    columns = {
+        STOPPED: [ended and not (one.cut or one.limited) for ended, one in zip(stopped, played, strict=True)],
         TURNS: [one.turns for one in played],
         CHAINS: [len(one.chains) for one in played],
         CUT: [one.cut for one in played],
@@ -314,23 +297,18 @@ def completed(
     fields: dict[str, list[Any]]
     fields = {name: [one.reward if one.reward_name == name else None for one in played] for name in names}
     if environments is not None:
-        counts |= tool_counts(played)
+        columns |= tool_counts(played)
         fields[ENVIRONMENTS] = [one.environment for one in played]
-    experience = Experience(
-        Ragged.of([chains[0].prompt for chains in rows]),
-        Ragged.of([[token for chain in chains for token in chain.ids] for chains in rows]),
-        per_token,
-        {name: torch.tensor(values) for name, values in counts.items()},
-        {BRANCHES: Ragged.of([_branches(chains) for chains in rows])},
-    )
+    experience = experience_of(rows, columns, keeps=keeps)
+    experience = experience.with_more(**{BRANCHES: Ragged.of([_branches(chains) for chains in rows])})
     messages = [one.messages or [{"role": "assistant", "content": ""}] for one in played]
     return Completed(experience, fields, messages=messages)
 
 
 def _branches(chains: Sequence[Chain]) -> list[int]:
     """A row of `BRANCHES`."""
-    found, place = [], 0
+    row, place = [], 0
     for before, chain in pairwise(chains):
         place += len(before.ids)
-        found += [place, len(chain.prompt), *chain.prompt]
-    return found
+        row += [place, len(chain.prompt), *chain.prompt]
+    return row

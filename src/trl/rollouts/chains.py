@@ -1,46 +1,77 @@
-"""What a session is to training and to export: chains of tokens, and conversations."""
+"""Sessions and rollouts with tools for training and export: chains of tokens, and conversations."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 import torch
 
+from trl.generation.engine import Generated
+from trl.rollouts.experience import SAMPLING_KEPT, SAMPLING_LOGPS, TOOL_OUTPUT, Experience
 from trl.rollouts.sessions import Turn
+from trl.tensors.ragged import Ragged
 
 
 @dataclass(slots=True)
 class Chain:
     """Turns one after another: a prompt, and all tokens after it, of which the policy `sampled` some.
 
-    `logps` and `kept` are those of `Generated`, 0 for the other tokens, as numbers of torch's `dtype`. `ended`: by the policy.
+    `logps` and `kept` are those of `Generated`, 0 for the other tokens, as numbers of torch's `dtype` (None: nothing was sampled).
+    `ended`: by the policy.
     """
 
     prompt: list[int]
-    ids: list[int]
-    sampled: list[bool]
-    logps: list[float]
-    kept: list[float]
-    dtype: str
-    ended: bool
+    ids: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    kept: list[float] = field(default_factory=list)
+    dtype: str | None = None
+    ended: bool = False
 
     @classmethod
     def of(cls, turns: Sequence[Turn]) -> Chain:
         """Of turns that follow each other."""
-        chain = cls(turns[0].context, [], [], [], [], "", turns[-1].finish_reason != "length")
+        chain = cls(turns[0].context, ended=turns[-1].finish_reason != "length")
         for number, turn in enumerate(turns):
-            shown, new = turn.shown if number else [], turn.generated
-            assert new is not None
-            chain.ids += [*shown, *new.ids]
-            chain.sampled += [False] * len(shown) + [True] * len(new.ids)
-            chain.logps += [0.0] * len(shown) + new.logps.tolist()
-            kept = torch.zeros_like(new.logps) if new.kept is None else new.kept
-            chain.kept += [0.0] * len(shown) + kept.tolist()
-            chain.dtype = str(new.logps.dtype).removeprefix("torch.")
+            chain.add(turn.shown if number else [], turn.generated)
         return chain
+
+    def add(self, shown: Sequence[int], new: Generated | None = None) -> None:
+        """Append tokens that the policy was shown, and then what it sampled."""
+        ids, logps, kept = [] if new is None else new.ids, list[float](), list[float]()
+        if new is not None:
+            logps, self.dtype = new.logps.tolist(), str(new.logps.dtype).removeprefix("torch.")
+            kept = [0.0] * len(ids) if new.kept is None else new.kept.tolist()
+        self.ids += [*shown, *ids]
+        self.sampled += [False] * len(shown) + [True] * len(ids)
+        self.logps += [0.0] * len(shown) + logps
+        self.kept += [0.0] * len(shown) + kept
+
+
+def experience_of(
+    rows: Sequence[Sequence[Chain]], columns: Mapping[str, Sequence[Any]], *, keeps: bool
+) -> Experience:
+    """Completions of one chain or several. Tokens that the policy did not sample have a log-prob of 0 and count as tool output.
+
+    `columns` are those per row. `keeps`: whether samples have the mass that truncated sampling kept.
+    """
+    flat = [chain for chains in rows for chain in chains]
+    dtype = getattr(torch, next((chain.dtype for chain in flat if chain.dtype is not None), "float32"))
+    numbers = {SAMPLING_LOGPS: [logp for chain in flat for logp in chain.logps]}
+    if keeps:
+        numbers[SAMPLING_KEPT] = [mass for chain in flat for mass in chain.kept]
+    return Experience(
+        Ragged.of([chains[0].prompt for chains in rows]),
+        Ragged.of([[token for chain in chains for token in chain.ids] for chains in rows]),
+        {
+            **{name: torch.tensor(values, dtype=dtype) for name, values in numbers.items()},
+            TOOL_OUTPUT: torch.tensor([not mark for chain in flat for mark in chain.sampled]),
+        },
+        {name: torch.tensor(values) for name, values in columns.items()},
+    )
 
 
 def chains_of(turns: Sequence[Turn]) -> list[Chain]:
@@ -52,14 +83,14 @@ def chains_of(turns: Sequence[Turn]) -> list[Chain]:
     children: dict[Turn | None, list[Turn]] = {}
     for turn in sorted(turns, key=_by_tokens):
         children.setdefault(turn.parent, []).append(turn)
-    found, first = list[Chain](), children.get(None, [])
+    chains, first = list[Chain](), children.get(None, [])
     while first:
         line, first = [first[0]], first[1:]
         while after := children.get(line[-1]):
             line.append(after[0])
             first += after[1:]
-        found.append(Chain.of(line))
-    return found
+        chains.append(Chain.of(line))
+    return chains
 
 
 def _by_tokens(turn: Turn) -> Any:

@@ -196,9 +196,7 @@ class EnvironmentAgent:
         tools, messages = kind.tools(played.environment), list[Message]()
         for call in [] if is_last else turn.calls:
             reply = await self._reply(call, tools)
-            played.calls += 1
-            if reply.failure:
-                played.failures[reply.failure] = played.failures.get(reply.failure, 0) + 1
+            played.count(reply)
             messages.append(reply.message(call))
         return messages
 

@@ -23,16 +23,17 @@ from trl.rollouts.chains import Chain, chains_of, conversations_of, in_order
 from trl.rollouts.measures import Outcome
 from trl.rollouts.schedule import digest
 from trl.rollouts.sessions import Session
+from trl.rollouts.tools import Reply
 
 REWARD_FIELD = "agent_reward"
 
 
 @dataclass(slots=True)
 class Played:
-    """A session: its chains, the reward under its name, why it failed, and its conversations.
+    """A session, or a row with tools: its chains, the reward under its name, why it failed, and its conversations.
 
-    `results` are the numbers that the agent returned beside its reward. `messages` are what the policy wrote, in an `environment`
-    with its answers. `calls` to `limited` count an environment's tool calls.
+    `results` are the numbers that the agent returned beside its reward. `messages` are what the policy wrote, with the answers of
+    tools and of an `environment`. `calls` to `limited` count calls of tools.
     """
 
     chains: list[Chain] = field(default_factory=list)
@@ -48,6 +49,12 @@ class Played:
     failures: dict[str, int] = field(default_factory=dict)
     limited: bool = False
     environment: Any = None
+
+    def count(self, reply: Reply) -> None:
+        """Count a call of a tool, by its answer."""
+        self.calls += 1
+        if reply.failure is not None:
+            self.failures[reply.failure] = self.failures.get(reply.failure, 0) + 1
 
     def end(self, session: Session, result: Future[Any]) -> BaseException | None:
         """Take what the session holds, and the agent's result; the error that it failed with, if any."""
