@@ -13,7 +13,7 @@ from torch import nn
 from trl.data.rendering import text_tokenizer
 from trl.rewards.functions import FunctionSource, name_of
 from trl.rewards.models import ModelSource
-from trl.rollouts.schedule import fill_in_sizes
+from trl.rollouts.schedule import batch_sizes, fill_in_sizes
 from trl.trainer.rloo_config import RLOOConfig
 
 _ORDER = (
@@ -37,7 +37,9 @@ def in_older_order(init: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-def older_config(args: RLOOConfig, dataset: Any, processing_class: Any, *, is_older_call: bool) -> RLOOConfig:
+def with_sizes_of_run(
+    args: RLOOConfig, dataset: Any, processing_class: Any, *, is_older_call: bool
+) -> RLOOConfig:
     """A copy with the sizes of the run filled in; without any setting of 0.21 the same config, unless the call is one of 0.21."""
     if is_older_call and not args.is_older:
         args = dataclasses.replace(args, rloo_k=args.num_generations)
@@ -48,13 +50,7 @@ def older_config(args: RLOOConfig, dataset: Any, processing_class: Any, *, is_ol
         end = text_tokenizer(processing_class).eos_token_id
         args.generation_kwargs = {"eos_token_id": end, **(args.generation_kwargs or {})}  # type: ignore[dict-item]
     fill_in_sizes(args, sizes, len(dataset) if isinstance(dataset, Sized) else 0)
-    own, parts = sizes.own_rows, sizes.mini_batches
-    found = {"batch_size": sizes.rows, "mini_batch_size": sizes.rows // parts, "local_batch_size": own}
-    found |= {
-        "local_mini_batch_size": own // parts,
-        "micro_batch_size": args.device_rows * sizes.processes,
-    }
-    vars(args).update(found)  # read by programs; no fields
+    vars(args).update(batch_sizes(sizes))  # read by programs; no fields
     return args
 
 

@@ -103,11 +103,23 @@ def group_sizes(args: Any) -> GroupSizes:
     return GroupSizes(sizes, generated, steps)
 
 
+def batch_sizes(sizes: RolloutSizes) -> dict[str, int]:
+    """The sizes of a rollout batch in rows, by their names in configs of PPO."""
+    step, local_step = sizes.rows // sizes.mini_batches, sizes.own_rows // sizes.mini_batches
+    return {
+        "micro_batch_size": step // sizes.micro_batches,
+        "local_mini_batch_size": local_step,
+        "mini_batch_size": step,
+        "local_batch_size": sizes.own_rows,
+        "batch_size": sizes.rows,
+    }
+
+
 def fill_in_sizes(args: Any, sizes: RolloutSizes, rows: int) -> None:
     """Set `total_episodes`, `num_total_batches` and `max_steps` from what was given, in place."""
-    given = args.max_steps, args.total_episodes
-    if None not in given and args.max_steps > 0:
-        logger.warning("max_steps=%d has no effect with total_episodes=%d. Leave one out.", *given)
+    lengths = args.max_steps, args.total_episodes
+    if None not in lengths and args.max_steps > 0:
+        logger.warning("max_steps=%d has no effect with total_episodes=%d. Leave one out.", *lengths)
     elif args.max_steps > 0:
         args.num_total_batches = math.ceil(args.max_steps / sizes.steps)
         args.total_episodes = args.num_total_batches * sizes.rows

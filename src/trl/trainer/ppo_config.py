@@ -7,7 +7,7 @@ from typing import Any, Literal
 from transformers import TrainerState, TrainingArguments
 
 from trl.options.checks import warn_caller
-from trl.options.groups import documented, moved, option
+from trl.options.groups import OptionGroup, documented, moved, option
 from trl.options.methods import PPOOptions
 from trl.options.shared import JSONDict, LoopOptions, Weights, shared
 from trl.options.training import TrainingDefaults
@@ -26,9 +26,42 @@ StopToken = Literal["eos"]
 _FILLED_IN = "Filled in by the trainer; a value given is checked against it."
 
 
+@dataclass
+class EpisodeOptions(OptionGroup):
+    """Settings of PPO and RLOO from 0.9 on that count episodes and end completions."""
+
+    dataset_num_proc: int | None = shared("dataset_num_proc")
+    stop_token: StopToken | None = option(
+        None,
+        "'eos': responses end with the tokenizer's end-of-sequence token. None: with stop_token_id, or at "
+        "response_length (RLOO: only with another setting of 0.21).",
+    )
+    stop_token_id: int | None = option(None, "Id of the token that ends a response. None: see stop_token.")
+    missing_eos_penalty: float | None = option(
+        None, "Subtracted from the score of a response without its end token. None: nothing."
+    )
+    total_episodes: int | None = option(
+        None,
+        "Responses in all, rounded up to whole batches; sets max_steps. None: num_train_epochs times the training set, "
+        "unless max_steps is given (RLOO: only with another setting of 0.21).",
+        ">= 1",
+    )
+    sft_model_path: str = option(
+        "EleutherAI/pythia-160m",
+        "Where a script loads the policy from. The trainer takes the model it is given.",
+    )
+
+    def check(self) -> None:
+        super().check()
+        if self.stop_token is not None and self.stop_token_id is not None:
+            raise ValueError(
+                f"stop_token={self.stop_token!r} and stop_token_id={self.stop_token_id} cannot be combined. Set one."
+            )
+
+
 @documented
 @dataclass
-class OnPolicyConfig(TrainingDefaults):
+class OnPolicyConfig(EpisodeOptions, TrainingDefaults):
     """Settings of a loop that learns from a policy's own responses: those of `transformers.TrainingArguments` and the ones
     below. The loop sets the fields that a trainer would fill in.
 
@@ -39,32 +72,16 @@ class OnPolicyConfig(TrainingDefaults):
         (0.7, 64, 1)
     """
 
-    dataset_num_proc: int | None = shared("dataset_num_proc")
     response_length: int = option(53, "Longest response, in tokens, with the token that stops it.", ">= 1")
-    stop_token: StopToken | None = option(
-        None,
-        "'eos': responses end with the tokenizer's end-of-sequence token. None: with stop_token_id, or at "
-        "response_length.",
-    )
-    stop_token_id: int | None = option(None, "Id of the token that ends a response. None: see stop_token.")
     temperature: float = shared("temperature", 0.7)
-    missing_eos_penalty: float | None = option(
-        None, "Subtracted from the score of a response without its end token. None: nothing."
-    )
     local_rollout_forward_batch_size: int = option(
         64, "Rows per process and forward pass, without gradient, after a rollout.", ">= 1"
     )
-    total_episodes: int | None = option(
-        None,
-        "Prompts in all, rounded up to whole batches; sets max_steps. None: num_train_epochs times the training set, "
-        "unless max_steps is given.",
-        ">= 1",
+    num_sample_generations: int = option(
+        10, "Times, evenly over the run, that a table of responses to evaluation prompts is shown.", ">= 0"
     )
     num_mini_batches: int = option(
         1, "Optimiser steps per pass over a batch of rollouts, each on an equal part.", ">= 1"
-    )
-    num_sample_generations: int = option(
-        10, "Times, evenly over the run, that a table of responses to evaluation prompts is shown.", ">= 0"
     )
     world_size: int | None = option(None, "Number of processes. Filled in by the trainer.")
     num_total_batches: int | None = option(None, "Rollouts of the whole run. Filled in by the trainer.")
@@ -86,17 +103,6 @@ class OnPolicyConfig(TrainingDefaults):
     mini_batch_size: int | None = option(
         None, f"Rows per optimiser step, over all processes: batch_size / num_mini_batches. {_FILLED_IN}"
     )
-    sft_model_path: str = option(
-        "EleutherAI/pythia-160m",
-        "Where a script loads the policy from. The trainer takes the model it is given.",
-    )
-
-    def check(self) -> None:
-        super().check()
-        if self.stop_token is not None and self.stop_token_id is not None:
-            raise ValueError(
-                f"stop_token={self.stop_token!r} and stop_token_id={self.stop_token_id} cannot be combined. Set one."
-            )
 
 
 # The field would hide the number of processes of the run.

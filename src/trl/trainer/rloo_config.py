@@ -3,10 +3,9 @@
 from dataclasses import dataclass, fields
 
 from trl.options.checks import warn_caller
-from trl.options.groups import OptionGroup, documented, moved, option, same
-from trl.options.shared import shared
+from trl.options.groups import documented, moved, option, same
 from trl.trainer.grpo_config import GroupTraining
-from trl.trainer.ppo_config import OnPolicyConfig, StopToken
+from trl.trainer.ppo_config import EpisodeOptions, OnPolicyConfig
 
 _DEFAULTS = {
     "num_iterations": 4, "max_completion_length": 53, "temperature": 0.7, "learning_rate": 5e-5, "max_prompt_length": None,
@@ -17,7 +16,7 @@ _OLDER_NAMES = {"num_iterations": "num_ppo_epochs", "max_completion_length": "re
 
 
 @dataclass
-class OlderRLOO(OptionGroup):
+class OlderRLOO(EpisodeOptions):
     """Settings of RLOO from 0.9 to 0.21. With one of them, the settings that are left out have the defaults of that time."""
 
     rloo_k: int | None = moved(to="num_generations")
@@ -35,27 +34,11 @@ class OlderRLOO(OptionGroup):
     )
     response_length: int | None = moved(to="max_completion_length")
     token_level_kl: bool | None = moved("the sum of the KL penalty over a completion is the same.")
-    total_episodes: int | None = same(
-        OnPolicyConfig,
-        "total_episodes",
-        help="Completions in all, rounded up to whole batches; sets max_steps. None: num_train_epochs times the prompts of the "
-        "training set, with another setting of 0.21.",
-    )
-    stop_token: StopToken | None = same(
-        OnPolicyConfig,
-        "stop_token",
-        help="'eos': completions end with the tokenizer's end-of-sequence token. None, with another setting of 0.21: with "
-        "stop_token_id, or at max_completion_length.",
-    )
-    stop_token_id: int | None = same(OnPolicyConfig, "stop_token_id")
-    missing_eos_penalty: float | None = same(OnPolicyConfig, "missing_eos_penalty")
+    whiten_rewards: bool = option(False, "Only False: RLOO never whitened rewards.")
     local_rollout_forward_batch_size: int | None = same(
         OnPolicyConfig, "local_rollout_forward_batch_size", None
     )
     num_sample_generations: int | None = same(OnPolicyConfig, "num_sample_generations", None)
-    whiten_rewards: bool = option(False, "Only False: RLOO never whitened rewards.")
-    dataset_num_proc: int | None = shared("dataset_num_proc")
-    sft_model_path: str = same(OnPolicyConfig, "sft_model_path")
     reward_model_path: str = option(
         "EleutherAI/pythia-160m",
         "Where a script loads the reward model from. The trainer takes the model it is given.",
@@ -88,10 +71,6 @@ class OlderRLOO(OptionGroup):
         super().check()
         if self.whiten_rewards:
             raise ValueError("whiten_rewards must be False, RLOO never whitened rewards. Leave it out.")
-        if self.stop_token is not None and self.stop_token_id is not None:
-            raise ValueError(
-                f"stop_token={self.stop_token!r} and stop_token_id={self.stop_token_id} cannot be combined. Set one."
-            )
 
 
 @documented
@@ -122,12 +101,14 @@ class RLOOConfig(OlderRLOO, GroupTraining):
 
     def check(self) -> None:
         super().check()
-        given = self.reward_clip_range
-        if given is None:
+        bounds = self.reward_clip_range
+        if bounds is None:
             return
-        numbers = isinstance(given, (list, tuple)) and all(isinstance(bound, (int, float)) for bound in given)
-        if not numbers or len(given) != 2 or not given[0] < given[1]:
+        numbers = isinstance(bounds, (list, tuple)) and all(
+            isinstance(bound, (int, float)) for bound in bounds
+        )
+        if not numbers or len(bounds) != 2 or not bounds[0] < bounds[1]:
             raise ValueError(
-                f"reward_clip_range must be a smallest and a larger largest reward, or None, got {given}. Use None for no limits."
+                f"reward_clip_range must be a smallest and a larger largest reward, or None, got {bounds}. Use None for no limits."
             )
-        self.reward_clip_range = [float(bound) for bound in given]
+        self.reward_clip_range = [float(bound) for bound in bounds]

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from trl._lazy import attach
 from trl.legacy import move_arguments
-from trl.legacy.rloo import in_older_order, older_config, older_reward
+from trl.legacy.rloo import in_older_order, older_reward, with_sizes_of_run
 from trl.models.scoring.causal import Scored
 from trl.objectives.group_advantages import leave_one_out, normalized, reward_statistics
 from trl.objectives.group_policy import sequence_policy_loss
@@ -77,11 +77,11 @@ class RLOOMethod(GroupMethod):
         self, rows: Mapping[str, Tensor], sources: Sequence[str], group_size: int, *, share: float
     ) -> dict[str, Weighted]:
         """With the share of completions whose group was given equal rewards, which differ by the KL penalty alone."""
-        found = super().metrics(rows, sources, group_size, share=share)
+        metrics = super().metrics(rows, sources, group_size, share=share)
         if not self.has_reference:
-            return found
-        given = reward_statistics(self.given_rewards(rows), group_size)["frac_reward_zero_std"]
-        return {**found, EQUAL_REWARDS: Weighted(given.total * share, given.count * share)}
+            return metrics
+        equal = reward_statistics(self.given_rewards(rows), group_size)["frac_reward_zero_std"]
+        return {**metrics, EQUAL_REWARDS: Weighted(equal.total * share, equal.count * share)}
 
     def token_metrics(self, experience: Experience) -> dict[str, Weighted]:
         """The divergence per token, `kl`."""
@@ -150,18 +150,17 @@ class RLOOTrainer(SampleTables, OnlineTrainer):
         }
         moved = move_arguments(RLOOConfig, named, older, stacklevel=4)  # of the program
         args = config_or_default(moved["args"], RLOOConfig, "rloo")
-        args = older_config(args, train_dataset, moved["processing_class"], is_older_call="policy" in older)
+        args = with_sizes_of_run(
+            args, train_dataset, moved["processing_class"], is_older_call="policy" in older
+        )
         if older.get("reward_model") is not None:
             moved["reward_funcs"] = older_reward(older["reward_model"], moved["processing_class"], args)
         if "ref_policy" in older and args.beta == 0:  # which had to be passed
             moved["ref_model"] = None
         super().__init__(
-            moved["model"],
-            moved["reward_funcs"],
-            args,
+            **{**moved, "args": args},
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=moved["processing_class"],
             reward_processing_classes=reward_processing_classes,
             callbacks=callbacks,
             optimizers=optimizers,
@@ -170,7 +169,6 @@ class RLOOTrainer(SampleTables, OnlineTrainer):
             rollout_func=rollout_func,
             agent=agent,
             environment_factory=environment_factory,
-            ref_model=moved["ref_model"],
         )
         self.method.eos_token_id = self._tokenizer.eos_token_id  # type: ignore[assignment]
         if args.local_rollout_forward_batch_size:

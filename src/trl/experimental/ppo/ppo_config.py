@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trl.options.groups import documented, option
+from trl.options.groups import documented, option, same
 from trl.options.methods import PPOOptions, RewardPolicy
 from trl.options.shared import PrefixSharingMode, shared
 from trl.trainer.ppo_config import OnPolicyConfig
+from trl.trainer.rloo_config import RLOOConfig
 
 KLEstimator = Literal["k1", "k3"]
 
@@ -29,10 +30,7 @@ class PPOConfig(PPOOptions, RewardPolicy, OnPolicyConfig):
 
     num_ppo_epochs: int = option(4, "Passes over a batch of rollouts.", ">= 1")
     exp_name: str = option("ppo_config", "Name of the experiment, for trackers.")
-    reward_model_path: str = option(
-        "EleutherAI/pythia-160m",
-        "Where a script loads the reward model from. The trainer takes the model it is given.",
-    )
+    reward_model_path: str = same(RLOOConfig, "reward_model_path")
     kl_coef: float = option(0.05, "KL penalty against the reference, in reward per nat, >= 0.")
     kl_estimator: KLEstimator = option(
         "k1",

@@ -22,7 +22,7 @@ from trl.models.scoring.classifier import ClassificationScorer, head_of
 from trl.models.scoring.values import PolicyAndValue, PolicyValueScorer
 from trl.models.setup import REWARD_MODEL, load_classifier, pad_token_id, take_pad_token
 from trl.models.switches import disable_dropout_in_model
-from trl.rollouts.schedule import RolloutSizes
+from trl.rollouts.schedule import RolloutSizes, batch_sizes
 
 VALUE_MODEL = REWARD_MODEL._replace(words="a value model")
 
@@ -122,27 +122,17 @@ def check_sizes(args: PPOConfig) -> RolloutSizes:
 
     Raises: ValueError for a size that is not the one that follows from the others.
     """
-    device, turns, parts = (
-        args.per_device_train_batch_size,
-        args.gradient_accumulation_steps,
-        args.num_mini_batches,
-    )
-    step, processes = device * turns, args.world_size or 1
-    found = {
-        "micro_batch_size": device * processes,
-        "local_mini_batch_size": step,
-        "mini_batch_size": step * processes,
-        "local_batch_size": step * parts,
-        "batch_size": step * parts * processes,
-    }
-    for name, value in found.items():
+    device, turns = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    parts, processes = args.num_mini_batches, args.world_size or 1
+    sizes = RolloutSizes(device * turns * parts * processes, parts, args.num_ppo_epochs, turns, processes)
+    for name, value in batch_sizes(sizes).items():
         if getattr(args, name) not in (None, value):
             raise ValueError(
                 f"{name}={getattr(args, name)} was given, but per_device_train_batch_size={device}, gradient_accumulation_steps={turns}, "
                 f"num_mini_batches={parts} and world_size={processes} make it {value}. Leave {name} out, or change those."
             )
         setattr(args, name, value)
-    return RolloutSizes(found["batch_size"], parts, args.num_ppo_epochs, turns, processes)
+    return sizes
 
 
 def own_copy(args: Any) -> PPOConfig:
