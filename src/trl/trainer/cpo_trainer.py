@@ -19,11 +19,11 @@ class CPOMethod(ReferenceFreeMethod):
     args: CPOConfig
 
     @property
-    def per_token(self) -> bool:
+    def per_token(self) -> bool:  # type: ignore[override]
         return self.args.loss_type in CPO_PER_TOKEN
 
     @property
-    def nll_coefficient(self) -> float:
+    def nll_coefficient(self) -> float:  # type: ignore[override]
         return self.args.cpo_alpha
 
     def loss(self, scores: PairScores) -> LossTerms:

@@ -18,14 +18,8 @@ class ORPOMethod(ReferenceFreeMethod):
 
     args: ORPOConfig
     scores_prompts: ClassVar[bool] = True
-
-    @property
-    def per_token(self) -> bool:
-        return True
-
-    @property
-    def nll_coefficient(self) -> float:
-        return 1.0
+    per_token = True
+    nll_coefficient = 1.0
 
     def loss(self, scores: PairScores) -> LossTerms:
         return orpo_terms(scores, beta=self.args.beta)

@@ -52,19 +52,11 @@ class ReferenceFreeMethod(Method):
 
     units: ClassVar[tuple[Unit, ...]] = ("pair", "token")
     scores_prompts: ClassVar[bool] = False  # the likelihood includes that of the chosen prompts, of a decoder
+    per_token: bool  # completions are compared by means over their tokens, not by sums
+    nll_coefficient: float  # the weight of the chosen sequences' likelihood
 
     def __init__(self, args: Any) -> None:
         self.args = args
-
-    @property
-    def per_token(self) -> bool:
-        """Whether completions are compared by means over their tokens instead of sums."""
-        raise TypeError(f"{type(self).__name__} must override per_token.")
-
-    @property
-    def nll_coefficient(self) -> float:
-        """The weight of the chosen sequences' likelihood."""
-        raise TypeError(f"{type(self).__name__} must override nll_coefficient.")
 
     def loss(self, scores: PairScores) -> LossTerms:
         """The loss of each pair, with its metrics."""
