@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from trl.models.peft import is_peft_model
 from trl.models.switches import disable_gradient_checkpointing
@@ -179,6 +180,11 @@ def gathered_modules(modules: Sequence[nn.Module], units: Iterable[Any] = ()) ->
         finally:
             for unit in own:
                 unit.reshard()
+
+
+def will_shard() -> bool:
+    """Whether this run shards weights: accelerate by FSDP once the trainer is made, or ZeRO-3 when a model is loaded."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or is_deepspeed_zero3_enabled()
 
 
 def whole_shape(parameter: Tensor, unit: Any | None = None) -> Tensor:

@@ -17,9 +17,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers.integrations import is_deepspeed_zero3_enabled
 
-from trl.models.distributed import is_sharded, prepare_deepspeed, prepare_fsdp
+from trl.models.distributed import is_sharded, prepare_deepspeed, prepare_fsdp, will_shard
 from trl.models.loading import create_model_from_path
 from trl.models.parts import causal_core, embedded_tokens, share_parameters
 from trl.models.peft import forbid_inference_packing, is_peft_model, is_quantized
@@ -228,8 +227,7 @@ def make_reference(
     trained = choose_adapters(policy, given, ref_model)
     if ref_model is None and given.force_use_ref_model:
         logger.warning("force_use_ref_model=True has no effect without a ref_model.")
-    is_fsdp_run = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    shards = is_fsdp_run or is_deepspeed_zero3_enabled() or is_sharded(policy)
+    shards = will_shard() or is_sharded(policy)
     if trained is not None and ref_model is not None and given.force_use_ref_model is False:
         raise ValueError("ref_model cannot be set with a PEFT model, unless force_use_ref_model=True.")
     if trained is not None and ref_model is None:

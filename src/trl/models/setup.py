@@ -20,9 +20,9 @@ from transformers import (
     ProcessorMixin,
     set_seed,
 )
-from transformers.integrations import is_deepspeed_zero3_enabled
 
 from trl.data.rendering import text_tokenizer
+from trl.models.distributed import will_shard
 from trl.models.loading import clone_chat_template, create_model_from_path
 from trl.models.parts import causal_core
 from trl.models.peft import is_peft_model
@@ -63,10 +63,8 @@ def check_given(model: Any, init_kwargs: dict[str, Any] | None, *, name: str = "
         hint = " Pass it as the first argument." if name == "model" else ""
         raise ValueError(f"{name} must be a name, a path or a model, got None.{hint}")
     core = causal_core(model, name=name)
-    # FSDP and ZeRO-3 fill the weights of a meta model in themselves.
-    is_filled = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" or is_deepspeed_zero3_enabled()
     missing = [weight for weight, parameter in core.named_parameters() if parameter.is_meta]
-    if missing and not is_filled:
+    if missing and not will_shard():  # which fills the weights of a meta model in by itself
         raise ValueError(
             f"{name} has no weights for {len(missing)} parameters ({missing[0]}, ...). Load it without init_empty_weights."
         )

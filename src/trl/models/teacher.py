@@ -17,11 +17,10 @@ import torch
 from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
-from transformers.integrations import is_deepspeed_zero3_enabled
 
 from trl.data.rendering import text_tokenizer
 from trl.data.teacher_columns import TEACHER, TEACHER_COLUMNS, TEACHER_IDS, TEACHER_LOGPS
-from trl.models.distributed import is_sharded
+from trl.models.distributed import is_sharded, will_shard
 from trl.models.loading import load_processing_class
 from trl.models.packed.layout import IGNORED, TEACHER_BATCH, scored_sequences
 from trl.models.parts import causal_core, embedded_tokens, share_parameters
@@ -323,8 +322,7 @@ def own_teacher(kind: Literal["live", "base", "ema"], student: nn.Module, scorer
             f"the weights of {type(student).__name__} are sharded already and cannot be copied for the teacher. Pass the model "
             "as an object that was loaded before."
         )
-    shards = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or is_deepspeed_zero3_enabled()
-    held = {} if shards else {id(x): x for x in student.parameters() if not x.requires_grad}
+    held = {} if will_shard() else {id(x): x for x in student.parameters() if not x.requires_grad}
     shared = frozenset(name for name, x in student.named_parameters() if id(x) in held)
     model = copy.deepcopy(student, held)  # a deep copy does not copy what is in its memo
     own = language_scorer(model, pad_token_id=scorer.pad_token_id)

@@ -507,7 +507,8 @@ class BaseTrainer(LegacyInterface, Trainer):
         """Evaluate; see `transformers.Trainer.evaluate`."""
         if "_sums" not in vars(self):
             self.adopt()
-        return super().evaluate(*args, **kwargs)
+        with own_rng_states():  # also of callbacks
+            return super().evaluate(*args, **kwargs)
 
     def prediction_step(
         self,
