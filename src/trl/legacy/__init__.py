@@ -141,7 +141,11 @@ def _check_known(older: Mapping[str, Any], config_class: type) -> None:
 
 def _as_config(args: Any, config_class: type, changes: Mapping[str, Any], model: Any) -> Any:
     if args is None:
-        return config_class(output_dir=default_output_dir(model, config_class), **changes)
+        name = (
+            model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
+        )
+        folder = (name or "model").rstrip("/").split("/")[-1]  # of the model's name and the method's
+        return config_class(output_dir=f"{folder}-{config_class.__name__.removesuffix('Config')}", **changes)
     if isinstance(args, config_class):
         require_set_up(args)
         return dataclasses.replace(args, **changes) if changes else args
@@ -153,9 +157,3 @@ def _as_config(args: Any, config_class: type, changes: Mapping[str, Any], model:
     own = {field.name for field in dataclasses.fields(config_class) if field.init}  # type: ignore[arg-type]
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
     return config_class(**{**{name: value for name, value in given.items() if name in own}, **changes})
-
-
-def default_output_dir(model: Any, config_class: type) -> str:
-    """`<model's name>-<method>`, the output directory of a trainer without `args`."""
-    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
-    return f"{(name or 'model').rstrip('/').split('/')[-1]}-{config_class.__name__.removesuffix('Config')}"

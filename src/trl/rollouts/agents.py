@@ -91,7 +91,7 @@ class AgentCompleter:
     def __call__(self, maker: RolloutMaker, rows: Rows, *, streams: Sequence[int]) -> Completed:
         has_prompts = self.environments is not None or rows.get("prompt", [None])[0] != NO_PROMPT
         names = [name for name in rows if name != PROMPT_IDS and (has_prompts or name != "prompt")]
-        each = [{name: rows[name][row] for name in names} for row in range(len(streams))]
+        own_rows = [{name: rows[name][row] for name in names} for row in range(len(streams))]
         self._failure = ""
         if self.environments is not None:
             self.environments.threads.check()
@@ -99,13 +99,14 @@ class AgentCompleter:
         sampling, precision = maker.sampling, maker.accelerator.mixed_precision
         drawn = sampling, self.budget, self.template_kwargs, type(maker.engine).__name__, precision
         keys = [
-            self.journal.key(*one, *drawn, self.agent_sampling) for one in zip(streams, each, strict=True)
+            self.journal.key(*pair, *drawn, self.agent_sampling)
+            for pair in zip(streams, own_rows, strict=True)
         ]
         held = {key: self.journal.found(key) for key in keys}
         if self.environments is not None:
             self.environments.made += [one.environment for one in held.values() if one is not None]
-        given = zip(keys, streams, each, strict=True)
-        waiting = {key: (stream, row, Played()) for key, stream, row in given if held[key] is None}
+        sessions = zip(keys, streams, own_rows, strict=True)
+        waiting = {key: (stream, row, Played()) for key, stream, row in sessions if held[key] is None}
         # Weights that are sharded are gathered by all processes, also by those whose sessions have all ended.
         if any(gather_object([bool(waiting)])) if maker.engine.together else waiting:
             self._run(maker, waiting)
@@ -114,10 +115,10 @@ class AgentCompleter:
         end: Any = text_tokenizer(self.processing_class).eos_token_id or 0
         played = [held[key] or waiting[key][-1] for key in keys]
         self._results.update(*gather_object([sorted({name for one in played for name in one.results})]))
-        found = completed(
+        answer = completed(
             played, end, keeps=keeps, environments=self.environments, results=sorted(self._results)
         )._replace(failure=self._failure)
-        return found._replace(scored=partial(self.journal.score, keys)) if self.graded else found
+        return answer._replace(scored=partial(self.journal.score, keys)) if self.graded else answer
 
     def close(self, *, ends: bool = True) -> None:
         """Close environments of failed episodes, or all where training `ends`; the others are free from now on."""
@@ -239,10 +240,10 @@ async def _run_command(words: Sequence[str], session: Session, *, graded: bool) 
             groups.append(await watch)
             await process.communicate(b"\n")
         finally:
-            for each in groups:
+            for leader in groups:
                 with suppress(ProcessLookupError):
-                    os.killpg(each.pid, signal.SIGKILL)
-                await each.wait()
+                    os.killpg(leader.pid, signal.SIGKILL)
+                await leader.wait()
         said, error = (_end_of(file) for file in (out, err))
     if process.returncode != 0:
         raise RuntimeError(f"{words[0]} ended with status {process.returncode}: {error[-500:]}")

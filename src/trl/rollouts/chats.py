@@ -73,14 +73,14 @@ class Chats:
         None for each where the tokenizer does not say them (WordPiece).
         """
         try:
-            known = _vocabulary(self.tokenizer, len(self.tokenizer))
+            vocabulary = _vocabulary(self.tokenizer, len(self.tokenizer))
         except (ValueError, AttributeError):  # AttributeError: of tokenizers without a fast backend
             return [None] * len(ids)
-        found = [list(known[token]) if token < len(known) else [] for token in ids]
-        first = next((token for token in found if token), [])
+        texts = [list(vocabulary[token]) if token < len(vocabulary) else [] for token in ids]
+        first = next((text for text in texts if text), [])
         if bytes(first[:1]) == b" " != self.text(ids)[:1].encode():  # SentencePiece's first space
             del first[0]
-        return list(found)
+        return list(texts)
 
     def read(
         self, ids: Sequence[int], context: Sequence[int], tools: Sequence[Any], stops: Sequence[str]
@@ -107,11 +107,11 @@ class Chats:
 @lru_cache(maxsize=1)
 def _vocabulary(tokenizer: Any, size: int) -> list[bytes]:
     """The bytes of each of a tokenizer's `size` tokens, without those of special ones."""
-    found = vocabulary_bytes(tokenizer)
+    vocabulary = vocabulary_bytes(tokenizer)
     for token, added in tokenizer.added_tokens_decoder.items():
         if added.special:
-            found[token] = b""
-    return found
+            vocabulary[token] = b""
+    return vocabulary
 
 
 def _cut(text: str, stops: Sequence[str]) -> str:

@@ -133,17 +133,17 @@ class Journal:
         """The session of a key that has ended; None if it must be run."""
         if (record := self._held.get(key)) is None:
             return None
-        given = {each.name: record[each.name] for each in fields(Played) if each.name in record}
-        given["chains"] = [Chain(**each) for each in given["chains"]]
+        values = {item.name: record[item.name] for item in fields(Played) if item.name in record}
+        values["chains"] = [Chain(**chain) for chain in values["chains"]]
         if self.environments:
             try:
-                name, state = given["environment"]
-                given["environment"] = environment = object.__new__(self.environments[name])
+                name, state = values["environment"]
+                values["environment"] = environment = object.__new__(self.environments[name])
                 restore = getattr(environment, "__setstate__", None)
                 vars(environment).update(state or {}) if restore is None else restore(state)
             except Exception:  # of any kind, by the user's classes
                 return None
-        return Played(**given)
+        return Played(**values)
 
     def write(self, key: str, row: Mapping[str, Any], played: Played) -> None:
         """Append a session, if it has no record."""

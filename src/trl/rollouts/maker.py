@@ -181,10 +181,10 @@ class RolloutMaker:
         failed = [failed_sessions(one.experience) for one in completed]
         if failed[0] is None:
             return
-        own = all(bool(rows.all()) for rows in failed if rows is not None), [one.failure for one in completed]
-        every = gather_object([own])
-        if all(is_failed for is_failed, _ in every):
-            cause = next((text for _, texts in every for text in texts if text), "logged before")
+        are_failed = all(bool(rows.all()) for rows in failed if rows is not None)
+        processes = gather_object([(are_failed, [one.failure for one in completed])])
+        if all(is_failed for is_failed, _ in processes):
+            cause = next((text for _, texts in processes for text in texts if text), "logged before")
             raise RuntimeError(
                 f"All sessions of a rollout batch failed, so there is nothing to learn. The first error: {cause.rstrip('.')}. "
                 "Correct the agent, and resume the run."
@@ -209,9 +209,20 @@ class RolloutMaker:
         sampling: Sampling | None = None,
         **inputs: Any,
     ) -> Experience:
-        """One completion of each prompt by the policy; `inputs` are further arguments of the engine's `generate`."""
+        """One completion of each prompt by the policy, on the CPU; `inputs` are further arguments of the engine's `generate`.
+
+        Per token: `sampling_logps` under the distribution that was sampled from, and if it was truncated `sampling_kept`, the log of
+        the kept mass. Per row: `stopped`, whether a stop token or string ended it.
+        """
         with self.accelerator.autocast():
-            return sample(self.engine, prompts, sampling or self.sampling, streams=streams, **inputs)
+            answers = self.engine.generate(prompts, sampling or self.sampling, streams=streams, **inputs)
+        per_token = {SAMPLING_LOGPS: torch.cat([answer.logps for answer in answers])}
+        kept = [answer.kept for answer in answers if answer.kept is not None]
+        if len(kept) == len(answers):
+            per_token[SAMPLING_KEPT] = torch.cat(kept)
+        stopped = torch.tensor([answer.finish_reason == "stop" for answer in answers])
+        completions = Ragged.of([answer.ids for answer in answers])
+        return Experience(Ragged.of(prompts), completions, per_token, {STOPPED: stopped})
 
     def inputs(self, found: Completed, rows: Rows) -> RewardInputs:
         """What reward sources are given."""
@@ -228,30 +239,6 @@ class RolloutMaker:
             return inputs
         completions = [with_begun(*pair) for pair in zip(rows["prompt"], found.messages, strict=True)]
         return replace(inputs, completions=completions)
-
-
-def sample(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    *,
-    streams: Sequence[int],
-    **inputs: Any,
-) -> Experience:
-    """One completion of each prompt, on the CPU.
-
-    Per token: `sampling_logps` under the distribution that was sampled from, and if it was truncated `sampling_kept`, the log of
-    the kept mass. Per row: `stopped`, whether a stop token or string ended it.
-    """
-    found = engine.generate(prompts, sampling, streams=streams, **inputs)
-    per_token = {SAMPLING_LOGPS: torch.cat([one.logps for one in found])}
-    kept = [one.kept for one in found]
-    if all(part is not None for part in kept):
-        per_token[SAMPLING_KEPT] = torch.cat([part for part in kept if part is not None])
-    stopped = torch.tensor([one.finish_reason == "stop" for one in found])
-    return Experience(
-        Ragged.of(prompts), Ragged.of([one.ids for one in found]), per_token, {STOPPED: stopped}
-    )
 
 
 def reward_inputs(
@@ -316,18 +303,14 @@ def with_begun(prompt: Sequence[Message] | str, messages: Sequence[Message]) -> 
     return [{**messages[0], "content": begun + content}, *messages[1:]]
 
 
-def ends_with(experience: Experience, token: int | None) -> Tensor:
-    """Rows that stopped or contain this token: bool `(B,)`."""
-    found = experience.per_row[STOPPED].bool()
-    if token is None:
-        return found
-    hits = torch.zeros(len(experience), dtype=torch.int64)
-    hits.index_add_(0, experience.completions.row_index, (experience.completions.values == token).long())
-    return found | (hits > 0)
-
-
 def less_penalty(
     scores: Tensor, experience: Experience, penalty: float | None, *, token: int | None
 ) -> Tensor:
     """Scores `(B,)`, less the penalty in rows that neither stopped nor contain this token."""
-    return scores if penalty is None else scores - penalty * (~ends_with(experience, token)).to(scores.dtype)
+    if penalty is None:
+        return scores
+    hits = torch.zeros(len(experience), dtype=torch.int64)
+    if token is not None:
+        is_token = experience.completions.values == token
+        hits.index_add_(0, experience.completions.row_index, is_token.long())
+    return scores - penalty * (~experience.per_row[STOPPED].bool() & (hits == 0)).to(scores.dtype)

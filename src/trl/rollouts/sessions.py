@@ -126,7 +126,9 @@ class Turn:
             if self.scores is not None:
                 self.prompt = await _ended(self.scores)
             if self.future is not None and self.generated is None:
-                generated = await asyncio.wait_for(_ended(self.future), self.session.seconds_left)
+                most, started = self.session.budget.seconds, self.session.started
+                left = None if most is None else started + most - time.monotonic()
+                generated = await asyncio.wait_for(_ended(self.future), left)
         except TimeoutError:
             raise self.session.spent("seconds") from None
         except ValueError as error:
@@ -246,8 +248,7 @@ class Session:
                 self._texts.add(text, turn)
             self._tokens.add(turn.tokens, turn)
         self._indexed = len(self.turns)
-        found = [await self._continued(prompt) for prompt in prompts]
-        makers = [partial(make, stops=body.stops) for make in found]
+        makers = [partial(await self._continued(prompt), stops=body.stops) for prompt in prompts]
         if body.max_tokens == 0:
             turns = [make() for make in makers]
         else:
@@ -369,38 +370,33 @@ class Session:
         rooms = (left[name] for name in ("tokens", "length") if name in left)
         return min([self.chats.context_length, *rooms])
 
-    @property
-    def seconds_left(self) -> float | None:
-        """Seconds until the budget ends; None for no limit."""
-        return self.budget.seconds and self.started + self.budget.seconds - time.monotonic()
-
     def spent(self, name: str) -> APIError:
         """The error for a budget that is used up."""
         self.cut = self.cut or name
         return APIError(400, f"This session has used up its budget of {name}.", code=BUDGET_EXCEEDED)
 
     def _sampling(self, body: Body, stops: tuple[str, ...]) -> Sampling:
-        given = {name: value for name in FOREIGN if (value := getattr(body, name)) is not None}
-        if "top_k" in given:
-            given["top_k"] = max(given["top_k"], 0)
+        settings = {name: value for name in FOREIGN if (value := getattr(body, name)) is not None}
+        if "top_k" in settings:
+            settings["top_k"] = max(settings["top_k"], 0)
         defaults = {"top_p": 1.0}
-        known = {name: getattr(self.sampling, name, None) or defaults.get(name, 0.0) for name in given}
-        for name in [name for name, value in given.items() if value == known[name]]:
-            del given[name]
+        known = {name: getattr(self.sampling, name, None) or defaults.get(name, 0.0) for name in settings}
+        for name in [name for name, value in settings.items() if value == known[name]]:
+            del settings[name]
         refused = () if self.agent_sampling == "own" else PENALTIES
-        for name in given if self.agent_sampling == "strict" else given.keys() & refused:
-            text = f"{name}={given[name]:g} differs from this session's {known[name]:g}. Leave it out."
+        for name in settings if self.agent_sampling == "strict" else settings.keys() & refused:
+            text = f"{name}={settings[name]:g} differs from this session's {known[name]:g}. Leave it out."
             raise APIError(400, text, param=name)
         if self.agent_sampling == "own":
-            self._warn_ignored(given)
-            given = {}
+            self._warn_ignored(settings)
+            settings = {}
         seed = {} if self.keeps or body.seed is None else {"seed": body.seed}
-        return replace(self.sampling, **given, **seed, stop_strings=stops)
+        return replace(self.sampling, **settings, **seed, stop_strings=stops)
 
-    def _warn_ignored(self, given: Mapping[str, float]) -> None:
-        if new := given.keys() - self.warned:
+    def _warn_ignored(self, settings: Mapping[str, float]) -> None:
+        if new := settings.keys() - self.warned:
             self.warned |= new
-            sent = ", ".join(f"{name}={given[name]:g}" for name in sorted(new))
+            sent = ", ".join(f"{name}={settings[name]:g}" for name in sorted(new))
             logger.warning(
                 "An agent sends %s, which is ignored: completions are sampled with the settings of the run. "
                 "agent_sampling='agent' takes the agent's, 'strict' refuses them.", sent,

@@ -77,8 +77,8 @@ class GOLDMethod(GKDMethod):
         self.sizes, (_, theirs) = sizes, pairing.known
         share = len(shared_tokens(*pairing.known)[0]) / len({*theirs} - {b""})  # of the teacher's tokens
         self.vocabularies = pairing.vocabularies(sizes) if args.uld_use_hybrid_loss else None
-        given = args.uld_hybrid_matched_weight, args.uld_hybrid_unmatched_weight
-        self.weights: Any = (share, 1 - share) if None in given else given
+        weights = args.uld_hybrid_matched_weight, args.uld_hybrid_unmatched_weight
+        self.weights: Any = (share, 1 - share) if None in weights else weights
 
     def sides(self, batch: Mapping[str, Any]) -> list[dict[str, Tensor]]:
         """The student's and the teacher's rows, with labels of the tokens in spans; for cross-entropy all of the student's."""

@@ -69,12 +69,12 @@ class ChatBody(Body):
 
     @field_validator("tool_choice", "response_format", mode="before")
     @classmethod
-    def _is_unconstrained(cls, given: Any) -> Any:
-        if given not in ("auto", "none", {"type": "text"}):
+    def _is_unconstrained(cls, form: Any) -> Any:
+        if form not in ("auto", "none", {"type": "text"}):
             raise ValueError(
-                f"{given!r:.200} needs constrained decoding, which this endpoint does not have. Leave it out"
+                f"{form!r:.200} needs constrained decoding, which this endpoint does not have. Leave it out"
             )
-        return given
+        return form
 
 
 class CompletionBody(Body):

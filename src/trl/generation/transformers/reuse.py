@@ -45,12 +45,12 @@ class Reuse:
 
     def keep(self, ids: Sequence[int], layers: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Add a sequence in place of the one that it continues."""
-        node, length = self._tree.shared(own := tuple(ids))
-        if len(own) < _FEWEST or length == len(own):
+        node, length = self._tree.shared(sequence := tuple(ids))
+        if len(sequence) < _FEWEST or length == len(sequence):
             return
         if node.value is not None and node.depth == length:
             self._drop(node)
-        self._kept[self._tree.add(own, Held(len(own), layers))] = None
+        self._kept[self._tree.add(sequence, Held(len(sequence), layers))] = None
         self.used += _bytes(layers)
         while self.used > self.memory or len(self._kept) > _MOST:
             self._drop(next(iter(self._kept)))

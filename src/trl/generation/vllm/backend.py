@@ -70,7 +70,7 @@ def make_llm(served: ServedModel, extension: str) -> Any:
     """`vllm.LLM` of a served model, whose workers have the methods of the class `extension`."""
     from vllm import LLM  # pyright: ignore
 
-    arguments = {each.name: getattr(served, each.name) for each in fields(ServedModel)}
+    arguments = {item.name: getattr(served, item.name) for item in fields(ServedModel)}
     del arguments["data_parallel_size"]
     arguments["model_impl"] = arguments.pop("vllm_model_impl")
     return LLM(
