@@ -21,7 +21,7 @@ from trl.data.image_rows import has_images
 from trl.generation.engine import Engine
 from trl.generation.transformers.mixture import MixtureEngine, TurnsEngine
 from trl.legacy.interface import NOT_CALLED_OF_PROMPTS
-from trl.legacy.online_rows import LegacyPromptRows
+from trl.legacy.text_data import LegacyPromptRows
 from trl.models.scoring.causal import Scored
 from trl.objectives.online_preference import RankedPairs, by_epoch, ranked_pairs, sequence_metrics
 from trl.objectives.pairs import PairScores
