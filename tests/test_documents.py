@@ -4,8 +4,11 @@ import ast
 import contextlib
 import importlib
 import itertools
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -155,6 +158,41 @@ def workshop(tmp_path_factory):
     return folder
 
 
+def source_strings() -> list[re.Pattern[str]]:
+    """Every longer string of the library as a pattern; an inserted value may be anything, also `…`."""
+    patterns = []
+    for path in (ROOT / "src" / "trl").glob("**/*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        formatted = [node for node in nodes if isinstance(node, ast.JoinedStr)]
+        inner = {id(part) for node in formatted for part in node.values}
+        constants = [node for node in nodes if isinstance(node, ast.Constant) and id(node) not in inner]
+        texts = [node.value for node in constants if isinstance(node.value, str)]
+        texts += [  # %s stands for an inserted value, as in the texts of loggers
+            "".join(str(part.value) if isinstance(part, ast.Constant) else "%s" for part in node.values)
+            for node in formatted
+        ]
+        sentences = [
+            part for text in texts for part in (text, *text.split(". ")[:1])
+        ]  # a page may quote the first
+        fixed = [re.split(r"%[sdr]", text.strip()) for text in sentences]
+        patterns += [".*".join(map(re.escape, parts)) for parts in fixed if len("".join(parts)) > 20]
+    return [re.compile(pattern, re.DOTALL) for pattern in patterns]
+
+
+def messages(path: Path) -> list[str]:
+    """First cells of tables whose first column is `message`: what the library prints, with `…` for parts left out."""
+    tables = re.findall(
+        r"^\| message \|.*\n\|[-| ]+\n((?:\|.*\n)+)", path.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    return [cell for table in tables for cell in re.findall(r"^\| `(.+?)` \|", table, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if messages(path)], ids=label)
+def test_quoted_messages_are_those_of_the_library(path):
+    patterns = source_strings()
+    assert [text for text in messages(path) if not any(pattern.search(text) for pattern in patterns)] == []
+
+
 def test_pages_need_nothing_beside_the_clone():
     """No page, example, docstring or message names a folder outside of the repository."""
     files = [*DOCUMENTS, *ROOT.glob("examples/**/*.py"), *ROOT.glob("src/trl/**/*.py")]
@@ -226,8 +264,46 @@ def test_the_walks_name_functions_that_exist():
         assert set(names) <= defined_in(ROOT / "src" / "trl" / file), part
 
 
+# Pages whose commands run too. A block with a title (```bash title="needs a GPU") needs more than the clone and is not run.
+STORIES = [path for path in DOCUMENTS if path.parent.name == "guides" and blocks(path, "bash")]
+PYTHON_PAGES = [path for path in DOCUMENTS if blocks(path, "python") and path not in STORIES]
+
+
+def run_commands(block: str, folder: Path) -> None:
+    """Run a block as a reader would, in a shell that stops at the first command that fails."""
+    paths = {"PATH": Path(sys.executable).parent, "PYTHONPATH": ROOT / "src"}
+    joined = {name: os.pathsep.join([str(path), os.environ.get(name, "")]) for name, path in paths.items()}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block],
+        cwd=folder,
+        env={**os.environ, **joined},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [path for path in DOCUMENTS if blocks(path, "python")], ids=label)
+@pytest.mark.parametrize("path", STORIES, ids=label)
+def test_guides_run_as_printed(path, tmp_path, monkeypatch):
+    """All commands and Python examples of a guide, one after another, in a folder with a clone and nothing else."""
+    for name in ("examples", "benchmarks", "src", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    printed = re.findall(
+        r"^```(bash|python)\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    for language, block in printed:
+        if language == "bash":
+            run_commands(block, tmp_path)
+        else:
+            exec(compile(block, label(path), "exec"), names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PYTHON_PAGES, ids=label)
 def test_examples_run(path, workshop, monkeypatch, capsys):
     """All Python examples of a document, one after another as a reader would run them."""
     monkeypatch.chdir(workshop)
