@@ -33,10 +33,10 @@ from trl.generation.serving.openai_api import CompletionBody
 from trl.generation.transformers.engine import TransformersEngine
 from trl.rollouts import chats as sessions_chats
 from trl.rollouts import openai_app, sessions
-from trl.rollouts.agents import completed
+from trl.rollouts.agents import AgentCompleter
 from trl.rollouts.chains import in_order
 from trl.rollouts.chats import Chats
-from trl.rollouts.journal import Played
+from trl.rollouts.journal import Journal, Played
 
 SCHEMAS = [get_json_schema(tool) for tool in TOOLS]
 SAMPLING = Sampling(max_new_tokens=12, seed=0)
@@ -276,6 +276,17 @@ def test_tokens_do_not_depend_on_the_order_of_sessions(policy):
 
 
 def test_chains_do_not_depend_on_the_order_of_requests(endpoint):
+    async def agent(row, base_url, api_key):
+        return 0.0
+
+    completer = AgentCompleter(
+        agent,
+        endpoint.chats.processing_class,
+        Budget(),
+        concurrency=1,
+        deadline=None,
+        journal=Journal(None, rank=0),
+    )
     found = []
     for order in (1, -1):
         session = endpoint.session(stream=0)
@@ -286,7 +297,7 @@ def test_chains_do_not_depend_on_the_order_of_requests(endpoint):
                 ask(client_of(session), messages + more)
         chains = chains_of(session.turns)
         found.append([(chain.prompt, chain.ids) for chain in chains])
-        stopped = completed([Played(chains, turns=9)], 0, keeps=False).experience.per_row
+        stopped = completer.completed([Played(chains, turns=9)], keeps=False).experience.per_row
         assert stopped["stopped"].tolist() == [all(chain.ended for chain in chains)]
     assert found[0] == found[1] and len(found[0]) == 6
 

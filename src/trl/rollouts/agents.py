@@ -112,13 +112,41 @@ class AgentCompleter:
             self._run(maker, waiting)
         truncates = sampling.truncates_distribution or bool(sampling.processors) or not self.exact
         keeps = truncates and maker.engine.exact
-        end: Any = text_tokenizer(self.processing_class).eos_token_id or 0
         played = [held[key] or waiting[key][-1] for key in keys]
         self._results.update(*gather_object([sorted({name for one in played for name in one.results})]))
-        answer = completed(
-            played, end, keeps=keeps, environments=self.environments, results=sorted(self._results)
-        )._replace(failure=self._failure)
+        answer = self.completed(played, keeps=keeps)._replace(failure=self._failure)
         return answer._replace(scored=partial(self.journal.score, keys)) if self.graded else answer
+
+    def completed(self, played: Sequence[Played], *, keeps: bool) -> Completed:
+        """Sessions as completions, one without turns as an end token; `keeps` as in `experience_of`."""
+        end: Any = text_tokenizer(self.processing_class).eos_token_id or 0
+        silent = Chain([end])
+        silent.add([end])
+        rows = [one.chains or [silent] for one in played]
+        stopped = [all(chain.ended for chain in chains) for chains in rows]
+        columns = {
+            STOPPED: [
+                ended and not (one.cut or one.limited) for ended, one in zip(stopped, played, strict=True)
+            ],
+            TURNS: [one.turns for one in played],
+            CHAINS: [len(one.chains) for one in played],
+            CUT: [one.cut for one in played],
+            **{OUTCOME_OF + kind: [one.failure == kind for one in played] for kind in OUTCOMES},
+            **{
+                RESULT_OF + n: [one.results.get(n, math.nan) for one in played] for n in sorted(self._results)
+            },
+        }
+        fields: dict[str, list[Any]] = {
+            name: [one.reward if one.reward_name == name else None for one in played]
+            for name in self.reward_names
+        }
+        if self.environments is not None:
+            columns |= tool_counts(played)
+            fields[ENVIRONMENTS] = [one.environment for one in played]
+        experience = experience_of(rows, columns, keeps=keeps)
+        experience = experience.with_more(**{BRANCHES: Ragged.of([_branches(chains) for chains in rows])})
+        messages = [one.messages or [{"role": "assistant", "content": ""}] for one in played]
+        return Completed(experience, fields, messages=messages)
 
     def close(self, *, ends: bool = True) -> None:
         """Close environments of failed episodes, or all where training `ends`; the others are free from now on."""
@@ -267,43 +295,6 @@ def _alive() -> int:
     reading, writing = os.pipe()
     os.register_at_fork(after_in_child=partial(os.close, writing))  # a child may outlive it
     return reading
-
-
-def completed(
-    played: Sequence[Played],
-    end: int,
-    *,
-    keeps: bool,
-    environments: EnvironmentAgent | None = None,
-    results: Sequence[str] = (),
-) -> Completed:
-    """Sessions as completions; `keeps` as in `experience_of`.
-
-    A session without turns is one token `end`. `environments` add the numbers of tool calls, a reward for each class of them, and
-    themselves. `results` are the names of agents' further numbers.
-    """
-    silent = Chain([end])
-    silent.add([end])
-    rows = [one.chains or [silent] for one in played]
-    stopped = [all(chain.ended for chain in chains) for chains in rows]
-    columns = {
-        STOPPED: [ended and not (one.cut or one.limited) for ended, one in zip(stopped, played, strict=True)],
-        TURNS: [one.turns for one in played],
-        CHAINS: [len(one.chains) for one in played],
-        CUT: [one.cut for one in played],
-        **{OUTCOME_OF + kind: [one.failure == kind for one in played] for kind in OUTCOMES},
-        **{RESULT_OF + name: [one.results.get(name, math.nan) for one in played] for name in results},
-    }
-    names = [REWARD_FIELD] if environments is None else environments.reward_names
-    fields: dict[str, list[Any]]
-    fields = {name: [one.reward if one.reward_name == name else None for one in played] for name in names}
-    if environments is not None:
-        columns |= tool_counts(played)
-        fields[ENVIRONMENTS] = [one.environment for one in played]
-    experience = experience_of(rows, columns, keeps=keeps)
-    experience = experience.with_more(**{BRANCHES: Ragged.of([_branches(chains) for chains in rows])})
-    messages = [one.messages or [{"role": "assistant", "content": ""}] for one in played]
-    return Completed(experience, fields, messages=messages)
 
 
 def _branches(chains: Sequence[Chain]) -> list[int]:
