@@ -158,6 +158,11 @@ def estimate(
     return state_bytes(counts, way) + copies + gradient + kept_bytes(config, way, tokens) + max(phases)
 
 
+def shown(size: float) -> str:
+    """Two significant digits below 10, else whole numbers."""
+    return f"{size:,.0f}" if size >= 10 else f"{size:.2g}"
+
+
 def table(models: dict[str, PretrainedConfig], tokens: int) -> str:
     """GiB by model and way to train, in Markdown; the last column is what 1,000 further tokens take under LoRA."""
     lines = [
@@ -165,9 +170,9 @@ def table(models: dict[str, PretrainedConfig], tokens: int) -> str:
         "|---" * (len(WAYS) + 2) + "|",
     ]
     for name, config in models.items():
-        sizes = [f"{estimate(config, way, tokens) / GIB:,.0f}" for way in WAYS]
+        sizes = [shown(estimate(config, way, tokens) / GIB) for way in WAYS]
         more = (kept_bytes(config, WAYS[4], 1000) + layer_bytes(config, WAYS[4], 1000)) / GIB
-        lines.append(f"| {name} | " + " | ".join(sizes) + f" | {more:.2f} |")
+        lines.append(f"| {name} | " + " | ".join(sizes) + f" | {shown(more)} |")
     return "\n".join(lines)
 
 
