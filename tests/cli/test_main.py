@@ -27,6 +27,53 @@ def test_unknown_commands_suggest_the_nearest(capsys):
     assert "Did you mean trl sft?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("ppo", "run examples/scripts/ppo/ppo.py, or build PPOTrainer (docs/methods/ppo_dataset.md)"),
+        ("ddpo", "run examples/scripts/ddpo.py"),
+        ("iterative_sft", "build IterativeSFTTrainer"),
+        ("gspo", "use trl grpo with --loss_type"),
+    ],
+)
+def test_methods_without_a_command_name_what_to_run(name, way, capsys):
+    assert main([name]) == 2
+    assert f"trl: error: {name} has no command: {way}" in capsys.readouterr().err
+
+
+def test_every_method_has_a_command_or_a_way():
+    """Of the trainers in `trl` and `trl.experimental`; what the messages name is there."""
+    from pathlib import Path
+
+    import trl
+    from trl.cli.main import _ELSEWHERE, _OTHER_NAMES
+
+    root = Path(__file__).parents[2]
+    commands = {name.replace("-", "") for name in {**COMMANDS, **_ELSEWHERE, **_OTHER_NAMES}}
+    folders = [
+        path.name for path in (root / "src/trl/experimental").iterdir() if (path / "__init__.py").is_file()
+    ]
+    packages = {"agents", "bema_for_ref_model", "grpo_with_replay_buffer"}
+    methods = {name.removesuffix("Trainer").lower() for name in trl.__all__ if name.endswith("Trainer")}
+    methods |= {name.replace("_", "") for name in set(folders) - packages}
+    assert methods - {"ppov2", "base"} <= commands, methods - commands
+    for way in _ELSEWHERE.values():
+        for word in way.replace("(", " ").replace(")", " ").replace(",", " ").split():
+            assert "/" not in word or (root / word).is_file(), word
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("sft", "interrupted, no step was trained."), ("env", "interrupted.")]
+)
+def test_an_interruption_while_modules_are_imported(name, said, monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("importlib.import_module", interrupt)
+    assert main([name]) == 130
+    assert capsys.readouterr().err == f"trl {name}: {said}\n"
+
+
 def test_the_forks_names_of_a_served_vllm(capsys, tmp_path):
     assert main(["vllm-serve-async", "--help"]) == 0
     assert "trl vllm-serve --model" in capsys.readouterr().out

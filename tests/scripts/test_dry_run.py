@@ -20,6 +20,17 @@ ROWS = {
     "dpo": (PAIR, "chosen (4 tokens, 4 trained): >> Seven apples.<|im_end|><<"),
     "reward": (PAIR, ">>Q: How many? Next.<|im_end|><<"),
     "kto": ({"prompt": "Q: How many?", "completion": " Seven.", "label": True}, ">> Seven.<|im_end|><<"),
+    "orpo": (PAIR, "chosen (4 tokens, 4 trained): >> Seven apples.<|im_end|><<"),
+    "cpo": (PAIR, "chosen (4 tokens, 4 trained): >> Seven apples.<|im_end|><<"),
+    "bco": ({"prompt": "Q: How many?", "completion": " Seven.", "label": True}, ">> Seven.<|im_end|><<"),
+    "prm": (
+        {"prompt": "Q: How many?", "completions": [" Seven", " apples."], "labels": [True, False]},
+        "trained",
+    ),
+    "gold": (
+        {"messages": [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Seven"}]},
+        "trained",
+    ),
     "gkd": ({"prompt": "Q: How many?", "completion": " Seven."}, ">> Seven.<|im_end|><<"),
     "distillation": (QUESTION, "0 trained): How many apples are left?"),
     "grpo": (QUESTION, "0 trained): How many apples are left?"),
@@ -43,7 +54,7 @@ def run(tmp_path, model_path, monkeypatch, capsys):
             "grpo": ["--reward_funcs", "think_format_reward"],
             "gkd": ["--teacher_model_name_or_path", str(model_path)],
         }
-        rewards = needs.get({"rloo": "grpo", "distillation": "gkd"}.get(name, name), [])
+        rewards = needs.get({"rloo": "grpo", "distillation": "gkd", "gold": "gkd"}.get(name, name), [])
         assert run_script(module.make_parser(), module.main, [*fixed.split(), *rewards, *line]) == 0
         return capsys.readouterr().out
 

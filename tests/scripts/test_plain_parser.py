@@ -3,7 +3,8 @@
 import pytest
 
 from trl.cli.main import COMMANDS, main
-from trl.scripts.plain_parser import PlainParser, did_you_mean
+from trl.options.spelling import did_you_mean
+from trl.scripts.plain_parser import PlainParser
 
 
 def parser():
@@ -63,7 +64,7 @@ NAMES = [
         ("--learning-rat", "--learning_rate"),
         ("--Epoch", "--num_train_epochs"),
         ("--lr", "--learning_rate or --lr_scheduler_type"),
-        ("--dataset", "--datasets or --dataset_name"),
+        ("--dataset", "--dataset_name"),
         ("--batch_size", "--per_device_train_batch_size"),
     ],
 )

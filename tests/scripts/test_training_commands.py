@@ -1,4 +1,4 @@
-"""`trl sft`, `dpo`, `kto` and `reward` on a tiny model: from files to a saved model, and errors in one message."""
+"""`trl sft`, `dpo`, `kto` and `reward` and others on a tiny model: from files to a saved model, and errors in one message."""
 
 import importlib
 import json
@@ -25,6 +25,10 @@ COMMANDS = {
             "--dialogue_marker Assistant:"),
     "kto": ([{"question": "Q: How many?", "answer": text, "good": text == " Seven."} for text in (" Seven.", " Next.")],
             "--column_mapping question=prompt answer=completion good=label"),
+    "orpo": ([PAIR], ""),
+    "cpo": ([PAIR], "--loss_type simpo --cpo_alpha 0"),
+    "bco": ([{"prompt": "Q: How many?", "completion": text, "label": text == " Seven."} for text in (" Seven.", " Next.")], ""),
+    "prm": ([{"prompt": "Q: How many?", "completions": [" Seven", " apples."], "labels": [True, False]}], ""),
     "reward": ([{"question": PAIR["prompt"], **PAIR}], "--column_mapping prompt=old question=prompt"),
 }  # fmt: skip
 
@@ -103,6 +107,30 @@ BAD = [
     ("sft", "--push_to_hub true", "HF_HUB_OFFLINE"),
     ("sft", f"--output_dir {__file__}", "is a file"),
     ("sft", "--optim galore_adamw", "galore_torch"),
+    ("sft", "--learning_rate -1e-4", "learning_rate must be >= 0, got -0.0001."),
+    (
+        "sft",
+        "--per_device_train_batch_size -2",
+        "per_device_train_batch_size must be a whole number >= 1, got -2.",
+    ),
+    ("sft", "--max_steps -1 --num_train_epochs -1", "num_train_epochs must be >= 0, got -1.0."),
+    ("sft", "--max_length -5", "max_length must be a whole number >= 1 or None, got -5."),
+    ("sft", "--chat_template_path nowhere.jinja", "chat_template_path='nowhere.jinja' is no file"),
+    (
+        "sft",
+        "--load_best_model_at_end true",
+        "load_best_model_at_end needs an evaluation for every saved model",
+    ),
+    (
+        "sft",
+        "--lora_r 8",
+        "lora_r=8 has no effect without adapters: all weights would be trained. Add --use_peft true.",
+    ),
+    (
+        "dpo",
+        "--lora_alpha 64 --lora_dropout 0",
+        "lora_alpha=64, lora_dropout=0.0 has no effect without adapters",
+    ),
     ("dpo", "--dialogue_marker Bot:", "share no 'Bot:'"),
     ("dpo", "--ref_model_name_or_path /nowhere", "/nowhere"),
     ("kto", "--column_mapping question=prompt answer=completion answer=label", "answer"),
@@ -116,6 +144,15 @@ def test_bad_input_is_one_message_and_status_2(run, capsys, monkeypatch, name, l
     assert run(name, *line.split()) == 2
     err = capsys.readouterr().err
     assert f"trl {name}: error: " in err and message in err and "Traceback" not in err
+
+
+def test_rows_of_alpaca_name_the_column_mapping(run, capsys):
+    rows = [{"instruction": "Add.", "input": "1 2", "output": "3"}]
+    assert run("sft", rows=rows) == 2
+    said = capsys.readouterr().err
+    mapping = "--column_mapping instruction=prompt output=completion"
+    assert f"{mapping} (`input` is not read then: append it to the instruction)" in said
+    assert run("sft", *mapping.split(), "--dry_run", "true", rows=rows) == 0
 
 
 def test_reentrant_checkpointing_and_bias_buffers(tmp_path, model_path):

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
+from trl.options.spelling import did_you_mean
 from trl.scripts.config_file import ConfigFile, read_config, take_config_option
-from trl.scripts.plain_parser import did_you_mean
 
 if TYPE_CHECKING:
     from trl.scripts.parser import TrlParser

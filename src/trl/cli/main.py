@@ -24,8 +24,13 @@ _TRAINING = {
     "sft": "fine-tune a model on text, prompts with answers, or conversations",
     "reward": "train a reward model on preferred and rejected answers",
     "dpo": "train a model on preferred and rejected answers (DPO and its family)",
+    "orpo": "train a model on preferred and rejected answers, without a reference (ORPO)",
+    "cpo": "train a model on preferred and rejected answers, without a reference (CPO, SimPO)",
     "kto": "train a model on answers that are marked good or bad",
+    "bco": "train a model on answers that are marked good or bad (BCO)",
+    "prm": "train a reward model on solutions whose steps are marked right or wrong",
     "gkd": "train a student on a teacher's distributions (distillation)",
+    "gold": "train a student on a teacher's distributions, also with another tokenizer (GOLD)",
     "distillation": "train a student on a teacher's distributions, on its own completions of prompts",
     "teach": "write a teacher's most likely tokens beside each row, to distil without the teacher",
     "grpo": "train a model on rewards of its own answers, group by group (GRPO)",
@@ -43,9 +48,28 @@ _PLAIN = {
     "data": "make a small data set to try a method with; nothing to download",
     "quickstart": "train a tiny model to sort digits, in stages; nothing to download",
     "env": "print versions and hardware, for bug reports",
-    "completion": "print a completion script for bash",
+    "completion": "print a completion script for bash, zsh or fish",
 }
-_OTHER_NAMES = {"vllm-serve-async": "vllm-serve"}
+_OTHER_NAMES = {"vllm-serve-async": "vllm-serve", "online_dpo": "online-dpo", "nash_md": "nash-md"}
+_GRPO = "use trl grpo with --loss_type and other options (docs/methods/grpo_variants.md)"
+# Methods without a command: what to run instead.
+_ELSEWHERE = {
+    "ppo": "run examples/scripts/ppo/ppo.py, or build PPOTrainer (docs/methods/ppo_dataset.md)",
+    "ddpo": "run examples/scripts/ddpo.py, or build DDPOTrainer (docs/methods/ddpo.md)",
+    "alignprop": "run examples/scripts/alignprop.py, or build AlignPropTrainer (docs/methods/alignprop.md)",
+    "diffusion-grpo": "run examples/small_diffusion.py, or build DiffusionGRPOTrainer (docs/methods/diffusion_grpo.md)",
+    "iterative-sft": "build IterativeSFTTrainer (docs/methods/iterative_sft.md)",
+    "minillm": "build MiniLLMTrainer (docs/methods/distillation.md)",
+    "papo": "build PAPOTrainer (docs/methods/papo.md)",
+    "sdft": "run examples/self_distillation.py, or build SDFTTrainer (docs/methods/distillation.md)",
+    "sdpo": "run examples/self_distillation.py, or build SDPOTrainer (docs/methods/distillation.md)",
+    "gfpo": "build GFPOTrainer (docs/methods/grpo_variants.md)",
+    **dict.fromkeys(("gspo", "dr-grpo", "dapo", "bnpo", "cispo", "sapo"), _GRPO),
+    "simpo": "use trl cpo with --loss_type simpo --cpo_alpha 0 (docs/methods/cpo.md)",
+    **dict.fromkeys(("ipo", "mpo", "rdpo"), "use trl dpo with --loss_type (docs/methods/dpo.md)"),
+    **dict.fromkeys(("rm", "reward-modeling", "reward_modeling"), "use trl reward"),
+    **dict.fromkeys(("train", "pt", "pretrain"), "use trl sft, or the method's command"),
+}
 COMMANDS = {
     name: Command(f"trl.scripts.{name.replace('-', '_')}", text, "training" if name in _TRAINING else "plain")
     for name, text in {**_TRAINING, **_PLAIN}.items()
@@ -63,8 +87,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, rest = _OTHER_NAMES.get(arguments[0], arguments[0]), arguments[1:]
     if name not in COMMANDS:
-        from trl.scripts.plain_parser import did_you_mean
+        from trl.options.spelling import did_you_mean
 
+        if (way := _ELSEWHERE.get(name.replace("_", "-"))) is not None:
+            print(f"trl: error: {name} has no command: {way}.", file=sys.stderr)
+            return 2
         near = did_you_mean(name, COMMANDS, prefix="trl ")
         listing = ", ".join(COMMANDS)
         print(f"trl: error: unknown command {name!r}: the commands are {listing}.{near}", file=sys.stderr)
@@ -87,7 +114,8 @@ def _run(name: str, rest: list[str]) -> int:
             return launch(name, COMMANDS[name].module, rest)
         return importlib.import_module(COMMANDS[name].module).main(rest) or 0
     except KeyboardInterrupt:  # while modules are imported or the launcher starts
-        print(f"trl {name}: interrupted.", file=sys.stderr)
+        is_training = COMMANDS[name].kind == "training"
+        print(f"trl {name}: interrupted{', no step was trained' if is_training else ''}.", file=sys.stderr)
         return 130
     except SystemExit as stop:  # argparse ends the process on --help and on bad arguments
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)

@@ -18,7 +18,7 @@ from datasets.exceptions import DataFilesNotFoundError, DatasetGenerationError, 
 from trl.data.formats import column_names
 from trl.data.hub import HubUnreachable, loading_from_hub, may_be_on_hub
 from trl.options.checks import read_text_values
-from trl.options.groups import option
+from trl.options.groups import OptionGroup, option
 
 AnyDataset = Dataset | DatasetDict | IterableDataset | IterableDatasetDict
 DataFiles = str | Sequence[str] | Mapping[str, Any] | None
@@ -170,7 +170,7 @@ def _fault(file: Path) -> tuple[int, str] | None:
 
 
 @dataclass
-class DatasetConfig:
+class DatasetConfig(OptionGroup):
     """One source of a mixture: what `datasets.load_dataset` takes, and the columns to keep."""
 
     path: str = field(metadata={"help": "File (.json, .jsonl, .parquet, .csv), folder, or name on the hub."})
@@ -182,7 +182,7 @@ class DatasetConfig:
 
 
 @dataclass
-class DatasetMixtureConfig:
+class DatasetMixtureConfig(OptionGroup):
     """The sources of a mixture and what is done with all of them together.
 
     Raises: ValueError for a source with unknown keys or without a path, and for a `test_split_size` that is neither a

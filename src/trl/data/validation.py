@@ -98,7 +98,33 @@ def sft_row_type(
         return RowType("messages" if is_chat else "text", (text_field,))
     needed = ("prompt", "completion") if {"prompt", "completion"} & set(columns) else (text_field,)
     remedy = None if len(needed) == 2 else "Rename columns, set dataset_text_field, or pass formatting_func."
+    remedy = renaming(columns) or remedy
     raise wrong_columns(columns, name, takes=SFT_TYPES, needed=needed, remedy=remedy)
+
+
+_PROMPTS = ("prompt", "instruction", "question", "query", "problem", "input")
+_COMPLETIONS = ("completion", "output", "answer", "response", "solution")
+
+
+def renaming(columns: Sequence[str]) -> str:
+    """The remedy for prompts with completions under other names, such as Alpaca's; empty where there are no such columns.
+
+    >>> renaming(["question", "answer"])
+    'Rename them: --column_mapping question=prompt answer=completion'
+    """
+    prompt, completion = (
+        next((name for name in names if name in columns), "") for names in (_PROMPTS, _COMPLETIONS)
+    )
+    if not prompt or not completion:
+        return ""
+    names = {prompt: "prompt", completion: "completion"}
+    pairs = " ".join(f"{old}={new}" for old, new in names.items() if old != new)
+    unread = (
+        " (`input` is not read then: append it to the instruction)."
+        if "input" in set(columns) - {prompt}
+        else ""
+    )
+    return f"Rename them: --column_mapping {pairs}{unread}"
 
 
 # Columns of rows of another kind, and the trainers that take them.

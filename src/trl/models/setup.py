@@ -99,7 +99,11 @@ def take_chat_template(
     """
     if path is None:
         return model, peft_config
-    if Path(path).is_file() or Path(path).suffix in TEMPLATE_FILES:
+    if not Path(path).is_file() and Path(path).suffix in TEMPLATE_FILES:
+        raise FileNotFoundError(
+            f"chat_template_path={path!r} is no file, seen from {Path.cwd()}. Give the path of a Jinja file, or a tokenizer."
+        )
+    if Path(path).is_file():
         tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
         return model, peft_config
     try:

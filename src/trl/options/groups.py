@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import textwrap
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, Self, TypeVar, get_args, get_origin
 
 from trl.options.checks import (
     DECLARATIONS,
@@ -16,6 +16,7 @@ from trl.options.checks import (
     read_text_values,
     warn_caller,
 )
+from trl.options.spelling import OF_COMMANDS, OTHER_NAMES, did_you_mean
 
 Config = TypeVar("Config", bound=type)
 
@@ -86,6 +87,12 @@ class OptionGroup:
     `super().check()`. The config that combines the groups calls `settle` once, before anything else reads the values.
     """
 
+    def __new__(cls, *values: Any, **options: Any) -> Self:
+        """An instance before `__init__`, which has the options. Raises: TypeError for names that it does not take."""
+        if unknown := [name for name in options if name not in cls.__dataclass_fields__]:  # type: ignore[attr-defined]
+            _refuse_unknown(cls, unknown)
+        return super().__new__(cls)
+
     def check(self) -> None:
         """Raise on bad values and bring good ones into their final form."""
 
@@ -102,6 +109,22 @@ class OptionGroup:
         check_choices(self)
         check_numbers(self)
         _warn_of_unread(self)
+
+
+def _refuse_unknown(config_class: type, names: list[str]) -> None:
+    """Raise TypeError for names that the constructor does not take, with what may be meant by each."""
+    parameters = inspect.signature(config_class.__init__).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    messages = []
+    for name in (name for name in names if name not in parameters):
+        target = OTHER_NAMES.get(name, name).partition(":")[0]
+        hint = did_you_mean(name, parameters)
+        if target in OF_COMMANDS and target not in parameters:
+            hint = f" {target} is an option of commands: in Python a field of ModelConfig, or an argument of the trainer."
+        messages.append(f"{config_class.__name__} got an unexpected keyword argument {name!r}.{hint}")
+    if messages:
+        raise TypeError("\n".join(messages))
 
 
 def _move_legacy(config: Any) -> None:
@@ -126,14 +149,18 @@ def _move_legacy(config: Any) -> None:
         warn_caller(f"deprecated settings: {'; '.join(places)}.", FutureWarning)
 
 
-def _warn_of_unread(config: Any) -> None:
-    """Warn of fields that have no effect, because the one they need is off."""
+def unread_fields(config: Any) -> dict[str, list[str]]:
+    """The changed fields that have no effect, as `name=value`, by the field that they need and that is off."""
     unread: dict[str, list[str]] = {}
     for item in dataclasses.fields(config):
         needed = declaration(item).needs
         if needed and not getattr(config, needed) and getattr(config, item.name) != item.default:
             unread.setdefault(needed, []).append(f"{item.name}={getattr(config, item.name)!r}")
-    for needed, names in unread.items():
+    return unread
+
+
+def _warn_of_unread(config: Any) -> None:
+    for needed, names in unread_fields(config).items():
         warn_caller(
             f"{', '.join(names)} has no effect with {needed}={getattr(config, needed)}. Set {needed}, or leave it out."
         )

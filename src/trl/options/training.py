@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
 from transformers.utils import is_torch_bf16_gpu_available
 
 from trl.options.checks import json_object
@@ -15,6 +16,7 @@ from trl.options.groups import OptionGroup, moved, option, same
 from trl.options.model import DTYPES
 from trl.options.secrets import redacted, unwritten
 from trl.options.shared import Weights, shared
+from trl.options.spelling import did_you_mean
 
 Config = TypeVar("Config")
 
@@ -98,6 +100,19 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
             raise ValueError(
                 f"num_train_epochs must be > 0 or max_steps >= 1, got {self.num_train_epochs}, {self.max_steps}."
+            )
+        strategies = [getattr(each, "value", each) for each in (self.eval_strategy, self.save_strategy)]
+        if self.load_best_model_at_end and strategies[1] != "best" and len(set(strategies)) > 1:
+            raise ValueError(
+                "load_best_model_at_end needs an evaluation for every saved model, got eval_strategy={!r}, "
+                "save_strategy={!r}. Set both to 'steps' or 'epoch', or save_strategy to 'best'.".format(
+                    *strategies
+                )
+            )
+        names = [name.value for name in OptimizerNames]
+        if getattr(self.optim, "value", self.optim) not in names:
+            raise ValueError(
+                f"optim must be an optimiser of transformers, got {self.optim!r}.{did_you_mean(self.optim, names)}"
             )
         if self.deepspeed and find_spec("deepspeed") is None:
             raise ImportError("deepspeed needs the deepspeed package. Run `pip install trl[deepspeed]`.")

@@ -1,8 +1,9 @@
-"""Shell completion: `trl completion bash` prints a script that holds all commands and options."""
+"""Shell completion: `trl completion bash` (zsh, fish) prints a script that holds all commands and options."""
 
 import argparse
 import importlib
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Sequence
 
 from trl.scripts.plain_parser import PlainParser
 
@@ -10,7 +11,12 @@ DESCRIPTION = """\
 Print a completion script. It is static: completing runs no Python. Load it when a shell starts:
 
   bash   trl completion bash > ~/.local/share/bash-completion/completions/trl
+  zsh    trl completion zsh > ~/.trl-completion.zsh; echo 'source ~/.trl-completion.zsh' >> ~/.zshrc
+  fish   trl completion fish > ~/.config/fish/completions/trl.fish
 """
+SHELLS = ("bash", "zsh", "fish")
+# zsh runs bash's functions, with bash's arrays and words (`bashcompinit` is part of it).
+_ZSH = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }\nautoload -Uz bashcompinit && bashcompinit\n"
 _BASH = """\
 _trl() {{
     local command=${{COMP_WORDS[1]}} cur=${{COMP_WORDS[COMP_CWORD]}} prev=${{COMP_WORDS[COMP_CWORD-1]}} found=""
@@ -30,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("shell", metavar="{bash}", help="shell to print the script for")
+    parser.add_argument("shell", metavar="{bash,zsh,fish}", help="shell to print the script for")
     return parser
 
 
@@ -40,12 +46,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     parser = make_parser()
     shell = parser.parse_args(argv).shell
-    if shell != "bash":
-        parser.error(f"the shell must be bash, got {shell!r}.")
+    if shell not in SHELLS:
+        parser.error(f"the shell must be one of {', '.join(SHELLS)}, got {shell!r}.")
     options = {name: command_options(command.module) for name, command in COMMANDS.items()}
+    if shell == "fish":
+        print("\n".join(_fish(options)))
+        return 0
     cases = "\n".join(_case(name, of_command) for name, of_command in options.items())
-    print(_BASH.format(commands=" ".join(options), cases=cases), end="")
+    print((_ZSH if shell == "zsh" else "") + _BASH.format(commands=" ".join(options), cases=cases), end="")
     return 0
+
+
+def _fish(options: dict[str, dict[str, list[str] | None]]) -> Iterator[str]:
+    """The lines of the script for fish: -f offers no files, -x wants one of the values, -r any value or file."""
+    yield f"complete -c trl -n __fish_use_subcommand -f -a {shlex.quote(' '.join(options))}"
+    for command, of_command in options.items():
+        for flag, values in of_command.items():
+            kind = "" if values is None else f" -x -a {shlex.quote(' '.join(values))}" if values else " -r"
+            yield f"complete -c trl -n '__fish_seen_subcommand_from {command}' -l {flag[2:]}{kind}"
 
 
 def command_options(module: str) -> dict[str, list[str] | None]:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from trl.data.arithmetic import ROWS, make_rows
-from trl.scripts.plain_parser import PlainParser, did_you_mean
+from trl.options.spelling import did_you_mean
+from trl.scripts.plain_parser import PlainParser
 
 
 def make_parser() -> argparse.ArgumentParser:

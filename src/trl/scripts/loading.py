@@ -12,8 +12,8 @@ from trl.checkpoints.wholeness import checkpoint_to_load, checkpoints_in
 from trl.data.formats import column_names
 from trl.models.peft import get_kbit_device_map, get_quantization_config
 from trl.options.model import ModelConfig
+from trl.options.spelling import did_you_mean
 from trl.scripts.arguments import ScriptArguments
-from trl.scripts.plain_parser import did_you_mean
 
 if TYPE_CHECKING:
     from trl.data.sources import DatasetMixtureConfig

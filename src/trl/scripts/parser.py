@@ -12,8 +12,9 @@ from transformers import HfArgumentParser
 from transformers.hf_argparser import DataClass, DataClassType
 
 from trl.options.checks import KIND_NAMES, declaration, from_text
+from trl.options.spelling import did_you_mean
 from trl.scripts.config_file import ConfigFile, read_config, take_config_option
-from trl.scripts.plain_parser import PlainParser, did_you_mean, unknown_arguments
+from trl.scripts.plain_parser import PlainParser, unknown_arguments
 
 
 class TrlParser(PlainParser, HfArgumentParser):

@@ -1,12 +1,14 @@
 """Arguments of all commands: short errors, unknown options first, with the nearest names. Imports nothing heavy."""
 
 import argparse
-import difflib
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-MOST = 3
+from trl.options.spelling import did_you_mean
+
+_MOST_CHOICES = 12  # more are left to the help text where one of them is near
 
 
 class PlainParser(argparse.ArgumentParser):
@@ -15,12 +17,18 @@ class PlainParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
+        # That of Python 3.13 and older takes -1e-4 for an option.
+        self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$", re.IGNORECASE)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            error.message += did_you_mean(str(value), map(str, action.choices or ()))
+            choices = [str(choice) for choice in action.choices or ()]
+            near = did_you_mean(str(value), choices)
+            if near and len(choices) > _MOST_CHOICES:
+                error.message = f"invalid choice: {value!r} (of {len(choices)})."
+            error.message += near
             raise
 
     def error(self, message: str) -> NoReturn:
@@ -55,25 +63,3 @@ def unknown_arguments(tokens: list[str], known: Iterable[str]) -> list[str]:
     if tokens and not flags:
         return [f"Unexpected arguments: {' '.join(tokens)}. Values follow the name of an option."]
     return [f"Unknown option {flag}.{did_you_mean(flag, names, prefix='--')}" for flag in flags]
-
-
-def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """At most three known names that may be meant: the most similar, then those that `name` abbreviates.
-
-    >>> nearest("--sise", ["size", "steps"]), nearest("epoch", ["num_train_epochs"]), nearest("x", ["size"])
-    (['size'], ['num_train_epochs'], [])
-    >>> nearest("lr", ["lr_scheduler_type", "learning_rate"])
-    ['learning_rate', 'lr_scheduler_type']
-    """
-    spellings = {entry.replace("-", "_").lower(): entry for entry in known}
-    wanted = name.lstrip("-").replace("-", "_").lower()
-    alike = difflib.get_close_matches(wanted, spellings, n=1)
-    initials = [each for each in spellings if "".join(word[:1] for word in each.split("_")) == wanted]
-    longer = [each for each in spellings if wanted and f"_{wanted}" in f"_{each}"]
-    return [spellings[match] for match in dict.fromkeys([*alike, *initials, *longer])][:MOST]
-
-
-def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """` Did you mean prefix+name?` for the nearest known names, or an empty string."""
-    matches = [prefix + match for match in nearest(name, known)]
-    return f" Did you mean {' or '.join(matches)}?" if matches else ""

@@ -43,7 +43,7 @@ def changed_settings(*configs: Any) -> dict[str, Any]:
             default: Any = field.default_factory() if made else field.default  # pyright: ignore[reportCallIssue]
             value = getattr(config, field.name)
             value, default = (each.value if isinstance(each, Enum) else each for each in (value, default))
-            if field.name == "steps_per_generation":
+            if field.name == "steps_per_generation" and value:
                 default = config.gradient_accumulation_steps
             filled = field.name in _NOT_SHOWN or (default in (None, "", "none") and not value)
             if not filled and value != default:

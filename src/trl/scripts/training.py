@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trl.options.groups import unread_fields
 from trl.options.model import ModelConfig
 from trl.scripts import arguments
 from trl.scripts.arguments import ColumnMapping, CommandArguments, RewardFunctions, ScriptArguments
@@ -100,6 +101,10 @@ def load_inputs(
     from trl.scripts.loading import check_processes, load_train_and_eval, model_init_kwargs
 
     check_processes(training_args)
+    if names := unread_fields(model_args).get("use_peft"):
+        raise ValueError(
+            f"{', '.join(names)} has no effect without adapters: all weights would be trained. Add --use_peft true."
+        )
     if model_args.model_name_or_path is None:
         raise ValueError("model_name_or_path is missing. Give the folder of a model, or its name on the Hub.")
     if script_args.gradient_checkpointing_use_reentrant and training_args.gradient_checkpointing:
@@ -119,7 +124,7 @@ def load_inputs(
 
 
 class TrainingCommand(NamedTuple):
-    """One training command, with `<prefix>Trainer` and `<prefix>Config` of `trl.trainer` and, if any, `<prefix>ScriptArguments`.
+    """One training command, with `<prefix>Trainer` and `<prefix>Config` of `package` and, if any, `<prefix>ScriptArguments`.
 
     `others` makes further arguments of the trainer, before the data are loaded. `needs` is part of the usage.
     """
@@ -128,15 +133,18 @@ class TrainingCommand(NamedTuple):
     description: str
     others: Callable[[Any, ModelConfig], dict[str, Any]] = lambda script_args, model_args: {}
     needs: str = ""
+    package: str = "trl.trainer"
 
 
-def classifier_adapter(script_args: ScriptArguments, model_args: ModelConfig) -> dict[str, Any]:
+def classifier_adapter(
+    script_args: ScriptArguments, model_args: ModelConfig, *, task_type: str = "SEQ_CLS"
+) -> dict[str, Any]:
     """The adapter of a reward model: that of a classifier, unless `lora_task_type` is set."""
     from trl.models.peft import get_peft_config
 
     adapter = get_peft_config(model_args)
     if adapter is not None and adapter.task_type == ModelConfig.lora_task_type:
-        adapter.task_type = "SEQ_CLS"
+        adapter.task_type = task_type
     return {"peft_config": adapter}
 
 
@@ -167,11 +175,27 @@ COMMANDS = {
         "Direct preference optimisation on preference pairs.",
         lambda script_args, model_args: {"ref_model": script_args.ref_model_name_or_path},
     ),
+    "orpo": TrainingCommand(
+        "ORPO", "Odds-ratio preference optimisation on preference pairs; needs no reference."
+    ),
+    "cpo": TrainingCommand("CPO", "Contrastive preference optimisation on preference pairs; also SimPO."),
     "kto": TrainingCommand("KTO", "Kahneman-Tversky optimisation on completions marked desirable or not."),
+    "bco": TrainingCommand("BCO", "Binary classifier optimisation on completions marked desirable or not."),
+    "prm": TrainingCommand(
+        "PRM",
+        "Process reward modelling on solutions whose steps are marked right or wrong.",
+        partial(classifier_adapter, task_type="TOKEN_CLS"),
+    ),
     "gkd": TrainingCommand(
         "GKD",
         "Knowledge distillation: a student learns a teacher's distributions, on data or on its own completions.",
         needs="--teacher_model_name_or_path TEACHER",
+    ),
+    "gold": TrainingCommand(
+        "GOLD",
+        "Knowledge distillation that also takes a teacher with another tokenizer (use_uld_loss).",
+        needs="--teacher_model_name_or_path TEACHER",
+        package="trl.experimental.gold",
     ),
     "distillation": TrainingCommand(
         "Distillation",
@@ -218,7 +242,7 @@ def build_trainer(
     from trl.models.peft import get_peft_config
 
     command = COMMANDS[name]
-    module = import_module(f"trl.trainer.{name.replace('-', '_')}_trainer")
+    module = import_module(f"{command.package}.{name.replace('-', '_')}_trainer")
     trainer_class = getattr(module, f"{command.prefix}Trainer")
     others = {"peft_config": get_peft_config(model_args), **command.others(script_args, model_args)}
     train_dataset, eval_dataset = load_inputs(script_args, training_args, model_args, dataset_args)
@@ -251,8 +275,8 @@ def training_command(name: str) -> tuple[Callable[..., Any], Callable[..., TrlPa
         """The parser of the command; added to `subparsers` if given (which must build `TrlParser`s)."""
         from trl.data.sources import DatasetMixtureConfig
 
-        prefix, description, others, needs = COMMANDS[name]
-        config = getattr(import_module(f"trl.trainer.{name.replace('-', '_')}_config"), f"{prefix}Config")
+        prefix, description, others, needs, package = COMMANDS[name]
+        config = getattr(import_module(f"{package}.{name.replace('-', '_')}_config"), f"{prefix}Config")
         compares = others is rewards_or_judge
         usual = arguments.OnlineDPOScriptArguments if compares else arguments.SFTScriptArguments
         kind = getattr(arguments, f"{prefix}ScriptArguments", usual)
