@@ -6,9 +6,12 @@ import importlib
 import itertools
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
+import tempfile
+import traceback
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from examples import small_model
 
 from trl.cli.launch import make_plan
 from trl.cli.main import COMMANDS
+from trl.cli.main import main as trl_main
 from trl.scripts.config_file import ConfigFile, take_config_option
 from trl.scripts.quickstart import make_parser as quickstart_parser
 from trl.scripts.sft import make_parser as sft_parser
@@ -270,7 +274,19 @@ PYTHON_PAGES = [path for path in DOCUMENTS if blocks(path, "python") and path no
 
 
 def run_commands(block: str, folder: Path) -> None:
-    """Run a block as a reader would, in a shell that stops at the first command that fails."""
+    """Run a block as a reader would, and stop at the first command that fails.
+
+    `trl ...` and `python FILE ...` run in forks of this process, which has imported the library; other blocks in a shell.
+    """
+    lines = [shlex.split(line, comments=True) for line in re.sub(r"\\\n\s*", " ", block).splitlines()]
+    words = [line for line in lines if line]
+    launches = {"--num_processes", "--accelerate_config", "vllm-serve"}
+    if all(
+        line[0] in ("trl", "python") and line[1] != "-m" and not launches & set(line) for line in words
+    ) and not re.search("[|&;<>$*]", block):
+        for line in words:
+            run_forked(line)
+        return
     paths = {"PATH": Path(sys.executable).parent, "PYTHONPATH": ROOT / "src"}
     joined = {name: os.pathsep.join([str(path), os.environ.get(name, "")]) for name, path in paths.items()}
     done = subprocess.run(
@@ -282,6 +298,37 @@ def run_commands(block: str, folder: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def run_forked(words: list[str]) -> None:
+    """Run `trl ...` or `python FILE ...` in a fork of this process and in its folder."""
+    with tempfile.TemporaryFile("w+") as output:
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+                sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+                sys.argv = words if words[0] == "trl" else words[1:]
+                sys.path.insert(0, str(Path(sys.argv[0]).parent))
+                if words[0] == "trl":
+                    status = trl_main()
+                else:
+                    runpy.run_path(words[1], run_name="__main__")
+                    status = 0
+            except SystemExit as stop:
+                status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+        _, wait_status = os.waitpid(child, 0)
+        output.seek(0)
+        printed = output.read()
+    assert os.waitstatus_to_exitcode(wait_status) == 0, f"{shlex.join(words)}\n{printed[-6000:]}"
 
 
 @pytest.mark.slow
