@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from trl.cli.main import COMMANDS
+from trl.options.spelling import OTHER_NAMES
 from trl.scripts.running import run_script
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "moving.md").read_text(encoding="utf-8")
@@ -66,3 +67,12 @@ def test_the_names_on_our_side_are_options():
         if theirs == "stage":
             continue  # the command
         assert (theirs if ours == "the same names" else first[0]) in known, (theirs, ours)
+
+
+def test_the_tables_agree_with_the_suggestions_of_errors():
+    """Each renamed option is suggested for its name in a misspelt command; a note alone has no option."""
+    listed = {theirs: ours for theirs, ours in renamed() if ours != "the same names" and theirs != "datasets"}
+    assert set(listed) - set(OTHER_NAMES) == set()
+    for theirs, ours in listed.items():
+        option = OTHER_NAMES[theirs].partition(":")[0]
+        assert not option or option in re.findall(r"`(\w+)`", ours), (theirs, ours, option)
