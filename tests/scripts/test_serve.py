@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -106,3 +108,16 @@ def test_a_key_that_cannot_be_written_is_one_message(tmp_path, monkeypatch, caps
     monkeypatch.setattr("trl.scripts.serve.loaded_engine", lambda arguments: engine)
     assert main(["serve", "MODEL", "--port", "0"]) == 2
     assert "Set TRL_VLLM_SERVER_TOKEN." in capsys.readouterr().err
+
+
+def test_a_missing_extra_is_one_message():
+    """`trl serve` where fastapi and uvicorn are not installed."""
+    code = (
+        "import sys; sys.modules['uvicorn'] = None; from trl.cli import main; "
+        "sys.exit(main(['serve', 'nowhere', '--port', '0']))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 2 and "Traceback" not in run.stderr
+    assert "trl serve: error: A server needs uvicorn. Run `pip install trl[serve]`." in run.stderr

@@ -67,7 +67,7 @@ def serve(arguments: ServeArguments) -> None:
         with reporting_input_errors():
             check_vllm("trl vllm-serve")
             check_token_source(arguments.host)
-        from trl.generation.serving.app import GenerationServer
+            from trl.generation.serving.app import GenerationServer
 
         with needing_address(arguments.host, arguments.port):
             server = stack.enter_context(GenerationServer(arguments.host, arguments.port))

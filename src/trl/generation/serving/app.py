@@ -12,18 +12,24 @@ from concurrent.futures import Future
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import torch
-import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, field_validator, model_validator
-from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from trl.generation.serving.connection import resolved
 from trl.generation.vllm.backend import BackendDied, NoChannel, VLLMBackend
 from trl.reporting.deadlines import start
+
+try:
+    import uvicorn
+    from fastapi import FastAPI, Request
+    from fastapi.exceptions import RequestValidationError
+    from fastapi.responses import JSONResponse, Response
+    from starlette.exceptions import HTTPException
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"A server needs {error.name}. Run `pip install trl[serve]`.", name=error.name
+    ) from error
 
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 512 * 1024**2
