@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from transformers import TrainingArguments
@@ -85,6 +85,9 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
     save_dtype: str | None = option(None, "Dtype of saved models. None: of the files loaded.", choices=DTYPES)
     weights: Weights | None = shared("weights")
     gradient_checkpointing: bool = option(True, "Recompute activations in the backward pass: less memory.")
+    log_format: Literal["auto", "lines", "dict"] = option(
+        "auto", "Logs on the screen: lines (auto: not in notebooks), or 'dict': all metrics as a dict."
+    )
     resume_from_checkpoint: str | None = option(None, "Checkpoint's folder, or true for the newest.")
     resume_without: list[str] | None = option(
         None,

@@ -62,6 +62,7 @@ from trl.options.methods import SYNC_SETTINGS
 from trl.options.secrets import unwritten
 from trl.reporting.metrics import MetricSums, Processes
 from trl.reporting.model_card import card_of_trainer
+from trl.reporting.run_lines import use_run_lines
 from trl.rollouts.token_counts import TokenCounts
 from trl.tensors.reduce import Weighted
 from trl.trainer.callbacks.checkpoints import at_step_ends
@@ -130,6 +131,9 @@ class BaseTrainer(LegacyInterface, Trainer):
                     kwargs[name] = prepare(kwargs[name])
         self._sums = {"train": MetricSums(), "eval": MetricSums()}
         super().__init__(*args, **kwargs)
+        use_run_lines(
+            self.callback_handler, kwargs.get("callbacks") or (), getattr(self.args, "log_format", "dict")
+        )
         if self.keeps_residuals:
             check_residuals(self.accelerator, OptimizerNames(self.args.optim).value)
         self._signature_columns = list(self._columns)

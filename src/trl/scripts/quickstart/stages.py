@@ -273,6 +273,7 @@ def run_stages(
     (output_dir / "results.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     try:
         draw(output_dir / "quickstart.png", run.curves)
+        console.print(f"Plot: {output_dir}/quickstart.png")
     except ImportError:
         console.print("No plot: matplotlib is not installed (pip install matplotlib).")
     console.print(NEXT.format(folder=output_dir, method=method), markup=False)
@@ -343,19 +344,39 @@ def print_stages(console: Console, results: Sequence[Mapping[str, Any]]) -> None
 
 
 def draw(path: Path, curves: Mapping[str, Curves]) -> None:
-    """Write a PNG with one panel per stage: exact match and the accuracies that were logged.
+    """Write a PNG with one panel per stage: shares of right answers and pairs on the left axis; rewards and KL on the right.
 
     Raises: ImportError without matplotlib.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.5 * len(curves), 3.6), layout="constrained")
+    figure = Figure(figsize=(5.2 * len(curves), 4), layout="constrained")
+    figure.suptitle("trl quickstart: a model learns to sort digits")
     panels: Any = figure.subplots(1, len(curves), squeeze=False)
-    for axes, (stage, found) in zip(panels[0], curves.items(), strict=True):
-        axes.set(title=stage, xlabel="optimiser step", ylim=(0, 1.05))
-        for name in (EXACT_MATCH, "accuracy", "rewards/accuracies", "rewards/is_right/mean"):
-            if name in found:
-                axes.plot(*zip(*found[name], strict=True), marker=".", label=name.replace("_", " "))
-        axes.legend(loc="lower right")
+    for axes, (stage, logged) in zip(panels[0], curves.items(), strict=True):
+        axes.set(title=stage, xlabel="optimiser step", ylabel="share", ylim=(0, 1.05))
+        for name, label in SHARES.items():
+            if name in logged:
+                axes.plot(*zip(*logged[name], strict=True), marker=".", label=label)
+        others = {name: label for name, label in AMOUNTS.items() if name in logged}
+        right = axes.twinx() if others else axes
+        for colour, (name, label) in zip(("tab:red", "tab:purple"), others.items(), strict=False):
+            right.plot(*zip(*logged[name], strict=True), linestyle="--", color=colour, label=label)
+        if others:
+            right.set_ylabel(", ".join(others.values()))
+        lines = [*axes.get_lines(), *(right.get_lines() if others else ())]
+        axes.legend(lines, [line.get_label() for line in lines], loc="lower right")
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
+
+
+SHARES = {
+    EXACT_MATCH: "exact match", "accuracy": "pair accuracy", "rewards/accuracies": "pair accuracy",
+    "rewards/is_right/mean": "right samples",
+}  # fmt: skip
+AMOUNTS = {
+    "objective/scores": "reward",
+    "rewards/margins": "reward margin",
+    "objective/kl": "KL (nats)",
+    "kl": "KL (nats)",
+}

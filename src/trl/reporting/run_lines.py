@@ -1,0 +1,222 @@
+"""A run on the screen: one line per log, a bar for evaluations over two seconds, and a table at the end."""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from tqdm import tqdm
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.trainer_utils import has_length
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+LogFormat = Literal["auto", "lines", "dict"]
+BAR_DELAY = 2.0  # seconds before a bar is shown
+MOST_SHOWN = 3  # metrics on a line
+COLUMNS = 80  # a longer line loses the last of its metrics
+# The numbers of the methods in order of precedence: a line has the first of them that were logged. The first one leads, and the
+# table at the end follows it.
+SHOWN = {
+    "reward": "reward", "objective/scores": "reward", "loss": "loss", "accuracy": "acc", "margin": "margin",
+    "rewards/accuracies": "acc", "rewards/margins": "margin", "objective/kl": "KL", "kl": "KL", "mean_token_accuracy": "acc",
+    "completions/mean_length": "length", "on_policy_loss": "on-policy", "entropy": "entropy", "grad_norm": "grad",
+}  # fmt: skip
+RISING = {"reward", "objective/scores"}  # leading numbers whose best value is the largest
+
+
+def short_number(value: float) -> str:
+    """A number in at most 5 characters, for counts and rates.
+
+    >>> short_number(950), short_number(12_345), short_number(420_000)
+    ('950', '12.3k', '420k')
+    """
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.{1 if value < 100 * size else 0}f}{unit}"
+    return f"{value:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """A time in hours, minutes or seconds.
+
+    >>> duration(8), duration(75), duration(7_500)
+    ('8s', '1m15s', '2h05m')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def peak_memory() -> float:
+    """Peak memory in bytes: of the GPU where there is one, else the resident set of the process; 0 where unknown."""
+    if torch.cuda.is_available():
+        return float(torch.cuda.max_memory_allocated())
+    if resource is None:
+        return 0.0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(peak if sys.platform == "darwin" else peak * 1024)
+
+
+def metric_cells(logs: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The numbers of a line with their labels, in columns of equal width.
+
+    >>> metric_cells({"loss": 2.5, "learning_rate": 1e-3, "mean_token_accuracy": 0.25})
+    ['loss  2.500', 'acc  0.250']
+    """
+    names = [name for name in SHOWN if isinstance(logs.get(prefix + name), int | float)]
+    return [f"{SHOWN[name]} {_value(logs[prefix + name]):>6}" for name in names[:MOST_SHOWN]]
+
+
+def _value(value: float) -> str:
+    """A number in 6 characters, with its sign where it is smaller than 1000."""
+    size = abs(value)
+    if size >= 1e4 or 0 < size < 5e-4:
+        return f"{value:.0e}"
+    return f"{value:.{3 if size < 10 else 2 if size < 100 else 1}f}"
+
+
+class RunLines(ProgressCallback, PrinterCallback):
+    """One aligned line per log, and a table of first, best and last at the end of the run; on the main process only.
+
+    It stands in the place of the callbacks of transformers that it inherits from, so that removing either removes it. A bar
+    of an evaluation is shown on a terminal after two seconds, unless `disable_tqdm`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.series: dict[str, list[float]] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the clock; the steps of a resumed run go on from its checkpoint."""
+        self.began = self.last_time = time.perf_counter()
+        self.first_step = state.global_step
+        self.last_tokens: float | None = None
+        self.series = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Lines replace the bar of the steps."""
+
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        """Advance the bar of the evaluation."""
+        if not state.is_world_process_zero or args.disable_tqdm or not sys.stderr.isatty():
+            return
+        if self.prediction_bar is None:
+            total = len(eval_dataloader) if has_length(eval_dataloader) else None
+            self.prediction_bar = tqdm(
+                total=total, desc="evaluating", leave=False, dynamic_ncols=True, delay=BAR_DELAY
+            )
+        self.prediction_bar.update(1)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Print a log of training or evaluation; other logs, which have none of the numbers, are printed as they are."""
+        if not state.is_world_process_zero or not logs:
+            return
+        if "train_runtime" in logs and hasattr(self, "began"):
+            self._summarize(logs)
+            return
+        training = metric_cells(logs)
+        prefixes = [name.removesuffix("runtime") for name in logs if name.endswith("_runtime")]
+        cells = training or (metric_cells(logs, prefixes[0]) if prefixes else [])
+        if not cells:
+            _print(str({name: value for name, value in logs.items() if name != "total_flos"}))
+            return
+        width = len(str(state.max_steps))
+        if not training:
+            _print("  ".join([f"{prefixes[0][:-1]:>{2 * width + 1}}", *cells]))
+            return
+        self._keep(logs)
+        start, pace = f"{state.global_step:>{width}}/{state.max_steps}", self._pace(state, logs)
+        while len(line := "  ".join([start, *cells, *pace])) > COLUMNS and len(cells) > 1:
+            cells.pop()
+        _print(line)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The table was printed with the last log."""
+
+    def _keep(self, logs: Mapping[str, Any]) -> None:
+        for name in SHOWN:
+            if isinstance(logs.get(name), int | float):
+                self.series.setdefault(name, []).append(float(logs[name]))
+
+    def _pace(self, state: Any, logs: Mapping[str, Any]) -> list[str]:
+        """Tokens per second since the last line, memory, and the time left at the pace of this run."""
+        if not hasattr(self, "began"):  # logged before the run
+            return []
+        now, cells = time.perf_counter(), []
+        tokens = logs.get("num_tokens")
+        if tokens is not None:
+            # A resumed run counts on; its first window starts at a number that is not known here.
+            start = 0.0 if self.last_tokens is None and self.first_step == 0 else self.last_tokens
+            if start is not None:
+                rate = (tokens - start) / max(now - self.last_time, 1e-9)
+                cells.append(f"{short_number(rate):>5} tok/s")
+            self.last_tokens, self.last_time = tokens, now
+        if memory := peak_memory():
+            cells.append(f"{memory / 2**30:.1f}G")
+        done = state.global_step - self.first_step
+        if done > 0:
+            cells.append(
+                f"{duration((now - self.began) / done * (state.max_steps - state.global_step))} left"
+            )
+        return cells
+
+    def _summarize(self, logs: Mapping[str, Any]) -> None:
+        names = [name for name in SHOWN if self.series.get(name)][: MOST_SHOWN - 1]
+        for row in summary_rows({name: self.series[name] for name in names}):
+            _print(row)
+        facts = [f"time {duration(time.perf_counter() - self.began)}"]
+        if logs.get("num_tokens") is not None:
+            facts.append(f"tokens {short_number(logs['num_tokens'])}")
+        if memory := peak_memory():
+            facts.append(f"peak memory {memory / 2**30:.1f}G")
+        _print("   ".join(facts))
+
+
+def summary_rows(series: Mapping[str, Sequence[float]]) -> list[str]:
+    """The table at the end, with first, best and last value of each metric; only a leading number has a best.
+
+    >>> print("\\n".join(summary_rows({"loss": [3.0, 1.0, 2.0], "mean_token_accuracy": [0.1, 0.4, 0.3]})))
+                first     best     last
+    loss        3.000    1.000    2.000
+    acc         0.100        -    0.300
+    """
+    rows = [f"{'':<8}{'first':>9}{'best':>9}{'last':>9}"] if series else []
+    for index, (name, values) in enumerate(series.items()):
+        best = "-" if index else _value(max(values) if name in RISING else min(values))
+        rows.append(f"{SHOWN[name]:<8}{_value(values[0]):>9}{best:>9}{_value(values[-1]):>9}")
+    return rows
+
+
+def _print(line: str) -> None:
+    """On stdout, above bars if there are some; characters that its encoding lacks become "?"."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    tqdm.write(line.encode(encoding, errors="replace").decode(encoding), file=sys.stdout)
+    sys.stdout.flush()
+
+
+def use_run_lines(handler: Any, user_callbacks: Sequence[Any], log_format: LogFormat) -> None:
+    """Put `RunLines` in the place of the callback that `transformers.Trainer` prints with by default.
+
+    Unchanged with `log_format="dict"`, in notebooks, and where the user has a callback of that kind.
+    """
+    kinds = (PrinterCallback, ProgressCallback)
+    has_other = any(
+        isinstance(each, kinds) or (isinstance(each, type) and issubclass(each, kinds))
+        for each in user_callbacks
+    )
+    if log_format == "dict" or has_other:
+        return
+    callbacks: list[TrainerCallback] = handler.callbacks
+    for index, callback in enumerate(callbacks):
+        if type(callback) in kinds:
+            callbacks[index] = RunLines()

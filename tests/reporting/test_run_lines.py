@@ -1,0 +1,103 @@
+"""Runs on the screen: lines, the old dicts, and who has a callback of his own."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import PrinterCallback, ProgressCallback
+
+from tests.trainer import dpo_runs, grpo_runs, sft_runs
+from trl.reporting import run_lines
+from trl.reporting.run_lines import RunLines
+
+ROWS = [{"prompt": "What colour is the sky?", "completion": " It is blue."}] * 8
+
+
+def lines_of(capsys: Any, trainer: Any) -> list[str]:
+    """What a training prints on stdout."""
+    capsys.readouterr()
+    trainer.train()
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_log_is_a_line_and_a_table_ends_the_run(capsys: Any) -> None:
+    trainer = sft_runs.make(
+        ROWS, max_steps=3, eval_strategy="steps", eval_steps=3, trainer={"eval_dataset": trl_rows()}
+    )
+    lines = lines_of(capsys, trainer)
+    steps = [line.split()[0] for line in lines[:3]]
+    assert steps == ["1/3", "2/3", "3/3"]
+    assert all(
+        "loss" in line and "acc" in line and "tok/s" in line and line.endswith("left") for line in lines[:3]
+    )
+    assert max(map(len, lines)) <= 80
+    assert not any("\r" in line or "\x1b" in line for line in lines)  # no terminal, no control characters
+    assert lines[3].split()[:2] == ["eval", "loss"]
+    losses = sft_runs.logged(trainer, "loss")
+    table = next(line for line in lines[4:] if line.startswith("loss")).split()
+    assert [float(cell) for cell in table[1:]] == pytest.approx(
+        [losses[0], min(losses), losses[-1]], abs=6e-4
+    )
+    assert lines[-1].startswith("time ")
+
+
+def trl_rows() -> Any:
+    """Rows to evaluate on."""
+    from datasets import Dataset
+
+    return Dataset.from_list(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("make", "labels"),
+    [(lambda: dpo_runs.make(disable_tqdm=True, logging_steps=1, max_steps=1), ["loss", "acc", "margin"]),
+     (lambda: grpo_runs.make(logging_steps=1, max_steps=1)[0], ["reward", "loss"])],
+)  # fmt: skip
+def test_each_method_has_its_numbers(capsys: Any, make: Any, labels: list[str]) -> None:
+    line = next(line for line in lines_of(capsys, make()) if line.split()[0].startswith("1/"))
+    assert [word for word in line.split() if word in {*run_lines.SHOWN.values()}][: len(labels)] == labels
+
+
+def test_dict_gives_the_old_output_and_histories_are_equal(capsys: Any) -> None:
+    old = sft_runs.make(ROWS, log_format="dict")
+    assert lines_of(capsys, old)[0].startswith("{'loss': ")
+    new = sft_runs.make(ROWS)
+    new.train()
+    timed = ("runtime", "per_second")
+    histories = [
+        [{k: v for k, v in logs.items() if not k.endswith(timed)} for logs in trainer.state.log_history]
+        for trainer in (old, new)
+    ]
+    assert histories[0] == histories[1]
+
+
+@pytest.mark.parametrize("kind", [PrinterCallback, ProgressCallback])
+def test_removing_the_callback_of_transformers_removes_the_lines(capsys: Any, kind: type) -> None:
+    trainer = sft_runs.make(ROWS)
+    trainer.remove_callback(kind)
+    assert lines_of(capsys, trainer) == []
+
+
+def test_a_callback_of_the_user_stays() -> None:
+    class Mine(PrinterCallback):
+        pass
+
+    trainer = sft_runs.make(ROWS, trainer={"callbacks": [Mine()]})
+    kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
+    assert Mine in kinds and RunLines not in kinds
+
+
+def test_other_processes_print_nothing(capsys: Any) -> None:
+    lines = RunLines()
+    lines.on_train_begin(None, SimpleNamespace(global_step=0), None)
+    lines.on_log(None, SimpleNamespace(is_world_process_zero=False), None, logs={"loss": 1.0})
+    assert capsys.readouterr().out == ""
+
+
+def test_an_evaluation_without_a_loss_is_a_line(capsys: Any) -> None:
+    lines = RunLines()
+    state = SimpleNamespace(is_world_process_zero=True, max_steps=10, global_step=5)
+    lines.on_log(
+        None, state, None, logs={"eval_objective/scores": 0.25, "eval_objective/kl": 0.5, "eval_runtime": 2.0}
+    )
+    assert capsys.readouterr().out == " eval  reward  0.250  KL  0.500\n"
