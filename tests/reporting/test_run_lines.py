@@ -38,7 +38,7 @@ def test_a_log_is_a_line_and_a_table_ends_the_run(capsys: Any) -> None:
     assert [float(cell) for cell in table[1:]] == pytest.approx(
         [losses[0], min(losses), losses[-1]], abs=6e-4
     )
-    assert lines[-1].startswith("time ")
+    assert lines[-1].startswith("time ") and "tokens " in lines[-1]
 
 
 def trl_rows() -> Any:

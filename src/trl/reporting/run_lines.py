@@ -132,6 +132,8 @@ class RunLines(ProgressCallback, PrinterCallback):
             return
         width = len(str(state.max_steps))
         if not training:
+            if hasattr(self, "began"):  # tokens per second are those of training
+                self.last_time += logs[f"{prefixes[0]}runtime"]
             _print("  ".join([f"{prefixes[0][:-1]:>{2 * width + 1}}", *cells]))
             return
         self._keep(logs)
@@ -175,8 +177,9 @@ class RunLines(ProgressCallback, PrinterCallback):
         for row in summary_rows({name: self.series[name] for name in names}):
             _print(row)
         facts = [f"time {duration(time.perf_counter() - self.began)}"]
-        if logs.get("num_tokens") is not None:
-            facts.append(f"tokens {short_number(logs['num_tokens'])}")
+        tokens = logs.get("num_tokens", self.last_tokens)
+        if tokens is not None:
+            facts.append(f"tokens {short_number(tokens)}")
         if memory := peak_memory():
             facts.append(f"peak memory {memory / 2**30:.1f}G")
         _print("   ".join(facts))
