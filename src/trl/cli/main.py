@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import logging
 import signal
 import sys
 from collections.abc import Sequence
@@ -96,6 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         listing = ", ".join(COMMANDS)
         print(f"trl: error: unknown command {name!r}: the commands are {listing}.{near}", file=sys.stderr)
         return 2
+    # On import bitsandbytes warns of a kernel for 4-bit products on CPUs, in every command.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     # The process is ours, and ends with the help text or the script.
     if argv is None and (name == "completion" or {"-h", "--help"} & set(rest)):
         _leave_out_peft()
