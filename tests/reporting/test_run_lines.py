@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import PrinterCallback, ProgressCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from tests.trainer import dpo_runs, grpo_runs, sft_runs
 from trl.reporting import run_lines
@@ -101,3 +101,16 @@ def test_an_evaluation_without_a_loss_is_a_line(capsys: Any) -> None:
         None, state, None, logs={"eval_objective/scores": 0.25, "eval_objective/kl": 0.5, "eval_runtime": 2.0}
     )
     assert capsys.readouterr().out == " eval  reward  0.250  KL  0.500\n"
+
+
+@pytest.mark.parametrize(("log_format", "has_lines"), [("auto", False), ("lines", True)])
+def test_the_table_of_a_notebook_stays_unless_lines_are_set(
+    monkeypatch: Any, log_format: str, has_lines: bool
+) -> None:
+    class NotebookTable(TrainerCallback):
+        pass
+
+    monkeypatch.setattr("transformers.trainer.DEFAULT_PROGRESS_CALLBACK", NotebookTable)
+    trainer = sft_runs.make(ROWS, disable_tqdm=False, log_format=log_format)
+    kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
+    assert (RunLines in kinds, NotebookTable in kinds) == (has_lines, not has_lines)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 from tqdm import tqdm
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, trainer
 from transformers.trainer_utils import has_length
 
 try:
@@ -210,7 +210,7 @@ def _print(line: str) -> None:
 def use_run_lines(handler: Any, user_callbacks: Sequence[Any], log_format: LogFormat) -> None:
     """Put `RunLines` in the place of the callback that `transformers.Trainer` prints with by default.
 
-    Unchanged with `log_format="dict"`, in notebooks, and where the user has a callback of that kind.
+    Unchanged with `log_format="dict"`, in notebooks unless it is "lines", and where the user has a callback of that kind.
     """
     kinds = (PrinterCallback, ProgressCallback)
     has_other = any(
@@ -221,5 +221,8 @@ def use_run_lines(handler: Any, user_callbacks: Sequence[Any], log_format: LogFo
         return
     callbacks: list[TrainerCallback] = handler.callbacks
     for index, callback in enumerate(callbacks):
-        if type(callback) in kinds:
+        # What transformers prints with by default is a table in a notebook.
+        if type(callback) in kinds or (
+            log_format == "lines" and type(callback) is trainer.DEFAULT_PROGRESS_CALLBACK
+        ):
             callbacks[index] = RunLines()
