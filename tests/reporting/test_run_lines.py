@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-from tests.trainer import dpo_runs, grpo_runs, sft_runs
+from tests.trainer import dpo_runs, grpo_runs, iterative_runs, sft_runs
 from trl.reporting import run_lines
 from trl.reporting.run_lines import RunLines
 
@@ -114,3 +114,28 @@ def test_the_table_of_a_notebook_stays_unless_lines_are_set(
     trainer = sft_runs.make(ROWS, disable_tqdm=False, log_format=log_format)
     kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
     assert (RunLines in kinds, NotebookTable in kinds) == (has_lines, not has_lines)
+
+
+@pytest.mark.parametrize(("most", "first"), [(-1, "1  loss"), (2, "1/2  loss")])
+def test_a_loop_of_the_user_has_lines(capsys: Any, most: int, first: str) -> None:
+    trainer, _ = iterative_runs.make(logging_steps=1, max_steps=most, disable_tqdm=False)
+    capsys.readouterr()
+    for _ in range(2):
+        trainer.step(texts=["The sky is blue."])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and lines[0].strip().startswith(first)
+    assert all(line.endswith("left") is (most > 0) for line in lines)
+
+
+@pytest.mark.parametrize("settings", [{"log_level": "error"}, {"logging_strategy": "no"}])
+def test_a_silent_run_prints_nothing(capsys: Any, settings: dict[str, Any]) -> None:
+    assert lines_of(capsys, sft_runs.make(ROWS, **settings)) == []
+
+
+def test_a_resumed_run_goes_on_with_its_numbers(capsys: Any, tmp_path: Any) -> None:
+    settings = {"folder": tmp_path, "max_steps": 3, "save_strategy": "steps", "save_steps": 2}
+    sft_runs.make(ROWS, **settings).train()
+    capsys.readouterr()
+    sft_runs.make(ROWS, **settings).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if "/3" in line] == ["3/3"]

@@ -130,14 +130,17 @@ class RunLines(ProgressCallback, PrinterCallback):
         if not cells:
             _print(str({name: value for name, value in logs.items() if name != "total_flos"}))
             return
-        width = len(str(state.max_steps))
+        steps = (
+            "" if state.max_steps == sys.maxsize else f"/{state.max_steps}"
+        )  # a loop of the user has no end
+        width = len(steps) - 1 if steps else 4
         if not training:
             if hasattr(self, "began"):  # tokens per second are those of training
                 self.last_time += logs[f"{prefixes[0]}runtime"]
             _print("  ".join([f"{prefixes[0][:-1]:>{2 * width + 1}}", *cells]))
             return
         self._keep(logs)
-        start, pace = f"{state.global_step:>{width}}/{state.max_steps}", self._pace(state, logs)
+        start, pace = f"{state.global_step:>{width}}{steps}", self._pace(state, logs)
         while len(line := "  ".join([start, *cells, *pace])) > COLUMNS and len(cells) > 1:
             cells.pop()
         _print(line)
@@ -166,7 +169,7 @@ class RunLines(ProgressCallback, PrinterCallback):
         if memory := peak_memory():
             cells.append(f"{memory / 2**30:.1f}G")
         done = state.global_step - self.first_step
-        if done > 0:
+        if done > 0 and state.max_steps < sys.maxsize:
             cells.append(
                 f"{duration((now - self.began) / done * (state.max_steps - state.global_step))} left"
             )
@@ -207,22 +210,24 @@ def _print(line: str) -> None:
     sys.stdout.flush()
 
 
-def use_run_lines(handler: Any, user_callbacks: Sequence[Any], log_format: LogFormat) -> None:
+def use_run_lines(handler: Any, user_callbacks: Sequence[Any], args: Any) -> None:
     """Put `RunLines` in the place of the callback that `transformers.Trainer` prints with by default.
 
-    Unchanged with `log_format="dict"`, in notebooks unless it is "lines", and where the user has a callback of that kind.
+    Nothing stands there with `log_level` "error" or "critical", and with `logging_strategy="no"`. Unchanged with `log_format="dict"`, in notebooks unless it is "lines", and where the user has a callback of that kind.
     """
     kinds = (PrinterCallback, ProgressCallback)
     has_other = any(
         isinstance(each, kinds) or (isinstance(each, type) and issubclass(each, kinds))
         for each in user_callbacks
     )
+    log_format: LogFormat = getattr(args, "log_format", "dict")
     if log_format == "dict" or has_other:
         return
+    is_silent = args.log_level in ("error", "critical") or args.logging_strategy == "no"
     callbacks: list[TrainerCallback] = handler.callbacks
-    for index, callback in enumerate(callbacks):
+    for index, callback in enumerate([*callbacks]):
         # What transformers prints with by default is a table in a notebook.
         if type(callback) in kinds or (
             log_format == "lines" and type(callback) is trainer.DEFAULT_PROGRESS_CALLBACK
         ):
-            callbacks[index] = RunLines()
+            callbacks[index : index + 1] = [] if is_silent else [RunLines()]

@@ -131,9 +131,7 @@ class BaseTrainer(LegacyInterface, Trainer):
                     kwargs[name] = prepare(kwargs[name])
         self._sums = {"train": MetricSums(), "eval": MetricSums()}
         super().__init__(*args, **kwargs)
-        use_run_lines(
-            self.callback_handler, kwargs.get("callbacks") or (), getattr(self.args, "log_format", "dict")
-        )
+        use_run_lines(self.callback_handler, kwargs.get("callbacks") or (), self.args)
         if self.keeps_residuals:
             check_residuals(self.accelerator, OptimizerNames(self.args.optim).value)
         self._signature_columns = list(self._columns)

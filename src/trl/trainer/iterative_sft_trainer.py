@@ -29,6 +29,7 @@ from trl.data.step_inputs import Rows, StepRows
 from trl.models.parts import embedded_tokens
 from trl.models.setup import check_table, table_of_positions
 from trl.models.switches import empty_cache, enable_gradient_checkpointing
+from trl.reporting.run_lines import RunLines
 from trl.trainer.iterative_sft_config import IterativeSFTConfig
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
@@ -208,7 +209,9 @@ class IterativeSFTTrainer(SFTTrainer):
         # Without max_steps the schedule is made for so many steps that it never moves.
         length = self.args.max_steps if self.args.max_steps > 0 else sys.maxsize
         if self.args.max_steps <= 0:
-            self.remove_callback(ProgressCallback)  # a bar without an end
+            for each in [*self.callback_handler.callbacks]:
+                if isinstance(each, ProgressCallback) and not isinstance(each, RunLines):
+                    self.remove_callback(each)  # a bar without an end
         if self.args.gradient_checkpointing:
             enable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)  # pyright: ignore
         self._init_training_state(length, 1, 1, checkpoint, None)
