@@ -162,6 +162,24 @@ def workshop(tmp_path_factory):
     return folder
 
 
+def stretches(path: Path) -> dict[str, int]:
+    """Lines under each heading (`heading, line`), without those of fenced blocks and tables."""
+    counts, heading, is_code = {}, "", False
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if line.lstrip().startswith("```"):
+            is_code = not is_code
+        elif not is_code and line.startswith("#"):
+            heading = f"{line}, {number}"
+        elif not is_code and not line.startswith("|"):
+            counts[heading] = counts.get(heading, 0) + 1
+    return counts
+
+
+@pytest.mark.parametrize("path", PAGES, ids=label)
+def test_nothing_longer_than_a_screen_is_without_a_heading(path):
+    assert {heading: lines for heading, lines in stretches(path).items() if lines > 45} == {}
+
+
 def source_strings() -> list[re.Pattern[str]]:
     """Every longer string of the library as a pattern; an inserted value may be anything, also `…`."""
     patterns = []
