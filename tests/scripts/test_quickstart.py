@@ -32,6 +32,21 @@ def test_pairs_hold_a_mistake_of_the_model_and_random_ones():
     assert is_right([pair["rejected"] for pair in first], [pair["chosen"] for pair in first]) == [0.0] * 4
 
 
+def test_the_plot_has_titles_rewards_and_kl(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure))
+    assert main(["--output_dir", str(tmp_path), "--max_steps", "2", "--no_color"]) == 0
+    curves = json.loads((tmp_path / "results.json").read_text())["curves"]
+    axes = figures[0].axes
+    left = [each for each in axes if each.get_title()]
+    assert [each.get_title() for each in left] == ["sft", "reward", "ppo"]
+    assert {(each.get_xlabel(), each.get_ylabel()) for each in left} == {("optimiser step", "share")}
+    assert axes[-1].get_ylabel() == "reward, KL (nats)"
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes[-1].get_lines()}
+    assert lines == {"reward": curves["ppo"]["objective/scores"], "KL (nats)": curves["ppo"]["objective/kl"]}
+    assert [line.get_label() for line in left[0].get_lines()] == ["exact match"]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_short_run(tmp_path, capsys, method):
     assert main(["--output_dir", str(tmp_path), "--method", method, "--max_steps", "2", "--no_color"]) == 0
@@ -39,8 +54,9 @@ def test_a_short_run(tmp_path, capsys, method):
     stages = METHODS[method]
     for number, stage in enumerate(stages, start=1):
         assert f"Stage {number} of {len(stages)}: {stage}" in out
-    assert out.count("step    2 of 2") == len(stages)
-    assert out.count("at most 0 s left") == len(stages)
+    lines = [line for line in out.splitlines() if line.startswith("2/2  ")]  # those of every run
+    assert len(lines) == len(stages) and all(line.endswith(" left") for line in lines)
+    assert [("exact" in line.split()) for line in lines] == [stage != "reward" for stage in stages]
     found = json.loads((tmp_path / "results.json").read_text())
     assert [row["stage"] for row in found["stages"]] == list(stages)
     for row in found["stages"]:

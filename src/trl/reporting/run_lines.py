@@ -22,11 +22,12 @@ COLUMNS = 80  # a longer line loses the last of its metrics
 # The numbers of the methods in order of precedence: a line has the first of them that were logged. The first one leads, and the
 # table at the end follows it.
 SHOWN = {
-    "reward": "reward", "objective/scores": "reward", "loss": "loss", "accuracy": "acc", "margin": "margin",
-    "rewards/accuracies": "acc", "rewards/margins": "margin", "objective/kl": "KL", "kl": "KL", "mean_token_accuracy": "acc",
-    "completions/mean_length": "length", "on_policy_loss": "on-policy", "entropy": "entropy", "grad_norm": "grad",
+    "reward": "reward", "objective/scores": "reward", "exact_match": "exact", "objective/kl": "KL", "loss": "loss",
+    "accuracy": "acc", "margin": "margin", "rewards/accuracies": "acc", "rewards/margins": "margin", "kl": "KL",
+    "mean_token_accuracy": "acc", "completions/mean_length": "length", "on_policy_loss": "on-policy", "entropy": "entropy",
+    "grad_norm": "grad",
 }  # fmt: skip
-RISING = {"reward", "objective/scores"}  # leading numbers whose best value is the largest
+RISING = {"reward", "objective/scores", "exact_match"}  # leading numbers whose best value is the largest
 
 
 def short_number(value: float) -> str:

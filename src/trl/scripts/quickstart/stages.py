@@ -13,7 +13,7 @@ from datasets import Dataset, disable_progress_bars
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from transformers import AutoModelForSequenceClassification, PrinterCallback, TrainerCallback
+from transformers import AutoModelForSequenceClassification, TrainerCallback
 from transformers.utils import logging as transformers_logging
 
 from trl.reporting.tables import open_console
@@ -76,15 +76,12 @@ class Run:
             seed=self.seed,
             **stage.settings,
         )
+        probe = Probe(self.tokenizer, [] if name == "reward" else self.task.held_out)
         given = {"model": self.model, "processing_class": self.tokenizer, **stage.inputs(self)}
-        trainer = trainer_class(args=args, **given)
-        held_out = None if name == "reward" else self.task.held_out
-        progress = Progress(self.console, stage.shown, self.tokenizer, held_out)
-        trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(progress)
+        trainer = trainer_class(args=args, callbacks=[probe, *given.pop("callbacks", [])], **given)
         trainer.train()
         trainer.save_model()
-        self.curves[name] = progress.curves
+        self.curves[name] = probe.curves
         accuracy = trainer.evaluate()[stage.accuracy] if stage.accuracy else None
         return {"steps": trainer.state.global_step, "pair_accuracy": accuracy}
 
@@ -107,6 +104,24 @@ class StopsEarly(TrainerCallback):
             rows = self.run.task.train[:PROBED]
             share = share_right(replies(self.run.model, self.run.tokenizer, rows), rows)
             control.should_training_stop |= share >= ENOUGH
+
+
+class Probe(TrainerCallback):
+    """Adds exact match on `held_out`, if it has rows, to each log of training; `curves` holds every number of the logs."""
+
+    def __init__(self, tokenizer: Any, held_out: Sequence[Row]) -> None:
+        self.tokenizer, self.held_out, self.curves = tokenizer, held_out, Curves()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Probe the model before the line is printed."""
+        if any(name.endswith("runtime") for name in logs):
+            return
+        if self.held_out:
+            logs[EXACT_MATCH] = share_right(
+                replies(kwargs["model"], self.tokenizer, self.held_out), self.held_out
+            )
+        for name, value in logs.items():
+            self.curves.setdefault(name, []).append((state.global_step, float(value)))
 
 
 def sft_inputs(run: Run) -> dict[str, Any]:
@@ -153,14 +168,13 @@ def group_inputs(run: Run) -> dict[str, Any]:
 
 
 class Stage(NamedTuple):
-    """A stage: modules and prefix of its trainer and config, what is printed, its arguments, and settings of the config.
+    """A stage: modules and prefix of its trainer and config, its arguments, and settings of the config.
 
     `accuracy` is the metric of the held-out pairs.
     """
 
     modules: tuple[str, str]
     prefix: str
-    shown: dict[str, str]
     steps: int
     inputs: Callable[[Run], dict[str, Any]]
     settings: dict[str, Any]
@@ -175,14 +189,13 @@ _GROUPS = {
     "per_device_train_batch_size": 128, "steps_per_generation": 2, "num_generations": 8, "learning_rate": 1e-3,
     "max_completion_length": MAX_ANSWER_TOKENS, "lr_scheduler_type": "linear",
 }  # fmt: skip
-_RIGHT = {"rewards/is_right/mean": "right samples"}
 STAGES = {
     "sft": Stage(
-        _of("sft"), "SFT", {"loss": "loss"}, 200, sft_inputs,
+        _of("sft"), "SFT", 200, sft_inputs,
         {"per_device_train_batch_size": 64, "learning_rate": 1e-3, "lr_scheduler_type": "constant_with_warmup"},
     ),
     "reward": Stage(
-        _of("reward"), "Reward", {"loss": "loss", "accuracy": "pair accuracy"}, 150, reward_inputs,
+        _of("reward"), "Reward", 150, reward_inputs,
         {
             "per_device_train_batch_size": 128, "learning_rate": 2e-3, "lr_scheduler_type": "cosine",
             "center_rewards_coefficient": 0.01,
@@ -191,7 +204,7 @@ STAGES = {
     ),
     # `rpo_alpha` adds the likelihood of the right answers: without it both answers of a pair may become unlikely.
     "dpo": Stage(
-        _of("dpo"), "DPO", {"loss": "loss", "rewards/accuracies": "pair accuracy"}, 150, lambda run: dict(run.pairs),
+        _of("dpo"), "DPO", 150, lambda run: dict(run.pairs),
         {
             "per_device_train_batch_size": 64, "learning_rate": 1e-3, "lr_scheduler_type": "cosine", "beta": 0.1,
             "rpo_alpha": 0.5,
@@ -199,8 +212,7 @@ STAGES = {
         "eval_rewards/accuracies",
     ),
     "ppo": Stage(
-        ("trl.experimental.ppo", "trl.experimental.ppo"), "PPO",
-        {"objective/scores": "reward", "objective/kl": "KL from sft"}, 150, ppo_inputs,
+        ("trl.experimental.ppo", "trl.experimental.ppo"), "PPO", 150, ppo_inputs,
         {
             "per_device_train_batch_size": 128, "num_mini_batches": 2, "num_ppo_epochs": 2, "learning_rate": 6e-4,
             "lr_scheduler_type": "linear", "kl_coef": 0.05, "vf_coef": 0.1, "response_length": MAX_ANSWER_TOKENS,
@@ -208,14 +220,14 @@ STAGES = {
             "stop_token": "eos", "missing_eos_penalty": 3.0,
         },
     ),
-    "grpo": Stage(_of("grpo"), "GRPO", _RIGHT, 200, group_inputs, _GROUPS),
-    "rloo": Stage(_of("rloo"), "RLOO", _RIGHT, 200, group_inputs, _GROUPS),
+    "grpo": Stage(_of("grpo"), "GRPO", 200, group_inputs, _GROUPS),
+    "rloo": Stage(_of("rloo"), "RLOO", 200, group_inputs, _GROUPS),
     "teacher": Stage(
-        _of("sft"), "SFT", {"loss": "loss"}, 120, teacher_inputs,
+        _of("sft"), "SFT", 120, teacher_inputs,
         {"per_device_train_batch_size": 64, "learning_rate": 1e-3, "lr_scheduler_type": "linear"},
     ),
     "distillation": Stage(
-        _of("distillation"), "Distillation", {"loss": "KL from teacher"}, 80, distillation_inputs,
+        _of("distillation"), "Distillation", 80, distillation_inputs,
         {
             "per_device_train_batch_size": 128, "learning_rate": 1e-3, "lr_scheduler_type": "linear",
             "max_completion_length": MAX_ANSWER_TOKENS,
@@ -281,40 +293,6 @@ def run_stages(
 
 
 # --- output
-
-
-class Progress(TrainerCallback):
-    """Prints the `shown` metrics (name -> label), exact match on `held_out` and the time left at each log.
-
-    With `held_out=None` the model does not answer (a reward model). `curves` holds every logged metric.
-    """
-
-    def __init__(
-        self, console: Console, shown: Mapping[str, str], tokenizer: Any, held_out: Sequence[Row] | None
-    ) -> None:
-        self.console, self.shown, self.tokenizer, self.held_out = console, shown, tokenizer, held_out
-        self.curves: Curves = {}
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the clock."""
-        self._began = time.perf_counter()
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Print a line for a log of training."""
-        if not logs or not self.shown.keys() <= logs.keys() or "train_runtime" in logs:
-            return
-        found = dict(logs)
-        if self.held_out:
-            answers = replies(kwargs["model"], self.tokenizer, self.held_out)
-            found[EXACT_MATCH] = share_right(answers, self.held_out)
-        for name, value in found.items():
-            if isinstance(value, int | float):
-                self.curves.setdefault(name, []).append((state.global_step, float(value)))
-        labels = {**self.shown, EXACT_MATCH: "exact match"}
-        texts = [f"{label} {found[name]:.3f}" for name, label in labels.items() if name in found]
-        pace = (time.perf_counter() - self._began) / state.global_step
-        texts.append(f"at most {pace * (state.max_steps - state.global_step):.0f} s left")
-        self.console.print("   ".join([f"step {state.global_step:>4} of {state.max_steps}", *texts]))
 
 
 def print_answers(console: Console, held_out: Sequence[Row], answers: Mapping[str, Sequence[str]]) -> None:
