@@ -2,7 +2,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from trl.scripts.report import finish, last_metrics
+from tests.tiny_tokenizers import tiny_tokenizer
+from trl.reporting.run_lines import RunLines
+from trl.scripts.report import finish, last_metrics, usage
 
 HISTORY = [
     {"eval_loss": 3.0, "step": 0},
@@ -27,6 +29,43 @@ def test_the_last_log_of_each_kind_with_its_step_and_nothing_of_earlier_ones():
     assert last_metrics([]) == []
 
 
+def finished_trainer(*, core=None, template=None, adapters=None, callbacks=(), **parts):
+    model = SimpleNamespace(peft_config=adapters or {})
+    accelerator = SimpleNamespace(
+        is_main_process=True, end_training=lambda: None, unwrap_model=lambda model: model
+    )
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    return SimpleNamespace(
+        accelerator=accelerator, model=model, save_model=lambda output_dir: None,
+        scorer=SimpleNamespace(core=core), callback_handler=SimpleNamespace(callbacks=callbacks),
+        processing_class=tokenizer, **parts,
+    )  # fmt: skip
+
+
+def test_a_model_is_shown_in_use():
+    class LlamaForCausalLM:
+        pass
+
+    class LlamaForSequenceClassification:
+        pass
+
+    args = SimpleNamespace(output_dir="out")
+    adapters = {"default": SimpleNamespace(base_model_name_or_path="base")}
+    chat = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    made = {"core": LlamaForCausalLM(), "args": args}
+    assert usage(finished_trainer(**made, template=chat)) == ["  trl chat out"]
+    assert usage(finished_trainer(**made, template=chat, adapters=adapters)) == [
+        "  trl chat out  # an adapter of base"
+    ]
+    load = ["  from transformers import pipeline", '  model = pipeline("text-generation", "out")']
+    assert usage(finished_trainer(**made)) == load
+    made["core"] = LlamaForSequenceClassification()
+    assert usage(finished_trainer(**made, template=chat))[1:] == [
+        '  model = pipeline("text-classification", "out")'
+    ]
+
+
 @pytest.mark.parametrize(("best", "stopped"), [(False, False), (True, False), (False, True)])
 def test_where_the_model_is_and_whether_the_run_is_over(capsys, tmp_path, best, stopped):
     args = SimpleNamespace(
@@ -41,10 +80,7 @@ def test_where_the_model_is_and_whether_the_run_is_over(capsys, tmp_path, best, 
         best_global_step=2,
         best_metric=1.5,
     )
-    accelerator = SimpleNamespace(is_main_process=True, end_training=lambda: None)
-    trainer = SimpleNamespace(
-        args=args, accelerator=accelerator, state=state, save_model=lambda output_dir: None
-    )
+    trainer = finished_trainer(args=args, state=state)
     finish(trainer, dataset_name=None, command="dpo", newest=None)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"Model saved in {tmp_path}" + (
@@ -55,3 +91,17 @@ def test_where_the_model_is_and_whether_the_run_is_over(capsys, tmp_path, best, 
     assert lines[2].startswith(
         f"It cannot be resumed: {why}" if stopped else f"This run cannot be resumed: {why}"
     )
+
+
+def test_numbers_of_the_table_are_not_repeated(capsys, tmp_path):
+    args = SimpleNamespace(
+        output_dir=str(tmp_path),
+        push_to_hub=False,
+        max_steps=3,
+        save_strategy="no",
+        load_best_model_at_end=False,
+    )
+    state = SimpleNamespace(log_history=HISTORY, global_step=3, max_steps=3)
+    trainer = finished_trainer(args=args, state=state, callbacks=[RunLines()])
+    finish(trainer, dataset_name=None, command="dpo", newest=None)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["Model", "This"]

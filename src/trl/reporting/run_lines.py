@@ -93,14 +93,15 @@ class RunLines(ProgressCallback, PrinterCallback):
 
     def __init__(self) -> None:
         super().__init__()
-        self.series: dict[str, list[float]] = {}
+        self.series: dict[str, dict[str, list[float]]] = {"": {}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock; the steps of a resumed run go on from its checkpoint."""
         self.began = self.last_time = time.perf_counter()
         self.first_step = state.global_step
         self.last_tokens: float | None = None
-        self.series = {}
+        self.saved: str | None = None
+        self.series = {"": {}}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Lines replace the bar of the steps."""
@@ -138,6 +139,7 @@ class RunLines(ProgressCallback, PrinterCallback):
         if not training:
             if hasattr(self, "began"):  # tokens per second are those of training
                 self.last_time += logs[f"{prefixes[0]}runtime"]
+            self._keep(logs, prefixes[0])
             _print("  ".join([f"{prefixes[0][:-1]:>{2 * width + 1}}", *cells]))
             return
         self._keep(logs)
@@ -149,10 +151,14 @@ class RunLines(ProgressCallback, PrinterCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The table was printed with the last log."""
 
-    def _keep(self, logs: Mapping[str, Any]) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keep where the newest checkpoint is."""
+        self.saved = f"{args.output_dir}/checkpoint-{state.global_step}"
+
+    def _keep(self, logs: Mapping[str, Any], prefix: str = "") -> None:
         for name in SHOWN:
-            if isinstance(logs.get(name), int | float):
-                self.series.setdefault(name, []).append(float(logs[name]))
+            if isinstance(value := logs.get(prefix + name), int | float):
+                self.series.setdefault(prefix, {}).setdefault(name, []).append(float(value))
 
     def _pace(self, state: Any, logs: Mapping[str, Any]) -> list[str]:
         """Tokens per second since the last line, memory, and the time left at the pace of this run."""
@@ -177,8 +183,7 @@ class RunLines(ProgressCallback, PrinterCallback):
         return cells
 
     def _summarize(self, logs: Mapping[str, Any]) -> None:
-        names = [name for name in SHOWN if self.series.get(name)][: MOST_SHOWN - 1]
-        for row in summary_rows({name: self.series[name] for name in names}):
+        for row in summary_rows(self.series):
             _print(row)
         facts = [f"time {duration(time.perf_counter() - self.began)}"]
         tokens = logs.get("num_tokens", self.last_tokens)
@@ -187,21 +192,33 @@ class RunLines(ProgressCallback, PrinterCallback):
         if memory := peak_memory():
             facts.append(f"peak memory {memory / 2**30:.1f}G")
         _print("   ".join(facts))
+        if self.saved is not None:
+            _print(f"Newest checkpoint: {self.saved}")
 
 
-def summary_rows(series: Mapping[str, Sequence[float]]) -> list[str]:
-    """The table at the end, with first, best and last value of each metric; only a leading number has a best.
+def summary_rows(series: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
+    """The table at the end, with first, best and last value of each metric of training ("") and of each evaluation, by prefix.
 
-    >>> print("\\n".join(summary_rows({"loss": [3.0, 1.0, 2.0], "mean_token_accuracy": [0.1, 0.4, 0.3]})))
-                first     best     last
-    loss        3.000    1.000    2.000
-    acc         0.100        -    0.300
+    Only a leading number has a best.
+
+    >>> print("\\n".join(summary_rows({"": {"loss": [3.0, 1.0, 2.0], "entropy": [0.1, 0.4]}, "eval_": {"loss": [2.0]}})))
+                   first     best     last
+    loss           3.000    1.000    2.000
+    entropy        0.100        -    0.400
+    eval loss      2.000    2.000    2.000
     """
-    rows = [f"{'':<8}{'first':>9}{'best':>9}{'last':>9}"] if series else []
-    for index, (name, values) in enumerate(series.items()):
-        best = "-" if index else _value(max(values) if name in RISING else min(values))
-        rows.append(f"{SHOWN[name]:<8}{_value(values[0]):>9}{best:>9}{_value(values[-1]):>9}")
-    return rows
+    rows = list[tuple[str, ...]]()
+    for prefix, metrics in series.items():
+        names = [name for name in SHOWN if name in metrics][: MOST_SHOWN - 1]
+        for index, (name, values) in enumerate((name, metrics[name]) for name in names):
+            best = "-" if index else _value(max(values) if name in RISING else min(values))
+            label = f"{prefix[:-1]} {SHOWN[name]}".strip()
+            rows.append((label, _value(values[0]), best, _value(values[-1])))
+    width = max((len(label) for label, *_ in rows), default=0) + 2
+    heads = [("", "first", "best", "last")] if rows else []
+    return [
+        f"{label:<{width}}" + "".join(f"{cell:>9}" for cell in cells) for label, *cells in [*heads, *rows]
+    ]
 
 
 def _print(line: str) -> None:

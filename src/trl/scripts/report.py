@@ -15,9 +15,14 @@ from trl.data.rendering import text_tokenizer
 from trl.models.loading import save_dtype
 from trl.models.residuals import keep_residuals
 from trl.options.secrets import redacted
+from trl.reporting.run_lines import RunLines
 from trl.reporting.tables import open_console
 
 _MOST_TOKENS = 400  # of a sequence; of longer ones the ends are shown
+_TASKS = {
+    "ForCausalLM": "text-generation", "LMHeadModel": "text-generation", "ForConditionalGeneration": "image-text-to-text",
+    "ForSequenceClassification": "text-classification", "ForTokenClassification": "token-classification",
+}  # fmt: skip
 BOOKKEEPING = ("epoch", "step", "total_flos", "learning_rate", "grad_norm", "step_time", "num_tokens")
 _NOT_SHOWN = (
     "accelerator_config", "gradient_checkpointing_kwargs", "dataloader_pin_memory",  # filled in by transformers
@@ -157,9 +162,9 @@ def _optimizer_size(trainer: Any, trained: Sequence[torch.Tensor]) -> int:
 
 
 def finish(trainer: Any, *, dataset_name: str | None, command: str, newest: Path | None) -> None:
-    """Save the model (and push it), print where it is, the last metrics and how to resume, and end the process group.
+    """Save the model (and push it), print where it is, how to use it and how to resume, and end the process group.
 
-    `newest` is the run's newest checkpoint.
+    Without the table of `RunLines` the last metrics are printed too. `newest` is the run's newest checkpoint.
     """
     args = trainer.args
     trainer.save_model(args.output_dir)
@@ -170,10 +175,28 @@ def finish(trainer: Any, *, dataset_name: str | None, command: str, newest: Path
         if args.load_best_model_at_end and state.best_model_checkpoint:
             name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
             place += f": that of step {state.best_global_step}, the best ({name} {state.best_metric:.4g})"
-        metrics = last_metrics(state.log_history)
+        has_table = any(isinstance(each, RunLines) for each in trainer.callback_handler.callbacks)
+        metrics = [] if has_table else last_metrics(state.log_history)
         finished = state.global_step >= state.max_steps  # not one that a signal stopped
-        print("\n".join([place, *metrics, resume_hint(newest, args, command=command, finished=finished)]))
+        hint = resume_hint(newest, args, command=command, finished=finished)
+        print("\n".join([place, *usage(trainer), *metrics, hint]))
     trainer.accelerator.end_training()
+
+
+def usage(trainer: Any) -> list[str]:
+    """How to use the saved model: `trl chat` where it has a chat template, else two lines of Python; adapters name their base."""
+    core, folder = trainer.scorer.core, trainer.args.output_dir
+    task = next((task for end, task in _TASKS.items() if type(core).__name__.endswith(end)), None)
+    chats = task == "text-generation" and text_tokenizer(trainer.processing_class).chat_template
+    if task is None:
+        return []
+    adapters = getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {})
+    bases = [f"  # an adapter of {each.base_model_name_or_path}" for each in adapters.values()]
+    load = f"trl chat {folder}" if chats else f'model = pipeline("{task}", "{folder}")'
+    return [
+        *([] if chats else ["  from transformers import pipeline"]),
+        f"  {load}{bases[0] if bases else ''}",
+    ]
 
 
 def last_metrics(log_history: list[dict[str, Any]]) -> list[str]:
