@@ -116,6 +116,12 @@ def test_the_table_of_a_notebook_stays_unless_lines_are_set(
     assert (RunLines in kinds, NotebookTable in kinds) == (has_lines, not has_lines)
 
 
+def test_logs_with_the_time_of_the_run_are_lines(capsys: Any) -> None:
+    trainer = sft_runs.make(ROWS, max_steps=2, include_num_input_tokens_seen="all")  # adds `train_runtime`
+    lines = lines_of(capsys, trainer)
+    assert [line.split()[0] for line in lines] == ["1/2", "2/2", "first", "loss", "acc", "time"]
+
+
 @pytest.mark.parametrize(("most", "first"), [(-1, "1  loss"), (2, "1/2  loss")])
 def test_a_loop_of_the_user_has_lines(capsys: Any, most: int, first: str) -> None:
     trainer, _ = iterative_runs.make(logging_steps=1, max_steps=most, disable_tqdm=False)

@@ -11,7 +11,7 @@ HISTORY = [
     {"loss": 2.0, "grad_norm": 1.0, "learning_rate": 1e-5, "epoch": 0.5, "entropy": 0.75, "step": 1},
     {"eval_a_loss": 1.25, "eval_a_runtime": 0.1, "eval_num_tokens": 5, "epoch": 0.5, "step": 1},
     {"eval_b_loss": 1.5, "eval_b_samples_per_second": 9.0, "epoch": 0.5, "step": 1},
-    {"loss": 1.25, "mean_token_accuracy": 0.5, "num_tokens": 12345, "epoch": 1.0, "step": 2},
+    {"loss": 1.25, "mean_token_accuracy": 0.5, "num_tokens": 12345, "train_runtime": 2.0, "step": 2},
     {"train_runtime": 3.0, "train_loss": 1.625, "total_flos": 1.0, "train_steps_per_second": 3.0, "step": 3},
 ]  # fmt: skip
 

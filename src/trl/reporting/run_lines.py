@@ -123,7 +123,7 @@ class RunLines(ProgressCallback, PrinterCallback):
         """Print a log of training or evaluation; other logs, which have none of the numbers, are printed as they are."""
         if not state.is_world_process_zero or not logs:
             return
-        if "train_runtime" in logs and hasattr(self, "began"):
+        if "train_loss" in logs and hasattr(self, "began"):  # the summary of a run
             self._summarize(logs)
             return
         training = metric_cells(logs)

@@ -216,7 +216,7 @@ def last_metrics(log_history: list[dict[str, Any]]) -> list[str]:
 
 def kind_of(entry: dict[str, Any]) -> str:
     """What a log is about: "training", "evaluation" or the whole "run"."""
-    if "train_runtime" in entry:
+    if "train_loss" in entry:
         return "run"
     return "evaluation" if any(name.startswith("eval_") for name in entry) else "training"
 
