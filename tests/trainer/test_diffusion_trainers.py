@@ -59,8 +59,10 @@ def test_the_first_optimiser_step_has_ratio_one(settings, capsys):
     assert first["clipfrac"] == 0 and first["approx_kl"] < 1e-12 and first["inner_epoch"] == 0
     assert second["approx_kl"] > 0 and second["inner_epoch"] == 1
     assert [entry["step"] for entry in trainer.log_history] == [0, 1, 2, 2, 3, 4]
-    shown = capsys.readouterr().err
-    assert "2/2" in shown and f"reward_mean={trainer.log_history[3]['reward_mean']:.3g}" in shown
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first.startswith("1/2  ") and second.startswith("2/2  ") and second.endswith("  0s left")
+    assert f"reward {trainer.log_history[3]['reward_mean']:>6.3f}" in second and " img/s " in second
+    assert f"loss {trainer.log_history[5]['loss']:>6.3f}" in second and "KL" in second
 
 
 def test_the_adapter_alone_is_trained():

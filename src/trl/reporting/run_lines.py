@@ -2,8 +2,8 @@
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -16,6 +16,7 @@ except ImportError:  # Windows
     resource = None
 
 LogFormat = Literal["auto", "lines", "dict"]
+Item = TypeVar("Item")
 BAR_DELAY = 2.0  # seconds before a bar is shown
 MOST_SHOWN = 3  # metrics on a line
 COLUMNS = 80  # a longer line loses the last of its metrics
@@ -24,8 +25,8 @@ COLUMNS = 80  # a longer line loses the last of its metrics
 SHOWN = {
     "reward": "reward", "objective/scores": "reward", "exact_match": "exact", "objective/kl": "KL", "loss": "loss",
     "accuracy": "acc", "margin": "margin", "rewards/accuracies": "acc", "rewards/margins": "margin", "kl": "KL",
-    "mean_token_accuracy": "acc", "completions/mean_length": "length", "on_policy_loss": "on-policy", "entropy": "entropy",
-    "grad_norm": "grad",
+    "approx_kl": "KL", "mean_token_accuracy": "acc", "completions/mean_length": "length", "on_policy_loss": "on-policy",
+    "entropy": "entropy", "grad_norm": "grad",
 }  # fmt: skip
 RISING = {"reward", "objective/scores", "exact_match"}  # leading numbers whose best value is the largest
 
@@ -33,13 +34,13 @@ RISING = {"reward", "objective/scores", "exact_match"}  # leading numbers whose 
 def short_number(value: float) -> str:
     """A number in at most 5 characters, for counts and rates.
 
-    >>> short_number(950), short_number(12_345), short_number(420_000)
-    ('950', '12.3k', '420k')
+    >>> short_number(0.25), short_number(950), short_number(12_345), short_number(420_000)
+    ('0.25', '950', '12.3k', '420k')
     """
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.{1 if value < 100 * size else 0}f}{unit}"
-    return f"{value:.0f}"
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def duration(seconds: float) -> str:
@@ -91,8 +92,9 @@ class RunLines(ProgressCallback, PrinterCallback):
     of an evaluation is shown on a terminal after two seconds, unless `disable_tqdm`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counted: Literal["tokens", "images"] = "tokens") -> None:
         super().__init__()
+        self.counted, self.rate = counted, {"tokens": "tok/s", "images": "img/s"}[counted]
         self.series: dict[str, dict[str, list[float]]] = {"": {}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -161,17 +163,17 @@ class RunLines(ProgressCallback, PrinterCallback):
                 self.series.setdefault(prefix, {}).setdefault(name, []).append(float(value))
 
     def _pace(self, state: Any, logs: Mapping[str, Any]) -> list[str]:
-        """Tokens per second since the last line, memory, and the time left at the pace of this run."""
+        """Tokens or images per second since the last line, memory, and the time left at the pace of this run."""
         if not hasattr(self, "began"):  # logged before the run
             return []
         now, cells = time.perf_counter(), []
-        tokens = logs.get("num_tokens")
+        tokens = logs.get(f"num_{self.counted}")
         if tokens is not None:
             # A resumed run counts on; its first window starts at a number that is not known here.
             start = 0.0 if self.last_tokens is None and self.first_step == 0 else self.last_tokens
             if start is not None:
                 rate = (tokens - start) / max(now - self.last_time, 1e-9)
-                cells.append(f"{short_number(rate):>5} tok/s")
+                cells.append(f"{short_number(rate):>5} {self.rate}")
             self.last_tokens, self.last_time = tokens, now
         if memory := peak_memory():
             cells.append(f"{memory / 2**30:.1f}G")
@@ -186,14 +188,20 @@ class RunLines(ProgressCallback, PrinterCallback):
         for row in summary_rows(self.series):
             _print(row)
         facts = [f"time {duration(time.perf_counter() - self.began)}"]
-        tokens = logs.get("num_tokens", self.last_tokens)
+        tokens = logs.get(f"num_{self.counted}", self.last_tokens)
         if tokens is not None:
-            facts.append(f"tokens {short_number(tokens)}")
+            facts.append(f"{self.counted} {short_number(tokens)}")
         if memory := peak_memory():
             facts.append(f"peak memory {memory / 2**30:.1f}G")
         _print("   ".join(facts))
         if self.saved is not None:
             _print(f"Newest checkpoint: {self.saved}")
+
+
+def long_bar(items: Iterable[Item], title: str, is_shown: bool = True) -> Iterable[Item]:
+    """The items, with a bar on a terminal after two seconds."""
+    disable = None if is_shown else True  # None: where stderr is no terminal
+    return tqdm(items, desc=title, leave=False, dynamic_ncols=True, delay=BAR_DELAY, disable=disable)
 
 
 def summary_rows(series: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:

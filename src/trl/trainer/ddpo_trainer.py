@@ -17,6 +17,7 @@ from trl.models.diffusion.policy import Conditions, generator_of
 from trl.objectives.diffusion import PerPromptStatTracker
 from trl.objectives.kl import LARGEST_LOG_RATIO
 from trl.reporting.deadlines import DaemonThreads
+from trl.reporting.run_lines import long_bar
 from trl.rewards.result import read_scores
 from trl.trainer.ddpo_config import DDPOConfig, PolicyGradientOptions
 from trl.trainer.diffusion_trainer import TAGS, DiffusionTrainer
@@ -120,7 +121,10 @@ class DDPOTrainer(DiffusionTrainer):
         drawn = [self.draw_prompts(epoch, batch) for batch in range(count)]
         # Before async rewards start: tokenizers serve one thread at a time.
         conditions = [self.policy.embed(prompts) for prompts, _ in drawn]
-        for batch, ((prompts, metadata), embeds) in enumerate(zip(drawn, conditions, strict=True)):
+        inputs = long_bar(
+            list(zip(drawn, conditions, strict=True)), "sampling", self.accelerator.is_main_process
+        )
+        for batch, ((prompts, metadata), embeds) in enumerate(inputs):
             first = (batch * processes + index) * size
             with self.autocast():
                 found = self.policy.sample(embeds, self.generators(epoch, first, size))

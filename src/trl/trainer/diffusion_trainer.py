@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, ProjectConfiguration, broadcast, set_seed
 from huggingface_hub import HfApi
 from torch import Tensor, nn
-from tqdm.auto import tqdm
+from transformers import TrainerState
 
 from trl.checkpoints.wholeness import CheckpointError, checkpoints_in, faults, listed
 from trl.models.diffusion.flow import FlowPipeline, FlowPolicy
@@ -33,6 +33,7 @@ from trl.options.diffusion import DiffusionOptions
 from trl.options.training import wrong_config
 from trl.reporting.deadlines import AsyncCalls
 from trl.reporting.model_card import HERE, card_of_run
+from trl.reporting.run_lines import RunLines
 from trl.reporting.trackers import start_trackers
 from trl.rewards.result import refusing_exit
 
@@ -54,7 +55,6 @@ _MEMBERS = (
     "unet", "vae", "tokenizer", "text_encoder", "scheduler", "autocast", "set_progress_bar_config", "save_pretrained",
     "get_trainable_layers", "save_checkpoint", "load_checkpoint",
 )  # fmt: skip
-_SHOWN = ("reward_mean", "reward", "loss")
 _KNOWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
@@ -131,7 +131,7 @@ class DiffusionTrainer:
         self.trainable_layers = layers
         self.accelerator.register_save_state_pre_hook(self._save_model)
         self.accelerator.register_load_state_pre_hook(self._load_model)
-        self.first_epoch, self._global_step, self.blank_images = 0, 0, 0
+        self.first_epoch, self._global_step, self.blank_images, self._images = 0, 0, 0, 0
         self._loop = AsyncCalls("reward")
         self.neg_prompt_embed = self.policy.negative[0]
         self.set_up()
@@ -168,19 +168,24 @@ class DiffusionTrainer:
     def train(self, epochs: int | None = None) -> None:
         """Run `step` from the first epoch to `epochs` (default: `num_epochs`); the last epoch is saved too.
 
-        A bar shows the newest mean reward and loss. A second call starts at the first epoch again, with the same noise.
+        A line for each epoch has its reward and loss. A second call starts at the first epoch again, with the same noise.
         """
         last = (self.config.num_epochs if epochs is None else epochs) - 1
         frequency = self.config.save_freq
-        hides = not self.accelerator.is_main_process
-        bar = tqdm(range(self.first_epoch, last + 1), desc=self._name, unit="epoch", disable=hides)
-        for epoch in bar:
+        lines, images = RunLines("images"), self._images
+        state: Any = TrainerState(global_step=self.first_epoch, max_steps=last + 1)
+        state.is_world_process_zero = self.accelerator.is_main_process
+        lines.on_train_begin(None, state, None)
+        for epoch in range(self.first_epoch, last + 1):
             before = len(self.log_history)
             self._global_step = self.step(epoch, self._global_step)
             logged = {name: value for entry in self.log_history[before:] for name, value in entry.items()}
-            bar.set_postfix({name: logged[name] for name in _SHOWN if name in logged})
+            logged["reward"] = logged.get("reward", logged.get("reward_mean"))
+            state.global_step, logged["num_images"] = epoch + 1, self._images - images
+            lines.on_log(None, state, None, logs=logged)
             if epoch and frequency and (epoch % frequency == 0 or epoch == last):
                 self.save_checkpoint(epoch, self._global_step)
+        lines.on_log(None, state, None, logs={"train_loss": math.nan})  # ends the run
 
     def call_reward_function(self, *given: Any) -> Any:
         """What the reward function returns, of an async one what it returns in the end."""
@@ -224,6 +229,7 @@ class DiffusionTrainer:
                 blank, len(images),
             )  # fmt: skip
         self.blank_images += blank
+        self._images += len(images) * self.accelerator.num_processes
         return images.to(torch.promote_types(images.dtype, torch.float32))
 
     def loss(self, advantages: Tensor, clip_range: float, ratio: Tensor) -> Tensor:

@@ -27,12 +27,12 @@ from datasets import Dataset, IterableDataset, config
 from datasets.fingerprint import Hasher
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from trl.checkpoints.identity import hash_rows
 from trl.collators.preference import DPODataCollatorWithPadding, PairCollator
 from trl.collators.unpaired import UnpairedCollator
 from trl.data.formats import column_names
+from trl.reporting.run_lines import long_bar
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def _score_all(
     own = [starts[min(first + rank, len(starts) - 1)] for first in range(0, len(starts), processes)]
     found = []
     title = f"Reference log-probabilities ({dataset_name})"
-    for start in tqdm(own, desc=title, disable=not accelerator.is_local_main_process):
+    for start in long_bar(own, title, accelerator.is_local_main_process):
         rows = [dataset[row] for row in range(start, min(start + size, len(dataset)))]
         scores = scoring.score(send_to_device(scoring.collate(rows), accelerator.device))
         found.append(
