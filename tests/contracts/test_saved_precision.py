@@ -241,6 +241,25 @@ def test_pushes_within_a_run_and_the_averaged_model_have_the_dtype_of_the_files(
     assert create_model_from_path(str(tmp_path / "bema")).dtype == torch.bfloat16
 
 
+def test_files_that_are_being_pushed_stay_as_they_are(saved, tmp_path, monkeypatch):
+    hub, pushed = Mock(), []
+    hub.create_repo.return_value.repo_id = "me/x"
+
+    def upload(*, folder_path, **_):
+        pushed.append((Path(folder_path) / "model.safetensors").read_bytes())
+        return Mock(done=lambda: False)
+
+    hub.upload_folder = upload
+    monkeypatch.setattr(transformers.trainer, "hf_api", lambda: hub)
+    settings = {"save_strategy": "steps", "save_steps": 1, "push_to_hub": True, "hub_model_id": "me/x"}
+    trainer = METHODS["sft"](saved, str(tmp_path), **settings)
+    trainer.args.learning_rate = 0.1
+    monkeypatch.setattr(trainer, "_finish_current_push", lambda: None)
+    trainer.train()
+    assert (tmp_path / "checkpoint-4").is_dir()
+    assert (tmp_path / "model.safetensors").read_bytes() == pushed[0] and len(pushed) == 1
+
+
 def test_the_base_of_an_adapter_is_not_copied_to_be_saved(saved, tmp_path):
     adapter = LoraConfig(r=2, target_modules=["q_proj"])
     trainer = METHODS["sft"](saved, str(tmp_path), peft_config=adapter, save_dtype="float16")

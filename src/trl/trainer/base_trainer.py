@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
@@ -759,12 +760,20 @@ class BaseTrainer(LegacyInterface, Trainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self.args.hub_strategy == HubStrategy.EVERY_SAVE:
+            if self._is_pushing():  # the files of `output_dir`, which must stay as they are
+                return
             self.save_model(
                 _internal_call=True
-            )  # in `save_dtype`; a checkpoint's weights would be those that train
+            )  # in `save_dtype`; a checkpoint's weights are those that train
             checkpoint_folder = os.devnull  # of which the parent copies nothing
         with holding(self, "args", unwritten(self.args)):
             super()._push_from_checkpoint(checkpoint_folder)
+
+    def _is_pushing(self) -> bool:
+        """Whether the main process still pushes an earlier model, for which this one is not pushed; the same on all processes."""
+        push = None if self.args.hub_always_push else self.push_in_progress
+        is_pushing = [push is not None and not push.is_done()]
+        return broadcast_object_list(is_pushing)[0] if self.args.world_size > 1 else is_pushing[0]
 
     def _get_output_dir(self, trial: Any) -> str:
         if self._checkpoint_writer is not None:
