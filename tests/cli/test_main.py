@@ -121,3 +121,15 @@ def test_help_of_sft_lists_options_and_stays_light():
     ):
         assert option in answer.stdout
     assert json.loads(answer.stdout.splitlines()[-1]) == []
+
+
+def test_commands_have_no_bars_without_a_terminal():
+    code = (
+        "import sys; sys.argv = ['trl', 'env']; from trl.cli import main; main(); import datasets; "
+        "from transformers.utils import logging; "
+        "print(datasets.are_progress_bars_disabled(), logging.is_progress_bar_enabled())"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert answer.stdout.splitlines()[-1] == "True False", answer.stderr

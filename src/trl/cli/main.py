@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -97,6 +98,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         listing = ", ".join(COMMANDS)
         print(f"trl: error: unknown command {name!r}: the commands are {listing}.{near}", file=sys.stderr)
         return 2
+    if (
+        argv is None and not sys.stderr.isatty()
+    ):  # a log file has no bars of loaded weights, downloads and maps
+        for library in ("HF_HUB", "HF_DATASETS"):
+            os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
     # On import bitsandbytes warns of a kernel for 4-bit products on CPUs, in every command.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     # The process is ours, and ends with the help text or the script.
