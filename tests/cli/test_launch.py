@@ -104,6 +104,14 @@ def test_a_launcher_that_is_told_to_stop_ends_with_that_status(monkeypatch, numb
     assert launch("toy", TOY, ["--num_processes", "1"]) == status
 
 
+def test_the_process_of_a_script_says_itself_that_it_was_interrupted(monkeypatch):
+    def stop(args):
+        raise KeyboardInterrupt  # accelerate waits for one process with `subprocess`
+
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", stop)
+    assert launch("toy", TOY, ["--num_processes", "1"]) == 130
+
+
 def test_sharding_is_left_to_accelerate_where_there_are_accelerators(monkeypatch):
     launched = []
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)

@@ -92,3 +92,21 @@ def test_an_interrupted_run_says_how_far_it_came_and_how_it_goes_on(run, tmp_pat
     assert "interrupted" not in capsys.readouterr().err
     assert run(None, "--resume_from_checkpoint", "true") == 0
     assert Path(tmp_path / "out" / "checkpoint-4").is_dir()
+
+
+def test_an_interruption_while_the_model_is_saved_says_how_to_go_on(
+    run, tmp_path, monkeypatch, caplog, capsys
+):
+    def finish(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("trl.scripts.report.finish", finish)
+        assert run(None) == 130
+    assert (
+        f"Stopped after step 4 of 4, newest checkpoint {tmp_path}/out/checkpoint-4. To resume: "
+        in caplog.text
+    )
+    assert "no step was trained" not in capsys.readouterr().err
+    assert run(None, "--resume_from_checkpoint", "true") == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file()

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -196,6 +197,8 @@ def run_through_accelerate(args: Any, plan: Plan) -> int:
             return exit_status(error.get_first_failure()[1].exitcode)
         except SignalException as stop:  # torch's launcher was told to stop, and has ended the processes
             return 128 + stop.sigval
+        except KeyboardInterrupt:  # the process of the script says how far it came
+            return 128 + signal.SIGINT
     return 0
 
 

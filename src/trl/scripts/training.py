@@ -61,7 +61,8 @@ def train(name: str, script_args: CommandArguments, training_args: Any, *others:
         if any(getattr(each, "is_made", False) for each in trainer.callback_handler.callbacks):
             trainer.accelerator.end_training()
             raise Terminated  # after the checkpoint that enable_jit_checkpoint asks for
-    finish(trainer, dataset_name=script_args.dataset_name, command=name, newest=trainer.newest_checkpoint)
+        newest = trainer.newest_checkpoint
+        finish(trainer, dataset_name=script_args.dataset_name, command=name, newest=newest)
     return trainer
 
 
