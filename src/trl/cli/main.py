@@ -1,13 +1,14 @@
 """The commands of `trl`, and how one is picked."""
 
 import importlib
-import importlib.metadata
 import logging
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
+
+from trl import __version__
 
 
 class Command(NamedTuple):
@@ -85,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(overview())
         return 0 if arguments else 2
     if arguments[0] == "--version":
-        print(importlib.metadata.version("trl"))
+        print(__version__)
         return 0
     name, rest = _OTHER_NAMES.get(arguments[0], arguments[0]), arguments[1:]
     if name not in COMMANDS:

@@ -8,9 +8,10 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Template
 
+from trl import __version__
 from trl.reporting.trackers import get_comet_experiment_url, get_wandb_run_url
 
-_FRAMEWORKS = ("trl", "transformers", "torch", "datasets", "accelerate", "tokenizers", "peft")
+_FRAMEWORKS = ("transformers", "torch", "datasets", "accelerate", "tokenizers", "peft")
 
 # Jinja; `card_data` is the YAML header.
 _TEMPLATE = """---
@@ -153,11 +154,11 @@ def generate_model_card(
         paper_id=paper_id,
         origin=f"A fine-tune of {base}" if base_model else "A model trained from its initial weights",
         sources=", ".join(_linked(name) for name in datasets),
-        library=f"trl {versions.get('trl', '')}",
+        library=f"trl {__version__}",
         facts=training_facts or {},
         usage=usage or _GENERATION.format(place=hub_model_id, question=_CHAT),
         versions=versions,
-        citations=[trainer_citation, f"{cite}    note = {{version {versions.get('trl')}}}\n}}"],
+        citations=[trainer_citation, f"{cite}    note = {{version {__version__}}}\n}}"],
     )
     return ModelCard(text)
 
@@ -240,7 +241,7 @@ def _training_facts(trainer: Any) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    found = {"trl": __version__}
     for name in _FRAMEWORKS:
         try:
             found[name] = version(name)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import yaml
 
+from trl import __version__
 from trl.scripts.plain_parser import PlainParser
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # numbers of mallopt(3)
@@ -62,7 +63,7 @@ def system_information() -> dict[str, str]:
     information = {
         "Platform": platform.platform(),
         "Python version": platform.python_version(),
-        "TRL version": version("trl") + (f"+{commit[:7]}" if commit else ""),
+        "TRL version": __version__ + (f" (commit {commit[:7]})" if commit else ""),
         "Accelerator(s)": accelerators(),
     }
     information |= {f"{name} version": version(package) for name, package in REQUIRED.items()}
