@@ -55,7 +55,7 @@ NEEDS_EXTRA = {  # modules that are imported where an extra is needed, and what 
     "generation/serving/openai_api.py": SERVE,
     "rollouts/openai_app.py": SERVE,
 }
-UNDECLARED = {"llm-blender"}  # its releases want transformers 4; PairRMJudge says what to install
+UNDECLARED = {"llm-blender"}  # PairRMJudge alone uses it, and says how to install it
 
 
 def declared(requirements: list[str]) -> set[str]:
