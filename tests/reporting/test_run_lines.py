@@ -1,11 +1,14 @@
 """Runs on the screen: lines, the old dicts, and who has a callback of his own."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
+from tests.experimental import ppo_runs
 from tests.trainer import dpo_runs, grpo_runs, iterative_runs, sft_runs
 from trl.reporting import run_lines
 from trl.reporting.run_lines import RunLines
@@ -145,3 +148,41 @@ def test_a_resumed_run_goes_on_with_its_numbers(capsys: Any, tmp_path: Any) -> N
     sft_runs.make(ROWS, **settings).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if "/3" in line] == ["3/3"]
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [(grpo_runs.make, {"method": "grpo"}), (grpo_runs.make, {"method": "rloo"}),
+     (grpo_runs.make, {"method": "distillation", "teacher": "gpt2"}),
+     (grpo_runs.make, {"method": "online_dpo"}), (grpo_runs.make, {"method": "nash_md", "num_generations": 2}),
+     (grpo_runs.make, {"method": "xpo", "num_generations": 2}), (ppo_runs.make, {})],
+    ids=["grpo", "rloo", "distillation", "online_dpo", "nash_md", "xpo", "ppo"],
+)  # fmt: skip
+def test_a_sample_before_and_after_moves_nothing(capsys: Any, make: Any, settings: dict[str, Any]) -> None:
+    weights, states = [], []
+    for log_format in ("dict", "lines"):
+        trainer, _ = make(**settings, max_steps=2, log_format=log_format)
+        torch.manual_seed(3)
+        lines = lines_of(capsys, trainer)
+        labels = [line.split()[0] for line in lines if line.startswith(("prompt ", "before ", "after "))]
+        assert labels == (["prompt", "before", "after"] if log_format == "lines" else [])
+        assert max(map(len, lines)) <= 80 or log_format == "dict"
+        weights.append({name: value.clone() for name, value in trainer.model.state_dict().items()})
+        states.append((torch.get_rng_state(), trainer.model.training))
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    assert torch.equal(states[0][0], states[1][0]) and states[0][1] == states[1][1]
+
+
+def test_a_sample_is_the_first_completion_and_the_greedy_one_at_the_end(capsys: Any) -> None:
+    trainer, _ = grpo_runs.make(max_steps=2, log_format="lines")
+    made: list[Any] = []
+    make = trainer.rollouts.make
+    trainer.rollouts.make = lambda number: made.append(make(number)) or made[-1]
+    lines = {line.split()[0]: line[9:] for line in lines_of(capsys, trainer)}
+    decode = trainer.processing_class.decode
+    first = made[0].completions.split()[0].tolist()
+    assert lines["before"] == (decode(first, skip_special_tokens=True) or "-")
+    prompt = made[0].prompts.split()[0].tolist()
+    greedy = replace(trainer.sampling, temperature=0.0)
+    answer = trainer.rollouts.engine.generate([prompt], greedy, streams=[5])[0].ids
+    assert lines["after"] == (decode(answer, skip_special_tokens=True) or "-")

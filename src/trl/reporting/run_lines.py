@@ -1,6 +1,7 @@
 """A run on the screen: one line per log, a bar for evaluations over two seconds, and a table at the end."""
 
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
@@ -227,6 +228,22 @@ def summary_rows(series: Mapping[str, Mapping[str, Sequence[float]]]) -> list[st
     return [
         f"{label:<{width}}" + "".join(f"{cell:>9}" for cell in cells) for label, *cells in [*heads, *rows]
     ]
+
+
+def print_sample(prompt: str, before: str, after: str) -> None:
+    """Print a prompt with a completion before and one after training, at most two lines each.
+
+    >>> print_sample("What is 2 + 3?", "7 7 7", "5")
+    prompt   What is 2 + 3?
+    before   7 7 7
+    after    5
+    """
+    for label, text in (("prompt", prompt), ("before", before), ("after", after)):
+        shown = "".join(
+            sign if sign.isprintable() else " " for sign in text
+        )  # a model must not command the terminal
+        rows = textwrap.wrap(" ".join(shown.split()), COLUMNS - 9, max_lines=2, placeholder=" ...")
+        _print("\n".join(f"{label if not index else '':<9}{row}" for index, row in enumerate(rows or ["-"])))
 
 
 def _print(line: str) -> None:

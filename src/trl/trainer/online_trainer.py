@@ -22,6 +22,7 @@ from trl.data.prompts import PromptSets
 from trl.data.rendering import text_tokenizer
 from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
+from trl.generation.transformers.engine import TransformersEngine
 from trl.generation.vllm.engine import PolicyCopy
 from trl.generation.vllm.server_engine import VLLMServerEngine
 from trl.legacy.interface import NOT_CALLED_OF_GROUPS
@@ -35,6 +36,7 @@ from trl.models.scoring.values import PolicyValueScorer
 from trl.models.switches import undisturbed, without_ddp
 from trl.objectives.group_policy import EXTREMES
 from trl.options.training import config_or_default
+from trl.reporting.run_lines import RunLines, print_sample
 from trl.rewards.models import place_reward_models
 from trl.rewards.source import RewardSources
 from trl.rollouts.experience import (
@@ -51,7 +53,7 @@ from trl.rollouts.experience import (
     load_rollout_batch,
     save_rollout_batch,
 )
-from trl.rollouts.maker import Completer, Prompts, RolloutMaker
+from trl.rollouts.maker import Completer, Prompts, RolloutMaker, TextCompleter
 from trl.rollouts.measures import of_all_processes, split_extremes
 from trl.rollouts.refill import Refill
 from trl.rollouts.rollout_func import RolloutFunction, check_rollout_func
@@ -325,6 +327,8 @@ class OnlineTrainer(BaseTrainer):
         if (journal := self._journal) is not None:
             journal.begin(self.state.global_step, self.model_wrapped, run=self._run_name)
         made = self.rollouts.make(number)
+        if number == 0:
+            self._sample = made.prompts.split()[0].tolist(), made.completions.split()[0].tolist()
         if journal is not None:
             journal.end()
         experience = self.advantages(self.scored(made, learning=True))
@@ -603,10 +607,41 @@ class OnlineTrainer(BaseTrainer):
         self._resumed_from = self._random_state_of = None
         if self._token_counts is not None:
             self._token_counts.load_state({})
+        self._sample = None
         try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            result = super().train(resume_from_checkpoint, *args, **kwargs)
+            self._show_sample()
+            return result
         finally:
             self._close_environments()
+
+    _sample: tuple[list[int], list[int]] | None = None
+
+    def _show_sample(self) -> None:
+        """Print the first prompt of a finished run, its first completion, and the policy's greedy one after all steps.
+
+        Only below the table of `RunLines`, for text that the policy itself completes: a copy would need its weights again.
+        """
+        engine, model = getattr(self.rollouts.engine, "policy", self.rollouts.engine), self.model_wrapped
+        assert model is not None
+        has_table = any(isinstance(each, RunLines) for each in self.callback_handler.callbacks)
+        is_text = type(engine) is TransformersEngine and isinstance(self.rollouts.completer, TextCompleter)
+        if (
+            self._sample is None
+            or not (has_table and is_text)
+            or self.state.global_step < self.state.max_steps
+        ):
+            return
+        prompt, before = self._sample
+        # Every process completes its own prompt, as sharded weights need all of them.
+        with undisturbed(model), self.accelerator.autocast():
+            engine.sync_weights(model, self.state.global_step)
+            after = engine.generate([prompt], replace(self.sampling, temperature=0.0), streams=[0])[0].ids
+        if self.is_world_process_zero():
+            texts = text_tokenizer(self.processing_class).batch_decode(  # type: ignore[union-attr,arg-type]
+                [prompt, before, after], skip_special_tokens=True
+            )
+            print_sample(*texts)
 
     def _close_environments(self) -> None:
         if (close := getattr(self.rollouts.completer, "close", None)) is not None:
