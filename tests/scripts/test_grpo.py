@@ -97,7 +97,7 @@ def test_a_stream_is_trained_on_and_evaluated(run, name, tmp_path, capsys):
     rewards = ("--reward_funcs", "rewards_of_mine.as_wanted")
     assert run(name, *rewards, *line.split(), *more.split()) == 0, capsys.readouterr().err
     assert "eval_rewards/as_wanted/mean" in logged(tmp_path / "out")
-    assert "eval_reward " in capsys.readouterr().out
+    assert "\neval reward " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
