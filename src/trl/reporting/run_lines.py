@@ -135,9 +135,8 @@ class RunLines(ProgressCallback, PrinterCallback):
         if not cells:
             _print(str({name: value for name, value in logs.items() if name != "total_flos"}))
             return
-        steps = (
-            "" if state.max_steps == sys.maxsize else f"/{state.max_steps}"
-        )  # a loop of the user has no end
+        # A loop of the user has no end.
+        steps = "" if state.max_steps == sys.maxsize else f"/{state.max_steps}"
         width = len(steps) - 1 if steps else 4
         if not training:
             if hasattr(self, "began"):  # tokens per second are those of training
@@ -256,7 +255,8 @@ def _print(line: str) -> None:
 def use_run_lines(handler: Any, user_callbacks: Sequence[Any], args: Any) -> None:
     """Put `RunLines` in the place of the callback that `transformers.Trainer` prints with by default.
 
-    Nothing stands there with `log_level` "error" or "critical", and with `logging_strategy="no"`. Unchanged with `log_format="dict"`, in notebooks unless it is "lines", and where the user has a callback of that kind.
+    Nothing stands there with `log_level` "error" or "critical", and with `logging_strategy="no"`. Unchanged with
+    `log_format="dict"`, in notebooks unless it is "lines", and where the user has a callback of that kind.
     """
     kinds = (PrinterCallback, ProgressCallback)
     has_other = any(

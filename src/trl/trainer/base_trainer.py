@@ -762,10 +762,9 @@ class BaseTrainer(LegacyInterface, Trainer):
         if self.args.hub_strategy == HubStrategy.EVERY_SAVE:
             if self._is_pushing():  # the files of `output_dir`, which must stay as they are
                 return
-            self.save_model(
-                _internal_call=True
-            )  # in `save_dtype`; a checkpoint's weights are those that train
-            checkpoint_folder = os.devnull  # of which the parent copies nothing
+            # In `save_dtype`: a checkpoint's weights, which the parent would copy, are those that train.
+            self.save_model(_internal_call=True)
+            checkpoint_folder = os.devnull
         with holding(self, "args", unwritten(self.args)):
             super()._push_from_checkpoint(checkpoint_folder)
 
