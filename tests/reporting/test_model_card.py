@@ -96,6 +96,7 @@ def test_the_card_of_a_trainer(monkeypatch, tmp_path):
         train_batch_size=4,
         gradient_accumulation_steps=2,
         world_size=3,
+        max_steps=-1,
     )
     trainer = SimpleNamespace(
         args=args,
@@ -172,3 +173,43 @@ def test_the_example_of_a_card_runs_on_the_model_it_stands_beside(kind, chats, t
             text = tokenizer.apply_chat_template(messages, tokenize=False)
         ids = tokenizer(text, return_tensors="pt").input_ids
         assert float(printed) == pytest.approx(model.eval()(ids).logits.item(), abs=1e-6)
+
+
+def saved_card(folder):
+    return ModelCard.load(folder / "README.md")
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_save_model_writes_the_card_into_its_folder(adapter, tmp_path):
+    """With the steps that were trained; an adapter's names PEFT; one that was written by hand stays."""
+    from datasets import Dataset
+
+    from tests.tiny import tiny_model
+    from trl import SFTConfig, SFTTrainer
+
+    peft_config = None
+    if adapter:
+        peft = pytest.importorskip("peft")
+        peft_config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])
+    args = SFTConfig(
+        str(tmp_path / "run"), max_steps=2, per_device_train_batch_size=2, use_cpu=True, save_strategy="no", report_to="none",
+    )  # fmt: skip
+    trainer = SFTTrainer(
+        tiny_model("llama"),
+        args,
+        train_dataset=Dataset.from_dict({"input_ids": [[1, 2, 3]] * 8}),
+        processing_class=tiny_tokenizer(),
+        peft_config=peft_config,
+    )
+    trainer.train()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "README.md").write_text("# By hand")
+    for place in ("whole", "mine"):
+        trainer.save_model(str(tmp_path / place))
+    trainer.save_model(str(tmp_path / "whole"))  # once more, over its own
+    card = saved_card(tmp_path / "whole")
+    assert card.data.library_name == ("peft" if adapter else "transformers")
+    assert "| optimiser steps | 2 |" in card.text and "| epochs | 0.5 |" in card.text
+    assert "num_train_epochs" not in card.text and "generated_from_trainer" in card.data.tags
+    text = (tmp_path / "mine" / "README.md").read_text()
+    assert text.endswith("# By hand") if not adapter else "By hand" in text

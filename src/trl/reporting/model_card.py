@@ -176,7 +176,7 @@ def card_of_trainer(
     """
     args = trainer.args
     place = getattr(trainer, "hub_model_id", None) or args.hub_model_id or HERE
-    return card_of_run(
+    card = card_of_run(
         trainer,
         base_model=getattr(trainer.model.config, "_name_or_path", None) or None,
         model_name=model_name or Path(args.output_dir or "model").resolve().name,
@@ -185,6 +185,17 @@ def card_of_trainer(
         tags=tags,
         training_facts=_training_facts(trainer),
         usage=_usage(trainer, place),
+    )
+    if getattr(trainer.model, "peft_config", None):
+        card.data.library_name = "peft"
+    return card
+
+
+def is_generated(folder: Path) -> bool:
+    """Whether the model card of a folder is one that a trainer wrote, or there is none."""
+    file = folder / "README.md"
+    return not file.is_file() or "generated_from_trainer" in file.read_text(
+        encoding="utf-8", errors="replace"
     )
 
 
@@ -220,6 +231,9 @@ def _training_facts(trainer: Any) -> dict[str, Any]:
     """The settings that decide what a run computes, its data, its length, and the figures of its last evaluation."""
     args, state = trainer.args, trainer.state
     facts = {name: getattr(args, name, None) for name in _SETTINGS}
+    if args.max_steps > 0:
+        facts["num_train_epochs"] = None  # which did not decide
+        facts["epochs"] = round(state.epoch or 0, 2)
     facts["lr_scheduler_type"] = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
     adapters = getattr(trainer.model, "peft_config", None) or {}
     for adapter in adapters.values() if isinstance(adapters, dict) else []:

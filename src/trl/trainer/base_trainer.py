@@ -62,7 +62,7 @@ from trl.options.checks import warn_unread
 from trl.options.methods import SYNC_SETTINGS
 from trl.options.secrets import unwritten
 from trl.reporting.metrics import MetricSums, Processes
-from trl.reporting.model_card import card_of_trainer
+from trl.reporting.model_card import card_of_trainer, is_generated
 from trl.reporting.run_lines import use_run_lines
 from trl.rollouts.token_counts import TokenCounts
 from trl.tensors.reduce import Weighted
@@ -752,7 +752,8 @@ class BaseTrainer(LegacyInterface, Trainer):
         finally:
             self._checkpoint_writer = None
         final = self.newest_checkpoint = writer.publish()
-        self.create_model_card()
+        if is_generated(Path(self.args.output_dir or ".")):
+            self.create_model_card()
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
 
@@ -873,6 +874,14 @@ class BaseTrainer(LegacyInterface, Trainer):
             self._token_counts.load_state(state.get("method", {}).get("tokens", {}))
 
     # ---- the model card
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model, its tokenizer and a model card in a folder; a card that was written by hand stays."""
+        folder = Path(output_dir or self.args.output_dir or ".")
+        writes_card = not _internal_call and self.is_world_process_zero() and is_generated(folder)
+        super().save_model(output_dir, _internal_call)
+        if writes_card:  # in place of the one that PEFT writes
+            card_of_trainer(self, dataset_name=None).save(folder / "README.md")
 
     def create_model_card(
         self,
