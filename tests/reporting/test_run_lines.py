@@ -186,3 +186,14 @@ def test_a_sample_is_the_first_completion_and_the_greedy_one_at_the_end(capsys: 
     greedy = replace(trainer.sampling, temperature=0.0)
     answer = trainer.rollouts.engine.generate([prompt], greedy, streams=[5])[0].ids
     assert lines["after"] == (decode(answer, skip_special_tokens=True) or "-")
+
+
+def test_a_sample_that_fails_does_not_end_a_finished_run(monkeypatch: Any, caplog: Any) -> None:
+    trainer, _ = grpo_runs.make(max_steps=1, log_format="lines")
+
+    def fail(*texts: str) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("trl.trainer.online_trainer.print_sample", fail)
+    assert trainer.train().global_step == 1
+    assert "The sample answer after training failed: out of memory" in caplog.text

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
-from difflib import get_close_matches
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from transformers import TrainingArguments
 
+from trl.options.spelling import did_you_mean
 from trl.options.training import TrainingDefaults, require_set_up, wrong_config
 
 _PAIRS = (
@@ -100,7 +100,7 @@ def move_arguments(
     Raises: TypeError for an argument that no level of the interface knows, ValueError for one given under both names.
     """
     config = config_class.__name__
-    _check_known(older, config_class)
+    _check_known(older, config_class, given)
     found, places = dict(given), []
     for name, value in older.items():
         ignored = _IGNORED.get(config, {}).get(name)
@@ -126,17 +126,16 @@ def move_arguments(
     return found
 
 
-def _check_known(older: Mapping[str, Any], config_class: type) -> None:
+def _check_known(older: Mapping[str, Any], config_class: type, arguments: Iterable[str]) -> None:
     known = next((_KNOWN[kind.__name__] for kind in config_class.__mro__ if kind.__name__ in _KNOWN), ())
     fields = [field.name for field in dataclasses.fields(config_class)]  # type: ignore[arg-type]
     for name in set(older) - set(known):
         if name in fields:
-            advice = f"It is a field of {config_class.__name__}: set it there."
+            advice = f" It is a field of {config_class.__name__}: set it there."
         else:
-            near = get_close_matches(name, [*known, *fields], n=1)
-            advice = f"Settings are fields of {config_class.__name__}; of older arguments {sorted(known)} are known."
-            advice += f" Did you mean {near[0]!r}?" if near else ""
-        raise TypeError(f"unexpected keyword argument {name!r}. {advice}")
+            advice = did_you_mean(name, arguments) or did_you_mean(name, [*known, *fields])
+            advice = advice or f" Settings are fields of {config_class.__name__}."
+        raise TypeError(f"unexpected keyword argument {name!r}.{advice}")
 
 
 def _as_config(args: Any, config_class: type, changes: Mapping[str, Any], model: Any) -> Any:

@@ -187,7 +187,7 @@ def card_of_trainer(
         usage=_usage(trainer, place),
     )
     if getattr(trainer.model, "peft_config", None):
-        card.data.library_name = "peft"
+        card.data["library_name"] = "peft"
     return card
 
 

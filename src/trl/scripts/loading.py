@@ -1,5 +1,6 @@
 """What a training command checks and loads before it trains: output folder, checkpoint, processes, data sets, model options."""
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from trl.scripts.arguments import ScriptArguments
 if TYPE_CHECKING:
     from trl.data.sources import DatasetMixtureConfig
 
+logger = logging.getLogger(__name__)
 Rows = TypeVar("Rows", Dataset, IterableDataset)
 
 
@@ -65,6 +67,10 @@ def load_train_and_eval(
     if evaluate:
         splits["dataset_test_split"] = script_args.dataset_test_split
     mixture = mixed_splits(script_args, dataset_args)
+    if dataset_args.test_split_size is not None and not evaluate:
+        logger.warning(
+            "test_split_size keeps rows from training, and eval_strategy='no' never evaluates them."
+        )
     if mixture is not None and script_args.dataset_name:  # drawn from the training split
         splits = dict(zip(splits, ("train", "test"), strict=False))
     path = str(script_args.dataset_name)

@@ -610,7 +610,10 @@ class OnlineTrainer(BaseTrainer):
         self._sample = None
         try:
             result = super().train(resume_from_checkpoint, *args, **kwargs)
-            self._show_sample()
+            try:
+                self._show_sample()
+            except Exception as error:  # of a run that is done
+                logger.warning("The sample answer after training failed: %s", error)
             return result
         finally:
             self._close_environments()

@@ -559,6 +559,7 @@ class PPOTrainer:
         cut = config.batch_size, config.mini_batch_size, config.gradient_accumulation_steps
         in_train_mode = holding(list(self.model.modules()), "training", True)
         with ppo_setup.accumulating(self.accelerator, config), in_train_mode:
+            self.model.train()  # a model may keep some of its modules in the other mode
             for _ in range(config.ppo_epochs):
                 for minibatches in shuffled_minibatches(*cut):
                     record.begin()
