@@ -136,7 +136,7 @@ CASES: dict[str, Bad] = {
     # tokenizer and template
     "eos token of another vocabulary": Bad(ValueError, ("eos_token '</s>' is not in the vocabulary",), {"eos_token": "</s>"}),
     "pad token of another vocabulary": Bad(ValueError, ("pad_token '[PAD]' is not in the vocabulary",), {"pad_token": "[PAD]"}),
-    "no such template file": Bad(FileNotFoundError, ("is no file", "missing.jinja"), {"chat_template_path": "missing.jinja"}),
+    "no such template file": Bad(FileNotFoundError, ("missing.jinja", "is no file"), {"chat_template_path": "missing.jinja"}),
     "no such template folder": Bad(
         FileNotFoundError, ("chat_template_path='./missing'",), {"chat_template_path": "./missing"},
     ),
