@@ -227,10 +227,12 @@ def values_of(flags: tuple[str, ...], lines: list[list[str]]) -> set[str]:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=label)
 def test_what_commands_read_is_made_on_the_same_page(path):
-    """By `trl data`, `examples/small_model.py` or an earlier command; the first example's models are made for every page."""
+    """By `trl data`, `examples/small_model.py`, an earlier command or block; the first example's models are made for every page."""
     written = {"runs/model", "runs/student"} | values_of(
         ("--out", "--output_dir", "--output"), commands(path)
     )
+    text = path.read_text(encoding="utf-8")
+    written |= set(re.findall(r'(?:Path|to_csv|to_json|to_parquet)\("([^"]+)"', text))
     read = values_of(
         ("--dataset_name", "--model_name_or_path", "--teacher_model_name_or_path"), commands(path)
     )

@@ -123,9 +123,9 @@ def test_tools_and_an_agent_learn_from_one_model(run, tmp_path, capsys, monkeypa
 def test_what_is_saved_loads(run, tmp_path):
     run("scripts/prm", "--max_steps 1")
     assert AutoModelForTokenClassification.from_pretrained(tmp_path).config.num_labels == 2
-    run("scripts/ppo", "--tiny --tiny --steps 1")
+    run("scripts/ppo", "--tiny --steps 1")
     AutoModelForCausalLMWithValueHead.from_pretrained(str(tmp_path))
-    run("scripts/ppo", "--tiny --tiny --steps 1 --use_peft true")
+    run("scripts/ppo", "--tiny --steps 1 --use_peft true")
     assert (tmp_path / "adapter_model.safetensors").is_file()
 
 

@@ -152,7 +152,12 @@ class Watches:
 def test_rewards_are_computed_while_the_next_part_is_generated(method):
     """In three parts, of whole groups: the same completions, scores and gradients, up to rounding."""
     rows = {"grpo": 10, "online_dpo": 5}[method]  # five groups of two
-    settings = {"max_steps": 1, "num_generations": 2, "per_device_train_batch_size": rows}
+    settings = {
+        "max_steps": 1,
+        "num_generations": 2,
+        "per_device_train_batch_size": rows,
+        "log_format": "dict",
+    }
     plain, kept = run(method, **settings)
     watches, parts = Watches(), []
     trainer, keep = make(method, **settings, generation_parts=3, reward_funcs=watches)

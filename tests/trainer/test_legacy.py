@@ -205,8 +205,10 @@ def test_completion_only_collator_over_packed_rows_is_refused(tmp_path, padding_
 
 
 def test_unknown_arguments(tmp_path):
-    with pytest.raises(TypeError, match=r"max_seq_len'.*Did you mean 'max_seq_length'"):
+    with pytest.raises(TypeError, match=r"'max_seq_len'\. Did you mean max_(seq_)?length"):
         SFTTrainer(model_for(), config(tmp_path), train_dataset=TEXTS, max_seq_len=3)
+    with pytest.raises(TypeError, match=r"'train_data'\. Did you mean train_dataset\?"):
+        SFTTrainer(model_for(), config(tmp_path), train_data=TEXTS)
     with pytest.raises(TypeError, match="field of SFTConfig"):
         SFTTrainer(model_for(), config(tmp_path), train_dataset=TEXTS, learning_rate=3)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from transformers import TrainingArguments
@@ -100,7 +100,7 @@ def move_arguments(
     Raises: TypeError for an argument that no level of the interface knows, ValueError for one given under both names.
     """
     config = config_class.__name__
-    _check_known(older, config_class, given)
+    _check_known(older, config_class)
     found, places = dict(given), []
     for name, value in older.items():
         ignored = _IGNORED.get(config, {}).get(name)
@@ -126,14 +126,21 @@ def move_arguments(
     return found
 
 
-def _check_known(older: Mapping[str, Any], config_class: type, arguments: Iterable[str]) -> None:
+# What trainers take today, for suggestions.
+_TRAINER_ARGUMENTS = (
+    "model", "args", "train_dataset", "eval_dataset", "processing_class", "peft_config", "ref_model", "data_collator", "callbacks",
+    "compute_metrics", "optimizers",
+)  # fmt: skip
+
+
+def _check_known(older: Mapping[str, Any], config_class: type) -> None:
     known = next((_KNOWN[kind.__name__] for kind in config_class.__mro__ if kind.__name__ in _KNOWN), ())
     fields = [field.name for field in dataclasses.fields(config_class)]  # type: ignore[arg-type]
     for name in set(older) - set(known):
         if name in fields:
             advice = f" It is a field of {config_class.__name__}: set it there."
         else:
-            advice = did_you_mean(name, arguments) or did_you_mean(name, [*known, *fields])
+            advice = did_you_mean(name, _TRAINER_ARGUMENTS) or did_you_mean(name, [*known, *fields])
             advice = advice or f" Settings are fields of {config_class.__name__}."
         raise TypeError(f"unexpected keyword argument {name!r}.{advice}")
 
