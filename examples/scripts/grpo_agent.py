@@ -186,10 +186,10 @@ if __name__ == "__main__":
     trainer.train()
     after = trainer.evaluate()
     figures: dict[str, Any] = {"seed": training_args.seed}
-    asked = (
+    counted = (
         ("eval_agent/turns", "turns") if asked.agent else ("eval_tools/call_frequency", "calls per question")
     )
-    for name, what in (("eval_reward", "right results"), asked):
+    for name, what in (("eval_reward", "right results"), counted):
         print(f"{what}: {before[name]:.3f} -> {after[name]:.3f} over {trainer.state.global_step} steps")
         figures[what] = f"{before[name]:.3f} → {after[name]:.3f}"
     if asked.out:
