@@ -114,6 +114,7 @@ def test_loading_says_nothing_of_the_value_head_and_still_tells_of_real_oddities
     model = Causal.from_pretrained(tiny_model("llama"))
     model.save_pretrained(tmp_path, state_dict={**model.state_dict(), "stray.weight": torch.ones(1)})
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    caplog.set_level(logging.WARNING, logger="transformers")
     Causal.from_pretrained(str(tmp_path))
     assert "stray.weight" in caplog.text
     caplog.clear()

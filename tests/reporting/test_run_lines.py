@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.utils import logging
 
 from tests.experimental import ppo_runs
 from tests.trainer import dpo_runs, grpo_runs, iterative_runs, sft_runs
@@ -138,7 +139,9 @@ def test_a_loop_of_the_user_has_lines(capsys: Any, most: int, first: str) -> Non
 
 @pytest.mark.parametrize("settings", [{"log_level": "error"}, {"logging_strategy": "no"}])
 def test_a_silent_run_prints_nothing(capsys: Any, settings: dict[str, Any]) -> None:
+    verbosity = logging.get_verbosity()
     assert lines_of(capsys, sft_runs.make(ROWS, **settings)) == []
+    logging.set_verbosity(verbosity)  # which `log_level` sets for the process
 
 
 def test_a_resumed_run_goes_on_with_its_numbers(capsys: Any, tmp_path: Any) -> None:
