@@ -99,9 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         listing = ", ".join(COMMANDS)
         print(f"trl: error: unknown command {name!r}: the commands are {listing}.{near}", file=sys.stderr)
         return 2
-    if (
-        argv is None and not sys.stderr.isatty()
-    ):  # a log file has no bars of loaded weights, downloads and maps
+    # A log file has no bars of loaded weights, downloads and maps.
+    if argv is None and not sys.stderr.isatty():
         for library in ("HF_HUB", "HF_DATASETS"):
             os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
     # On import bitsandbytes warns of a kernel for 4-bit products on CPUs, in every command.

@@ -238,9 +238,8 @@ def print_sample(prompt: str, before: str, after: str) -> None:
     after    5
     """
     for label, text in (("prompt", prompt), ("before", before), ("after", after)):
-        shown = "".join(
-            sign if sign.isprintable() else " " for sign in text
-        )  # a model must not command the terminal
+        # A model must not command the terminal.
+        shown = "".join(sign if sign.isprintable() else " " for sign in text)
         rows = textwrap.wrap(" ".join(shown.split()), COLUMNS - 9, max_lines=2, placeholder=" ...")
         _print("\n".join(f"{label if not index else '':<9}{row}" for index, row in enumerate(rows or ["-"])))
 
