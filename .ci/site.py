@@ -47,13 +47,10 @@ def public_names() -> dict[str, list[tuple[str, str]]]:
             method = METHOD.match(home)
             title = method.group(1) if method else AREAS[home.split(".")[1]]
             pages.setdefault(title, []).append((path, name))
-    trainers = {
-        title: re.sub(r"(Trainer|Config|Callback)$", "", names[0][1]) for title, names in pages.items()
-    }
+    trainers = {title: re.sub(r"(Trainer|Config|Callback)$", "", names[0][1]) for title, names in pages.items()}
     titled = {title if title in AREAS.values() else trainers[title]: names for title, names in pages.items()}
     return {
-        title: titled[title]
-        for title in sorted(titled, key=lambda title: (title in AREAS.values(), title.lower()))
+        title: titled[title] for title in sorted(titled, key=lambda title: (title in AREAS.values(), title.lower()))
     }
 
 
@@ -172,9 +169,7 @@ def main() -> int:
     parser.add_argument("--serve", action="store_true", help="show the site, and build changed pages again")
     serve = parser.parse_args().serve
     pages = list(pages_of(write_config(write_api())))
-    unlisted = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} - {
-        file for _, file in pages
-    }
+    unlisted = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} - {file for _, file in pages}
     if unlisted:
         print(f"error: add to nav in zensical.toml: {', '.join(sorted(unlisted))}", file=sys.stderr)
         return 1

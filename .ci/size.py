@@ -17,17 +17,12 @@ def code_lines(text: str) -> int:
     lines = {
         number
         for token in tokenize.generate_tokens(io.StringIO(text).readline)
-        if token.type
-        not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+        if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
         for number in range(token.start[0], token.end[0] + 1)
         if token.string.strip()
     }
     for node in ast.walk(ast.parse(text)):
-        if (
-            isinstance(node, ast.Expr)
-            and isinstance(node.value, ast.Constant)
-            and isinstance(node.value.value, str)
-        ):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return len(lines)
 
@@ -56,9 +51,7 @@ def print_depth() -> None:
         for name in names:
             module = importlib.import_module(root.format(name.lower()))
             kinds = [getattr(module, f"{name}{kind}") for kind in ("Trainer", "Config")]
-            trainer, config = (
-                [each for each in kind.__mro__ if each.__module__.startswith("trl.")] for kind in kinds
-            )
+            trainer, config = ([each for each in kind.__mro__ if each.__module__.startswith("trl.")] for kind in kinds)
             methods = {
                 key
                 for each in trainer

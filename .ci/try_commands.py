@@ -32,9 +32,7 @@ def write_inputs(folder: Path) -> None:
     special = {"pad_token": "<pad>", "eos_token": "<end>", "unk_token": "<unknown>"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder / "model")
     size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(
-        vocab_size=len(vocabulary), max_position_embeddings=64, pad_token_id=0, eos_token_id=1, **size
-    )
+    config = LlamaConfig(vocab_size=len(vocabulary), max_position_embeddings=64, pad_token_id=0, eos_token_id=1, **size)
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     texts = [{"text": f"count the apples . {word} ."} for word in WORDS[3:-1]]
     (folder / "texts.jsonl").write_text("\n".join(map(json.dumps, texts)))

@@ -17,7 +17,9 @@ async def post(
 ) -> tuple[int, bytes]:
     """The status and body of an answer; the connection stays open."""
     reader, writer = connection
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
     writer.write(head.encode() + body)
     status = int((await reader.readline()).split()[1])
     length = 0

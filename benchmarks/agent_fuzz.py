@@ -82,9 +82,7 @@ def request(rng: random.Random, key: str) -> bytes:
     return f"{head}Connection: close\r\n\r\n".encode() + content
 
 
-def fuzz(
-    port: int, key: str, count: int, *, seed: int = 0, timeout: float = 30.0
-) -> tuple[Counter[str], list[Any]]:
+def fuzz(port: int, key: str, count: int, *, seed: int = 0, timeout: float = 30.0) -> tuple[Counter[str], list[Any]]:
     """How often each status came, and the requests that were answered by an error of the server."""
     rng, found, faults = random.Random(seed), Counter[str](), []
     left_open: list[socket.socket] = []

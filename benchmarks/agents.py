@@ -168,9 +168,7 @@ class Bench:
             slowest = max(range(len(sessions)), key=batch["each"].__getitem__)
             again = [endpoint.session(stream=number) for number in range(len(sessions))]
             alone = self._play(endpoint, again, delay=self.args.delay, tokens=tokens, numbers=[slowest])
-        yield self._row(
-            "tools", "batch / slowest session alone", batch["seconds"] / alone["seconds"], "<= 1.3"
-        )
+        yield self._row("tools", "batch / slowest session alone", batch["seconds"] / alone["seconds"], "<= 1.3")
         yield self._row("tools", "idle share of the engine", idle, "")
         yield from self._trained(engine.model, tokens)
 
@@ -223,9 +221,7 @@ class Bench:
                         played = self._play(endpoint, [endpoint.session(stream=0)], turns=turns, reply=reply)
                     best = min(best, played["cpu"])
                 seconds.append(best)
-            yield self._row(
-                "reuse", f"speed-up, answers of {words} words", seconds[0] / seconds[1], "", 1, turns
-            )
+            yield self._row("reuse", f"speed-up, answers of {words} words", seconds[0] / seconds[1], "", 1, turns)
 
     def growth(self) -> Iterator[Result]:
         """CPU seconds of a request in the sixth thousand of distinct prompts over those of one in the second.
@@ -247,9 +243,7 @@ class Bench:
                 starts = range(0, 20 * part, part)
                 costs = [(late(100 * part + start, part), early(20 * part + start, part)) for start in starts]
             columns = [1e3 * median(column) for column in zip(*costs, strict=True)]
-            print(
-                f"{name}, ms per request: {columns[0]:.2f} in the sixth thousand, {columns[1]:.2f} in the second"
-            )
+            print(f"{name}, ms per request: {columns[0]:.2f} in the sixth thousand, {columns[1]:.2f} in the second")
             ratio = median(sixth / second for sixth, second in costs)
             yield self._row("growth", f"{name}: sixth / second thousand", ratio, "<= 1.1", 1, 1)
 
@@ -322,9 +316,7 @@ class Bench:
         settings = self._settings(port=endpoint.port, numbers=list(range(len(sessions)))) | given
         settings["keys"] = [session.api_key for session in sessions]
         command, started = [sys.executable, str(CLIENTS)], time.process_time()
-        found = subprocess.run(
-            command, input=json.dumps(settings), text=True, check=True, stdout=subprocess.PIPE
-        )
+        found = subprocess.run(command, input=json.dumps(settings), text=True, check=True, stdout=subprocess.PIPE)
         return json.loads(found.stdout) | {"cpu": time.process_time() - started}
 
     def _row(

@@ -25,9 +25,7 @@ class LengthLaw:
 
     def draw(self, rng: random.Random, *, max_length: int) -> tuple[int, int]:
         sizes = (self.prompt, self.completion)
-        prompt, completion = (
-            max(2, round(median * rng.lognormvariate(0, spread))) for median, spread in sizes
-        )
+        prompt, completion = (max(2, round(median * rng.lognormvariate(0, spread))) for median, spread in sizes)
         prompt = min(prompt, max_length - 2)
         return prompt, min(completion, max_length - prompt)
 
@@ -64,9 +62,7 @@ def load_corpus(path: Path | None = None, *, max_length: int, rows: int = 2000) 
     path = path or GSM8K
     if path.is_file():
         return read_corpus(path, max_length=max_length, rows=rows)
-    return made_up_corpus(
-        GSM8K_LENGTHS, max_length=max_length, rows=rows, name="made-up rows as long as GSM8K's"
-    )
+    return made_up_corpus(GSM8K_LENGTHS, max_length=max_length, rows=rows, name="made-up rows as long as GSM8K's")
 
 
 def read_corpus(path: Path, *, max_length: int, rows: int) -> Corpus:

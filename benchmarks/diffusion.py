@@ -66,9 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
         print(json.dumps(found))
         return [found]
     given = list(sys.argv[1:] if arguments is None else arguments)
-    print(
-        f"torch {torch.__version__}, fp32, 1 thread; CPU seconds, median of {args.epochs}; growth of memory\n"
-    )
+    print(f"torch {torch.__version__}, fp32, 1 thread; CPU seconds, median of {args.epochs}; growth of memory\n")
     print(table_row(COLUMNS), table_row(["---"] * len(COLUMNS)), sep="\n")
     ours, plain = (in_own_process(given, side) for side in SIDES)
     check_same_work(ours, plain)
@@ -87,9 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     results = [ours, plain]
     for first in (0, args.steps - 1):
         found = in_own_process(given, str(first))
-        print(
-            table_row([f"{first} of {args.steps}", f"{found['seconds']:.2f}", f"{found['growth'] / 1e6:.0f}"])
-        )
+        print(table_row([f"{first} of {args.steps}", f"{found['seconds']:.2f}", f"{found['growth'] / 1e6:.0f}"]))
         results.append(found)
     write_figures(results, args.out)
     return results
@@ -160,9 +156,7 @@ class Ours:
         self.seconds, start = dict.fromkeys(PHASES, 0.0), time.process_time()
         self.trainer.step(number, number)
         self.seconds["training"] = time.process_time() - start - sum(self.seconds.values())
-        self.rewards += [
-            entry["reward_mean"] for entry in self.trainer.log_history[-2:] if "reward_mean" in entry
-        ]
+        self.rewards += [entry["reward_mean"] for entry in self.trainer.log_history[-2:] if "reward_mean" in entry]
         return self.seconds
 
 
@@ -174,9 +168,7 @@ class Plain:
         self.pipeline.vae.requires_grad_(False)
         self.pipeline.text_encoder.requires_grad_(False)
         self.pipeline.unet.train()
-        self.optimizer = torch.optim.AdamW(
-            self.pipeline.unet.parameters(), lr=LEARNING_RATE, weight_decay=1e-4
-        )
+        self.optimizer = torch.optim.AdamW(self.pipeline.unet.parameters(), lr=LEARNING_RATE, weight_decay=1e-4)
         self.pipeline.scheduler.set_timesteps(args.steps)
         self.draw, self.rewards, self.norms = prompts_in_turn(), list[float](), list[float]()
 
@@ -206,9 +198,7 @@ class Plain:
             latents, log_probs = [torch.stack([torch.randn(shape, generator=own) for own in generators])], []
             for t in pipeline.scheduler.timesteps:
                 mean, std = self.gaussian(latents[-1], unet(latents[-1], t, embeds).sample, t)
-                latents.append(
-                    mean + std * torch.stack([torch.randn(shape, generator=own) for own in generators])
-                )
+                latents.append(mean + std * torch.stack([torch.randn(shape, generator=own) for own in generators]))
                 log_probs.append(self.log_prob(latents[-1], mean, std))
             images = (pipeline.vae.decode(latents[-1]).sample / 2 + 0.5).clamp(0, 1)
         marks.append(time.process_time())
@@ -246,9 +236,7 @@ def measure(args: Namespace, side: str) -> Result:
 
 def measure_alignprop(args: Namespace, first: int) -> Result:
     """Seconds and growth of an optimiser step of AlignProp whose gradients flow from denoising step `first`."""
-    config = AlignPropConfig(
-        **settings_of(args), truncated_backprop_rand=False, truncated_backprop_timestep=first
-    )
+    config = AlignPropConfig(**settings_of(args), truncated_backprop_rand=False, truncated_backprop_timestep=first)
     wrapped = DefaultDDPOStableDiffusionPipeline(pipeline_of(args), use_lora=False)
     trainer, level, seconds = AlignPropTrainer(config, brightness, prompts_in_turn(), wrapped), Level(), []
     trainer.step(0, 0)

@@ -47,9 +47,7 @@ def parse() -> Namespace:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--size", default="5m", help="decoder body of student and teacher")
-    parser.add_argument(
-        "--vocab", type=int, default=152_000, help="vocabulary of the padded rows of the dataset"
-    )
+    parser.add_argument("--vocab", type=int, default=152_000, help="vocabulary of the padded rows of the dataset")
     parser.add_argument("--tokens", type=int, default=1024, help="of a padded batch of the dataset; the plain loop takes 10 MB per token")  # fmt: skip
     parser.add_argument("--prompts", type=int, default=16, help="of an on-policy step")
     parser.add_argument("--steps", type=int, default=2, help="measured steps of each side, after one")
@@ -95,9 +93,7 @@ def measure(args: Namespace, case: str) -> Result:
         found[side] = json.loads(done.stdout.splitlines()[-1])
     ours, plain = (found[side] for side in SIDES)
     if case == "data" and abs(ours["loss"] - plain["loss"]) > 1e-4:
-        raise ValueError(
-            f"the losses of the first step must agree to 1e-4, got {ours['loss']} and {plain['loss']}."
-        )
+        raise ValueError(f"the losses of the first step must agree to 1e-4, got {ours['loss']} and {plain['loss']}.")
     scale = 1 if case == "data" else 1000
     cost = [scale * side["seconds"] / (1 if case == "data" else side["tokens"]) for side in (ours, plain)]
     grown = [side["growth"] / 1e6 for side in (ours, plain)]
@@ -201,9 +197,7 @@ class Watch(TrainerCallback):
 class PlainGKD(Loop):
     """Padded rows, all logits of both models, the divergence of all positions, then a mask."""
 
-    def __init__(
-        self, model: PreTrainedModel, recipe: Recipe, teacher: PreTrainedModel, new_tokens: int
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, recipe: Recipe, teacher: PreTrainedModel, new_tokens: int) -> None:
         super().__init__(model, recipe)
         self.teacher, self.new_tokens = teacher, new_tokens
 
@@ -226,9 +220,7 @@ class PlainGKD(Loop):
         found = []
         for prompt, row in zip(prompts, generated[:, ids.shape[1] :].tolist(), strict=True):
             own = up_to_stop(row, stops)  # type: ignore[arg-type]
-            found.append(
-                {"input_ids": prompt.tolist() + own, "completion_mask": [0] * len(prompt) + [1] * len(own)}
-            )
+            found.append({"input_ids": prompt.tolist() + own, "completion_mask": [0] * len(prompt) + [1] * len(own)})
         return found
 
     def loss(self, rows: Sequence[Row]) -> Tensor:

@@ -55,15 +55,11 @@ class Case:
 
 def parse() -> Namespace:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--sizes", nargs="+", choices=list(SHAPES), default=["5m", "30m"], help="decoder bodies"
-    )
+    parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=["5m", "30m"], help="decoder bodies")
     parser.add_argument("--vocab", type=int, default=BPE_SIZE)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--samples", type=int, default=8, help="completions per prompt")
-    parser.add_argument(
-        "--turns", type=int, default=3, help="measured turns of each side, after one to warm up"
-    )
+    parser.add_argument("--turns", type=int, default=3, help="measured turns of each side, after one to warm up")
     parser.add_argument(
         "--threads", type=int, default=1, help="on a CPU: 1 takes CPU seconds, more take wall-clock seconds"
     )

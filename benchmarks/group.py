@@ -118,10 +118,7 @@ def main() -> None:
     print(LEGEND)
     print(table_row(COLUMNS), table_row(["---"] * len(COLUMNS)), sep="\n")
     results = [
-        measure(args, case, size, vocabulary)
-        for vocabulary in args.vocab
-        for size in args.sizes
-        for case in args.cases
+        measure(args, case, size, vocabulary) for vocabulary in args.vocab for size in args.sizes for case in args.cases
     ]
     if not args.no_sharing and args.method == "grpo":
         results += sharing(args)
@@ -244,9 +241,7 @@ class _DeviceLevel:
 def sharing(args: Namespace) -> list[Result]:
     """The table of our update with a shared prompt over the same without."""
     size, vocabulary = args.sizes[0], args.vocab[0]
-    print(
-        f"\nan update of {args.group} completions, prompt shared over prompt repeated (median; operations):"
-    )
+    print(f"\nan update of {args.group} completions, prompt shared over prompt repeated (median; operations):")
     columns = ["prompt : completion", "model", "shared, s", "/ repeated", "operations"]
     print(table_row(columns), table_row(["---"] * len(columns)), sep="\n")
     results: list[Result] = []

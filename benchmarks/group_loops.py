@@ -116,9 +116,7 @@ class PaddedGRPO:
         self.model, self.work = copy.deepcopy(model), work
         self.reference = copy.deepcopy(model).requires_grad_(False).eval()
         self.model.generation_config.eos_token_id = work.stops or None
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=work.learning_rate, weight_decay=0.0, fused=True
-        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=work.learning_rate, weight_decay=0.0, fused=True)
 
     def step(self, prompts: list[list[int]]) -> Spent:
         """Generate, judge and learn."""
@@ -199,9 +197,7 @@ class PaddedOnlineDPO(PaddedGRPO):
         """The loss, a mean over pairs, and its gradient."""
         first, second = advantages.view(-1, 2).unbind(1)
         signs, total = torch.sign(first - second), 0.0
-        for part, sign, ref in zip(
-            self.parts(found), signs.split(self.work.micro // 2), reference, strict=True
-        ):
+        for part, sign, ref in zip(self.parts(found), signs.split(self.work.micro // 2), reference, strict=True):
             gaps = (padded_logps(self.model, part) - ref) * part.completion[:, part.width :]
             first, second = gaps.sum(1).view(-1, 2).unbind(1)
             losses = -F.logsigmoid(BETA["online-dpo"] * sign * (first - second))

@@ -43,9 +43,7 @@ def problems() -> DatasetDict:
 def in_steps() -> DatasetDict:
     """Problems of another seed, answered in steps."""
     rows = make_data("steps", rows=800, seed=1).filter(lambda row: all(row["labels"]))
-    return rows.map(lambda row: {"completion": " ".join(row["completions"])}).select_columns(
-        ["prompt", "completion"]
-    )
+    return rows.map(lambda row: {"completion": " ".join(row["completions"])}).select_columns(["prompt", "completion"])
 
 
 def as_chats(rows: DatasetDict) -> DatasetDict:
@@ -107,9 +105,7 @@ def dpo(model: Path, rate: float, folder: str) -> str:
 
 def grpo(model: Path, rate: float, folder: str) -> str:
     shared = {**SHARED, "per_device_train_batch_size": 64}
-    args = GRPOConfig(
-        folder, learning_rate=rate, max_steps=60, num_generations=8, max_completion_length=64, **shared
-    )
+    args = GRPOConfig(folder, learning_rate=rate, max_steps=60, num_generations=8, max_completion_length=64, **shared)
     trainer = GRPOTrainer(str(model), in_form, args, train_dataset=problems()["train"])
     trainer.train()
     logs = [log for log in trainer.state.log_history if "reward" in log]

@@ -74,12 +74,8 @@ def run_interleaved(
     seen: deque[list[Row]] = deque()
     trainer = (make or make_trainer)(model, corpus, recipe)
     trainer.data_collator = _Recording(trainer.data_collator, seen)
-    found = Measured(
-        {name: [] for name in (OURS, *others)}, peak_bytes={name: [] for name in (OURS, *others)}
-    )
-    trainer.add_callback(
-        _TakeTurns(others, seen, found, warmup=warmup, turn=turn, on_gpu=recipe.device == "cuda")
-    )
+    found = Measured({name: [] for name in (OURS, *others)}, peak_bytes={name: [] for name in (OURS, *others)})
+    trainer.add_callback(_TakeTurns(others, seen, found, warmup=warmup, turn=turn, on_gpu=recipe.device == "cuda"))
     found.first_loss[OURS] = float("nan")
     _keep_first_loss(trainer, found.first_loss)
     trainer.train()

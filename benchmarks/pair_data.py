@@ -110,9 +110,7 @@ def unpaired_rows(corpus: Corpus, *, group: int = 8) -> Corpus:
 def describe_pairs(corpus: Corpus) -> str:
     """How many pairs there are, and their mean lengths."""
     names = ("prompt_input_ids", "chosen_input_ids", "rejected_input_ids")
-    prompt, chosen, rejected = (
-        sum(len(row[name]) for row in corpus.rows) / len(corpus.rows) for name in names
-    )
+    prompt, chosen, rejected = (sum(len(row[name]) for row in corpus.rows) / len(corpus.rows) for name in names)
     return (
         f"{corpus.source}: {len(corpus.rows)} pairs, in the mean {prompt:.0f} tokens of prompt, {chosen:.0f} of chosen and "
         f"{rejected:.0f} of rejected completion"

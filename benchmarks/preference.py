@@ -46,13 +46,9 @@ def parse() -> Namespace:
     parser.add_argument("--methods", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=["5m"], help="decoder bodies")
     parser.add_argument("--vocab", nargs="+", type=int, help="vocabularies; default: 5000 152000")
-    parser.add_argument(
-        "--steps", type=int, help="measured steps per case; default: 8, with --quick or 30m 5"
-    )
+    parser.add_argument("--steps", type=int, help="measured steps per case; default: 8, with --quick or 30m 5")
     parser.add_argument("--max_length", type=int, default=512)
-    parser.add_argument(
-        "--data", type=Path, help="jsonl of dialogues with chosen and rejected; default: HH harmless"
-    )
+    parser.add_argument("--data", type=Path, help="jsonl of dialogues with chosen and rejected; default: HH harmless")
     parser.add_argument("--no_memory", action="store_true", help="leave out the growth of memory")
     parser.add_argument("--quick", action="store_true", help="smallest cases only, few steps")
     parser.add_argument("--out", type=Path, help="also write the figures as JSON to this file")
@@ -66,9 +62,7 @@ def main() -> None:
     torch.set_num_threads(1)
     corpus = load_pairs(args.data, max_length=args.max_length)
     allocator = {name: value for name, value in os.environ.items() if name.startswith("MALLOC_")}
-    print(
-        f"torch {torch.__version__}, {platform.machine()}, fp32, 1 thread, allocator {allocator or 'default'}"
-    )
+    print(f"torch {torch.__version__}, {platform.machine()}, fp32, 1 thread, allocator {allocator or 'default'}")
     print(describe_pairs(corpus), end="\n\n")
     print(LEGEND)
     print(table_row(COLUMNS), table_row(["---"] * len(COLUMNS)), sep="\n")

@@ -46,9 +46,7 @@ def reference_of(model: PreTrainedModel) -> PreTrainedModel:
 def pad_sequences(sequences: Sequences) -> dict[str, Tensor]:
     """Rows padded on the right, with labels of -100 on prompts and padding."""
     ids = [torch.tensor(prompt + completion) for prompt, completion in sequences]
-    labels = [
-        torch.tensor([-100] * len(prompt) + completion, dtype=torch.int64) for prompt, completion in sequences
-    ]
+    labels = [torch.tensor([-100] * len(prompt) + completion, dtype=torch.int64) for prompt, completion in sequences]
     return {
         "input_ids": pad_sequence(ids, batch_first=True),
         "attention_mask": pad_sequence([torch.ones_like(part) for part in ids], batch_first=True),
@@ -194,9 +192,7 @@ class BareDPO(_BareLoop):
         self.reference.set_attn_implementation(TREE_ATTENTION)
 
     def loss(self, rows: Sequence[Row]) -> Tensor:
-        row = flatten(
-            [(r["prompt_input_ids"], [r["chosen_input_ids"], r["rejected_input_ids"]]) for r in rows]
-        )
+        row = flatten([(r["prompt_input_ids"], [r["chosen_input_ids"], r["rejected_input_ids"]]) for r in rows])
         with torch.no_grad():
             reference = tree_logps(self.reference, row)
         ratios = tree_logps(self.model, row) - reference

@@ -105,9 +105,7 @@ def reward_operations(config: Any, rows: Sequence[Row]) -> tuple[float, float]:
     for row in rows:
         chosen, rejected = row["chosen_input_ids"], row["rejected_input_ids"]
         shared = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), 0)
-        needed += tree_operations(
-            config, shared, [len(chosen) - shared, len(rejected) - shared], scored=False
-        )
+        needed += tree_operations(config, shared, [len(chosen) - shared, len(rejected) - shared], scored=False)
         lengths += [len(chosen), len(rejected)]
     return needed, _rows(config, lengths, scored=False)
 
@@ -117,8 +115,7 @@ def kto_operations(config: Any, rows: Sequence[Row]) -> tuple[float, float]:
     sizes = [_lengths(row, *names) for row in rows]
     needed = sum(
         tree_operations(config, prompt, [own])
-        + _WITHOUT_GRADIENT
-        * (tree_operations(config, prompt, [own, other]) + tree_operations(config, prompt, [other]))
+        + _WITHOUT_GRADIENT * (tree_operations(config, prompt, [own, other]) + tree_operations(config, prompt, [other]))
         for prompt, own, other in sizes
     )
     own = _rows(config, [prompt + length for prompt, length, _ in sizes])

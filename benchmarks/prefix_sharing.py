@@ -39,15 +39,11 @@ def time_sharing(ratio: int, size: str, vocabulary: int, *, steps: int) -> Shari
     """
     corpus, recipe = pairs_of_ratio(ratio, rows=8 * (steps + 1)), Recipe(steps=steps + 1)
     ours = {shared: Stepper.of(shared, size, vocabulary, corpus, recipe) for shared in (True, False)}
-    seconds = seconds_in_turn(
-        lambda shared, step: ours[shared].step(corpus.rows[8 * step : 8 * step + 8]), steps=steps
-    )
+    seconds = seconds_in_turn(lambda shared, step: ours[shared].step(corpus.rows[8 * step : 8 * step + 8]), steps=steps)
     return Sharing(ratio, seconds, _operations_ratio(ours[True].trainer.model.config, corpus))
 
 
-def seconds_in_turn(
-    update: Callable[[bool, int], tuple[float, float]], *, steps: int
-) -> dict[bool, list[float]]:
+def seconds_in_turn(update: Callable[[bool, int], tuple[float, float]], *, steps: int) -> dict[bool, list[float]]:
     """Seconds of each of `steps` updates with sharing and without, in turn, after a first pair that does not count.
 
     `update(shared, step)` gives seconds and loss. Raises: ValueError where the losses of the first pair differ.
@@ -61,9 +57,7 @@ def seconds_in_turn(
             if step:
                 seconds[shared].append(spent)
         if step == 0 and abs(losses[0] - losses[1]) > 1e-4:
-            raise ValueError(
-                f"the first losses must agree to 1e-4, got {losses}. The layouts do not do the same work."
-            )
+            raise ValueError(f"the first losses must agree to 1e-4, got {losses}. The layouts do not do the same work.")
     return seconds
 
 

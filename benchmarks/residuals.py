@@ -73,9 +73,7 @@ def main() -> None:
         optimizer.step()
         seconds = statistics.median(step_seconds(optimizer, given.device) for _ in range(given.steps))
         baseline = baseline or seconds
-        tensors = [
-            each for state in optimizer.state.values() for each in state.values() if torch.is_tensor(each)
-        ]
+        tensors = [each for state in optimizer.state.values() for each in state.values() if torch.is_tensor(each)]
         size = sum(each.nbytes for each in {each.data_ptr(): each for each in tensors}.values())
         total = (size + sum(2 * each.nbytes for each in weights)) / sum(each.numel() for each in weights)
         print(f"{name:<30} {1e3 * seconds:8.1f} ms  {seconds / baseline:5.2f}  {total:5.2f} bytes per weight")

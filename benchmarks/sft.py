@@ -37,17 +37,11 @@ GPU_TURN = 5  # steps without waiting for the device
 
 def parse() -> Namespace:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--sizes", nargs="+", choices=list(SHAPES), help="decoder bodies; CPU: 5m 30m, GPU: 500m"
-    )
+    parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), help="decoder bodies; CPU: 5m 30m, GPU: 500m")
     parser.add_argument("--vocab", nargs="+", type=int, help="vocabularies; CPU: 5000 152000, GPU: 152000")
-    parser.add_argument(
-        "--steps", type=int, help="measured steps per case; a multiple of 10 weighs logging fairly"
-    )
+    parser.add_argument("--steps", type=int, help="measured steps per case; a multiple of 10 weighs logging fairly")
     parser.add_argument("--max_length", type=int, default=512)
-    parser.add_argument(
-        "--data", type=Path, help="jsonl with question/answer or prompt/completion; default: GSM8K"
-    )
+    parser.add_argument("--data", type=Path, help="jsonl with question/answer or prompt/completion; default: GSM8K")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument(
         "--dtype",
@@ -85,9 +79,7 @@ def on_cpu(args: Namespace) -> list[Result]:
     steps = args.steps or (10 if args.quick else 20)
     print(LEGEND)
     print(table_row(CPU_COLUMNS), table_row(["---"] * len(CPU_COLUMNS)), sep="\n")
-    results = [
-        cpu_case(args, corpus, size, vocabulary, steps) for vocabulary in vocabularies for size in sizes
-    ]
+    results = [cpu_case(args, corpus, size, vocabulary, steps) for vocabulary in vocabularies for size in sizes]
     results += small_costs(rows=10_000 if args.quick else 100_000)
     return results
 
@@ -127,9 +119,7 @@ def small_costs(*, rows: int) -> list[Result]:
     print(f"\npacking {rows} rows to 512 tokens, CPU seconds (share of the room filled):")
     for entry in packed:
         print(f"  {entry['strategy']}: {entry['seconds']:.2f} ({entry['filled']:.4f})")
-    imports = {
-        name: time_import(name) for name in ("import trl", "from trl import SFTTrainer", "import torch")
-    }
+    imports = {name: time_import(name) for name in ("import trl", "from trl import SFTTrainer", "import torch")}
     print("import, CPU seconds: " + ", ".join(f"`{name}` {spent:.3f}" for name, spent in imports.items()))
     return [{"packing": packed, "rows": rows}, {"import_seconds": imports}]
 
@@ -171,9 +161,7 @@ def on_gpu(args: Namespace) -> list[Result]:
 def gpu_case(corpus: Corpus, batch_size: int, size: str, vocabulary: int, weights: str, steps: int) -> Result:
     dtype = torch.float32 if weights == "mixed" else torch.bfloat16
     model = build_model(size, vocabulary, dtype=dtype, device="cuda")
-    recipe = Recipe(
-        steps=steps + 2 * GPU_TURN, batch_size=batch_size, device="cuda", autocast=weights == "mixed"
-    )
+    recipe = Recipe(steps=steps + 2 * GPU_TURN, batch_size=batch_size, device="cuda", autocast=weights == "mixed")
     found = run_interleaved(model, corpus, recipe, warmup=2 * GPU_TURN, turn=GPU_TURN)
     flops = sum(useful_flops(model.config, rows) for rows in found.batches)
     tokens = found.real_tokens

@@ -141,9 +141,7 @@ class Bare(Loop):
         trained = torch.tensor([flag for row in rows for flag in row["completion_mask"]])
         predicting = trained[1:].nonzero()[:, 0]
         positions = torch.cat([torch.arange(length) for length in lengths])
-        ids, positions, predicting = (
-            part.to(device, non_blocking=True) for part in (ids, positions, predicting)
-        )
+        ids, positions, predicting = (part.to(device, non_blocking=True) for part in (ids, positions, predicting))
         bounds = _bounds(lengths, device)
         hidden = self.model.model(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, bare=bounds
@@ -184,9 +182,7 @@ def _bounds(lengths: list[int], device: str) -> _Bounds:
     return _Bounds(lengths, offsets)
 
 
-def _variable_length(
-    query: Tensor, key: Tensor, value: Tensor, bare: _Bounds, scaling: float | None
-) -> Tensor:
+def _variable_length(query: Tensor, key: Tensor, value: Tensor, bare: _Bounds, scaling: float | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     groups, longest = query.shape[1] // key.shape[1], max(bare.lengths)
@@ -208,9 +204,7 @@ def _bare_attention(
     if query.is_cuda:
         return _variable_length(query, key, value, bare, scaling), None
     parts = [
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped).transpose(
-            1, 2
-        )
+        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped).transpose(1, 2)
         for q, k, v in zip(*(part.split(bare.lengths, dim=2) for part in (query, key, value)), strict=True)
     ]
     return torch.cat(parts, dim=1), None

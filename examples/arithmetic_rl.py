@@ -63,9 +63,7 @@ REWARD = {"reward_funcs": is_right}
 METHODS = {
     "grpo": Method(GRPOTrainer, GRPOConfig, REWARD, {}),
     "rloo": Method(RLOOTrainer, RLOOConfig, REWARD, {}),
-    "gspo": Method(
-        GRPOTrainer, GRPOConfig, REWARD, {"loss_type": "grpo", "importance_sampling_level": "sequence"}
-    ),
+    "gspo": Method(GRPOTrainer, GRPOConfig, REWARD, {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
     "vespo": Method(GRPOTrainer, GRPOConfig, REWARD, {"loss_type": "vespo"}),
 }
 
@@ -133,9 +131,7 @@ def fine_tune(student: Student, *, seed: int, folder: str, enough: float = ENOUG
         processing_class=student.tokenizer,
         callbacks=[
             Look(
-                lambda step, logs: (
-                    share_right(student.model, student.tokenizer, student.task.problems[:300]) >= enough
-                )
+                lambda step, logs: share_right(student.model, student.tokenizer, student.task.problems[:300]) >= enough
             )
         ],
     )
@@ -219,9 +215,7 @@ def main(
     steps: int = STEPS,
     enough: float = ENOUGH,
 ) -> None:
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--method",
         nargs="+",
@@ -232,9 +226,7 @@ def main(
     parser.add_argument("--seed", type=int, default=0, help="of the sums, the weights and the order")
     parser.add_argument("--steps", type=int, default=steps, help="optimiser steps, each from 128 answers")
     parser.add_argument("--out", type=Path, help="jsonl file to which the figures are appended")
-    parser.add_argument(
-        "--table", type=Path, help="such a file, to be printed as a table; nothing is trained"
-    )
+    parser.add_argument("--table", type=Path, help="such a file, to be printed as a table; nothing is trained")
     given = parser.parse_args()
     if given.table:
         lines = given.table.read_text(encoding="utf-8").splitlines()

@@ -100,20 +100,14 @@ def run(
 
 def main() -> None:
     """Train once, or fill the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", choices=["ddpo", "alignprop", "grpo"], help="default: ddpo; --table: all")
     parser.add_argument("--reward", choices=["brightness", "jpeg"], help="default: brightness; --table: both")
     parser.add_argument("--epochs", type=int, help="passes of sampling and training; default: 15 to 80")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=5, help="of each row of the table")
-    parser.add_argument(
-        "--pictures", type=Path, help="folder for pictures before and after, of the first seed"
-    )
-    parser.add_argument(
-        "--table", action="store_true", help="all methods and rewards, or those that are given"
-    )
+    parser.add_argument("--pictures", type=Path, help="folder for pictures before and after, of the first seed")
+    parser.add_argument("--table", action="store_true", help="all methods and rewards, or those that are given")
     parser.add_argument("--out", type=Path, help="also append the rows to this file")
     given = parser.parse_args()
     chosen, seeds = [(given.method or "ddpo", given.reward or "brightness")], [given.seed]

@@ -27,9 +27,7 @@ sys.path.append(str(Path(__file__).parent))
 from arithmetic_rl import COMMON, FINE_TUNING, LEARNING, Look, Student, fine_tune, train
 from sums import MAX_ANSWER_TOKENS, Task, build_model, is_right, make_task, share_right
 
-TEACHER_KNOWS = (
-    0.995  # share of right answers to sums that the teacher is trained on, where its fine-tuning stops
-)
+TEACHER_KNOWS = 0.995  # share of right answers to sums that the teacher is trained on, where its fine-tuning stops
 WITHIN = 0.02  # of the teacher's share of right answers to held-out sums: where distillation stops
 STEPS, EVERY, SAMPLES = (
     1000,
@@ -68,9 +66,7 @@ class Result:
 def teach(student: Student, *, seed: int, folder: str) -> Any:
     """A teacher with the student's tokenizer and task."""
     model, task = build_model(student.tokenizer, seed=seed + 1, layers=4), student.task
-    look = Look(
-        lambda step, logs: share_right(model, student.tokenizer, task.problems[:300]) >= TEACHER_KNOWS
-    )
+    look = Look(lambda step, logs: share_right(model, student.tokenizer, task.problems[:300]) >= TEACHER_KNOWS)
     train(
         SFTTrainer(
             model,
@@ -122,9 +118,7 @@ def run(task: Task, *, seed: int, folder: str, steps: int = STEPS) -> Result:
     result = Result(seed, *shares)
     print(f"teacher: held-out {result.teacher:.1%}; student: {result.student:.1%}", flush=True)
     learn("distillation", student, teacher, result, steps=steps, folder=folder)
-    learn(
-        "grpo", student, teacher, result, steps=3 * result.samples("distillation") // SAMPLES, folder=folder
-    )
+    learn("grpo", student, teacher, result, steps=3 * result.samples("distillation") // SAMPLES, folder=folder)
     return result
 
 
@@ -143,14 +137,10 @@ def table(results: list[Result]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, nargs="+", default=[0], help="of sums, weights and order")
     parser.add_argument("--out", type=Path, help="jsonl file to which the figures are appended")
-    parser.add_argument(
-        "--table", type=Path, help="such a file, to be printed as a table; nothing is trained"
-    )
+    parser.add_argument("--table", type=Path, help="such a file, to be printed as a table; nothing is trained")
     given = parser.parse_args()
     if given.table:
         lines = given.table.read_text(encoding="utf-8").splitlines()

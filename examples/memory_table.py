@@ -87,9 +87,7 @@ class Way(NamedTuple):
     layers: float
     others: float
     adapters: float = 0
-    hidden: int = (
-        2  # bytes of a number in the residual stream: float32 weights make it float32 under autocast
-    )
+    hidden: int = 2  # bytes of a number in the residual stream: float32 weights make it float32 under autocast
     copies: float = 0  # bytes of autocast's copy of a layer's weight
 
 
@@ -144,9 +142,7 @@ def logits_bytes(config: PretrainedConfig, tokens: int, device: str = "cuda") ->
     return 2 * 4 * config.vocab_size * min(rows, tokens)
 
 
-def estimate(
-    config: PretrainedConfig, way: Way, tokens: int, *, computed: int = 2, device: str = "cuda"
-) -> float:
+def estimate(config: PretrainedConfig, way: Way, tokens: int, *, computed: int = 2, device: str = "cuda") -> float:
     """Bytes at the peak of a training run with bf16, gradient checkpointing and micro batches of `tokens`.
 
     The head's loss and the layers' backward pass follow each other; the head's gradient in float32 lasts through both.
@@ -238,9 +234,7 @@ def measure(tokens: int = 4096) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder or Hub name of one model in place of the table's")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a micro batch (default: 4096)")
     parser.add_argument("--measure", action="store_true", help="train a small model and compare")

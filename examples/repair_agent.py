@@ -300,9 +300,7 @@ def main() -> GRPOTrainer:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="Train a small model of random weights.")
     parser.add_argument("--model", help="The model to train.")
-    parser.add_argument(
-        "--reward", choices=("tests", "patch", "first"), help="Default: tests, first with --tiny."
-    )
+    parser.add_argument("--reward", choices=("tests", "patch", "first"), help="Default: tests, first with --tiny.")
     parser.add_argument("--max_steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output_dir", default="runs/repair")

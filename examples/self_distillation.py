@@ -209,14 +209,10 @@ def table(results: list[Result]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, nargs="+", default=[0], help="of weights, notes and order")
     parser.add_argument("--out", type=Path, help="jsonl file to which the figures are appended")
-    parser.add_argument(
-        "--table", type=Path, help="such a file, to be printed as a table; nothing is trained"
-    )
+    parser.add_argument("--table", type=Path, help="such a file, to be printed as a table; nothing is trained")
     given = parser.parse_args()
     if given.table:
         lines = given.table.read_text(encoding="utf-8").splitlines()

@@ -30,14 +30,10 @@ class ServedJudge(BasePairwiseJudge):
         self.tokenizer = AutoTokenizer.from_pretrained(self.model)
         self.cache_key = f"ServedJudge {self.model}"
 
-    def judge(
-        self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True
-    ) -> list[int]:
+    def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
         """The index of the better completion of each pair."""
         pairs = shown_pairs(prompts, completions, shuffle=shuffle_order)
-        questions = [
-            QUESTION.format(prompt=pair.prompt, response0=pair.first, response1=pair.second) for pair in pairs
-        ]
+        questions = [QUESTION.format(prompt=pair.prompt, response0=pair.first, response1=pair.second) for pair in pairs]
         found = self.client.chat(
             [[{"role": "user", "content": question}] for question in questions],
             temperature=0.0,
@@ -46,6 +42,5 @@ class ServedJudge(BasePairwiseJudge):
         )
         shown = self.tokenizer.batch_decode(found["completion_ids"], skip_special_tokens=True)
         return [
-            pair.given(int(answer)) if answer in ("0", "1") else -1
-            for pair, answer in zip(pairs, shown, strict=True)
+            pair.given(int(answer)) if answer in ("0", "1") else -1 for pair, answer in zip(pairs, shown, strict=True)
         ]

@@ -74,9 +74,7 @@ def small_llama(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--text", type=Path, help="jsonl file whose strings train the tokenizer; default: rows of `trl data`"
     )

@@ -53,9 +53,7 @@ class Problem:
     @property
     def prompt(self) -> list[Message]:
         """The question as a conversation."""
-        return [
-            {"role": "user", "content": PHRASINGS[self.phrasing].format(left=self.left, right=self.right)}
-        ]
+        return [{"role": "user", "content": PHRASINGS[self.phrasing].format(left=self.left, right=self.right)}]
 
     @property
     def answer(self) -> str:

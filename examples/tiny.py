@@ -193,9 +193,7 @@ def solutions(folder: Path, *, system: str) -> dict[str, Any]:
         asked = dice.choices(prompts, k=32)
         thoughts = [f"<think> {prompt} </think> " * dice.randrange(2) for prompt in asked]
         said = [f"{thought}{dice.choice(answers)}" for thought in thoughts]
-        return [
-            chat(prompt, system) + f"{answer} {EOS}" for prompt, answer in zip(asked, said, strict=True)
-        ], None
+        return [chat(prompt, system) + f"{answer} {EOS}" for prompt, answer in zip(asked, said, strict=True)], None
 
     imitate(model, tokenizer, shown, steps=80)
     return save(folder, {"train": rows * 8, "test": rows}, model, tokenizer)
@@ -205,9 +203,7 @@ def taught(folder: Path) -> dict[str, Any]:
     """Sums with their results, a teacher that adds, and a student of random weights."""
     dice = random.Random(0)
     rows = [
-        {"prompt": f"{left} + {right} =", "completion": f" {left + right}"}
-        for left in range(5)
-        for right in range(5)
+        {"prompt": f"{left} + {right} =", "completion": f" {left + right}"} for left in range(5) for right in range(5)
     ]
     tokenizer = word_tokenizer(["+", "=", *map(str, range(9))])
     teacher, texts = word_model(tokenizer), [f"{row['prompt']}{row['completion']} {EOS}" for row in rows]
@@ -315,9 +311,7 @@ def imitate(
     return loss.item()
 
 
-def word_tokenizer(
-    words: Iterable[str], marks: Iterable[str] = ROLES, **options: Any
-) -> PreTrainedTokenizerFast:
+def word_tokenizer(words: Iterable[str], marks: Iterable[str] = ROLES, **options: Any) -> PreTrainedTokenizerFast:
     """A tokenizer that knows some words, separated by spaces, and `marks`, which may stand anywhere."""
     every = [PAD, EOS, UNKNOWN, *dict.fromkeys([*words, *marks])]
     model = models.WordLevel({word: number for number, word in enumerate(every)}, unk_token=UNKNOWN)
@@ -449,9 +443,7 @@ def rude_prompts(folder: Path) -> dict[str, Any]:
     """A small Llama, a small classifier, and prompts with rude words."""
     options = rewarded(folder)
     texts, harmless = rude_texts(64, random.Random(0))
-    rows = [
-        {"comment_text": text, "label": int(not calm)} for text, calm in zip(texts, harmless, strict=True)
-    ]
+    rows = [{"comment_text": text, "label": int(not calm)} for text, calm in zip(texts, harmless, strict=True)]
     named = save(folder, {"test": rows})
     return {
         "model_type": options["model_name_or_path"],
@@ -582,9 +574,7 @@ RUNS: dict[str, tuple[Callable[[Path], dict[str, Any]], dict[str, Any]]] = {
 WITHOUT_FOLDER = ("evals/judge_tldr", f"{STACK}/merge_peft_adapter", f"{TOXICITY}/evaluate-toxicity")
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("script", choices=RUNS, metavar="script", help=", ".join(RUNS))
     chosen, words = parser.parse_known_args()
     run(chosen.script, words)

@@ -70,9 +70,7 @@ def published() -> Callable[[str], list[dict[str, Any]]]:
     def rows(name: str) -> list[dict[str, Any]]:
         file = folder / f"{name}.jsonl"
         if not file.is_file():
-            pytest.skip(
-                f"{name}.jsonl is a published data set that is not at hand: set TRL_TEST_DATA to its folder"
-            )
+            pytest.skip(f"{name}.jsonl is a published data set that is not at hand: set TRL_TEST_DATA to its folder")
         return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
     return rows

@@ -14,9 +14,7 @@ import torch
 class TinyTeacher:
     """`fault(body, answer)` returns another answer, a status, or None to close the connection."""
 
-    def __init__(
-        self, model: Any, *, echoes: bool = False, text_of: Callable[[int], str] | None = None
-    ) -> None:
+    def __init__(self, model: Any, *, echoes: bool = False, text_of: Callable[[int], str] | None = None) -> None:
         self.model, self.echoes, self.text_of = model, echoes, text_of or (lambda token: f"token_id:{token}")
         self.requests: list[dict[str, Any]] = []
         self.fault: Callable[[dict[str, Any], dict[str, Any]], Any] | None = None
@@ -35,15 +33,10 @@ class TinyTeacher:
             logps = self.model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
         entries: list[Any] = [None]
         for own, row in zip(ids[1:], logps[:-1], strict=True):
-            tokens = dict.fromkeys(
-                [own, *row.topk(k).indices.tolist()]
-            )  # the prompt's own token too, as vLLM does
+            tokens = dict.fromkeys([own, *row.topk(k).indices.tolist()])  # the prompt's own token too, as vLLM does
             entries.append({token: float(row[token]) for token in tokens})
         if not self.echoes:
-            form = [
-                entry and {str(token): {"logprob": logp} for token, logp in entry.items()}
-                for entry in entries
-            ]
+            form = [entry and {str(token): {"logprob": logp} for token, logp in entry.items()} for entry in entries]
             return {"text": "", "prompt_logprobs": form}
         form = [entry and {self.text_of(token): logp for token, logp in entry.items()} for entry in entries]
         return {

@@ -51,9 +51,7 @@ def test_a_small_pipeline_becomes_brighter(run):
 
 @torch.no_grad()
 def test_the_fourth_number_of_a_latent_is_its_contrast(run, tmp_path):
-    pipeline = run("small_diffusion", name="small_diffusion")["small_pipeline"](
-        tmp_path, side=8, has_contrast=True
-    )
+    pipeline = run("small_diffusion", name="small_diffusion")["small_pipeline"](tmp_path, side=8, has_contrast=True)
     latents = 5 * torch.randn(4, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     sizes = []
     for shift in (2.0, 0.0, -2.0):

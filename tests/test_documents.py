@@ -49,9 +49,7 @@ def commands(path: Path) -> list[list[str]]:
     starts = r"^(?: {4})?((?:[A-Z_]+=\S+ )*(?:trl|make|python) (?:[^`\n]*))$"
     found = [shlex.split(line, comments=True) for line in re.findall(starts, joined, flags=re.MULTILINE)]
     plain = [[word for word in words if not re.match(r"[A-Z_]+=", word)] for words in found]
-    return [
-        words for words in plain if not words[1].endswith(":")
-    ]  # what a command printed begins with its name
+    return [words for words in plain if not words[1].endswith(":")]  # what a command printed begins with its name
 
 
 def anchors(path: Path) -> set[str]:
@@ -66,9 +64,7 @@ def test_relative_links_lead_to_files_and_headings(path):
     for link, anchor in links:
         target = (path.parent / link) if link else path
         assert target.exists(), link
-        assert path not in PAGES or target.resolve().is_relative_to(ROOT / "docs"), (
-            f"{link} is not on the site"
-        )
+        assert path not in PAGES or target.resolve().is_relative_to(ROOT / "docs"), f"{link} is not on the site"
         assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
 
 
@@ -193,9 +189,7 @@ def source_strings() -> list[re.Pattern[str]]:
             "".join(str(part.value) if isinstance(part, ast.Constant) else "%s" for part in node.values)
             for node in formatted
         ]
-        sentences = [
-            part for text in texts for part in (text, *text.split(". ")[:1])
-        ]  # a page may quote the first
+        sentences = [part for text in texts for part in (text, *text.split(". ")[:1])]  # a page may quote the first
         fixed = [re.split(r"%[sdr]", text.strip()) for text in sentences]
         patterns += [".*".join(map(re.escape, parts)) for parts in fixed if len("".join(parts)) > 20]
     return [re.compile(pattern, re.DOTALL) for pattern in patterns]
@@ -203,9 +197,7 @@ def source_strings() -> list[re.Pattern[str]]:
 
 def messages(path: Path) -> list[str]:
     """First cells of tables whose first column is `message`: what the library prints, with `…` for parts left out."""
-    tables = re.findall(
-        r"^\| message \|.*\n\|[-| ]+\n((?:\|.*\n)+)", path.read_text(encoding="utf-8"), re.MULTILINE
-    )
+    tables = re.findall(r"^\| message \|.*\n\|[-| ]+\n((?:\|.*\n)+)", path.read_text(encoding="utf-8"), re.MULTILINE)
     return [cell for table in tables for cell in re.findall(r"^\| `(.+?)` \|", table, re.MULTILINE)]
 
 
@@ -228,14 +220,10 @@ def values_of(flags: tuple[str, ...], lines: list[list[str]]) -> set[str]:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=label)
 def test_what_commands_read_is_made_on_the_same_page(path):
     """By `trl data`, `examples/small_model.py`, an earlier command or block; the first example's models are made for every page."""
-    written = {"runs/model", "runs/student"} | values_of(
-        ("--out", "--output_dir", "--output"), commands(path)
-    )
+    written = {"runs/model", "runs/student"} | values_of(("--out", "--output_dir", "--output"), commands(path))
     text = path.read_text(encoding="utf-8")
     written |= set(re.findall(r'(?:Path|to_csv|to_json|to_parquet)\("([^"]+)"', text))
-    read = values_of(
-        ("--dataset_name", "--model_name_or_path", "--teacher_model_name_or_path"), commands(path)
-    )
+    read = values_of(("--dataset_name", "--model_name_or_path", "--teacher_model_name_or_path"), commands(path))
     assert {name for name in read if name.startswith("runs/")} <= written
 
 
@@ -256,12 +244,7 @@ def defined_in(path: Path) -> set[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     owners = [("", tree), *((f"{node.name}.", node) for node in classes)]
-    return {
-        prefix + node.name
-        for prefix, owner in owners
-        for node in owner.body
-        if isinstance(node, ast.FunctionDef)
-    }
+    return {prefix + node.name for prefix, owner in owners for node in owner.body if isinstance(node, ast.FunctionDef)}
 
 
 def test_the_files_that_the_architecture_names_exist():
@@ -276,11 +259,7 @@ def test_the_walks_name_functions_that_exist():
     text = (ROOT / "docs" / "internals" / "architecture.md").read_text(encoding="utf-8")
     walks = text[text.index("## Three walks") : text.index("## Where to add things")]
     parts = [
-        part
-        for line in walks.splitlines()
-        if line.startswith("|")
-        for part in re.split("[;|]", line)
-        if ".py`" in part
+        part for line in walks.splitlines() if line.startswith("|") for part in re.split("[;|]", line) if ".py`" in part
     ]
     assert len(parts) > 70
     for part in parts:
@@ -359,9 +338,7 @@ def test_guides_run_as_printed(path, tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    printed = re.findall(
-        r"^```(bash|python)\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    )
+    printed = re.findall(r"^```(bash|python)\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     for language, block in printed:
         if language == "bash":
             run_commands(block, tmp_path)

@@ -110,9 +110,7 @@ def test_tools_and_an_agent_learn_from_one_model(run, tmp_path, capsys, monkeypa
     script = "scripts/grpo_agent"
     run(script, "--tiny --max_steps 10")
     begun = shutil.move(tmp_path / "tiny" / "model", tmp_path / "begun")
-    monkeypatch.setattr(
-        "trl.SFTTrainer.train", lambda self: None
-    )  # the second begins with the model of the first
+    monkeypatch.setattr("trl.SFTTrainer.train", lambda self: None)  # the second begins with the model of the first
     (tmp_path / "model.safetensors").unlink()
     run(script, f"--tiny --agent --max_steps 10 --model_name_or_path {begun}")
     found = re.findall(r"right results: ([\d.]+) -> ([\d.]+) over 10 steps", capsys.readouterr().out)
@@ -166,9 +164,7 @@ def test_the_repaired_programs_run_in_a_sandbox(run, monkeypatch):
     parts = runpy.run_path(str(EXAMPLES / "repair_agent.py"))
     assert len({task[0] for task in parts["TASKS"]}) == 12
     (row,) = parts["rows"](1, seed=0)
-    with parts["Sandbox"](
-        json.loads(row["files"]), allow_network=parts["why_refused"]() is not None
-    ) as sandbox:
+    with parts["Sandbox"](json.loads(row["files"]), allow_network=parts["why_refused"]() is not None) as sandbox:
         before = parts["share_passed"](sandbox, row["tests"]), parts["similarity"](sandbox, row)
         assert parts["answer"](sandbox, "write", {"file": row["file"], "text": row["true"]}, "") == "written"
         assert parts["share_passed"](sandbox, row["tests"]) == parts["similarity"](sandbox, row) == 1
@@ -187,10 +183,7 @@ def test_the_repaired_programs_run_in_a_sandbox(run, monkeypatch):
             assert status != 0 and wanted in text
         if sandbox.prefix:
             assert "ProcessLookupError" in sandbox.run(f"import os; os.kill({os.getpid()}, 0)")[1]
-            assert (
-                "unreachable"
-                in sandbox.run("import socket; socket.create_connection(('127.0.0.1', 9), 1)")[1]
-            )
+            assert "unreachable" in sandbox.run("import socket; socket.create_connection(('127.0.0.1', 9), 1)")[1]
     assert not sandbox.folder.exists()
     refused = parts["Sandbox"].__init__.__globals__
     monkeypatch.setitem(refused, "why_refused", lambda: "not permitted")
@@ -250,8 +243,6 @@ def test_a_script_runs_from_the_shell_and_says_what_it_takes():
         assert option in done.stdout
 
 
-@pytest.mark.parametrize(
-    "path", sorted((EXAMPLES / "accelerate_configs").iterdir()), ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", sorted((EXAMPLES / "accelerate_configs").iterdir()), ids=lambda path: path.stem)
 def test_profiles_lie_where_documents_launch_them(path):
     assert {"distributed_type", "num_processes"} <= yaml.safe_load(path.read_text()).keys()

@@ -64,8 +64,7 @@ def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
                 bare = origin == "trl"
                 yield from ((node.lineno, f"{origin}.{a.name}" if bare else origin) for a in names)
             case ast.Call(
-                func=ast.Name(id="import_module" | "find_spec")
-                | ast.Attribute(attr="import_module" | "find_spec"),
+                func=ast.Name(id="import_module" | "find_spec") | ast.Attribute(attr="import_module" | "find_spec"),
                 args=[ast.Constant(value=str(name)), *_],
             ):
                 yield node.lineno, name

@@ -43,16 +43,10 @@ def test_respond_to_batch():
     from trl.core import respond_to_batch
 
     torch.manual_seed(0)
-    found = respond_to_batch(
-        Fixed([0.0, math.log(3), -1e9]), torch.zeros(200, 2, dtype=torch.int64), txt_len=5
-    )
+    found = respond_to_batch(Fixed([0.0, math.log(3), -1e9]), torch.zeros(200, 2, dtype=torch.int64), txt_len=5)
     assert found.shape == (200, 5) and set(found.unique().tolist()) == {0, 1}
-    assert (found == 1).double().mean().item() == pytest.approx(
-        0.75, abs=0.05
-    )  # of 1,000 draws: 3.7 deviations
-    assert (
-        respond_to_batch(Fixed([0.0, 1.0, 0.5]), torch.zeros(3, 1, dtype=torch.int64), top_k=1) == 1
-    ).all()
+    assert (found == 1).double().mean().item() == pytest.approx(0.75, abs=0.05)  # of 1,000 draws: 3.7 deviations
+    assert (respond_to_batch(Fixed([0.0, 1.0, 0.5]), torch.zeros(3, 1, dtype=torch.int64), top_k=1) == 1).all()
 
 
 def test_respond_to_batch_of_a_model_with_a_value_head():
@@ -62,9 +56,7 @@ def test_respond_to_batch_of_a_model_with_a_value_head():
     model, queries = tiny_model("llama"), torch.tensor([[5, 6], [7, 8]])
     found = respond_to_batch(AutoModelForCausalLMWithValueHead(model), queries, txt_len=3, top_k=1)
     greedy = GenerationConfig(do_sample=False, max_new_tokens=3, pad_token_id=0)
-    expected = model.generate(
-        input_ids=queries, attention_mask=torch.ones_like(queries), generation_config=greedy
-    )
+    expected = model.generate(input_ids=queries, attention_mask=torch.ones_like(queries), generation_config=greedy)
     assert torch.equal(found, expected[:, 2:])
 
 
@@ -299,9 +291,7 @@ def test_rows_end_with_a_stop_string():
 
     ids = torch.tensor([tokenizer("two one").input_ids])
     assert criteria(ids, None).tolist() == [False]
-    assert criteria(torch.cat([ids, torch.tensor([tokenizer(" two").input_ids])], dim=1), None).tolist() == [
-        True
-    ]
+    assert criteria(torch.cat([ids, torch.tensor([tokenizer(" two").input_ids])], dim=1), None).tolist() == [True]
     assert criteria.first_call  # and the next call of generate starts anew
 
 
@@ -435,10 +425,7 @@ def test_checkpoints_of_bco_have_the_running_mean(tmp_path):
     trainer = kto_runs.make_bco(str(tmp_path), save_strategy="steps", save_steps=1, max_steps=1)
     trainer.train()
     moments = RunningMoments.load_from_json(None, str(tmp_path / "checkpoint-1" / RUNNING_NAME))
-    assert (
-        moments.mean == trainer.method.mean_reward.value
-        and moments.count == trainer.method.mean_reward.count > 1
-    )
+    assert moments.mean == trainer.method.mean_reward.value and moments.count == trainer.method.mean_reward.count > 1
 
 
 def test_ready_made_rewards_of_the_scripts():
@@ -473,9 +460,7 @@ def test_a_replay_buffer():
 def test_the_step_level_trainer_names_the_one_over_data_sets(name):
     from trl import PPOTrainer
 
-    with pytest.raises(
-        TypeError, match=rf".*{name}.* use PPOConfig and PPOTrainer of trl\.experimental\.ppo"
-    ):
+    with pytest.raises(TypeError, match=rf".*{name}.* use PPOConfig and PPOTrainer of trl\.experimental\.ppo"):
         PPOTrainer(**{name: None})
     with pytest.raises(TypeError, match=r"arguments .*modell"):
         PPOTrainer(modell=None)
@@ -505,9 +490,7 @@ def test_ppo_over_data_sets_takes_the_names_of_0_11(tmp_path):
     }
     config = PPOv2Config(str(tmp_path), **{**ppo_runs.SETTINGS, "max_steps": 1})
     keep = ppo_runs.KeepGradients()
-    with pytest.warns(
-        FutureWarning, match="policy -> the argument model; ref_policy -> the argument ref_model"
-    ):
+    with pytest.warns(FutureWarning, match="policy -> the argument model; ref_policy -> the argument ref_model"):
         trainer = PPOv2Trainer(
             config=config, tokenizer=words, policy=tiny_model("gpt2", dtype=torch.float64), **models,
             train_dataset=ppo_runs.prompts(), reward_funcs=ppo_runs.even_tokens, callbacks=[keep],

@@ -32,9 +32,7 @@ def test_adapters_are_counted_as_peft_makes_them():
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
     )
-    model = get_peft_model(
-        AutoModelForCausalLM.from_config(config), LoraConfig(r=16, target_modules="all-linear")
-    )
+    model = get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(r=16, target_modules="all-linear"))
     assert count(config).adapters == model.get_nb_trainable_parameters()[0]
 
 

@@ -36,9 +36,7 @@ def test_a_notebook_runs(notebook, tmp_path, monkeypatch, capsys):
         for number, source in enumerate(code_of(notebook)):
             short = re.sub(r"max_steps=\d+", "max_steps=2", source)
             short = re.sub(r"logging_steps=\d+", "logging_steps=1", short)
-            short = re.sub(r"(?<=eval_batch_size=)80", "8", short).replace(
-                "select(range(80))", "select(range(8))"
-            )
+            short = re.sub(r"(?<=eval_batch_size=)80", "8", short).replace("select(range(80))", "select(range(8))")
             exec(compile(short, f"{notebook.name}[{number}]", "exec"), names)
     finally:
         for name in set(sys.modules) - before:

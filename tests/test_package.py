@@ -36,9 +36,9 @@ def test_the_version_is_that_of_the_interface_with_a_number_of_our_own(capsys):
     version = Version(trl.__version__)
     assert version.public == "0.26.2" and re.fullmatch(r"exact\.\d+", version.local or "")
     assert Version("0.9") <= Version("0.26.2") < version < Version("0.26.3") and not version.is_prerelease
-    assert Requirement("trl==0.26.2").specifier.contains(version) and Requirement(
-        "trl>=0.24,<0.27"
-    ).specifier.contains(version)
+    assert Requirement("trl==0.26.2").specifier.contains(version) and Requirement("trl>=0.24,<0.27").specifier.contains(
+        version
+    )
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"{trl.__version__}\n"
     assert system_information()["TRL version"].split(" ")[0] == trl.__version__
@@ -95,9 +95,7 @@ def test_what_is_imported_is_declared():
 
 
 def test_extras_have_the_names_of_trl_too():
-    names = (
-        "bco deepspeed diffusers judges kernels liger math_verify peft quantization scikit vllm vlm test dev"
-    )
+    names = "bco deepspeed diffusers judges kernels liger math_verify peft quantization scikit vllm vlm test dev"
     assert set(names.split()) <= EXTRAS.keys()
     text = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
     named = {extra for words in re.findall(r"\btrl\[([\w,]+)\]", text) for extra in words.split(",")}
@@ -118,7 +116,9 @@ def built(tmp_path_factory) -> Path:
         (tree / part).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / part, tree / part)
     shutil.copytree(ROOT / "src", tree / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    code = f"from setuptools import build_meta as b; [build({str(folder)!r}) for build in (b.build_sdist, b.build_wheel)]"
+    code = (
+        f"from setuptools import build_meta as b; [build({str(folder)!r}) for build in (b.build_sdist, b.build_wheel)]"
+    )
     run = subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return folder

@@ -38,9 +38,7 @@ def changed(config: object) -> set[str]:
 
 
 def pair_loss(args: DPOConfig) -> torch.Tensor:
-    return preference_terms(
-        SCORES, args.loss_type, args.pair_options(), loss_weights=args.loss_weights
-    ).values
+    return preference_terms(SCORES, args.loss_type, args.pair_options(), loss_weights=args.loss_weights).values
 
 
 def test_the_papers_of_the_source_are_on_the_page():
@@ -78,8 +76,7 @@ def test_settings_of_dpo_give_another_loss(title):
 def test_settings_of_cpo_give_another_loss(title):
     args = next(item for item in built(ENTRIES[title]) if isinstance(item, CPOConfig))
     losses = [
-        cpo_terms(SCORES, config.loss_type, config.options()).values
-        for config in (args, CPOConfig("runs/papers"))
+        cpo_terms(SCORES, config.loss_type, config.options()).values for config in (args, CPOConfig("runs/papers"))
     ]
     different = (losses[0] - losses[1]).abs().max() > 1e-3
     assert different == (title != "Contrastive Preference Optimization (CPO)")

@@ -98,9 +98,7 @@ def test_every_method_has_a_path_of_its_own_in_experimental(method):
     kinds = [name for name in places(path) if name.endswith(("Config", "Trainer"))]
     assert sorted(re.sub(r".*(Config|Trainer)", r"\1", name) for name in kinds) == ["Config", "Trainer"]
     for name in kinds:
-        module = importlib.import_module(
-            f"{path}.{method}_{'config' if name.endswith('Config') else 'trainer'}"
-        )
+        module = importlib.import_module(f"{path}.{method}_{'config' if name.endswith('Config') else 'trainer'}")
         value = getattr(package, name)
         assert getattr(module, name) is value
         if method != "ppo" and name in places("trl"):

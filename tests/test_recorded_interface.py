@@ -56,9 +56,7 @@ def signatures() -> dict[str, str]:
     """Of functions, constructors, and the methods that the file names."""
     found = {}
     for path, value in public_objects().items():
-        if not (
-            dataclasses.is_dataclass(value) or (inspect.isclass(value) and issubclass(value, BaseException))
-        ):
+        if not (dataclasses.is_dataclass(value) or (inspect.isclass(value) and issubclass(value, BaseException))):
             found[path] = parameters_of(value)
     for path in RECORDED.get("signatures", {}):
         owner, _, method = path.rpartition(":")
@@ -78,11 +76,7 @@ def config_fields() -> dict[str, dict[str, str]]:
             continue
         outside = inherited if issubclass(value, TrainingArguments) else {}
         # Not `field.type`, which HfArgumentParser narrows.
-        hints = {
-            name: hint
-            for each in reversed(value.__mro__)
-            for name, hint in inspect.get_annotations(each).items()
-        }
+        hints = {name: hint for each in reversed(value.__mro__) for name, hint in inspect.get_annotations(each).items()}
         found[path] = {
             field.name: f"{type_name(hints[field.name])} = {default_of(field)}"
             + (f" of {list(field.metadata['choices'])}" if field.metadata.get("choices") else "")

@@ -115,9 +115,7 @@ def tiny_config(architecture: str, **overrides) -> PretrainedConfig:
     return AutoConfig.for_model(architecture, **fields)
 
 
-def tiny_model(
-    architecture: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides
-) -> PreTrainedModel:
+def tiny_model(architecture: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides) -> PreTrainedModel:
     """A model of `tiny_config`, in eval mode, whose weights depend on `seed` only; the global generator is left alone."""
     return _from_config(AutoModelForCausalLM, architecture, dtype, seed, overrides)
 

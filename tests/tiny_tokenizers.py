@@ -98,9 +98,7 @@ TEMPLATES: dict[str, str | None] = {
         "{{- m['content'] + '<|im_end|>' -}}{%- endgeneration -%}",
         "{{- m['content'] -}}{%- endgeneration -%}",
     ),
-    "marked_nowhere": MARKED.replace(
-        "{%- if m['role'] == 'assistant' -%}", "{%- if m['role'] == 'narrator' -%}"
-    ),
+    "marked_nowhere": MARKED.replace("{%- if m['role'] == 'assistant' -%}", "{%- if m['role'] == 'narrator' -%}"),
     "begin": "{{- bos_token -}}" + CHATML,
     # The stop token of a message is written only when another message follows.
     "stop_in_next": (
@@ -116,9 +114,7 @@ TEMPLATES: dict[str, str | None] = {
     "other_stop": CHATML.replace("<|im_end|>", "<|stop|>"),
     "no_generation_prompt": CHATML.split("{%- if add_generation_prompt -%}")[0],
     # The generation prompt opens a thought that finished conversations do not have.
-    "opens_thought": CHATML.replace(
-        "<|im_start|>assistant\\n' -}}", "<|im_start|>assistant\\n<think>\\n' -}}"
-    ),
+    "opens_thought": CHATML.replace("<|im_start|>assistant\\n' -}}", "<|im_start|>assistant\\n<think>\\n' -}}"),
     "alternating": (
         "{%- for m in messages -%}{%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) -%}"
         "{{- raise_exception('roles must alternate') -}}{%- endif -%}"
@@ -145,9 +141,7 @@ def _trained_backend() -> str:
     return backend.to_str()
 
 
-def tiny_tokenizer(
-    template: str = "chatml", *, adds_begin: bool = False, **special: Any
-) -> PreTrainedTokenizerFast:
+def tiny_tokenizer(template: str = "chatml", *, adds_begin: bool = False, **special: Any) -> PreTrainedTokenizerFast:
     """A fresh tokenizer of 400 tokens with one of `TEMPLATES`; eos `<|im_end|>`, pad `<pad>`, begin `<s>`.
 
     `adds_begin`: it writes `<s>` itself, as Llama's does. `special` overrides tokens; None takes one away.

@@ -126,9 +126,7 @@ def _fields(family: str, processor: Any) -> dict[str, Any]:
     if family == "qwen2_vl":
         vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4, "initializer_range": 0.3}  # fmt: skip
         rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
-        ids = {
-            f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in _TOKENS[family].items()
-        }
+        ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in _TOKENS[family].items()}
         return {
             "vision_config": vision,
             "text_config": {**text, "rope_parameters": rope},

@@ -137,9 +137,7 @@ def in_forks(jobs: list[tuple[str, list[str], dict[str, str]]]) -> tuple[list[in
     with ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile("w+", errors="replace")) for _ in jobs]
         ends = os.pipe()
-        running = {
-            fork(*job, file, ends): place for place, (job, file) in enumerate(zip(jobs, files, strict=True))
-        }
+        running = {fork(*job, file, ends): place for place, (job, file) in enumerate(zip(jobs, files, strict=True))}
         for end in ends:
             os.close(end)
         statuses = [0] * len(jobs)
@@ -156,9 +154,7 @@ def in_forks(jobs: list[tuple[str, list[str], dict[str, str]]]) -> tuple[list[in
         return statuses, "\n".join(file.read()[-TAIL:] for file in files)
 
 
-def fork(
-    module: str, arguments: list[str], environment: dict[str, str], file: IO[str], ends: tuple[int, int]
-) -> int:
+def fork(module: str, arguments: list[str], environment: dict[str, str], file: IO[str], ends: tuple[int, int]) -> int:
     child = os.fork()
     if child:
         return child

@@ -12,9 +12,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def word_tokenizer(
-    *, pad_token: str | None = "<pad>", chat_template: str | None = None
-) -> PreTrainedTokenizerFast:
+def word_tokenizer(*, pad_token: str | None = "<pad>", chat_template: str | None = None) -> PreTrainedTokenizerFast:
     """Ids are those of `SPECIALS`, then `WORDS`; words are split at white space."""
     names = [*SPECIALS, *WORDS]
     tokenizer = Tokenizer(WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>"))

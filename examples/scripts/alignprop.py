@@ -28,9 +28,7 @@ class Arguments:
         metadata={"help": "Name or folder of the pipeline."},
     )
     pretrained_revision: str = field(default="main", metadata={"help": "Revision of the pipeline."})
-    reward: Literal["aesthetic", "brightness"] = field(
-        default="aesthetic", metadata={"help": "What is rewarded."}
-    )
+    reward: Literal["aesthetic", "brightness"] = field(default="aesthetic", metadata={"help": "What is rewarded."})
     hf_hub_model_id: str = field(
         default="alignprop-finetuned-stable-diffusion", metadata={"help": "Repository to push to."}
     )
@@ -38,13 +36,9 @@ class Arguments:
         default="trl-lib/ddpo-aesthetic-predictor",
         metadata={"help": "Repository or folder of the scorer's head."},
     )
-    hf_hub_aesthetic_model_filename: str = field(
-        default="aesthetic-model.pth", metadata={"help": "Its file."}
-    )
+    hf_hub_aesthetic_model_filename: str = field(default="aesthetic-model.pth", metadata={"help": "Its file."})
     use_lora: bool = field(default=True, metadata={"help": "Train an adapter."})
-    output_dir: str = field(
-        default="runs/alignprop", metadata={"help": "Folder for model, checkpoints and pictures."}
-    )
+    output_dir: str = field(default="runs/alignprop", metadata={"help": "Folder for model, checkpoints and pictures."})
 
 
 def an_animal() -> tuple[str, dict[str, Any]]:

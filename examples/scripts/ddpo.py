@@ -33,20 +33,14 @@ class Arguments:
     reward: Literal["aesthetic", "compressible", "incompressible"] = field(
         default="aesthetic", metadata={"help": "What is rewarded."}
     )
-    hf_hub_model_id: str = field(
-        default="ddpo-finetuned-stable-diffusion", metadata={"help": "Repository to push to."}
-    )
+    hf_hub_model_id: str = field(default="ddpo-finetuned-stable-diffusion", metadata={"help": "Repository to push to."})
     hf_hub_aesthetic_model_id: str = field(
         default="trl-lib/ddpo-aesthetic-predictor",
         metadata={"help": "Repository or folder of the scorer's head."},
     )
-    hf_hub_aesthetic_model_filename: str = field(
-        default="aesthetic-model.pth", metadata={"help": "Its file."}
-    )
+    hf_hub_aesthetic_model_filename: str = field(default="aesthetic-model.pth", metadata={"help": "Its file."})
     use_lora: bool = field(default=True, metadata={"help": "Train an adapter."})
-    output_dir: str = field(
-        default="runs/ddpo", metadata={"help": "Folder for model, checkpoints and pictures."}
-    )
+    output_dir: str = field(default="runs/ddpo", metadata={"help": "Folder for model, checkpoints and pictures."})
 
 
 def an_animal() -> tuple[str, dict[str, Any]]:

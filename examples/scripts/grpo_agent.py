@@ -94,9 +94,7 @@ async def calculator(row: dict[str, Any], base_url: str, api_key: str) -> float:
     """An agent: it asks the policy, answers its calls, and gives 1 for the right result."""
     client, messages = CLIENT.with_options(base_url=base_url, api_key=api_key), list(row["prompt"])
     for _ in range(3):
-        answer = await client.chat.completions.create(
-            model="policy", messages=messages, tools=[get_json_schema(add)]
-        )
+        answer = await client.chat.completions.create(model="policy", messages=messages, tools=[get_json_schema(add)])
         message = answer.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
         for call in message.tool_calls or []:
@@ -186,9 +184,7 @@ if __name__ == "__main__":
     trainer.train()
     after = trainer.evaluate()
     figures: dict[str, Any] = {"seed": training_args.seed}
-    counted = (
-        ("eval_agent/turns", "turns") if asked.agent else ("eval_tools/call_frequency", "calls per question")
-    )
+    counted = ("eval_agent/turns", "turns") if asked.agent else ("eval_tools/call_frequency", "calls per question")
     for name, what in (("eval_reward", "right results"), counted):
         print(f"{what}: {before[name]:.3f} -> {after[name]:.3f} over {trainer.state.global_step} steps")
         figures[what] = f"{before[name]:.3f} → {after[name]:.3f}"

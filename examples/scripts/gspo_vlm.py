@@ -48,9 +48,7 @@ if __name__ == "__main__":
     dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
     dataset = dataset.filter(is_small).map(conversation)
     columns = dataset[script_args.dataset_train_split].column_names
-    dataset = dataset.select_columns(
-        [name for name in ("image", "images", "prompt", "solution") if name in columns]
-    )
+    dataset = dataset.select_columns([name for name in ("image", "images", "prompt", "solution") if name in columns])
 
     trainer = GRPOTrainer(
         model_args.model_name_or_path,

@@ -39,13 +39,9 @@ MARKS = {1.0: "[positive]", -1.0: "[negative]"}
 class Arguments:
     """What to run on."""
 
-    tiny: bool = field(
-        default=False, metadata={"help": "Train a small model of random weights on built-in words."}
-    )
+    tiny: bool = field(default=False, metadata={"help": "Train a small model of random weights on built-in words."})
     control: bool = field(default=False, metadata={"help": "Let each query say which mood is wanted."})
-    use_peft: bool = field(
-        default=False, metadata={"help": "Train a LoRA adapter (`pip install trl[peft]`)."}
-    )
+    use_peft: bool = field(default=False, metadata={"help": "Train a LoRA adapter (`pip install trl[peft]`)."})
     use_seq2seq: bool = field(default=False, metadata={"help": "The model is an encoder-decoder."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the model."})
     output_dir: str = field(default="runs/sentiment", metadata={"help": "Folder for the trained model."})
@@ -53,9 +49,7 @@ class Arguments:
 
 def lexicon(texts: list[str]) -> list[float]:
     """Share of good words less share of bad ones, in [-1, 1]."""
-    counts = [
-        (sum(w in GOOD for w in t.split()), sum(w in BAD for w in t.split()), len(t.split())) for t in texts
-    ]
+    counts = [(sum(w in GOOD for w in t.split()), sum(w in BAD for w in t.split()), len(t.split())) for t in texts]
     return [(good - bad) / max(words, 1) for good, bad, words in counts]
 
 
@@ -115,9 +109,7 @@ def main() -> None:
         from peft import LoraConfig
 
         peft_config = LoraConfig(r=16, lora_alpha=16, bias="none", task_type="CAUSAL_LM")
-    model_class = (
-        AutoModelForSeq2SeqLMWithValueHead if args.use_seq2seq else AutoModelForCausalLMWithValueHead
-    )
+    model_class = AutoModelForSeq2SeqLMWithValueHead if args.use_seq2seq else AutoModelForCausalLMWithValueHead
     settings = {"trust_remote_code": True} if args.trust_remote_code else {}
     trainer = PPOTrainer(
         config,
@@ -137,9 +129,7 @@ def main() -> None:
         responses = trainer.generate(batch["input_ids"], return_prompt=False, **kwargs)
         batch["response"] = tokenizer.batch_decode(responses, skip_special_tokens=True)
         texts = (
-            batch["response"]
-            if args.tiny
-            else [q + r for q, r in zip(batch["query"], batch["response"], strict=True)]
+            batch["response"] if args.tiny else [q + r for q, r in zip(batch["query"], batch["response"], strict=True)]
         )
         rewards = [torch.tensor(sign * s) for sign, s in zip(batch["label"], score(texts), strict=True)]
         stats = trainer.step(batch["input_ids"], responses, rewards)
@@ -148,9 +138,7 @@ def main() -> None:
         kls.append(stats["objective/kl"])
     few = max(1, len(means) // 5)
     first, last = sum(means[:few]) / few, sum(means[-few:]) / few
-    print(
-        f"mood asked for: {first:.3f} -> {last:.3f} over {len(means)} steps, KL at the end {kls[-1]:.3f} nats"
-    )
+    print(f"mood asked for: {first:.3f} -> {last:.3f} over {len(means)} steps, KL at the end {kls[-1]:.3f} nats")
     trainer.save_pretrained(args.output_dir)
 
 

@@ -39,9 +39,7 @@ OTHER = ("the", "we", "saw", "a", "and", "then", "of", "in")
 class Arguments:
     """What to run on."""
 
-    tiny: bool = field(
-        default=False, metadata={"help": "Train a small model of random weights on built-in words."}
-    )
+    tiny: bool = field(default=False, metadata={"help": "Train a small model of random weights on built-in words."})
     load_in_4bit: bool = field(default=False, metadata={"help": "Quantise the base model to 4 bits."})
     output_dir: str = field(default="runs/adapters", metadata={"help": "Folder for the trained adapters."})
 
@@ -68,9 +66,7 @@ def train_reward_adapter(base: str, tokenizer: Any, folder: str) -> None:
         logging_strategy="no", save_strategy="no", gradient_checkpointing=False, disable_tqdm=True,
     )  # fmt: skip
     lora = LoraConfig(task_type="SEQ_CLS", r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "up_proj"])
-    trainer = RewardTrainer(
-        model, args, train_dataset=pairs(256), processing_class=tokenizer, peft_config=lora
-    )
+    trainer = RewardTrainer(model, args, train_dataset=pairs(256), processing_class=tokenizer, peft_config=lora)
     trainer.train()
     trainer.save_model(folder)
 
@@ -86,9 +82,7 @@ def tiny_parts(config: PPOConfig, folder: Path) -> tuple[str, Any, str, Dataset,
     train_reward_adapter(base, tokenizer, adapter)
     dice = random.Random(1)
     queries = [" ".join(dice.choices(OTHER, k=3)) for _ in range(256)]
-    config = replace(
-        config, **{**TINY, "learning_rate": 1e-2}, steps=min(config.steps, 40), use_score_scaling=True
-    )
+    config = replace(config, **{**TINY, "learning_rate": 1e-2}, steps=min(config.steps, 40), use_score_scaling=True)
     return base, tokenizer, adapter, Dataset.from_dict({"query": queries}), config
 
 

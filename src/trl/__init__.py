@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING
 from trl._lazy import attach, install
 
 __version__ = "0.26.2+exact.1"
-"""The version of TRL whose interface this is, for programs that compare it, and behind the plus the number of this library's own."""
+"""The version of TRL whose interface this is, for programs that compare it, and behind the plus the number of this
+library's own.
+"""
 
 # What `trl._names` has for `trl`, as type checkers and editors read it; a test compares the two.
 if TYPE_CHECKING:

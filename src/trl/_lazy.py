@@ -66,9 +66,7 @@ class TableFinder:
     @staticmethod
     def exec_module(module: ModuleType) -> None:
         """Give the module its names."""
-        module.__doc__ = (
-            f"Known import path. The names of {module.__name__} live elsewhere, see `trl._names`."
-        )
+        module.__doc__ = f"Known import path. The names of {module.__name__} live elsewhere, see `trl._names`."
         module.__getattr__, module.__dir__, module.__all__ = attach(module.__name__)  # type: ignore[attr-defined]
 
     @staticmethod

@@ -99,6 +99,4 @@ def test_made_up_lengths_are_close_to_those_of_gsm8k() -> None:
         return sum(len(row[name]) if name == "input_ids" else sum(row[name]) for row in rows) / len(rows)
 
     assert mean(made_up.rows, "input_ids") == pytest.approx(mean(real.rows, "input_ids"), rel=0.05)
-    assert mean(made_up.rows, "completion_mask") == pytest.approx(
-        mean(real.rows, "completion_mask"), rel=0.05
-    )
+    assert mean(made_up.rows, "completion_mask") == pytest.approx(mean(real.rows, "completion_mask"), rel=0.05)

@@ -36,18 +36,14 @@ def completed(experience) -> Completed:
     return Completed(torch.cat([ids, drawn], 1), torch.cat([mask, real], 1), completion, ids.shape[1])
 
 
-@pytest.mark.parametrize(
-    ("method", "group", "column"), [("grpo", 4, "advantage"), ("online-dpo", 2, "scores")]
-)
+@pytest.mark.parametrize(("method", "group", "column"), [("grpo", 4, "advantage"), ("online-dpo", 2, "scores")])
 def test_loss_and_gradient_are_those_of_our_trainer(work: Work, method: str, group: int, column: str) -> None:
     work = replace(work, method=method, group=group, prompts=8 // group)
     model = build_model("tiny", 5000)
     loop = LOOPS[method](model, work)
     with torch.no_grad():
         for parameter in loop.reference.parameters():
-            parameter.add_(
-                torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.01
-            )
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.01)
     trainer = make_trainer(copy.deepcopy(model), work, word_tokenizer(), steps=1)
     trainer.reference.module.load_state_dict(loop.reference.state_dict())
     batches, count = trainer.get_batch_samples(iter(range(2)), 2, torch.device("cpu"))

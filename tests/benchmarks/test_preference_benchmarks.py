@@ -65,26 +65,17 @@ def test_interleaved_run_gives_all_variants_the_same_batches(corpus: Corpus, met
 
     losses = list(found.first_loss.values())
     assert max(losses) - min(losses) < 1e-5
-    assert {name: len(seconds) for name, seconds in found.seconds.items()} == dict.fromkeys(
-        (OURS, "bare", "padded"), 2
-    )
+    assert {name: len(seconds) for name, seconds in found.seconds.items()} == dict.fromkeys((OURS, "bare", "padded"), 2)
     assert [len(rows) for rows in found.batches] == [8, 8]
 
 
 def test_mismatched_completions_of_the_rows_are_those_that_the_trainer_finds(corpus: Corpus) -> None:
     task = TASKS["kto"]
     rows = task.rows(corpus)
-    without = [
-        {name: row[name] for name in ("prompt_input_ids", "completion_input_ids", "label")}
-        for row in rows.rows
-    ]
-    trainer = task.make(
-        task.build("tiny", 5000), Corpus(without, corpus.tokenizer, corpus.source), Recipe(steps=1)
-    )
+    without = [{name: row[name] for name in ("prompt_input_ids", "completion_input_ids", "label")} for row in rows.rows]
+    trainer = task.make(task.build("tiny", 5000), Corpus(without, corpus.tokenizer, corpus.source), Recipe(steps=1))
 
-    assert trainer.train_dataset["KL_completion_input_ids"][:] == [
-        row["KL_completion_input_ids"] for row in rows.rows
-    ]
+    assert trainer.train_dataset["KL_completion_input_ids"][:] == [row["KL_completion_input_ids"] for row in rows.rows]
 
 
 def test_tree_and_padded_rows_give_the_same_log_probs() -> None:

@@ -37,9 +37,7 @@ def test_a_lost_file_is_named_with_the_checkpoint_that_is_whole(file, is_there, 
     else:
         (broken / file).unlink()
     why = "cannot be read, it may be truncated" if is_there else "is missing"
-    with pytest.raises(
-        CheckpointError, match=rf"checkpoint-10 is not whole.*{re.escape(file)} {why}"
-    ) as raised:
+    with pytest.raises(CheckpointError, match=rf"checkpoint-10 is not whole.*{re.escape(file)} {why}") as raised:
         checkpoint_to_load(str(broken), tmp_path)
     assert f"Resume from {tmp_path}/checkpoint-5, which is whole" in str(raised.value)
     part = FILES[file]
@@ -83,9 +81,7 @@ def test_true_takes_the_newest_whole_checkpoint_and_says_what_it_skipped(tmp_pat
     assert checkpoint_to_load(True, tmp_path, without=["optimizer"]) == tmp_path / "checkpoint-20"
     for step in (9, 10):
         (tmp_path / f"checkpoint-{step}" / "model.safetensors").unlink()
-    with pytest.raises(
-        CheckpointError, match=r"checkpoint-20 is not whole.*no other whole checkpoint"
-    ) as raised:
+    with pytest.raises(CheckpointError, match=r"checkpoint-20 is not whole.*no other whole checkpoint") as raised:
         checkpoint_to_load(True, tmp_path)
     assert "resume_without=['optimizer']" in str(raised.value)
 

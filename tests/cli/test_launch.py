@@ -16,13 +16,10 @@ def plain_environment(monkeypatch, tmp_path):
     for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE", "ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setattr(
-        "accelerate.commands.config.config_args.default_config_file", str(tmp_path / "no_default.yaml")
-    )
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(tmp_path / "no_default.yaml"))
     # torch's launcher (2.13) leaves handlers behind that make a later pool of workers impossible to stop.
     before = {
-        number: signal.getsignal(number)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     }
     yield
     for number, handler in before.items():

@@ -50,9 +50,7 @@ def test_every_method_has_a_command_or_a_way():
 
     root = Path(__file__).parents[2]
     commands = {name.replace("-", "") for name in {**COMMANDS, **_ELSEWHERE, **_OTHER_NAMES}}
-    folders = [
-        path.name for path in (root / "src/trl/experimental").iterdir() if (path / "__init__.py").is_file()
-    ]
+    folders = [path.name for path in (root / "src/trl/experimental").iterdir() if (path / "__init__.py").is_file()]
     packages = {"agents", "bema_for_ref_model", "grpo_with_replay_buffer"}
     methods = {name.removesuffix("Trainer").lower() for name in trl.__all__ if name.endswith("Trainer")}
     methods |= {name.replace("_", "") for name in set(folders) - packages}
@@ -62,9 +60,7 @@ def test_every_method_has_a_command_or_a_way():
             assert "/" not in word or (root / word).is_file(), word
 
 
-@pytest.mark.parametrize(
-    ("name", "said"), [("sft", "interrupted, no step was trained."), ("env", "interrupted.")]
-)
+@pytest.mark.parametrize(("name", "said"), [("sft", "interrupted, no step was trained."), ("env", "interrupted.")])
 def test_an_interruption_while_modules_are_imported(name, said, monkeypatch, capsys):
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -95,9 +91,7 @@ def test_help_imports_no_torch():
         "heavy = [m for m in ('torch', 'transformers', 'datasets', 'accelerate') if m in sys.modules]; "
         "print(heavy); sys.exit(status)"
     )
-    answer = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
-    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert (answer.returncode, answer.stdout.splitlines()[-1]) == (0, "[]"), answer.stderr
 
 
@@ -108,9 +102,7 @@ def test_help_of_sft_lists_options_and_stays_light():
         "print(json.dumps([m for m in ('peft', 'sklearn', 'trl.trainer.sft_trainer') if m in sys.modules])); "
         "sys.exit(status)"
     )
-    answer = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
-    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert answer.returncode == 0, answer.stderr
     for option in (
         "--model_name_or_path",
@@ -129,7 +121,5 @@ def test_commands_have_no_bars_without_a_terminal():
         "from transformers.utils import logging; "
         "print(datasets.are_progress_bars_disabled(), logging.is_progress_bar_enabled())"
     )
-    answer = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert answer.stdout.splitlines()[-1] == "True False", answer.stderr

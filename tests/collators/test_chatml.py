@@ -15,9 +15,7 @@ def chat(*contents: str) -> list[dict[str, str]]:
 
 
 def test_batch_by_hand(tokenizer):
-    batch = DataCollatorForChatML(tokenizer)(
-        [{"messages": chat("hi", "yes no")}, {"messages": chat("a b c", "d")}]
-    )
+    batch = DataCollatorForChatML(tokenizer)([{"messages": chat("hi", "yes no")}, {"messages": chat("a b c", "d")}])
     user, bot, end, hi, yes, no, a, b, c, d = tokenizer.convert_tokens_to_ids(
         ["<user>", "<assistant>", "</s>", "hi", "yes", "no", "a", "b", "c", "d"]
     )
@@ -38,9 +36,7 @@ def test_only_the_last_answer_is_trained(tokenizer):
 
 def test_the_end_token_is_trained_when_it_is_the_pad_token():
     tokenizer = word_tokenizer(pad_token="</s>", chat_template=CHAT_TEMPLATE)
-    batch = DataCollatorForChatML(tokenizer)(
-        [{"messages": chat("hi", "yes")}, {"messages": chat("a b", "no")}]
-    )
+    batch = DataCollatorForChatML(tokenizer)([{"messages": chat("hi", "yes")}, {"messages": chat("a b", "no")}])
     assert batch["labels"][:, -1].tolist() == [3, 3]
     assert batch["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 1, 1], [1] * 7]
 

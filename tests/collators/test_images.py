@@ -35,9 +35,7 @@ class Processor:
 
 def reader(processor):
     """Prompts without the token that the processor puts first."""
-    return SimpleNamespace(
-        processor=processor, adds_special=True, own_tokens=lambda ids, text: slice(1, len(ids))
-    )
+    return SimpleNamespace(processor=processor, adds_special=True, own_tokens=lambda ids, text: slice(1, len(ids)))
 
 
 def test_image_positions_are_told_by_type_or_by_token():

@@ -82,9 +82,7 @@ def test_each_column_is_padded_by_itself():
 
 def test_batches_that_hold_no_pairs():
     with pytest.raises(ValueError, match="rejected_input_ids"):
-        as_pair_batch(
-            {"prompt_input_ids": torch.ones(1, 2), "chosen_input_ids": torch.ones(1, 2)}, prefix_sharing=True
-        )
+        as_pair_batch({"prompt_input_ids": torch.ones(1, 2), "chosen_input_ids": torch.ones(1, 2)}, prefix_sharing=True)
     for row in ({**ROWS[0], "prompt_input_ids": []}, {**ROWS[0], "rejected_input_ids": []}):
         with pytest.raises(ValueError, match="row 0"):
             PairCollator()([row])

@@ -52,9 +52,7 @@ def test_what_a_pair_shares_stands_once():
 @pytest.mark.parametrize("multiple", [None, 8])
 @pytest.mark.parametrize("kind", ["shared", "plain", "padded"])
 def test_every_layout_holds_the_same_sequences(kind, multiple):
-    collate = RewardCollator(
-        prefix_sharing=kind == "shared", packed=kind != "padded", pad_to_multiple_of=multiple
-    )
+    collate = RewardCollator(prefix_sharing=kind == "shared", packed=kind != "padded", pad_to_multiple_of=multiple)
     batch = collate(ROWS)
     assert sequences(batch) == SEQUENCES
     assert int(count_sequence_tokens(batch)) == sum(map(len, SEQUENCES))
@@ -112,9 +110,7 @@ def test_batches_of_other_collators():
     ids = torch.tensor([[5, 6], [5, 7], [3, 4], [4, 4]])
     batch = as_reward_batch({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, prefix_sharing=True)
     assert batch["rows"].tolist() == [0, 1] and batch["input_ids"].tolist() == ids[[0, 2, 1, 3]].tolist()
-    whole = as_reward_batch(
-        {"chosen_input_ids": ids[:2], "rejected_input_ids": ids[2:]}, prefix_sharing=False
-    )
+    whole = as_reward_batch({"chosen_input_ids": ids[:2], "rejected_input_ids": ids[2:]}, prefix_sharing=False)
     assert sequences(whole) == [[5, 6], [3, 4], [5, 7], [4, 4]]
     with pytest.raises(ValueError, match="an even number"):
         as_reward_batch({"input_ids": ids[:3]}, prefix_sharing=True)

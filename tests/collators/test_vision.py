@@ -102,10 +102,7 @@ def test_a_pad_token_that_is_the_eos_token_stays_trained():
 
 def test_what_only_some_models_take_is_kept():
     rows = [{"images": [tiny_image()], "messages": [ASK, BLUE]}]
-    keys = {
-        family: set(DataCollatorForVisionLanguageModeling(tiny_processor(family))(rows))
-        for family in FAMILIES
-    }
+    keys = {family: set(DataCollatorForVisionLanguageModeling(tiny_processor(family))(rows)) for family in FAMILIES}
     shared = {"input_ids", "attention_mask", "labels", "pixel_values"}
     assert keys == {
         "llava": shared,

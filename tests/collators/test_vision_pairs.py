@@ -55,9 +55,7 @@ def same(one, other):
 def test_chosen_and_rejected_follow_each_other_and_completions_are_scored(family):
     processor = tiny_processor(family)
     reference = {"ref_chosen_logps": -1.5, "ref_rejected_logps": -2.5}
-    batch = DataCollatorForVisionPreference(processor, pad_to_multiple_of=64)(
-        [{**row, **reference} for row in ROWS]
-    )
+    batch = DataCollatorForVisionPreference(processor, pad_to_multiple_of=64)([{**row, **reference} for row in ROWS])
     assert batch["input_ids"].shape[1] % 64 == 0 and batch["ref_logps"].tolist() == [-1.5, -2.5] * 3
     blue, grey = BLUE["content"] + TURN, GREY["content"] + TURN
     longer = f"{blue}<|im_start|>user\n{ASK['content']}{TURN}<|im_start|>assistant\n{grey}"
@@ -249,9 +247,7 @@ def test_late_rows_and_missing_files_are_found_too(llava):
 
 def test_pairs_that_share_no_prompt_and_other_types_of_rows_are_refused(llava):
     with pytest.raises(ValueError, match=r"row 0, column 'chosen': .*begin differently"):
-        check(
-            Dataset.from_list([{"images": [], "chosen": "Blue.", "rejected": "Grey."}]), llava, name="train"
-        )
+        check(Dataset.from_list([{"images": [], "chosen": "Blue.", "rejected": "Grey."}]), llava, name="train")
     with pytest.raises(ValueError, match="chosen"):
         check(Dataset.from_list([{"images": [], "text": "Blue."}]), llava, name="train")
     tokens = {"images": [], "prompt_input_ids": [1], "chosen_input_ids": [2], "rejected_input_ids": [3]}

@@ -40,11 +40,7 @@ def run(make: Any, processes: int, rows: int, turns: int, **settings: Any) -> Fo
         trainer.train_dataset = trainer.train_dataset.select(range(rows))
     trainer.train()
     logs = [
-        {
-            name: v
-            for name, v in log.items()
-            if name not in OF_THE_RUN and not any(word in name for word in CLOCKS)
-        }
+        {name: v for name, v in log.items() if name not in OF_THE_RUN and not any(word in name for word in CLOCKS)}
         for log in trainer.state.log_history[:-1]
     ]
     tokens = {"seen": trainer.state.num_input_tokens_seen}

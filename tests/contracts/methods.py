@@ -57,9 +57,7 @@ def gkd(out: str | None = None, **settings: Any) -> Any:
         settings["model"] = adapted()
     teacher = tiny_model("llama", dtype=torch.float64)
     settings = {"lmbda": 0.0, "max_new_tokens": 6, **settings}
-    rows = [
-        {**row, "completion_mask": [0, *row["completion_mask"][1:]]} for row in fixed_rows()
-    ]  # all have a prompt
+    rows = [{**row, "completion_mask": [0, *row["completion_mask"][1:]]} for row in fixed_rows()]  # all have a prompt
     return trainer_of(
         GKDTrainer, GKDConfig, out, settings, teacher_model=teacher, train_dataset=Dataset.from_list(rows)
     )
@@ -87,9 +85,7 @@ def gkd_columns(out: str | None = None, **settings: Any) -> Any:
             logits = teacher(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1] / 0.9
         best = logits[torch.tensor(row["completion_mask"][1:]) != 0].log_softmax(-1).topk(96)
         rows.append({**row, "teacher_ids": best.indices.tolist(), "teacher_logps": best.values.tolist()})
-    return trainer_of(
-        GKDTrainer, GKDConfig, out, {"lmbda": 0.0, **settings}, train_dataset=Dataset.from_list(rows)
-    )
+    return trainer_of(GKDTrainer, GKDConfig, out, {"lmbda": 0.0, **settings}, train_dataset=Dataset.from_list(rows))
 
 
 ROWS: dict[str, preference_methods.Method] = {
@@ -128,9 +124,7 @@ def of_rows(method: str, *, evaluates: bool = False, **settings: Any) -> Found:
 
 
 def of_groups(method: str, *, evaluates: bool = False, **settings: Any) -> Found:
-    found = group_methods.found_of(
-        method, evaluates=evaluates, **{"per_device_eval_batch_size": 8, **settings}
-    )
+    found = group_methods.found_of(method, evaluates=evaluates, **{"per_device_eval_batch_size": 8, **settings})
     logs = [{name: log[name] for name in group_methods.comparable(log)} for log in found["logs"]]
     extremes = ("eval_clip_ratio",)  # those of micro-batches
     kept = {name: value for name, value in found.get("eval", {}).items() if not name.startswith(extremes)}

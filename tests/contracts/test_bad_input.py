@@ -52,9 +52,7 @@ ASK, UP, NEXT = ({"role": "user", "content": "And then?"}, *({"role": "assistant
 TEXT = Kind({"prompt": "The sky is", "completion": " blue"}, "completion")
 PAIR = Kind({"prompt": "The sky is", "chosen": " blue", "rejected": " brown"}, "chosen")
 RATED = Kind({"prompt": "The sky is", "completion": " blue", "label": True}, "completion")
-STEPS = Kind(
-    {"prompt": "How many?", "completions": ["Seven apples.", "Next."], "labels": [True, False]}, "completions"
-)
+STEPS = Kind({"prompt": "How many?", "completions": ["Seven apples.", "Next."], "labels": [True, False]}, "completions")
 PROMPT = Kind({"prompt": "Why?"}, "prompt")
 TRAINERS: dict[str, tuple[Any, Any, Kind]] = {
     "sft": (SFTTrainer, SFTConfig, TEXT),
@@ -87,9 +85,7 @@ def build(method: str, data: Any, *, template: str = "chatml") -> Any:
     if method in ("grpo", "rloo"):
         return grpo_runs.make(method, data=data, given=given)[0]
     trainer, config, _ = TRAINERS[method]
-    args = config(
-        tempfile.mkdtemp(), use_cpu=True, report_to="none", max_steps=2, gradient_checkpointing=False
-    )
+    args = config(tempfile.mkdtemp(), use_cpu=True, report_to="none", max_steps=2, gradient_checkpointing=False)
     return trainer(args=args, train_dataset=data, **given)
 
 
@@ -175,12 +171,8 @@ def test_the_types_of_errors(method):
         "train_dataset": data,
     }
     given |= {"reward_funcs": grpo_runs.even_tokens} if method in ONLINE else {}
-    given |= (
-        {"value_model": tiny_classifier("llama", vocab_size=400, num_labels=1)} if method == "ppo" else {}
-    )
-    other = (GRPOConfig if method == "sft" else SFTConfig)(
-        tempfile.mkdtemp(), use_cpu=True
-    )  # of another method
+    given |= {"value_model": tiny_classifier("llama", vocab_size=400, num_labels=1)} if method == "ppo" else {}
+    other = (GRPOConfig if method == "sft" else SFTConfig)(tempfile.mkdtemp(), use_cpu=True)  # of another method
     with pytest.raises(TypeError, match=rf"{config.__name__}, got [\w.]*{type(other).__name__}\. "):
         trainer(**{**given, "args": other, "model": "no/such-model"})
     for name, value, error in [*((name, 3, TypeError) for name in ARGUMENTS), ("model", None, ValueError)]:

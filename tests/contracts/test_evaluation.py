@@ -37,9 +37,7 @@ def weights(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    "method", ["sft", "gkd-on-policy", "dpo-sigmoid", "kto", "bco", "cpo-simpo", "reward", "prm"]
-)
+@pytest.mark.parametrize("method", ["sft", "gkd-on-policy", "dpo-sigmoid", "kto", "bco", "cpo-simpo", "reward", "prm"])
 def test_rows(method):
     make, own = ROWS[method]
     settings = {**own, **STEPS, **KEEPS.get(method, {"disable_dropout": False})}

@@ -88,9 +88,7 @@ def applies(family: str, method: str, settings: dict[str, Any]) -> bool:
         return True
     refers = method.startswith(("dpo", "kto", "bco")) and method != "dpo-reference-free"
     shares = not method.startswith(("sft", "gkd", "gold", "prm"))
-    return (refers or IN_ADVANCE.keys().isdisjoint(settings)) and (
-        shares or REPEATED.keys().isdisjoint(settings)
-    )
+    return (refers or IN_ADVANCE.keys().isdisjoint(settings)) and (shares or REPEATED.keys().isdisjoint(settings))
 
 
 @pytest.fixture(scope="module")

@@ -79,10 +79,7 @@ METHODS: dict[str, Any] = {
     "dpo, by length": lambda out: of_rows(out, dpo, {"train_sampling_strategy": "group_by_length"}),
     "reward, adapter": lambda out: of_rows(out, reward, {"peft_config": lora()}),
     **{name: lambda out, name=name: of_groups(out, GROUPS[name]) for name in RESUMED_GROUPS},
-    **{
-        name: lambda out, name=name: on_own_prompts(out, GROUPS[name])
-        for name in ("distillation", "sdft", "sdpo")
-    },
+    **{name: lambda out, name=name: on_own_prompts(out, GROUPS[name]) for name in ("distillation", "sdft", "sdpo")},
     "ppo": lambda out: ppo_runs.make(
         folder=out, **{**STEPS, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     )[0],

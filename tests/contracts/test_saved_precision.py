@@ -306,9 +306,7 @@ def test_the_loss_curve_is_that_of_a_float32_file_with_equal_values(bf16, saved,
 
 def test_step_level_ppo_moves_the_weights_of_a_bfloat16_file(saved, tmp_path):
     model = AutoModelForCausalLMWithValueHead.from_pretrained(saved["policy"], summary_dropout_prob=0.0)
-    trainer = step_runs.make_trainer(
-        model, options={"optimizer": None}, tokenizer=tokenizer(), learning_rate=1e-6
-    )
+    trainer = step_runs.make_trainer(model, options={"optimizer": None}, tokenizer=tokenizer(), learning_rate=1e-6)
     before = state(model.pretrained_model)
     for _ in range(4):
         statistics = trainer.step(*step_runs.batch())
@@ -330,9 +328,7 @@ def test_step_level_ppo_moves_the_weights_of_a_bfloat16_file(saved, tmp_path):
 @pytest.mark.parametrize("named", [False, True])
 def test_the_divergence_begins_at_0(named, bf16, saved, tmp_path):
     given = {"ref_model": saved["policy"]} if named else {}
-    trainer = dpo_runs.make(
-        str(tmp_path), model=saved["policy"], bf16=bf16, copied_reference=True, **given, **STEPS
-    )
+    trainer = dpo_runs.make(str(tmp_path), model=saved["policy"], bf16=bf16, copied_reference=True, **given, **STEPS)
     assert dtypes(trainer.ref_model) == {torch.float32}
     trainer.train()
     assert trainer.state.log_history[0]["rewards/chosen"] == 0.0

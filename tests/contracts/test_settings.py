@@ -195,9 +195,7 @@ UNREAD: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "setting"), [(name, setting) for name in UNREAD for setting in UNREAD[name]]
-)
+@pytest.mark.parametrize(("name", "setting"), [(name, setting) for name in UNREAD for setting in UNREAD[name]])
 def test_settings_that_nothing_reads_are_warned_about_once(name, setting, tmp_path):
     with pytest.warns(Warning, match=rf"{setting}(=.* has no effect| -> nothing)") as caught:
         CONFIGS[name](str(tmp_path), use_cpu=True, **UNREAD[name][setting])

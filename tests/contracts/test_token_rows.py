@@ -77,9 +77,7 @@ def test_padded_rows_packed():
     settings = {"packing": True, "max_length": 16, "max_steps": 2}
     expected = trained("sft", train_dataset=Dataset.from_list(rows), **settings).keep.steps
     for sides in ("l", "r", "lrb"):
-        found = trained(
-            "sft", train_dataset=Dataset.from_list(padded(rows, sides=sides)), **settings
-        ).keep.steps
+        found = trained("sft", train_dataset=Dataset.from_list(padded(rows, sides=sides)), **settings).keep.steps
         assert_same(Found(found, [], {}), Found(expected, [], {}), 0)
 
 
@@ -121,8 +119,6 @@ def test_masks_that_do_not_fit(method, streams):
         given = [{**row, mask: [1] * len(row[column])} for row in rows]
         given[3][mask] = value
         data = stream_of(given) if streams else Dataset.from_list(given)
-        with pytest.raises(
-            ValueError, match=rf"train dataset, row 3, column '{mask if words else column}'"
-        ) as caught:
+        with pytest.raises(ValueError, match=rf"train dataset, row 3, column '{mask if words else column}'") as caught:
             make(**{**settings, "train_dataset": data})
         assert words in str(caught.value)

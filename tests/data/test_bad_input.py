@@ -246,9 +246,7 @@ def test_bad_rows_are_refused_before_the_first_step(kind: str, case: Bad, stream
 def test_settings_out_of_range_are_refused(settings: Any, given: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(given))):
         settings(**given)
-    with pytest.raises(
-        ValueError, match="per_device_train_batch_size must be at least 2 for loss_type='kto'"
-    ):
+    with pytest.raises(ValueError, match="per_device_train_batch_size must be at least 2 for loss_type='kto'"):
         UnpairedPreparation(mismatch_group=1)
 
 

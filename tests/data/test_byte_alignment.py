@@ -65,9 +65,7 @@ def tokenizer_of(kind: str) -> Any:
         pieces += [(word, -float(n + 1)) for n, word in enumerate(words)]
         backend = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
         backend.normalizer = normalizers.Replace(" ", "▁")
-        backend.decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        )
+        backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     tokenizer.add_special_tokens({"eos_token": "<|end|>"})
     return tokenizer
@@ -135,9 +133,7 @@ def test_texts_between_templates_are_aligned_each_with_the_stop_behind_it() -> N
     assert (found.own.tolist(), found.other.tolist(), found.count) == ([-1, 0, 1, -1], [-1, 0, 0, 1], 2)
     found = align(own, other, [b"ab"], stops=False)
     assert (found.own.tolist(), found.other.tolist(), found.count) == ([-1, 0, -1, -1], [-1, 0, 0, -1], 1)
-    found = align(
-        [b"x", b"<a", b"b"], [b"x", b"a", b"b"], [b"x", b"ab"]
-    )  # one token reaches over a beginning
+    found = align([b"x", b"<a", b"b"], [b"x", b"a", b"b"], [b"x", b"ab"])  # one token reaches over a beginning
     assert (found.own.tolist(), found.other.tolist(), found.count) == ([0, -1, 1], [0, -1, 1], 2)
 
 

@@ -248,9 +248,7 @@ def test_refusals(messages: list[dict[str, Any]], error: type[Exception], match:
 
 
 def test_vllm_form() -> None:
-    prepared = prepare_multimodal_messages_vllm(
-        [{"role": "user", "content": [image("a"), text("?")]}, TALK[2]]
-    )
+    prepared = prepare_multimodal_messages_vllm([{"role": "user", "content": [image("a"), text("?")]}, TALK[2]])
     assert prepared == [
         {"role": "user", "content": [{"type": "image_pil", "image_pil": "a"}, text("?")]},
         TALK[2],

@@ -58,9 +58,7 @@ def test_commands_end_with_the_message(reason, missing, tmp_path, capsys):
     status = main(["sft", *line, "--output_dir", str(tmp_path / "run"), "--use_cpu", "true"])
     assert status == 2
     errors = capsys.readouterr().err
-    assert (
-        errors.count("cannot be reached") == 1 and f"trl sft: error: The {missing} 'owner/nothing'" in errors
-    )
+    assert errors.count("cannot be reached") == 1 and f"trl sft: error: The {missing} 'owner/nothing'" in errors
     assert "Retry" not in errors
 
 

@@ -28,9 +28,7 @@ def test_sources_one_after_another(streaming: bool):
     loaded = get_dataset(config)
     assert type(loaded) is (IterableDatasetDict if streaming else DatasetDict)
     assert list(loaded) == ["train"]
-    assert [row["text"] for row in loaded["train"]] == [f"a{n}" for n in range(6)] + [
-        f"b{n}" for n in range(4)
-    ]
+    assert [row["text"] for row in loaded["train"]] == [f"a{n}" for n in range(6)] + [f"b{n}" for n in range(4)]
 
 
 def test_columns_make_different_sources_alike():
@@ -40,9 +38,7 @@ def test_columns_make_different_sources_alike():
 
 
 def test_the_test_split_is_the_same_every_time():
-    config = DatasetMixtureConfig(
-        datasets=[{"path": "first.jsonl"}, {"path": "second.jsonl"}], test_split_size=0.2
-    )
+    config = DatasetMixtureConfig(datasets=[{"path": "first.jsonl"}, {"path": "second.jsonl"}], test_split_size=0.2)
     once, again = get_dataset(config), get_dataset(config)
     assert {name: len(part) for name, part in once.items()} == {"train": 8, "test": 2}
     assert once["test"][:] == again["test"][:]

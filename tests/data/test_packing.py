@@ -40,16 +40,12 @@ def test_bfd_by_hand():
 
 def test_best_fit_takes_the_tightest_bin_and_the_longest_waiting_of_equal_ones():
     bins = best_fit_decreasing(np.array([6, 7, 6, 3, 4]), capacity=10)
-    members = [
-        bins.rows[start:end].tolist() for start, end in zip(bins.offsets, bins.offsets[1:], strict=False)
-    ]
+    members = [bins.rows[start:end].tolist() for start, end in zip(bins.offsets, bins.offsets[1:], strict=False)]
     assert members == [[1, 3], [0, 4], [2]]
 
 
 def test_wrapped_by_hand():
-    rows = Dataset.from_dict(
-        {"input_ids": [[1, 2, 3], [4], [5, 6, 7]], "labels": [[1, 1, 1], [2], [3, 3, 3]]}
-    )
+    rows = Dataset.from_dict({"input_ids": [[1, 2, 3], [4], [5, 6, 7]], "labels": [[1, 1, 1], [2], [3, 3, 3]]})
     packed = pack_dataset(rows, 3, "wrapped")
     assert packed[:] == {"input_ids": [[1, 2, 3], [4, 5, 6], [7]], "labels": [[1, 1, 1], [2, 3, 3], [3]]}
 
@@ -140,10 +136,7 @@ def test_chunked_and_sliced_tables_pack_like_whole_ones():
     for strategy in ("bfd", "wrapped"):
         assert pack_table(pieces, 64, strategy).equals(pack_table(whole, 64, strategy))
         part = pack_table(whole.slice(20, 15), 64, strategy)
-        assert (
-            part.to_pydict()
-            == pack_table(pa.table(whole.slice(20, 15).to_pydict()), 64, strategy).to_pydict()
-        )
+        assert part.to_pydict() == pack_table(pa.table(whole.slice(20, 15).to_pydict()), 64, strategy).to_pydict()
 
 
 @pytest.mark.parametrize(
@@ -178,9 +171,7 @@ def test_streaming_packs_batch_by_batch(strategy: str):
     stored = Dataset.from_dict(random_rows(30, 5))
     packed = pack_dataset(stored.to_iterable_dataset(), 64, strategy, {"batch_size": 10})
     by_hand = [
-        row
-        for start in (0, 10, 20)
-        for row in pack_dataset(stored.select(range(start, start + 10)), 64, strategy)
+        row for start in (0, 10, 20) for row in pack_dataset(stored.select(range(start, start + 10)), 64, strategy)
     ]
     assert list(packed) == by_hand
 
@@ -230,9 +221,7 @@ def test_lists_of_lists_are_joined_as_their_tokens_are():
             pack_dataset(Dataset.from_dict({**long, "best": [[[7]], wrong]}), 2)
 
 
-@pytest.mark.parametrize(
-    "inner", [List(Value("int64")), LargeList(Value("int64")), List(Value("int64"), length=2)]
-)
+@pytest.mark.parametrize("inner", [List(Value("int64")), LargeList(Value("int64")), List(Value("int64"), length=2)])
 @pytest.mark.parametrize("outer", [List, LargeList])
 def test_lists_of_lists_of_any_form(outer, inner):
     features = Features({"input_ids": List(Value("int64")), "best": outer(inner)})

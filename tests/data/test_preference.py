@@ -37,14 +37,10 @@ def prepare(rows: list[dict], tokenizer: Any = None, *, streaming: bool = False,
     dataset: Any = Dataset.from_list(rows)
     if streaming:
         dataset = dataset.to_iterable_dataset()
-    return prepare_preference_dataset(
-        dataset, tokenizer or tiny_tokenizer(), PreferencePreparation(**settings)
-    )
+    return prepare_preference_dataset(dataset, tokenizer or tiny_tokenizer(), PreferencePreparation(**settings))
 
 
-def prepare_reward(
-    rows: list[dict], tokenizer: Any = None, *, streaming: bool = False, **settings: Any
-) -> Any:
+def prepare_reward(rows: list[dict], tokenizer: Any = None, *, streaming: bool = False, **settings: Any) -> Any:
     dataset: Any = Dataset.from_list(rows)
     if streaming:
         dataset = dataset.to_iterable_dataset()
@@ -389,12 +385,8 @@ def test_rows_longer_than_max_length_are_left_out_of_reward_data(caplog: pytest.
         assert len(list(rows)) == 2
         assert (report.rows, report.untrained_rows, report.dropped_rows) == (3, 1, 1)
         assert "1 untrained rows, 1 dropped rows" in report.summary()
-        assert (
-            caplog.text.count("in 1 of 3 rows (first: [0]) a sequence has more than max_length tokens") == 1
-        )
-        with pytest.raises(
-            ValueError, match=r"rejected_input_ids' has more than max_length 4 tokens.*rows are"
-        ):
+        assert caplog.text.count("in 1 of 3 rows (first: [0]) a sequence has more than max_length tokens") == 1
+        with pytest.raises(ValueError, match=r"rejected_input_ids' has more than max_length 4 tokens.*rows are"):
             prepare_reward([SKY, short], max_length=4, streaming=streaming)
         with pytest.raises(ValueError, match="row 0, column 'chosen_input_ids': this sequence or the one in"):
             prepare_reward([SKY, short], max_length=limit, streaming=streaming, untrained_rows="error")

@@ -21,9 +21,7 @@ def test_it_holds_what_a_list_of_sequences_would(kind):
             nodes[str(items)] = items, tree.add(items, number), number
         wanted = kind(draw.choices("ab", k=draw.randint(0, 12)))
         known = [held for held, _, _ in nodes.values()]
-        assert tree.shared(wanted)[1] == max(
-            (common_prefix_length(held, wanted) for held in known), default=0
-        )
+        assert tree.shared(wanted)[1] == max((common_prefix_length(held, wanted) for held in known), default=0)
         begun = [each for each in nodes.values() if wanted[: len(each[0])] == each[0]]
         longest = max(begun, key=lambda each: len(each[0]), default=(None, None, None))
         assert tree.longest(wanted) == longest[2]

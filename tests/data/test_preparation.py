@@ -56,9 +56,7 @@ def test_policies_for_untrained_rows() -> None:
     assert list(rows) == [kept[0], kept[2]]
     assert (report.untrained_rows, report.dropped_rows) == (1, 1)
     for streaming in (False, True):
-        with pytest.raises(
-            ValueError, match=r"train dataset, row 1, column 'input_ids': none .* Raise max_length"
-        ):
+        with pytest.raises(ValueError, match=r"train dataset, row 1, column 'input_ids': none .* Raise max_length"):
             prepare(PAIRS, max_length=30, untrained_rows="error", streaming=streaming)
 
 
@@ -85,9 +83,7 @@ def test_prepared_twice_is_read_from_the_cache(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, PAIRS)))
     for _ in range(2):
         dataset: Any = Dataset.from_json(str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "cache"))
-        prepared = [
-            prepare_sft_dataset(dataset, tiny_tokenizer(), SFTPreparation(max_length=30)) for _ in range(2)
-        ]
+        prepared = [prepare_sft_dataset(dataset, tiny_tokenizer(), SFTPreparation(max_length=30)) for _ in range(2)]
         assert len({rows._fingerprint for rows, _ in prepared}) == 1
         assert prepared[0][1] == prepared[1][1]
     other, _ = prepare_sft_dataset(dataset, tiny_tokenizer("marked"), SFTPreparation(max_length=30))

@@ -94,9 +94,7 @@ STEPS = [
     },
     {"prompt": LONG, "completions": ["Be brief."], "labels": [False]},
 ]
-PROMPTS = [
-    {"prompt": text, "answer": n} for n, text in enumerate(["The sky is", LONG, "And then?", "Q: How many?"])
-]
+PROMPTS = [{"prompt": text, "answer": n} for n, text in enumerate(["The sky is", LONG, "And then?", "Q: How many?"])]
 CHAT_PROMPTS = [
     {"prompt": [SKY], "chat_template_kwargs": {"other": 1}},
     {"prompt": [SKY, BLUE, ASK], "chat_template_kwargs": {"other": 2}},
@@ -224,9 +222,7 @@ def prepared(name: str, *, streaming: bool) -> dict[str, Any]:
     if kind == "prompts":
         return rows_of(prepare_prompts(dataset, words, PromptPreparation(**settings), name="train"))
     prepare, preparation = PREPARE[kind]
-    found, report = prepare(
-        dataset.to_iterable_dataset() if streaming else dataset, words, preparation(**settings)
-    )
+    found, report = prepare(dataset.to_iterable_dataset() if streaming else dataset, words, preparation(**settings))
     return {**rows_of(found), "counts": counts_of(report)}
 
 

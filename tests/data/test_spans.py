@@ -117,13 +117,9 @@ TOOL = {
     "type": "function",
     "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}},
 }
-CALLS = [
-    {"type": "function", "function": {"name": "look", "arguments": {"where": place}}}
-    for place in ("up", "down")
-]
+CALLS = [{"type": "function", "function": {"name": "look", "arguments": {"where": place}}} for place in ("up", "down")]
 CALLED = [
-    f'<tool_call>\n{{"name": "look", "arguments": {{"where": "{place}"}}}}\n</tool_call>'
-    for place in ("up", "down")
+    f'<tool_call>\n{{"name": "look", "arguments": {{"where": "{place}"}}}}\n</tool_call>' for place in ("up", "down")
 ]
 RESULTS = [{"role": "tool", "name": "look", "content": text} for text in ("blue", "green")]
 ASKED = "<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n"
@@ -156,9 +152,7 @@ QWEN3_TALKS: dict[str, tuple[list[dict], list[str]]] = {
 
 @pytest.mark.parametrize(("messages", "pieces"), QWEN3_TALKS.values(), ids=QWEN3_TALKS)
 @pytest.mark.parametrize("tools", [None, [TOOL]])
-def test_qwen3_conversations_token_by_token(
-    messages: list[dict], pieces: list[str], tools: list | None
-) -> None:
+def test_qwen3_conversations_token_by_token(messages: list[dict], pieces: list[str], tools: list | None) -> None:
     tokenizer = tiny_tokenizer("qwen3_like")
     own = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
     head = own[: own.index("<|im_start|>user")]  # system message and tools, as Qwen3 itself writes them

@@ -74,9 +74,7 @@ def test_what_truncation_takes_is_counted_and_told(caplog: pytest.LogCaptureFixt
     assert f"in {left.count(0)} of 3 rows" in caplog.text
     dropped, report = prepare(ROWS, max_length=10, untrained_rows="drop")
     assert (len(dropped), report.dropped_rows) == (3 - left.count(0), left.count(0))
-    with pytest.raises(
-        ValueError, match=r"train dataset, row 0, column 'input_ids': none .* Raise max_length"
-    ):
+    with pytest.raises(ValueError, match=r"train dataset, row 0, column 'input_ids': none .* Raise max_length"):
         prepare(ROWS, max_length=10, untrained_rows="error")
 
 

@@ -26,9 +26,7 @@ def sft(rows: list[dict[str, Any]], tokenizer: Any, **settings: Any) -> list[lis
 
 
 def pair(rows: list[dict[str, Any]], tokenizer: Any, **settings: Any) -> list[list[int]]:
-    prepared, _ = prepare_preference_dataset(
-        Dataset.from_list(rows), tokenizer, PreferencePreparation(**settings)
-    )
+    prepared, _ = prepare_preference_dataset(Dataset.from_list(rows), tokenizer, PreferencePreparation(**settings))
     return [row["prompt_input_ids"] + row["chosen_input_ids"] for row in prepared]
 
 
@@ -39,9 +37,7 @@ def reward(rows: list[dict[str, Any]], tokenizer: Any, **settings: Any) -> list[
 
 def unpaired(rows: list[dict[str, Any]], tokenizer: Any, **settings: Any) -> list[list[int]]:
     settings = {"mismatch_group": 2, **settings}
-    prepared, _ = prepare_unpaired_dataset(
-        Dataset.from_list(rows), tokenizer, UnpairedPreparation(**settings)
-    )
+    prepared, _ = prepare_unpaired_dataset(Dataset.from_list(rows), tokenizer, UnpairedPreparation(**settings))
     return [row["prompt_input_ids"] + row["completion_input_ids"] for row in prepared][:1]
 
 
@@ -62,9 +58,7 @@ def test_a_closed_chat_is_what_the_template_writes(kind: str) -> None:
     prepare, row = KINDS[kind]
     for template, eos in (("chatml", None), ("chatml", "<|stop|>"), ("qwen3_like", None), ("marked", None)):
         tokenizer = tiny_tokenizer(template)
-        tokenizer.eos_token = (
-            eos or tokenizer.eos_token
-        )  # templates close turns with another token than the eos, too
+        tokenizer.eos_token = eos or tokenizer.eos_token  # templates close turns with another token than the eos, too
         expected = tokenizer.apply_chat_template([ASK, UP], tokenize=False)
         assert expected.endswith("<|im_end|>\n")
         assert {tokenizer.decode(ids) for ids in prepare([row] * 2, tokenizer)} == {expected}

@@ -47,9 +47,7 @@ def test_rounds_of_a_stream_are_counted_and_the_last_is_not_filled():
     for process, expected in enumerate(([0, 1, 6], [2, 3, 6], [4, 5, 6])):
         rounds = StreamRounds([{"number": n} for n in range(7)], 2, process=process, processes=3)
         for _ in range(2):
-            assert [
-                row["number"] for row in rounds
-            ] == expected  # those without rows repeat the round's first one
+            assert [row["number"] for row in rounds] == expected  # those without rows repeat the round's first one
             assert (rounds.count, rounds.missing) == (7, 2)
     alone = StreamRounds(stream_of(5, shards=2), 2)
     assert len(list(alone)) == alone.count == 5

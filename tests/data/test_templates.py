@@ -71,9 +71,7 @@ def test_standard_rows_pass_and_unknown_columns_do_not() -> None:
 def test_a_tool_result_opens_for_generation_and_an_assistant_is_continued() -> None:
     tokenizer = tiny_tokenizer()
     tool = [{"role": "tool", "content": "blue"}]
-    assert apply_chat_template({"prompt": USER + tool}, tokenizer)["prompt"].endswith(
-        "<|im_start|>assistant\n"
-    )
+    assert apply_chat_template({"prompt": USER + tool}, tokenizer)["prompt"].endswith("<|im_start|>assistant\n")
     rendered = apply_chat_template({"prompt": USER + BLUE, "completion": USER}, tokenizer)
     assert rendered == {"prompt": OPENED + "Blue.", "completion": "<|im_end|>\n" + ASKED}
 
@@ -232,9 +230,7 @@ def test_qwen3_as_published_gives_calls_a_thought_only_where_they_have_one_or_co
     assert render(tokenizer, Chat([*USER, call])) == OPENED + empty + called
     assert render(tokenizer, Chat([*USER, call, result])).startswith(OPENED + called)
     thought = {**call, "reasoning_content": "Up."}
-    assert render(tokenizer, Chat([*USER, thought, result])).startswith(
-        OPENED + "<think>\nUp.\n</think>\n\n" + called
-    )
+    assert render(tokenizer, Chat([*USER, thought, result])).startswith(OPENED + "<think>\nUp.\n</think>\n\n" + called)
     as_user = {"role": "user", "content": "<tool_response>\nblue\n</tool_response>"}
     assert "Up." in render(tokenizer, Chat([*USER, thought, as_user]))
     assert "Up." not in render(tokenizer, Chat([*USER, thought, *USER]))

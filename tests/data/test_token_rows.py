@@ -61,9 +61,7 @@ def test_rows_packed_before_train_as_their_documents(form, make_set):
 @pytest.mark.parametrize("make_set", [Dataset.from_list, stream_of])
 @pytest.mark.parametrize("form", PACKED)
 def test_packing_refuses_rows_packed_before(form, make_set):
-    with pytest.raises(
-        ValueError, match=r"train dataset, row \d, column .*(seq_lengths|position_ids).*packing=False"
-    ):
+    with pytest.raises(ValueError, match=r"train dataset, row \d, column .*(seq_lengths|position_ids).*packing=False"):
         trained("sft", train_dataset=make_set(PACKED[form](fixed_rows())), packing=True, max_length=64)
 
 
@@ -117,9 +115,7 @@ def test_rows_of_a_tokenizer_call_with_padding(side, format):
     """As users have them: `dataset.map(lambda rows: tokenizer(rows["text"], padding=True))`, also with a tensor format."""
     tokenizer = tiny_tokenizer()
     tokenizer.padding_side = side
-    rows = Dataset.from_dict({"text": TEXTS}).map(
-        lambda row: tokenizer(row["text"], padding=True), batched=True
-    )
+    rows = Dataset.from_dict({"text": TEXTS}).map(lambda row: tokenizer(row["text"], padding=True), batched=True)
     assert {len(ids) for ids in rows["input_ids"]} == {max(map(len, rows["input_ids"]))}
     prepared, report = prepare_sft_dataset(rows.with_format(format), tokenizer, SFTPreparation())
     assert [torch.as_tensor(ids).tolist() for ids in prepared["input_ids"]] == tokenizer(TEXTS)["input_ids"]

@@ -18,9 +18,7 @@ USER = [{"role": "user", "content": "And then?"}]
 BLUE = [{"role": "assistant", "content": "Blue."}]
 
 
-def one_row(
-    tokenizer: PreTrainedTokenizerFast, kind: RowType, row: dict[str, Any], **masks: bool
-) -> dict[str, Any]:
+def one_row(tokenizer: PreTrainedTokenizerFast, kind: RowType, row: dict[str, Any], **masks: bool) -> dict[str, Any]:
     batch = SFTTokenizer(tokenizer, kind, "train", **masks)({key: [value] for key, value in row.items()}, [0])
     return {key: values[0] for key, values in batch.items()}
 

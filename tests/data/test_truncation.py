@@ -19,9 +19,7 @@ ROWS = {
 
 def expected(max_length: int) -> dict[str, list]:
     tokens = ("input_ids", "completion_mask", "weights")
-    return {
-        name: [row[:max_length] for row in rows] if name in tokens else rows for name, rows in ROWS.items()
-    }
+    return {name: [row[:max_length] for row in rows] if name in tokens else rows for name, rows in ROWS.items()}
 
 
 @pytest.mark.parametrize("max_length", [1, 3, 10])
@@ -47,9 +45,7 @@ def test_list_types_survive(kind):
 
 
 def test_lists_of_a_fixed_size():
-    rows = Dataset.from_dict(
-        {"ids": [[1, 2, 3]] * 3}, features=Features({"ids": List(Value("int64"), length=3)})
-    )
+    rows = Dataset.from_dict({"ids": [[1, 2, 3]] * 3}, features=Features({"ids": List(Value("int64"), length=3)}))
     assert truncate_dataset(rows, 2)["ids"][:] == [[1, 2]] * 3
     assert truncate_dataset(rows, 5, {"batch_size": 2})["ids"][:] == [[1, 2, 3]] * 3
 

@@ -52,10 +52,7 @@ def test_rows_are_prompt_completion_with_its_eos_and_label() -> None:
         assert row["completion_input_ids"] == ids(given["completion"]) + EOS
         assert row["label"] is given["label"]
     assert (report.rows, report.desirable_rows, report.undesirable_rows) == (5, 3, 2)
-    assert (
-        report.summary()
-        == f"train dataset: 5 rows, {report.tokens} tokens, 3 desirable rows, 2 undesirable rows"
-    )
+    assert report.summary() == f"train dataset: 5 rows, {report.tokens} tokens, 3 desirable rows, 2 undesirable rows"
 
 
 def test_pairs_are_taken_apart_in_turn() -> None:
@@ -82,9 +79,7 @@ def test_rows_of_pairs_do_not_depend_on_streaming_or_processes() -> None:
 
 
 @pytest.mark.parametrize("group", [4, 5, 6])
-def test_mismatched_completions_of_pairs_come_from_other_pairs(
-    group: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_mismatched_completions_of_pairs_come_from_other_pairs(group: int, caplog: pytest.LogCaptureFixture) -> None:
     pairs = [{"prompt": f"{n}:", "chosen": f" {n}", "rejected": f" -{n}"} for n in range(30)]
     rows, _ = prepare(pairs, mismatch_group=group)
     own = rows["completion_input_ids"][:]

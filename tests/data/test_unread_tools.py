@@ -17,9 +17,7 @@ from trl.data.prompts import PromptPreparation, prepare_prompts
 from trl.data.text import SFTPreparation, prepare_sft_dataset
 from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
 
-SPOKEN = (
-    "{% for message in messages %}{{ message['role'] + ' ' + message['content'] + ' </s> ' }}{% endfor %}"
-)
+SPOKEN = "{% for message in messages %}{{ message['role'] + ' ' + message['content'] + ' </s> ' }}{% endfor %}"
 SHOWING = "{% if tools %}{{ 'tools ' }}{% endif %}" + SPOKEN
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 HAVE = (json.dumps([TOOL]), "[]", None, json.dumps([TOOL]))  # two of four

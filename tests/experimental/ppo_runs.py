@@ -49,9 +49,7 @@ def make(
     kind = settings.pop("architecture", "gpt2")  # its norms are computed in float64, unlike the others'
     dtype = getattr(torch, settings.pop("dtype", "float64"))
     peft_config, callbacks = settings.pop("peft_config", None), settings.pop("callbacks", [])
-    given = {
-        name: settings.pop(name) for name in ("ref_model", "reward_model", "eval_dataset") if name in settings
-    }
+    given = {name: settings.pop(name) for name in ("ref_model", "reward_model", "eval_dataset") if name in settings}
     value = settings.pop("value_model", "own")
     if value == "own":
         value = tiny_classifier(kind, dtype=dtype, num_labels=1, seed=3)

@@ -211,9 +211,7 @@ def test_the_trained_tokens_are_the_sampled_ones(agent, served):
     agent(client_of(session))
     chains = chains_of(session.turns)
     assert len(chains) == ZOO[agent] or ZOO[agent] is None
-    assert sum(sum(chain.sampled) for chain in chains) == sum(
-        len(turn.generated.ids) for turn in session.turns
-    )
+    assert sum(sum(chain.sampled) for chain in chains) == sum(len(turn.generated.ids) for turn in session.turns)
     for chain in chains:
         ids = torch.tensor([chain.prompt + chain.ids])
         with torch.no_grad():
@@ -232,9 +230,7 @@ def test_the_prompt_of_a_later_turn_is_what_the_template_shows(endpoint):
     reply = ask(client, [USER], tools=SCHEMAS)
     messages = [as_dict(reply), *answers(reply)]
     ask(client, [USER, *messages], tools=SCHEMAS)
-    shown = words.apply_chat_template([USER, *messages], tools=SCHEMAS, add_generation_prompt=True)[
-        "input_ids"
-    ]
+    shown = words.apply_chat_template([USER, *messages], tools=SCHEMAS, add_generation_prompt=True)["input_ids"]
     last = session.turns[-1]
     if session.turns[0].generated.finish_reason == "stop":
         assert last.context[: len(session.turns[0].tokens)] == session.turns[0].tokens
@@ -316,9 +312,7 @@ def test_turns_side_by_side_are_ordered_by_their_tokens(later):
 
 def test_answers_have_usage_log_probs_and_calls(endpoint):
     client = client_of(session := endpoint.session())
-    answer = client.chat.completions.create(
-        model="policy", messages=[USER], tools=SCHEMAS, logprobs=True, n=8
-    )
+    answer = client.chat.completions.create(model="policy", messages=[USER], tools=SCHEMAS, logprobs=True, n=8)
     turns = session.turns
     assert answer.usage.completion_tokens == sum(len(turn.generated.ids) for turn in turns)
     assert answer.usage.prompt_tokens == len(turns[0].context)
@@ -441,9 +435,7 @@ def test_half_of_a_surrogate_pair_is_refused(body, endpoint):
     session = endpoint.session()
     path = "/completions" if "prompt" in body else "/chat/completions"
     given = json.dumps(body if "prompt" in body else {"messages": [USER], **body})
-    answer = httpx.post(
-        endpoint.base_url + path, content=given, headers={"Authorization": f"Bearer {session.api_key}"}
-    )
+    answer = httpx.post(endpoint.base_url + path, content=given, headers={"Authorization": f"Bearer {session.api_key}"})
     assert answer.status_code == 400 and answer.json()["error"]["message"], answer.text
     assert not session.turns and not session._running
 
@@ -682,9 +674,7 @@ def test_requests_side_by_side_wait_for_the_budget(tokens, refused, policy):
             alone = running.session(budget=Budget(tokens=tokens), stream=0)
             for text in texts:
                 client_of(alone).completions.create(model="policy", prompt=text, max_tokens=30)
-            assert sorted(turn.tokens for turn in session.turns) == sorted(
-                turn.tokens for turn in alone.turns
-            )
+            assert sorted(turn.tokens for turn in session.turns) == sorted(turn.tokens for turn in alone.turns)
 
 
 def test_a_text_is_continued_only_if_it_is_what_the_policy_wrote(endpoint):
@@ -692,10 +682,7 @@ def test_a_text_is_continued_only_if_it_is_what_the_policy_wrote(endpoint):
     client = client_of(session)
     sent = ["What is one ? "]
     for _ in range(6):
-        sent.append(
-            sent[-1]
-            + client.completions.create(model="policy", prompt=sent[-1], max_tokens=3).choices[0].text
-        )
+        sent.append(sent[-1] + client.completions.create(model="policy", prompt=sent[-1], max_tokens=3).choices[0].text)
         sent[-1] += " Error: three "
     for turn, before in zip(session.turns[1:], session.turns, strict=False):
         is_whole = words.decode(before.generated.ids) == before.text
@@ -708,8 +695,7 @@ def test_a_forgetful_session_draws_anew(policy):
     with serving(policy, agent_sampling="agent") as running:
         client = client_of(running.session(keeps=False))
         texts = {
-            client.completions.create(model="policy", prompt="hi", max_tokens=12).choices[0].text
-            for _ in range(6)
+            client.completions.create(model="policy", prompt="hi", max_tokens=12).choices[0].text for _ in range(6)
         }
         assert len(texts) > 1
         given = {"model": "policy", "prompt": "hi", "max_tokens": 12, "seed": 1}
@@ -744,9 +730,7 @@ def test_a_turn_ends_at_the_end_tokens_of_model_and_tokenizer(policy, monkeypatc
 
 def test_stop_strings_are_left_out_beside_tools(endpoint):
     client = client_of(endpoint.session())
-    answers = client.chat.completions.create(
-        model="policy", messages=[USER], tools=SCHEMAS, stop=["fail"], n=8
-    )
+    answers = client.chat.completions.create(model="policy", messages=[USER], tools=SCHEMAS, stop=["fail"], n=8)
     assert all("fail" not in (choice.message.content or "") for choice in answers.choices)
 
 
@@ -784,9 +768,7 @@ class Endless:
     def step(self):
         time.sleep(0.01)
         ended = list(self.running) if self.ends else []
-        return {
-            self.running.pop(each) and each: Generated([9], torch.zeros(1), None, "stop") for each in ended
-        }
+        return {self.running.pop(each) and each: Generated([9], torch.zeros(1), None, "stop") for each in ended}
 
 
 def test_a_deadline_within_a_turn_is_a_deadline(policy):
@@ -881,9 +863,7 @@ def test_a_retry_may_overtake_the_end_of_its_first_connection(policy):
         with sent(running, session, {"messages": [USER]}):
             waits_for(lambda: engine.running)
             (turn,) = session._running
-            again = pool.submit(
-                ask, client_of(session), [USER], extra_headers={"x-stainless-retry-count": "1"}
-            )
+            again = pool.submit(ask, client_of(session), [USER], extra_headers={"x-stainless-retry-count": "1"})
             waits_for(lambda: turn.requests == 2)
         waits_for(lambda: turn.requests == 1)
         engine.ends = True
@@ -983,9 +963,7 @@ def test_a_stream_is_decoded_where_tokens_come(policy, monkeypatch):
     engine, seen = Endless(), []
     with serving(policy, engine=engine) as running:
         text = running.chats.text
-        monkeypatch.setattr(
-            running.chats, "text", lambda ids, *given: seen.append(len(ids)) or text(ids, *given)
-        )
+        monkeypatch.setattr(running.chats, "text", lambda ids, *given: seen.append(len(ids)) or text(ids, *given))
         with sent(running, running.session(), {"messages": [USER], "stream": True}):
             waits_for(lambda: engine.running)
             (request,) = engine.running.values()

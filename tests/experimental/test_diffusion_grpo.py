@@ -268,7 +268,5 @@ def test_a_failing_reward_is_an_error_or_skipped():
         (DiffusionGRPOConfig(), "a"),
         (DDPOConfig(), ROWS[0]),
     ):
-        with pytest.raises(
-            (ValueError, TypeError), match="prompt" if row != ROWS[0] else "DiffusionGRPOConfig"
-        ):
+        with pytest.raises((ValueError, TypeError), match="prompt" if row != ROWS[0] else "DiffusionGRPOConfig"):
             DiffusionGRPOTrainer(wrapped("sd3"), near_target, args, [row])

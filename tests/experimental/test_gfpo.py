@@ -16,9 +16,7 @@ def test_advantages_are_over_what_remains():
     rows = {SCORES: torch.tensor([1.0, 3.0, 5.0, 7.0]).double(), FILTERED: torch.tensor([1.0, 0.0, 1.0, 0.0])}
     worth, advantages = trainer.method.rewards_and_advantages(rows, 4)
     step = 2 / (8**0.5 + 1e-4)
-    torch.testing.assert_close(
-        advantages, torch.tensor([0, -step, 0, step], dtype=torch.float64), rtol=0, atol=1e-12
-    )
+    torch.testing.assert_close(advantages, torch.tensor([0, -step, 0, step], dtype=torch.float64), rtol=0, atol=1e-12)
     assert torch.equal(worth, rows[SCORES])
 
 
@@ -35,9 +33,7 @@ def test_the_function_is_asked_with_whole_groups_and_their_columns():
     assert seen["level"] == [[0] * 4, [1] * 4] and seen["trainer_state"] is trainer.state
     ids = [row.tolist() for row in experience.completions.split()]
     assert seen["completion_ids"] == [ids[:4], ids[4:]]
-    assert (
-        torch.tensor(seen["group_rewards"]).flatten().tolist() == experience.per_row[SCORES].float().tolist()
-    )
+    assert torch.tensor(seen["group_rewards"]).flatten().tolist() == experience.per_row[SCORES].float().tolist()
     assert experience.per_row[FILTERED].tolist() == [False, True, False, True] * 2
     assert not experience.per_row[ADVANTAGE][experience.per_row[FILTERED]].any()
 

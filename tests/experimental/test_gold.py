@@ -59,10 +59,7 @@ def test_spans_are_the_answer_under_both_templates() -> None:
         if "�" not in text:
             # "] The" is a token of the teacher: what it reaches over is in no span.
             assert answer.endswith(text) and len(text) >= len(answer) - len("And then")
-    assert all(
-        GOLDTrainer in type(trainer).__mro__ and isinstance(trainer, kind)
-        for kind in (GKDTrainer, SFTTrainer)
-    )
+    assert all(GOLDTrainer in type(trainer).__mro__ and isinstance(trainer, kind) for kind in (GKDTrainer, SFTTrainer))
 
 
 def test_end_tokens_are_a_span_unless_one_side_skips_them() -> None:
@@ -73,9 +70,7 @@ def test_end_tokens_are_a_span_unless_one_side_skips_them() -> None:
         assert (last == ("<|im_end|>", "</s>")) == ends
 
 
-def reference_loss(
-    trainer: Any, row: dict[str, Any], *, hybrid: bool, beta: float = 0.5
-) -> tuple[list[Any], ...]:
+def reference_loss(trainer: Any, row: dict[str, Any], *, hybrid: bool, beta: float = 0.5) -> tuple[list[Any], ...]:
     """The distances of a row's spans, from both models' own logits, span by span."""
     sides = []
     for model, side in ((trainer.model, ""), (trainer.teacher.model, "teacher_")):
@@ -250,12 +245,8 @@ def test_completions_are_read_by_both_sides(settings: dict[str, Any]) -> None:
     data, made = rows_of_step(gold()), rows_of_step(gold(**settings))
     for given, generated in zip(data, made, strict=True):
         assert given[0] == generated[0] and given[2].rstrip() == generated[2].rstrip()
-        own, other = (
-            text.removesuffix(end) for text, end in zip(generated[1::2], ("<|im_end|>", "</s>"), strict=True)
-        )
-        assert (generated[1] != given[1] and own.startswith(other.rstrip("�"))) or other.startswith(
-            own.rstrip("�")
-        )
+        own, other = (text.removesuffix(end) for text, end in zip(generated[1::2], ("<|im_end|>", "</s>"), strict=True))
+        assert (generated[1] != given[1] and own.startswith(other.rstrip("�"))) or other.startswith(own.rstrip("�"))
 
 
 @pytest.mark.parametrize("settings", [{"lmbda": 1.0}, {"seq_kd": True}])
@@ -286,13 +277,9 @@ def test_a_student_learns_from_a_teacher_with_another_tokenizer() -> None:
     assert trainer.evaluate(rows)["eval_loss"] < 0.3 * before
 
 
-def test_rows_that_the_teacher_reads_otherwise_are_not_trained(
-    tmp_path: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_that_the_teacher_reads_otherwise_are_not_trained(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     shouts = "{%- for m in messages -%}{{- '[' + m['content'] | upper + ']' -}}{%- endfor -%}"
-    other_tokenizer(shouts + "{%- if add_generation_prompt -%}{{- '[' -}}{%- endif -%}").save_pretrained(
-        tmp_path
-    )
+    other_tokenizer(shouts + "{%- if add_generation_prompt -%}{{- '[' -}}{%- endif -%}").save_pretrained(tmp_path)
     rows = [*ROWS[:1], {**ROWS[0], "completion": [{"role": "assistant", "content": "42"}]}]
     given = {"teacher_tokenizer_name_or_path": str(tmp_path)}
     trainer = gold(**given, train_dataset=Dataset.from_list(rows))

@@ -48,9 +48,7 @@ def test_groups_that_teach_nothing_give_way_to_earlier_ones():
     trainer._sums["train"].drain()
     second = trainer.make_rollout_batch(1)
     assert second.per_row[REPLAYED].all() and len(trainer.buffer) == 2
-    pairs = [
-        (second.take(torch.arange(n, n + 4)), first.take(torch.arange(m, m + 4))) for n, m in ((0, 0), (4, 4))
-    ]
+    pairs = [(second.take(torch.arange(n, n + 4)), first.take(torch.arange(m, m + 4))) for n, m in ((0, 0), (4, 4))]
     if not torch.equal(pairs[0][0].completions.values, pairs[0][1].completions.values):
         pairs = [(pairs[0][0], pairs[1][1]), (pairs[1][0], pairs[0][1])]
     for own, earlier in pairs:
@@ -58,9 +56,7 @@ def test_groups_that_teach_nothing_give_way_to_earlier_ones():
         for name in (ADVANTAGE, SCORES):
             assert torch.equal(own.per_row[name], earlier.per_row[name])
         assert torch.equal(own.per_token[OLD], earlier.per_token[OLD])
-    assert float(second.per_row[MEAN_LENGTH][0]) == pytest.approx(
-        float(first.completions.lengths.double().mean())
-    )
+    assert float(second.per_row[MEAN_LENGTH][0]) == pytest.approx(float(first.completions.lengths.double().mean()))
     assert trainer._sums["train"].drain()["frac_reward_zero_std"] == 1.0  # of what was generated
     assert torch.equal(first.per_row[ADVANTAGE].view(2, 4)[0], first.per_row[ADVANTAGE].view(2, 4)[1])
 

@@ -25,9 +25,7 @@ def test_one_advantage_per_completion_is_gspo():
         assert_same_steps(found.steps, expected.steps)
         clipped = [log["clip_ratio/region_mean"] for log in grpo_runs.logs(trainer)]
         assert max(clipped) > 0
-        assert [log["loss"] for log in grpo_runs.logs(other)] == [
-            log["loss"] for log in grpo_runs.logs(trainer)
-        ]
+        assert [log["loss"] for log in grpo_runs.logs(other)] == [log["loss"] for log in grpo_runs.logs(trainer)]
 
 
 class FirstTokensAlone(GRPOTrainer):

@@ -28,9 +28,7 @@ def run(**settings):
 
 
 def test_a_step_hides_half_of_each_image_and_adds_the_divergence_and_the_entropies():
-    trainer, _ = make(
-        dtype="float64", loss_type="grpo", beta=0.0, perception_loss_weight=0.2, der_loss_weight2=0.5
-    )
+    trainer, _ = make(dtype="float64", loss_type="grpo", beta=0.0, perception_loss_weight=0.2, der_loss_weight2=0.5)
     experience = trainer.make_rollout_batch(0)
     batch = trainer.micro_batch(experience)
     whole, masked = batch["pixel_values"].chunk(2)
@@ -39,11 +37,7 @@ def test_a_step_hides_half_of_each_image_and_adds_the_divergence_and_the_entropi
     with torch.no_grad():  # the two halves by themselves
         parts = []
         for half in (0, 1):
-            own = {
-                name: value.chunk(2)[half]
-                for name, value in batch.items()
-                if name not in ("experience", "rows")
-            }
+            own = {name: value.chunk(2)[half] for name, value in batch.items() if name not in ("experience", "rows")}
             parts.append(trainer.scorer.score(trainer.model, own, ScoreOptions(entropy="scored")))
     (own, hidden), lengths = parts, experience.completions.lengths
     values = -0.2 * k3(own.logps, hidden.logps) + 0.03 * own.entropies + 0.5 * hidden.entropies
@@ -111,9 +105,7 @@ def test_the_loss_of_an_evaluation_is_the_sum_of_its_terms():
     )
     found = trainer.evaluate(Dataset.from_list(rows()))
     entropies = found["eval_entropy"] + found["eval_masked_entropy"]
-    assert found["eval_loss"] == pytest.approx(
-        -0.1 * found["eval_perception_kl"] + 0.03 * entropies, abs=1e-8
-    )
+    assert found["eval_loss"] == pytest.approx(-0.1 * found["eval_perception_kl"] + 0.03 * entropies, abs=1e-8)
 
 
 def test_evaluation_and_what_is_refused():

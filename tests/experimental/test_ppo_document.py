@@ -132,9 +132,7 @@ def test_each_source_has_a_mean_of_its_own():
     def first_rows(completion_ids, **_):
         return [1.0 if row < 2 else None for row in range(len(completion_ids))]
 
-    trainer, _ = make(
-        reward_funcs=[length, first_rows], reward_weights=[2.0, 3.0], missing_eos_penalty=None, **SHORT
-    )
+    trainer, _ = make(reward_funcs=[length, first_rows], reward_weights=[2.0, 3.0], missing_eos_penalty=None, **SHORT)
     trainer.train()
     entry = trainer.state.log_history[0]
     lengths = trainer._rollout_batch.completions.lengths.double()

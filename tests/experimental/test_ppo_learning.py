@@ -74,8 +74,6 @@ def test_the_optimum_is_reached(kind, seed):
 @pytest.mark.slow
 def test_a_dear_kl_keeps_the_policy_at_the_reference():
     """In nats per response: 0.0002 to 0.0004 with a price of 100, 1.4 to 1.5 with one of 0.01."""
-    free, dear = (
-        bandit("function", 0, price=price, steps=60, learning_rate=3e-3)[3] for price in (0.01, 100.0)
-    )
+    free, dear = (bandit("function", 0, price=price, steps=60, learning_rate=3e-3)[3] for price in (0.01, 100.0))
     assert free > 1.0
     assert dear < 0.005

@@ -121,9 +121,7 @@ def test_two_steps_in_bare_torch(estimator, whitened):
             "val/ratio_var": ratio.var(unbiased=False),
         }
         named = {name: found[step][name] for name in expected}
-        assert named == pytest.approx(
-            {name: wanted.item() for name, wanted in expected.items()}, rel=1e-8, abs=1e-12
-        )
+        assert named == pytest.approx({name: wanted.item() for name, wanted in expected.items()}, rel=1e-8, abs=1e-12)
         assert found[step]["loss"] == pytest.approx(loss.item(), abs=1e-6)
         with torch.no_grad():
             for name, parameter in both.items():

@@ -74,9 +74,7 @@ def test_no_end_of_sequence():
 
 
 def test_prompts_that_cannot_be_completed():
-    with pytest.raises(
-        ValueError, match="row 1, column 'input_ids': a prompt of 256 tokens, expected at most 255"
-    ):
+    with pytest.raises(ValueError, match="row 1, column 'input_ids': a prompt of 256 tokens, expected at most 255"):
         make(data=Dataset.from_dict({"input_ids": [[5], [5] * 256]}))
     with pytest.raises(ValueError, match="row 1, column 'input_ids': a prompt without tokens"):
         make(data=Dataset.from_dict({"input_ids": [[5], []]}))
@@ -102,9 +100,7 @@ def test_prompts_that_cannot_be_completed():
 
 
 def test_padded_prompts_and_sets_that_come_later():
-    padded = Dataset.from_dict(
-        {"input_ids": [[0, 5, 6], [7, 8, 9]], "attention_mask": [[0, 1, 1], [1, 1, 1]]}
-    )
+    padded = Dataset.from_dict({"input_ids": [[0, 5, 6], [7, 8, 9]], "attention_mask": [[0, 1, 1], [1, 1, 1]]})
     trainer, _ = make(data=padded, eval_dataset={"one": padded})
     assert trainer.train_dataset["input_ids"][:] == [[5, 6], [7, 8, 9]]
     expected = trainer.evaluate()
@@ -180,10 +176,7 @@ def test_rows_without_a_score_are_left_out():
     """Half of the rows have no opinion: the gradient is that of the others alone."""
 
     def half(completion_ids, row, **_):
-        return [
-            None if number % 2 else value
-            for number, value in zip(row, even_tokens(completion_ids), strict=True)
-        ]
+        return [None if number % 2 else value for number, value in zip(row, even_tokens(completion_ids), strict=True)]
 
     data = prompts().select(range(8)).add_column("row", list(range(8)))
     settings = {"num_mini_batches": 1, "num_ppo_epochs": 1, "max_steps": 1}
@@ -251,9 +244,7 @@ def test_value_model_of_the_policy_starts_at_zero():
 
 
 def test_sample_table_and_evaluation(capsys, caplog):
-    trainer, _ = make(
-        eval_dataset=prompts(3), num_sample_generations=2, eval_strategy="steps", eval_steps=1, **SHORT
-    )
+    trainer, _ = make(eval_dataset=prompts(3), num_sample_generations=2, eval_strategy="steps", eval_steps=1, **SHORT)
     before = torch.random.get_rng_state()
     table = trainer.generate_completions()
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -271,7 +262,9 @@ def test_sample_table_and_evaluation(capsys, caplog):
 def test_text_and_messages():
     words = tokenizer()
     words.backend_tokenizer.pre_tokenizer = WhitespaceSplit()
-    words.chat_template = "{% for m in messages %}{{ 'w3 ' + m['content'] }}{% endfor %}{% if add_generation_prompt %} w4{% endif %}"
+    words.chat_template = (
+        "{% for m in messages %}{{ 'w3 ' + m['content'] }}{% endfor %}{% if add_generation_prompt %} w4{% endif %}"
+    )
     seen = {}
 
     def look(prompts, completions, answer, trainer_state, **_):
@@ -279,12 +272,8 @@ def test_text_and_messages():
         return [0.0] * len(prompts)
 
     args = PPOConfig("unused", **{**SETTINGS, **{k: v for k, v in SHORT.items() if k != "dtype"}, "missing_eos_penalty": None, "stop_token": None})  # fmt: skip
-    chat = Dataset.from_list(
-        [{"prompt": [{"role": "user", "content": f"w{n}"}], "answer": n} for n in (7, 8)]
-    )
-    trainer = PPOTrainer(
-        args, words, tiny_model("gpt2"), None, None, chat, None, reward_funcs=look, eval_dataset=None
-    )
+    chat = Dataset.from_list([{"prompt": [{"role": "user", "content": f"w{n}"}], "answer": n} for n in (7, 8)])
+    trainer = PPOTrainer(args, words, tiny_model("gpt2"), None, None, chat, None, reward_funcs=look, eval_dataset=None)
     trainer.train()
     assert trainer.train_dataset["input_ids"][:] == [[3, 7, 4], [3, 8, 4]]
     prompt, completion, answer = seen["rows"][0]
@@ -315,6 +304,4 @@ def test_without_a_stop_token_responses_have_their_full_length():
     end = trainer.processing_class.eos_token_id
     has = torch.tensor([end in row.tolist() for row in window.completions.split()])
     assert has.any() and not has.all()
-    assert torch.allclose(
-        plain.make_rollout_batch(0).per_row["scores"] - window.per_row["scores"], 1.0 - has.double()
-    )
+    assert torch.allclose(plain.make_rollout_batch(0).per_row["scores"] - window.per_row["scores"], 1.0 - has.double())

@@ -61,9 +61,7 @@ def logits(model: Any, prompts: Any, completions: Any) -> list[Tensor]:
 def row_losses(model: Any, trainer: Any, loss: Any) -> list[Tensor]:
     """The losses of the tokens of each completion, with the initial weights on both sides."""
     rows = trainer._rollout_batch
-    own, theirs = (
-        logits(model, prompts, rows.completions) for prompts in (rows.prompts, rows.teacher_prompts)
-    )
+    own, theirs = (logits(model, prompts, rows.completions) for prompts in (rows.prompts, rows.teacher_prompts))
     return [loss(*pair) for pair in zip(own, theirs, strict=True)]
 
 
@@ -75,9 +73,7 @@ def initial() -> Any:
 @pytest.mark.parametrize("mode", ["full_logits", "topk_logits"])
 def test_the_loss_is_the_mean_over_completions_of_their_mean_divergence(kind: str, mode: str) -> None:
     topk = 7 if mode == "topk_logits" else 100
-    trainer, keep = run(
-        teacher_model_kind=kind, distillation_mode=mode, distillation_topk=topk, distillation_alpha=0.3
-    )
+    trainer, keep = run(teacher_model_kind=kind, distillation_mode=mode, distillation_topk=topk, distillation_alpha=0.3)
 
     def loss(own: Tensor, theirs: Tensor) -> Tensor:
         if mode == "full_logits":
@@ -102,9 +98,7 @@ def test_the_sampled_token_estimates_the_reverse_kl() -> None:
         rows.prompts.split(), rows.teacher_prompts.split(), rows.completions.split(), strict=True
     ):
         logps = [
-            model(input_ids=torch.cat([start, completion])[None])
-            .logits[0, len(start) - 1 : -1]
-            .log_softmax(-1)
+            model(input_ids=torch.cat([start, completion])[None]).logits[0, len(start) - 1 : -1].log_softmax(-1)
             for start in (prompt, shown)
         ]
         own, theirs = (x.gather(1, completion[:, None])[:, 0] for x in logps)
@@ -119,10 +113,7 @@ def test_the_sampled_token_estimates_the_reverse_kl() -> None:
 def test_the_teacher_is_shown_prompt_and_context() -> None:
     trainer, _ = make(teacher_prompt_template="{privileged_context} {prompt} {privileged_context}")
     rows = trainer.make_rollout_batch(0)
-    texts = {
-        row["prompt"]: f"{row['privileged_context']} {row['prompt']} {row['privileged_context']}"
-        for row in ROWS
-    }
+    texts = {row["prompt"]: f"{row['privileged_context']} {row['prompt']} {row['privileged_context']}" for row in ROWS}
     decode = tiny_tokenizer("chatml").decode
     for own, shown in zip(rows.prompts.split(), rows.teacher_prompts.split(), strict=True):
         assert decode(shown) == texts[decode(own)]
@@ -130,9 +121,7 @@ def test_the_teacher_is_shown_prompt_and_context() -> None:
     assert torch.equal(batch[TEACHER_BATCH]["scored_target"], batch["scored_target"])
 
 
-@pytest.mark.parametrize(
-    ("role", "content", "user"), [("role", "content", "user"), ("from", "value", "human")]
-)
+@pytest.mark.parametrize(("role", "content", "user"), [("role", "content", "user"), ("from", "value", "human")])
 def test_the_last_message_of_a_conversation_has_the_context(role: str, content: str, user: str) -> None:
     chats = [
         {
@@ -162,9 +151,7 @@ def test_later_steps_on_a_rollout_batch_weigh_tokens_by_their_ratio() -> None:
     for name, gradient in plain[0].items():
         torch.testing.assert_close(clipped[0][name], gradient, rtol=1e-12, atol=1e-15)
     assert any(not torch.allclose(clipped[1][name], gradient) for name, gradient in plain[1].items())
-    still = [
-        run(**{**stale, "learning_rate": 0.0}, distillation_is_clip=clip)[1].steps[1] for clip in (1.5, None)
-    ]
+    still = [run(**{**stale, "learning_rate": 0.0}, distillation_is_clip=clip)[1].steps[1] for clip in (1.5, None)]
     for name, gradient in still[1].items():
         torch.testing.assert_close(still[0][name], gradient, rtol=1e-9, atol=1e-12)
 

@@ -22,8 +22,7 @@ from trl.rollouts.experience import SCORES
 
 TEXTS = ["What colour is the sky?", "How many apples are left?", "Look up.", "Next."]
 ROWS = [
-    {"prompt": text, "privileged_context": note}
-    for text, note in zip(TEXTS, ["Blue.", " ", "None.", ""], strict=True)
+    {"prompt": text, "privileged_context": note} for text, note in zip(TEXTS, ["Blue.", " ", "None.", ""], strict=True)
 ]
 ONE = {
     "max_steps": 1, "num_generations": 4, "per_device_train_batch_size": 8, "distillation_mode": "full_logits",
@@ -36,16 +35,12 @@ def even(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     return [float(ids[-1] % 2 == 0) for ids in completion_ids]
 
 
-def make(
-    config: Any = SDPOConfig, reward: Any = even, rows: Any = None, **settings: Any
-) -> tuple[Any, KeepGradients]:
+def make(config: Any = SDPOConfig, reward: Any = even, rows: Any = None, **settings: Any) -> tuple[Any, KeepGradients]:
     keep, trainer = KeepGradients(), SDPOTrainer if config is SDPOConfig else GRPOTrainer
     given = {**SETTINGS, **(ONE if config is SDPOConfig else {}), "beta": 0.0, **settings}
     args = config(tempfile.mkdtemp(), **given)
     data = Dataset.from_list(ROWS if rows is None else rows)
-    return trainer(
-        initial(), reward, args, data, processing_class=tiny_tokenizer("chatml"), callbacks=[keep]
-    ), keep
+    return trainer(initial(), reward, args, data, processing_class=tiny_tokenizer("chatml"), callbacks=[keep]), keep
 
 
 def run(**settings: Any) -> tuple[Any, KeepGradients]:
@@ -63,9 +58,7 @@ def test_the_teacher_is_shown_the_first_success_of_the_others() -> None:
         [row.tolist() for row in rows.completions.split()], skip_special_tokens=True
     )
     kinds = set()
-    for row, (shown, prompt) in enumerate(
-        zip(rows.teacher_prompts.split(), rows.prompts.split(), strict=True)
-    ):
+    for row, (shown, prompt) in enumerate(zip(rows.teacher_prompts.split(), rows.prompts.split(), strict=True)):
         group = range(row - row % 4, row - row % 4 + 4)
         solved = [n for n in group if rows.per_row[SCORES][n] >= 1 and n != row]
         expected = decode(prompt) + (f"|<{answers[solved[0]].strip()}>" if solved else "")
@@ -82,9 +75,7 @@ def test_feedback_is_shown_where_there_is_some() -> None:
     )  # fmt: skip
     rows, decode = trainer.make_rollout_batch(0), tiny_tokenizer("chatml").decode
     notes = {row["prompt"]: row["privileged_context"].strip() for row in ROWS}
-    for row, (shown, prompt) in enumerate(
-        zip(rows.teacher_prompts.split(), rows.prompts.split(), strict=True)
-    ):
+    for row, (shown, prompt) in enumerate(zip(rows.teacher_prompts.split(), rows.prompts.split(), strict=True)):
         note = notes[decode(prompt)]
         assert decode(shown) == (f" ({note})" if note else "") + decode(prompt)
         assert bool(rows.per_row[SHOWN_FEEDBACK][row]) == bool(rows.per_row[REPROMPTED][row]) == bool(note)
@@ -100,9 +91,7 @@ def test_the_teachers_prompt(tmp_path: Any) -> None:
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
     assert teacher_prompt(args, chat, None, "b") == [chat[0], {"role": "user", "content": "a-b"}]
     assert teacher_prompt(args, chat, None, None) is chat
-    assert teacher_prompt(args, [{"from": "human", "value": "a"}], None, "b") == [
-        {"role": "user", "content": "a-b"}
-    ]
+    assert teacher_prompt(args, [{"from": "human", "value": "a"}], None, "b") == [{"role": "user", "content": "a-b"}]
 
 
 def test_long_prompts_of_the_teacher_lose_their_beginning() -> None:

@@ -22,9 +22,7 @@ def tensors(seed):
         if dtype is torch.bool:
             made.append(torch.rand(shape, generator=random) > 0.5)
         else:
-            bits = torch.randint(
-                0, 256, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8, generator=random
-            )
+            bits = torch.randint(0, 256, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8, generator=random)
             made.append(bits.view(dtype).view(shape))
     return made
 
@@ -52,9 +50,7 @@ def ran(rank, ports):
 
 
 def joined(rank, port):
-    return WeightChannel.join(
-        "127.0.0.1", port, rank, 3, backend="gloo", timeout_s=60, serves_store=rank == 1
-    )
+    return WeightChannel.join("127.0.0.1", port, rank, 3, backend="gloo", timeout_s=60, serves_store=rank == 1)
 
 
 def same(found, sent):

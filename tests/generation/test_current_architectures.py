@@ -51,26 +51,20 @@ def made(name: str):
         pytest.skip(f"this version of transformers has no {kind}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(kind, **{**SHARED, **MODELS[name]})
-        ).eval()
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SHARED, **MODELS[name]})).eval()
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_of_generate_and_their_log_probs_those_of_the_scoring_forward(name):
     model = made(name)
     prompts = [[5, 6, 7, 8], [9, 10, 11], [12] * 9]
-    found = TransformersEngine(model).generate(
-        prompts, Sampling(max_new_tokens=8, top_k=1, stop_token_ids=())
-    )
+    found = TransformersEngine(model).generate(prompts, Sampling(max_new_tokens=8, top_k=1, stop_token_ids=()))
     for prompt, own in zip(prompts, found, strict=True):
         ids = model.generate(
             torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
         )
         assert list(own.ids) == ids[0, len(prompt) :].tolist()
-    sampled = TransformersEngine(model).generate(
-        prompts, Sampling(max_new_tokens=8, stop_token_ids=(), seed=3)
-    )
+    sampled = TransformersEngine(model).generate(prompts, Sampling(max_new_tokens=8, stop_token_ids=(), seed=3))
     rows = [torch.tensor([*prompt, *own.ids]) for prompt, own in zip(prompts, sampled, strict=True)]
     pad = torch.nn.utils.rnn.pad_sequence
     batch = {

@@ -252,9 +252,7 @@ def test_stop_tokens(make_engine):
     sampling = Sampling(max_new_tokens=40, do_sample=False, stop_token_ids=ends)
     found = make_engine(model).generate(prompts, sampling)
     assert ids_of(found) == oracle(model, prompts, ends=ends, max_new_tokens=40)
-    never = make_engine(model).generate(
-        prompts, Sampling(max_new_tokens=9, do_sample=False, stop_token_ids=())
-    )
+    never = make_engine(model).generate(prompts, Sampling(max_new_tokens=9, do_sample=False, stop_token_ids=()))
     assert {(len(c.ids), c.finish_reason) for c in never} == {(9, "length")}
 
 

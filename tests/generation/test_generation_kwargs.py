@@ -12,9 +12,7 @@ def test_known_names_are_taken_over():
         "max_new_tokens": 7, "min_new_tokens": None, "min_length": -1, "temperature": 0.7, "top_k": 0.0, "top_p": 0.9, "min_p": 0.1,
         "do_sample": True, "pad_token_id": 0, "eos_token_id": [2, 3], "stop_strings": "END", "num_beams": 1, "use_cache": True,
     }  # fmt: skip
-    expected = Sampling(
-        7, temperature=0.7, top_k=0, top_p=0.9, min_p=0.1, stop_token_ids=(2, 3), stop_strings=("END",)
-    )
+    expected = Sampling(7, temperature=0.7, top_k=0, top_p=0.9, min_p=0.1, stop_token_ids=(2, 3), stop_strings=("END",))
     assert Sampling().updated(given) == expected
     assert Sampling(5).updated({"eos_token_id": -1}) == Sampling(5, stop_token_ids=())
     assert Sampling(5).updated(None) == Sampling(5).updated({}) == Sampling(5)

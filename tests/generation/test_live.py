@@ -132,9 +132,7 @@ def test_requests_that_end_as_they_join_beside_a_running_one():
     with own.live() as live:
         first, found = live.submit(Request(PROMPTS[0], SAMPLING)), {}
         found |= live.step()
-        numbers = [
-            live.submit(Request(prompt, short, stream=stream)) for stream, prompt in enumerate(PROMPTS * 3)
-        ]
+        numbers = [live.submit(Request(prompt, short, stream=stream)) for stream, prompt in enumerate(PROMPTS * 3)]
         while live.busy:
             found |= live.step()
     assert any(len(one.ids) == 1 for one in expected) and len(found[first].ids) == 12
@@ -304,13 +302,9 @@ def test_a_next_turn_prefills_only_what_is_new(architecture, changes):
                 histories[2] = [*histories[2][:-3], 50]
         used = live.loop.reuse.used
     for request, one in zip(asked, found, strict=True):
-        same(
-            one, own.generate([request.prompt], SAMPLING, streams=[request.stream], limits=[request.limit])[0]
-        )
+        same(one, own.generate([request.prompt], SAMPLING, streams=[request.stream], limits=[request.limit])[0])
     assert counts[0] == 33 and counts[1:] == [9, 9, 7]
-    longest = sum(
-        len(request.prompt) + len(one.ids) - 1 for request, one in zip(asked[-3:], found[-3:], strict=True)
-    )
+    longest = sum(len(request.prompt) + len(one.ids) - 1 for request, one in zip(asked[-3:], found[-3:], strict=True))
     core = own.model.config
     heads = getattr(core, "num_key_value_heads", None) or core.num_attention_heads
     size = getattr(core, "head_dim", None) or core.hidden_size // core.num_attention_heads

@@ -54,9 +54,7 @@ def test_a_policy_with_an_adapter_is_mixed_with_its_base():
     from peft import LoraConfig, get_peft_model
 
     base = tiny_model("llama", dtype=torch.float64, seed=1)
-    policy = get_peft_model(
-        tiny_model("llama", dtype=torch.float64, seed=1), LoraConfig(r=4, init_lora_weights=False)
-    )
+    policy = get_peft_model(tiny_model("llama", dtype=torch.float64, seed=1), LoraConfig(r=4, init_lora_weights=False))
     reference = AdapterReference(scorer=None)
     engine = MixtureEngine(policy, reference, coefficient=lambda: 0.4)
     for prompt, found in zip(PROMPTS, engine.generate(PROMPTS, sampling()), strict=True):

@@ -35,9 +35,7 @@ def test_an_encoder_decoder():
     kwargs = {"no_repeat_ngram_size": 1, "encoder_repetition_penalty": 1.5}
     found = ids_of(TransformersEngine(model).generate(prompts, Sampling(6, do_sample=False).updated(kwargs)))
     for prompt, ids in zip(prompts, found, strict=True):
-        expected = model.generate(
-            input_ids=torch.tensor([prompt]), do_sample=False, max_new_tokens=6, **kwargs
-        )[0]
+        expected = model.generate(input_ids=torch.tensor([prompt]), do_sample=False, max_new_tokens=6, **kwargs)[0]
         assert ids == expected[1:].tolist()
         assert len(set(ids)) == len(ids)
 

@@ -15,9 +15,7 @@ def cache(tmp_path, monkeypatch):
 def test_a_server_of_this_machine_leaves_its_token_in_a_private_file(cache):
     with server_token("127.0.0.1", 8000) as token:
         file = token_file(8000)
-        assert (
-            file == cache / "trl" / "vllm-serve-8000.token" and file.read_text() == token and len(token) > 40
-        )
+        assert file == cache / "trl" / "vllm-serve-8000.token" and file.read_text() == token and len(token) > 40
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         for host in ("127.0.0.1", "localhost", "0.0.0.0", "::1"):
             assert client_token(host, 8000) == token

@@ -13,9 +13,7 @@ from trl.generation.transformers.requests import StopStrings, end_tokens
 def word_tokenizer():
     """In the manner of SentencePiece: a token's leading space is lost where it is decoded first."""
     words = ["<unk>", "\u2581stop", "\u2581the", "\u2581car", "s", "\u2581"]
-    inner = Tokenizer(
-        models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>")
-    )
+    inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Metaspace()
     inner.decoder = decoders.Metaspace()
     return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")

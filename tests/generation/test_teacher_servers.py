@@ -75,9 +75,7 @@ def test_batches_of_every_layout_get_their_trained_tokens(teacher, model, layout
     else:
         collate = DataCollatorForLanguageModeling(0, padding_free=layout == "packed")
         masks = [[0, 0, 1, 1], [0, 1], [0, 1, 0, 1, 1]]
-        batch = collate(
-            [{"input_ids": ids, "completion_mask": mask} for ids, mask in zip(ROWS, masks, strict=True)]
-        )
+        batch = collate([{"input_ids": ids, "completion_mask": mask} for ids, mask in zip(ROWS, masks, strict=True)])
     servers = TeacherServers(connect(teacher))
     (found,) = servers.filled([batch], lambda each: padded_rows(each, pad_token_id=0))
     rows, best = padded_rows(batch, pad_token_id=0), []
@@ -211,9 +209,7 @@ def test_our_own_endpoint_teaches(endpoint, model, form, monkeypatch):
     monkeypatch.setattr(live, "_LOGITS", 3 * len(TOKENIZER))  # several parts
     session = endpoint.session(keeps=False)
     monkeypatch.setenv("TRL_TEACHER_SERVER_TOKEN", session.api_key)
-    server = TeacherServer(
-        session.base_url, top_k=3, tokenizer=TOKENIZER, vocabulary=len(TOKENIZER), deadline=30.0
-    )
+    server = TeacherServer(session.base_url, top_k=3, tokenizer=TOKENIZER, vocabulary=len(TOKENIZER), deadline=30.0)
     assert server.model == "own" and not server._echoes
     if form != "vllm":
         server._echoes = True
@@ -227,9 +223,7 @@ def test_our_own_endpoint_teaches(endpoint, model, form, monkeypatch):
         assert choice.text.startswith(TOKENIZER.decode(words)) and len(choice.logprobs.tokens) == 6
         assert choice.logprobs.token_logprobs[0] is None and answer.usage.prompt_tokens == 5
         own = [float(row[0]) for row in best.values]
-        assert [max(entry.values()) for entry in choice.logprobs.top_logprobs[1:5]] == pytest.approx(
-            own, rel=1e-12
-        )
+        assert [max(entry.values()) for entry in choice.logprobs.top_logprobs[1:5]] == pytest.approx(own, rel=1e-12)
         return
     for ids, found in zip(ROWS, server.best(ROWS, ["a", "b", "c"]), strict=True):
         best = expected(model, ids)

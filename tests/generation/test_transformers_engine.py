@@ -45,9 +45,7 @@ def test_adapters_are_honoured(route, options):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     engine = TransformersEngine(model.train(), route=route)
     found = ids_of(engine.generate(prompts_of(), GREEDY))
-    assert bool(engine.fallbacks) == (
-        route == "auto" and ("use_dora" in options or "modules_to_save" in options)
-    )
+    assert bool(engine.fallbacks) == (route == "auto" and ("use_dora" in options or "modules_to_save" in options))
     assert found == oracle(model.eval(), prompts_of(), max_new_tokens=16)
     assert found != oracle(base, prompts_of(), max_new_tokens=16)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -65,9 +63,7 @@ def test_weights_too_large_to_copy_are_not(monkeypatch):
 def test_prompt_learning_falls_back():
     torch.manual_seed(0)
     base = tiny_model("llama", dtype=torch.float64)
-    model = (
-        get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).double().eval()
-    )
+    model = get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).double().eval()
     engine = TransformersEngine(model)
     prompts = prompts_of()
     expected = [oracle(model, [prompt], max_new_tokens=8)[0] for prompt in prompts]
@@ -113,9 +109,7 @@ def test_encoder_decoders(architecture, max_batch):
     engine = TransformersEngine(model, max_batch=max_batch)
     found = engine.generate(prompts, GREEDY)
     for prompt, completion in zip(prompts, found, strict=True):
-        row = model.generate(input_ids=torch.tensor([prompt]), do_sample=False, max_new_tokens=16)[
-            0, 1:
-        ].tolist()
+        row = model.generate(input_ids=torch.tensor([prompt]), do_sample=False, max_new_tokens=16)[0, 1:].tolist()
         assert completion.ids == row[: row.index(2) + 1 if 2 in row else None]
     sampling = Sampling(max_new_tokens=16, temperature=0.8, seed=4)
     sampled = engine.generate(prompts, sampling)
@@ -224,6 +218,4 @@ def test_many_prompts_are_read_in_several_rows(monkeypatch):
     one = TransformersEngine(model).generate(prompts, sampling)
     assert max(len(completion.ids) for completion in one) > 64  # the first columns were not enough
     for max_batch in (3, 4, 9):
-        assert ids_of(TransformersEngine(model, max_batch=max_batch).generate(prompts, sampling)) == ids_of(
-            one
-        )
+        assert ids_of(TransformersEngine(model, max_batch=max_batch).generate(prompts, sampling)) == ids_of(one)

@@ -62,9 +62,7 @@ class LLM:
 
 
 def answer(ids, n):
-    one = SimpleNamespace(
-        token_ids=ids[:1], logprobs=[{ids[0]: SimpleNamespace(logprob=-0.5)}], finish_reason="length"
-    )
+    one = SimpleNamespace(token_ids=ids[:1], logprobs=[{ids[0]: SimpleNamespace(logprob=-0.5)}], finish_reason="length")
     return SimpleNamespace(prompt_token_ids=ids, outputs=[one] * n)
 
 
@@ -189,9 +187,7 @@ def test_prompts_and_conversations(backend):
     }  # fmt: skip
     _, prompts, settings, others = backend._llm.calls[-1]
     assert prompts[0]["multi_modal_data"]["image"][0].size == (1, 1) and prompts[0]["prompt"] == "a"
-    assert prompts[1] == {"prompt_token_ids": [1, 2]} and others["tokenization_kwargs"] == {
-        "truncate_prompt_tokens": 8
-    }
+    assert prompts[1] == {"prompt_token_ids": [1, 2]} and others["tokenization_kwargs"] == {"truncate_prompt_tokens": 8}
     assert settings["n"] == 2 and settings["top_k"] == 0  # -1 means all, as 0 does in vLLM
     with pytest.raises(ValueError, match="PNG or JPEG in base64"):
         backend.generate(GenerateBody(prompts=["a"], images=["hello"]))

@@ -68,15 +68,11 @@ def test_questions_have_their_arguments_by_name(url):
 
 
 def test_weights_arrive_bit_for_bit(url, stand_in, group_port):
-    policy = get_peft_model(
-        tiny_model("llama"), LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-    )
+    policy = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
     client = VLLMClient(url, group_port=group_port)
     client.init_communicator("cpu")
     client.update_model_params(policy)
-    torch.testing.assert_close(
-        dict(stand_in.served.state_dict()), dict(checkpoint_weights(policy)), rtol=0, atol=0
-    )
+    torch.testing.assert_close(dict(stand_in.served.state_dict()), dict(checkpoint_weights(policy)), rtol=0, atol=0)
     one = torch.randn(96, 32, generator=torch.Generator().manual_seed(2))
     client.update_named_param("lm_head.weight", one)
     assert torch.equal(stand_in.served.lm_head.weight, one)

@@ -84,19 +84,14 @@ class Steps:
             finished = len(ids) == settings.get("max_tokens", 1)
             if finished or not hasattr(settings, "output_kind"):
                 logprobs = [{token: SimpleNamespace(logprob=-float(token))} for token in ids]
-                output = SimpleNamespace(
-                    token_ids=ids, logprobs=logprobs, finish_reason="length" if finished else None
-                )
+                output = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason="length" if finished else None)
                 scores = None
                 if "prompt_logprobs" in settings:  # the most likely token is 1, then 2, ...
                     best = range(1, settings["prompt_logprobs"] + 1)
                     each = [{token: token for token in best} | {token: token} for token in prompt[1:]]
                     scores = [
                         None,
-                        *(
-                            {k: SimpleNamespace(logprob=-float(v), rank=v) for k, v in entry.items()}
-                            for entry in each
-                        ),
+                        *({k: SimpleNamespace(logprob=-float(v), rank=v) for k, v in entry.items()} for entry in each),
                     ]
                 answer = {"request_id": name, "outputs": [output], "finished": finished}
                 found.append(SimpleNamespace(**answer, prompt_logprobs=scores))
@@ -111,9 +106,7 @@ class Settings(dict):
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    package, params, errors = (
-        ModuleType(name) for name in ("vllm", "vllm.sampling_params", "vllm.exceptions")
-    )
+    package, params, errors = (ModuleType(name) for name in ("vllm", "vllm.sampling_params", "vllm.exceptions"))
     package.exceptions, errors.EngineDeadError = errors, ChildProcessError  # type: ignore[attr-defined]
     package.LLM, package.SamplingParams = StandIn, Settings  # type: ignore[attr-defined]
     params.RequestOutputKind = SimpleNamespace(FINAL_ONLY="final")  # type: ignore[attr-defined]
@@ -199,15 +192,11 @@ def test_agents_talk_to_vllm(stand_in):
         session = endpoint.session()
         client = openai.OpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
         client.completions.create(model="policy", prompt=[5, 6])
-        streamed = client.completions.create(
-            model="policy", prompt=[5, 6, 7, 8, 9, 3], max_tokens=2, stream=True
-        )
+        streamed = client.completions.create(model="policy", prompt=[5, 6, 7, 8, 9, 3], max_tokens=2, stream=True)
         assert len(list(streamed)) > 2
         assert [turn.generated.ids for turn in session.turns] == [[7, 8, 9], [4, 5]]
         assert session.turns[1].parent is session.turns[0]
-        scored = client.completions.create(
-            model="policy", prompt=[5, 6, 2], echo=True, logprobs=3, max_tokens=0
-        )
+        scored = client.completions.create(model="policy", prompt=[5, 6, 2], echo=True, logprobs=3, max_tokens=0)
         found = scored.choices[0].logprobs
         assert found.token_logprobs == [None, -6.0, -2.0]
         assert [sorted(best.values(), reverse=True) for best in found.top_logprobs[1:]] == [[-1, -2, -3]] * 2
@@ -243,9 +232,7 @@ def test_adapters_that_are_no_sum_are_refused():
     with pytest.raises(ValueError, match="q_proj "):
         checkpoint_weights(get_peft_model(model(), LoraConfig(target_modules=["q_proj"], use_dora=True)))
     with pytest.raises(ValueError, match="Use LoRA"):
-        checkpoint_weights(
-            get_peft_model(model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-        )
+        checkpoint_weights(get_peft_model(model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)))
 
 
 @pytest.mark.skipif(INSTALLED, reason="vLLM is installed")
@@ -275,9 +262,7 @@ def ran(kind, folder, processes=0, **environment):
             "-m",
         ]
     command = [*launcher, "tests.generation.vllm_runs", str(out), kind]
-    done = subprocess.run(
-        command, env=os.environ | SMALL | environment, capture_output=True, text=True, timeout=600
-    )
+    done = subprocess.run(command, env=os.environ | SMALL | environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(file.read_text()) for file in sorted(folder.glob("found.json*"))]
 

@@ -157,9 +157,7 @@ def test_every_route_reaches_the_backend(served):
         200,
         lists,
     )
-    messages = [
-        {"role": "user", "content": [{"type": "text", "text": "?"}, {"type": "image", "image": "QUJD"}]}
-    ]
+    messages = [{"role": "user", "content": [{"type": "text", "text": "?"}, {"type": "image", "image": "QUJD"}]}]
     assert served.ask("POST", "/chat/", {"messages": [messages], "tools": [{}], "top_p": 1}) == (200, lists)
     assert served.ask("POST", "/update_weights/", {"weights": [weight, weight]}) == (200, {"loaded": 2})
     assert served.ask("POST", "/update_named_param/", weight) == (200, {"loaded": 1})
@@ -167,9 +165,7 @@ def test_every_route_reaches_the_backend(served):
     assert served.ask("POST", "/close_communicator/", {"channel": "c1"}) == (200, {"status": "ok"})
 
     calls = {call[0]: call[1:] for call in served.backend.calls}
-    assert calls["join"] == (
-        {"host": "127.0.0.1", "port": 51216, "size": 3, "backend": "gloo", "timeout_s": 5},
-    )
+    assert calls["join"] == ({"host": "127.0.0.1", "port": 51216, "size": 3, "backend": "gloo", "timeout_s": 5},)
     assert calls["complete"] == (requests,)
     generated = calls["generate"][0]
     assert generated.model_dump() == {
@@ -211,9 +207,7 @@ def test_all_but_health_needs_the_token(served, token):
     sent = None if token is None else token.encode()
     headers = {} if sent is None else {"Authorization": b"Bearer " + sent}
     for method, path in PATHS:
-        status, answer = served.ask(
-            method, path, {} if method == "POST" else None, token=None, headers=headers
-        )
+        status, answer = served.ask(method, path, {} if method == "POST" else None, token=None, headers=headers)
         assert status == (200 if path == "/health/" else 401), path
         assert path == "/health/" or "TRL_VLLM_SERVER_TOKEN" in answer["error"]
     assert served.backend.calls == []

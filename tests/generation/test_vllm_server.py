@@ -12,9 +12,7 @@ from tests.generation.real_server import RealServer, alive, saved
 from tests.generation.vllm_runs import model, own_logps
 
 pytestmark = [
-    pytest.mark.skipif(
-        find_spec("vllm") is None, reason="vLLM is an extra: `make test-vllm` installs it apart"
-    ),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is an extra: `make test-vllm` installs it apart"),
     pytest.mark.slow,
 ]
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
@@ -73,9 +71,7 @@ def test_a_server_from_start_to_end(start):
     ids, completions = completed(server)
     assert ids == greedy(first)
     sampling = {"temperature": 0.7, "max_tokens": 8, "seed": 3, "ignore_eos": True}
-    status, drawn = server.ask(
-        "/complete/", {"requests": [{"prompt_ids": p, "sampling": sampling} for p in PROMPTS]}
-    )
+    status, drawn = server.ask("/complete/", {"requests": [{"prompt_ids": p, "sampling": sampling} for p in PROMPTS]})
     assert [one["ids"] for one in drawn["completions"]] != ids
     for found, temperature in ((completions, 1.0), (drawn["completions"], 0.7)):
         for prompt, one in zip(PROMPTS, found, strict=True):  # of the distribution that was drawn from
@@ -99,11 +95,7 @@ def test_a_server_from_start_to_end(start):
     check_updates_that_fail(server, second)
     assert completed(server)[0] == greedy(second)
 
-    assert (
-        server.ask("/reset_prefix_cache/", {})
-        == server.ask("/close_communicator/", {})
-        == (200, {"status": "ok"})
-    )
+    assert server.ask("/reset_prefix_cache/", {}) == server.ask("/close_communicator/", {}) == (200, {"status": "ok"})
     assert server.ask("/model/")[1]["channel"] is None
     assert server.stop(signal.SIGTERM) == 0
 
@@ -115,9 +107,7 @@ def check_the_other_routes(server, ids):
         ({"max_tokens": 8}, "64"),
     ):
         prompt = [5] * 99 if "max_tokens" in sampling else [5]
-        status, answer = server.ask(
-            "/complete/", {"requests": [{"prompt_ids": prompt, "sampling": sampling}]}
-        )
+        status, answer = server.ask("/complete/", {"requests": [{"prompt_ids": prompt, "sampling": sampling}]})
         assert status == 400 and said in answer["error"]
     body = {"temperature": 0.0, "max_tokens": 8, "generation_kwargs": {"ignore_eos": True}}
     status, answer = server.ask("/generate/", body | {"prompts": ["w5", *PROMPTS]})

@@ -53,9 +53,7 @@ def zeroed(kind):
 def assert_same(found, expected, atol):
     assert len(found["gradients"]) == len(expected["gradients"])
     torch.testing.assert_close(found["gradients"], expected["gradients"], rtol=0, atol=atol)
-    for one, other in zip(
-        [*found["logs"], found["eval"]], [*expected["logs"], expected["eval"]], strict=True
-    ):
+    for one, other in zip([*found["logs"], found["eval"]], [*expected["logs"], expected["eval"]], strict=True):
         assert one.keys() == other.keys()
         assert {name: one[name] for name in comparable(other)} == pytest.approx(
             {name: other[name] for name in comparable(other)}, rel=1e-6, abs=atol
@@ -95,9 +93,7 @@ def test_two_processes_share_one_server(kind, tmp_path, group_port):
     found = torch.load(tmp_path / "found_0.pt")
     expected = found_of(kind)[1]
     assert_same(found, expected, 1e-6)
-    other = torch.load(tmp_path / "found_1.pt")[
-        "refused"
-    ]  # of which the one asked for nothing that could be wrong
+    other = torch.load(tmp_path / "found_1.pt")["refused"]  # of which the one asked for nothing that could be wrong
     assert other.startswith("ValueError: prompts[1] is empty")
     assert found["refused"] == f"ValueError: in process 1: {other.removeprefix('ValueError: ')}"
     assert stand_in.calls.count("load") == 3 and stand_in.calls.count("join") == 1
@@ -187,9 +183,7 @@ def test_agents_of_a_server_that_ends_are_told(how, group_port):
     policy = tiny_model("gpt2", max_position_embeddings=4096)
     stand_in, sampling = StandIn(policy), Sampling(max_new_tokens=4000, seed=3, stop_token_ids=())
     with ExitStack() as running:
-        engine = VLLMServerEngine(
-            policy, VLLMClient(running.enter_context(serving(stand_in)), group_port=group_port)
-        )
+        engine = VLLMServerEngine(policy, VLLMClient(running.enter_context(serving(stand_in)), group_port=group_port))
         engine.sync_weights(policy, 0)
         with Endpoint(engine, tokenizer(), sampling=sampling) as endpoint:
             session = endpoint.session()
@@ -268,9 +262,7 @@ def test_completions_by_other_weights_are_not_taken(group_port):
             engine.generate([[5, 6, 7]], GREEDY)
         other.close_communicator()
         stand_in.served.load_state_dict(tiny_model("llama", seed=1).state_dict())
-        engine.sync_weights(
-            policy, 0
-        )  # the same step: whoever goes on after an error gets no answer by those weights
+        engine.sync_weights(policy, 0)  # the same step: whoever goes on after an error gets no answer by those weights
         (found,) = engine.generate([[5, 6, 7]], GREEDY)
         assert found.ids == TransformersEngine(policy).generate([[5, 6, 7]], GREEDY)[0].ids
         assert len(stand_in.received) == 3
@@ -331,9 +323,7 @@ def test_a_server_that_dies_ends_the_run(group_port):
         given = {"callbacks": [AtStep(2, running.close)]}
         settings = asks(url, group_port, vllm_server_timeout=0.3)
         trainer, _ = trainer_of("plain", given=given, served=settings)
-        with pytest.raises(
-            ConnectionError, match=r"No vLLM server answered at .* within 0\.3 s .*trl vllm-serve"
-        ):
+        with pytest.raises(ConnectionError, match=r"No vLLM server answered at .* within 0\.3 s .*trl vllm-serve"):
             trainer.train()
 
 
@@ -342,9 +332,7 @@ def test_a_server_that_dies_ends_the_run(group_port):
 
 def test_no_server_is_named_before_the_model_is_loaded(group_port):
     settings = {"use_vllm": True, "vllm_server_port": group_port, "vllm_server_timeout": 0.1}
-    with pytest.raises(
-        ConnectionError, match=rf"http://0\.0\.0\.0:{group_port} within 0\.1 s .*trl vllm-serve"
-    ):
+    with pytest.raises(ConnectionError, match=rf"http://0\.0\.0\.0:{group_port} within 0\.1 s .*trl vllm-serve"):
         trainer_of("plain", served=settings, given={"model": "no-such-model"})
 
 

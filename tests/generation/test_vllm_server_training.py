@@ -22,9 +22,7 @@ from trl.generation.transformers.engine import TransformersEngine
 from trl.generation.vllm.client import VLLMClient
 
 pytestmark = [
-    pytest.mark.skipif(
-        find_spec("vllm") is None, reason="vLLM is an extra: `make test-vllm` installs it apart"
-    ),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is an extra: `make test-vllm` installs it apart"),
     pytest.mark.slow,
 ]
 SETTINGS = {
@@ -105,9 +103,7 @@ def test_training_with_a_server(kind, policy, server, tmp_path):
         processing_class=call_tokenizer(), **parts,
     )  # fmt: skip
     made.train()
-    logs = [
-        entry for entry in made.state.log_history if "completions/mean_length" in entry
-    ]  # of each rollout
+    logs = [entry for entry in made.state.log_history if "completions/mean_length" in entry]  # of each rollout
     assert len(logs) >= 3
     if kind in UNCORRECTED:  # compare with what the policy says itself
         columns = made._rollout_batch.per_token
@@ -127,10 +123,7 @@ def test_training_with_a_server(kind, policy, server, tmp_path):
     found = made.engine.generate(prompts, GREEDY)
     own = TransformersEngine(made.model).generate(prompts, GREEDY)
     assert [one.ids for one in found] == [one.ids for one in own]
-    assert (
-        max(float((one.logps - other.logps).abs().max()) for one, other in zip(found, own, strict=True))
-        < 1e-4
-    )
+    assert max(float((one.logps - other.logps).abs().max()) for one, other in zip(found, own, strict=True)) < 1e-4
     made.engine.close()
 
 

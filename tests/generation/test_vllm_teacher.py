@@ -16,9 +16,7 @@ from tests.trainer.resume_worker import tokenizer
 from trl.generation.teacher_servers import TeacherServer
 
 pytestmark = [
-    pytest.mark.skipif(
-        find_spec("vllm") is None, reason="vLLM is an extra: `make test-vllm` installs it apart"
-    ),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is an extra: `make test-vllm` installs it apart"),
     pytest.mark.slow,
 ]
 ROWS = [[5, 6, 7, 8], [9, 10], [11, 5, 12, 13, 14, 15]]

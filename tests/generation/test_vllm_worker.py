@@ -57,9 +57,7 @@ def joined():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     worker, said = Worker(), []
-    join = threading.Thread(
-        target=lambda: said.append(worker.join_weight_channel("127.0.0.1", port, 2, "gloo", 10.0))
-    )
+    join = threading.Thread(target=lambda: said.append(worker.join_weight_channel("127.0.0.1", port, 2, "gloo", 10.0)))
     join.start()
     sender = WeightChannel.join("127.0.0.1", port, 0, 2, backend="gloo", timeout_s=10)
     join.join()
@@ -73,10 +71,7 @@ def sent(worker, sender, weights, whole):
     """What the worker said of these weights, and what the sender ran into."""
     said, entries = (
         [],
-        [
-            (name, str(value.dtype).removeprefix("torch."), list(value.shape))
-            for name, value in weights.items()
-        ],
+        [(name, str(value.dtype).removeprefix("torch."), list(value.shape)) for name, value in weights.items()],
     )
     receive = threading.Thread(target=lambda: said.append(worker.receive_weights(entries, whole)))
     receive.start()
@@ -109,10 +104,7 @@ def test_a_failure_is_told_and_the_channel_left():
         assert said == "loading bad (float32, [2, 2]) failed with KeyError: 'bad'"
         assert broken is not None and "The weight channel broke" in broken
         assert worker.weight_channel is None and worker.ended == 1
-        assert (
-            worker.receive_weights([], True)
-            == "no weight channel has been joined. Call init_communicator first."
-        )
+        assert worker.receive_weights([], True) == "no weight channel has been joined. Call init_communicator first."
 
 
 def test_the_engine_ends_with_its_server(monkeypatch):

@@ -36,9 +36,7 @@ def test_parts_are_the_whole(kind):
     own = {parameter.data_ptr() for parameter in policy.parameters()}
     copied = {name for name, weight in found.items() if weight.data_ptr() not in own}
     if kind == "lora":
-        assert copied == {
-            f"model.layers.{n}.{m}.weight" for n in (0, 1) for m in ("self_attn.q_proj", "mlp.down_proj")
-        }
+        assert copied == {f"model.layers.{n}.{m}.weight" for n in (0, 1) for m in ("self_attn.q_proj", "mlp.down_proj")}
     elif kind in ("tied", "gpt2", "gpt_neox", "phi3"):
         assert not copied
 

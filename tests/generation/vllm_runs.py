@@ -64,9 +64,7 @@ def compared(policy: Any, settings: VLLMSettings) -> dict[str, Any]:
     before = {name: value.clone() for name, value in policy.state_dict().items()}
     limits = vllm.generate(PROMPTS[:2], greedy, limits=[1, 4])
     with torch.no_grad():
-        next(value for name, value in policy.named_parameters() if name.endswith("model.norm.weight")).mul_(
-            -1
-        )
+        next(value for name, value in policy.named_parameters() if name.endswith("model.norm.weight")).mul_(-1)
     vllm.sync_weights(policy, 0)
     pairs.append((vllm.generate(PROMPTS, greedy), own.generate(PROMPTS, greedy)))
     changed = [name for name, value in policy.state_dict().items() if not torch.equal(value, before[name])]

@@ -31,9 +31,7 @@ def policy_of(kind):
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(3)
-    adapter = LoraConfig(
-        target_modules=["q_proj", "down_proj"], init_lora_weights=False, modules_to_save=["lm_head"]
-    )
+    adapter = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, modules_to_save=["lm_head"])
     return get_peft_model(tiny_model("llama"), adapter)
 
 
@@ -97,9 +95,7 @@ def gathers_by_parts(kind, how, param_dtype=None):
     model = policy_of(kind)
     copied = policy_of(kind)
     expected = checkpoint_weights(copied if param_dtype is None else copied.to(param_dtype))
-    sizes = {
-        name: each.numel() * (param_dtype or each.dtype).itemsize for name, each in model.named_parameters()
-    }
+    sizes = {name: each.numel() * (param_dtype or each.dtype).itemsize for name, each in model.named_parameters()}
     wrapped = sharded(model, how, param_dtype)
     at_rest, seen = whole_bytes(model, how), []
     gathered = weight_parts.gathered_modules

@@ -35,9 +35,7 @@ def cases_of(file: str) -> dict[str, Case]:
     recorded = json.loads((RECORDED / f"{file}.json").read_text(encoding="utf-8"))
     cases = {}
     for name, case in recorded["cases"].items():
-        base = {
-            key: value for key, value in recorded["base_kwargs"].items() if key not in case.pop("without", ())
-        }
+        base = {key: value for key, value in recorded["base_kwargs"].items() if key not in case.pop("without", ())}
         cases[name] = {**case, "name": name, "kwargs": {**base, **case["kwargs"]}}
         for kind in ("result", "result_tf5"):
             if kind in case:
@@ -48,10 +46,7 @@ def cases_of(file: str) -> dict[str, Case]:
 def unpacked(result: dict[str, Any], weight_names: list[list[str]]) -> dict[str, Any]:
     """Metrics as rows and weights by name; files hold metrics as columns and each list of names once."""
     number, columns = result["steps"]["n"], result["steps"]["v"]
-    steps = [
-        {key: values[row] for key, values in columns.items() if values[row] is not None}
-        for row in range(number)
-    ]
+    steps = [{key: values[row] for key, values in columns.items() if values[row] is not None} for row in range(number)]
     names = weight_names[result["weights"]["names"]]
     return {**result, "steps": steps, "weights": dict(zip(names, result["weights"]["v"], strict=True))}
 
@@ -80,9 +75,7 @@ class Assets:
         """A float32 model; its folder as text where `kind` is "path"."""
         if kind == "path":
             return str(ASSETS / name)
-        task = {"causal": "CausalLM", "seqcls": "SequenceClassification", "tokcls": "TokenClassification"}[
-            kind
-        ]
+        task = {"causal": "CausalLM", "seqcls": "SequenceClassification", "tokcls": "TokenClassification"}[kind]
         return getattr(transformers, f"AutoModelFor{task}").from_pretrained(ASSETS / name).float()
 
 
@@ -146,9 +139,7 @@ def recorded_rollouts(assets: Assets, tokenizer: Any, case: Case) -> Rollout:
 
     The log-probs are those of the first policy with a small wave added, as a sampler that differs a little reports them.
     """
-    numbers = {
-        tuple(prompt_ids(tokenizer, row["prompt"])): n for n, row in enumerate(assets.rows(case["dataset"]))
-    }
+    numbers = {tuple(prompt_ids(tokenizer, row["prompt"])): n for n, row in enumerate(assets.rows(case["dataset"]))}
     script, policy = assets.scripts(case["script"]), assets.model("causal", case["model"][1]).eval()
     seen = dict.fromkeys(numbers.values(), 0)
 
@@ -165,9 +156,7 @@ def recorded_rollouts(assets: Assets, tokenizer: Any, case: Case) -> Rollout:
         with torch.no_grad():
             logits = policy(input_ids=torch.tensor([[*ids, *completion]])).logits[0, len(ids) - 1 : -1]
         logps = logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0].tolist()
-        wave = [
-            0.25 * math.sin(1.7 * token + row + 3 * (place % len(script[row]))) for token in range(len(logps))
-        ]
+        wave = [0.25 * math.sin(1.7 * token + row + 3 * (place % len(script[row]))) for token in range(len(logps))]
         return ids, completion, [round(logp + shift, 6) for logp, shift in zip(logps, wave, strict=True)]
 
     return rollout
@@ -210,9 +199,7 @@ def numbers_of(entry: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     named = model.named_parameters()
-    return {
-        name: weight.detach().double().flatten().clone() for name, weight in named if weight.requires_grad
-    }
+    return {name: weight.detach().double().flatten().clone() for name, weight in named if weight.requires_grad}
 
 
 def checksums(model: nn.Module, before: dict[str, Tensor]) -> dict[str, list[float]]:
@@ -220,9 +207,7 @@ def checksums(model: nn.Module, before: dict[str, Tensor]) -> dict[str, list[flo
     for name, weight in weights_of(model).items():
         wave = torch.cos(0.37 * torch.arange(weight.numel(), dtype=torch.float64) + 0.1)
         change = weight - before.get(name, weight)
-        sums[name] = [
-            float(value) for part in (weight, change) for value in (part.norm(), (part * wave).sum())
-        ]
+        sums[name] = [float(value) for part in (weight, change) for value in (part.norm(), (part * wave).sum())]
     return sums
 
 
@@ -247,9 +232,7 @@ class ExactLosses(transformers.TrainerCallback):
         self.pending.append(float(loss))
         return loss
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if logs and "loss" in logs:
             self.logged.append(math.fsum(self.pending))
             self.pending.clear()
@@ -269,12 +252,8 @@ def make_trainer(case: Case, assets: Assets, folder: str) -> Any:
         parts["processing_class"] = assets.tokenizer(case["tok"])
     if case.get("script"):
         rollout = recorded_rollouts(assets, parts["processing_class"], case)
-        engine = case.get(
-            "fake_vllm"
-        )  # the recorded runs with vLLM's log-probs, and with its rollout functions
-        parts["rollout_func"] = make_rollout(
-            rollout, with_logprobs=bool(engine), with_score=engine == "rollout"
-        )
+        engine = case.get("fake_vllm")  # the recorded runs with vLLM's log-probs, and with its rollout functions
+        parts["rollout_func"] = make_rollout(rollout, with_logprobs=bool(engine), with_score=engine == "rollout")
     for part, name in (("ref_model", "ref"), ("teacher_model", "teacher")):
         if case.get(name):
             parts[part] = assets.model(*case[name])
@@ -317,9 +296,7 @@ def run_trainer(case: Case, assets: Assets) -> dict[str, Any]:
 
 
 def value_head_model(assets: Assets, name: str, salt: int) -> Any:
-    model = trl.AutoModelForCausalLMWithValueHead.from_pretrained(
-        str(ASSETS / name), summary_dropout_prob=0.0
-    )
+    model = trl.AutoModelForCausalLMWithValueHead.from_pretrained(str(ASSETS / name), summary_dropout_prob=0.0)
     generator = torch.Generator().manual_seed(assets.meta["seed"] * 100 + salt)
     with torch.no_grad():
         for _, weight in sorted(model.v_head.named_parameters()):
@@ -336,9 +313,7 @@ def run_step_ppo(case: Case, assets: Assets) -> dict[str, Any]:
     reference = value_head_model(assets, case["ref"], 2) if case.get("ref") else None
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = {"optimizer": torch.optim.Adam(trained, **case["adam"])} if case.get("adam") else {}
-    trainer = trl.PPOTrainer(
-        trl.PPOConfig(**case["kwargs"]), model, reference, assets.tokenizer("tok"), **optimizer
-    )
+    trainer = trl.PPOTrainer(trl.PPOConfig(**case["kwargs"]), model, reference, assets.tokenizer("tok"), **optimizer)
     if case.get("numpy_seed") is not None:
         np.random.seed(case["numpy_seed"])
     before, steps = weights_of(trainer.model), []
@@ -346,9 +321,7 @@ def run_step_ppo(case: Case, assets: Assets) -> dict[str, Any]:
         lists = [batch["queries"], batch["responses"], map(float, batch["scores"])]
         lists += [batch["response_masks"]] if batch.get("response_masks") else []
         entry = numbers_of(trainer.step(*[[torch.tensor(row) for row in rows] for rows in lists]))
-        steps.append(
-            {key: value for key, value in entry.items() if not isinstance(value, list) or len(value) <= 16}
-        )
+        steps.append({key: value for key, value in entry.items() if not isinstance(value, list) or len(value) <= 16})
     return {"steps": steps, "weights": checksums(trainer.model, before)}
 
 

@@ -167,9 +167,7 @@ def test_the_recorded_evaluation_counts_one_of_two_batches_half(assets, cases):
     first = (by_tokens - float(tokens[1]) * total) / float(tokens[0] - tokens[1])
     losses = sums / tokens + 0.04 * torch.tensor([first, total - first])
     assert ours["eval_loss"] == pytest.approx(float((losses * tokens).sum() / tokens.sum()), abs=1e-6)
-    half_counted = (
-        float(2 * losses[1] + losses[0]) / 3
-    )  # prompts come in another order: the second pair first
+    half_counted = float(2 * losses[1] + losses[0]) / 3  # prompts come in another order: the second pair first
     assert recorded["eval_loss"] == pytest.approx(half_counted, abs=5e-6)
 
 
@@ -188,6 +186,4 @@ def test_recorded_rloo_completes_a_whole_batch_for_every_micro_batch(assets, cas
         losses.append(reduce_terms(sequence_policy_loss(logps, tokens, GroupOptions()), torch.tensor(8)))
         entropies.append(torch.cat([row[1] for row in found]).mean())
     assert float(torch.stack(entropies).mean()) == pytest.approx(recorded[0]["entropy"], abs=1e-6)
-    assert gradient_norm(torch.stack(losses).sum(), model) == pytest.approx(
-        recorded[0]["grad_norm"], abs=2e-5
-    )
+    assert gradient_norm(torch.stack(losses).sum(), model) == pytest.approx(recorded[0]["grad_norm"], abs=2e-5)

@@ -48,8 +48,7 @@ def test_segment_attention_and_its_gradients(dtype, shape, window, monkeypatch):
     inner = attention._variable_length
     monkeypatch.setattr(attention, "_variable_length", lambda *a: calls.append(1) or inner(*a))
     tensors = [
-        torch.randn(1, heads, segments.total, 32, device="cuda", dtype=dtype).requires_grad_()
-        for heads in (4, 2, 2)
+        torch.randn(1, heads, segments.total, 32, device="cuda", dtype=dtype).requires_grad_() for heads in (4, 2, 2)
     ]
     copies = [tensor.detach().double().requires_grad_() for tensor in tensors]
     output, _ = attention.packed_attention(
@@ -61,9 +60,7 @@ def test_segment_attention_and_its_gradients(dtype, shape, window, monkeypatch):
     expected.backward(slope.to(dtype).double())
     tolerance = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}[dtype]
     assert bool(calls) == (dtype != torch.float32)
-    for one, other in zip(
-        [output, *(t.grad for t in tensors)], [expected, *(c.grad for c in copies)], strict=True
-    ):
+    for one, other in zip([output, *(t.grad for t in tensors)], [expected, *(c.grad for c in copies)], strict=True):
         assert (one.double() - other).norm() <= tolerance * other.norm()
 
 
@@ -85,11 +82,7 @@ def test_flat_and_padded_rows_agree_in_bfloat16(architecture):
 def test_scores_of_a_large_vocabulary_against_float64():
     generator = torch.Generator("cuda").manual_seed(0)
     hidden = torch.randn(3000, 256, device="cuda", generator=generator, dtype=torch.bfloat16).requires_grad_()
-    weight = (
-        (torch.randn(50_000, 256, device="cuda", generator=generator) * 0.05)
-        .to(torch.bfloat16)
-        .requires_grad_()
-    )
+    weight = (torch.randn(50_000, 256, device="cuda", generator=generator) * 0.05).to(torch.bfloat16).requires_grad_()
     targets = torch.randint(50_000, (3000,), device="cuda", generator=generator)
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     expected = (exact[0] @ exact[1].T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
@@ -119,9 +112,7 @@ def test_memory_of_scoring_is_a_fraction_of_the_logits():
 def test_the_trainer_takes_bfloat16_by_default_and_agrees_with_float32():
     losses = {}
     for name, settings in {"default": {}, "float32": {"bf16": False}, "cpu": {"use_cpu": True}}.items():
-        trainer, _ = run(
-            tiny_model("llama"), **{"use_cpu": False, "max_steps": 3, "learning_rate": 0.02, **settings}
-        )
+        trainer, _ = run(tiny_model("llama"), **{"use_cpu": False, "max_steps": 3, "learning_rate": 0.02, **settings})
         losses[name] = trainer.state.log_history[-2]["loss"]
         assert trainer.args.bf16 == (name == "default")
     assert losses["float32"] == pytest.approx(losses["cpu"], rel=1e-3)
@@ -130,9 +121,7 @@ def test_the_trainer_takes_bfloat16_by_default_and_agrees_with_float32():
 
 @pytest.mark.parametrize("settings", [{"activation_offloading": True}, {"gradient_checkpointing": True}])
 def test_memory_savers_change_no_gradient(settings):
-    both = [
-        run(tiny_model("llama"), use_cpu=False, bf16=False, **more)[1].steps[0] for more in ({}, settings)
-    ]
+    both = [run(tiny_model("llama"), use_cpu=False, bf16=False, **more)[1].steps[0] for more in ({}, settings)]
     for name, gradient in both[0].items():
         torch.testing.assert_close(both[1][name], gradient, rtol=1e-5, atol=1e-6)
 

@@ -22,9 +22,7 @@ def flat(rows) -> list[int]:
 
 def test_rows_by_hand(tokenizer):
     ids = tokenizer.convert_tokens_to_ids
-    rows = list(
-        ConstantLengthDataset(tokenizer, ROWS, dataset_text_field="text", seq_length=4, shuffle=False)
-    )
+    rows = list(ConstantLengthDataset(tokenizer, ROWS, dataset_text_field="text", seq_length=4, shuffle=False))
     words = ["a b c </s>", "d </s> e f", "a b </s> hi"]  # "yes </s>" does not fill a row
     assert [row["input_ids"].tolist() for row in rows] == [ids(line.split()) for line in words]
     for row in rows:

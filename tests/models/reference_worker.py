@@ -66,9 +66,7 @@ def train(folder: str, *, rows: int = 2, ask: bool = True, **settings):
     from tests.trainer.resume_worker import tokenizer
 
     set_seed(0)
-    model = peft.get_peft_model(
-        tiny_model("llama"), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
-    )
+    model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
     other = tiny_model("llama", seed=1)
     from trl import SFTConfig, SFTTrainer
     from trl.models.reference import FrozenModel, make_reference

@@ -45,9 +45,7 @@ def test_gradients_are_the_same_bits(streams, moves, checkpointing):
     plain, offloaded = tiny_model("llama"), tiny_model("llama")
     if checkpointing is not None:
         offloaded.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-    context = get_act_offloading_ctx_manager(
-        offloaded, use_streams=streams, min_offload_size=0, max_fwd_stash_size=1
-    )
+    context = get_act_offloading_ctx_manager(offloaded, use_streams=streams, min_offload_size=0, max_fwd_stash_size=1)
     sent = []
     if moves:
         context, sent = moving(context)

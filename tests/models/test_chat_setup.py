@@ -67,9 +67,7 @@ def test_clone_needs_a_template(tmp_path):
 
 
 def test_setup_chat_format():
-    model, tokenizer = setup_chat_format(
-        tiny_model("llama", vocab_size=N), word_tokenizer(), resize_to_multiple_of=4
-    )
+    model, tokenizer = setup_chat_format(tiny_model("llama", vocab_size=N), word_tokenizer(), resize_to_multiple_of=4)
     start, end = N, N + 1
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (start, end, end)
     assert (model.config.bos_token_id, model.config.eos_token_id, model.config.pad_token_id) == (

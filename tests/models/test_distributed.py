@@ -64,9 +64,7 @@ def test_hooks_come_off_and_go_back():
     def register(target):
         offload.forward_hooks.append(target.register_forward_hook(lambda *_: calls.append("forward")))
 
-    offload = SimpleNamespace(
-        module=module, forward_hooks=[], backward_hooks=[], _register_deepspeed_module=register
-    )
+    offload = SimpleNamespace(module=module, forward_hooks=[], backward_hooks=[], _register_deepspeed_module=register)
     register(module)
     engine = SimpleNamespace(optimizer=SimpleNamespace(parameter_offload=offload))
     remove_hooks(engine)

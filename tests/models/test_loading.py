@@ -121,9 +121,7 @@ def test_files_that_lack_weights_are_refused(saved, tmp_path):
         {"format": "pt"},
     )
     for architecture in (None, AutoModelForSequenceClassification):
-        with pytest.raises(
-            ValueError, match=rf"lacks 1 weights of Llama\w+ \({name}\).*allow_missing_weights"
-        ):
+        with pytest.raises(ValueError, match=rf"lacks 1 weights of Llama\w+ \({name}\).*allow_missing_weights"):
             create_model_from_path(str(tmp_path), architecture)
     loaded = create_model_from_path(str(tmp_path), allow_missing_weights=True)
     assert torch.isfinite(loaded.state_dict()[name]).all()
@@ -140,18 +138,12 @@ def fsmt(*, tied: bool) -> FSMTForConditionalGeneration:
     return FSMTForConditionalGeneration(config)
 
 
-@pytest.mark.parametrize(
-    "name", ["decoder.embed_tokens", "encoder.embed_tokens", "decoder.output_projection"]
-)
+@pytest.mark.parametrize("name", ["decoder.embed_tokens", "encoder.embed_tokens", "decoder.output_projection"])
 def test_a_tensor_that_is_tied_to_another_may_lack_in_the_file(name, tmp_path):
     model = fsmt(tied=True)
     model.save_pretrained(tmp_path)
     names = load_file(tmp_path / "model.safetensors").keys() | {f"model.{name}.weight"}
-    weights = {
-        key: value.clone()
-        for key, value in model.state_dict().items()
-        if "embed_tokens" in key or key in names
-    }
+    weights = {key: value.clone() for key, value in model.state_dict().items() if "embed_tokens" in key or key in names}
     weights["model.decoder.output_projection.weight"] = weights["model.decoder.embed_tokens.weight"].clone()
     del weights[f"model.{name}.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -227,7 +219,5 @@ def test_damaged_weights_are_named(content, tmp_path):
     tiny_model("llama").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-500] if content is None else content)
-    with pytest.raises(
-        ValueError, match=r"has damaged weights: model.safetensors cannot be read, it may be trunc"
-    ):
+    with pytest.raises(ValueError, match=r"has damaged weights: model.safetensors cannot be read, it may be trunc"):
         create_model_from_path(str(tmp_path))

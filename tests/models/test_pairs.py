@@ -20,9 +20,7 @@ def test_a_default_prompt_limit_leaves_completions_room(name, caplog):
     make, settings = METHODS[name]
     if name in ("kto", "bco"):  # which keep two places for marks
         columns, room = ["prompt_input_ids", "completion_input_ids"], 3
-        made = [
-            {**dict(zip(columns, (PROMPT, ANSWER), strict=True)), "label": good} for good in (True, False)
-        ]
+        made = [{**dict(zip(columns, (PROMPT, ANSWER), strict=True)), "label": good} for good in (True, False)]
     else:
         columns, room = ["prompt_input_ids", "chosen_input_ids", "rejected_input_ids"], 5
         made = [dict(zip(columns, (PROMPT, ANSWER, ANSWER[1:]), strict=True))] * 2

@@ -117,9 +117,7 @@ def test_an_adapter_is_merged_before_a_new_one_is_added(dtype, caplog, recwarn):
 
 
 def test_an_adapter_that_cannot_be_merged_is_refused():
-    prompt = get_peft_model(
-        tiny_model("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    )
+    prompt = get_peft_model(tiny_model("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(ValueError, match=r"PROMPT_TUNING cannot be merged into the base"):
         prepare_peft_model(prompt, lora(), trainer_args())
     gptq = trained()
@@ -165,9 +163,9 @@ def test_only_the_chosen_token_rows_train(tied):
 
 @pytest.fixture
 def four_bit(tmp_path):
-    tiny_model(
-        "llama", hidden_size=64, intermediate_size=64, head_dim=16, dtype=torch.bfloat16
-    ).save_pretrained(tmp_path)
+    tiny_model("llama", hidden_size=64, intermediate_size=64, head_dim=16, dtype=torch.bfloat16).save_pretrained(
+        tmp_path
+    )
 
     def load(**changes):
         config = get_quantization_config(model_args(load_in_4bit=True, **changes))
@@ -179,9 +177,7 @@ def four_bit(tmp_path):
 
 
 def test_quantization_config_fields():
-    config = get_quantization_config(
-        model_args(load_in_4bit=True, dtype="float16", use_bnb_nested_quant=True)
-    )
+    config = get_quantization_config(model_args(load_in_4bit=True, dtype="float16", use_bnb_nested_quant=True))
     assert (config.bnb_4bit_compute_dtype, config.bnb_4bit_quant_storage) == (torch.float16, torch.float16)
     assert (config.bnb_4bit_quant_type, config.bnb_4bit_use_double_quant) == ("nf4", True)
     assert get_quantization_config(model_args(load_in_4bit=True)).bnb_4bit_compute_dtype == torch.bfloat16
@@ -232,9 +228,7 @@ def test_bf16_training_holds_the_adapter_in_bfloat16(four_bit):
     kinds = {name: parameter.dtype for name, parameter in model.named_parameters()}
     assert {dtype for name, dtype in kinds.items() if "lora_" in name} == {torch.bfloat16}
     assert {dtype for name, dtype in kinds.items() if "norm" in name} == {torch.float32}
-    assert {dtype for name, dtype in kinds.items() if "lm_head" in name or "embed" in name} == {
-        torch.bfloat16
-    }
+    assert {dtype for name, dtype in kinds.items() if "lm_head" in name or "embed" in name} == {torch.bfloat16}
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = model(input_ids=IDS, labels=IDS).loss
     loss.backward()

@@ -36,16 +36,13 @@ def rows(count: int = 20) -> Dataset:
     random = np.random.default_rng(0)
     labels = [index % 4 != 3 for index in range(count)]
     prompts = [
-        random.integers(10 if good else 60, 100, size=1 + index % 5).tolist()
-        for index, good in enumerate(labels)
+        random.integers(10 if good else 60, 100, size=1 + index % 5).tolist() for index, good in enumerate(labels)
     ]
     return Dataset.from_dict({"embedding_input_ids": prompts, "label": labels})
 
 
 def density(**changes: Any) -> PromptDensity:
-    return PromptDensity(
-        **({"embedding_func": mean_of_ids, "embedding_tokenizer": tiny_tokenizer()} | changes)
-    )
+    return PromptDensity(**({"embedding_func": mean_of_ids, "embedding_tokenizer": tiny_tokenizer()} | changes))
 
 
 def test_probabilities_are_those_of_scikit_learn() -> None:
@@ -172,9 +169,7 @@ def worker(folder: str) -> None:
 
     state = PartialState(cpu=True)
     fitted = density().fit(rows(), sample_size=100, seed=0, batch_size=4)
-    torch.save(
-        torch.cat([fitted.coefficients, fitted.intercept.reshape(1)]), f"{folder}/{state.process_index}.pt"
-    )
+    torch.save(torch.cat([fitted.coefficients, fitted.intercept.reshape(1)]), f"{folder}/{state.process_index}.pt")
     state.destroy_process_group()
 
 

@@ -26,9 +26,7 @@ from trl.models.scoring.causal import Scorer
 
 
 def base(seed=0, **overrides):
-    return tiny_model(
-        "gpt2", dtype=torch.float64, seed=seed, **{"resid_pdrop": 0.5, "attn_pdrop": 0.5, **overrides}
-    )
+    return tiny_model("gpt2", dtype=torch.float64, seed=seed, **{"resid_pdrop": 0.5, "attn_pdrop": 0.5, **overrides})
 
 
 def plain_logps(model):
@@ -289,9 +287,7 @@ def changed(model, part):
     """The model with the first parameter that has `part` in its name moved by one bit."""
     parameter = next(p for name, p in model.named_parameters() if part in name)
     with torch.no_grad():
-        parameter.view(-1)[0] = torch.nextafter(
-            parameter.view(-1)[0], torch.tensor(9.0, dtype=parameter.dtype)
-        )
+        parameter.view(-1)[0] = torch.nextafter(parameter.view(-1)[0], torch.tensor(9.0, dtype=parameter.dtype))
     return model
 
 
@@ -299,9 +295,7 @@ def test_a_fingerprint_sees_one_bit_of_one_weight():
     print_of = lambda model: FrozenModel(model, None).fingerprint(model)  # noqa: E731
     assert print_of(base()) == print_of(base())
     assert print_of(base()) == InitialPolicy(base(), None).fingerprint(base())
-    assert print_of(base()) == reference_of(base()).fingerprint(
-        base()
-    )  # the attention of the scoring forward
+    assert print_of(base()) == reference_of(base()).fingerprint(base())  # the attention of the scoring forward
     others = [
         base(seed=1),
         base().float(),
@@ -397,6 +391,4 @@ def test_sharded_references(how, whole, tmp_path):
         asked = {name: BATCH[name] for name in ("input_ids", "attention_mask")}
         logits = tiny_model("llama", seed=2).eval()(**asked).logits
         for rank in (0, 1):
-            torch.testing.assert_close(
-                torch.load(tmp_path / f"by_hand_{rank}.pt"), logits, rtol=1e-5, atol=1e-5
-            )
+            torch.testing.assert_close(torch.load(tmp_path / f"by_hand_{rank}.pt"), logits, rtol=1e-5, atol=1e-5)

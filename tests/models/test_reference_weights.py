@@ -43,9 +43,7 @@ def test_a_whole_copy_is_frozen_and_does_not_follow(wrap):
     ],
 )
 def test_shared_layers_are_the_same_tensors_and_frozen_in_both(architecture, first):
-    model = AutoModelForCausalLMWithValueHead.from_pretrained(
-        tiny_model(architecture, tie_word_embeddings=False)
-    )
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(tiny_model(architecture, tie_word_embeddings=False))
     reference = create_reference_model(model, num_shared_layers=1)
     names = [name for name, _ in model.named_parameters()]
     start = next(i for i, name in enumerate(names) if first in name)

@@ -78,9 +78,7 @@ class Masters(torch.optim.AdamW):
 def network() -> tuple[nn.Module, Tensor, Tensor]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 64)
-        )
+        model = nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 64))
         return model.bfloat16(), torch.randn(32, 128).bfloat16(), torch.randn(32, 64)
 
 
@@ -146,11 +144,7 @@ def test_every_weight_moves_at_a_small_learning_rate(name):
     assert (torch.cat([weight.flatten() for weight in plain]) != before).float().mean() < 0.05
     if name.endswith("8bit"):
         state = optimizer.state[weights[0]]
-        whole = [
-            each.nbytes
-            for each in state.values()
-            if isinstance(each, Tensor) and each.shape == weights[0].shape
-        ]
+        whole = [each.nbytes for each in state.values() if isinstance(each, Tensor) and each.shape == weights[0].shape]
         assert sum(whole) == (1 + 1 + 2) * weights[0].numel()
 
 
@@ -205,9 +199,7 @@ def test_parameters_of_other_dtypes_step_as_before_and_gradients_are_clipped():
     assert clip_gradients(optimizer, weights, 0.5) == 5.0
     optimizer.step()
     factor = 0.5 / (5.0 + 1e-6)
-    torch.testing.assert_close(
-        masters_of(weights[:1], optimizer)[0], 2 - factor * gradients[0], rtol=0, atol=2e-7
-    )
+    torch.testing.assert_close(masters_of(weights[:1], optimizer)[0], 2 - factor * gradients[0], rtol=0, atol=2e-7)
     torch.testing.assert_close(weights[1].detach(), 2 - factor * gradients[1], rtol=0, atol=2e-7)
     assert weights[2].item() == 1.0
     assert weights[2] not in optimizer.state
@@ -243,16 +235,12 @@ def sft(out: Any, **settings: Any) -> SFTTrainer:
 
 def test_200_steps_of_a_trainer_equal_those_of_float32_weights(tmp_path):
     """Losses and float32 weights, with clipping and a schedule, to 1e-6."""
-    trainer = sft(
-        tmp_path / "ours", weights=RESIDUAL, max_steps=200, lr_scheduler_type="cosine", warmup_steps=20
-    )
+    trainer = sft(tmp_path / "ours", weights=RESIDUAL, max_steps=200, lr_scheduler_type="cosine", warmup_steps=20)
     trainer.train()
     model = tiny_model("llama", dtype=torch.bfloat16)
     optimizer = Masters(list(model.parameters()), limit=1.0, lr=1e-5, weight_decay=0.0)
     schedule = get_cosine_schedule_with_warmup(optimizer, 20, 200)
-    plain = sft(
-        tmp_path / "plain", model=model, optimizers=(optimizer, schedule), max_steps=200, max_grad_norm=0.0
-    )
+    plain = sft(tmp_path / "plain", model=model, optimizers=(optimizer, schedule), max_steps=200, max_grad_norm=0.0)
     plain.train()
     losses = [[log["loss"] for log in each.state.log_history if "loss" in log] for each in (trainer, plain)]
     assert len(losses[0]) == 200
@@ -282,9 +270,7 @@ def test_a_model_by_name_trains_and_is_saved_in_bfloat16(dtype, tmp_path):
 
 def test_adapters_train_with_residuals_and_their_base_stays(tmp_path):
     model = tiny_model("llama", dtype=torch.float32)
-    trainer = sft(
-        tmp_path, model=model, weights=RESIDUAL, peft_config=LoraConfig(r=2, target_modules=["q_proj"])
-    )
+    trainer = sft(tmp_path, model=model, weights=RESIDUAL, peft_config=LoraConfig(r=2, target_modules=["q_proj"]))
     trainer.train()
     trained = [weight for weight in trainer.model.parameters() if weight.requires_grad]
     assert {weight.dtype for weight in trained} == {torch.bfloat16}
@@ -294,16 +280,12 @@ def test_adapters_train_with_residuals_and_their_base_stays(tmp_path):
 
 
 def test_a_step_level_loop_keeps_residuals():
-    trainer = ppo_runs.make_trainer(
-        ppo_runs.value_model(dtype=torch.bfloat16), weights=RESIDUAL, max_grad_norm=1.0
-    )
+    trainer = ppo_runs.make_trainer(ppo_runs.value_model(dtype=torch.bfloat16), weights=RESIDUAL, max_grad_norm=1.0)
     trainer.step(*ppo_runs.batch())
     core = trainer.model.pretrained_model
     trained = [weight for weight in core.parameters() if weight in trainer.optimizer.state]
     assert len(trained) > 10
-    assert all(
-        weight.dtype == torch.bfloat16 and "residual" in trainer.optimizer.state[weight] for weight in trained
-    )
+    assert all(weight.dtype == torch.bfloat16 and "residual" in trainer.optimizer.state[weight] for weight in trained)
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,7 @@ def folders(tmp_path):
 
 def policy(base, adapter, **settings):
     lora = LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False)
-    return AutoModelForCausalLMWithValueHead.from_pretrained(
-        base, peft_config=lora, reward_adapter=adapter, **settings
-    )
+    return AutoModelForCausalLMWithValueHead.from_pretrained(base, peft_config=lora, reward_adapter=adapter, **settings)
 
 
 def test_scores_are_the_reward_models_and_the_policy_is_untouched(folders):

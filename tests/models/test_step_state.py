@@ -121,9 +121,7 @@ def test_a_save_that_is_killed_leaves_the_last_state_whole(tmp_path, monkeypatch
         patch.setattr(step_state, "rng_states", killed)
         with pytest.raises(KeyboardInterrupt):
             trainer.save_state(tmp_path / "state")
-    (tmp_path / "state").rename(
-        step_state._beside(tmp_path / "state", "replaced")
-    )  # killed between the two renames
+    (tmp_path / "state").rename(step_state._beside(tmp_path / "state", "replaced"))  # killed between the two renames
     resumed = new_trainer()
     resumed.load_state(tmp_path / "state")
     assert (resumed.current_step, resumed.kl_ctl.value) == (1, value)
@@ -155,9 +153,7 @@ def test_a_state_that_lost_a_file_is_refused(file, saved, tmp_path):
     folder = shutil.copytree(saved, tmp_path / "state")
     (folder / file).write_bytes((folder / file).read_bytes()[:-9])
     trainer = new_trainer()
-    with pytest.raises(
-        CheckpointError, match=rf"state is not whole: {file} cannot be read, it may be truncated"
-    ):
+    with pytest.raises(CheckpointError, match=rf"state is not whole: {file} cannot be read, it may be truncated"):
         trainer.load_state(folder)
     if file != "ppo_state.json":  # without it, the folder is not taken for a state
         (folder / file).unlink()

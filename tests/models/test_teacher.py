@@ -243,15 +243,11 @@ def test_an_ema_of_an_adapter_shares_the_base_and_saves_the_adapter_alone(tmp_pa
     with torch.no_grad():
         for x in weights.values():
             x.add_(x.requires_grad)
-    expected = {
-        name: 0.75 * copies[name] + 0.25 * x if x.requires_grad else x.clone() for name, x in weights.items()
-    }
+    expected = {name: 0.75 * copies[name] + 0.25 * x if x.requires_grad else x.clone() for name, x in weights.items()}
     SyncRefModelCallback.sync_target_model(model, teacher.model, 0.25)
     torch.testing.assert_close(copies, expected, rtol=1e-12, atol=0.0)
     teacher.reference.save(tmp_path)
-    assert load_file(tmp_path / "reference.safetensors").keys() == {
-        n for n, x in weights.items() if x.requires_grad
-    }
+    assert load_file(tmp_path / "reference.safetensors").keys() == {n for n, x in weights.items() if x.requires_grad}
     again: Any = own_teacher("ema", model, Scorer(model))
     again.reference.load(tmp_path)
     assert all(torch.equal(x, copies[name]) for name, x in again.model.named_parameters())

@@ -62,9 +62,7 @@ def test_an_encoder_decoders_values_are_of_its_decoder():
     decoder_ids = torch.tensor([[0, 4, 5], [0, 6, 7]])
     logits, _, values = model(input_ids=IDS, attention_mask=MASK, decoder_input_ids=decoder_ids)
     outputs = inner(IDS, attention_mask=MASK, decoder_input_ids=decoder_ids, output_hidden_states=True)
-    torch.testing.assert_close(
-        values, model.v_head(outputs.decoder_hidden_states[-1])[..., 0], rtol=1e-6, atol=1e-6
-    )
+    torch.testing.assert_close(values, model.v_head(outputs.decoder_hidden_states[-1])[..., 0], rtol=1e-6, atol=1e-6)
     assert logits.shape == (2, 3, 96)
     with_labels = model(input_ids=IDS, attention_mask=MASK, labels=decoder_ids)
     torch.testing.assert_close(with_labels[1], inner(IDS, attention_mask=MASK, labels=decoder_ids).loss)
@@ -108,9 +106,7 @@ def test_saved_and_loaded_are_the_same_bits(tmp_path, architecture, shard):
     assert same(bits(plain), bits(model.pretrained_model))
 
 
-def test_loading_says_nothing_of_the_value_head_and_still_tells_of_real_oddities(
-    tmp_path, caplog, monkeypatch
-):
+def test_loading_says_nothing_of_the_value_head_and_still_tells_of_real_oddities(tmp_path, caplog, monkeypatch):
     model = Causal.from_pretrained(tiny_model("llama"))
     model.save_pretrained(tmp_path, state_dict={**model.state_dict(), "stray.weight": torch.ones(1)})
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
@@ -136,9 +132,7 @@ def test_state_dict_has_a_checkpoints_names_and_goes_back_in():
     third.load_state_dict(own_names)
     assert same(bits(third), bits(model))
     outer = torch.nn.ModuleDict({"policy": third})
-    assert not outer.load_state_dict(
-        {f"policy.{name}": value for name, value in state.items()}
-    ).unexpected_keys
+    assert not outer.load_state_dict({f"policy.{name}": value for name, value in state.items()}).unexpected_keys
 
 
 def test_an_adapter_is_saved_alone_with_the_head_beside_it(tmp_path):
@@ -156,9 +150,7 @@ def test_an_adapter_is_saved_alone_with_the_head_beside_it(tmp_path):
     for found, expected in zip(again(IDS)[::2], model(IDS)[::2], strict=True):
         assert torch.equal(found, expected)
     frozen = Causal.from_pretrained(str(tmp_path / "out"), is_trainable=False)
-    assert {n for n, p in frozen.named_parameters() if p.requires_grad} == {
-        n for n in trained if "v_head" in n
-    }
+    assert {n for n, p in frozen.named_parameters() if p.requires_grad} == {n for n in trained if "v_head" in n}
 
 
 def test_the_head_of_an_adapter_does_not_outlive_it(tmp_path):

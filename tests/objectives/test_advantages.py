@@ -20,13 +20,8 @@ CLOSE = {"rtol": 1e-6, "atol": 1e-7}
 
 def by_hand(rewards, values, gamma, lam):
     """The definition: the sum over l of (gamma lam)^l delta_{t+l}, for one episode."""
-    deltas = [
-        r + gamma * following - v for r, v, following in zip(rewards, values, [*values[1:], 0.0], strict=True)
-    ]
-    return [
-        sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[start:]))
-        for start in range(len(deltas))
-    ]
+    deltas = [r + gamma * following - v for r, v, following in zip(rewards, values, [*values[1:], 0.0], strict=True)]
+    return [sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[start:])) for start in range(len(deltas))]
 
 
 def test_three_steps_worked_by_hand():

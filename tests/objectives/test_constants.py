@@ -23,9 +23,7 @@ def leaf(*values):
 
 def of_groups(loss, logps, advantages, correction, ref_logps):
     sequence = torch.tensor([0, 1])
-    tokens = GroupTokens(
-        logps.detach(), advantages, MASK, sequence, 2, ref_logps=ref_logps, correction=correction
-    )
+    tokens = GroupTokens(logps.detach(), advantages, MASK, sequence, 2, ref_logps=ref_logps, correction=correction)
     return loss(logps, tokens, GroupOptions(beta=0.1)).values
 
 
@@ -35,9 +33,7 @@ LOSSES = {
     "groups": lambda x, a, b, c: of_groups(group_policy_loss, x, a, b, c),
     "sequences": lambda x, a, b, c: of_groups(sequence_policy_loss, x, a, None, None),
     "bco": lambda x, a, b, c: (
-        bco_terms(
-            UnpairedScores(x, 0 * x.detach(), torch.tensor([True, False])), beta=0.3, delta=a.mean()
-        ).values
+        bco_terms(UnpairedScores(x, 0 * x.detach(), torch.tensor([True, False])), beta=0.3, delta=a.mean()).values
     ),
     "measures": lambda x, a, b, c: measure_divergence(x[None], b[None], beta=0.3),
     "sorted": lambda x, a, b, c: sorted_l1(x[None], a[None]),
@@ -47,9 +43,7 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_constants_get_no_gradient(name):
     learned, *constants = leaf(-0.5, -1.0), leaf(0.1, -0.4), leaf(-0.6, 0.3), leaf(-0.6, -0.9)
-    found = torch.autograd.grad(
-        LOSSES[name](learned, *constants).sum(), [learned, *constants], allow_unused=True
-    )
+    found = torch.autograd.grad(LOSSES[name](learned, *constants).sum(), [learned, *constants], allow_unused=True)
     assert found[0].abs().max() > 0.01
     assert all(gradient is None or not gradient.any() for gradient in found[1:])
 

@@ -69,9 +69,7 @@ def test_values_by_hand() -> None:
     no_rest = parts._replace(own_rest=torch.tensor([], dtype=torch.int64))
     assert cross_vocabulary(log_p, log_q, no_rest, beta=0.5)[1].item() == 0.0
     assert cross_vocabulary(log_p, log_q, None, beta=0.5)[0] is None
-    torch.testing.assert_close(
-        cross_vocabulary(log_p, log_q, None, beta=0.5)[1], sorted_l1(log_p.exp(), log_q.exp())
-    )
+    torch.testing.assert_close(cross_vocabulary(log_p, log_q, None, beta=0.5)[1], sorted_l1(log_p.exp(), log_q.exp()))
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])

@@ -66,9 +66,7 @@ def test_two_tokens_by_hand() -> None:
 @pytest.mark.parametrize("beta", BETAS)
 def test_finite_differences(beta: float) -> None:
     teacher = logits(3, 4, seed=1)
-    assert torch.autograd.gradcheck(
-        lambda x: divergence(x, teacher, beta=beta), logits(3, 4).requires_grad_()
-    )
+    assert torch.autograd.gradcheck(lambda x: divergence(x, teacher, beta=beta), logits(3, 4).requires_grad_())
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -110,13 +108,9 @@ def test_half_precision_is_summed_in_float32() -> None:
     values = divergence(student, teacher, beta=0.5)
     values.sum().backward()
     assert values.dtype == torch.float32 and student.grad is not None and student.grad.dtype == torch.bfloat16
-    torch.testing.assert_close(
-        values, divergence(student.float(), teacher.float(), beta=0.5), rtol=1e-6, atol=0
-    )
+    torch.testing.assert_close(values, divergence(student.float(), teacher.float(), beta=0.5), rtol=1e-6, atol=0)
     best = teacher.float().log_softmax(-1).topk(4)
-    found, wide = (
-        top_k_divergence(x, best.indices, best.values, beta=0.5) for x in (student, student.float())
-    )
+    found, wide = (top_k_divergence(x, best.indices, best.values, beta=0.5) for x in (student, student.float()))
     torch.testing.assert_close(found, wide, rtol=1e-6, atol=0)
 
 
@@ -129,9 +123,7 @@ def test_a_top_k_of_the_whole_vocabulary_is_the_divergence(beta: float) -> None:
         values = top_k_divergence(found, best.indices, best.values, beta=beta, tail=tail)
         reference = divergence(expected, teacher, beta=beta)
         torch.testing.assert_close(values, reference, rtol=1e-10, atol=1e-13)
-        (gradient,), (own,) = (
-            torch.autograd.grad(x.sum(), y) for x, y in ((values, found), (reference, expected))
-        )
+        (gradient,), (own,) = (torch.autograd.grad(x.sum(), y) for x, y in ((values, found), (reference, expected)))
         torch.testing.assert_close(gradient, own, rtol=1e-10, atol=1e-13)
 
 
@@ -201,9 +193,7 @@ def test_advantages_are_the_reverse_kl_with_its_sign_changed() -> None:
     learned = p.log().requires_grad_()
     advantages = reverse_kl_advantages(learned, q.log())
     assert not advantages.requires_grad
-    assert (p * advantages).sum().item() == pytest.approx(
-        -divergence(p.log()[None], q.log()[None], beta=1.0).item()
-    )
+    assert (p * advantages).sum().item() == pytest.approx(-divergence(p.log()[None], q.log()[None], beta=1.0).item())
 
 
 def test_discounted_sums_of_each_sequence() -> None:

@@ -22,12 +22,7 @@ from trl.tensors.sequences import sum_by_sequence
 
 TOLERANCE = {"atol": 1e-12, "rtol": 1e-12}
 LENGTHS = [3, 1, 4, 2, 5, 3]
-CASES = [
-    (loss, level)
-    for loss in LOSS_TYPES
-    for level in get_args(RatioLevel)
-    if (loss, level) != ("luspo", "token")
-]
+CASES = [(loss, level) for loss in LOSS_TYPES for level in get_args(RatioLevel) if (loss, level) != ("luspo", "token")]
 
 
 def batch(lengths=LENGTHS, seed=0, masked=()):
@@ -137,12 +132,8 @@ def test_vespo_weighs_a_sequence_by_a_kernel_of_the_product_of_its_ratios(advant
     logps = torch.tensor([math.log(2.0), math.log(0.5), math.log(3.0), math.log(7.0)], dtype=torch.float64)
     logps.requires_grad_()
     advantages = torch.full((4,), advantage, dtype=torch.float64)
-    tokens = GroupTokens(
-        torch.zeros(4), advantages, torch.tensor([1, 1, 1, 0]), torch.zeros(4, dtype=torch.int64), 1
-    )
-    options = GroupOptions(
-        "vespo", vespo_k_pos=1.5, vespo_lambda_pos=0.5, vespo_k_neg=2.5, vespo_lambda_neg=0.25
-    )
+    tokens = GroupTokens(torch.zeros(4), advantages, torch.tensor([1, 1, 1, 0]), torch.zeros(4, dtype=torch.int64), 1)
+    options = GroupOptions("vespo", vespo_k_pos=1.5, vespo_lambda_pos=0.5, vespo_k_neg=2.5, vespo_lambda_neg=0.25)
     terms = group_policy_loss(logps, tokens, options)
     weight = 3.0**k * math.exp(decay * (1 - 3.0))
     expected = [-weight * advantage * math.log(ratio) for ratio in (2.0, 0.5, 3.0)]
@@ -195,9 +186,7 @@ def test_divergence_is_k3_and_its_correction_multiplies_by_the_ratio():
         assert terms.values.item() == pytest.approx(0.1 * factor * k3, abs=1e-12)
         assert terms.metrics["kl"].mean.item() == pytest.approx(factor * k3, abs=1e-12)
     slope = gradient(terms.values.sum(), logps).item()
-    assert slope == pytest.approx(
-        0.1 * 2 * math.log(2), abs=1e-12
-    )  # r times log(p / p_ref): that of the divergence
+    assert slope == pytest.approx(0.1 * 2 * math.log(2), abs=1e-12)  # r times log(p / p_ref): that of the divergence
 
 
 def test_factors_weigh_the_surrogate_and_not_the_divergence():
@@ -261,9 +250,7 @@ def test_the_steps_of_a_window_add_up_to_one_step_on_all_of_it(loss_type):
     for steps in ([range(6)], [range(3), range(3, 6)], [[0, 1], [2, 3], [4, 5]]):
         cut = [rows_of(logps, tokens, list(rows)) for rows in steps]
         losses = [
-            reduce_terms(
-                group_policy_loss(part, own, options), divisor_share(loss_type, own.mask, own.count, **share)
-            )
+            reduce_terms(group_policy_loss(part, own, options), divisor_share(loss_type, own.mask, own.count, **share))
             for part, own in cut
         ]
         sums.append(gradient(sum(losses) / len(losses), logps))
@@ -350,9 +337,7 @@ def test_clip_shares_by_hand():
         }
     )
     cispo = group_policy_loss(ratios.log(), tokens, GroupOptions("cispo", epsilon_high=1.2)).metrics
-    assert {name: value.mean.item() for name, value in cispo.items()} == pytest.approx(
-        {"cispo_clip_ratio": 0.2}
-    )
+    assert {name: value.mean.item() for name, value in cispo.items()} == pytest.approx({"cispo_clip_ratio": 0.2})
     assert group_policy_loss(ratios.log(), tokens, GroupOptions("sapo")).metrics == {}
 
 
@@ -360,9 +345,7 @@ def test_a_clipped_sequence_counts_once():
     tokens = GroupTokens(torch.zeros(4), torch.ones(4), torch.ones(4), torch.tensor([0, 0, 0, 1]), 2)
     logps = torch.tensor([1.0, 1.0, 1.0, 0.0])
     by_level = [
-        group_policy_loss(logps, tokens, GroupOptions("grpo", level))
-        .metrics["clip_ratio/high_mean"]
-        .mean.item()
+        group_policy_loss(logps, tokens, GroupOptions("grpo", level)).metrics["clip_ratio/high_mean"].mean.item()
         for level in ("token", "sequence")
     ]
     assert by_level == [0.75, 0.5]

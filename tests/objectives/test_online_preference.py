@@ -56,9 +56,7 @@ def test_nash_advantages_give_the_gradient_of_preference_less_divergence():
     first, second, ref_first, ref_second = (
         torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((3,), (3, 3)) * 2
     )
-    preference = torch.rand(
-        3, 3, generator=generator, dtype=torch.float64
-    )  # of each sequence over the opponent
+    preference = torch.rand(3, 3, generator=generator, dtype=torch.float64)  # of each sequence over the opponent
     parameters = [first.requires_grad_(), second.requires_grad_()]
     logps = first.log_softmax(0)[:, None] + second.log_softmax(1)
     ref_logps = ref_first.log_softmax(0)[:, None] + ref_second.log_softmax(1)

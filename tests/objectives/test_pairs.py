@@ -48,9 +48,7 @@ def test_divergences_are_derivatives_of_theirs():
 
 
 def test_log_loss_with_wrong_labels():
-    assert log_loss(tensor([2.0]), 0.25).item() == pytest.approx(
-        -0.75 * math.log(s(2)) - 0.25 * math.log(s(-2))
-    )
+    assert log_loss(tensor([2.0]), 0.25).item() == pytest.approx(-0.75 * math.log(s(2)) - 0.25 * math.log(s(-2)))
 
 
 def test_shapes_must_agree():

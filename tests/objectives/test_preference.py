@@ -37,14 +37,10 @@ OPTIONS = PairOptions(beta=0.5, label_smoothing=SMOOTH, discopop_tau=0.2)
 
 @pytest.mark.parametrize("name", PAIR_LOSSES)
 def test_values_by_hand(name):
-    assert PAIR_LOSSES[name](one_pair(2.0, 1.0), OPTIONS).tolist() == pytest.approx(
-        [BY_HAND[name]], abs=1e-14
-    )
+    assert PAIR_LOSSES[name](one_pair(2.0, 1.0), OPTIONS).tolist() == pytest.approx([BY_HAND[name]], abs=1e-14)
 
 
-@pytest.mark.parametrize(
-    "name", sorted(set(PAIR_LOSSES) - {"sft", "ipo", "sppo_hard", "apo_down", "discopop"})
-)
+@pytest.mark.parametrize("name", sorted(set(PAIR_LOSSES) - {"sft", "ipo", "sppo_hard", "apo_down", "discopop"}))
 def test_chosen_goes_up_and_rejected_goes_down(name):
     scores = one_pair(0.2, 0.1)
     chosen, rejected = gradients(PAIR_LOSSES[name](scores, PairOptions(beta=0.5)), scores)
@@ -132,9 +128,7 @@ def test_aot_pair_compares_sorted_log_ratios():
 def assert_same_with_gradients(found, expected, scores):
     assert found.item() == pytest.approx(expected.item(), abs=1e-13)
     leaves = (scores.chosen, scores.rejected)
-    for got, want in zip(
-        torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves), strict=True
-    ):
+    for got, want in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
 
 
@@ -236,9 +230,7 @@ def test_weight_of_the_likelihood():
 
 
 def test_unknown_names_list_the_known_ones():
-    with pytest.raises(
-        ValueError, match=r"unknown loss_type 'sigmod'; known are 'aot'.*Did you mean 'sigmoid'\?"
-    ):
+    with pytest.raises(ValueError, match=r"unknown loss_type 'sigmod'; known are 'aot'.*Did you mean 'sigmoid'\?"):
         check_losses(["sigmod"], None, PairOptions())
 
 

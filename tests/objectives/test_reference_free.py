@@ -59,10 +59,7 @@ def test_impossible_completions_are_finite(loss_type):
         chosen = torch.tensor([-60.0 if loss_type == "ipo" else -2e3], requires_grad=True)
         scores = PairScores.without_reference(chosen, torch.tensor([-1e-6]))
         values = cpo_terms(scores, loss_type, PairOptions(alpha=alpha)).values
-        assert (
-            torch.isfinite(values).all()
-            and torch.isfinite(torch.autograd.grad(values.sum(), chosen)[0]).all()
-        )
+        assert torch.isfinite(values).all() and torch.isfinite(torch.autograd.grad(values.sum(), chosen)[0]).all()
 
 
 def test_metrics_show_the_bent_reward():

@@ -51,9 +51,7 @@ def test_metrics_are_of_what_is_trained():
         }
     )
     of_sequences = correction_metrics(corrected("sequence_truncate", 10.0), MASK)
-    assert of_sequences["sampling/importance_sampling_ratio/mean"].mean.item() == pytest.approx(
-        (0.75 + 6) / 2
-    )
+    assert of_sequences["sampling/importance_sampling_ratio/mean"].mean.item() == pytest.approx((0.75 + 6) / 2)
 
 
 def test_nothing_trained_gives_no_extremes_and_factors_of_one():

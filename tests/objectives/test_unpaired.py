@@ -50,11 +50,7 @@ def test_bco_by_hand():
 @pytest.mark.parametrize("method", ["kto", "apo_zero_unpaired", "bco"])
 def test_desirable_goes_up_and_undesirable_goes_down(method):
     scores = scores_of()
-    terms = (
-        bco_terms(scores, beta=BETA, delta=KL)
-        if method == "bco"
-        else kto_terms(scores, loss_type=method, kl=KL)
-    )
+    terms = bco_terms(scores, beta=BETA, delta=KL) if method == "bco" else kto_terms(scores, loss_type=method, kl=KL)
     gradient = torch.autograd.grad(terms.values.sum(), scores.logps)[0]
     assert (gradient.sign() == tensor([-1.0, 1.0, 1.0])).all()
 

@@ -45,9 +45,7 @@ def test_every_number_and_boolean_has_the_reader_of_the_command_line(kind):
     readers = {entry.reader for entry in fields.values()}
     by_argparse = {name for name, action in actions.items() if action.type in readers}
     assert set(fields) == by_argparse - {"include_num_input_tokens_seen"}  # text or a boolean: stays text
-    assert {name: entry.reader for name, entry in fields.items()} == {
-        name: actions[name].type for name in fields
-    }
+    assert {name: entry.reader for name, entry in fields.items()} == {name: actions[name].type for name in fields}
     assert {name for name, entry in fields.items() if entry.is_list} == {
         name for name in fields if actions[name].nargs == "+"
     }
@@ -113,11 +111,7 @@ def test_numbers_that_mean_nothing_are_refused_by_every_config(tmp_path, kind, g
 @pytest.mark.parametrize(
     ("config", "given"),
     [
-        *(
-            (config, {"beta": wrong})
-            for config in (GRPOConfig, DPOConfig)
-            for wrong in (None, [0.1], {"a": 0.1})
-        ),
+        *((config, {"beta": wrong}) for config in (GRPOConfig, DPOConfig) for wrong in (None, [0.1], {"a": 0.1})),
         (GRPOConfig, {"vespo_k_pos": None}),
         (GRPOConfig, {"epsilon": [0.2]}),
         (GRPOConfig, {"delta": [2.0]}),
@@ -145,9 +139,7 @@ def test_sentinels_and_limits_without_end_stay(tmp_path):
     assert (args.max_steps, args.max_grad_norm) == (-1, math.inf)
     assert DPOConfig(str(tmp_path), label_pad_token_id=-100).label_pad_token_id == -100
     assert DPOConfig(str(tmp_path), f_alpha_divergence_coef=-2.0).f_alpha_divergence_coef == -2.0
-    grpo = GRPOConfig(
-        str(tmp_path), reward_weights=[-1.0], reward_deadline=math.inf, epsilon_high=math.inf, top_k=0
-    )
+    grpo = GRPOConfig(str(tmp_path), reward_weights=[-1.0], reward_deadline=math.inf, epsilon_high=math.inf, top_k=0)
     assert (grpo.reward_weights, grpo.epsilon_high) == ([-1.0], math.inf)
 
 

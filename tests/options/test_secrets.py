@@ -63,9 +63,7 @@ def test_configs_are_written_without_secrets(tmp_path):
         assert SECRET not in text and HUB not in text
     assert shown["model_init_kwargs"]["dtype"] == "float32"
     assert args.model_init_kwargs is inner and inner["token"] == SECRET
-    assert (
-        copy.deepcopy(args).hub_token == pickle.loads(pickle.dumps(args)).hub_token == HUB
-    )  # Ray sends it so
+    assert copy.deepcopy(args).hub_token == pickle.loads(pickle.dumps(args)).hub_token == HUB  # Ray sends it so
     server = GRPOConfig(str(tmp_path), use_cpu=True, vllm_server_base_url=f"http://me:{SECRET}@host:8000")
     assert SECRET not in str(server.to_dict())
     loop = PPOConfig(push_to_hub_if_best_kwargs={"repo_id": "me/x", "token": SECRET})

@@ -94,9 +94,7 @@ def test_all_misspelt_keywords_are_reported():
 def configs():
     """Every config of a training command."""
     for name in TRAINING:
-        yield from (
-            kind for kind in importlib.import_module(COMMANDS[name].module).make_parser().dataclass_types
-        )
+        yield from (kind for kind in importlib.import_module(COMMANDS[name].module).make_parser().dataclass_types)
 
 
 def test_every_class_of_options_has_the_check():
@@ -115,9 +113,7 @@ def test_configs_remain_dataclasses(tmp_path):
         dataclasses.replace(args),
     ):
         assert again.max_length == 7 and again.output_dir == str(tmp_path)
-    (parsed,) = HfArgumentParser(SFTConfig).parse_args_into_dataclasses(
-        ["--output_dir", "x", "--use_cpu", "true"]
-    )
+    (parsed,) = HfArgumentParser(SFTConfig).parse_args_into_dataclasses(["--output_dir", "x", "--use_cpu", "true"])
     assert parsed.output_dir == "x"
     assert "learning_rate" in inspect.signature(SFTConfig).parameters
 

@@ -49,9 +49,7 @@ def test_the_settings_of_a_method_its_data_adapter_and_figures_are_in_the_card(t
 
     from trl import GRPOConfig
 
-    config = LlamaConfig(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
-    )
+    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     trainer = SimpleNamespace(
         args=GRPOConfig(str(tmp_path), beta=0.0, num_generations=4, use_cpu=True),
         state=SimpleNamespace(
@@ -81,9 +79,7 @@ def test_the_settings_of_a_method_its_data_adapter_and_figures_are_in_the_card(t
 def test_the_card_of_a_trainer(monkeypatch, tmp_path):
     import sys
 
-    monkeypatch.setitem(
-        sys.modules, "wandb", SimpleNamespace(run=SimpleNamespace(url="https://wandb.test/2"))
-    )
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=SimpleNamespace(url="https://wandb.test/2")))
     args = SimpleNamespace(
         output_dir=str(tmp_path / "run7"),
         hub_model_id=None,
@@ -100,9 +96,7 @@ def test_the_card_of_a_trainer(monkeypatch, tmp_path):
     )
     trainer = SimpleNamespace(
         args=args,
-        state=SimpleNamespace(
-            global_step=9, log_history=[{"loss": 2.0}, {"loss": 1.23456}, {"train_loss": 1.5}]
-        ),
+        state=SimpleNamespace(global_step=9, log_history=[{"loss": 2.0}, {"loss": 1.23456}, {"train_loss": 1.5}]),
         model=SimpleNamespace(config=SimpleNamespace(_name_or_path="")),
         _name="SFT",
         _paper={},

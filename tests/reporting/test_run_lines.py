@@ -31,17 +31,13 @@ def test_a_log_is_a_line_and_a_table_ends_the_run(capsys: Any) -> None:
     lines = lines_of(capsys, trainer)
     steps = [line.split()[0] for line in lines[:3]]
     assert steps == ["1/3", "2/3", "3/3"]
-    assert all(
-        "loss" in line and "acc" in line and "tok/s" in line and line.endswith("left") for line in lines[:3]
-    )
+    assert all("loss" in line and "acc" in line and "tok/s" in line and line.endswith("left") for line in lines[:3])
     assert max(map(len, lines)) <= 80
     assert not any("\r" in line or "\x1b" in line for line in lines)  # no terminal, no control characters
     assert lines[3].split()[:2] == ["eval", "loss"]
     losses = sft_runs.logged(trainer, "loss")
     table = next(line for line in lines[4:] if line.startswith("loss")).split()
-    assert [float(cell) for cell in table[1:]] == pytest.approx(
-        [losses[0], min(losses), losses[-1]], abs=6e-4
-    )
+    assert [float(cell) for cell in table[1:]] == pytest.approx([losses[0], min(losses), losses[-1]], abs=6e-4)
     assert lines[-1].startswith("time ") and "tokens " in lines[-1]
 
 
@@ -101,16 +97,12 @@ def test_other_processes_print_nothing(capsys: Any) -> None:
 def test_an_evaluation_without_a_loss_is_a_line(capsys: Any) -> None:
     lines = RunLines()
     state = SimpleNamespace(is_world_process_zero=True, max_steps=10, global_step=5)
-    lines.on_log(
-        None, state, None, logs={"eval_objective/scores": 0.25, "eval_objective/kl": 0.5, "eval_runtime": 2.0}
-    )
+    lines.on_log(None, state, None, logs={"eval_objective/scores": 0.25, "eval_objective/kl": 0.5, "eval_runtime": 2.0})
     assert capsys.readouterr().out == " eval  reward  0.250  KL  0.500\n"
 
 
 @pytest.mark.parametrize(("log_format", "has_lines"), [("auto", False), ("lines", True)])
-def test_the_table_of_a_notebook_stays_unless_lines_are_set(
-    monkeypatch: Any, log_format: str, has_lines: bool
-) -> None:
+def test_the_table_of_a_notebook_stays_unless_lines_are_set(monkeypatch: Any, log_format: str, has_lines: bool) -> None:
     class NotebookTable(TrainerCallback):
         pass
 

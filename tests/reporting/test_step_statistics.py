@@ -51,9 +51,6 @@ def test_masked_tokens_are_in_no_statistic():
         masks=torch.tensor([[1, 0]] * 2), queries=[torch.zeros(3)] * 2, responses=[torch.zeros(1)] * 2, train_stats={},
         accelerator=alone,
     )  # fmt: skip
-    assert (
-        found["objective/kl_dist"].tolist() == [0.5] * 2
-        and found["objective/logprobs"].tolist() == [-1.0] * 2
-    )
+    assert found["objective/kl_dist"].tolist() == [0.5] * 2 and found["objective/logprobs"].tolist() == [-1.0] * 2
     assert found["tokens/queries_len_mean"] == 3.0 and found["tokens/responses_len_mean"] == 1.0
     assert found["ppo/std_scores"].item() == pytest.approx(8**0.5)

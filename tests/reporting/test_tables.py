@@ -59,9 +59,7 @@ def test_a_table_begins_on_a_line_of_its_own_under_a_progress_bar(capsys):
         sample(1)
         out = capsys.readouterr().out
     before, panel, _ = out.partition("\N{BOX DRAWINGS LIGHT ARC DOWN AND RIGHT}")
-    assert (
-        panel and not before.rpartition("\r")[2].strip()
-    )  # the bar was wiped before the panel's first corner
+    assert panel and not before.rpartition("\r")[2].strip()  # the bar was wiped before the panel's first corner
     assert "50%" in out  # and is shown again behind it
 
 

@@ -28,9 +28,7 @@ class Calls(list):
 @pytest.fixture
 def wandb(monkeypatch):
     calls = Calls()
-    module = SimpleNamespace(
-        run=SimpleNamespace(url="u"), log=calls, Table=lambda dataframe: ("table", dataframe)
-    )
+    module = SimpleNamespace(run=SimpleNamespace(url="u"), log=calls, Table=lambda dataframe: ("table", dataframe))
     monkeypatch.setitem(sys.modules, "wandb", module)
     return calls
 
@@ -55,9 +53,7 @@ def test_nothing_is_loaded_or_sent_without_a_run():
     assert get_comet_experiment_url() is None
     assert trackers.get_wandb_run_url() is None
     log_table_to_comet_experiment("x.csv", TABLE)
-    assert (
-        log_table("x", TABLE, ["wandb", "comet_ml", "mlflow", "trackio", "tensorboard", "codecarbon"]) == []
-    )
+    assert log_table("x", TABLE, ["wandb", "comet_ml", "mlflow", "trackio", "tensorboard", "codecarbon"]) == []
 
 
 def test_tables_reach_every_active_tracker(wandb, comet, mlflow):
@@ -67,9 +63,7 @@ def test_tables_reach_every_active_tracker(wandb, comet, mlflow):
     assert wandb[0][0][0]["completions"][0] == "table"
     assert comet == [((), {"tabular_data": TABLE, "filename": "completions.csv"})]
     assert mlflow == [((TABLE,), {"artifact_file": "completions_5.json"})]
-    assert writer.add_text == [
-        (("completions", "| prompt | completion |\n| --- | --- |\n| a\\|b | x<br>y |", 5), {})
-    ]
+    assert writer.add_text == [(("completions", "| prompt | completion |\n| --- | --- |\n| a\\|b | x<br>y |", 5), {})]
     assert get_comet_experiment_url() == "https://comet.test/1"
 
 

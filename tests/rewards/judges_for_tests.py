@@ -8,10 +8,7 @@ class IsLong(BaseBinaryJudge):
 
     def judge(self, prompts, completions, gold_completions=None, shuffle_order=True):
         golds = ["abc"] * len(prompts) if gold_completions is None else gold_completions
-        return [
-            -1 if not text else int(len(text) > len(gold))
-            for text, gold in zip(completions, golds, strict=True)
-        ]
+        return [-1 if not text else int(len(text) > len(gold)) for text, gold in zip(completions, golds, strict=True)]
 
 
 class Longer(BasePairwiseJudge):

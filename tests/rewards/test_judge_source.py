@@ -80,9 +80,7 @@ def test_a_rank_judge():
     assert same(scores_of(LongestFirst()), [1, 1, 0, 0.5, 0])
 
 
-@pytest.mark.parametrize(
-    ("ranking", "expected"), [([], [NONE, NONE]), ([-1, -1], [NONE, NONE]), ([1, 0], [0, 1])]
-)
+@pytest.mark.parametrize(("ranking", "expected"), [([], [NONE, NONE]), ([-1, -1], [NONE, NONE]), ([1, 0], [0, 1])])
 def test_rankings_that_are_missing(ranking, expected):
     judge = LongestFirst()
     judge.judge = lambda prompts, completions: [ranking]

@@ -71,9 +71,7 @@ def test_the_answer_is_that_of_the_order_given(kind, shuffle):
     assert client.options[0]["max_tokens"] == 1
 
 
-@pytest.mark.parametrize(
-    ("answer", "expected"), [(" 1\n", 1), ("0", 0), ("", -1), (None, -1), ("Response 1", -1)]
-)
+@pytest.mark.parametrize(("answer", "expected"), [(" 1\n", 1), ("0", 0), ("", -1), (None, -1), ("Response 1", -1)])
 def test_answers_that_are_no_verdict_are_minus_one(answer, expected):
     judge, _ = made("openai", lambda content: answer)
     assert judge.judge(["q"], [["a", "b"]], shuffle_order=False) == [expected]
@@ -229,9 +227,7 @@ def test_openai_over_http(server, monkeypatch):
 
 
 def test_hugging_face_over_http(server, monkeypatch):
-    monkeypatch.setattr(
-        "huggingface_hub.constants.is_offline_mode", lambda: False
-    )  # it refuses loopback, too
+    monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: False)  # it refuses loopback, too
     address = f"http://127.0.0.1:{server.server_port}/v1"
     judge = HfPairwiseJudge(address, token="a-token", system_prompt=TEMPLATE)
     assert judge.judge(["q", "fail", "q"], [["long", "x"], ["a", "bb"], ["x", "long"]]) == [0, -1, 1]
@@ -251,9 +247,7 @@ def test_a_judge_behind_our_own_server(monkeypatch, tmp_path):
             self.calls.append(asked)
             found = [re.findall(r"\[response \d\]\n(.*?)\n", each[0]["content"]) for each in asked.messages]
             answers = [str(int(len(second) > len(first))) for first, second in found]
-            return {
-                "completion_ids": [tokenizer(each, add_special_tokens=False)["input_ids"] for each in answers]
-            }
+            return {"completion_ids": [tokenizer(each, add_special_tokens=False)["input_ids"] for each in answers]}
 
     monkeypatch.setenv(VARIABLE, TOKEN)
     served = Judges(tiny_model("llama"))

@@ -220,9 +220,7 @@ def test_tokens_are_those_that_the_judge_reports():
     assert managed.cost["tokens"] == judge.num_tokens == 40  # known after a call
 
 
-@pytest.mark.parametrize(
-    ("answer", "error"), [(2, "gave 2"), (float("nan"), "gave nan"), (None, "gave 0 answers")]
-)
+@pytest.mark.parametrize(("answer", "error"), [(2, "gave 2"), (float("nan"), "gave nan"), (None, "gave 0 answers")])
 def test_invalid_answers_are_not_kept(answer, error, tmp_path):
     judge = Longer()
     judge.judge = lambda prompts, completions: [] if answer is None else [answer] * len(prompts)

@@ -42,9 +42,7 @@ def test_scores_are_those_of_each_text_alone(architecture, batch_size):
 def test_messages_are_rendered_by_the_models_own_template():
     model, tokenizer = make()
     completions = [[{"role": "assistant", "content": text}] for text in COMPLETIONS]
-    texts = [
-        tokenizer.apply_chat_template(p + c, tokenize=False) for p, c in zip(CHAT, completions, strict=True)
-    ]
+    texts = [tokenizer.apply_chat_template(p + c, tokenize=False) for p, c in zip(CHAT, completions, strict=True)]
     expected = alone(model, tokenizer, texts)
     source = ModelSource(model, tokenizer)
     assert source.score(RewardInputs(CHAT, completions)) == pytest.approx(expected, **FLOAT32)

@@ -160,9 +160,7 @@ def test_soft_overlong_punishment():
     assert punish(completion_ids=ids, prompts=[]) == [0.0, 0.0, -0.05, -0.5, -0.95, -1.0, -1.0, -1.0]
     assert punish.__name__ == "soft_overlong_punishment_reward"
     for cache in (0, 101):
-        with pytest.raises(
-            ValueError, match="soft_punish_cache must be between 1 and max_completion_len=100"
-        ):
+        with pytest.raises(ValueError, match="soft_punish_cache must be between 1 and max_completion_len=100"):
             get_soft_overlong_punishment(100, cache)
 
 

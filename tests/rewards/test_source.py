@@ -114,9 +114,7 @@ def test_a_column_that_is_missing_is_named_before_the_first_step():
     def needs_more(completions, gold, **kwargs):
         return [0.0]
 
-    with pytest.raises(
-        ValueError, match=r"'needs_more' needs \['gold'\], the data set has the columns \['answer'\]"
-    ):
+    with pytest.raises(ValueError, match=r"'needs_more' needs \['gold'\], the data set has the columns \['answer'\]"):
         RewardSources(needs_more).check_columns(["answer"])
     with pytest.raises(TypeError, match="must take keyword arguments"):
         RewardSources(lambda completions, /: [0.0])
@@ -179,9 +177,7 @@ def test_functions_are_not_given_lost_rows_also_beside_other_sources(lost, caplo
     scores = sources.score(INPUTS, lost=torch.tensor(lost)).scores
     sources.close()
     assert seen == [kept] * 2 * (kept > 0) and not caplog.records
-    expected = [
-        [math.nan] * 3 if gone else [own, 1.0, own] for gone, (own,) in zip(lost, LENGTHS, strict=True)
-    ]
+    expected = [[math.nan] * 3 if gone else [own, 1.0, own] for gone, (own,) in zip(lost, LENGTHS, strict=True)]
     torch.testing.assert_close(scores, torch.tensor(expected).double(), equal_nan=True)
 
 
@@ -265,9 +261,7 @@ async def async_leaving(completions, **kwargs):
 @pytest.mark.parametrize("source", [leaving, async_leaving])
 @pytest.mark.parametrize("deadline", [None, 30.0])
 def test_sys_exit_is_an_error_of_the_reward(source, deadline):
-    with pytest.raises(
-        RewardError, match=rf"'{source.__name__}' called sys.exit\(3\), which does not end a run"
-    ):
+    with pytest.raises(RewardError, match=rf"'{source.__name__}' called sys.exit\(3\), which does not end a run"):
         RewardSources(source, deadline=deadline).score(INPUTS)
     sources = RewardSources([source, length], on_failure="skip", deadline=deadline)
     assert sources.score(INPUTS).rewards.tolist() == [6.0, 7.0, 6.0]

@@ -46,9 +46,7 @@ def test_scored_tokens_are_the_completions_in_order(shared):
     assert torch.equal(positions.target, found.completions.values)
     assert torch.equal(positions.sequence, found.completions.row_index)
     tokens = sum(map(len, PROMPTS)) + sum(map(len, COMPLETIONS))
-    assert batch["input_ids"].numel() == (
-        tokens - 2 * 2 if shared else tokens
-    )  # three rows share a prompt of two
+    assert batch["input_ids"].numel() == (tokens - 2 * 2 if shared else tokens)  # three rows share a prompt of two
 
 
 def test_columns_of_another_length():
@@ -88,8 +86,6 @@ def test_files_that_do_not_fit(tmp_path):
     assert load_rollout_batch(tmp_path, rank=0, processes=1, facts={}) is None
     save_rollout_batch(tmp_path, experience(), rank=0, facts={"window": 1})
     assert load_rollout_batch(tmp_path, rank=0, processes=1, facts={"window": 2}) is None
-    assert (
-        load_rollout_batch(tmp_path, rank=0, processes=2, facts={"window": 1}) is None
-    )  # five rows, two processes
+    assert load_rollout_batch(tmp_path, rank=0, processes=2, facts={"window": 1}) is None  # five rows, two processes
     save_rollout_batch(tmp_path, experience(), rank=2, facts={"window": 1})  # of three files one is missing
     assert load_rollout_batch(tmp_path, rank=0, processes=1, facts={"window": 1}) is None

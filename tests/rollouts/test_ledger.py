@@ -22,8 +22,7 @@ from trl.tensors.ragged import Ragged
 
 def test_the_first_bucket_that_claims_a_token_has_it():
     claims = {
-        name: torch.tensor([True] * (number + 1) + [False] * (6 - number))
-        for number, name in enumerate(BUCKETS[:5])
+        name: torch.tensor([True] * (number + 1) + [False] * (6 - number)) for number, name in enumerate(BUCKETS[:5])
     }
     found = token_ledger(torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0, -1.0]), claims)
     assert found.tolist() == [1] * len(BUCKETS)
@@ -94,10 +93,7 @@ def test_each_token_of_a_rollout_batch_is_counted_once():
     again.load_state({"trained": 3})  # of a run that knew fewer buckets
     assert again.state() == {**dict.fromkeys(BUCKETS, 0), "trained": 3}
     again.load_state(counts.state())
-    assert (
-        again.add(rows, ALONE, advantages=torch.zeros(14))["masked"] == 2 + 1
-        and again.state()["trained"] == 2
-    )
+    assert again.add(rows, ALONE, advantages=torch.zeros(14))["masked"] == 2 + 1 and again.state()["trained"] == 2
 
 
 def test_a_batch_without_a_trained_token_is_said_once_for_each_reason(caplog):

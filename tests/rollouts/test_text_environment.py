@@ -106,9 +106,7 @@ def test_rewards():
         return torch.tensor([float(answer in text) for text, answer in zip(texts, answers, strict=True)])
 
     turns = [["<request><double>4<call>", "8<submit>"], ["<request><double>4<call>"]]
-    env = TextEnvironment(
-        tokenizer=TOKENIZER, engine=Script(turns), tools=[double], reward_fn=exact, max_turns=2
-    )
+    env = TextEnvironment(tokenizer=TOKENIZER, engine=Script(turns), tools=[double], reward_fn=exact, max_turns=2)
     env.engine.turns[1] += ["<request><double>5<call>"]
     rewards = env.run(["a", "b"], answers=["8", "10"], name="n").rewards
     assert [reward.item() for reward in rewards] == [1.0, 0.0]  # what a tool said does not count

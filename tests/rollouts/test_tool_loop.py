@@ -46,9 +46,7 @@ def play(script, *, iterations=None, length=40, window=None, deadline=5.0):
 
 
 def test_rows_go_on_behind_answers_and_leave_when_they_are_done():
-    script = Script(
-        [f"hi {ADD} </s>", "3 </s>"], ["no </s>"], [f"{WAIT} {FAIL} </s>", f"{ADD} </s>", "yes </s>"]
-    )
+    script = Script([f"hi {ADD} </s>", "3 </s>"], ["no </s>"], [f"{WAIT} {FAIL} </s>", f"{ADD} </s>", "yes </s>"])
     found = play(script)
     assert [len(asked) for asked in script.asked] == [3, 2, 1]
     first, (chain,) = found[0], found[0].chains
@@ -89,9 +87,7 @@ def test_what_goes_wrong_is_told_and_counted(text, kind, told):
 
 def test_an_endless_loop_ends_at_the_limit_and_is_counted():
     found = play(Script([f"{ADD} </s>"] * 9, ["hi </s>"]), iterations=3)
-    assert found[0].calls == 3 and [m["role"] for m in found[0].messages] == ["assistant", "tool"] * 3 + [
-        "assistant"
-    ]
+    assert found[0].calls == 3 and [m["role"] for m in found[0].messages] == ["assistant", "tool"] * 3 + ["assistant"]
     assert tool_counts(found)[LIMITED] == [True, False]
     assert [one.chains[0].ended for one in found] == [False, True]
 
@@ -138,9 +134,7 @@ def test_with_an_engine_a_row_is_the_same_whoever_stands_beside_it():
 
     def rows(chosen):
         kwargs = [{}] * len(chosen)
-        return loop.play(
-            [prompts[r] for r in chosen], speak, sampling, streams=chosen, template_kwargs=kwargs
-        )
+        return loop.play([prompts[r] for r in chosen], speak, sampling, streams=chosen, template_kwargs=kwargs)
 
     whole = rows(range(24))
     some = [row for row in range(24) if row % 5 == 0 or whole[row].calls > 2]

@@ -121,10 +121,7 @@ def test_what_fails_is_told_and_named():
     ]
     assert found[0].text == "Error: OSError: no such luck" and found[1].text == "Error: SystemExit: 3"
     assert found[2].text == "Error: unknown tool 'fly', expected one of add, echo, fail, leave."
-    assert (
-        found[3].text == "Error: add: argument 'b' is missing."
-        and found[4].text == "Error: the call is not JSON."
-    )
+    assert found[3].text == "Error: add: argument 'b' is missing." and found[4].text == "Error: the call is not JSON."
     assert found[5].text == "3"
 
 

@@ -69,9 +69,7 @@ def test_arguments_in_other_forms():
     assert read('<tool_call>{"name": "fail"}</tool_call>').calls == [ToolCall("fail", {})]
     text = '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>'
     assert read(text).calls == [ToolCall("add", {"a": 1})]
-    assert read('<tool_call>{"name": "add", "arguments": "one"}</tool_call>').calls == [
-        ToolCall("add", "one")
-    ]
+    assert read('<tool_call>{"name": "add", "arguments": "one"}</tool_call>').calls == [ToolCall("add", "one")]
 
 
 def brackets():
@@ -108,15 +106,11 @@ def test_the_tokenizers_own_rules_come_first():
     tokenizer = brackets()
     check_tool_template(tokenizer, SCHEMAS, template_kwargs={})
     context = "<|im_start|>assistant\n"
-    turn = read(
-        'See[CALL]{"name": "add", "arguments": {"a": 1, "b": 2}}[/CALL]<|im_end|>', tokenizer, context
-    )
+    turn = read('See[CALL]{"name": "add", "arguments": {"a": 1, "b": 2}}[/CALL]<|im_end|>', tokenizer, context)
     assert turn.calls == [ToolCall("add", {"a": 1, "b": 2})]
     assert turn.message == {"role": "assistant", "content": "See", "tool_calls": [call(a=1, b=2)]}
     wrong = read("[CALL]{oops[/CALL]<|im_end|>", tokenizer, context)
-    assert (
-        "cannot be read" in (wrong.calls[0].error or "") and wrong.message["content"] == "[CALL]{oops[/CALL]"
-    )
+    assert "cannot be read" in (wrong.calls[0].error or "") and wrong.message["content"] == "[CALL]{oops[/CALL]"
     assert read("Three.<|im_end|>", tokenizer, context).calls == []
     known = add_response_schema(tiny_tokenizer("qwen3_like"))
     assert len(read(f"{BROKEN}{ADD}<|im_end|>", known).calls) == 2  # our rules: read one by one
@@ -129,9 +123,7 @@ def test_answers_are_what_the_template_writes_behind_the_turn(results):
     replies = [{"role": "tool", "name": "add", "content": result} for result in results]
     ids = writer.ids(replies, last=end, ends={end}, template_kwargs={})
     said = {"role": "assistant", "content": "", "tool_calls": [call(a=1, b=2)] * len(results)}
-    before = (
-        render(tokenizer, Chat([QUESTION, said], SCHEMAS)).rstrip("\n").replace("<think>\n\n</think>\n\n", "")
-    )
+    before = render(tokenizer, Chat([QUESTION, said], SCHEMAS)).rstrip("\n").replace("<think>\n\n</think>\n\n", "")
     whole = render(tokenizer, Chat([QUESTION, said, *replies], SCHEMAS), add_generation_prompt=True)
     whole = whole.replace("<think>\n\n</think>\n\n", "")
     assert whole == before + tokenizer.decode(ids)
@@ -147,9 +139,7 @@ def test_template_arguments_and_other_ends():
     thinking = writer.ids(reply, last=end, ends={end}, template_kwargs={"enable_thinking": False})
     assert tokenizer.decode(thinking) == plain + "<think>\n\n</think>\n\n"
     # A turn that a stop string ended is closed as the template closes it; another end token stands for the template's own.
-    assert (
-        tokenizer.decode(writer.ids(reply, last=word, ends={end}, template_kwargs={})) == "<|im_end|>" + plain
-    )
+    assert tokenizer.decode(writer.ids(reply, last=word, ends={end}, template_kwargs={})) == "<|im_end|>" + plain
     found = tokenizer.decode(writer.ids(reply, last=other, ends={end, other}, template_kwargs={}))
     assert found == plain.removeprefix("\n")
 

@@ -158,9 +158,7 @@ def test_an_adapter_answers_as_the_merged_model_does(chat, adapter_path, model_p
     assert merged != greedy(model_path, user("And then?"))
     saved(tiny_model("llama", vocab_size=400), tmp_path / "other")  # the adapter itself has no tokenizer
     tiny_tokenizer().save_pretrained(adapter_path)
-    assert (
-        chat(adapter_path, "--temperature", "0", "--max_new_tokens", "8", said=["And then?"]) == f"{merged}\n"
-    )
+    assert chat(adapter_path, "--temperature", "0", "--max_new_tokens", "8", said=["And then?"]) == f"{merged}\n"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -206,7 +204,5 @@ def test_what_cannot_be_merged_is_one_message(tmp_path, model_path, adapter_path
     (tmp_path / "lost" / "adapter_config.json").write_text(
         json.dumps({**config, "base_model_name_or_path": "/no/such/base"})
     )
-    assert "There is no folder '/no/such/base'" in said(
-        str(tmp_path / "lost"), "--out", str(tmp_path / "out")
-    )
+    assert "There is no folder '/no/such/base'" in said(str(tmp_path / "lost"), "--out", str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()

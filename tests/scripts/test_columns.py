@@ -16,9 +16,7 @@ def test_renames(streaming):
 
 
 def test_a_missing_column_is_named_with_those_there_are():
-    with pytest.raises(
-        ValueError, match=r"`questoin`, which is no column of split 'train': .* question, answer, text"
-    ):
+    with pytest.raises(ValueError, match=r"`questoin`, which is no column of split 'train': .* question, answer, text"):
         rename_columns(Dataset.from_dict(ROWS), {"questoin": "prompt"}, name="split 'train'")
 
 

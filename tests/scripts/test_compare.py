@@ -44,13 +44,9 @@ def test_the_second_model_wins_where_the_judge_says_so(models, monkeypatch, caps
     found = json.loads((models / "found.json").read_text())
     shares = [row["share_of_second"] for row in found["rows"]]
     assert shares == [
-        0.5 if row["first"] == row["second"] else float(len(row["second"]) > len(row["first"]))
-        for row in found["rows"]
+        0.5 if row["first"] == row["second"] else float(len(row["second"]) > len(row["first"])) for row in found["rows"]
     ]
-    assert (
-        found["win_rate"] == sum(shares) / 4
-        and found["win_rate_low"] < found["win_rate"] < found["win_rate_high"]
-    )
+    assert found["win_rate"] == sum(shares) / 4 and found["win_rate_low"] < found["win_rate"] < found["win_rate_high"]
     assert "length controlled win rate" in capsys.readouterr().out
 
 
@@ -115,6 +111,4 @@ def test_answers_on_disk_are_not_asked_for_again(models, monkeypatch, capsys):
     assert costs[0][0] == costs[1][1] > 0 and costs[1][0] == 0
     main([*given, "--judge_max_calls", "1", "--judge_cache", "new.sqlite"])
     kept = json.loads((models / "found.json").read_text())
-    assert kept["unanswered"] and [row["second"] for row in kept["rows"]] == [
-        row["second"] for row in found[0]["rows"]
-    ]
+    assert kept["unanswered"] and [row["second"] for row in kept["rows"]] == [row["second"] for row in found[0]["rows"]]

@@ -9,9 +9,7 @@ from trl.data.arithmetic import make_rows
 
 
 def test_rows_are_written_as_lines_of_json(tmp_path, capsys):
-    assert (
-        main(["data", "tools", "--out", str(tmp_path / "new" / "tools"), "--rows", "16", "--seed", "2"]) == 0
-    )
+    assert main(["data", "tools", "--out", str(tmp_path / "new" / "tools"), "--rows", "16", "--seed", "2"]) == 0
     written = (tmp_path / "new" / "tools" / "train.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in written] == make_rows("tools", rows=16, seed=2)["train"]
     assert "test.jsonl: 2 rows of messages, tools" in capsys.readouterr().out

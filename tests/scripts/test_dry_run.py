@@ -78,9 +78,7 @@ def test_a_dry_run_shows_the_data_and_writes_nothing(run, name, tmp_path):
     assert out.count("Row ") == 2 and "Dry run: nothing was trained or written." in out
     assert not (tmp_path / "out").exists()
     weights = sizes(out)["weights"]
-    assert weights > 0 and sizes(out)["optimizer"] == pytest.approx(
-        2 * weights, abs=0.151
-    )  # of rounded figures
+    assert weights > 0 and sizes(out)["optimizer"] == pytest.approx(2 * weights, abs=0.151)  # of rounded figures
     assert "  16.0 bytes for each trained weight (float32; saved in float32)\n" in out
 
 

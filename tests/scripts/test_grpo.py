@@ -82,9 +82,7 @@ def test_functions_and_models_judge_together(run, name, tmp_path, models, capsys
     assert f"To resume: trl {name} with the same options" in out
     found = logged(tmp_path / "out")
     means = [found[f"rewards/{source}/mean"] for source in ("as_wanted", "think_format_reward", "judge")]
-    price = (
-        0.05 * found["kl"] if name == "rloo" else 0.0
-    )  # taken off a reward per completion, in nats of the whole
+    price = 0.05 * found["kl"] if name == "rloo" else 0.0  # taken off a reward per completion, in nats of the whole
     if not price:
         assert found["reward"] == pytest.approx(means[0] + 0.5 * means[1] + 2 * means[2], abs=1e-5)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type == "llama"

@@ -46,7 +46,5 @@ def test_values_are_shown_by_kind_and_defaults_where_there_are_some(monkeypatch)
     assert "  --packing [true|false]\n" in text and "  --loss_type {nll,dft}\n" in text
     assert "  --lr_scheduler_type NAME\n" in text and re.search(r"One of linear,\s+cosine,", text)
     assert (
-        "(default: None)" not in text
-        and "--no_" not in text.replace("--no_cuda", "")
-        and "--learning-rate" not in text
+        "(default: None)" not in text and "--no_" not in text.replace("--no_cuda", "") and "--learning-rate" not in text
     )

@@ -20,9 +20,7 @@ def file(tmp_path):
 
 
 def load(script_args, mixture=None, *, evaluate=False, renames=None):
-    return load_train_and_eval(
-        script_args, mixture or DatasetMixtureConfig(), renames=renames or {}, evaluate=evaluate
-    )
+    return load_train_and_eval(script_args, mixture or DatasetMixtureConfig(), renames=renames or {}, evaluate=evaluate)
 
 
 def test_a_file_with_renamed_columns(file):

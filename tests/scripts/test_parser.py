@@ -47,9 +47,7 @@ def run(tmp_path):
 
 
 def test_the_command_line_alone(run):
-    model, training = run(
-        "--path", "m", "--rate", "2e-5", "--use_adapter", "--names", "a", "b", "--no_verbose"
-    )
+    model, training = run("--path", "m", "--rate", "2e-5", "--use_adapter", "--names", "a", "b", "--no_verbose")
     assert model == Model("m", use_adapter=True, names=["a", "b"])
     assert training == Training(rate=2e-5, verbose=False)
 
@@ -189,9 +187,7 @@ def test_wrong_types_on_the_command_line_exit_with_2_and_no_usage(run, capsys):
     with pytest.raises(SystemExit) as stop:
         run("--path", "m", "--steps", "many")
     assert stop.value.code == 2
-    assert (
-        capsys.readouterr().err.splitlines()[0] == "toy: error: argument --steps: invalid int value: 'many'"
-    )
+    assert capsys.readouterr().err.splitlines()[0] == "toy: error: argument --steps: invalid int value: 'many'"
 
 
 def test_a_field_must_not_be_called_config():
@@ -206,9 +202,7 @@ def test_a_field_must_not_be_called_config():
 def mixture(tmp_path, text):
     path = tmp_path / "mixture.yaml"
     path.write_text(text)
-    return TrlParser((SFTScriptArguments, DatasetMixtureConfig)).parse_args_and_config(
-        ["--config", str(path)]
-    )
+    return TrlParser((SFTScriptArguments, DatasetMixtureConfig)).parse_args_and_config(["--config", str(path)])
 
 
 def test_mixtures_and_column_mappings(tmp_path):

@@ -67,9 +67,7 @@ def test_a_short_run(tmp_path, capsys, method):
     assert (tmp_path / "quickstart.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    "options", [["--max_steps", "0"], ["--output_dir", __file__], ["--method", "guessing"]]
-)
+@pytest.mark.parametrize("options", [["--max_steps", "0"], ["--output_dir", __file__], ["--method", "guessing"]])
 def test_bad_options_end_with_status_2(options: list[str]):
     with pytest.raises(SystemExit) as stop:
         main(options)

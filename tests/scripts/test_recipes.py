@@ -16,9 +16,7 @@ from trl.scripts.running import run_script
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "examples" / "recipes").glob("*.yaml"))
 ROWS = {
-    "sft": {
-        "messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "Seven apples."}]
-    },
+    "sft": {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "Seven apples."}]},
     "kto": {"prompt": "Q: How many?", "completion": " Seven.", "label": True},
     "pairs": {"prompt": "Q: How many?", "chosen": " Seven apples.", "rejected": " Next."},
     "prompts": {"prompt": "How many apples are left?", "solution": "7"},
@@ -84,9 +82,7 @@ def test_a_recipe_dry_runs(recipe, tmp_path, model_path, monkeypatch, capsys):
         AutoTokenizer.from_pretrained(model_path).save_pretrained(tmp_path / "scorer")
         local["reward_model_name_or_path"] = str(tmp_path / "scorer")
     file = tmp_path / "recipe.yaml"
-    file.write_text(
-        yaml.safe_dump({**settings, **local, "dry_run": True, "use_cpu": True, "report_to": "none"})
-    )
+    file.write_text(yaml.safe_dump({**settings, **local, "dry_run": True, "use_cpu": True, "report_to": "none"}))
     module = importlib.import_module(COMMANDS[name].module)
     assert run_script(module.make_parser(), module.main, ["--config", str(file)]) == 0
     out = capsys.readouterr().out

@@ -40,8 +40,7 @@ def test_without_a_checkpoint_nobody_is_told_to_resume(tmp_path, given, why):
     args = settings(tmp_path, **given)
     finished = resume_hint(None, args, command="sft", finished=True)
     assert (
-        finished
-        == f"This run cannot be resumed: no checkpoint was written {why}. A new one can start from the model."
+        finished == f"This run cannot be resumed: no checkpoint was written {why}. A new one can start from the model."
     )
     assert interruption(None, args, command="sft", step=7, steps=90) == (
         f"Stopped after step 7 of 90. It cannot be resumed: no checkpoint was written {why}. "
@@ -87,26 +86,23 @@ def test_an_interruption_before_the_first_step_is_one_line(run, monkeypatch, cap
 
 def test_an_interrupted_run_says_how_far_it_came_and_how_it_goes_on(run, tmp_path, caplog, capsys):
     assert run(KeyboardInterrupt()) == 130
-    said = f"Stopped after step 3 of 4, newest checkpoint {tmp_path}/out/checkpoint-2. To resume: trl sft with the same "
+    said = (
+        f"Stopped after step 3 of 4, newest checkpoint {tmp_path}/out/checkpoint-2. To resume: trl sft with the same "
+    )
     assert f"{said}options and --resume_from_checkpoint true" in caplog.text
     assert "interrupted" not in capsys.readouterr().err
     assert run(None, "--resume_from_checkpoint", "true") == 0
     assert Path(tmp_path / "out" / "checkpoint-4").is_dir()
 
 
-def test_an_interruption_while_the_model_is_saved_says_how_to_go_on(
-    run, tmp_path, monkeypatch, caplog, capsys
-):
+def test_an_interruption_while_the_model_is_saved_says_how_to_go_on(run, tmp_path, monkeypatch, caplog, capsys):
     def finish(*args, **kwargs):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
         patched.setattr("trl.scripts.report.finish", finish)
         assert run(None) == 130
-    assert (
-        f"Stopped after step 4 of 4, newest checkpoint {tmp_path}/out/checkpoint-4. To resume: "
-        in caplog.text
-    )
+    assert f"Stopped after step 4 of 4, newest checkpoint {tmp_path}/out/checkpoint-4. To resume: " in caplog.text
     assert "no step was trained" not in capsys.readouterr().err
     assert run(None, "--resume_from_checkpoint", "true") == 0
     assert (tmp_path / "out" / "model.safetensors").is_file()

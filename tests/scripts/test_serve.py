@@ -57,13 +57,9 @@ def test_a_client_gets_the_models_own_answer(tmp_path, monkeypatch, capsys):
     answer, key = asked[0].result()
     assert key not in capsys.readouterr().out
     words = AutoTokenizer.from_pretrained(folder)
-    ids = words.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=False, return_tensors="pt"
-    )
+    ids = words.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, return_tensors="pt")
     made = AutoModelForCausalLM.from_pretrained(folder).generate(ids, do_sample=False, max_new_tokens=8)
-    assert answer.choices[0].message.content == words.decode(
-        made[0, ids.shape[1] :], skip_special_tokens=True
-    )
+    assert answer.choices[0].message.content == words.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
     assert answer.usage.completion_tokens <= 8
 
 
@@ -89,9 +85,7 @@ def test_where_the_key_is_and_a_port_that_is_taken_meanwhile(secret, taken, tmp_
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(Endpoint, "run", lambda self, until: None)
     with HTTPServer("127.0.0.1", 0) as other:
-        monkeypatch.setattr(
-            "trl.scripts.serve.loaded_engine", lambda arguments: (taken and other.listen()) or engine
-        )
+        monkeypatch.setattr("trl.scripts.serve.loaded_engine", lambda arguments: (taken and other.listen()) or engine)
         assert main(["serve", "MODEL", "--port", str(other.port if taken else 0)]) == 2 * taken
         said = capsys.readouterr()
         if taken:
@@ -116,8 +110,6 @@ def test_a_missing_extra_is_one_message():
         "import sys; sys.modules['uvicorn'] = None; from trl.cli import main; "
         "sys.exit(main(['serve', 'nowhere', '--port', '0']))"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 2 and "Traceback" not in run.stderr
     assert "trl serve: error: A server needs uvicorn. Run `pip install trl[serve]`." in run.stderr

@@ -31,9 +31,7 @@ def test_the_last_log_of_each_kind_with_its_step_and_nothing_of_earlier_ones():
 
 def finished_trainer(*, core=None, template=None, adapters=None, callbacks=(), **parts):
     model = SimpleNamespace(peft_config=adapters or {})
-    accelerator = SimpleNamespace(
-        is_main_process=True, end_training=lambda: None, unwrap_model=lambda model: model
-    )
+    accelerator = SimpleNamespace(is_main_process=True, end_training=lambda: None, unwrap_model=lambda model: model)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
     return SimpleNamespace(
@@ -55,15 +53,11 @@ def test_a_model_is_shown_in_use():
     chat = "{% for m in messages %}{{ m.content }}{% endfor %}"
     made = {"core": LlamaForCausalLM(), "args": args}
     assert usage(finished_trainer(**made, template=chat)) == ["  trl chat out"]
-    assert usage(finished_trainer(**made, template=chat, adapters=adapters)) == [
-        "  trl chat out  # an adapter of base"
-    ]
+    assert usage(finished_trainer(**made, template=chat, adapters=adapters)) == ["  trl chat out  # an adapter of base"]
     load = ["  from transformers import pipeline", '  model = pipeline("text-generation", "out")']
     assert usage(finished_trainer(**made)) == load
     made["core"] = LlamaForSequenceClassification()
-    assert usage(finished_trainer(**made, template=chat))[1:] == [
-        '  model = pipeline("text-classification", "out")'
-    ]
+    assert usage(finished_trainer(**made, template=chat))[1:] == ['  model = pipeline("text-classification", "out")']
 
 
 @pytest.mark.parametrize(("best", "stopped"), [(False, False), (True, False), (False, True)])
@@ -83,14 +77,10 @@ def test_where_the_model_is_and_whether_the_run_is_over(capsys, tmp_path, best, 
     trainer = finished_trainer(args=args, state=state)
     finish(trainer, dataset_name=None, command="dpo", newest=None)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"Model saved in {tmp_path}" + (
-        ": that of step 2, the best (eval_loss 1.5)" if best else ""
-    )
+    assert lines[0] == f"Model saved in {tmp_path}" + (": that of step 2, the best (eval_loss 1.5)" if best else "")
     assert lines[1] == "Whole run (step 3): train_loss 1.625"
     why = "no checkpoint was written (--save_strategy no)"
-    assert lines[2].startswith(
-        f"It cannot be resumed: {why}" if stopped else f"This run cannot be resumed: {why}"
-    )
+    assert lines[2].startswith(f"It cannot be resumed: {why}" if stopped else f"This run cannot be resumed: {why}")
 
 
 def test_numbers_of_the_table_are_not_repeated(capsys, tmp_path):

@@ -162,9 +162,7 @@ def test_reentrant_checkpointing_and_bias_buffers(tmp_path, model_path):
         str(tmp_path / "rows.jsonl"), gradient_checkpointing_use_reentrant=True, ignore_bias_buffers=True
     )
     args = SFTConfig(str(tmp_path), use_cpu=True, report_to="none")
-    trainer = training.build_trainer(
-        "sft", script_args, args, ModelConfig(model_path), DatasetMixtureConfig()
-    )
+    trainer = training.build_trainer("sft", script_args, args, ModelConfig(model_path), DatasetMixtureConfig())
     assert trainer.args.gradient_checkpointing_kwargs == {"use_reentrant": True}
     assert trainer.model._ddp_params_and_buffers_to_ignore == []
 

@@ -15,9 +15,7 @@ class LowRankHead(torch.nn.Module):
     def __init__(self, weight, bias, dropout=0.0):
         super().__init__()
         self.weight, self.bias = weight, bias
-        self.down = torch.nn.Parameter(
-            torch.linspace(-1, 1, weight.shape[1] * 2, dtype=weight.dtype).view(2, -1)
-        )
+        self.down = torch.nn.Parameter(torch.linspace(-1, 1, weight.shape[1] * 2, dtype=weight.dtype).view(2, -1))
         self.up = torch.nn.Parameter(torch.linspace(1, -1, len(weight) * 2, dtype=weight.dtype).view(-1, 2))
         self.dropout = torch.nn.Dropout(dropout)
 

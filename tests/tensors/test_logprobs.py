@@ -104,9 +104,7 @@ def test_collisions_and_mean_logits_equal_plain_ones_and_change_nothing_else(nam
     for chunk_size in (1, 5, None):
         hidden, weight, targets, bias = inputs(dtype=dtype)
         logits = plain_logits(hidden.detach().double(), weight.double(), bias.double(), rule)
-        scores = token_scores(
-            hidden, weight, targets, bias=bias, rule=rule, wanted=wanted, chunk_size=chunk_size
-        )
+        scores = token_scores(hidden, weight, targets, bias=bias, rule=rule, wanted=wanted, chunk_size=chunk_size)
         collisions = (2 * logits.log_softmax(dim=-1)).logsumexp(dim=-1)
         assert_close(scores.log_collision.double(), collisions, tolerance)
         assert_close(scores.mean_logits.double(), (logits * rule.temperature).mean(dim=-1), tolerance)
@@ -222,9 +220,7 @@ def test_a_vocabulary_entry_that_is_switched_off():
     hidden, weight, _, bias = inputs(4, 8, 6)
     with torch.no_grad():
         bias[2] = float("-inf")
-    scores = token_scores(
-        hidden, weight, torch.tensor([0, 1, 3, 4]), bias=bias, wanted=Statistics(entropy=True)
-    )
+    scores = token_scores(hidden, weight, torch.tensor([0, 1, 3, 4]), bias=bias, wanted=Statistics(entropy=True))
     found = gradients(mixed(scores.logps, scores.entropies), hidden, weight, bias)
     assert all(torch.isfinite(x).all() for x in (*scores[:2], *found))
     assert found[1][2].abs().sum() == 0

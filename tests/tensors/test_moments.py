@@ -59,9 +59,7 @@ def test_running_moments_of_two_updates_are_those_of_both():
     assert first == pytest.approx((every[:4].mean().item(), every[:4].std().item()))
     assert running.std == pytest.approx(every[:4].std().item())
     running.update(every[4:])
-    assert (running.mean, running.std, running.count) == pytest.approx(
-        (every.mean().item(), every.std().item(), 40)
-    )
+    assert (running.mean, running.std, running.count) == pytest.approx((every.mean().item(), every.std().item(), 40))
     assert running.var == pytest.approx(every.var(unbiased=False).item())
 
 
@@ -87,7 +85,5 @@ def test_a_nan_leaves_them_as_they_were():
 
 
 def test_global_statistics():
-    mean, variance, count = get_global_statistics(
-        ALONE, torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1, 1, 0])
-    )
+    mean, variance, count = get_global_statistics(ALONE, torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1, 1, 0]))
     assert (mean.item(), variance.item(), count) == (2.0, 1.0, 2)

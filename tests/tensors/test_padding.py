@@ -68,9 +68,7 @@ def test_flush_right_by_hand():
 
 
 def test_flush_keeps_dtypes_a_column_that_only_one_row_uses_and_empty_masks():
-    mask, floats = flush_left(
-        torch.tensor([[False, True, False, True], [True, False, False, False]]), torch.ones(2, 4)
-    )
+    mask, floats = flush_left(torch.tensor([[False, True, False, True], [True, False, False, False]]), torch.ones(2, 4))
     assert mask.dtype == torch.bool and mask.tolist() == [[True, False, True], [True, False, False]]
     assert floats.shape == (2, 3)
     assert flush_left(torch.zeros(2, 3)).shape == (2, 0)

@@ -26,9 +26,7 @@ def test_micro_batches_add_up_to_the_step():
     values, weights = torch.arange(12.0).view(4, 3), (torch.arange(12).view(4, 3) % 5 != 0).float()
     count = count_units(weights)
     whole = reduce_terms(LossTerms(values, weights, "token", {}), count)
-    parts = [
-        reduce_terms(LossTerms(values[i : i + 1], weights[i : i + 1], "token", {}), count) for i in range(4)
-    ]
+    parts = [reduce_terms(LossTerms(values[i : i + 1], weights[i : i + 1], "token", {}), count) for i in range(4)]
     assert whole.item() == pytest.approx((values * weights).sum().item() / count.item(), rel=1e-6)
     assert sum(part.item() for part in parts) == pytest.approx(whole.item(), rel=1e-6)
 

@@ -38,9 +38,7 @@ def test_masked_statistics_ignore_what_is_masked_even_nan():
     assert masked_var(values, mask, unbiased=False).item() == pytest.approx(8 / 3)
     whitened = masked_whiten(values, mask)
     assert whitened[mask.bool()].tolist() == pytest.approx([-1.0, 0.0, 1.0])
-    assert masked_whiten(values, mask, shift_mean=False)[mask.bool()].tolist() == pytest.approx(
-        [2.0, 3.0, 4.0]
-    )
+    assert masked_whiten(values, mask, shift_mean=False)[mask.bool()].tolist() == pytest.approx([2.0, 3.0, 4.0])
     with pytest.raises(ValueError, match="at least 2 entries for a variance, got 1"):
         masked_var(torch.ones(3), torch.tensor([0, 1, 0]))
 
@@ -59,9 +57,7 @@ def test_log_softmax_and_entropy_with_gradients(shape):
     ]
     for ours, theirs in pairs:
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
-        grads = [
-            torch.autograd.grad(x.sum() + (x * x).sum(), logits, retain_graph=True)[0] for x in (ours, theirs)
-        ]
+        grads = [torch.autograd.grad(x.sum() + (x * x).sum(), logits, retain_graph=True)[0] for x in (ours, theirs)]
         torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-10)
 
 

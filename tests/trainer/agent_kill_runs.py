@@ -53,8 +53,7 @@ class Listener:
 
 def told(environments, completions, **columns):
     return [
-        len(each.words) + 0.01 * len(said[0]["content"])
-        for each, said in zip(environments, completions, strict=True)
+        len(each.words) + 0.01 * len(said[0]["content"]) for each, said in zip(environments, completions, strict=True)
     ]
 
 

@@ -67,9 +67,7 @@ KINDS = {"ddpo": ddpo, "alignprop": alignprop}
 
 
 def weights(trainer):
-    return {
-        name: p.detach().clone() for name, p in trainer.policy.model.named_parameters() if p.requires_grad
-    }
+    return {name: p.detach().clone() for name, p in trainer.policy.model.named_parameters() if p.requires_grad}
 
 
 def in_float64(kind, **settings):

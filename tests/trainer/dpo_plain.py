@@ -27,9 +27,7 @@ def _of_labels(logits: Tensor, labels: Sequence[int]) -> Tensor:
     return logits.log_softmax(-1).gather(-1, torch.tensor(list(labels))[:, None])[:, 0]
 
 
-def sums(
-    model: Any, rows: Sequence[dict], *, of: Callable = token_logps, mean: bool = False
-) -> tuple[Tensor, Tensor]:
+def sums(model: Any, rows: Sequence[dict], *, of: Callable = token_logps, mean: bool = False) -> tuple[Tensor, Tensor]:
     """Log-probs `(B,)` of chosen and of rejected completions: sums over their tokens, or means."""
     found = []
     for side in ("chosen", "rejected"):

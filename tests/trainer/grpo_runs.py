@@ -76,9 +76,7 @@ def first_is_rare(completion_ids: list[list[int]], **_: Any) -> list[float]:
 REWARDS = {"even_tokens": even_tokens, "first_is_rare": first_is_rare}
 
 
-def make(
-    method: str = "grpo", *, reward_funcs: Any = even_tokens, **settings: Any
-) -> tuple[Any, KeepGradients]:
+def make(method: str = "grpo", *, reward_funcs: Any = even_tokens, **settings: Any) -> tuple[Any, KeepGradients]:
     """A trainer, and what will hold the gradients of its steps; `given` are further arguments of its constructor, `teacher` is the
     architecture of a teacher."""
     keep, (config, trainer) = KeepGradients(), TRAINERS[method]

@@ -45,11 +45,7 @@ OF_AGENTS = ("agents", "agents-again")
 
 def policy_of(name: str):
     """The policy that a run begins with."""
-    return (
-        grpo_tool_runs.caller("llama", torch.float32)
-        if name in ("tools", *OF_AGENTS)
-        else tiny_model("llama")
-    )
+    return grpo_tool_runs.caller("llama", torch.float32) if name in ("tools", *OF_AGENTS) else tiny_model("llama")
 
 
 def models_of(name: str) -> dict:
@@ -103,9 +99,7 @@ def main(folder: str, how: str, *names: str) -> None:
         trainer, counts = finished(name, own, folder, **settings)
         assert is_sharded(trainer.model) == (how != "zero2")
         trainer.save_model(f"{folder}/{name}")
-        torch.save(
-            {"logs": logs(trainer), "counts": counts}, Path(folder, f"{name}_{trainer.args.process_index}.pt")
-        )
+        torch.save({"logs": logs(trainer), "counts": counts}, Path(folder, f"{name}_{trainer.args.process_index}.pt"))
     exit_now(trainer)
 
 

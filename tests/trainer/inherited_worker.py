@@ -29,10 +29,7 @@ def evaluated(*, streams: bool = False, **settings: Any) -> dict[str, float]:
         **{"per_device_eval_batch_size": 3, **settings},
     )
     metrics = trainer.evaluate()
-    return {
-        name: metrics[f"eval_{name}"]
-        for name in ("loss", "rewards/accuracies", "logps/chosen", "rows", "total")
-    }
+    return {name: metrics[f"eval_{name}"] for name in ("loss", "rewards/accuracies", "logps/chosen", "rows", "total")}
 
 
 SEQUENCES: dict[str, dict[str, Any]] = {

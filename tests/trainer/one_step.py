@@ -46,9 +46,7 @@ class KeepGradients(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         named = {
-            name.removeprefix("module."): p.grad.clone()
-            for name, p in model.named_parameters()
-            if p.grad is not None
+            name.removeprefix("module."): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
         }
         self.steps.append(named)
 

@@ -64,13 +64,9 @@ def main(out: str, kill: str = "") -> None:
 
 
 def one_step(trainer, batch, user, log) -> None:
-    responses = trainer.generate(
-        batch["input_ids"], return_prompt=False, do_sample=True, top_k=0, max_new_tokens=5
-    )
+    responses = trainer.generate(batch["input_ids"], return_prompt=False, do_sample=True, top_k=0, max_new_tokens=5)
     stats = trainer.step(batch["input_ids"], responses, user.reward(responses))
-    known = {
-        name: float(value) for name, value in stats.items() if np.size(value) == 1 and "time/" not in name
-    }
+    known = {name: float(value) for name, value in stats.items() if np.size(value) == 1 and "time/" not in name}
     rows = [row.tolist() for row in responses]
     log.write(json.dumps([trainer.current_step, batch["query"], rows, known]) + "\n")
 

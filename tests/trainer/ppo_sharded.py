@@ -64,9 +64,7 @@ def main(folder: str, how: str) -> None:
     from trl.models.distributed import is_sharded
 
     torch.set_num_threads(1)
-    trainer = trainer_of(
-        batch_size=2, mini_batch_size=1, gradient_accumulation_steps=2, accelerator_kwargs=options
-    )
+    trainer = trainer_of(batch_size=2, mini_batch_size=1, gradient_accumulation_steps=2, accelerator_kwargs=options)
     assert is_sharded(trainer.model)
     assert (trainer.accelerator.state.deepspeed_plugin is None) == (how == "fsdp2")
     rank = trainer.accelerator.process_index

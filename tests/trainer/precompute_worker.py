@@ -40,14 +40,9 @@ def pair_rows(count: int = 7) -> list[dict[str, list[int]]]:
 
 def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     """Padded rows, a pair's chosen completion at 2i and its rejected one at 2i + 1."""
-    sequences = [
-        (row["prompt_input_ids"], row[f"{side}_input_ids"]) for row in rows for side in ("chosen", "rejected")
-    ]
+    sequences = [(row["prompt_input_ids"], row[f"{side}_input_ids"]) for row in rows for side in ("chosen", "rejected")]
     width = max(len(prompt) + len(completion) for prompt, completion in sequences)
-    batch = {
-        name: torch.zeros(len(sequences), width, dtype=torch.int64)
-        for name in ("input_ids", "attention_mask")
-    }
+    batch = {name: torch.zeros(len(sequences), width, dtype=torch.int64) for name in ("input_ids", "attention_mask")}
     batch["labels"] = torch.full_like(batch["input_ids"], -100)
     for index, (prompt, completion) in enumerate(sequences):
         end = len(prompt) + len(completion)
@@ -67,9 +62,7 @@ def pair_logps(scorer, model, batch) -> tuple[torch.Tensor, torch.Tensor]:
 class Counted:
     """A frozen reference with its pass, and how many rows it was asked for."""
 
-    def __init__(
-        self, *, seed: int = 1, dtype: torch.dtype = torch.float32, packed: bool | None = None
-    ) -> None:
+    def __init__(self, *, seed: int = 1, dtype: torch.dtype = torch.float32, packed: bool | None = None) -> None:
         model = tiny_model("llama", seed=seed, dtype=dtype)
         self.reference = FrozenModel(model, Scorer(model, packed=packed))
         self.rows = 0

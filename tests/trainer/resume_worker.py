@@ -161,10 +161,7 @@ def ppo(out: str, kind: str):
 
 def by_chance(completion_ids: list[list[int]], **_) -> list[float]:
     """Often the same for a whole group; draws from two of the global random streams."""
-    return [
-        float((ids[0] + torch.randint(2, ()).item() + np.random.randint(2)) % 7 == 0)
-        for ids in completion_ids
-    ]
+    return [float((ids[0] + torch.randint(2, ()).item() + np.random.randint(2)) % 7 == 0) for ids in completion_ids]
 
 
 async def at_leisure(completion_ids: list[list[int]], **_) -> list[float | None]:
@@ -194,9 +191,7 @@ def tokenizer():
 
     words = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{i}": i for i in range(3, 64)}}
     inner = Tokenizer(WordLevel(words, unk_token="<unk>"))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
 def ending(trainer: SFTTrainer) -> dict:
@@ -218,9 +213,7 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
     total = hashlib.sha256()
     for name in sorted(tensors):
         total.update(name.encode())
-        total.update(
-            torch.as_tensor(tensors[name]).contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        )
+        total.update(torch.as_tensor(tensors[name]).contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return total.hexdigest()
 
 

@@ -11,9 +11,7 @@ ROWS = [{"input_ids": list(range(3, 3 + n))} for n in (5, 9, 4, 7, 8, 6, 5, 7)]
 
 def main(folder: str) -> None:
     for steps, resume in ((2, False), (4, True)):
-        trainer = make(
-            ROWS, folder=folder, max_steps=steps, save_strategy="steps", save_steps=1, ddp_backend="gloo"
-        )
+        trainer = make(ROWS, folder=folder, max_steps=steps, save_strategy="steps", save_steps=1, ddp_backend="gloo")
         seen, step = set(), trainer.training_step
 
         def training_step(*args, seen=seen, step=step):

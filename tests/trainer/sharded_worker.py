@@ -52,9 +52,7 @@ def use_fsdp_on_cpu() -> None:
 def use_deepspeed_on_cpu() -> None:
     """Without the all-reduce for inference that DeepSpeed would compile first, for a minute."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    backend = importlib.import_module(
-        "deepspeed.comm.torch"
-    )  # as an attribute, `deepspeed.comm.torch` is torch itself
+    backend = importlib.import_module("deepspeed.comm.torch")  # as an attribute, `deepspeed.comm.torch` is torch itself
     backend.build_shm_op = lambda: None
 
 
@@ -103,9 +101,7 @@ def three_steps(method: str, models: dict, **settings):
     if method == "sft":
         return run(**models, **{**STEPS, **settings})[0]
     if method.endswith("distillation"):
-        return run(
-            models["model"], trainer_class=distillation_from(models["teacher"]), **{**STEPS, **settings}
-        )[0]
+        return run(models["model"], trainer_class=distillation_from(models["teacher"]), **{**STEPS, **settings})[0]
     if method in ("gkd", "gold"):  # completions of the student and of the teacher
         from tests.contracts import methods
 
@@ -136,16 +132,12 @@ def distillation_from(model):
                 self.teacher = SelfTeacher(AdapterReference(self.scorer))
             else:
                 live = SelfTeacher(InitialPolicy(self.model, self.scorer))
-                self.teacher = TeacherByRow(
-                    {"model": FrozenTeacher(FrozenModel(model, Scorer(model))), "live": live}
-                )
+                self.teacher = TeacherByRow({"model": FrozenTeacher(FrozenModel(model, Scorer(model))), "live": live})
             self.teacher.prepare(self.accelerator)
 
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             of_rows = (inputs["input_ids"][:, 0] % 3 == 0).long()
-            found = self.teacher.divergence(
-                self.scorer, model, {**inputs, "teacher": of_rows}, Divergence(0.0)
-            )
+            found = self.teacher.divergence(self.scorer, model, {**inputs, "teacher": of_rows}, Divergence(0.0))
             return self.accelerator.num_processes * found.total / num_items_in_batch
 
     return Distillation

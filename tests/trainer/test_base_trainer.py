@@ -96,12 +96,8 @@ def test_the_summary_has_the_metrics_of_steps_that_were_not_logged(name, tmp_pat
 
 
 def test_float16_weights_are_not_trained_on_a_cpu(tmp_path):
-    trainer = make(
-        rows(), model=tiny_model("llama", vocab_size=400, dtype=torch.float16), folder=tmp_path, **SETTINGS
-    )
-    with pytest.raises(
-        ValueError, match=r"the trained weights are float16.*Load them in bfloat16 or float32"
-    ):
+    trainer = make(rows(), model=tiny_model("llama", vocab_size=400, dtype=torch.float16), folder=tmp_path, **SETTINGS)
+    with pytest.raises(ValueError, match=r"the trained weights are float16.*Load them in bfloat16 or float32"):
         trainer.train()
 
 
@@ -146,9 +142,7 @@ def test_a_training_loader_of_a_program_may_end_and_have_no_length(tmp_path):
 def test_a_step_that_trains_nothing_has_no_loss_and_no_gradient(tmp_path):
     model = tiny_model("qwen3_moe", vocab_size=400, output_router_logits=True)
     settings = {**SETTINGS, "save_strategy": "no", "max_steps": 2, "gradient_accumulation_steps": 2}
-    trainer = make(
-        rows(), model=model, folder=tmp_path, trainer={"data_collator": NothingTrained()}, **settings
-    )
+    trainer = make(rows(), model=model, folder=tmp_path, trainer={"data_collator": NothingTrained()}, **settings)
     trainer.train()
     assert logged(trainer, "loss") == [0.0, 0.0]
     assert logged(trainer, "grad_norm") == [0.0, 0.0]

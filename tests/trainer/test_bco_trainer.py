@@ -67,9 +67,7 @@ def test_delta_is_the_mean_reward_of_the_run():
     trainer.train()
     rewards = BETA * log_ratios(*policy_and_reference(), rows()).detach()
     found = [entry["delta"] for entry in trainer.state.log_history if "delta" in entry]
-    assert found == pytest.approx(
-        [rewards[:3].mean().item(), rewards[:6].mean().item(), rewards.mean().item()]
-    )
+    assert found == pytest.approx([rewards[:3].mean().item(), rewards[:6].mean().item(), rewards.mean().item()])
 
 
 def test_an_evaluation_does_not_move_delta():

@@ -61,9 +61,7 @@ def test_the_check_leaves_no_trace():
 
 def test_names_of_several_sets():
     parts = {"short": Dataset.from_list(ROWS[:2]), "long": Dataset.from_list(ROWS)}
-    with pytest.raises(
-        ValueError, match=r"is of none of the evaluation sets \['short', 'long'\].*'eval_short_loss'"
-    ):
+    with pytest.raises(ValueError, match=r"is of none of the evaluation sets \['short', 'long'\].*'eval_short_loss'"):
         sft("loss", eval_dataset=parts)
     assert sft("eval_long_entropy", eval_dataset=parts).train().global_step == 2
     counted = Counting()
@@ -80,16 +78,12 @@ def test_metrics_of_preferences_and_rewards():
     best = {**BEST, "given": {"eval_dataset": grpo_runs.prompts(3)}, "save_strategy": "no", "max_steps": 1}
     with pytest.raises(ValueError, match=r"'eval_rewrad' is not among .*'eval_reward'"):
         grpo_runs.run(**best, metric_for_best_model="eval_rewrad")
-    assert (
-        grpo_runs.run(**best, metric_for_best_model="eval_rewards/even_tokens/mean")[0].state.best_metric > 0
-    )
+    assert grpo_runs.run(**best, metric_for_best_model="eval_rewards/even_tokens/mean")[0].state.best_metric > 0
 
 
 @pytest.mark.parametrize("result", [0.5, None])
 def test_compute_metrics_must_return_a_dict(result):
-    trainer = make(
-        ROWS, trainer={"eval_dataset": Dataset.from_list(ROWS), "compute_metrics": lambda _: result}
-    )
+    trainer = make(ROWS, trainer={"eval_dataset": Dataset.from_list(ROWS), "compute_metrics": lambda _: result})
     with pytest.raises(
         TypeError,
         match=f"compute_metrics must return a dict of metrics by name, got a {type(result).__name__}",

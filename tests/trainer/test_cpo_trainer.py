@@ -34,9 +34,7 @@ LOGGED = {
 }  # fmt: skip
 
 
-def formula(
-    found, *, beta, loss_type="sigmoid", cpo_alpha=1.0, simpo_gamma=0.5, alpha=0.0, label_smoothing=0.0
-):
+def formula(found, *, beta, loss_type="sigmoid", cpo_alpha=1.0, simpo_gamma=0.5, alpha=0.0, label_smoothing=0.0):
     """CPO's loss over all pairs from plain log-probs, as the papers write it, and its metrics."""
     per_token = loss_type in ("ipo", "simpo", "alphapo")
     chosen, rejected = found.totals(per_token=per_token)
@@ -75,9 +73,7 @@ def padded(width):
 
     def collate(rows):
         both = [
-            (row["prompt_input_ids"], row[side])
-            for row in rows
-            for side in ("chosen_input_ids", "rejected_input_ids")
+            (row["prompt_input_ids"], row[side]) for row in rows for side in ("chosen_input_ids", "rejected_input_ids")
         ]
         columns = {
             "input_ids": [prompt + completion for prompt, completion in both],
@@ -143,9 +139,7 @@ def test_older_methods_give_the_same_loss(name):
     assert chosen_logits.shape == (8, max(len(r["prompt_input_ids"]) + max(len(r["chosen_input_ids"]), len(r["rejected_input_ids"])) for r in pairs()), 96)  # fmt: skip
     loss, found = trainer.get_batch_loss_metrics(trainer.model, batch, train_eval="eval")
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
-    assert found == pytest.approx(
-        {f"eval_{key}": value for key, value in metrics.items()}, rel=1e-12, abs=1e-12
-    )
+    assert found == pytest.approx({f"eval_{key}": value for key, value in metrics.items()}, rel=1e-12, abs=1e-12)
     loss.backward()
 
 

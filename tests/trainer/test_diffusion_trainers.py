@@ -90,9 +90,7 @@ def test_weights_do_not_depend_on_the_split(settings):
     """Compared after one optimiser step in float64."""
     found = []
     for own in ({"train_gradient_accumulation_steps": 2}, settings):
-        trainer = ddpo(
-            pipeline(dtype=torch.float64), train_clip_range=10.0, train_timestep_fraction=0.5, **own
-        )
+        trainer = ddpo(pipeline(dtype=torch.float64), train_clip_range=10.0, train_timestep_fraction=0.5, **own)
         trainer.train(1)
         found.append(weights(trainer))
     for name, value in found[0].items():
@@ -173,9 +171,7 @@ def test_checkpoints_that_cannot_be_resumed(tmp_path, caplog):
     folder = tmp_path / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_2", "checkpoint_3"]
     other = pipeline()
-    other.sd_pipeline.unet = type(other.unet).from_config(
-        {**other.unet.config, "block_out_channels": (32, 32)}
-    )
+    other.sd_pipeline.unet = type(other.unet).from_config({**other.unet.config, "block_out_channels": (32, 32)})
     for trainer, model in ((ddpo, other), (alignprop, None), (ddpo, pipeline(lora=False))):
         with pytest.raises(CheckpointError):
             trainer(model, **settings, resume_from=str(tmp_path))
@@ -321,9 +317,7 @@ def test_async_rewards_overlap_with_sampling():
         return images.mean(dim=(1, 2, 3)).tolist(), {"count": len(images)}
 
     seen = []
-    trainer = ddpo(
-        reward=reward, kind=Counting, async_reward_computation=True, hook=lambda *given: seen.append(given)
-    )
+    trainer = ddpo(reward=reward, kind=Counting, async_reward_computation=True, hook=lambda *given: seen.append(given))
     trainer.train(1)
     (images, step, tracker), = seen  # fmt: skip
     assert started == [True, True] and step == 0 and tracker is None and len(images) == 2
@@ -409,9 +403,7 @@ def test_refused_prompts_and_configs():
             kind(DDPOStableDiffusionPipeline())
 
 
-@pytest.mark.parametrize(
-    "settings", [{"mixed_precision": "fp16"}, {"accelerator_kwargs": {"mixed_precision": "fp16"}}]
-)
+@pytest.mark.parametrize("settings", [{"mixed_precision": "fp16"}, {"accelerator_kwargs": {"mixed_precision": "fp16"}}])
 def test_half_precision_is_chosen_by_the_device(settings, caplog):
     with caplog.at_level(logging.WARNING):
         trainer = ddpo(**settings)
@@ -545,9 +537,7 @@ def test_advantages_of_a_batch_and_of_prompts():
     tracker = PerPromptStatTracker(buffer_size=3, min_count=2)
     first = tracker.update(["a", "a", "b"], np.array([1.0, 3.0, 5.0]))
     rewards = np.array([1.0, 3.0, 5.0])
-    assert first == pytest.approx(
-        [-1 / (1 + 1e-6), 1 / (1 + 1e-6), (5 - rewards.mean()) / (rewards.std() + 1e-6)]
-    )
+    assert first == pytest.approx([-1 / (1 + 1e-6), 1 / (1 + 1e-6), (5 - rewards.mean()) / (rewards.std() + 1e-6)])
     tracker.update(("a", "a"), [5.0, 7.0])
     assert tracker.get_stats()["a"] == {"mean": 5.0, "std": pytest.approx(np.std([3, 5, 7])), "count": 3}
 
@@ -604,11 +594,7 @@ def test_the_card_of_a_repository(tmp_path, monkeypatch):
     tiny_pipeline().save_pretrained(tmp_path)
     trainer = ddpo(StableDiffusionPipeline.from_pretrained(tmp_path))
     assert trainer.push_to_hub("bright") == "https://hub/me/bright"
-    assert (
-        'load_lora_weights("me/bright"' in cards[0]
-        and "# bright\n" in cards[0]
-        and f"`{tmp_path}`" in cards[0]
-    )
+    assert 'load_lora_weights("me/bright"' in cards[0] and "# bright\n" in cards[0] and f"`{tmp_path}`" in cards[0]
 
 
 def test_trackers(tmp_path, monkeypatch):
@@ -647,9 +633,7 @@ def test_configs_as_plain_values():
     config = DDPOConfig(project_kwargs={"project_dir": "here"}, train_learning_rate="1e-4")  # type: ignore[arg-type]
     values = config.to_dict()
     assert (
-        values["seed"] == 0
-        and values["project_kwargs/project_dir"] == "here"
-        and values["train_learning_rate"] == 1e-4
+        values["seed"] == 0 and values["project_kwargs/project_dir"] == "here" and values["train_learning_rate"] == 1e-4
     )
     assert json.loads(json.dumps(AlignPropConfig().to_dict()))["truncated_rand_backprop_minmax"] == [0, 50]
     options = ["--truncated_rand_backprop_minmax", "0", "20", "--project_kwargs", '{"project_dir": "there"}']
@@ -679,9 +663,7 @@ def test_alignprop_steps_and_its_hook():
 def test_alignprop_of_a_flow(model):
     """Without noise and a late gradient; brightness rises."""
     settings = {"noise_level": 0.0, "resolution": 64, "train_learning_rate": 1e-2, "train_batch_size": 4}
-    trainer = alignprop(
-        FlowPipeline(model()), **settings, truncated_backprop_rand=False, truncated_backprop_timestep=2
-    )
+    trainer = alignprop(FlowPipeline(model()), **settings, truncated_backprop_rand=False, truncated_backprop_timestep=2)
     trainer.train(3)
     rewards = [entry["reward_mean"] for entry in trainer.log_history]
     assert rewards[0] < rewards[1] < rewards[2]

@@ -77,9 +77,7 @@ def test_models_may_have_other_numbers_of_unused_embeddings(
     assert caplog.text.count(f"{sizes[0]} and {sizes[1]} tokens") == 1
     rows = batch_of(trainer)
     assert rows.completions.values.max() < 80
-    assert trainer.sampler_is_exact == (
-        sizes[0] == 80
-    )  # others are drawn without the tokens that the teacher lacks
+    assert trainer.sampler_is_exact == (sizes[0] == 80)  # others are drawn without the tokens that the teacher lacks
     assert all(math.isfinite(each["loss"]) for each in logs(trainer))
     if sizes[0] == 96:
         tokens = Dataset.from_list([{"input_ids": [5, 90]}] * 4)

@@ -21,9 +21,7 @@ def text_trainer(rows, tmp_path, **given):
 
 def test_a_batch_of_something_else():
     trainer = make()
-    with pytest.raises(
-        ValueError, match=r"a batch must have prompt_input_ids, chosen_input_ids.*'input_ids'"
-    ):
+    with pytest.raises(ValueError, match=r"a batch must have prompt_input_ids, chosen_input_ids.*'input_ids'"):
         trainer.compute_loss(trainer.model, {"input_ids": torch.ones(2, 3)})
 
 

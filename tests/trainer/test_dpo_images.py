@@ -36,9 +36,7 @@ def test_the_collator_cuts_as_the_config_says(processor, model, tmp_path):
     tools = [{"type": "function", "function": {"name": "look"}}]
     args = config(tmp_path, max_length=90, max_prompt_length=None, max_completion_length=7, tools=tools)
     collator = sets_of(None, args, processor, model).collator
-    assert collator == DataCollatorForVisionPreference(
-        processor, max_length=90, max_completion_length=7, tools=tools
-    )
+    assert collator == DataCollatorForVisionPreference(processor, max_length=90, max_completion_length=7, tools=tools)
     assert sets_of(collator, args, processor, model).collator is collator
     assert sets_of(len, args, None, None).collator is len
 

@@ -139,9 +139,7 @@ def test_a_step_with_images_is_that_of_plain_torch(family):
     scores = (*sides(policy), *ref)
     gradients, log = image_step(family)
     assert log["logps/chosen"] == pytest.approx(float(scores[0].mean().detach()), rel=1e-9)
-    assert log["rewards/rejected"] == pytest.approx(
-        float(BETA * (scores[1] - scores[3]).mean().detach()), rel=1e-8
-    )
+    assert log["rewards/rejected"] == pytest.approx(float(BETA * (scores[1] - scores[3]).mean().detach()), rel=1e-8)
     loss = dpo_plain.LOSSES["sigmoid"](scores, BETA).mean()
     plain = torch.autograd.grad(loss, list(policy.parameters()), allow_unused=True)
     expected = {n: g for (n, _), g in zip(policy.named_parameters(), plain, strict=True) if g is not None}
@@ -177,9 +175,7 @@ def test_the_routers_loss_is_added(sharing):
     assert "aux_loss" not in plain
     model = tiny_model("mixtral", **options)
     sequences = [
-        [*row["prompt_input_ids"], *row[f"{side}_input_ids"]]
-        for row in ROWS
-        for side in ("chosen", "rejected")
+        [*row["prompt_input_ids"], *row[f"{side}_input_ids"]] for row in ROWS for side in ("chosen", "rejected")
     ]
     width = max(map(len, sequences))
     ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in sequences])

@@ -153,9 +153,7 @@ def test_concatenated_inputs_of_both_levels():
 def test_concatenated_forward(name):
     trainer, own, padded = batches(loss_type=[name, "sft"], use_weighting=True)
     mean = name == "ipo"
-    chosen, rejected, ref_chosen, ref_rejected = dpo_plain.pairs(
-        trainer.model, trainer.ref_model, ROWS, mean=mean
-    )
+    chosen, rejected, ref_chosen, ref_rejected = dpo_plain.pairs(trainer.model, trainer.ref_model, ROWS, mean=mean)
     for batch in (own, padded):
         found = trainer.concatenated_forward(trainer.model, batch)
         assert set(found) == {
@@ -167,9 +165,7 @@ def test_concatenated_forward(name):
         for is_ref_model in (True, False):
             other = trainer.concatenated_forward(trainer.ref_model, batch, is_ref_model=is_ref_model)
             torch.testing.assert_close(other["chosen_logps"], ref_chosen, rtol=1e-10, atol=0)
-        for value, expected in zip(
-            trainer.compute_ref_log_probs(batch), (ref_chosen, ref_rejected), strict=True
-        ):
+        for value, expected in zip(trainer.compute_ref_log_probs(batch), (ref_chosen, ref_rejected), strict=True):
             torch.testing.assert_close(value, expected, rtol=1e-10, atol=0)
     trainer.train()
     log = trainer.state.log_history[0]
@@ -210,9 +206,7 @@ def test_dpo_loss_without_reference_and_with_likelihood():
     assert (good.item(), bad.item()) == (pytest.approx(0.3), pytest.approx(-0.3))
     free = trainer.dpo_loss(chosen, rejected, reference + 7, reference, True)[0]
     assert free.item() == losses.item()
-    likelihood = trainer.dpo_loss(
-        chosen, rejected, reference, reference, "sft", {"nll_loss": torch.tensor(2.5)}
-    )
+    likelihood = trainer.dpo_loss(chosen, rejected, reference, reference, "sft", {"nll_loss": torch.tensor(2.5)})
     assert likelihood[0].tolist() == [2.5]
     with pytest.raises(TypeError, match="'sft' needs model_output"):
         trainer.dpo_loss(chosen, rejected, reference, reference, "sft")

@@ -168,9 +168,7 @@ def test_without_reference_the_loss_is_of_the_policy_alone():
     chosen, rejected = dpo_plain.sums(policy, ROWS)
     nothing = torch.zeros_like(chosen)
     loss = dpo_plain.LOSSES["sigmoid"]((chosen, rejected, nothing, nothing), BETA).mean()
-    trainer, gradients, log = first_step(
-        reference_free=True, beta=BETA, model=tiny_model("gpt2", dtype=torch.float64)
-    )
+    trainer, gradients, log = first_step(reference_free=True, beta=BETA, model=tiny_model("gpt2", dtype=torch.float64))
     assert trainer.reference is None and trainer.ref_model is None
     assert_gradients(gradients, loss, policy)
     assert log["rewards/chosen"] == pytest.approx(BETA * chosen.mean().item(), rel=1e-10)
@@ -200,9 +198,7 @@ def test_without_ref_model_the_reference_is_a_copy_of_the_first_policy():
     expected = plain_reference(trainer.model)
     trainer.train()
     assert_reference(trainer, expected)
-    assert not any(
-        torch.allclose(a, b) for a, b in zip(expected, plain_reference(trainer.model), strict=True)
-    )
+    assert not any(torch.allclose(a, b) for a, b in zip(expected, plain_reference(trainer.model), strict=True))
     assert trainer.state.log_history[0]["rewards/chosen"] == 0
 
 
@@ -234,17 +230,13 @@ def test_precomputed_log_probs_are_the_live_ones_bit_for_bit(tmp_path, monkeypat
         assert logs[0][name] == logs[1][name]
 
 
-def test_evaluation_with_a_reference_that_was_asked_in_advance_compares_with_the_first_policy(
-    tmp_path, monkeypatch
-):
+def test_evaluation_with_a_reference_that_was_asked_in_advance_compares_with_the_first_policy(tmp_path, monkeypatch):
     """The recorded reference asks the trained policy about the evaluation rows, so that their rewards are all 0."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path))
     data = Dataset.from_list(pairs(seed=9))
     found = []
     for precompute in (True, False):
-        trainer = make(
-            copied_reference=True, eval_dataset=data, max_steps=3, precompute_ref_log_probs=precompute
-        )
+        trainer = make(copied_reference=True, eval_dataset=data, max_steps=3, precompute_ref_log_probs=precompute)
         trainer.train()
         found.append(trainer.evaluate())
     assert found[0]["eval_rewards/margins"] != 0
@@ -305,17 +297,13 @@ def test_compute_metrics_gets_the_rewards():
         return {"best": float(found.predictions.max())}
 
     data = Dataset.from_list(ROWS[:7])
-    trainer = make(
-        eval_dataset=data, compute_metrics=compute_metrics, beta=BETA, per_device_eval_batch_size=3
-    )
+    trainer = make(eval_dataset=data, compute_metrics=compute_metrics, beta=BETA, per_device_eval_batch_size=3)
     metrics = trainer.evaluate()
     rewards = BETA * torch.stack([chosen - ref_chosen, rejected - ref_rejected], dim=1)
     torch.testing.assert_close(torch.tensor(seen[0].predictions), rewards, rtol=1e-10, atol=1e-12)
     assert seen[0].label_ids.tolist() == [0] * 7
     assert metrics["eval_best"] == pytest.approx(float(rewards.max()))
-    assert metrics["eval_rewards/accuracies"] == pytest.approx(
-        float((rewards[:, 0] > rewards[:, 1]).double().mean())
-    )
+    assert metrics["eval_rewards/accuracies"] == pytest.approx(float((rewards[:, 0] > rewards[:, 1]).double().mean()))
 
 
 # ---- data

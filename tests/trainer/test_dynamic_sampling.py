@@ -38,9 +38,7 @@ def test_a_window_has_groups_that_teach(method):
     found = groups_of(trainer.make_rollout_batch(1))
     assert [len(set(scores)) > 1 for _, scores in plain].count(False) > 0
     kept = [old for old in plain if len(set(old[1])) > 1]
-    assert [
-        new for new, old in zip(found, plain, strict=True) if old in kept
-    ] == kept  # as they were, in their places
+    assert [new for new, old in zip(found, plain, strict=True) if old in kept] == kept  # as they were, in their places
     for rows, scores in found:
         assert len(set(scores)) > 1 and all(row == rows[0] for row in rows)
     measured = trainer._sums["train"].drain()
@@ -56,9 +54,7 @@ def test_at_the_limit_groups_stay_as_they_are():
         return [1.0] * len(completions)
 
     plain, _ = make(reward_funcs=constant)
-    trainer, keep = run(
-        reward_funcs=constant, dynamic_sampling=True, max_resampling_rounds=3, max_steps=2, beta=0.0
-    )
+    trainer, keep = run(reward_funcs=constant, dynamic_sampling=True, max_resampling_rounds=3, max_steps=2, beta=0.0)
     for entry in logs(trainer):
         assert entry["dynamic_sampling/rounds"] == 3 and entry["dynamic_sampling/kept_zero_groups"] == 2
         assert entry["dynamic_sampling/sampled_groups"] == 6 and entry["loss"] == 0

@@ -43,9 +43,7 @@ def test_all_columns_give_the_gradient_of_the_model(settings: dict[str, Any]) ->
     assert (len(trainer.train_dataset) < 8) == ("packing" in settings)
     assert_same_gradient(steps(trainer)[0], steps(gkd(max_length=40))[0])
     few = columns()
-    few = few.map(
-        lambda row: {name: [x[:64] for x in row[name]] for name in ("teacher_ids", "teacher_logps")}
-    )
+    few = few.map(lambda row: {name: [x[:64] for x in row[name]] for name in ("teacher_ids", "teacher_logps")})
     trainer = gkd_columns(train_dataset=few)
     loss, whole = (each.evaluate(each.train_dataset)["eval_loss"] for each in (trainer, gkd_columns()))
     assert 0 < whole - loss < 1e-2
@@ -94,9 +92,7 @@ def test_what_teach_writes_trains_as_the_teacher_does(taught: Any) -> None:
         with_model.evaluate(Dataset.from_list(CHATS))["eval_loss"], rel=1e-5
     )
     trainer.train(), with_model.train()
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(
-        with_model.state.log_history[0]["loss"], rel=1e-5
-    )
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(with_model.state.log_history[0]["loss"], rel=1e-5)
 
 
 def test_columns_of_other_settings_are_refused(taught: Any) -> None:
@@ -186,19 +182,14 @@ def test_a_server_gives_the_gradient_of_the_model(server: Any, lmbda: float) -> 
     assert_same_gradient(found, steps(gkd(**settings))[0])
     trainer = gkd(teacher_model=None, teacher_model_server_url=server.url, **settings)
     rows = Dataset.from_list(fixed_rows())
-    assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(
-        gkd(**settings).evaluate(rows)["eval_loss"], rel=1e-9
-    )
+    assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(gkd(**settings).evaluate(rows)["eval_loss"], rel=1e-9)
 
 
 @pytest.mark.parametrize("lmbda", [0.0, 1.0])
 def test_rows_choose_among_servers(server: Any, lmbda: float) -> None:
     with serving(TinyTeacher(double("llama", seed=4))) as second:
         urls = {"one": server.url, "two": second.url}
-        rows = [
-            {**row, "completion_mask": [0, *row["completion_mask"][1:]], "teacher": "one"}
-            for row in fixed_rows()
-        ]
+        rows = [{**row, "completion_mask": [0, *row["completion_mask"][1:]], "teacher": "one"} for row in fixed_rows()]
         settings = {**SERVED, "lmbda": lmbda}
         all_one = Dataset.from_list(rows)
         found = steps(gkd(teacher_model=urls, train_dataset=all_one, **settings))[0]

@@ -77,9 +77,7 @@ def test_an_evaluation_is_the_divergence_and_generates_nothing(monkeypatch: pyte
 
 
 def on_policy(**settings: Any) -> Any:
-    return gkd(
-        **{"lmbda": 1.0, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, **settings}
-    )
+    return gkd(**{"lmbda": 1.0, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, **settings})
 
 
 def step_batches(trainer: Any) -> list[Any]:
@@ -140,9 +138,7 @@ def test_the_last_message_is_the_completion() -> None:
         train_dataset=Dataset.from_list(CHATS), processing_class=tokenizer,
     )  # fmt: skip
     for row, chat in zip(trainer.train_dataset, CHATS, strict=True):
-        trained = [
-            token for token, mask in zip(row["input_ids"], row["completion_mask"], strict=True) if mask
-        ]
+        trained = [token for token, mask in zip(row["input_ids"], row["completion_mask"], strict=True) if mask]
         assert tokenizer.decode(trained).startswith(chat["messages"][1]["content"])
     assert "messages" not in trainer.train_dataset.column_names
 

@@ -85,15 +85,11 @@ class Ask(TrainerCallback):
 
     def ask(self, now: bool) -> None:
         every = self.trainer.callback_handler.callbacks
-        manager: Any = next(
-            each._theirs.jit_manager for each in every if isinstance(each, CheckpointOnSignal)
-        )
+        manager: Any = next(each._theirs.jit_manager for each in every if isinstance(each, CheckpointOnSignal))
         manager.is_checkpoint_requested = manager.is_checkpoint_requested or now
 
 
-@pytest.mark.parametrize(
-    ("event", "steps", "saved"), [("on_step_begin", 4, 5), ("on_pre_optimizer_step", 1, 2)]
-)
+@pytest.mark.parametrize(("event", "steps", "saved"), [("on_step_begin", 4, 5), ("on_pre_optimizer_step", 1, 2)])
 def test_a_checkpoint_on_a_signal_is_that_of_a_whole_step(event, steps, saved, tmp_path):
     """A window that was made and a micro-batch that was learned from count once in the run that goes on."""
     settings = {**CUT, "logging_steps": 4}
@@ -161,9 +157,7 @@ def test_a_reference_without_effect_is_refused():
 def test_settings_of_references_and_tools_that_nobody_reads_say_so():
     with pytest.warns(UserWarning) as said:
         make("rloo", ref_model_sync_steps=3, ref_model_mixup_alpha=0.5, tool_deadline=5.0)
-    assert [
-        str(each.message).partition(". ")[0] for each in said if "has no effect" in str(each.message)
-    ] == [
+    assert [str(each.message).partition(". ")[0] for each in said if "has no effect" in str(each.message)] == [
         "tool_deadline=5.0 has no effect without tools",
         "ref_model_mixup_alpha=0.5 has no effect with sync_ref_model=False",
         "ref_model_sync_steps=3 has no effect with sync_ref_model=False",
@@ -172,14 +166,10 @@ def test_settings_of_references_and_tools_that_nobody_reads_say_so():
 
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
 def test_steps_that_do_not_divide_a_generation_are_generated_together(method):
-    with pytest.warns(
-        UserWarning, match=r"completions of 6 micro-batches \(3 optimiser steps\) are generated at once"
-    ):
+    with pytest.warns(UserWarning, match=r"completions of 6 micro-batches \(3 optimiser steps\) are generated at once"):
         trainer, _ = make(method, steps_per_generation=3, gradient_accumulation_steps=2, max_steps=4)
     windows = []
     make_rollout_batch = trainer.make_rollout_batch
-    trainer.make_rollout_batch = lambda number: (
-        windows.append(trainer.state.global_step) or make_rollout_batch(number)
-    )
+    trainer.make_rollout_batch = lambda number: windows.append(trainer.state.global_step) or make_rollout_batch(number)
     trainer.train()
     assert windows == [0, 3]

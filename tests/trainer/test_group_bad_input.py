@@ -116,11 +116,7 @@ OF_SETTINGS: dict[str, Bad] = {
 
 
 def cases(table: dict[str, Bad]) -> list[Any]:
-    return [
-        pytest.param(method, bad, id=f"{method}: {name}")
-        for name, bad in table.items()
-        for method in bad.methods
-    ]
+    return [pytest.param(method, bad, id=f"{method}: {name}") for name, bad in table.items() for method in bad.methods]
 
 
 def assert_says(error: BaseException, words: tuple[str, ...]) -> None:
@@ -150,9 +146,7 @@ def test_settings_are_refused_by_the_config(method, bad):
 def test_a_prompt_that_leaves_little_room_is_said_and_its_completions_are_short(method, caplog):
     ids = [[5] * 252, [5] * 252]
     with caplog.at_level(logging.WARNING, logger="trl"):
-        trainer, _ = run(
-            method, data=Dataset.from_dict({"input_ids": ids}), max_completion_length=7, max_steps=1
-        )
+        trainer, _ = run(method, data=Dataset.from_dict({"input_ids": ids}), max_completion_length=7, max_steps=1)
     said = "2 of 2 prompts leave less than max_completion_length=7 tokens"
     assert sum(said in record.getMessage() for record in caplog.records) == 1
     assert logs(trainer)[0]["completions/max_length"] <= 4
@@ -226,25 +220,18 @@ def test_or_are_counted_and_not_learned_from(method, case, caplog):
     found = {name: n for name, n in first.items() if name.startswith("tokens/")}
     assert found["tokens/reward_failed"] == lengths[:failed].sum() and sum(found.values()) == lengths.sum()
     assert (first["grad_norm"] > 0) == (found["tokens/trained"] > 0) == (case == "infinity")
-    said = [
-        record.getMessage() for record in caplog.records if "reward_failure='skip'" in record.getMessage()
-    ]
+    said = [record.getMessage() for record in caplog.records if "reward_failure='skip'" in record.getMessage()]
     assert len(said) == 1
 
 
 @pytest.mark.parametrize("method", BOTH)
 def test_rows_on_which_nobody_has_an_opinion_are_said_once_and_not_learned_from(method, caplog):
     def of_some(completion_ids, **_):
-        return [
-            None if number % 4 == 3 else value for number, value in enumerate(even_tokens(completion_ids))
-        ]
+        return [None if number % 4 == 3 else value for number, value in enumerate(even_tokens(completion_ids))]
 
     with caplog.at_level(logging.WARNING, logger="trl"):
         trainer, _ = run(method, reward_funcs=[of_some, of_some], max_steps=2, beta=0.0)
     said = [record.getMessage() for record in caplog.records if "got no reward" in record.getMessage()]
     assert len(said) == 1 and said[0].startswith("2 of 8 rollouts got no reward")
     entry, lengths = logs(trainer)[0], lengths_of_the_first_window().view(2, 4)
-    assert (
-        entry["tokens/reward_failed"] == lengths[:, 3].sum()
-        and entry["tokens/trained"] == lengths[:, :3].sum()
-    )
+    assert entry["tokens/reward_failed"] == lengths[:, 3].sum() and entry["tokens/trained"] == lengths[:, :3].sum()

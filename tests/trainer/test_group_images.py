@@ -21,9 +21,7 @@ def completions(trainer, numbers, streams=None):
     """Completions of some rows of the training set."""
     maker = trainer.rollouts
     maker.follow(trainer.model_wrapped, trainer.state)
-    return maker.completer(
-        maker, maker.prompts.rows[numbers], streams=streams or range(len(numbers))
-    ).experience
+    return maker.completer(maker, maker.prompts.rows[numbers], streams=streams or range(len(numbers))).experience
 
 
 def scored(trainer, experience):

@@ -57,9 +57,7 @@ def test_sums_are_learned_by_trying(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(arithmetic_rl.LEARNING, "logging_steps", 10)
         task = arithmetic_rl.make_task(largest_sum=19, held_out=20, seed=0)
-        methods = {
-            name: arithmetic_rl.METHODS[name] for name in ("grpo", "rloo")
-        }  # bandits above have GSPO too
+        methods = {name: arithmetic_rl.METHODS[name] for name in ("grpo", "rloo")}  # bandits above have GSPO too
         results = arithmetic_rl.run(methods, task=task, seed=0, steps=40, folder=str(tmp_path))
     assert [result.method for result in results] == list(methods)
     assert len({result.fine_tuned for result in results}) == 1

@@ -90,9 +90,7 @@ def test_a_run_reaches_its_tracker(tracker, method, monkeypatch, capsys):
     assert [list(table.columns) for table in tables] == [COLUMNS] * 2
     for step, (table, values) in enumerate(zip(tables, numbers, strict=True), start=1):
         assert len(table) == 8 and set(table["step"]) == {step}
-        assert table["even_tokens"].mean() == pytest.approx(
-            values["train/rewards/even_tokens/mean"], abs=1e-12
-        )
+        assert table["even_tokens"].mean() == pytest.approx(values["train/rewards/even_tokens/mean"], abs=1e-12)
         assert table["advantage"].abs().max() > 0
     assert "Step 2" in capsys.readouterr().out
 
@@ -100,9 +98,7 @@ def test_a_run_reaches_its_tracker(tracker, method, monkeypatch, capsys):
 def test_a_run_reaches_tensorboard(tmp_path, monkeypatch, capsys):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    trainer, _ = run(
-        "grpo", report_to=["tensorboard"], max_steps=2, log_completions=True, max_completion_length=16
-    )
+    trainer, _ = run("grpo", report_to=["tensorboard"], max_steps=2, log_completions=True, max_completion_length=16)
     found = reader.EventAccumulator(str(tmp_path / "events"))
     found.Reload()
     assert set(found.Tags()["scalars"]) >= {f"train/{name}" for name in DOCUMENTED}

@@ -42,9 +42,7 @@ def test_an_agents_session_is_a_completion(method, agent):
     parts = list(rows.parts())
     assert len(parts) == int(chains.sum())
     torch.testing.assert_close(torch.cat([part for _, part in parts]), rows.completions.values)
-    tree = rows.as_batch(
-        prefix_sharing=True
-    )  # all parts begin with the row's prompt, which stands once in a group
+    tree = rows.as_batch(prefix_sharing=True)  # all parts begin with the row's prompt, which stands once in a group
     firsts, group = rows.prompts.lengths, trainer.args.num_generations
     whole = sum(len(prompt) + len(completion) for prompt, completion in parts)
     assert tree["input_ids"].numel() == whole - int((firsts * chains).sum()) + int(firsts[::group].sum())
@@ -264,9 +262,7 @@ def test_rows_of_agents_need_no_prompt(streams, tmp_path):
     data = Dataset.from_list([{"task": text, "number": number} for number, text in enumerate(QUESTIONS)])
     settings = {"max_steps": 1, "agent_keep_sessions": True, "folder": str(tmp_path), "log_completions": True}
     given = {"reward_funcs": graded}
-    trainer, _ = trained(
-        agent=solver, data=data.to_iterable_dataset() if streams else data, given=given, **settings
-    )
+    trainer, _ = trained(agent=solver, data=data.to_iterable_dataset() if streams else data, given=given, **settings)
     assert all(row.keys() == {"task", "number"} for row in rows) and logs(trainer)[0]["reward"] > 0
     assert all(completion[0]["role"] == "assistant" for _, completion, _ in shown) and len(shown) == 8
     assert all(record["row"].keys() == {"task", "number"} for record in read_sessions(tmp_path / "sessions"))
@@ -301,17 +297,13 @@ def test_the_endpoint_may_listen_on_all_addresses():
     trainer, _ = trained(agent=agent, max_steps=1, agent_host="0.0.0.0")
     assert logs(trainer)[0]["agent/failures/raised"] == 0
     assert not any("0.0.0.0" in url for url in seen)
-    with pytest.raises(
-        ValueError, match=r"agent_host must be an address of this machine, got '192\.0\.2\.1'"
-    ):
+    with pytest.raises(ValueError, match=r"agent_host must be an address of this machine, got '192\.0\.2\.1'"):
         agents(agent_host="192.0.2.1")
 
 
 def test_a_killed_trainer_takes_its_commands_along(tmp_path):
     """SIGKILL leaves it no time. The command runs a child, and both end; so does what watches them."""
-    status, said = ending(
-        "tests.trainer.agent_kill_runs", "command", str(new_folder(tmp_path / "run")), "2", "0"
-    )
+    status, said = ending("tests.trainer.agent_kill_runs", "command", str(new_folder(tmp_path / "run")), "2", "0")
     assert status == -signal.SIGKILL, said
     numbers = [int(each) for file in (tmp_path / "run").glob("*.pid") for each in file.read_text().split()]
     assert len(numbers) >= 2
@@ -381,9 +373,7 @@ def test_agents_have_their_own_row_and_a_session_until_they_end(tmp_path):
     trainer, _ = trained(agent=untidy, data=data, given=given, **settings)
     rows = trainer._rollout_batch.per_row
     assert rows["agent_turns"].tolist() == [1] * 8 and rows["scores"].tolist() == [2.0] * 8
-    assert (
-        shown == [1] * 8 == [len(record["row"]["prompt"]) for record in read_sessions(tmp_path / "sessions")]
-    )
+    assert shown == [1] * 8 == [len(record["row"]["prompt"]) for record in read_sessions(tmp_path / "sessions")]
 
 
 def test_a_budget_cuts_sessions():
@@ -402,9 +392,7 @@ print(json.dumps({"reward": 2.5}))
 """
 
 
-@pytest.mark.parametrize(
-    ("graded", "said"), [(False, "Patch written"), (True, "Patch written"), (True, "[1]")]
-)
+@pytest.mark.parametrize(("graded", "said"), [(False, "Patch written"), (True, "Patch written"), (True, "[1]")])
 def test_a_command_may_print_no_result(graded, said):
     code = COMMAND.replace("print(json.dumps", f"print({said!r}, sys.stdin.read()) or (")
     given = {"reward_funcs": (lambda completions, **_: [1.5] * len(completions)) if graded else None}
@@ -424,9 +412,7 @@ def test_an_agent_may_be_a_command():
     code = COMMAND.replace("json.loads(sys.argv[1])", "json.load(sys.stdin)").replace("argv[2]", "argv[1]")
     child = "__import__('subprocess').Popen(['sleep', '60']).pid"
     data = ROWS.map(lambda row: {"files": "x" * 200_000})
-    trainer, _ = trained(
-        agent=[sys.executable, "-c", code.replace("2.5", child), "{base_url}"], max_steps=1, data=data
-    )
+    trainer, _ = trained(agent=[sys.executable, "-c", code.replace("2.5", child), "{base_url}"], max_steps=1, data=data)
     assert logs(trainer)[0]["agent/failures/raised"] == 0
     assert (trainer._rollout_batch.per_row["agent_turns"] == 1).all()
     for process in trainer._rollout_batch.per_row["scores"].tolist():
@@ -553,9 +539,7 @@ KEPT = {"save_strategy": "steps", "save_steps": 1, "agent_keep_sessions": True, 
         (True, {}, 8),
     ],
 )
-def test_only_sessions_of_this_run_and_its_settings_are_taken(
-    other_run, changed, repeated, tmp_path, monkeypatch
-):
+def test_only_sessions_of_this_run_and_its_settings_are_taken(other_run, changed, repeated, tmp_path, monkeypatch):
     """Resumed after the first of two steps, with the sessions of the second; the weights do not change."""
     versions, finish = set(), Session.finish
     monkeypatch.setattr(

@@ -24,9 +24,7 @@ def config(kind=GRPOConfig, **given):
     return kind("out", use_cpu=True, **given)
 
 
-@pytest.mark.parametrize(
-    ("given", "kept"), [(True, "group"), (False, "none"), ("batch", "batch"), ("none", "none")]
-)
+@pytest.mark.parametrize(("given", "kept"), [(True, "group"), (False, "none"), ("batch", "batch"), ("none", "none")])
 def test_scale_rewards_takes_the_older_yes_and_no(given, kept):
     assert config(scale_rewards=given).scale_rewards == kept
 

@@ -117,9 +117,7 @@ def test_methods_are_tools_and_give_the_reward(method):
     assert batch.completions.lengths.max() <= SETTINGS["max_completion_length"]
     first = trainer._tokenizer.decode(batch.prompts.split()[0])
     assert first.startswith("<tools> add echo fail <user> What is") and "_private" not in first
-    assert any(
-        first.split()[-2] != word for word in ("one", "two", "three")
-    )  # reset's text, then the assistant
+    assert any(first.split()[-2] != word for word in ("one", "two", "three"))  # reset's text, then the assistant
 
 
 def test_the_answers_are_messages_and_their_tokens_are_not_trained():
@@ -132,9 +130,7 @@ def test_the_answers_are_messages_and_their_tokens_are_not_trained():
     trainer, batch, _ = trained(reward_funcs=keep, per_device_train_batch_size=24)
     from_tool, logps = batch.per_token["tool_output"], batch.per_token["sampling_logps"]
     assert (logps[~from_tool] < 0).all() and (logps[from_tool] == 0).all()
-    for messages, ids, marks in zip(
-        said, batch.completions.split(), batch.ragged("tool_output").split(), strict=True
-    ):
+    for messages, ids, marks in zip(said, batch.completions.split(), batch.ragged("tool_output").split(), strict=True):
         assert messages[0]["role"] == messages[-1]["role"] == "assistant"
         shown = trainer._tokenizer.decode(ids[marks]).split()
         assert shown.count("<tool>") == sum(message["role"] == "tool" for message in messages)
@@ -179,9 +175,7 @@ def test_functions_are_offered_beside_methods():
 
     trainer, batch, _ = trained(given={"tools": [fly]})
     assert len(trainer.rollouts.completer.environments.kinds[""].schemas) == 4
-    assert trainer._tokenizer.decode(batch.prompts.split()[0]).startswith(
-        "<tools> add echo fail <unk> <user>"
-    )
+    assert trainer._tokenizer.decode(batch.prompts.split()[0]).startswith("<tools> add echo fail <unk> <user>")
     assert batch.per_row["tool_failed_unknown"].sum() == 0
 
 
@@ -228,10 +222,7 @@ def test_environments_that_fail_are_counted_and_not_used_again(caplog):
     scores, counts = batch.per_row["scores"], batch.per_row
     assert "no display" in caplog.text
     assert found["agent/failures/raised"] == found["agent/failures/deadline"] == pytest.approx(1 / 3)
-    assert (
-        scores.isnan().tolist()
-        == (counts["agent_failed_raised"] | counts["agent_failed_deadline"]).bool().tolist()
-    )
+    assert scores.isnan().tolist() == (counts["agent_failed_raised"] | counts["agent_failed_deadline"]).bool().tolist()
     assert set(MADE) == set(CLOSED) and len(MADE) == len(CLOSED) == 12 and "closed before" in caplog.text
 
 
@@ -273,9 +264,7 @@ class Guess:
         self.left -= 1
         is_right = self.word in action["said"]
         reward = 1.0 if is_right else -0.25
-        return SimpleNamespace(
-            observation={"left": self.left}, reward=reward, done=is_right or self.left == 0
-        )
+        return SimpleNamespace(observation={"left": self.left}, reward=reward, done=is_right or self.left == 0)
 
 
 def test_steps(caplog):
@@ -365,21 +354,15 @@ def test_resuming_within_a_rollout_batch_is_exact(tmp_path):
 @pytest.mark.parametrize("use_vllm", [False, True])
 def test_a_rollout_function_may_use_the_engine(use_vllm, monkeypatch):
     monkeypatch.setattr(group_setup, "check_vllm", lambda: None)
-    monkeypatch.setattr(
-        group_setup, "VLLMEngine", lambda model, *, accelerator, **_: LocalCopy(model, accelerator)
-    )
+    monkeypatch.setattr(group_setup, "VLLMEngine", lambda model, *, accelerator, **_: LocalCopy(model, accelerator))
     calls = []
 
     def rollout(prompts, trainer):
         found, again = (generate_rollout_completions(trainer, prompts) for _ in range(2))
-        short = generate_rollout_completions(
-            trainer, prompts, as_chat=True, generation_overrides={"max_tokens": 1}
-        )
+        short = generate_rollout_completions(trainer, prompts, as_chat=True, generation_overrides={"max_tokens": 1})
         assert all(len(each["completion_ids"]) == 1 for each in short)
         assert [each["completion_ids"] for each in found] != [each["completion_ids"] for each in again]
-        assert found[0]["text"] == trainer.processing_class.decode(
-            found[0]["completion_ids"], skip_special_tokens=True
-        )
+        assert found[0]["text"] == trainer.processing_class.decode(found[0]["completion_ids"], skip_special_tokens=True)
         with pytest.raises(ValueError, match="as_chat"):
             generate_rollout_completions(trainer, prompts, as_chat=False)
         calls.append(found)
@@ -399,9 +382,7 @@ def test_a_rollout_function_may_use_the_engine(use_vllm, monkeypatch):
         return trainer._rollout_batch
 
     batch = run()
-    assert [row.tolist() for row in batch.completions.split()] == [
-        each["completion_ids"] for each in calls[0]
-    ]
+    assert [row.tolist() for row in batch.completions.split()] == [each["completion_ids"] for each in calls[0]]
     assert len({tuple(each["completion_ids"]) for each in calls[0]}) > 2
     assert torch.equal(run().completions.values, batch.completions.values)
 
@@ -470,9 +451,7 @@ def test_no_code_of_a_journal_runs(tmp_path):
         lines = [json.dumps({**record, "environment": pickled}) for record in records]
         file.write_text("\n".join(lines))
     RESET.clear()
-    environments(Closes, **settings, max_steps=2)[0].train(
-        resume_from_checkpoint=str(tmp_path / "checkpoint-1")
-    )
+    environments(Closes, **settings, max_steps=2)[0].train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert len(RESET) == 8
     assert not (tmp_path / "ran").exists()
 

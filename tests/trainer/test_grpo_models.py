@@ -83,9 +83,7 @@ def test_a_tied_head_in_float32_is_saved_and_resumed(tmp_path):
     def trained(steps, **settings):
         model = tiny_model("llama", dtype=torch.bfloat16, tie_word_embeddings=True)
         saving = {"folder": tmp_path, "save_strategy": "steps", "save_steps": 1}
-        trainer, _ = make(
-            given={"model": model}, cast_lm_head_to_fp32=True, max_steps=steps, **saving, **settings
-        )
+        trainer, _ = make(given={"model": model}, cast_lm_head_to_fp32=True, max_steps=steps, **saving, **settings)
         return trainer
 
     start = trained(2)

@@ -48,9 +48,7 @@ def test_sharded_runs_equal_that_of_one_process_and_go_on_within_a_window(how, t
         "score_rollout": 2,
         "load_rollout_batch": 0,
     }
-    found = {
-        name: [torch.load(tmp_path / f"{name}_{rank}.pt")["counts"] for rank in (0, 1)] for name in OF_GRPO
-    }
+    found = {name: [torch.load(tmp_path / f"{name}_{rank}.pt")["counts"] for rank in (0, 1)] for name in OF_GRPO}
     for name in OF_GRPO:
         single = singles["tools" if name == "tools" else "whole"][0]
         assert_same_end(tmp_path / name, single, policy_of(name).state_dict())

@@ -41,9 +41,7 @@ def test_what_tools_answer_is_never_trained_on(method):
     # Neither KL nor entropy nor ratio sees what is written there.
     wild = torch.where(from_tool, -1e4, 0.0).double()
     (other,) = trainer.objective(
-        experience.with_tokens(
-            **{REF: experience.per_token[REF] + wild, OLD: experience.per_token[OLD] + wild}
-        ),
+        experience.with_tokens(**{REF: experience.per_token[REF] + wild, OLD: experience.per_token[OLD] + wild}),
         scored._replace(logps=logps, entropies=scored.entropies - wild),
     )
     torch.testing.assert_close(other.values * other.weights, terms.values * terms.weights, rtol=0, atol=0)
@@ -64,9 +62,7 @@ def test_log_probs_of_the_sampler_stand_for_the_policys_after_several_turns():
     )  # the reference is the policy still
 
 
-OF_ROWS = Dataset.from_list(
-    [{**row, "chat_template_kwargs": {"hint": "hi", "other": None}} for row in conversations()]
-)
+OF_ROWS = Dataset.from_list([{**row, "chat_template_kwargs": {"hint": "hi", "other": None}} for row in conversations()])
 
 
 @pytest.mark.parametrize("settings", [{"chat_template_kwargs": {"hint": "hi"}}, {"data": OF_ROWS}])
@@ -154,18 +150,11 @@ def test_what_is_logged():
     failed = sum(int(rows[name].sum()) for name in rows if name.startswith("tool_failed_"))
     assert entry["tools/call_frequency"] == pytest.approx(rows[CALLS].double().mean().item())
     assert entry["tools/failure_frequency"] == pytest.approx(failed / int(rows[CALLS].sum()))
-    kinds = [
-        entry[f"tools/failures/{kind}"]
-        for kind in ("malformed", "unknown", "arguments", "raised", "deadline")
-    ]
-    assert (
-        sum(kinds) == pytest.approx(entry["tools/failure_frequency"]) and sum(kind > 0 for kind in kinds) > 2
-    )
+    kinds = [entry[f"tools/failures/{kind}"] for kind in ("malformed", "unknown", "arguments", "raised", "deadline")]
+    assert sum(kinds) == pytest.approx(entry["tools/failure_frequency"]) and sum(kind > 0 for kind in kinds) > 2
     assert entry["tokens/tool_output"] == tools.sum()
     assert entry["tokens/trained"] + entry.get("tokens/zero_advantage", 0) == (~tools).sum()
-    assert entry["completions/mean_length"] == pytest.approx(
-        (~tools).sum().item() / 32
-    )  # what the policy said
+    assert entry["completions/mean_length"] == pytest.approx((~tools).sum().item() / 32)  # what the policy said
     assert entry["num_tokens"] == len(tools) + experience.prompts.lengths.sum()
     assert experience.completions.lengths.max() <= 24 and entry["completions/max_length"] <= 24
     assert entry["completions/clipped_ratio"] == pytest.approx(1 - rows[STOPPED].double().mean().item())

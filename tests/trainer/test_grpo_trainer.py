@@ -37,9 +37,7 @@ def test_a_cut_distribution_is_scored_again_and_corrected():
     assert logs(trainer)[0]["sampling/importance_sampling_ratio/max"] == pytest.approx(1, abs=1e-8)
 
 
-@pytest.mark.parametrize(
-    "kwargs", [{"typical_p": 0.5, "no_repeat_ngram_size": 2}, {"sequence_bias": [[[20], 3.0]]}]
-)
+@pytest.mark.parametrize("kwargs", [{"typical_p": 0.5, "no_repeat_ngram_size": 2}, {"sequence_bias": [[[20], 3.0]]}])
 def test_old_log_probs_of_processed_distributions_are_the_policys_own(kwargs):
     """Cuts need no correction, as those of top_k; what changes the odds of the tokens that are left does."""
     trainer, _ = run(num_iterations=2, generation_kwargs=kwargs, max_steps=2)
@@ -104,16 +102,16 @@ def test_completions_are_learned_from_as_often_as_asked(method):
 
 def test_messages_are_answered_with_messages():
     words = tiny_tokenizer()
-    words.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ mark }}{% endif %}"
+    words.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}{{ mark }}{% endif %}"
+    )
     seen = []
 
     def look(prompts, completions, tag, trainer_state, **_):
         seen.append((prompts, completions, tag, trainer_state.global_step))
         return [float(len(c[0]["content"])) for c in completions]
 
-    rows = [
-        {"prompt": [{"role": "user", "content": text}], "tag": number} for number, text in enumerate("abcd")
-    ]
+    rows = [{"prompt": [{"role": "user", "content": text}], "tag": number} for number, text in enumerate("abcd")]
     trainer, _ = run(
         reward_funcs=look,
         data=Dataset.from_list(rows),
@@ -177,10 +175,7 @@ def test_an_evaluation_does_not_depend_on_its_batches(method):
 def test_completions_are_written_and_shown(tmp_path, capsys):
     run(folder=str(tmp_path), log_completions=True, num_completions_to_print=2, max_steps=2, logging_steps=2)
     table = pd.read_parquet(tmp_path / "completions" / "completions_00002.parquet")
-    assert (
-        list(table.columns) == ["step", "prompt", "completion", "even_tokens", "advantage"]
-        and len(table) == 8
-    )
+    assert list(table.columns) == ["step", "prompt", "completion", "even_tokens", "advantage"] and len(table) == 8
     assert "Step 2" in capsys.readouterr().out
 
 

@@ -44,9 +44,7 @@ def rows_of(method, **which):
 # ---- resuming
 
 
-@pytest.mark.parametrize(
-    ("method", "steps", "streams"), [("dpo", 3, False), ("dpo", 2, False), ("bco", 3, True)]
-)
+@pytest.mark.parametrize(("method", "steps", "streams"), [("dpo", 3, False), ("dpo", 2, False), ("bco", 3, True)])
 def test_a_run_that_has_ended_trains_nothing_more(method, steps, streams, tmp_path):
     """Two steps make an epoch: the third is in the middle of one, where transformers would make a fourth."""
     data = rows_of(method)

@@ -81,9 +81,7 @@ def test_steps_go_on_with_the_optimiser_and_the_schedule_of_one_run():
         "optim": "adamw_torch",
         "lr_scheduler_type": "linear",
     }
-    sft, _ = run(
-        model=tiny_model("gpt2", dtype=torch.float64), train_sampling_strategy="sequential", **settings
-    )
+    sft, _ = run(model=tiny_model("gpt2", dtype=torch.float64), train_sampling_strategy="sequential", **settings)
     whole, _ = make(**settings)
     whole.step(**inputs())
     halves, _ = make(**settings)
@@ -104,9 +102,7 @@ def test_two_processes_share_a_step(reference, tmp_path):
     found = torch.load(out)
     assert_same(found["gradients"][0], reference[0])
     assert found["logs"][0]["loss"] == pytest.approx(reference[1]["loss"], rel=1e-6)
-    assert found["refusal"].startswith(
-        "the processes have [1, 2] batches in this call, expected as many each."
-    )
+    assert found["refusal"].startswith("the processes have [1, 2] batches in this call, expected as many each.")
 
 
 # ---- texts
@@ -193,9 +189,7 @@ def test_without_max_steps_the_schedule_stays_and_the_run_has_no_end():
 def test_steps_beyond_max_steps_are_refused_before_anything_is_trained():
     trainer, _ = make(max_steps=1, per_device_train_batch_size=4)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    with pytest.raises(
-        ValueError, match="this call makes 2 optimiser steps after 0, expected at most max_steps=1"
-    ):
+    with pytest.raises(ValueError, match="this call makes 2 optimiser steps after 0, expected at most max_steps=1"):
         trainer.step(**inputs())
     assert_same(dict(trainer.model.named_parameters()), before, 0)
     trainer.step(**inputs(fixed_rows()[:4]))
@@ -282,9 +276,7 @@ def test_what_cannot_be_trained_on_is_named(short, case):
 
 def test_rows_beyond_the_models_positions_are_refused():
     trainer, _ = make()
-    with pytest.raises(
-        ValueError, match=r"1 of 2 sequences are longer than the 256 positions .* has 257 tokens"
-    ):
+    with pytest.raises(ValueError, match=r"1 of 2 sequences are longer than the 256 positions .* has 257 tokens"):
         trainer.step(input_ids=[torch.ones(256, dtype=torch.int64), torch.ones(257, dtype=torch.int64)])
     assert trainer.state.global_step == 0
 

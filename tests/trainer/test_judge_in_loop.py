@@ -51,9 +51,7 @@ def test_a_resumed_run_asks_nothing_twice(tmp_path):
     assert 0 < logs(first)[0]["judge/agreement"] <= 1
     for step in (None, 1):
         judge = EvenJudge()
-        again, _ = make(
-            "online_dpo", **settings, given={"judge": judge}, folder=str(tmp_path / f"again{step}")
-        )
+        again, _ = make("online_dpo", **settings, given={"judge": judge}, folder=str(tmp_path / f"again{step}"))
         again.train(resume_from_checkpoint=step and str(tmp_path / "run" / f"checkpoint-{step}"))
         assert judge.calls == 0 and summary(again)["judge/cached"] > 0
         assert logs(again)[-1] == logs(first)[-1]

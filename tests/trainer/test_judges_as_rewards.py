@@ -28,9 +28,7 @@ def win_rates(prompts, completions, **kwargs):
     """By the definition: over the others of the same prompt that differ in evens, or are the same text."""
     found = []
     for row, (prompt, text) in enumerate(zip(prompts, completions, strict=True)):
-        others = [
-            c for i, (p, c) in enumerate(zip(prompts, completions, strict=True)) if p == prompt and i != row
-        ]
+        others = [c for i, (p, c) in enumerate(zip(prompts, completions, strict=True)) if p == prompt and i != row]
         shares = [
             0.5 if text == other else float(evens(text) > evens(other))
             for other in others

@@ -112,9 +112,7 @@ def test_evaluation_compares_with_its_own_batch():
     mismatched = log_ratios(model, reference, rows(), shift=1).detach()
     kls = [part.mean().clamp(min=0) for part in mismatched.split(3)]
     parts = [rows()[start : start + 3] for start in (0, 3, 6)]
-    losses = [
-        plain_loss(model, reference, part, kl=kl)[0] * len(part) for part, kl in zip(parts, kls, strict=True)
-    ]
+    losses = [plain_loss(model, reference, part, kl=kl)[0] * len(part) for part, kl in zip(parts, kls, strict=True)]
     assert found["eval_loss"] == pytest.approx(sum(losses).item() / 8, rel=1e-6)
     assert found["eval_kl"] == pytest.approx(sum(kls).item() / 3, rel=1e-12)
     margins = found["eval_rewards/chosen"] - found["eval_rewards/rejected"]

@@ -42,11 +42,7 @@ def warned(call):
         warnings.simplefilter("always")
         result = call()
     # transformers' own are of its older names (5.23, in `older_args`), and of PEFT's calls.
-    ours = [
-        entry
-        for entry in caught
-        if entry.category is FutureWarning and "removed in v6" not in str(entry.message)
-    ]
+    ours = [entry for entry in caught if entry.category is FutureWarning and "removed in v6" not in str(entry.message)]
     assert len(ours) == 1
     assert ours[0].filename == __file__
     return result, str(ours[0].message)
@@ -195,9 +191,7 @@ def test_completion_only_collator(tmp_path, padding_free):
 @pytest.mark.parametrize("padding_free", [False, True])
 def test_completion_only_collator_over_packed_rows_is_refused(tmp_path, padding_free):
     collator = DataCollatorForCompletionOnlyLM(" A:", tokenizer=tiny_tokenizer(), padding_free=padding_free)
-    with pytest.raises(
-        ValueError, match=r"DataCollatorForCompletionOnlyLM.*they would see each other.*packing=False"
-    ):
+    with pytest.raises(ValueError, match=r"DataCollatorForCompletionOnlyLM.*they would see each other.*packing=False"):
         SFTTrainer(
             model_for(), config(tmp_path, packing=True, max_length=64), train_dataset=ANSWERS, processing_class=tiny_tokenizer(),
             data_collator=collator,

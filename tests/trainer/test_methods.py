@@ -51,11 +51,7 @@ def test_a_trainer_defines_no_loss(file):
 @pytest.mark.parametrize("name", [*ROWS, *ONLINE])
 def test_every_method_is_an_object_without_a_trainer(name):
     module = importlib.import_module(f"trl.trainer.{name}_trainer")
-    kinds = [
-        each
-        for each in vars(module).values()
-        if isinstance(each, type) and each.__module__ == module.__name__
-    ]
+    kinds = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__]
     methods = [each for each in kinds if issubclass(each, Method)]
     trainers = [each for each in kinds if issubclass(each, BaseTrainer)]
     assert len(methods) == len(trainers) == 1

@@ -37,8 +37,7 @@ class EvenJudge(BasePairwiseJudge):
         found = []
         for first, second in completions:
             own = [
-                sum(int(word[1:]) % 2 == 0 for word in text.split() if word[1:].isdigit())
-                for text in (first, second)
+                sum(int(word[1:]) % 2 == 0 for word in text.split() if word[1:].isdigit()) for text in (first, second)
             ]
             found.append(self.answers.get(self.calls, int(own[1] > own[0])))
             self.calls += 1
@@ -60,9 +59,7 @@ def models():
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in policy.parameters():
-            parameter.add_(
-                torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=MOVED
-            )
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=MOVED)
     return policy, reference
 
 
@@ -125,13 +122,9 @@ def test_a_step_of_online_dpo(loss_type, ties, reward):
     assert log["loss"] == pytest.approx(loss.item(), rel=1e-5)
     gaps = torch.stack([(a - b).sum() for a, b in zip(own, ref, strict=True)]).detach()
     assert log["objective/kl"] == pytest.approx(gaps.mean().item(), rel=1e-6)
-    assert log["objective/entropy"] == pytest.approx(
-        -torch.stack([a.sum() for a in own]).mean().item(), rel=1e-6
-    )
+    assert log["objective/entropy"] == pytest.approx(-torch.stack([a.sum() for a in own]).mean().item(), rel=1e-6)
     assert log["objective/scores"] == pytest.approx(sum(scores) / len(scores), rel=1e-6)
-    assert log["objective/rlhf_reward"] == pytest.approx(
-        log["objective/scores"] - 0.1 * gaps.mean().item(), rel=1e-6
-    )
+    assert log["objective/rlhf_reward"] == pytest.approx(log["objective/scores"] - 0.1 * gaps.mean().item(), rel=1e-6)
     assert log["val/contain_eos_token"] == pytest.approx(sum(stopped) / len(stopped))
     assert_gradients(found, loss, plain)
 
@@ -245,9 +238,7 @@ def test_a_judge_that_raises_may_be_skipped(caplog):
             raise RuntimeError("no connection")
 
     with caplog.at_level(logging.WARNING):
-        trainer, _ = run(
-            "online_dpo", **ONE, reward_failure="skip", reward_funcs=None, given={"judge": Broken()}
-        )
+        trainer, _ = run("online_dpo", **ONE, reward_failure="skip", reward_funcs=None, given={"judge": Broken()})
     assert trainer.state.log_history[0]["grad_norm"] == 0.0
     assert "no connection" in caplog.text
 
@@ -267,9 +258,7 @@ def test_masked_completions_are_in_no_pair(loss_type):
     assert torch.equal(rows["scores"].isnan(), ~rows["stopped"].bool()) and not rows["stopped"].all()
     both = rows["stopped"].bool().view(-1, 2).all(dim=1)
     assert trainer.method.divisor(trainer._rollout_batch) <= both.sum()
-    assert (
-        trainer.state.log_history[0]["objective/entropy"] > 2
-    )  # nats of whole completions, not diluted by empty ones
+    assert trainer.state.log_history[0]["objective/entropy"] > 2  # nats of whole completions, not diluted by empty ones
 
 
 def test_xpo_measures_answered_pairs_alone():

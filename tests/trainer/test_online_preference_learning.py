@@ -45,12 +45,8 @@ class BradleyTerry(BasePairwiseJudge):
         self.table, self.seen = table, Counter()
         self.owed: dict[tuple[str, int, int], float] = {}
 
-    def judge(
-        self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True
-    ) -> list[int]:
-        return [
-            self.answer(prompt, *map(arm, pair)) for prompt, pair in zip(prompts, completions, strict=True)
-        ]
+    def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
+        return [self.answer(prompt, *map(arm, pair)) for prompt, pair in zip(prompts, completions, strict=True)]
 
     def answer(self, prompt: str, first: int, second: int) -> int:
         self.seen.update([first, second])

@@ -63,9 +63,7 @@ def test_each_chosen_prompt_is_scored_once_in_every_layout():
         trainer = make()
         scored = trainer.score(trainer.model, found)
         sequence = scored.positions.sequence
-        assert torch.bincount(sequence)[::2].tolist() == [
-            p + c for p, c in zip(prompts, completions, strict=True)
-        ]
+        assert torch.bincount(sequence)[::2].tolist() == [p + c for p, c in zip(prompts, completions, strict=True)]
         assert trainer.method.count(found).tolist() == [3, sum(prompts) + sum(completions)]
         expected = [(row["prompt_input_ids"] + row["chosen_input_ids"])[1:] for row in rows]
         for index, tokens in enumerate(expected):
@@ -77,15 +75,11 @@ def test_older_methods_give_the_same_loss():
     expected, metrics = formula(plain(trainer.model, pairs()), beta=0.5)
     batch = DPODataCollatorWithPadding()(pairs())
     chosen, rejected, _, _, nll = trainer.concatenated_forward(trainer.model, batch)
-    losses, chosen_rewards, rejected_rewards, ratio, log_odds_chosen = trainer.odds_ratio_loss(
-        chosen, rejected
-    )
+    losses, chosen_rewards, rejected_rewards, ratio, log_odds_chosen = trainer.odds_ratio_loss(chosen, rejected)
     assert (nll - losses.mean()).item() == pytest.approx(expected.item(), rel=1e-12)
     assert ratio.item() == pytest.approx(metrics["log_odds_ratio"], rel=1e-12)
     assert log_odds_chosen.item() == pytest.approx(metrics["log_odds_chosen"], rel=1e-12)
-    assert (chosen_rewards - rejected_rewards).mean().item() == pytest.approx(
-        metrics["rewards/margins"], rel=1e-10
-    )
+    assert (chosen_rewards - rejected_rewards).mean().item() == pytest.approx(metrics["rewards/margins"], rel=1e-10)
     loss, found = trainer.get_batch_loss_metrics(trainer.model, batch)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
     assert found == pytest.approx(metrics, rel=1e-12, abs=1e-12)
@@ -105,17 +99,13 @@ def seq2seq_tokens(model, rows):
     return found["chosen"], found["rejected"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "tolerance"), [("bart", 1e-10), ("t5", 1e-4)]
-)  # T5's norms round to float32
+@pytest.mark.parametrize(("kind", "tolerance"), [("bart", 1e-10), ("t5", 1e-4)])  # T5's norms round to float32
 @pytest.mark.parametrize("split", [{}, IN_TWOS])
 def test_an_encoder_decoder_judges_what_its_decoder_says(split, kind, tolerance):
     gradients, log = step(make(model=tiny_seq2seq(kind, dtype=torch.float64), beta=0.5, **split))
     model = tiny_seq2seq(kind, dtype=torch.float64)
     chosen, rejected = seq2seq_tokens(model, pairs())
-    ratio = torch.stack(
-        [log_odds(c.mean()) - log_odds(r.mean()) for c, r in zip(chosen, rejected, strict=True)]
-    )
+    ratio = torch.stack([log_odds(c.mean()) - log_odds(r.mean()) for c, r in zip(chosen, rejected, strict=True)])
     nll = -torch.cat(chosen).mean()  # of the decoder's tokens: the prompt is the encoder's
     loss = nll - 0.5 * logsigmoid(ratio).mean()
     assert log["nll_loss"] == pytest.approx(nll.item(), rel=tolerance)

@@ -153,9 +153,7 @@ def test_dpo_loss_of_a_mixture():
     }
 
     class Same(DPOTrainer):
-        def dpo_loss(
-            self, chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, loss_type, model_output
-        ):
+        def dpo_loss(self, chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, loss_type, model_output):
             assert "nll_loss" in model_output
             logps = chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps
             return super().dpo_loss(*logps, loss_type, model_output)
@@ -181,9 +179,7 @@ def test_compute_ref_log_probs(kind):
 
 @pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
 def test_get_batch_loss_metrics(cut):
-    trainer = dpo(
-        WholeBatch, eval_dataset=Dataset.from_list(dpo_runs.pairs()[:3]), per_device_eval_batch_size=2, **cut
-    )
+    trainer = dpo(WholeBatch, eval_dataset=Dataset.from_list(dpo_runs.pairs()[:3]), per_device_eval_batch_size=2, **cut)
     gradients, log = step(trainer)
     model = dpo_runs.policy_and_reference()[0]
     expected = step(dpo(model=model, reference_free=True, beta=1.0))
@@ -216,9 +212,7 @@ def two_arguments(base):
     def outcome(self, model, batch):
         found = base.outcome(self, model, batch)
         local = None if found.local is None else 2 * found.local
-        return found._replace(
-            terms=[each._replace(values=2 * each.values) for each in found.terms], local=local
-        )
+        return found._replace(terms=[each._replace(values=2 * each.values) for each in found.terms], local=local)
 
     return type("Own", (base,), {"outcome": outcome})
 
@@ -380,10 +374,7 @@ def test_get_batch_loss_metrics_of_rows(make_one):
     gradients, log = step(make_one(Own, **CUT))
     model = dpo_runs.policy_and_reference()[0]
     logps = torch.stack(
-        [
-            kto_runs.logps(model, row["prompt_input_ids"], row["completion_input_ids"])
-            for row in kto_runs.rows()
-        ]
+        [kto_runs.logps(model, row["prompt_input_ids"], row["completion_input_ids"]) for row in kto_runs.rows()]
     )
     signs = torch.tensor([1 if row["label"] else -1 for row in kto_runs.rows()])
     assert_same_gradient(gradients, plain_gradient(model, -logsigmoid(signs * logps / 10).mean()))
@@ -398,9 +389,7 @@ def test_compute_loss_of_rewards(columns):
     class Own(RewardTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             if columns == "0.26":
-                chosen, rejected = model(
-                    inputs["input_ids"], attention_mask=inputs["attention_mask"]
-                ).logits.chunk(2)
+                chosen, rejected = model(inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits.chunk(2)
             else:
                 chosen, rejected = (
                     model(inputs[f"input_ids_{side}"], attention_mask=inputs[f"attention_mask_{side}"]).logits

@@ -67,9 +67,7 @@ def test_parts_of_a_trainer():
     config, tokenizer = PPOConfig(batch_size=4, mini_batch_size=4), make_trainer().tokenizer
     with pytest.raises(TypeError, match=r"config must be a trl.PPOConfig, got NoneType"):
         PPOTrainer(model=value_model(), tokenizer=tokenizer)
-    with pytest.raises(
-        TypeError, match=r"model must be an AutoModelForCausalLMWithValueHead .* got LlamaForCausalLM"
-    ):
+    with pytest.raises(TypeError, match=r"model must be an AutoModelForCausalLMWithValueHead .* got LlamaForCausalLM"):
         PPOTrainer(config, tiny_model("llama"), None, tokenizer)
     with pytest.raises(TypeError, match="tokenizer must be a transformers tokenizer, got NoneType"):
         PPOTrainer(config, value_model())

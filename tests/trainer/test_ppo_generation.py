@@ -19,9 +19,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 6}
 def by_hand(model, query, **kwargs):
     """The model's own greedy completion, with the query."""
     mask = torch.ones_like(query)[None]
-    return model.pretrained_model.generate(
-        query[None], attention_mask=mask, pad_token_id=0, **{**GREEDY, **kwargs}
-    )[0]
+    return model.pretrained_model.generate(query[None], attention_mask=mask, pad_token_id=0, **{**GREEDY, **kwargs})[0]
 
 
 def test_a_list_gives_a_list_with_or_without_the_queries():

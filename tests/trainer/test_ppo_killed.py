@@ -37,8 +37,7 @@ def test_a_killed_loop_ends_in_the_same_bits(tmp_path):
     expected, found = (json.loads((folder / "end.json").read_text()) for folder in (whole, killed))
     assert found == expected
     once, often = (
-        [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
-        for folder in (whole, killed)
+        [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()] for folder in (whole, killed)
     )
     assert [line[0] for line in once] == [1, 2, 3, 4, 5, 6, 7]
     assert len(often) > len(once)

@@ -179,9 +179,7 @@ def test_the_whole_distribution_does_not_depend_on_the_minibatches():
 def test_two_processes_make_the_same_step(tmp_path):
     launch("tests.trainer.ppo_worker", str(tmp_path / "two.pt"))
     two = torch.load(tmp_path / "two.pt", weights_only=False)
-    assert_same(
-        (two["stats"], two["weights"]), after(whiten_rewards=True, use_score_scaling=True, max_grad_norm=0.5)
-    )
+    assert_same((two["stats"], two["weights"]), after(whiten_rewards=True, use_score_scaling=True, max_grad_norm=0.5))
 
 
 def test_every_update_is_cut_to_the_longest_gradient():
@@ -295,9 +293,7 @@ def test_the_schedule_moves_once_per_step():
 def test_gradients_stay_after_a_step_and_do_not_reach_the_next(accumulated):
     def stepped(clears):
         model = value_model(**DOUBLE)
-        trainer = make_trainer(
-            model, options=sgd(model), mini_batch_size=2, gradient_accumulation_steps=accumulated
-        )
+        trainer = make_trainer(model, options=sgd(model), mini_batch_size=2, gradient_accumulation_steps=accumulated)
         for _ in range(2):
             trainer.step(*batch())
             assert all(parameter.grad is not None for parameter in model.parameters())

@@ -37,9 +37,7 @@ def adapted() -> Any:
     return get_peft_model(model_of("dpo"), LoraConfig(r=2, target_modules=["q_proj"]))
 
 
-def build(
-    method: str, rows: list[dict[str, Any]], *, of_trainer: dict[str, Any] | None = None, **settings: Any
-) -> Any:
+def build(method: str, rows: list[dict[str, Any]], *, of_trainer: dict[str, Any] | None = None, **settings: Any) -> Any:
     """A trainer on rows; `of_trainer` are further arguments of it, functions of no argument called first."""
     trainer, config, _ = TRAINERS[method]
     given = {name: value() if callable(value) else value for name, value in (of_trainer or {}).items()}
@@ -139,9 +137,7 @@ BAD: dict[str, Bad] = {
         settings={"per_device_train_batch_size": 1},
     ),
 }  # fmt: skip
-CASES = [
-    pytest.param(method, bad, id=f"{method}: {name}") for name, bad in BAD.items() for method in bad.methods
-]
+CASES = [pytest.param(method, bad, id=f"{method}: {name}") for name, bad in BAD.items() for method in bad.methods]
 
 
 @pytest.mark.parametrize(("method", "bad"), CASES)
@@ -176,9 +172,7 @@ TOLD: dict[str, Told] = {
     ),
 }  # fmt: skip
 TOLD_CASES = [
-    pytest.param(method, told, id=f"{method}: {name}")
-    for name, told in TOLD.items()
-    for method in told.methods
+    pytest.param(method, told, id=f"{method}: {name}") for name, told in TOLD.items() for method in told.methods
 ]
 
 
@@ -195,11 +189,7 @@ def test_it_is_trained_on_with_a_warning(method, told, caplog):
 def test_smoothing_of_another_loss_is_said_to_do_nothing(method, caplog):
     with caplog.at_level(logging.WARNING, "trl.trainer.inherited"):
         build(method, [STEPS if method == "prm" else PAIR] * 2, label_smoothing_factor=0.1)
-    said = [
-        message
-        for message in caplog.messages
-        if message.startswith("label_smoothing_factor=0.1 has no effect")
-    ]
+    said = [message for message in caplog.messages if message.startswith("label_smoothing_factor=0.1 has no effect")]
     assert len(said) == 1 and said[0].endswith("label_smoothing.")
 
 

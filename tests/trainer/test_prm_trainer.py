@@ -139,9 +139,7 @@ def text_trainer(data=SOLUTIONS, evaluation=None, **settings):
     model = tiny_classifier("llama", of_tokens=True, num_labels=2, vocab_size=400, pad_token_id=0)
     args = PRMConfig("unused", **{**SETTINGS, **settings})
     train = Dataset.from_list(data) if isinstance(data, list) else data
-    return PRMTrainer(
-        model, args, train_dataset=train, eval_dataset=evaluation, processing_class=tiny_tokenizer()
-    )
+    return PRMTrainer(model, args, train_dataset=train, eval_dataset=evaluation, processing_class=tiny_tokenizer())
 
 
 def test_the_last_step_alone_is_for_training_only():

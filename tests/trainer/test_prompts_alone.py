@@ -72,12 +72,8 @@ def test_prompts_of_gkd(settings):
 def test_a_long_prompt_loses_its_beginning():
     tokenizer = tiny_tokenizer()
     row = {"prompt": "What colour is the sky? It is blue. The ferryman c", "completion": "ounted"}
-    whole, alone = (
-        tokenizer(text)["input_ids"] for text in (row["prompt"] + row["completion"], row["prompt"])
-    )
-    trainer = gkd(
-        train_dataset=Dataset.from_list([row] * 4), max_length=len(whole) - 1
-    )  # with an eos: two less
+    whole, alone = (tokenizer(text)["input_ids"] for text in (row["prompt"] + row["completion"], row["prompt"]))
+    trainer = gkd(train_dataset=Dataset.from_list([row] * 4), max_length=len(whole) - 1)  # with an eos: two less
     (batch,) = batches_of(trainer)
     assert texts_of(tokenizer, trainer.scorer.padded_inputs(batch)) == [tokenizer.decode(alone[2:])] * 4
 

@@ -54,9 +54,7 @@ def assert_same(found, expected):
 def assert_same_metrics(found, expected):
     """To 1e-12; the loss, which transformers sums in float32, to 1e-6."""
     for name in METRICS:
-        assert found[name] == pytest.approx(
-            expected[name], rel=1e-6 if name == "loss" else 1e-12, abs=1e-12
-        ), name
+        assert found[name] == pytest.approx(expected[name], rel=1e-6 if name == "loss" else 1e-12, abs=1e-12), name
 
 
 def own_rewards(model, data, pad=0):

@@ -72,9 +72,7 @@ def test_the_defaults_of_that_time():
     assert [getattr(args, name) for name in names] == [4, 53, 0.7, 5e-5, None, True]
     assert (args.num_generations, args.beta, args.epsilon, args.normalize_advantages) == (2, 0.05, 0.2, False)
     assert (args.num_sample_generations, args.local_rollout_forward_batch_size) == (10, 64)
-    assert all(
-        words in text for words in ("temperature=0.7", "learning_rate=5e-05", "max_completion_length=53")
-    )
+    assert all(words in text for words in ("temperature=0.7", "learning_rate=5e-05", "max_completion_length=53"))
     kept = RLOOConfig(
         "out",
         use_cpu=True,
@@ -93,7 +91,9 @@ def test_the_defaults_of_that_time():
 
 @pytest.mark.parametrize("parser", [HfArgumentParser, TrlParser])
 def test_the_command_line_of_an_older_script(parser, tmp_path):
-    words = f"--output_dir {tmp_path} --use_cpu true --num_ppo_epochs 1 --total_episodes 10000 --missing_eos_penalty 1.0"
+    words = (
+        f"--output_dir {tmp_path} --use_cpu true --num_ppo_epochs 1 --total_episodes 10000 --missing_eos_penalty 1.0"
+    )
     words += " --learning_rate 3e-6 --sft_model_path mine --local_rollout_forward_batch_size 16"
     (args,) = parser((RLOOConfig,)).parse_args_into_dataclasses(words.split())
     assert (args.num_iterations, args.temperature, args.learning_rate, args.max_completion_length) == (
@@ -194,9 +194,7 @@ def test_every_way_to_call_it_makes_the_same_run(tmp_path):
         "by name": lambda given: RLOOTrainer(config=args, **given),
         "tokenizer": lambda given: RLOOTrainer(args=args, tokenizer=given.pop("processing_class"), **given),
         "in order": lambda given: RLOOTrainer(args, *given.values(), None, None, (None, None), None),
-        "both": lambda given: RLOOTrainer(
-            args, *list(given.values())[:4], train_dataset=given["train_dataset"]
-        ),
+        "both": lambda given: RLOOTrainer(args, *list(given.values())[:4], train_dataset=given["train_dataset"]),
     }
     for name, call in calls.items():
         given = parts()
@@ -235,9 +233,7 @@ def test_advantages_have_the_kl_penalty_in_the_reward(stop, tmp_path):
             assert not stops & set(ids[:-1].tolist())
     rewards = torch.tensor(rewards, dtype=torch.float64).view(-1, 4)
     expected = rewards - (rewards.sum(dim=1, keepdim=True) - rewards) / 3
-    torch.testing.assert_close(
-        batch.per_row[SCORES].double(), torch.tensor(scores).double(), rtol=0, atol=1e-6
-    )
+    torch.testing.assert_close(batch.per_row[SCORES].double(), torch.tensor(scores).double(), rtol=0, atol=1e-6)
     torch.testing.assert_close(batch.per_row[REWARD].double(), rewards.flatten(), rtol=0, atol=1e-6)
     torch.testing.assert_close(batch.per_row[ADVANTAGE].double(), expected.flatten(), rtol=0, atol=1e-6)
 
@@ -252,10 +248,7 @@ def test_a_reward_function_reads_whole_texts(tmp_path):
     trainer = built(config(tmp_path, missing_eos_penalty=None), reward_model=even)
     batch = trainer.make_rollout_batch(0)
     words = trainer._tokenizer
-    rows = [
-        torch.cat(pair).tolist()
-        for pair in zip(batch.prompts.split(), batch.completions.split(), strict=True)
-    ]
+    rows = [torch.cat(pair).tolist() for pair in zip(batch.prompts.split(), batch.completions.split(), strict=True)]
     assert texts == words.batch_decode(rows, skip_special_tokens=True)
     torch.testing.assert_close(
         batch.per_row[SCORES].double(), torch.tensor(even(list(texts))).double(), rtol=0, atol=1e-6

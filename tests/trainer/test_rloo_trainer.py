@@ -53,9 +53,7 @@ def test_rewards_that_are_all_alike_are_spoken_of_whatever_the_price(caplog):
     for entry, gradients in zip(later, keep.steps[1:], strict=True):
         assert entry["frac_given_reward_zero_std"] == 1.0 > entry["frac_reward_zero_std"]
         assert any(value.any() for value in gradients.values())
-    said = [
-        record.getMessage() for record in caplog.records if "rewards of each group" in record.getMessage()
-    ]
+    said = [record.getMessage() for record in caplog.records if "rewards of each group" in record.getMessage()]
     assert len(said) == 1 and "only differ by the KL penalty (beta=0.05)" in said[0]
     cut = {"reward_clip_range": (0.0, 0.1), "reward_funcs": above_one}
     assert logs(run("rloo", max_steps=1, **cut)[0])[0]["frac_given_reward_zero_std"] == 1.0

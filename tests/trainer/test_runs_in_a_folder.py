@@ -97,9 +97,7 @@ def test_a_run_among_another_runs_checkpoints_says_so_once(folder, caplog):
         assert resume(folder).state.global_step == 3
         assert "another run" not in caplog.text
         resume(folder, checkpoint=None)
-    assert (
-        caplog.text.count("holds checkpoints of another run (checkpoint-3, checkpoint-2, checkpoint-1)") == 1
-    )
+    assert caplog.text.count("holds checkpoints of another run (checkpoint-3, checkpoint-2, checkpoint-1)") == 1
     caplog.clear()
     resume(folder, max_steps=4)
     assert "another run" not in caplog.text
@@ -143,9 +141,7 @@ def test_other_settings_are_a_line_each(folder, caplog):
 def test_a_lost_part_starts_anew_only_where_the_user_says_so(file, part, folder, caplog):
     lost = folder / "checkpoint-2"
     (lost / file).write_bytes((lost / file).read_bytes()[:50])
-    with pytest.raises(
-        CheckpointError, match=rf"{file} cannot be read.*{folder}/checkpoint-1, which is whole"
-    ):
+    with pytest.raises(CheckpointError, match=rf"{file} cannot be read.*{folder}/checkpoint-1, which is whole"):
         resume(folder, checkpoint=str(lost))
     trainer = resume(folder, checkpoint=str(lost), resume_without=[part])
     assert f"{part} of {lost} start anew" in caplog.text
@@ -161,9 +157,7 @@ def test_weights_of_another_model_are_named(damage, folder):
     other.save_pretrained(folder / "other")
     shutil.copy(folder / "other" / "model.safetensors", lost)
     forget_sums(lost)
-    with pytest.raises(
-        CheckpointError, match=r"model.safetensors in .*checkpoint-2 cannot be loaded"
-    ) as raised:
+    with pytest.raises(CheckpointError, match=r"model.safetensors in .*checkpoint-2 cannot be loaded") as raised:
         resume(folder, checkpoint=str(lost))
     assert f"Resume from {folder}/checkpoint-1, which is whole" in str(raised.value)
 
@@ -177,9 +171,7 @@ def test_a_dead_runs_folder_is_removed_and_one_of_another_program_is_not(folder)
 
 def test_two_processes_are_one_owner(tmp_path):
     launch("tests.trainer.run_worker", str(tmp_path))
-    assert sorted(path.name for path in tmp_path.glob("*-*")) == [
-        f"checkpoint-{step}" for step in (1, 2, 3, 4)
-    ]
+    assert sorted(path.name for path in tmp_path.glob("*-*")) == [f"checkpoint-{step}" for step in (1, 2, 3, 4)]
 
 
 SECRETS = ("s3cret", "hf_" + "aB3" * 12)
@@ -286,9 +278,7 @@ def test_a_run_keeps_the_date_of_its_chat_template(workers, tmp_path, monkeypatc
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 3
     checkpoint = str(tmp_path / "run" / "checkpoint-3")
-    with pytest.raises(
-        CheckpointError, match=r"date 2026-11-24 in its chat template.*resume_from_checkpoint="
-    ):
+    with pytest.raises(CheckpointError, match=r"date 2026-11-24 in its chat template.*resume_from_checkpoint="):
         dated(25, tmp_path / "third", 4).train(resume_from_checkpoint=checkpoint)
     named = dated(25, tmp_path / "third", 4, resume_from_checkpoint=checkpoint)
     named.train(resume_from_checkpoint=checkpoint)

@@ -177,9 +177,7 @@ def test_a_batch_without_labels(tmp_path):
         processing_class=tiny_tokenizer(),
         data_collator=no_labels,
     )
-    with pytest.raises(
-        ValueError, match=r"a batch has \['input_ids'\], expected 'labels' too.*data_collator"
-    ):
+    with pytest.raises(ValueError, match=r"a batch has \['input_ids'\], expected 'labels' too.*data_collator"):
         trainer.train()
     assert trainer.state.global_step == 0
 
@@ -190,7 +188,5 @@ def test_rows_beyond_computed_positions_are_counted(tmp_path, caplog):
     assert "1 of 2 sequences are longer than the 64 positions" in caplog.text
     assert "Set max_length=64" in caplog.text
     caplog.clear()
-    SFTTrainer(
-        model, config(tmp_path, max_length=64), train_dataset=data(LONG), processing_class=tiny_tokenizer()
-    )
+    SFTTrainer(model, config(tmp_path, max_length=64), train_dataset=data(LONG), processing_class=tiny_tokenizer())
     assert "positions" not in caplog.text

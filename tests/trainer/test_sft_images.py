@@ -55,9 +55,7 @@ def test_training_lowers_the_loss_and_moves_tower_and_text(family, tmp_path):
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < 0.6 * losses[0]
-    moved = {
-        name for name, value in trainer.model.state_dict().items() if not torch.equal(value, before[name])
-    }
+    moved = {name for name, value in trainer.model.state_dict().items() if not torch.equal(value, before[name])}
     assert any("vision" in name or "visual" in name for name in moved)
     assert {"entropy", "mean_token_accuracy", "num_tokens"} <= set(trainer.state.log_history[0])
 
@@ -89,9 +87,7 @@ def test_one_image_a_row_streams_and_adapters(processor):
     lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
     trainer = make(stream(rows), processor=processor, trainer={"peft_config": lora}, max_steps=3)
     trainer.train()
-    assert all(
-        "lora" in name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad
-    )
+    assert all("lora" in name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad)
     assert trainer.state.global_step == 3
 
 

@@ -61,9 +61,7 @@ def test_predictions_of_packed_rows_are_those_of_the_rows_alone():
         real = given.predictions[..., 0] != -100
         trained = given.label_ids[:, 1:] != -100
         assert real[:, :-1][trained].all()
-        return sorted(
-            (row[:-1][mask].sum(), mask.sum()) for row, mask in zip(given.predictions, trained, strict=True)
-        )
+        return sorted((row[:-1][mask].sum(), mask.sum()) for row, mask in zip(given.predictions, trained, strict=True))
 
     torch.testing.assert_close(torch.tensor(summed(found)), torch.tensor(summed(alone)), rtol=0, atol=1e-3)
 
@@ -122,9 +120,7 @@ def test_a_run_with_dropout_goes_on_to_the_same_bits(epoch, tmp_path):
         **given, "max_steps": 6, "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 1,
         "folder": tmp_path,
     }  # fmt: skip
-    whole, resumed = (
-        make(packed_rows(), model=model_for(attention_dropout=0.1), **settings) for _ in range(2)
-    )
+    whole, resumed = (make(packed_rows(), model=model_for(attention_dropout=0.1), **settings) for _ in range(2))
     whole.train()
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{at}"))
     expected = whole.model.state_dict()

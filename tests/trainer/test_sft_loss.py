@@ -242,9 +242,7 @@ class OwnLogits(SFTTrainer):
 
 
 def test_an_own_loss_beside_an_outcome_that_cannot_see_the_step_is_refused(monkeypatch):
-    kind = type(
-        "Own", (SFTTrainer,), {"outcome": lambda self, model, batch: SFTTrainer.outcome(self, model, batch)}
-    )
+    kind = type("Own", (SFTTrainer,), {"outcome": lambda self, model, batch: SFTTrainer.outcome(self, model, batch)})
     monkeypatch.setitem(globals(), "SFTTrainer", kind)
     with pytest.raises(ValueError, match="compute_loss_func and an outcome"):
         build(compute_loss_func=users_nll)
@@ -331,9 +329,7 @@ def test_overrides_without_the_count_train_on_the_mean_of_the_step(batch_size, m
 def test_an_own_mean_is_divided_by_the_number_of_micro_batches(batch_size, monkeypatch):
     monkeypatch.setitem(globals(), "SFTTrainer", OwnMean)
     model = model64()
-    trainer, keep = build(
-        model, per_device_train_batch_size=batch_size, gradient_accumulation_steps=8 // batch_size
-    )
+    trainer, keep = build(model, per_device_train_batch_size=batch_size, gradient_accumulation_steps=8 // batch_size)
     first = next(iter(dict(model.named_parameters())))
     trainer.train()
     gradient = keep.steps[0][first]

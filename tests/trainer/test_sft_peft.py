@@ -29,11 +29,7 @@ def test_the_base_stays_and_the_adapter_learns():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     trainer = make(ROWS, model=model, trainer={"peft_config": lora()}, max_steps=4, learning_rate=0.05)
     trainer.train()
-    after = {
-        name.replace(".base_layer", ""): value
-        for name, value in model.state_dict().items()
-        if "lora" not in name
-    }
+    after = {name.replace(".base_layer", ""): value for name, value in model.state_dict().items() if "lora" not in name}
     assert all(torch.equal(after[name], value) for name, value in before.items())
     trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * 2 * 2  # A and B of two projections in two layers

@@ -14,8 +14,7 @@ from tests.trainer.sft_runs import BLUE, USER, config, logged, make, model_for
 from trl import SFTTrainer
 
 ROWS = [
-    {"messages": [USER, {"role": "assistant", "content": text}]}
-    for text in ("Look up.", "It is blue.", "Next.")
+    {"messages": [USER, {"role": "assistant", "content": text}]} for text in ("Look up.", "It is blue.", "Next.")
 ] * 4  # 12 rows
 
 
@@ -36,9 +35,7 @@ def state_of(folder):
 
 
 def test_saved_and_loaded_again(tmp_path):
-    trainer = make(
-        ROWS, tokenizer=tiny_tokenizer("qwen3_like"), folder=tmp_path, assistant_only_loss=True, max_steps=3
-    )
+    trainer = make(ROWS, tokenizer=tiny_tokenizer("qwen3_like"), folder=tmp_path, assistant_only_loss=True, max_steps=3)
     trainer.train()
     trainer.save_model()
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
@@ -49,9 +46,7 @@ def test_saved_and_loaded_again(tmp_path):
     assert model.config._attn_implementation == "sdpa"
     assert json.loads((tmp_path / "config.json").read_text()).get("attn_implementation") is None
     text = model.generate(**tokenizer("It is", return_tensors="pt"), max_new_tokens=3, do_sample=False)
-    again = trainer.model.generate(
-        **tokenizer("It is", return_tensors="pt"), max_new_tokens=3, do_sample=False
-    )
+    again = trainer.model.generate(**tokenizer("It is", return_tensors="pt"), max_new_tokens=3, do_sample=False)
     assert torch.equal(text, again)
 
 
@@ -86,9 +81,7 @@ def test_the_best_checkpoint_is_kept_and_loaded(tmp_path):
     assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
     left = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
     assert left == sorted({f"checkpoint-{best}", "checkpoint-4"})
-    assert state_of(tmp_path / "checkpoint-4")["best_model_checkpoint"] == str(
-        tmp_path / f"checkpoint-{best}"
-    )
+    assert state_of(tmp_path / "checkpoint-4")["best_model_checkpoint"] == str(tmp_path / f"checkpoint-{best}")
     assert state_of(tmp_path / "checkpoint-4")["best_metric"] == min(losses)
     assert not list(tmp_path.glob("_run-*"))
     assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-6)
@@ -151,9 +144,7 @@ def test_a_plain_run_prints_no_complaint(tmp_path, caplog, recwarn):
     )  # fmt: skip
     data = Dataset.from_list([{"messages": [USER, BLUE]}] * 8)
     with caplog.at_level(logging.WARNING):
-        trainer = SFTTrainer(
-            model, args, train_dataset=data, eval_dataset=data, processing_class=tiny_tokenizer()
-        )
+        trainer = SFTTrainer(model, args, train_dataset=data, eval_dataset=data, processing_class=tiny_tokenizer())
         trainer.train()
         trainer.save_model()
     assert [record.getMessage() for record in caplog.records] == []

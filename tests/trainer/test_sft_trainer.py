@@ -124,10 +124,7 @@ def test_a_pad_token_that_is_also_the_stop_token_is_still_trained():
 # ---- batches
 
 
-TEXTS = [
-    {"text": text}
-    for text in ("Look up.", "Next.", "The answer is 42.", "It is blue. It is blue. It is blue.")
-]
+TEXTS = [{"text": text} for text in ("Look up.", "Next.", "The answer is 42.", "It is blue. It is blue. It is blue.")]
 
 
 def all_sequences(trainer):
@@ -204,9 +201,7 @@ def test_a_template_from_a_file(tmp_path):
     path = tmp_path / "short.jinja"
     path.write_text("{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}")
     trainer = make(ONE_TURN, tokenizer=tiny_tokenizer("none"), chat_template_path=str(path))
-    assert trained_spans(trainer) == [
-        ["user: What colour is the sky?<|im_end|>assistant: It is blue.<|im_end|>"]
-    ]
+    assert trained_spans(trainer) == [["user: What colour is the sky?<|im_end|>assistant: It is blue.<|im_end|>"]]
     assert trainer.processing_class.chat_template == path.read_text()
 
 

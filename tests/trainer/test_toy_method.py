@@ -79,9 +79,7 @@ def test_a_step_does_not_depend_on_how_it_is_cut(tmp_path):
     """One step on 8 pairs in one micro-batch or in four, by the weights after it: float64, to 1e-12."""
     found = []
     for size, count in ((16, 1), (4, 4)):
-        trainer = make(
-            tmp_path, max_steps=1, per_device_train_batch_size=size, gradient_accumulation_steps=count
-        )
+        trainer = make(tmp_path, max_steps=1, per_device_train_batch_size=size, gradient_accumulation_steps=count)
         start = {name: value.clone() for name, value in trainer.model.named_parameters()}
         trainer.train()
         found.append({name: value - start[name] for name, value in trainer.model.named_parameters()})

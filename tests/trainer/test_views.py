@@ -252,7 +252,5 @@ def test_another_trainer_without_its_constructor_is_refused():
 
     trainer = Mine(tiny_model("gpt2"), TrainingArguments(tempfile.mkdtemp(), **SETTINGS))
     for call in (trainer.train, trainer.evaluate):
-        with pytest.raises(
-            TypeError, match=r"Mine.__init__ did not call the constructor.*super\(\).__init__"
-        ):
+        with pytest.raises(TypeError, match=r"Mine.__init__ did not call the constructor.*super\(\).__init__"):
             call()

@@ -101,7 +101,9 @@ def shown_calls(count: int) -> list[dict[str, str]]:
     for number in range(count):
         left, right, other = (dice.randint(0, 9) for _ in range(3))
         asked = other if number % 3 == 0 else right
-        call = f"<request> <Calculator> {left} + {asked} <call> {left + asked} <response> Result = {left + asked} <submit>"
+        call = (
+            f"<request> <Calculator> {left} + {asked} <call> {left + asked} <response> Result = {left + asked} <submit>"
+        )
         rows.append({"prompt": f"What is {left} + {right} ?", "completion": f" {call}"})
     return rows
 
@@ -175,9 +177,7 @@ def main() -> None:
     args, config = TrlParser((Arguments, PPOConfig)).parse_args_into_dataclasses()
     words = ["What", "is", "?", "+", "=", "Result", *map(str, range(19))]
     learn(
-        small_parts(config, words, MARKS, shown_calls(1024), args.output_dir)
-        if args.tiny
-        else named_parts(config),
+        small_parts(config, words, MARKS, shown_calls(1024), args.output_dir) if args.tiny else named_parts(config),
         {"Calculator": calculate},
         correct,
         partial(tasks, tiny=args.tiny),

@@ -98,9 +98,7 @@ def shown_programs(count: int) -> list[dict[str, str]]:
         left, right, other = (dice.randint(0, LARGEST) for _ in range(3))
         added = other if number % 2 else right
         program, result = f"print( {left} + {added} )", left + added
-        call = (
-            f"<request> <PythonInterpreter> {program} <call> {result} <response> Result = {result} <submit>"
-        )
+        call = f"<request> <PythonInterpreter> {program} <call> {result} <response> Result = {result} <submit>"
         rows.append({"prompt": f"What is {left} plus {right} ?", "completion": f" {call}"})
     return rows
 

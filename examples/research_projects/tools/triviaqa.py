@@ -88,8 +88,7 @@ def contains_answer(texts: list[str], answers: list[list[str]]) -> list[float]:
     """1 where what follows `Result=` has one of the accepted answers in it, else 0."""
     results = [text.rpartition("Result")[2].lower() for text in texts]
     return [
-        float(any(one.lower() in said for one in accepted))
-        for said, accepted in zip(results, answers, strict=True)
+        float(any(one.lower() in said for one in accepted)) for said, accepted in zip(results, answers, strict=True)
     ]
 
 
@@ -105,9 +104,7 @@ def shown_searches(count: int) -> list[dict[str, str]]:
     return rows
 
 
-def draw(
-    count: int, dice: random.Random, rows: list[tuple[str, list[str]]]
-) -> tuple[list[str], list[list[str]]]:
+def draw(count: int, dice: random.Random, rows: list[tuple[str, list[str]]]) -> tuple[list[str], list[list[str]]]:
     """Questions and their accepted answers."""
     chosen = dice.choices(rows, k=count)
     return [question for question, _ in chosen], [accepted for _, accepted in chosen]
@@ -116,9 +113,7 @@ def draw(
 def trivia(name: str) -> list[tuple[str, list[str]]]:
     """The questions of a data set, with every answer that it accepts."""
     rows: Any = load_dataset(name, *(["rc.nocontext"] if name.endswith("trivia_qa") else []), split="train")
-    accepted = [
-        row["answer"]["aliases"] if isinstance(row["answer"], dict) else [row["answer"]] for row in rows
-    ]
+    accepted = [row["answer"]["aliases"] if isinstance(row["answer"], dict) else [row["answer"]] for row in rows]
     return [(f"{question}\n", each) for question, each in zip(rows["question"], accepted, strict=True)]
 
 

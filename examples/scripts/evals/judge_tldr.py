@@ -27,9 +27,7 @@ class Arguments:
 
     model_name_or_path: str = field(metadata={"help": "Model whose summaries are judged."})
     model_revision: str = field(default="main", metadata={"help": "Its revision on the Hub."})
-    judge_model: str | None = field(
-        default=None, metadata={"help": "Model that judges. None: shared words decide."}
-    )
+    judge_model: str | None = field(default=None, metadata={"help": "Model that judges. None: shared words decide."})
     judge_cache: str | None = field(default=None, metadata={"help": "File that keeps its answers."})
     swap_positions: bool = field(default=False, metadata={"help": "Show it each pair in both orders."})
     num_examples: int | None = field(default=None, metadata={"help": "Posts to summarise. None: all."})
@@ -75,9 +73,7 @@ def summaries(prompts: list[str], args: Arguments) -> list[str]:
         texts = prompts[start : start + args.batch_size]
         inputs = tokenizer(texts, return_tensors="pt", padding=True).to(model.device)
         mask, ids = inputs["attention_mask"], inputs["input_ids"]
-        said = model.generate(
-            input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=args.max_new_tokens
-        )
+        said = model.generate(input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=args.max_new_tokens)
         found += tokenizer.batch_decode(said[:, ids.shape[1] :], skip_special_tokens=True)
     return found
 
@@ -87,12 +83,8 @@ if __name__ == "__main__":
     (args,) = parser.parse_args_and_config()
     rows = load_dataset(args.dataset_name, split=args.dataset_split)
     rows = rows.select(range(min(args.num_examples or len(rows), len(rows))))
-    pairs = [
-        list(pair) for pair in zip(rows["completion"], summaries(list(rows["prompt"]), args), strict=True)
-    ]
-    judge = ManagedJudge(
-        judge_of(args.judge_model), cache=args.judge_cache, swap_positions=args.swap_positions
-    )
+    pairs = [list(pair) for pair in zip(rows["completion"], summaries(list(rows["prompt"]), args), strict=True)]
+    judge = ManagedJudge(judge_of(args.judge_model), cache=args.judge_cache, swap_positions=args.swap_positions)
     verdicts = judge.judge(list(rows["prompt"]), pairs)
     answered = [verdict for verdict in verdicts if verdict >= 0]  # 0.5: a tie, -1: no answer
     rate = sum(answered) / len(answered) if answered else math.nan

@@ -28,7 +28,8 @@ def run_facts(
 ) -> dict[str, Any]:
     """What a checkpoint says about its run, as JSON values.
 
-    `config` is the model's (its whole numbers count), `adapters` its adapters' by name, `settings` the training arguments.
+    `config` is the model's (its whole numbers count), `adapters` its adapters' by name, `settings` the training
+    arguments.
     """
     text = config.get_text_config().to_dict()
     sizes = {name: value for name, value in text.items() if type(value) is int and "token" not in name}

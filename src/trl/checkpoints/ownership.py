@@ -1,8 +1,8 @@
 """Run folders: each run writes its checkpoints into a folder of its own, and holds a lock on it.
 
-`_run-<host>-<pid>-<id>` lies in the output directory while the run lasts. It holds a file `lock`, which the operating system
-unlocks when the process ends, however it ends, and the checkpoint that is being written. (The Hub's uploads of an output
-directory leave `_*` out.)
+`_run-<host>-<pid>-<id>` lies in the output directory while the run lasts. It holds a file `lock`, which the operating
+system unlocks when the process ends, however it ends, and the checkpoint that is being written. (The Hub's uploads of
+an output directory leave `_*` out.)
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ _held: dict[str, tuple[IO[Any], bool]] = {}
 
 
 def _release_in_child() -> None:
-    """A forked process (a data loader's worker) shares its parent's locks, and would hold them after the parent was killed."""
+    """A forked process (a data loader's worker) shares its parent's locks, and would hold them after the parent was
+    killed.
+    """
     for lock, _ in _held.values():
         lock.close()
     _held.clear()

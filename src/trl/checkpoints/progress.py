@@ -73,8 +73,9 @@ def begin_run(
 
 
 def date_of_run(args: TrainingArguments) -> str:
-    """The ISO date on which a run began, the same on all processes: that in the checkpoint that `resume_from_checkpoint` names or,
-    if it names none, in the newest of `output_dir`; else today."""
+    """The ISO date on which a run began, the same on all processes: that in the checkpoint that
+    `resume_from_checkpoint` names or, if it names none, in the newest of `output_dir`; else today.
+    """
     named, begun = args.resume_from_checkpoint, [datetime.now().date().isoformat()]
     is_folder = isinstance(named, (str, Path)) and Path(named).is_dir()
     checkpoints = [Path(str(named))] if is_folder else checkpoints_in(args.output_dir or ".")
@@ -166,7 +167,8 @@ class CheckpointWriter:
         return final
 
     def _rotate(self, newest: Path) -> None:
-        """Remove what is over `save_total_limit`, by step: first what an earlier run left at later steps, then the lowest.
+        """Remove what is over `save_total_limit`, by step: first what an earlier run left at later steps, then the
+        lowest.
 
         The newest and the best checkpoint stay. Times are not read: clocks are set back.
         """
@@ -184,9 +186,7 @@ class CheckpointWriter:
         best_step = self._state.best_global_step
         if best_step:
             best = self.run_dir / f"{PREFIX_CHECKPOINT_DIR}-{best_step}"
-            self._state.best_model_checkpoint = (
-                str(best) if best.name == self._name or best.exists() else None
-            )
+            self._state.best_model_checkpoint = str(best) if best.name == self._name or best.exists() else None
         if self._args.should_save:
             self._state.save_to_json(str(self.staging / self._name / TRAINER_STATE_NAME))
 

@@ -47,7 +47,8 @@ Sums = Mapping[str, Sequence[Any]]
 
 
 def synced_sums(folder: Path, *, part: int = 0, parts: int = 1, but: Sums | None = None) -> Sums:
-    """Flush the files of a finished checkpoint to the disk, except those of `but`; the sums of those that resuming reads.
+    """Flush the files of a finished checkpoint to the disk, except those of `but`; the sums of those that resuming
+    reads.
 
     Of `parts` processes each takes every `parts`-th file, from its number, `part`.
     """
@@ -58,13 +59,11 @@ def synced_sums(folder: Path, *, part: int = 0, parts: int = 1, but: Sums | None
         return dict(zip(read, pool.map(_sum, [folder / name for name in read]), strict=True))
 
 
-def publish(
-    written: Path, final: Path, facts: Mapping[str, Any], *, replaced: Path, sums: Sums | None = None
-) -> None:
+def publish(written: Path, final: Path, facts: Mapping[str, Any], *, replaced: Path, sums: Sums | None = None) -> None:
     """Add the manifest to a finished checkpoint and rename it to `final`, whose older content goes through `replaced`.
 
-    The manifest has `facts` about the run, and the sums of the files that resuming reads; `sums` has those that are known. All is
-    flushed to the disk before the rename, so that a power failure leaves no truncated files.
+    The manifest has `facts` about the run, and the sums of the files that resuming reads; `sums` has those that are
+    known. All is flushed to the disk before the rename, so that a power failure leaves no truncated files.
     """
     here = {name: entry for name, entry in (sums or {}).items() if (written / name).is_file()}
     known = {"format": 1, **facts, "files": {**here, **synced_sums(written, but=here)}}
@@ -132,9 +131,7 @@ def faults(
     read = [name for name in names if not _fits(name, _NOT_READ)]
     sums = written if isinstance(written, dict) and not quick else {}
     with ThreadPoolExecutor(_READERS) as pool:
-        whys = pool.map(
-            lambda name: unreadable(folder / name) or _changed(folder / name, sums.get(name)), read
-        )
+        whys = pool.map(lambda name: unreadable(folder / name) or _changed(folder / name, sums.get(name)), read)
         found |= {name: why for name, why in zip(read, whys, strict=True) if why}
     return {file: why for file, why in found.items() if _part_of(file) not in without}
 
@@ -150,7 +147,9 @@ def checkpoints_in(output_dir: str | Path, stem: str = "checkpoint-") -> list[Pa
 
 
 def newest_whole(output_dir: str | Path, *, but: Path | None = None, quick: bool = False) -> Path | None:
-    """The whole checkpoint with the highest step, leaving out `but`; None where there is none. `quick` as in `faults`."""
+    """The whole checkpoint with the highest step, leaving out `but`; None where there is none. `quick` as in
+    `faults`.
+    """
     every = (path for path in checkpoints_in(output_dir) if but is None or path.resolve() != but.resolve())
     return next((path for path in every if not faults(path, quick=quick)), None)
 
@@ -162,8 +161,8 @@ def checkpoint_to_load(
     without: Sequence[str] = (),
     quick: bool = False,
 ) -> Path | None:
-    """The checkpoint that `resume_from_checkpoint` means: a path, or for True the newest whole one in `output_dir`. `quick` as in
-    `faults`.
+    """The checkpoint that `resume_from_checkpoint` means: a path, or for True the newest whole one in `output_dir`.
+    `quick` as in `faults`.
 
     Raises: FileNotFoundError where there is none; CheckpointError where it is not whole.
     """
@@ -172,12 +171,8 @@ def checkpoint_to_load(
     every = checkpoints_in(output_dir)
     if (given is True and not every) or (given is not True and not Path(given).is_dir()):
         names = ", ".join(map(str, reversed(every)))
-        there = (
-            f"There are {names}." if every else f"There is none in {output_dir}: leave it out to start anew."
-        )
-        raise FileNotFoundError(
-            f"resume_from_checkpoint={given!r} needs a checkpoint to resume from. {there}"
-        )
+        there = f"There are {names}." if every else f"There is none in {output_dir}: leave it out to start anew."
+        raise FileNotFoundError(f"resume_from_checkpoint={given!r} needs a checkpoint to resume from. {there}")
     chosen = every if given is True else [Path(given)]
     whole = next((path for path in chosen if not faults(path, without=without, quick=quick)), None)
     if whole is None:
@@ -216,11 +211,7 @@ def naming_weights(folder: str | Path) -> Iterator[None]:
 
 def _another(folder: Path) -> str:
     whole = newest_whole(folder.parent, but=folder)
-    return (
-        f" Resume from {whole}, which is whole."
-        if whole
-        else " There is no other whole checkpoint beside it."
-    )
+    return f" Resume from {whole}, which is whole." if whole else " There is no other whole checkpoint beside it."
 
 
 def _part_of(file: str) -> str:
@@ -256,4 +247,6 @@ def _changed(file: Path, written: Sequence[Any] | None) -> str | None:
     if written is None or (now := _sum(file)) == tuple(written):
         return None
     sizes = f"{now[0]} bytes, {written[0]} were written" if now[0] != written[0] else "by its checksum"
-    return f"is not as it was written ({sizes}): it is damaged, or was edited (then remove it from 'files' in {MANIFEST})"
+    return (
+        f"is not as it was written ({sizes}): it is damaged, or was edited (then remove it from 'files' in {MANIFEST})"
+    )

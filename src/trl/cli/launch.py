@@ -38,8 +38,8 @@ class Plan(NamedTuple):
 def launch(name: str, module: str, argv: list[str]) -> int:
     """Run the training script `module` with the arguments of `trl <name>`; returns the exit status.
 
-    A run on one device without launch options, or inside a process that a launcher has started, stays in this process. Others
-    go through `accelerate launch`, once the arguments have been checked here.
+    A run on one device without launch options, or inside a process that a launcher has started, stays in this process.
+    Others go through `accelerate launch`, once the arguments have been checked here.
     """
     try:
         path, given = take_config_option(argv)
@@ -64,7 +64,8 @@ def launch(name: str, module: str, argv: list[str]) -> int:
 
 
 def make_plan(parser: "TrlParser", given: list[str], config: ConfigFile | None) -> Plan:
-    """Sort the arguments into the script's options and those of `accelerate launch`; the command line wins over the file.
+    """Sort the arguments into the script's options and those of `accelerate launch`; the command line wins over the
+    file.
 
     An option that both know is the script's, and so is an unknown one, which its parser reports.
 

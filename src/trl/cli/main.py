@@ -152,8 +152,8 @@ def overview() -> str:
 def _leave_out_peft() -> None:
     """Keep transformers from importing PEFT in this process, which only prints a help text.
 
-    `transformers.training_args` (5.19) imports it for a type check: two thirds of the time to the help text. Remove once
-    `transformers.trainer_utils` imports PEFT where it uses it.
+    `transformers.training_args` (5.19) imports it for a type check: two thirds of the time to the help text. Remove
+    once `transformers.trainer_utils` imports PEFT where it uses it.
     """
     utils = importlib.import_module("transformers.utils")
     setattr(utils, "is_peft_available", lambda *_, **__: False)  # noqa: B010 - the module's own name, replaced

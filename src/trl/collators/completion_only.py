@@ -32,7 +32,8 @@ class DataCollatorForCompletionOnlyLM(DataCollatorMixin):
     found is not trained at all: a warning says so, and `rows_without_template` counts them.
 
     Batches are those of `DataCollatorForLanguageModeling`, padded (on the tokenizer's `padding_side`) or padding-free.
-    Padding is told by position, so the pad token may be the end token. The tokenizer needs one only where rows are padded.
+    Padding is told by position, so the pad token may be the end token. The tokenizer needs one only where rows are
+    padded.
 
     Args:
         response_template: Text or token ids that introduce an answer.
@@ -66,16 +67,15 @@ class DataCollatorForCompletionOnlyLM(DataCollatorMixin):
         self.rows_without_template = 0
         self._response = _Template(response_template, tokenizer, "response_template")
         self._instruction = (
-            None
-            if instruction_template is None
-            else _Template(instruction_template, tokenizer, "instruction_template")
+            None if instruction_template is None else _Template(instruction_template, tokenizer, "instruction_template")
         )
         self._collate = DataCollatorForLanguageModeling(
             pad_token_id=0, padding_free=padding_free, pad_to_multiple_of=pad_to_multiple_of
         )
 
     def torch_call(self, examples: Sequence[Any]) -> dict[str, Tensor]:
-        """The batch of some lists of token ids, or rows with `input_ids` (and `attention_mask`, where tokens are hidden).
+        """The batch of some lists of token ids, or rows with `input_ids` (and `attention_mask`, where tokens are
+        hidden).
 
         Raises: ValueError where rows are padded and the tokenizer has no pad token.
         """
@@ -104,14 +104,14 @@ class DataCollatorForCompletionOnlyLM(DataCollatorMixin):
         self._collate.padding_side = self.tokenizer.padding_side  # type: ignore[assignment]
 
     def _trained(self, ids: np.ndarray) -> np.ndarray | None:
-        """Which tokens `(T,)` are trained: from the end of a response template to the next instruction; None without one."""
+        """Which tokens `(T,)` are trained: from the end of a response template to the next instruction; None without
+        one.
+        """
         responses = self._response.find(ids)
         instructions = [] if self._instruction is None else self._instruction.find(ids)
         if not responses or (self._instruction is not None and not instructions):
             return None
-        marks = [
-            (start, False) for start, _ in instructions
-        ]  # of two at one place the instruction has the last word
+        marks = [(start, False) for start, _ in instructions]  # of two at one place the instruction has the last word
         marks += [(end, True) for _, end in (responses if instructions else responses[-1:])]
         marks.sort(key=lambda mark: (mark[0], not mark[1]))
         trained = np.zeros(len(ids), dtype=bool)
@@ -143,12 +143,8 @@ class _Template:
     def find(self, ids: np.ndarray) -> list[Span]:
         """The token ranges `[start, end)` of all occurrences, in order."""
         size = len(self.ids)
-        windows = (
-            np.lib.stride_tricks.sliding_window_view(ids, size) if len(ids) >= size else np.empty((0, size))
-        )
-        spans = [
-            (start, start + size) for start in np.flatnonzero((windows == self.ids).all(axis=1)).tolist()
-        ]
+        windows = np.lib.stride_tricks.sliding_window_view(ids, size) if len(ids) >= size else np.empty((0, size))
+        spans = [(start, start + size) for start in np.flatnonzero((windows == self.ids).all(axis=1)).tolist()]
         if self.text is None or self._decode(ids, len(ids)).count(self.text) == len(spans):
             return spans
         return self._find_text(ids, self.text)

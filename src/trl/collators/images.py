@@ -50,7 +50,9 @@ def check_processor(processor: Any) -> None:
 def processed(
     processor: Any, texts: list[str], images: Sequence[list[Any]], *, adds_special: bool
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """What a processor makes of texts, padded on the right, and their images; and which positions `(B, T)` are images'."""
+    """What a processor makes of texts, padded on the right, and their images; and which positions `(B, T)` are
+    images'.
+    """
     made = dict(
         processor(
             text=texts,
@@ -164,7 +166,8 @@ class _ImageCollator(DataCollatorMixin):
 
         `input_ids`, `attention_mask`, `labels` `(B, T)`, padded on the right, and whatever else the model takes.
 
-        Raises: ValueError or TypeError naming the row of the batch and its column, also where an image would lose tokens.
+        Raises: ValueError or TypeError naming the row of the batch and its column, also where an image would lose
+        tokens.
         """
         check_filled([()] * len(examples))
         rows = self.rows(examples[0], list(examples[0]))
@@ -179,9 +182,7 @@ class _ImageCollator(DataCollatorMixin):
         batch, is_image = processed(self.processor, texts, images, adds_special=rows.adds_special)
         starts = torch.zeros(len(texts), dtype=torch.int64)
         if self.completions_only(rows):
-            ids = [
-                row[mask != 0] for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
-            ]
+            ids = [row[mask != 0] for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
             found = [
                 self._start(row.tolist(), half, own, rows.adds_special)
                 for row, half, own in zip(ids, halves, images, strict=True)
@@ -199,9 +200,7 @@ class _ImageCollator(DataCollatorMixin):
         """
         tokenizer: Any = text_tokenizer(self.processor)
         texts = ["".join(half), half.prompt]
-        whole, prompt = (
-            tokenizer(texts, verbose=False).input_ids if adds_special else encode(tokenizer, texts)
-        )
+        whole, prompt = tokenizer(texts, verbose=False).input_ids if adds_special else encode(tokenizer, texts)
         tail = whole[common_prefix_length(prompt, whole) :]
         start = len(ids) - len(tail)
         if ids[start:] == tail:
@@ -303,7 +302,8 @@ class DataCollatorForVisionLanguageModeling(_ImageCollator):
 
 @dataclass
 class DataCollatorForVisionPreference(_ImageCollator):
-    """Batches raw rows with `images` (a list) or `image`, `chosen`, `rejected` and, unless both begin with it, `prompt`.
+    """Batches raw rows with `images` (a list) or `image`, `chosen`, `rejected` and, unless both begin with it,
+    `prompt`.
 
     Sequence 2i is row i's prompt with the chosen completion, 2i + 1 with the rejected one, both with all of the row's
     images. The processor turns them into `input_ids`, `attention_mask`, `(2B, T)`, padded on the right, `pixel_values`
@@ -312,7 +312,8 @@ class DataCollatorForVisionPreference(_ImageCollator):
 
     Args:
         processor: Processor with a tokenizer and an image processor.
-        max_prompt_length: Longer prompts lose their start, in tokens; None: no limit. An image that would lose tokens is
+        max_prompt_length: Longer prompts lose their start, in tokens; None: no limit. An image that would lose tokens
+        is
             an error, here and below.
         max_completion_length: Longer completions lose their end.
         max_length: Sequences lose their end beyond this many tokens, those of the images counted.

@@ -28,7 +28,8 @@ from trl.tensors.padding import pad
 
 @dataclass
 class DataCollatorForLanguageModeling(DataCollatorMixin):
-    """Batches lists of token ids, or rows with `input_ids` and, where given, `completion_mask`, `assistant_masks`, `labels`, `seq_lengths`.
+    """Batches lists of token ids, or rows with `input_ids` and, where given, `completion_mask`, `assistant_masks`,
+    `labels`, `seq_lengths`.
 
     A token is trained where every mask that applies is 1; `labels` of the data set, where given, stand in for
     `input_ids` before the masks act. Padding is told by position, never by token id. Labels are not shifted.
@@ -37,8 +38,8 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
     for packed rows (those with `seq_lengths`): `input_ids`, `position_ids` (restarting at 0 with each sequence) and
     `labels`, `(1, N)` each, without an attention mask; the first label of each sequence is -100. Where N is rounded up,
     `filler` says by how many tokens. All other columns
-    are left out, except `attention_mask`, whose hidden tokens are removed first, and `position_ids`, which restart with each
-    document of a packed row.
+    are left out, except `attention_mask`, whose hidden tokens are removed first, and `position_ids`, which restart with
+    each document of a packed row.
 
     Args:
         pad_token_id: Token that fills padded positions.

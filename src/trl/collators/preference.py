@@ -43,8 +43,9 @@ def completion_batch(
 ) -> dict[str, Tensor]:
     """Prompts and completions as one packed batch; its sequences are the completions, in order.
 
-    With `prefix_sharing` each prompt occurs once, before its completions (`pack_prefix_groups`), otherwise once per completion.
-    `labels (1, N)` are -100 on prompts, and on the first `unscored` tokens of each completion. `rows (B,)` counts the rows.
+    With `prefix_sharing` each prompt occurs once, before its completions (`pack_prefix_groups`), otherwise once per
+    completion. `labels (1, N)` are -100 on prompts, and on the first `unscored` tokens of each completion. `rows (B,)`
+    counts the rows.
 
     Raises: ValueError for a prompt or completion without tokens.
 
@@ -68,9 +69,9 @@ def completion_batch(
 def pack_prefix_groups(rows: Sequence[Prompted], unscored: Sequence[int] = ()) -> dict[str, Tensor]:
     """Prompts, each followed by its completions, as one packed row of prefix groups.
 
-    `labels (1, N)` are the completions' tokens without the first `unscored` of each, and -100 on the rest. A completion's first
-    token is predicted by its prompt's last one, not by its left neighbour: `scored_source`, `scored_target` and
-    `scored_sequence`, int64 `(K,)`, are the predicting position, the token and its completion.
+    `labels (1, N)` are the completions' tokens without the first `unscored` of each, and -100 on the rest. A
+    completion's first token is predicted by its prompt's last one, not by its left neighbour: `scored_source`,
+    `scored_target` and `scored_sequence`, int64 `(K,)`, are the predicting position, the token and its completion.
 
     Raises: ValueError for a prompt or completion without tokens, or a row without completions.
 
@@ -80,9 +81,7 @@ def pack_prefix_groups(rows: Sequence[Prompted], unscored: Sequence[int] = ()) -
     """
     groups = [(as_ids(prompt), [as_ids(branch) for branch in branches]) for prompt, branches in rows]
     check_filled([(prompt, *branches) for prompt, branches in groups])
-    segments = Segments.from_prefix_groups(
-        [(len(prompt), [len(b) for b in branches]) for prompt, branches in groups]
-    )
+    segments = Segments.from_prefix_groups([(len(prompt), [len(b) for b in branches]) for prompt, branches in groups])
     input_ids = torch.cat([part for prompt, branches in groups for part in (prompt, *branches)])
     table = segments.to_table()
     start, length, prefix_start, prefix_length = table[0, 0][table[0, 0, :, 3] > 0].unbind(dim=1)
@@ -112,8 +111,8 @@ def seq2seq_batch(
 ) -> dict[str, Tensor]:
     """Prompts (`prompt_input_ids`) and the `completions` of each row for an encoder-decoder, side by side.
 
-    `input_ids`, `attention_mask` `(B, P)`; `decoder_labels` `(S, T)`, -100 on padding; `decoder_prompt` `(S,)`, the row of
-    each completion. Completions of one row follow one another: with pairs, completion 2i is row i's chosen one.
+    `input_ids`, `attention_mask` `(B, P)`; `decoder_labels` `(S, T)`, -100 on padding; `decoder_prompt` `(S,)`, the row
+    of each completion. Completions of one row follow one another: with pairs, completion 2i is row i's chosen one.
 
     Raises: ValueError naming the row where a prompt or completion has no tokens.
 
@@ -139,7 +138,8 @@ def row_batch(
     prefix_sharing: bool,
     encoder_pad: int | None,
 ) -> dict[str, Tensor]:
-    """Rows of `prompt_input_ids` and one or two `completions` as `completion_batch`, or with `encoder_pad` as `seq2seq_batch`.
+    """Rows of `prompt_input_ids` and one or two `completions` as `completion_batch`, or with `encoder_pad` as
+    `seq2seq_batch`.
 
     A row with a column `own_prompt`, that of its second completion, shares no prompt. `rows (B,)` counts the rows.
     """
@@ -158,9 +158,9 @@ def row_batch(
 class PairCollator:
     """Batches rows of `prompt_input_ids`, `chosen_input_ids` and `rejected_input_ids` as `row_batch` says.
 
-    Sequence 2i is row i's chosen completion, 2i + 1 its rejected one. Truncation may have made the two prompts different:
-    then a row has `rejected_prompt_input_ids`. Columns `ref_chosen_logps` and `ref_rejected_logps`, where the rows have
-    them, become `ref_logps (2B,)` in that order.
+    Sequence 2i is row i's chosen completion, 2i + 1 its rejected one. Truncation may have made the two prompts
+    different: then a row has `rejected_prompt_input_ids`. Columns `ref_chosen_logps` and `ref_rejected_logps`, where
+    the rows have them, become `ref_logps (2B,)` in that order.
 
     Args:
         prefix_sharing: Whether a pair's two completions share one copy of their prompt.
@@ -194,7 +194,9 @@ class Seq2SeqRowsCollator:
 
 
 def reference_logps(rows: Sequence[Row]) -> dict[str, Tensor]:
-    """`ref_logps (2B,)`, chosen and rejected in turn, where the rows have the reference's columns; otherwise nothing."""
+    """`ref_logps (2B,)`, chosen and rejected in turn, where the rows have the reference's columns; otherwise
+    nothing.
+    """
     if rows[0].get(REFERENCE_COLUMNS[0]) is None:
         return {}
     values = [float(row[column]) for row in rows for column in REFERENCE_COLUMNS]
@@ -206,8 +208,9 @@ class DPODataCollatorWithPadding:
     """Pads each column of tokenised pairs by itself (TRL 0.4-0.26).
 
     Columns that end in `_input_ids`, `_attention_mask` and `_labels` become tensors `(B, T)`, padded with
-    `pad_token_id`, 0 and `label_pad_token_id`; those that begin with `prompt` on the left. A missing `_attention_mask` is
-    added. Columns that end in `_logps` become tensors `(B,)`; others stay lists. `DPOTrainer` takes such batches too.
+    `pad_token_id`, 0 and `label_pad_token_id`; those that begin with `prompt` on the left. A missing `_attention_mask`
+    is added. Columns that end in `_logps` become tensors `(B,)`; others stay lists. `DPOTrainer` takes such batches
+    too.
 
     Args:
         pad_token_id: Token that fills padded positions.
@@ -232,9 +235,7 @@ class DPODataCollatorWithPadding:
             values = [feature[name] for feature in features]
             if suffix is not None:
                 side = "left" if name.startswith("prompt") else "right"
-                batch[name], mask = pad_with_mask(
-                    [as_ids(value) for value in values], fill[suffix], side=side
-                )
+                batch[name], mask = pad_with_mask([as_ids(value) for value in values], fill[suffix], side=side)
                 if suffix == "_input_ids" and mask_of(name) not in features[0]:
                     batch[mask_of(name)] = mask
             elif name.endswith("_logps"):
@@ -249,7 +250,8 @@ class DataCollatorForPreference(DataCollatorMixin):
     """Pads the tokens of pairs as `DPOTrainer` prepares them: prompts on the left, completions on the right.
 
     The batch has `prompt_input_ids`, `chosen_input_ids` and `rejected_input_ids` with their `_attention_mask`, `(B, T)`
-    each, and the reference's `ref_chosen_logps`, `ref_rejected_logps` `(B,)` and what belongs to images where the rows do.
+    each, and the reference's `ref_chosen_logps`, `ref_rejected_logps` `(B,)` and what belongs to images where the rows
+    do.
 
     >>> rows = [{"prompt_input_ids": [1], "chosen_input_ids": [2, 3], "rejected_input_ids": [4]}]
     >>> DataCollatorForPreference(pad_token_id=0)(rows)["chosen_input_ids"]
@@ -274,8 +276,8 @@ def as_pair_batch(batch: Mapping[str, Any], *, prefix_sharing: bool) -> Mapping[
     """A batch of pairs in the form of `PairCollator`, from any collator.
 
     Also accepted: padded rows with `labels` (chosen and rejected in turn); `prompt_input_ids`, `chosen_input_ids`,
-    `rejected_input_ids` with their `_attention_mask`; whole sequences `chosen_input_ids`, `chosen_labels`, ... with labels
-    of -100 on the prompt. Raises ValueError for other batches.
+    `rejected_input_ids` with their `_attention_mask`; whole sequences `chosen_input_ids`, `chosen_labels`, ... with
+    labels of -100 on the prompt. Raises ValueError for other batches.
     """
     if "labels" in batch or "decoder_labels" in batch:
         return batch

@@ -85,8 +85,8 @@ def group_batch(
 class RewardCollator:
     """Batches rows of `chosen_input_ids` and `rejected_input_ids` (whole sequences), and `margin` where they have it.
 
-    A batch is one packed row as `group_batch` makes it; where not `packed`, rows padded on the right, chosen and rejected in
-    turn.
+    A batch is one packed row as `group_batch` makes it; where not `packed`, rows padded on the right, chosen and
+    rejected in turn.
 
     Args:
         prefix_sharing: Whether the common prefix of a pair occurs once.
@@ -174,7 +174,8 @@ class RewardDataCollatorWithPadding:
 
 @dataclass
 class DataCollatorForPreference(DataCollatorMixin):
-    """Pads rows of `chosen_input_ids` and `rejected_input_ids` on the right, as `input_ids` and `attention_mask` `(2B, T)`.
+    """Pads rows of `chosen_input_ids` and `rejected_input_ids` on the right, as `input_ids` and `attention_mask` `(2B,
+    T)`.
 
     All preferred sequences come first, then the others. `margin (B,)` where the rows have it.
 
@@ -201,8 +202,9 @@ class DataCollatorForPreference(DataCollatorMixin):
 def as_reward_batch(batch: Mapping[str, Any], *, prefix_sharing: bool) -> Mapping[str, Any]:
     """A batch of pairs in the form of `RewardCollator`, from any collator.
 
-    Also accepted: padded rows `(2B, T)` (all chosen, then all rejected); tensors `(B, T)` of each side with their masks, named
-    as by `RewardDataCollatorWithPadding`, or `chosen_input_ids`, `chosen_attention_mask`. Raises ValueError for other batches.
+    Also accepted: padded rows `(2B, T)` (all chosen, then all rejected); tensors `(B, T)` of each side with their
+    masks, named as by `RewardDataCollatorWithPadding`, or `chosen_input_ids`, `chosen_attention_mask`. Raises
+    ValueError for other batches.
     """
     if "input_ids" in batch:
         return batch if "rows" in batch else _in_turn(batch)

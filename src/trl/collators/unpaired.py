@@ -25,10 +25,10 @@ REFERENCE_NAMES = dict(zip(REFERENCE_LOGPS, ("ref_logps", "ref_kl_logps"), stric
 class UnpairedCollator:
     """Batches rows of `prompt_input_ids`, `completion_input_ids` and `label` as `row_batch` says.
 
-    Sequence i is row i's completion; with `mismatched` that is sequence 2i, and 2i + 1 is the mismatched one, of the column
-    `KL_completion_input_ids` (behind `KL_prompt_input_ids`, where a row has it). `label (B,)` is bool. Columns
-    `reference_logps` and `reference_KL_logps` become `ref_logps` and `ref_kl_logps` `(B,)`; `embedding_input_ids` becomes a
-    padded `(B, E)` with a mask.
+    Sequence i is row i's completion; with `mismatched` that is sequence 2i, and 2i + 1 is the mismatched one, of the
+    column `KL_completion_input_ids` (behind `KL_prompt_input_ids`, where a row has it). `label (B,)` is bool. Columns
+    `reference_logps` and `reference_KL_logps` become `ref_logps` and `ref_kl_logps` `(B,)`; `embedding_input_ids`
+    becomes a padded `(B, E)` with a mask.
 
     Args:
         prefix_sharing: Whether a row's two completions share one copy of their prompt.
@@ -92,14 +92,12 @@ def _tokens_of(batch: Mapping[str, Any], number: int, of: int) -> Tensor:
     return stays.repeat_interleave(torch.tensor(segments.length)).to(batch["input_ids"].device)
 
 
-def as_unpaired_batch(
-    batch: Mapping[str, Any], *, prefix_sharing: bool, mismatched: bool = False
-) -> Mapping[str, Any]:
+def as_unpaired_batch(batch: Mapping[str, Any], *, prefix_sharing: bool, mismatched: bool = False) -> Mapping[str, Any]:
     """A batch in the form of `UnpairedCollator`, from any collator.
 
-    Also accepted: `prompt_input_ids`, `completion_input_ids` (with `mismatched` also `KL_completion_input_ids`) with their
-    `_attention_mask`, as from `DPODataCollatorWithPadding`; a completion may include its prompt if `completion_labels` are
-    -100 on it. Raises ValueError for other batches.
+    Also accepted: `prompt_input_ids`, `completion_input_ids` (with `mismatched` also `KL_completion_input_ids`) with
+    their `_attention_mask`, as from `DPODataCollatorWithPadding`; a completion may include its prompt if
+    `completion_labels` are -100 on it. Raises ValueError for other batches.
     """
     if "rows" in batch and "label" in batch:
         return {**batch, "label": torch.as_tensor(batch["label"], device=batch["rows"].device)}

@@ -151,10 +151,10 @@ def make_rows(name: str, *, rows: int = 400, seed: int = 0) -> dict[str, list[Ro
 def make_data(name: str, *, rows: int = 400, seed: int = 0) -> DatasetDict:
     """A data set of small word problems (of colours for images), with the splits `train` and `test`.
 
-    `name` is a kind of row: "problems" (`question`, `answer`), "chats" (`messages`), "preferences" (`chosen`, `rejected`),
-    "ratings" (`prompt`, `completion`, `label`), "steps" (`prompt`, `completions`, `labels`), "prompts" (`prompt`, `solution`),
-    "tools" (`messages`, `tools`) or "images" (`images`, `messages`; needs Pillow). `train` has `rows` rows, `test` an eighth as
-    many, of other problems. The same seed gives the same rows.
+    `name` is a kind of row: "problems" (`question`, `answer`), "chats" (`messages`), "preferences" (`chosen`,
+    `rejected`), "ratings" (`prompt`, `completion`, `label`), "steps" (`prompt`, `completions`, `labels`), "prompts"
+    (`prompt`, `solution`), "tools" (`messages`, `tools`) or "images" (`images`, `messages`; needs Pillow). `train` has
+    `rows` rows, `test` an eighth as many, of other problems. The same seed gives the same rows.
 
     Raises: ValueError for an unknown name and for fewer than 8 rows.
 

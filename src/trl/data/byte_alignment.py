@@ -1,4 +1,6 @@
-"""Tokens of two tokenizers over one text, aligned by bytes: a decoded token may be half a character, its bytes never are."""
+"""Tokens of two tokenizers over one text, aligned by bytes: a decoded token may be half a character, its bytes never
+are.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,10 @@ _SAMPLE = "Sum of 12 + 7:\n\tñandú, 中 and 🙂."
 def vocabulary_bytes(tokenizer: Any) -> list[bytes]:
     """The bytes that each token id stands for; special tokens stand for their names.
 
-    Byte-level BPE, SentencePiece (with byte fallback) and tokenizers whose tokens are text. Raises: ValueError for others,
-    such as WordPiece, whose tokens do not say where spaces were.
+    Byte-level BPE, SentencePiece (with byte fallback) and tokenizers whose tokens are text. Raises: ValueError for
+    others, such as WordPiece, whose tokens do not say where spaces were.
     """
-    decoder = json.dumps(
-        json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {}, ensure_ascii=False
-    )
+    decoder = json.dumps(json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {}, ensure_ascii=False)
     special = {token.content for token in tokenizer.added_tokens_decoder.values()}
     of_char = _byte_of_char()
 
@@ -62,8 +62,8 @@ STOP = b"\xff<stop>\xff"
 class Alignment(NamedTuple):
     """Spans of tokens of two tokenizers that cover the same bytes.
 
-    `own (S,)` and `other (S',)`, int64: the span of each token, -1 for tokens in none. Spans are as short as they can be and
-    have rising numbers, `count` of them.
+    `own (S,)` and `other (S',)`, int64: the span of each token, -1 for tokens in none. Spans are as short as they can
+    be and have rising numbers, `count` of them.
     """
 
     own: np.ndarray
@@ -76,9 +76,10 @@ def align(
 ) -> Alignment:
     """The shortest spans of tokens with the same bytes; every byte of what both have in common is in one span.
 
-    In common are the `texts`, which both have in this order, between other bytes of their chat templates, each with the `STOP`
-    behind it (unless `stops` is False); without `texts`, or where both have the same bytes, their common beginning. A span
-    begins and ends at a border of tokens on both sides, so a token that reaches over the beginning of a text is in none.
+    In common are the `texts`, which both have in this order, between other bytes of their chat templates, each with the
+    `STOP` behind it (unless `stops` is False); without `texts`, or where both have the same bytes, their common
+    beginning. A span begins and ends at a border of tokens on both sides, so a token that reaches over the beginning of
+    a text is in none.
 
     >>> align([b"ab", b"c", b"d"], [b"a", b"bc", b"d"])
     Alignment(own=array([0, 0, 1]), other=array([0, 0, 1]), count=2)
@@ -100,9 +101,7 @@ def align(
             text += STOP
         read = [place + len(text) for place in places]
         inside = [(s >= p) & (e <= last) for s, e, p, last in zip(starts, ends, places, read, strict=True)]
-        borders = [
-            np.union1d(s[own], e[own]) - p for s, e, own, p in zip(starts, ends, inside, places, strict=True)
-        ]
+        borders = [np.union1d(s[own], e[own]) - p for s, e, own, p in zip(starts, ends, inside, places, strict=True)]
         common = np.intersect1d(borders[0], borders[1])
         for side, end, part, place in zip(found, ends, inside, places, strict=True):
             spans = np.searchsorted(common, end[part] - place) - 1
@@ -115,7 +114,8 @@ def align(
 
 
 def shared_tokens(own: Sequence[bytes], other: Sequence[bytes]) -> tuple[list[int], list[int]]:
-    """The ids of the tokens that both vocabularies have, in the order of the first: the same bytes, which are not empty.
+    """The ids of the tokens that both vocabularies have, in the order of the first: the same bytes, which are not
+    empty.
 
     >>> shared_tokens([b"a", b"b", b"ab"], [b"ab", b"c", b"a"])
     ([0, 2], [2, 0])

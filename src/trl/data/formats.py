@@ -90,8 +90,8 @@ def maybe_convert_to_chatml(example: dict[str, list]) -> dict[str, list]:
 def remove_none_values(example: Any) -> Any:
     """`example` without the keys of dicts whose value is None, at every depth; lists keep their length.
 
-    Arrow tables give every dict of a column the keys of all others, filled with None; this takes them away again. What is
-    `written` stays as it is.
+    Arrow tables give every dict of a column the keys of all others, filled with None; this takes them away again. What
+    is `written` stays as it is.
 
     >>> remove_none_values([{"role": "user", "content": "Hi", "tool_calls": None}])
     [{'role': 'user', 'content': 'Hi'}]
@@ -218,8 +218,8 @@ def column_names(dataset: Dataset | IterableDataset) -> list[str]:
 def split_dialogue(example: Mapping[str, Any], marker: str = "\n\nAssistant:") -> dict[str, str]:
     """A pair of whole dialogues as `prompt`, `chosen` and `rejected`; for `Dataset.map`.
 
-    The prompt ends behind the last `marker` up to which both are the same: the last turn's, or an earlier one's where the
-    dialogues part before.
+    The prompt ends behind the last `marker` up to which both are the same: the last turn's, or an earlier one's where
+    the dialogues part before.
 
     Raises: ValueError where they share no marker.
 
@@ -298,7 +298,9 @@ def prepare_multimodal_messages_vllm(messages: list[dict[str, Any]]) -> list[dic
 
 
 def last_turn_as_completion(dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
-    """Rows of `messages` or `conversations` with their last turn as `completion` and the others as `prompt`; other rows as given."""
+    """Rows of `messages` or `conversations` with their last turn as `completion` and the others as `prompt`; other rows
+    as given.
+    """
     names = [name for name in ("messages", "conversations") if name in column_names(dataset)]
     if not names:
         return dataset

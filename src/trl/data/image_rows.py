@@ -1,6 +1,7 @@
 """Rows with images: their text with a placeholder for each image, and checks before the first step.
 
-Such rows stay as they are until a batch is made of them, because images become numbers only there; the checks decode none.
+Such rows stay as they are until a batch is made of them, because images become numbers only there; the checks decode
+none.
 """
 
 import logging
@@ -169,7 +170,8 @@ class ImageRows:
     def halves(
         self, row: Mapping[str, Any], index: int, images: list[Any], *, is_rendered: bool = True
     ) -> list[TextHalves]:
-        """The texts of a row, ready for the processor: each ends with a stop token and has a placeholder for each image.
+        """The texts of a row, ready for the processor: each ends with a stop token and has a placeholder for each
+        image.
 
         Conversations are only checked unless `is_rendered`.
 
@@ -232,16 +234,16 @@ class ImagePairs(ImageRows):
 
     def turns(self, row: Mapping[str, Any], index: int) -> list[Turns]:
         tokenizer = text_tokenizer(self.processor)  # reads image parts as they are
-        pair = PairReader(tokenizer, self.row_type, self.dataset_name, tools=self.tools).pair(
-            dict(row), index
-        )
+        pair = PairReader(tokenizer, self.row_type, self.dataset_name, tools=self.tools).pair(dict(row), index)
         prompt = pair.prompt.messages if self.row_type.is_chat else pair.prompt
         return [Turns(side, prompt, getattr(pair, side)) for side in SIDES]
 
 
 @dataclass(frozen=True)
 class ImagePrompts(ImageRows):
-    """Prompts up to where a policy continues; `template_kwargs` are for the chat template, those of a row go before them."""
+    """Prompts up to where a policy continues; `template_kwargs` are for the chat template, those of a row go before
+    them.
+    """
 
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -275,7 +277,8 @@ def check_image_prompts(
 ) -> ImagePrompts:
     """How the prompts of a data set are rendered, after a check of all of its rows.
 
-    A row has a `prompt`, text with a placeholder for each image or messages, and `images` (a list) or `image`, or neither.
+    A row has a `prompt`, text with a placeholder for each image or messages, and `images` (a list) or `image`, or
+    neither.
 
     Raises: ValueError, TypeError or FileNotFoundError naming row, column and remedy.
     """
@@ -301,8 +304,8 @@ def check_image_rows(
 ) -> AnyRows:
     """Check all rows without decoding their images, and return their reader; the first rows are also rendered.
 
-    `read(first row, columns, name)` makes the reader. Of a stream, and of a data set with a transform, the first rows only
-    are checked here; the collator checks the others as they pass.
+    `read(first row, columns, name)` makes the reader. Of a stream, and of a data set with a transform, the first rows
+    only are checked here; the collator checks the others as they pass.
 
     Raises: ValueError, TypeError or FileNotFoundError naming row, column and remedy.
     """

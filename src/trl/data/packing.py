@@ -73,9 +73,7 @@ def pack_dataset(
         options.setdefault("batch_size", 1000)  # of large rows
     if not isinstance(dataset, Dataset):
         size = options.get("batch_size", 1000)
-        rows: Any = as_arrow.map(
-            pack_table, batched=True, batch_size=size, features=features, fn_kwargs=given
-        )
+        rows: Any = as_arrow.map(pack_table, batched=True, batch_size=size, features=features, fn_kwargs=given)
         return restore_format(rows, dataset)
     if not len(dataset):
         _check_columns(cast(Any, as_arrow)[:])
@@ -88,9 +86,7 @@ def pack_dataset(
 
 def pack_table(table: pa.Table, seq_length: int, strategy: str) -> pa.Table:
     """`pack_dataset` on an arrow table."""
-    nested = [
-        field.name for field in table.schema if is_list(field.type) and is_number_list(field.type.value_type)
-    ]
+    nested = [field.name for field in table.schema if is_list(field.type) and is_number_list(field.type.value_type)]
     lists, table = table.select(nested), table.drop_columns(nested)
     _check_columns(table)
     columns = {name: read_ragged(table[name], name) for name in table.column_names}
@@ -103,17 +99,13 @@ def pack_table(table: pa.Table, seq_length: int, strategy: str) -> pa.Table:
     found: dict[str, Any] = {name: write_ragged(ragged, kinds[name]) for name, ragged in packed.items()}
     for name in nested:
         if rows is None:
-            raise ValueError(
-                f"column {name!r} has lists of lists, which strategy {strategy!r} cannot cut. Use 'bfd'."
-            )
+            raise ValueError(f"column {name!r} has lists of lists, which strategy {strategy!r} cannot cut. Use 'bfd'.")
         kind: Any = lists.schema.field(name).type
         whole = lists[name].cast(pa.large_list(kind.value_type)).combine_chunks()
         joined = pc.list_slice(whole.take(pa.array(rows.values)), 0, seq_length)  # type: ignore[attr-defined]
         ends = np.append(0, pc.list_value_length(joined).to_numpy().cumsum())[rows.offsets]  # type: ignore[attr-defined]
         packed_lists = pa.LargeListArray.from_arrays(ends, joined.flatten())
-        found[name] = (
-            packed_lists if pa.types.is_large_list(kind) else packed_lists.cast(pa.list_(kind.value_type))
-        )
+        found[name] = packed_lists if pa.types.is_large_list(kind) else packed_lists.cast(pa.list_(kind.value_type))
     return pa.table(found)
 
 
@@ -125,7 +117,8 @@ class Bins(NamedTuple):
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Bins:
-    """Rows to bins: longest first, each into the bin with the least space that holds it, of equal ones the one that has had that space longest.
+    """Rows to bins: longest first, each into the bin with the least space that holds it, of equal ones the one that has
+    had that space longest.
 
     `lengths` (N,) in tokens, each in [1, capacity]. Bins are numbered as they were opened. Time is O(N log N) for the
     sort, then almost constant per row. Source: Ding et al. 2024, section 3.2 (arXiv:2404.10830).

@@ -27,7 +27,8 @@ BLOCK_ROWS = 50_000
 SHOWN_ROWS = 3
 
 
-# Counts that need a user's attention, and the warning behind "in N of M rows"; of tokens and steps, behind their number.
+# Counts that need a user's attention, and the warning behind "in N of M rows"; of tokens and steps, behind their
+# number.
 WARNINGS: Mapping[str, str] = {
     "removed_steps": "labelled steps were cut off and are not trained. Raise max_length or max_completion_length, or lower "
     "max_prompt_length.",
@@ -189,7 +190,9 @@ def check_ids(row: Any, vocabulary: Vocabulary | None, place: Place, *, may_be_e
 
 
 class RowKind(ABC):
-    """Rows of one kind: reads, tokenises and cuts a batch of them, for `datasets.Dataset.map` (batched, with indices)."""
+    """Rows of one kind: reads, tokenises and cuts a batch of them, for `datasets.Dataset.map` (batched, with
+    indices).
+    """
 
     counts: ClassVar[tuple[str, ...]] = ("row", "tokens", "removed_tokens", "untrained_rows")
     """Columns of numbers beside the tokens: summed into the report under these names, then removed."""
@@ -203,7 +206,9 @@ class RowKind(ABC):
     def __call__(
         self, batch: dict[str, list], indices: Sequence[int], json_columns: Mapping[str, Any] = {}
     ) -> dict[str, list]:
-        """The columns of `features` and `counts`; `json_columns` are the types of those that store some of their values as JSON."""
+        """The columns of `features` and `counts`; `json_columns` are the types of those that store some of their values
+        as JSON.
+        """
         batch = {
             **batch,
             **{name: [written(value, kind) for value in batch[name]] for name, kind in json_columns.items()},
@@ -227,7 +232,9 @@ class RowKind(ABC):
         """The columns that rows become, and their types."""
 
     def complaint(self, numbers: Mapping[str, int]) -> tuple[str, str, str, str]:
-        """For a row of these numbers in which nothing is trained: its column, what is given, expected, and the remedy."""
+        """For a row of these numbers in which nothing is trained: its column, what is given, expected, and the
+        remedy.
+        """
         kept, removed = numbers["tokens"], numbers["removed_tokens"]
         cut = f" ({kept} after truncation to max_length)" if removed else ""
         remedy = (
@@ -271,7 +278,9 @@ def first_row(dataset: Any, name: str, expected: str) -> Mapping[str, Any]:
 def prepare_rows(
     dataset: AnyDataset, kind: RowKind, settings: Preparation, *, name: str
 ) -> tuple[AnyDataset, PreparationReport]:
-    """The data set as rows of `kind`, and its report; other columns are removed, but for the settings' `keep_columns`."""
+    """The data set as rows of `kind`, and its report; other columns are removed, but for the settings'
+    `keep_columns`.
+    """
     report, columns = PreparationReport(name, warnings=kind.warnings), settings.keep_columns
     rows = map_rows(dataset, kind, name=name, num_proc=settings.num_proc, keep_columns=columns)
     return count_rows(rows, kind, report, settings.untrained_rows), report

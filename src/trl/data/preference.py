@@ -156,7 +156,9 @@ class Answers(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """A prompt and its completions before truncation; the last completion's own prompt, if it has one; further columns."""
+    """A prompt and its completions before truncation; the last completion's own prompt, if it has one; further
+    columns.
+    """
 
     row: int
     prompt: Ids
@@ -200,18 +202,12 @@ class PairTokenizer(RowKind):
     def rows(self, given: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
         each = dict(zip(indices, given, strict=True))
         is_given = self.reader.row_type.kind == "tokens"
-        tokens = (
-            [self._given(row, index) for index, row in each.items()] if is_given else self._tokenized(each)
-        )
+        tokens = [self._given(row, index) for index, row in each.items()] if is_given else self._tokenized(each)
         found = [self._cut(row) for row in tokens]
         for row in found:
             for column in self.columns if not is_given else ():
-                place = self.reader.place(
-                    row["row"], column.removeprefix("whole_").removesuffix("_input_ids")
-                )
-                check_ids(
-                    row.get(column) or [], self.vocabulary, place, may_be_empty=True
-                )  # empty ones are counted
+                place = self.reader.place(row["row"], column.removeprefix("whole_").removesuffix("_input_ids"))
+                check_ids(row.get(column) or [], self.vocabulary, place, may_be_empty=True)  # empty ones are counted
             for column in self.kept_numbers:
                 place = self.reader.place(row["row"], column)
                 row[column] = check_number(each[row["row"]][column], place)
@@ -270,9 +266,7 @@ class PairTokenizer(RowKind):
         chosen, rejected = cut if self.lengths.is_encoder_decoder else map(with_context, cut)
         own = rejected.prompt if rejected.prompt != chosen.prompt else None
         ids = (chosen.prompt, chosen.completion, rejected.completion, own)
-        lost = [
-            [len(a) - len(b) for a, b in zip(*pair, strict=True)] for pair in zip(sides, cut, strict=True)
-        ]
+        lost = [[len(a) - len(b) for a, b in zip(*pair, strict=True)] for pair in zip(sides, cut, strict=True)]
         return {
             **dict(zip(self.columns, ids, strict=True)),
             **tokens.more,
@@ -338,8 +332,8 @@ def tokenize_preference_row(
 
     `features` holds `prompt`, `chosen` and `rejected`. The completions get an eos and keep their first
     `max_completion_length` tokens, the prompt keeps its last `max_prompt_length`; with `add_special_tokens` (for
-    encoder-decoders) it stands between a begin token, where the tokenizer has one, and an eos. Training data is prepared
-    by `prepare_preference_dataset`, which tokenises prompt and completion together.
+    encoder-decoders) it stands between a begin token, where the tokenizer has one, and an eos. Training data is
+    prepared by `prepare_preference_dataset`, which tokenises prompt and completion together.
 
     Raises: ValueError where the tokenizer has no eos token.
     """

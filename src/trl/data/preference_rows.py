@@ -41,7 +41,9 @@ def pair_row_type(
 
 
 class Pair(NamedTuple):
-    """Prompt and answers of a row: texts, or a `Chat` and lists of messages. The prompt is empty where none is needed."""
+    """Prompt and answers of a row: texts, or a `Chat` and lists of messages. The prompt is empty where none is
+    needed.
+    """
 
     prompt: Any
     chosen: Any
@@ -70,9 +72,7 @@ class PairReader:
         """Check that the tokenizer has what these rows need; see `check_tokenizer`."""
         is_chat, place = self.row_type.is_chat, self.place(0, self.row_type.columns[0])
         needs_eos = self.row_type.kind == "text" or (is_chat and self.needs_prompt)
-        check_tokenizer(
-            dataset, self.processing_class, place, is_chat=is_chat, needs_eos=needs_eos, tools=self.tools
-        )
+        check_tokenizer(dataset, self.processing_class, place, is_chat=is_chat, needs_eos=needs_eos, tools=self.tools)
 
     def read(self, row: dict[str, Any], index: int) -> tuple[tuple[str, str], tuple[str, str], bool]:
         """Prompt and completion of the chosen and of the rejected side, as text; and `Pair.is_repeated`.
@@ -101,8 +101,8 @@ class PairReader:
     def pair(self, row: dict[str, Any], index: int) -> Pair:
         """Prompt and answers of a row of text or messages.
 
-        Raises: TypeError or ValueError for values of another type, for empty answers, for answers that share no prompt or
-        do not fit theirs, and for messages that do not begin and end with the assistant.
+        Raises: TypeError or ValueError for values of another type, for empty answers, for answers that share no prompt
+        or do not fit theirs, and for messages that do not begin and end with the assistant.
         """
         if not self.row_type.is_chat:
             return self._texts(row, index)
@@ -225,7 +225,8 @@ class PairLengths:
       `max_length - max_prompt_length`. Without `max_length` prompts are cut wherever they are too long;
       `max_completion_length` acts on encoder-decoders only.
 
-    The two sides of an encoder-decoder do not share a sequence: there `max_length` does nothing, and a prompt keeps its eos.
+    The two sides of an encoder-decoder do not share a sequence: there `max_length` does nothing, and a prompt keeps its
+    eos.
     """
 
     max_length: int | None = None
@@ -253,12 +254,7 @@ class PairLengths:
         last = prompt if limit is None else prompt[-limit:]
         shorter = [completion[: self.max_completion_length] for completion in completions]
         if self.is_encoder_decoder:
-            if (
-                limit is not None
-                and keeps_start
-                and self.truncation_order == "prompt_first"
-                and last != prompt
-            ):
+            if limit is not None and keeps_start and self.truncation_order == "prompt_first" and last != prompt:
                 last = [*prompt[: limit - 1], prompt[-1]]
             return [Side(last, completion) for completion in shorter]
         if self.truncation_order == "sequence":

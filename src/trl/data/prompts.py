@@ -60,8 +60,8 @@ def prepare_prompts(
 
     A row has a `prompt`, text or messages, or is tokenised already: `input_ids`, and optionally an `attention_mask`.
 
-    Raises: ValueError or TypeError, naming the row, for prompts that are missing, empty, mixed, not tokens of the model, or
-    longer than `settings.longest`.
+    Raises: ValueError or TypeError, naming the row, for prompts that are missing, empty, mixed, not tokens of the
+    model, or longer than `settings.longest`.
     """
     kind = prompt_tokenizer(dataset, processing_class, settings, name=name)
     kept = [column for column in dataset.column_names if column not in _MASKS]
@@ -152,8 +152,8 @@ def check_prompt_ids(prompt: list[int], settings: PromptPreparation, place: Plac
 class PromptSets:
     """The training and evaluation sets of one trainer that completes prompts.
 
-    `context_length` is the most tokens of prompt and completion (None: unknown), `room` the longest completion under the
-    name that its config has.
+    `context_length` is the most tokens of prompt and completion (None: unknown), `room` the longest completion under
+    the name that its config has.
     """
 
     def __init__(

@@ -168,9 +168,7 @@ def without_list_sizes(features: Features | None) -> Features | None:
     return Features(free)
 
 
-def truncate_dataset(
-    dataset: DatasetType, max_length: int, map_kwargs: dict[str, Any] | None = None
-) -> DatasetType:
+def truncate_dataset(dataset: DatasetType, max_length: int, map_kwargs: dict[str, Any] | None = None) -> DatasetType:
     """Every row with the first `max_length` items of each token column, that is of each list of numbers.
 
     Other columns (text, messages, images, nested lists) stay as they are.
@@ -240,9 +238,7 @@ def _refuse_packed(columns: Container[str], longest: int, max_length: int) -> No
         )
 
 
-def truncate_with_protected_tokens(
-    ids: list[int], target_length: int, protected_tokens: Sequence[int]
-) -> list[int]:
+def truncate_with_protected_tokens(ids: list[int], target_length: int, protected_tokens: Sequence[int]) -> list[int]:
     """The last tokens of a sequence and all of its `protected_tokens`, `target_length` altogether, in their order.
 
     Raises: ValueError where there are more protected tokens than that.

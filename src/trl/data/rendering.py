@@ -48,8 +48,8 @@ def text_tokenizer(processing_class: ProcessingClass) -> PreTrainedTokenizerBase
 def read_tools(tools: Any) -> list[dict | Callable] | None:
     """The tools of a row as a list: given as a list of schemas or functions, as a JSON string, or as None.
 
-    Keys with None, which columnar storage adds to the schemas, are removed; JSON keeps its `null`. An empty list counts as no
-    tools.
+    Keys with None, which columnar storage adds to the schemas, are removed; JSON keeps its `null`. An empty list counts
+    as no tools.
 
     >>> read_tools('[{"type": "function", "function": {"name": "add"}}]')
     [{'type': 'function', 'function': {'name': 'add'}}]
@@ -74,7 +74,9 @@ def _parsed(value: Any) -> Any:
 
 
 def set_run_date(processing_class: Any, run_date: str) -> None:
-    """Let a chat template that reads the clock (`strftime_now`) show this ISO date; part of the cache keys of data sets."""
+    """Let a chat template that reads the clock (`strftime_now`) show this ISO date; part of the cache keys of data
+    sets.
+    """
     for holder in (processing_class, text_tokenizer(processing_class)):
         templates = getattr(holder, "chat_template", None)
         if any("strftime_now" in str(source) for source in (templates, template_source(holder))):
@@ -90,8 +92,8 @@ def run_date_of(processing_class: Any) -> str | None:
 def _showing_run_date(processing_class: ProcessingClass) -> Iterator[None]:
     """A block in which chat templates show the run's date.
 
-    transformers' `strftime_now` reads the clock of its module. A function among the template's variables would do up to 5.22;
-    5.23 makes text of it.
+    transformers' `strftime_now` reads the clock of its module. A function among the template's variables would do up to
+    5.22; 5.23 makes text of it.
     """
     run_date = run_date_of(processing_class)
     if run_date is None:

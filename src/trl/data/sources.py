@@ -107,15 +107,15 @@ def _local_files(place: Path, data_files: DataFiles) -> list[Path]:
     if place.is_dir() and data_files is None:
         return sorted(file for file in place.rglob("*") if file.suffix.lower() in BUILDERS)
     groups = data_files.values() if isinstance(data_files, Mapping) else [data_files or []]
-    named = [
-        Path(name).expanduser() for group in groups for name in ([group] if isinstance(group, str) else group)
-    ]
+    named = [Path(name).expanduser() for group in groups for name in ([group] if isinstance(group, str) else group)]
     found = [file if file.is_file() else place / file for file in named]
     return [file for file in found if file.is_file()]
 
 
 def _is_utf8(file: Path, *, most: int | None) -> bool:
-    """Whether a file of text is UTF-8, as far as its first `most` characters: pyarrow does not look before rows are read."""
+    """Whether a file of text is UTF-8, as far as its first `most` characters: pyarrow does not look before rows are
+    read.
+    """
     if file.suffix.lower() == ".parquet":
         return True
     try:

@@ -89,10 +89,10 @@ def assistant_tokens(
     return AssistantTokens(ids, mask, unstopped, shifted=positions.count(None))
 
 
-def _marked_spans(
-    processing_class: ProcessingClass, chat: Chat, stop_tokens: StopTokens
-) -> tuple[str, list[Span]]:
-    """The text of a conversation and the marked ranges, each through the stop token that stands right behind the mark."""
+def _marked_spans(processing_class: ProcessingClass, chat: Chat, stop_tokens: StopTokens) -> tuple[str, list[Span]]:
+    """The text of a conversation and the marked ranges, each through the stop token that stands right behind the
+    mark.
+    """
     text, marks = render_with_marks(processing_class, chat)
     spans: list[Span] = []
     for start, end in marks:
@@ -106,9 +106,7 @@ def _marked_spans(
     except TemplateRefusal:
         prompted = text
     opening = prompted[len(text) :].lstrip() if prompted.startswith(text) else ""
-    closers = [
-        token for token in stop_tokens.texts if not opening.startswith(token)
-    ]  # those that open no turn
+    closers = [token for token in stop_tokens.texts if not opening.startswith(token)]  # those that open no turn
     for index, (start, end) in enumerate(spans):
         behind = [len(token) for token in closers if text.startswith(token, end)]
         if behind and stop_tokens.end_in(text[start:end]) is None:
@@ -116,10 +114,9 @@ def _marked_spans(
     return text, spans
 
 
-def _derived_spans(
-    processing_class: ProcessingClass, chat: Chat, stop_tokens: StopTokens
-) -> tuple[str, list[Span]]:
-    """The text of a conversation and the range of each assistant turn, from the generation prompt through the stop token.
+def _derived_spans(processing_class: ProcessingClass, chat: Chat, stop_tokens: StopTokens) -> tuple[str, list[Span]]:
+    """The text of a conversation and the range of each assistant turn, from the generation prompt through the stop
+    token.
 
     Where the template writes the stop token only in front of the next message, the range reaches up to there, and the
     text of a conversation that ends with the assistant gets the token that a next message would bring.
@@ -162,9 +159,7 @@ def _turn_range(processing_class: ProcessingClass, chat: Chat, turn: int, text: 
     return len(head), len(tail)
 
 
-def _with_next_stop_token(
-    processing_class: ProcessingClass, chat: Chat, text: str, stop_tokens: StopTokens
-) -> str:
+def _with_next_stop_token(processing_class: ProcessingClass, chat: Chat, text: str, stop_tokens: StopTokens) -> str:
     probe: Message = {"role": "user", "content": "Next."}
     try:
         longer = render(processing_class, chat._replace(messages=[*chat.messages, probe]))

@@ -26,7 +26,9 @@ _OWN_COLUMNS = ("label", "query", "response")
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """B queries and responses as int64 `(length,)` tensors, masks of the responses (1: the policy's token), scores `(B,)`."""
+    """B queries and responses as int64 `(length,)` tensors, masks of the responses (1: the policy's token), scores
+    `(B,)`.
+    """
 
     queries: list[Tensor]
     responses: list[Tensor]
@@ -38,8 +40,7 @@ class StepInputs:
         """Whether every response begins with its whole query, more than a single token."""
         pairs = zip(self.queries, self.responses, strict=True)
         return all(
-            1 < len(query) < len(response) and torch.equal(query, response[: len(query)])
-            for query, response in pairs
+            1 < len(query) < len(response) and torch.equal(query, response[: len(query)]) for query, response in pairs
         )
 
 
@@ -47,8 +48,8 @@ class StepInputs:
 class TokenLimits:
     """The number of token ids (`vocabulary`) and of tokens (`context_length`, None: no limit) that a model takes.
 
-    `start` is the token that an encoder-decoder's completions begin with; None for a decoder, whose queries and responses
-    share the context.
+    `start` is the token that an encoder-decoder's completions begin with; None for a decoder, whose queries and
+    responses share the context.
     """
 
     vocabulary: int
@@ -129,7 +130,8 @@ def check_step_inputs(
 def check_queries(queries: Any, limits: TokenLimits) -> list[Tensor]:
     """Queries to generate from, as int64 `(length,)` on the devices where they are.
 
-    Raises: TypeError or ValueError for one that is empty, holds no token ids of the model, or leaves no room in its context.
+    Raises: TypeError or ValueError for one that is empty, holds no token ids of the model, or leaves no room in its
+    context.
     """
     found = []
     for index, row in enumerate(queries):
@@ -177,16 +179,16 @@ Rows = list[dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class StepRows:
-    """Makes rows of `input_ids` and `labels` (of equal length for a decoder) of the inputs of `IterativeSFTTrainer.step`."""
+    """Makes rows of `input_ids` and `labels` (of equal length for a decoder) of the inputs of
+    `IterativeSFTTrainer.step`.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     is_encoder_decoder: bool
     max_length: int | None
     keep_end: bool
 
-    def __call__(
-        self, *, input_ids: Any, attention_mask: Any, labels: Any, texts: Any, texts_labels: Any
-    ) -> Rows:
+    def __call__(self, *, input_ids: Any, attention_mask: Any, labels: Any, texts: Any, texts_labels: Any) -> Rows:
         """The rows, in their order.
 
         Raises: ValueError or TypeError naming the argument and the row that cannot be used.
@@ -228,9 +230,7 @@ class StepRows:
                 raise TypeError(f"{name}[{number}] must be a text, got {text!r:.40}. Leave the row out.")
         return [torch.tensor(ids, dtype=torch.int64) for ids, _ in encode_closed(self.tokenizer, list(given))]
 
-    def _row(
-        self, number: int, name: str, row: Tensor, target: Tensor, mask: Tensor | None
-    ) -> dict[str, Tensor]:
+    def _row(self, number: int, name: str, row: Tensor, target: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
         others = {"attention_mask": mask, name: None if self.is_encoder_decoder else target}
         for other, values in others.items():
             if values is not None and len(values) != len(row):
@@ -252,7 +252,9 @@ class StepRows:
         return row[-self.max_length :] if self.keep_end else row[: self.max_length]
 
     def _cut_target(self, target: Tensor) -> Tensor:
-        """As the tokens of a decoder; of an encoder-decoder's answer the beginning is kept, without trailing padding."""
+        """As the tokens of a decoder; of an encoder-decoder's answer the beginning is kept, without trailing
+        padding.
+        """
         if not self.is_encoder_decoder:
             return self._cut(target).clone()
         trained = (target != IGNORED).nonzero()
@@ -260,7 +262,9 @@ class StepRows:
 
 
 class ShuffledShares(Sampler[int]):
-    """This process's rows of every batch, in an order that depends on seed and epoch alone; what is left over is dropped."""
+    """This process's rows of every batch, in an order that depends on seed and epoch alone; what is left over is
+    dropped.
+    """
 
     def __init__(self, rows: int, batch_size: int, *, seed: int, rank: int, processes: int) -> None:
         self.rows, self.batch_size, self.seed = rows, batch_size, seed
@@ -286,13 +290,11 @@ class ShuffledShares(Sampler[int]):
 class QueryLoader(DataLoader):
     """A resumable data loader: `epoch` passes are over, and `position` batches of this one were handed out.
 
-    A pass begins anew with each `for`, except for the first one after `load_state_dict`, which continues where the state
-    was taken: take it between two batches.
+    A pass begins anew with each `for`, except for the first one after `load_state_dict`, which continues where the
+    state was taken: take it between two batches.
     """
 
-    def __init__(
-        self, dataset: Any, shares: ShuffledShares, *, collate_fn: Callable, device: torch.device
-    ) -> None:
+    def __init__(self, dataset: Any, shares: ShuffledShares, *, collate_fn: Callable, device: torch.device) -> None:
         own = torch.Generator()  # each pass, a resumed one too, would draw from the global one
         size = shares.batch_size
         super().__init__(dataset, size, sampler=shares, collate_fn=collate_fn, drop_last=True, generator=own)
@@ -335,8 +337,8 @@ def make_loader(
 ) -> QueryLoader:
     """A loader of whole batches, `batch_size` rows per process.
 
-    Columns of a `datasets.Dataset` that neither the model `keep` reads nor a loop needs are left out; with `keep` None all
-    stay.
+    Columns of a `datasets.Dataset` that neither the model `keep` reads nor a loop needs are left out; with `keep` None
+    all stay.
 
     Raises: TypeError for a data set without rows by number, ValueError for fewer rows than a batch.
     """

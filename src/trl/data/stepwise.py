@@ -1,4 +1,6 @@
-"""Solutions in steps, each right or wrong -> token rows with a class at the end of every step, for process reward models."""
+"""Solutions in steps, each right or wrong -> token rows with a class at the end of every step, for process reward
+models.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +34,8 @@ COLUMNS = ("prompt", "completions", "labels")
 class StepwisePreparation(Preparation):
     """How solutions become token rows.
 
-    `train_on_last_step_only` labels the last step alone, in training (`is_eval=False`). `num_labels`: number of classes.
+    `train_on_last_step_only` labels the last step alone, in training (`is_eval=False`). `num_labels`: number of
+    classes.
 
     Raises: ValueError or TypeError for a separator that is no text, and as `Preparation`.
     """
@@ -58,8 +61,9 @@ class StepwisePreparation(Preparation):
 class StepwiseTokenizer(RowKind):
     """Solutions as `input_ids` and `labels`, a class on the last token of the separator behind each step.
 
-    Each text is tokenised alone; of a long prompt the end is kept, of long steps, and of the whole, the beginning. Rows that
-    are tokens already (`is_given`) are checked and cut. `version` is part of the cache key of the prepared data set.
+    Each text is tokenised alone; of a long prompt the end is kept, of long steps, and of the whole, the beginning. Rows
+    that are tokens already (`is_given`) are checked and cut. `version` is part of the cache key of the prepared data
+    set.
     """
 
     counts = (*RowKind.counts, "steps", "removed_steps")
@@ -86,9 +90,7 @@ class StepwiseTokenizer(RowKind):
     def _tokenized(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
         _check_row(row, index, self.dataset_name)
         settings, tokenizer = self.settings, text_tokenizer(self.processing_class)
-        prompt, separator, *steps = encode(
-            tokenizer, [row["prompt"], settings.step_separator, *row["completions"]]
-        )
+        prompt, separator, *steps = encode(tokenizer, [row["prompt"], settings.step_separator, *row["completions"]])
         if not separator:
             raise ValueError(f"step_separator {settings.step_separator!r} has no token, expected some.")
         completion = [token for step in steps for token in (*step, *separator)]

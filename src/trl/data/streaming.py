@@ -45,10 +45,11 @@ class RepeatedStream(IterableDataset):
 
 
 class StreamRounds(IterableDataset):
-    """The rows of a stream that belong to one of several processes: a batch of each round, of which the last is not filled.
+    """The rows of a stream that belong to one of several processes: a batch of each round, of which the last is not
+    filled.
 
-    A process without rows in the last round repeats that round's first one. Once the stream was read to its end in this process,
-    `count` is its number of rows, and `missing` that of the processes without rows in the last round.
+    A process without rows in the last round repeats that round's first one. Once the stream was read to its end in this
+    process, `count` is its number of rows, and `missing` that of the processes without rows in the last round.
     """
 
     def __init__(self, stream: Any, rows: int, *, process: int = 0, processes: int = 1) -> None:
@@ -70,9 +71,9 @@ ReadRows = Callable[[dict[str, list], list[int]], dict[str, list]]
 class RowStream:
     """Rows of a stream by position, and the columns that `read` makes of them; the stream repeats at its end.
 
-    A position has the same row in every process and after every restart, if the stream gives the same rows in the same order.
-    Positions are read in ascending order; a smaller one reads the stream from its beginning. `columns` are read of each row,
-    `column_names` are those of the result.
+    A position has the same row in every process and after every restart, if the stream gives the same rows in the same
+    order. Positions are read in ascending order; a smaller one reads the stream from its beginning. `columns` are read
+    of each row, `column_names` are those of the result.
 
     >>> from datasets import Dataset
     >>> stream = Dataset.from_dict({"prompt": ["a", "b", "c"]}).to_iterable_dataset()
@@ -82,9 +83,7 @@ class RowStream:
     {'prompt': ['b', 'b', 'a'], 'length': [1, 1, 1]}
     """
 
-    def __init__(
-        self, stream: Any, columns: Sequence[str], column_names: Sequence[str], read: ReadRows
-    ) -> None:
+    def __init__(self, stream: Any, columns: Sequence[str], column_names: Sequence[str], read: ReadRows) -> None:
         self._stream, self._columns, self._read = RepeatedStream(stream), list(columns), read
         self.column_names = list(column_names)
         self._rows: Iterator[Mapping[str, Any]] = iter(self._stream)
@@ -98,9 +97,7 @@ class RowStream:
         batch = {name: [row.get(name) for row in rows] for name in self._columns}
         columns = {**batch, **self._read(batch, wanted)}
         places = {position: place for place, position in enumerate(wanted)}
-        return {
-            name: [columns[name][places[position]] for position in positions] for name in self.column_names
-        }
+        return {name: [columns[name][places[position]] for position in positions] for name in self.column_names}
 
     def _row(self, position: int) -> Mapping[str, Any]:
         while self._next < position:

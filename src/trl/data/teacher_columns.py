@@ -1,7 +1,7 @@
 """A teacher's most likely tokens as columns of a data set, which `trl teach` writes: `teacher_ids` and `teacher_logps`.
 
-Each holds k numbers for every trained token of a row: token ids, and their log-probs under the teacher's whole distribution.
-`teacher_settings`, a JSON object, has the tokenizer and the temperature that they belong to.
+Each holds k numbers for every trained token of a row: token ids, and their log-probs under the teacher's whole
+distribution. `teacher_settings`, a JSON object, has the tokenizer and the temperature that they belong to.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def has_teacher_columns(dataset: Any) -> bool:
 
 
 def trained_tokens(dataset: Dataset, *, completion_only: bool = True) -> np.ndarray:
-    """How many tokens of each prepared row are trained, without the first of a sequence, which nothing predicts: `(rows,)`.
+    """How many tokens of each prepared row are trained, without the first of a sequence, which nothing predicts:
+    `(rows,)`.
 
     >>> trained_tokens(Dataset.from_dict({"input_ids": [[5, 6, 7], [8]], "completion_mask": [[0, 1, 1], [1]]})).tolist()
     [2, 0]
@@ -70,7 +71,8 @@ def check_teacher_columns(
     completion_only: bool = True,
     name: str = "train",
 ) -> None:
-    """Raise ValueError unless the columns of rows, as they were `given` and prepared (`dataset`), belong to these settings.
+    """Raise ValueError unless the columns of rows, as they were `given` and prepared (`dataset`), belong to these
+    settings.
 
     Of a stream only the columns' names are checked here.
     """
@@ -94,11 +96,7 @@ def check_teacher_columns(
                 f"temperature={temperature}, but the teacher columns of the {name} dataset are at temperature "
                 f"{settings['temperature']}. Set that temperature, or run `trl teach` again with --temperature {temperature}."
             )
-    if (
-        max_length is not None
-        and "input_ids" in given.column_names
-        and "seq_lengths" not in given.column_names
-    ):
+    if max_length is not None and "input_ids" in given.column_names and "seq_lengths" not in given.column_names:
         longest = int(list_lengths(given, "input_ids").max())
         if longest > max_length:
             raise ValueError(
@@ -134,11 +132,13 @@ def teacher_number(name: Any, teachers: Sequence[str], place: str) -> int:
 
 @dataclass
 class WithTeacherColumns:
-    """Adds `teacher_ids` and `teacher_logps` `(K, k)` to a batch of rows that have them, in the order of its K trained tokens.
+    """Adds `teacher_ids` and `teacher_logps` `(K, k)` to a batch of rows that have them, in the order of its K trained
+    tokens.
 
-    `vocabulary` is the number of tokens that the student has. With several `teachers`, by name, the rows' column `teacher`
-    becomes `teacher (B,)`, their numbers. Raises: ValueError naming the row for an unknown teacher, ids outside of the vocabulary,
-    NaN and positive log-probs; for rows of different k, and for more or fewer positions than trained tokens.
+    `vocabulary` is the number of tokens that the student has. With several `teachers`, by name, the rows' column
+    `teacher` becomes `teacher (B,)`, their numbers. Raises: ValueError naming the row for an unknown teacher, ids
+    outside of the vocabulary, NaN and positive log-probs; for rows of different k, and for more or fewer positions than
+    trained tokens.
     """
 
     collate: Callable[[Sequence[Any]], dict[str, Any]]
@@ -186,9 +186,7 @@ class WithTeacherColumns:
         if not fault and not (logps <= LARGEST_LOGP).all():
             fault = "log-probs that are NaN or above 0"
         if fault:
-            raise ValueError(
-                f"row {number} of the batch: {_EXPECTED}, got {fault}. Write them with `trl teach`."
-            )
+            raise ValueError(f"row {number} of the batch: {_EXPECTED}, got {fault}. Write them with `trl teach`.")
         return ids, logps
 
 
@@ -199,6 +197,4 @@ def concatenated(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, to
     return {name: torch.from_numpy(np.concatenate(column)) for name, column in each}
 
 
-_EXPECTED = (
-    f"{' and '.join(TEACHER_COLUMNS)} must have k token ids and log-probs for each trained token, (K, k)"
-)
+_EXPECTED = f"{' and '.join(TEACHER_COLUMNS)} must have k token ids and log-probs for each trained token, (K, k)"

@@ -44,9 +44,7 @@ def apply_chat_template(
 
     Raises: KeyError for columns of no known type, ValueError where the template refuses or is not prefix-preserving.
     """
-    columns = {
-        key for key in example if key in {"messages", "prompt", "completion", "chosen", "rejected", "label"}
-    }
+    columns = {key for key in example if key in {"messages", "prompt", "completion", "chosen", "rejected", "label"}}
     if columns not in APPLICABLE_TYPES:
         raise KeyError(f"columns must be one of {[*map(sorted, APPLICABLE_TYPES)]}, got {sorted(example)}.")
     kwargs = {**remove_none_values(example.get("chat_template_kwargs") or {}), **template_kwargs}
@@ -61,9 +59,7 @@ def _render_columns(processing_class: ProcessingClass, turns: dict[str, Any], ch
         return {"text": render(processing_class, chat._replace(messages=turns["messages"]))}
     answers = {key: turns[key] for key in ("chosen", "rejected", "completion") if key in turns}
     if "prompt" not in turns:
-        return {
-            key: render(processing_class, chat._replace(messages=answer)) for key, answer in answers.items()
-        }
+        return {key: render(processing_class, chat._replace(messages=answer)) for key, answer in answers.items()}
     prompt = chat._replace(messages=turns["prompt"])
     if not answers:
         return {"prompt": render_prompt(processing_class, prompt)}
@@ -120,9 +116,7 @@ def is_chat_template_prefix_preserving(tokenizer: PreTrainedTokenizerBase) -> bo
         messages = [_QUESTION, answer, _QUESTION, answer, _QUESTION, answer]
         whole = render(tokenizer, Chat(messages))
         for length in range(1, len(messages)):
-            opens = (
-                [False, True] if length % 2 else [False]
-            )  # behind a question also with its generation prompt
+            opens = [False, True] if length % 2 else [False]  # behind a question also with its generation prompt
             parts = (render(tokenizer, Chat(messages[:length]), add_generation_prompt=open) for open in opens)
             if not all(map(whole.startswith, parts)):
                 return False

@@ -1,4 +1,6 @@
-"""Rows for supervised fine-tuning (text, messages, prompt and completion, tokens) -> token rows, packed or truncated."""
+"""Rows for supervised fine-tuning (text, messages, prompt and completion, tokens) -> token rows, packed or
+truncated.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -114,9 +116,7 @@ def prepare_sft_dataset(
     if is_given:
         rows: Any = _real_rows(dataset, kind, settings)
     else:
-        rows = map_rows(
-            dataset, kind, name=name, num_proc=settings.num_proc, keep_columns=settings.keep_columns
-        )
+        rows = map_rows(dataset, kind, name=name, num_proc=settings.num_proc, keep_columns=settings.keep_columns)
     rows = count_rows(rows, kind, report, settings.untrained_rows)
     if kind.prompts_alone and isinstance(rows, Dataset) and not report.shifted_rows:
         rows = rows.remove_columns(PROMPT_ALONE)
@@ -124,7 +124,9 @@ def prepare_sft_dataset(
 
 
 def _real_rows(dataset: Any, kind: "SFTTokenizer", settings: SFTPreparation) -> Any:
-    """Rows that are tokens with the columns that are trained on, without masked tokens; with `seq_lengths` where they are packed."""
+    """Rows that are tokens with the columns that are trained on, without masked tokens; with `seq_lengths` where they
+    are packed.
+    """
     columns, packing = column_names(dataset), settings.packing
     unread = "completion_mask" if settings.completion_only_loss is False else None
     wanted = {"input_ids", *MASKS, "seq_lengths", *settings.keep_columns} - {unread}
@@ -155,9 +157,7 @@ def _formatted(dataset: Any, settings: SFTPreparation) -> tuple[Any, RowType, li
         return dataset, RowType("text", (settings.text_field,)), [settings.text_field, *kept]
     row_type = sft_row_type(columns, row, text_field=settings.text_field, name=name)
     if row_type.has_completion and isinstance(row.get("label"), bool):
-        logger.warning(
-            "%s dataset: SFT trains on rows with 'label' false too. Filter them, or use KTOTrainer.", name
-        )
+        logger.warning("%s dataset: SFT trains on rows with 'label' false too. Filter them, or use KTOTrainer.", name)
     return dataset, row_type, columns
 
 
@@ -170,27 +170,22 @@ def _cut(dataset: Any, settings: SFTPreparation) -> Any:
     if settings.max_length is None:
         return dataset
     if not settings.packing:
-        if (
-            isinstance(dataset, Dataset)
-            and list_lengths(dataset, "input_ids").max(initial=0) <= settings.max_length
-        ):
+        if isinstance(dataset, Dataset) and list_lengths(dataset, "input_ids").max(initial=0) <= settings.max_length:
             return dataset  # without a copy of its columns
         options = _map_options(dataset, settings, "Truncating")
         return truncate_rows(dataset, settings.max_length, options, keep_end=settings.keep_end)
     wanted = ("input_ids", *MASKS, *settings.keep_columns)
     tokens = [column for column in column_names(dataset) if column in wanted]
     options = _map_options(dataset, settings, "Packing")
-    return pack_dataset(
-        dataset.select_columns(tokens), settings.max_length, settings.packing_strategy, options
-    )
+    return pack_dataset(dataset.select_columns(tokens), settings.max_length, settings.packing_strategy, options)
 
 
 @dataclass(frozen=True)
 class RowFormatter:
     """The text of a row by a user's function of a row, or of a batch (a dict of lists) that returns a list of texts.
 
-    Each row is given alone first. Where that raises IndexError, KeyError or TypeError, or returns a list, it is given as
-    a batch of one.
+    Each row is given alone first. Where that raises IndexError, KeyError or TypeError, or returns a list, it is given
+    as a batch of one.
     """
 
     formatting_func: Callable[[dict], Any]
@@ -224,8 +219,9 @@ class SFTTokenizer(RowKind):
     """Rows of one type as `input_ids` and the masks of what is trained.
 
     Text gets the tokenizer's special tokens and an eos token unless it ends with one; conversations get exactly what
-    the chat template writes. Rows longer than `max_length` are counted as cut, which is done later. `version` is part of
-    the cache key of the prepared data set. Rows that are tokens already keep their `columns`, given with their types.
+    the chat template writes. Rows longer than `max_length` are counted as cut, which is done later. `version` is part
+    of the cache key of the prepared data set. Rows that are tokens already keep their `columns`, given with their
+    types.
     """
 
     counts = ("shifted_rows", "unstopped_rows", "removed_begin_tokens")
@@ -255,9 +251,7 @@ class SFTTokenizer(RowKind):
 
     def rows(self, given: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
         if self.columns is not None:
-            return [
-                {**row, "seq_lengths": row.get("seq_lengths") or [len(row["input_ids"])]} for row in given
-            ]
+            return [{**row, "seq_lengths": row.get("seq_lengths") or [len(row["input_ids"])]} for row in given]
         places = [Place(self.dataset_name, index, self.row_type.columns[-1]) for index in indices]
         return self._chats(given, places) if self.row_type.is_chat else self._texts(given, places)
 
@@ -300,9 +294,7 @@ class SFTTokenizer(RowKind):
     def _chats(self, rows: list[dict], places: list[Place]) -> list[dict[str, Any]]:
         stop_tokens, texts, chats = StopTokens(text_tokenizer(self.processing_class)), [], []
         for row, place in zip(rows, places, strict=True):
-            turns = [
-                read_chat(self.processing_class, row, place._replace(column=c)) for c in self.row_type.columns
-            ]
+            turns = [read_chat(self.processing_class, row, place._replace(column=c)) for c in self.row_type.columns]
             messages = [message for turn in turns for message in turn.messages]
             chats.append(turns[0]._replace(messages=messages))
             with place.named():

@@ -18,27 +18,21 @@ def mask_columns(columns: Collection[str]) -> list[str]:
     ['prompt_attention_mask']
     """
     return [
-        name
-        for name in columns
-        if "attention_mask" in name and name.replace("attention_mask", "input_ids") in columns
+        name for name in columns if "attention_mask" in name and name.replace("attention_mask", "input_ids") in columns
     ]
 
 
 def is_plain(columns: Collection[str], *, may_be_packed: bool = False) -> bool:
     """Whether rows of these columns are what `real_row` makes of them."""
-    return not (
-        mask_columns(columns) or {"position_ids", *(() if may_be_packed else ("seq_lengths",))} & {*columns}
-    )
+    return not (mask_columns(columns) or {"position_ids", *(() if may_be_packed else ("seq_lengths",))} & {*columns})
 
 
-def real_row(
-    row: Mapping[str, Any], dataset: str, index: int, *, splits: str | None = None
-) -> dict[str, Any]:
+def real_row(row: Mapping[str, Any], dataset: str, index: int, *, splits: str | None = None) -> dict[str, Any]:
     """A row without masked tokens, masks and `position_ids`, which become `seq_lengths` where they restart.
 
-    `dataset` and `index` name the row in errors; `splits` is the remedy for rows of several documents where they are refused.
-    Raises: ValueError for these, for masks that are not 0 or 1 for each token of their columns, and for positions that do not
-    count each document from 0 or contradict `seq_lengths`.
+    `dataset` and `index` name the row in errors; `splits` is the remedy for rows of several documents where they are
+    refused. Raises: ValueError for these, for masks that are not 0 or 1 for each token of their columns, and for
+    positions that do not count each document from 0 or contradict `seq_lengths`.
 
     >>> real_row({"input_ids": [0, 5, 6, 7], "position_ids": [0, 0, 1, 0], "attention_mask": [0, 1, 1, 1]}, "train", 0)
     {'input_ids': [5, 6, 7], 'seq_lengths': [2, 1]}
@@ -88,9 +82,7 @@ def _cut(row: Mapping[str, Any], name: str, place: Place) -> dict[str, Any]:
 def _document_lengths(positions: np.ndarray, tokens: int, place: Place) -> list[int]:
     """Tokens of the documents whose positions these are."""
     if positions.shape != (tokens,):
-        raise place.error(
-            f"shape {positions.shape} for {tokens} tokens", "one for each", "Remove the column."
-        )
+        raise place.error(f"shape {positions.shape} for {tokens} tokens", "one for each", "Remove the column.")
     starts = np.flatnonzero(np.diff(positions, prepend=-2) != 1)
     if (wrong := positions[starts][positions[starts] != 0]).size:
         remedy = "Count each document from 0, or remove the column."

@@ -151,8 +151,9 @@ def single_begin(tokenizer: PreTrainedTokenizerBase, ids: Ids) -> tuple[Ids, int
 
 
 class Split(NamedTuple):
-    """A prompt and the completions behind it; 1 in `shifted` where the boundary is inside a token of the prompt, of which
-    `alone` has all tokens."""
+    """A prompt and the completions behind it; 1 in `shifted` where the boundary is inside a token of the prompt, of
+    which `alone` has all tokens.
+    """
 
     prompt: Ids
     completions: list[Ids]
@@ -176,9 +177,7 @@ def tokenize_split(
     have. The two sides of an encoder-decoder are tokenised apart, the prompt with an eos token of its own.
     """
 
-    def encoded(
-        texts: Sequence[str], encode_text: Callable[..., list[tuple[Ids, int]]]
-    ) -> list[tuple[Ids, int]]:
+    def encoded(texts: Sequence[str], encode_text: Callable[..., list[tuple[Ids, int]]]) -> list[tuple[Ids, int]]:
         if not adds_eos:
             return [(ids, 0) for ids in encode(tokenizer, texts)]
         return encode_text(tokenizer, texts, add_special_tokens=add_special_tokens)

@@ -87,7 +87,8 @@ QWEN3_TRAINING_TEMPLATE = """\
 {%- endif %}
 """
 
-# Qwen3's own, for generation: only turns behind the last question keep their `<think>` block, an empty one in the last turn alone.
+# Qwen3's own, for generation: only turns behind the last question keep their `<think>` block, an empty one in the last
+# turn alone.
 QWEN3_TEMPLATE = """\
 {%- set asked = namespace(at=messages|length - 1, found=false) %}
 {%- for message in messages[::-1] %}
@@ -114,6 +115,4 @@ SIMPLE_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'].capitalize() ~ ': ' ~ message['content'] ~ '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
-SIMPLE_SFT_CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ ' ' ~ message['content'] }}{% endfor %}{{ eos_token }}"
-)
+SIMPLE_SFT_CHAT_TEMPLATE = "{% for message in messages %}{{ ' ' ~ message['content'] }}{% endfor %}{{ eos_token }}"

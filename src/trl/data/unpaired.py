@@ -45,7 +45,8 @@ class UnpairedPreparation(PreferencePreparation):
     - Lengths are those of `PairLengths` in the order "prompt_first", for one completion, which keeps its eos.
     - `mismatch_group`: for KTO's KL estimate, the rows among which completions are exchanged, which are those of one
       optimiser step. None: no such column.
-    - `label_weights`: KTO's desirable_weight and undesirable_weight, compared with the numbers of rows; None: not compared.
+    - `label_weights`: KTO's desirable_weight and undesirable_weight, compared with the numbers of rows; None: not
+      compared.
     - `embedding_tokenizer`: BCO's; adds `embedding_input_ids`, the prompts under it.
 
     Raises: ValueError for `max_length` below 3, for a group of one row, and as `PreferencePreparation`.
@@ -86,10 +87,10 @@ def prepare_unpaired_dataset(
 
     Pairs are taken apart: each chosen completion (label true) is followed by the rejected one (label false). With
     `mismatch_group`, `KL_completion_input_ids` is the completion of the row before it in its group (groups are counted
-    from the first row; of pairs, the row before it with the same label, which is of another pair), cut behind this row's
-    prompt; `KL_prompt_input_ids` is that prompt where its length took more or less of it than of `prompt_input_ids`, None
-    elsewhere; a stored data set without any such row lacks the column. `reference_logps` and `reference_KL_logps` are
-    kept. The report of a stream fills as rows pass.
+    from the first row; of pairs, the row before it with the same label, which is of another pair), cut behind this
+    row's prompt; `KL_prompt_input_ids` is that prompt where its length took more or less of it than of
+    `prompt_input_ids`, None elsewhere; a stored data set without any such row lacks the column. `reference_logps` and
+    `reference_KL_logps` are kept. The report of a stream fills as rows pass.
 
     Raises: ValueError or TypeError naming row, column and remedy for the first row that cannot be trained on. A stream
     is checked on its first rows here, and on the others as they pass.
@@ -102,9 +103,7 @@ def prepare_unpaired_dataset(
     is_given, is_paired = row_type.kind == "tokens", row_type.columns == SIDES
     group = None if is_given and KL_COLUMNS[0] in columns else settings.mismatch_group
     tokenizer: Any = text_tokenizer(processing_class)
-    lengths = CompletionLengths(
-        **vars(settings.lengths), begin=tokenizer.bos_token_id, eos=tokenizer.eos_token_id
-    )
+    lengths = CompletionLengths(**vars(settings.lengths), begin=tokenizer.bos_token_id, eos=tokenizer.eos_token_id)
     kind = UnpairedTokenizer(
         reader,
         lengths,
@@ -143,9 +142,7 @@ def prepare_unpaired_dataset(
     return without_nulls(rows, KL_COLUMNS[1]), report  # type: ignore[return-value]
 
 
-def _row_type(
-    columns: Sequence[str], row: Mapping[str, Any], settings: UnpairedPreparation, name: str
-) -> RowType:
+def _row_type(columns: Sequence[str], row: Mapping[str, Any], settings: UnpairedPreparation, name: str) -> RowType:
     """The type of a data set's rows: tokens, pairs, messages or text, in this order.
 
     Raises: ValueError for columns of none of these.
@@ -297,7 +294,9 @@ class UnpairedTokenizer(PairTokenizer):
         }
 
     def complaint(self, numbers: Mapping[str, int]) -> tuple[str, str, str, str]:
-        given = f"the prompt fills max_length {self.lengths.max_length}, so truncation leaves no token of the completion"
+        given = (
+            f"the prompt fills max_length {self.lengths.max_length}, so truncation leaves no token of the completion"
+        )
         remedy = "Set or lower max_prompt_length, raise max_length, or filter the row out."
         return TOKEN_COLUMNS[1], given, "at least one", remedy
 
@@ -306,8 +305,8 @@ class UnpairedTokenizer(PairTokenizer):
 class Mismatching:
     """Adds to each row the completion of the row before it among `group` rows, cut behind this row's prompt (for KTO).
 
-    The first row of a group gets its last row's. With `same_label` (rows of pairs) rows of the other label are passed over.
-    For `datasets.Dataset.map` in batches of whole groups.
+    The first row of a group gets its last row's. With `same_label` (rows of pairs) rows of the other label are passed
+    over. For `datasets.Dataset.map` in batches of whole groups.
     """
 
     lengths: CompletionLengths
@@ -322,10 +321,7 @@ class Mismatching:
             for column, name in zip(WHOLE, TOKEN_COLUMNS, strict=True)
         )
         others = partners(batch["label"], self.group, same_label=self.same_label)
-        sides = [
-            self.lengths.cut_one(*each)
-            for each in zip(prompts, (completions[i] for i in others), strict=True)
-        ]
+        sides = [self.lengths.cut_one(*each) for each in zip(prompts, (completions[i] for i in others), strict=True)]
         own = zip(sides, batch["prompt_input_ids"], strict=True)
         return {
             KL_COLUMNS[0]: [side.completion for side in sides],

@@ -78,9 +78,7 @@ class RowType(NamedTuple):
         return self.columns == ("prompt", "completion")
 
 
-def sft_row_type(
-    columns: Sequence[str], first_row: Mapping[str, Any], *, text_field: str, name: str
-) -> RowType:
+def sft_row_type(columns: Sequence[str], first_row: Mapping[str, Any], *, text_field: str, name: str) -> RowType:
     """The type of a data set's rows: tokens, prompt and completion, messages or text, in this order.
 
     Raises: ValueError for columns of none of these.
@@ -107,23 +105,18 @@ _COMPLETIONS = ("completion", "output", "answer", "response", "solution")
 
 
 def renaming(columns: Sequence[str]) -> str:
-    """The remedy for prompts with completions under other names, such as Alpaca's; empty where there are no such columns.
+    """The remedy for prompts with completions under other names, such as Alpaca's; empty where there are no such
+    columns.
 
     >>> renaming(["question", "answer"])
     'Rename them: --column_mapping question=prompt answer=completion'
     """
-    prompt, completion = (
-        next((name for name in names if name in columns), "") for names in (_PROMPTS, _COMPLETIONS)
-    )
+    prompt, completion = (next((name for name in names if name in columns), "") for names in (_PROMPTS, _COMPLETIONS))
     if not prompt or not completion:
         return ""
     names = {prompt: "prompt", completion: "completion"}
     pairs = " ".join(f"{old}={new}" for old, new in names.items() if old != new)
-    unread = (
-        " (`input` is not read then: append it to the instruction)."
-        if "input" in set(columns) - {prompt}
-        else ""
-    )
+    unread = " (`input` is not read then: append it to the instruction)." if "input" in set(columns) - {prompt} else ""
     return f"Rename them: --column_mapping {pairs}{unread}"
 
 
@@ -142,7 +135,9 @@ _OTHER_KINDS = (
 def wrong_columns(
     columns: Sequence[str], name: str, *, takes: str, needed: Sequence[str], remedy: str | None = None
 ) -> ValueError:
-    """The error for a data set that lacks some of the `needed` columns; for rows of another kind with their trainers."""
+    """The error for a data set that lacks some of the `needed` columns; for rows of another kind with their
+    trainers.
+    """
     missing = [repr(column) for column in needed if column not in columns]
     remedy = remedy or f"Rename the columns, or add {' and '.join(missing)}."
     if not set(needed) - {"prompt"} & set(columns):
@@ -152,7 +147,9 @@ def wrong_columns(
 
 
 def check_text(value: Any, place: Place, *, may_be_empty: bool = False) -> str:
-    """The text at a place. Raises TypeError for anything but a string, ValueError for None and (unless allowed) for ""."""
+    """The text at a place. Raises TypeError for anything but a string, ValueError for None and (unless allowed) for
+    "".
+    """
     if value is None:
         raise place.error("None", "text", "Fill it in or filter the row out.")
     if isinstance(value, list | tuple):
@@ -210,9 +207,7 @@ def check_messages(value: Any, place: Place, *, roles: frozenset[str]) -> list[M
         raise place.mistyped(value, expected, 'Write it as [{"role": "user", "content": ...}].')
     if not value:
         raise place.error("an empty list", "at least one message", "Filter the row out.")
-    return [
-        _check_message(message, place._replace(message=index), roles) for index, message in enumerate(value)
-    ]
+    return [_check_message(message, place._replace(message=index), roles) for index, message in enumerate(value)]
 
 
 def check_answer(messages: Sequence[Message], place: Place) -> None:
@@ -300,7 +295,8 @@ def check_tokenizer(
 def warn_of_unread_tools(
     dataset: Any, processing_class: ProcessingClass, *, name: str, is_chat: bool = True, tools: Any = None
 ) -> None:
-    """Warn of tools that reach no prompt: `tools` given for all rows, or those of conversations in their column `tools`.
+    """Warn of tools that reach no prompt: `tools` given for all rows, or those of conversations in their column
+    `tools`.
 
     Text and tokens may hold the tools of their own column already. Of a stream the first row is looked at.
     """

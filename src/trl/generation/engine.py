@@ -20,15 +20,16 @@ Numbers = Sequence[int] | None  # one per prompt
 class Sampling:
     """Sampling settings of all requests of one call.
 
-    `max_new_tokens` and `min_new_tokens` count completion tokens, `max_length` and `min_length` prompt and completion; both
-    maxima hold (256 new tokens if neither is given), and stop tokens are excluded before the minimum. `temperature` divides
-    the logits; 0 is greedy, as is `do_sample=False`. `top_k` (None or 0: off), `top_p` (1: off) and `min_p` (None or 0: off)
-    truncate the distribution in this order, as in transformers; ties at the border are kept. `repetition_penalty` (CTRL,
-    arXiv:1909.05858, section 4.1) counts prompt and completion. `stop_token_ids=None` are the model's own end tokens, `()` none.
-    A completion keeps the token that stopped it, also the one that completed a stop string. `seed=None` draws a seed from
-    torch's global generator; otherwise results depend on (seed, stream) only. `processors` are further settings of `generate`
-    (`typical_p`, `no_repeat_ngram_size`, ...), which only `TransformersEngine` supports. It never draws token ids
-    at or beyond `vocabulary` (None: draws all that the model has); with vLLM they are an error.
+    `max_new_tokens` and `min_new_tokens` count completion tokens, `max_length` and `min_length` prompt and completion;
+    both maxima hold (256 new tokens if neither is given), and stop tokens are excluded before the minimum.
+    `temperature` divides the logits; 0 is greedy, as is `do_sample=False`. `top_k` (None or 0: off), `top_p` (1: off)
+    and `min_p` (None or 0: off) truncate the distribution in this order, as in transformers; ties at the border are
+    kept. `repetition_penalty` (CTRL, arXiv:1909.05858, section 4.1) counts prompt and completion. `stop_token_ids=None`
+    are the model's own end tokens, `()` none. A completion keeps the token that stopped it, also the one that completed
+    a stop string. `seed=None` draws a seed from torch's global generator; otherwise results depend on (seed, stream)
+    only. `processors` are further settings of `generate` (`typical_p`, `no_repeat_ngram_size`, ...), which only
+    `TransformersEngine` supports. It never draws token ids at or beyond `vocabulary` (None: draws all that the model
+    has); with vLLM they are an error.
 
     Raises: ValueError for a value out of range.
     """
@@ -91,7 +92,8 @@ class Sampling:
             raise ValueError(f"{engine} does not support {given} of generation_kwargs. Use use_vllm=False.")
 
     def updated(self, generation_kwargs: Mapping[str, Any] | Any | None) -> Sampling:
-        """These settings overridden by a dict with the field names of transformers' `GenerationConfig`, or by such a config.
+        """These settings overridden by a dict with the field names of transformers' `GenerationConfig`, or by such a
+        config.
 
         Raises: ValueError for unsupported settings (beams, constraints, ...) and unknown names.
         """
@@ -150,19 +152,13 @@ def _sampling_fields(generation_kwargs: Mapping[str, Any] | GenerationConfig) ->
     """The fields of `Sampling` that are set; None sets nothing."""
     if isinstance(generation_kwargs, GenerationConfig):
         generation_kwargs = vars(generation_kwargs)
-    given = {
-        name: value
-        for name, value in generation_kwargs.items()
-        if value is not None and not name.startswith("_")
-    }
+    given = {name: value for name, value in generation_kwargs.items() if value is not None and not name.startswith("_")}
     fields = {_FIELDS[name][0]: _FIELDS[name][1](given.pop(name)) for name in _FIELDS if name in given}
     if refused := [f"{name}={given[name]!r}" for name in unsupported_settings(given)]:
         raise ValueError(
             f"generation_kwargs has {', '.join(sorted(refused))}, which rollouts do not support. Supported are {', '.join(sorted({*_FIELDS, *_PROCESSED}))}."
         )
-    processors = tuple(
-        each for each in given.items() if each[0] in _PROCESSED and each not in _NEUTRAL.items()
-    )
+    processors = tuple(each for each in given.items() if each[0] in _PROCESSED and each not in _NEUTRAL.items())
     return {**fields, "processors": processors} if processors else fields
 
 
@@ -176,9 +172,9 @@ def unsupported_settings(given: Mapping[str, Any]) -> list[str]:
 class Generated:
     """One completion.
 
-    `logps` `(T,)`, in nats, are those of the distribution that was sampled from: after repetition penalty, temperature and
-    truncation (greedy: without truncation). `kept` `(T,)` is the log of the mass that top-k, top-p and min-p kept, None without
-    truncation: `logps + kept` are the log-probs without it. Both are at least float32 and on the CPU.
+    `logps` `(T,)`, in nats, are those of the distribution that was sampled from: after repetition penalty, temperature
+    and truncation (greedy: without truncation). `kept` `(T,)` is the log of the mass that top-k, top-p and min-p kept,
+    None without truncation: `logps + kept` are the log-probs without it. Both are at least float32 and on the CPU.
     """
 
     ids: list[int]
@@ -205,8 +201,8 @@ class Engine(Protocol):
     ) -> list[Generated]:
         """One completion for each prompt, in order; equal prompts are run once.
 
-        `streams[i]` is the random stream of request i (default: i): its completion depends on its prompt, the seed and the
-        stream, not on the other requests. `limits[i]` is its own maximum of new tokens, beside those of `sampling`.
+        `streams[i]` is the random stream of request i (default: i): its completion depends on its prompt, the seed and
+        the stream, not on the other requests. `limits[i]` is its own maximum of new tokens, beside those of `sampling`.
         """
         ...
 
@@ -224,8 +220,8 @@ def check_requests(
 ) -> tuple[list[tuple[int, ...]], list[int]]:
     """The prompts as tuples of ids, and the random stream of each.
 
-    Raises: ValueError for an empty prompt, an invalid token id, a prompt that does not leave `room` tokens (0 for encoders) in
-    the model's context length, and a wrong number of streams.
+    Raises: ValueError for an empty prompt, an invalid token id, a prompt that does not leave `room` tokens (0 for
+    encoders) in the model's context length, and a wrong number of streams.
     """
     found = [tuple(p.tolist() if isinstance(p, Tensor) else map(int, p)) for p in prompts]
     for index, prompt in enumerate(found):

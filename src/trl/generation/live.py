@@ -1,4 +1,6 @@
-"""Requests that come and go: an engine draws tokens for whatever runs, and requests join and leave between its steps."""
+"""Requests that come and go: an engine draws tokens for whatever runs, and requests join and leave between its
+steps.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Request:
 
 
 Scored = list[tuple[int, float, int]]
-"""The most likely tokens at a place of a prompt, and then its own, each with log-prob (temperature 1, nats) and rank (from 1)."""
+"""The most likely tokens at a place of a prompt, and then its own, each with log-prob (temperature 1, nats) and rank
+(from 1).
+"""
 
 
 class Live(Protocol):
@@ -71,7 +75,9 @@ def check_alone(engine: Engine) -> None:
 
 
 class LiveCalls:
-    """Requests over `engine.generate`, for engines without steps: all that wait with equal settings are completed by one call."""
+    """Requests over `engine.generate`, for engines without steps: all that wait with equal settings are completed by
+    one call.
+    """
 
     def __init__(self, engine: Engine) -> None:
         check_alone(engine)
@@ -137,8 +143,8 @@ class Asked(NamedTuple):
 class Broker:
     """Lets several threads use a `Live` engine that one thread runs; requests wait until it does.
 
-    Requests are of the kind that the engine's `submit` takes, which is no function. `busy_s` and `idle_s` are the seconds in which
-    the engine worked and in which it waited for requests.
+    Requests are of the kind that the engine's `submit` takes, which is no function. `busy_s` and `idle_s` are the
+    seconds in which the engine worked and in which it waited for requests.
     """
 
     def __init__(self) -> None:
@@ -150,14 +156,17 @@ class Broker:
         self._answering = threading.Lock()
 
     def submit(self, request: Any, future: Future[Any] | None = None) -> Future[Any]:
-        """Begin a completion, from any thread. Cancelling the future (a new one if none is given) takes the request out of the engine.
+        """Begin a completion, from any thread. Cancelling the future (a new one if none is given) takes the request out
+        of the engine.
 
         The future raises ValueError for an invalid prompt, and what the engine raises.
         """
         return self._added(Asked(request, future or Future()))
 
     def call(self, function: Callable[[Any], Any], *, alone: bool = False) -> Future[Any]:
-        """The result of a function of the `Live` engine, which is called between two steps, or `alone`. The future raises as `submit`."""
+        """The result of a function of the `Live` engine, which is called between two steps, or `alone`. The future
+        raises as `submit`.
+        """
         return self._added(Asked(function, Future(), alone))
 
     def _added(self, asked: Asked) -> Future[Any]:

@@ -41,8 +41,8 @@ def through_main(
 ) -> _R:
     """This process's part of what `make` returns in the main process for `own` of all processes. All must call it.
 
-    `meanwhile` runs in the other processes, for collective work inside `make`. An error in the main process is raised in all
-    of them, in the others as the same builtin type or RuntimeError.
+    `meanwhile` runs in the other processes, for collective work inside `make`. An error in the main process is raised
+    in all of them, in the others as the same builtin type or RuntimeError.
     """
     given, parts, failure = _gathered(own), None, None
     if process_count() == 1:

@@ -38,11 +38,11 @@ Best = tuple[np.ndarray, np.ndarray]
 class TeacherServer:
     """A teacher that an OpenAI-style server at `url` serves; its log-probs are at temperature 1.
 
-    Requests have token ids as prompts and ask for log-probs in vLLM's form (`prompt_logprobs`), or, from a server that does
-    not know it, in OpenAI's (`echo` and `logprobs`). Tokens that such a server names by their text are found by the
-    student's `tokenizer`; `vocabulary` is the number of tokens that the student has. Without `model` the server's first one is
-    used. A request is repeated until the `deadline`, in seconds, while the server is not reachable or busy. The server's API
-    key, if it needs one, is the environment's TRL_TEACHER_SERVER_TOKEN.
+    Requests have token ids as prompts and ask for log-probs in vLLM's form (`prompt_logprobs`), or, from a server that
+    does not know it, in OpenAI's (`echo` and `logprobs`). Tokens that such a server names by their text are found by
+    the student's `tokenizer`; `vocabulary` is the number of tokens that the student has. Without `model` the server's
+    first one is used. A request is repeated until the `deadline`, in seconds, while the server is not reachable or
+    busy. The server's API key, if it needs one, is the environment's TRL_TEACHER_SERVER_TOKEN.
 
     Raises: ServerLost if it does not answer, ValueError for requests that it refuses, such as too large a `top_k`.
     """
@@ -140,9 +140,7 @@ class TeacherServer:
     def _of_echo(self, ids: list[int], choice: Mapping[str, Any]) -> list[dict[int, float]]:
         """OpenAI's form: the tokens of the prompt, and for each a dict from tokens to their log-probs."""
         given, found = choice["logprobs"], []
-        each = zip(
-            given["tokens"][: len(ids)], given["top_logprobs"], strict=False
-        )  # a generated token may follow
+        each = zip(given["tokens"][: len(ids)], given["top_logprobs"], strict=False)  # a generated token may follow
         tokens, entries = zip(*each, strict=True)
         _check_tokens(ids, [self._ids(text) for text in tokens])
         for entry in entries[1:]:
@@ -167,9 +165,7 @@ class TeacherServer:
         """The k largest of each entry; the prompt's own token may be there beside them."""
         fewest, k = min((len(entry) for entry in entries), default=self.top_k), self.top_k
         if fewest < k:
-            raise self._fault(
-                name, f"it gave {fewest} tokens for a position, expected teacher_top_k={k}. Lower it"
-            )
+            raise self._fault(name, f"it gave {fewest} tokens for a position, expected teacher_top_k={k}. Lower it")
         best = [sorted(entry.items(), key=lambda item: -item[1])[:k] for entry in entries]
         found = np.array(best, float).reshape(len(entries), k, 2)
         ids, logps = found[..., 0].astype(np.int64), found[..., 1]
@@ -222,14 +218,10 @@ class TeacherServers(ColumnTeacher):
     def filled(self, batches: Sequence[Any], rows_of: Callable[[Any], Mapping[str, Tensor]]) -> list[Any]:
         """Batches with `teacher_ids` and `teacher_logps` `(K, k)` of their trained tokens; all are requested together.
 
-        `rows_of` makes padded rows of a batch. A batch of several teachers has `teacher (B,)`, the number of each row's server.
-        Raises: as `TeacherServer.best`.
+        `rows_of` makes padded rows of a batch. A batch of several teachers has `teacher (B,)`, the number of each row's
+        server. Raises: as `TeacherServer.best`.
         """
-        rows = [
-            row
-            for number, batch in enumerate(batches)
-            for row in _trained_rows(number, batch, rows_of(batch))
-        ]
+        rows = [row for number, batch in enumerate(batches) for row in _trained_rows(number, batch, rows_of(batch))]
         parts = []
         for server in range(len(self.servers)):
             own = [row for row in rows if row.server == server]
@@ -252,19 +244,17 @@ class TeacherServers(ColumnTeacher):
         """The most likely tokens in place of the trained ones of each row, all of one server."""
         names = [f"row {row.row} of micro-batch {row.batch}" for row in rows]
         found = self.servers[rows[0].server].best([row.ids for row in rows], names)
-        return [
-            (ids[row.trained - 1], logps[row.trained - 1])
-            for row, (ids, logps) in zip(rows, found, strict=True)
-        ]
+        return [(ids[row.trained - 1], logps[row.trained - 1]) for row, (ids, logps) in zip(rows, found, strict=True)]
 
 
 def served_teacher(
     teacher: Any, args: Any, tokenizer: PreTrainedTokenizerBase, *, vocabulary: int
 ) -> TeacherServers | None:
-    """The servers if `teacher` is an address, or several by name, or is what the config names as such; None for other teachers.
+    """The servers if `teacher` is an address, or several by name, or is what the config names as such; None for other
+    teachers.
 
-    Several are a dict, or a JSON object as text. Raises: ValueError for another teacher beside that of the config, for a
-    temperature other than 1, and as `TeacherServer`.
+    Several are a dict, or a JSON object as text. Raises: ValueError for another teacher beside that of the config, for
+    a temperature other than 1, and as `TeacherServer`.
     """
     urls = args.teacher_model_server_url
     if urls is not None and teacher is not urls:

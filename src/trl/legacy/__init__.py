@@ -1,7 +1,7 @@
 """The keyword arguments of 0.4-0.11, moved onto the config.
 
-Programs of that time gave a trainer what belongs to its config today, and `TrainingArguments` as `args`. One `FutureWarning`
-names the new places.
+Programs of that time gave a trainer what belongs to its config today, and `TrainingArguments` as `args`. One
+`FutureWarning` names the new places.
 """
 
 from __future__ import annotations
@@ -147,18 +147,14 @@ def _check_known(older: Mapping[str, Any], config_class: type) -> None:
 
 def _as_config(args: Any, config_class: type, changes: Mapping[str, Any], model: Any) -> Any:
     if args is None:
-        name = (
-            model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
-        )
+        name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
         folder = (name or "model").rstrip("/").split("/")[-1]  # of the model's name and the method's
         return config_class(output_dir=f"{folder}-{config_class.__name__.removesuffix('Config')}", **changes)
     if isinstance(args, config_class):
         require_set_up(args)
         return dataclasses.replace(args, **changes) if changes else args
     of_another_method = isinstance(args, TrainingDefaults) and not issubclass(config_class, type(args))
-    if of_another_method or not isinstance(
-        args, TrainingArguments
-    ):  # plain ones are what older programs gave
+    if of_another_method or not isinstance(args, TrainingArguments):  # plain ones are what older programs gave
         raise wrong_config(args, config_class)
     own = {field.name for field in dataclasses.fields(config_class) if field.init}  # type: ignore[arg-type]
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}

@@ -83,8 +83,9 @@ class LegacyDPOMethods:
         return found
 
     def recorded_outcome(self: Any, model: nn.Module, batch: dict[str, Any], scored: Scored) -> Outcome:
-        """The outcome with losses and rewards of an overridden `dpo_loss`: one call for each `loss_type`, or a single one where
-        it takes no such argument. Its own loss includes that of "sft"."""
+        """The outcome with losses and rewards of an overridden `dpo_loss`: one call for each `loss_type`, or a single
+        one where it takes no such argument. Its own loss includes that of "sft".
+        """
         scores, args = self.method.pair_scores(batch, scored), self.args
         if self.mode == "train" and CONTEXT not in batch:
             self.method.count_rewards(scores, Processes(self.accelerator))
@@ -106,7 +107,8 @@ class LegacyDPOMethods:
     # ---- the reference
 
     def compute_ref_log_probs(self: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Log-probs of chosen and rejected completions under the reference, `(B,)` each (means where a loss takes means).
+        """Log-probs of chosen and rejected completions under the reference, `(B,)` each (means where a loss takes
+        means).
 
         Those that the rows bring along are taken as they are. Raises ValueError where there is no reference.
         """
@@ -123,16 +125,14 @@ class LegacyDPOMethods:
     # ---- the forward and the loss
 
     @staticmethod
-    def concatenated_inputs(
-        batch: Mapping[str, Any], padding_value: int = 0, **older: Any
-    ) -> dict[str, Tensor | Any]:
+    def concatenated_inputs(batch: Mapping[str, Any], padding_value: int = 0, **older: Any) -> dict[str, Tensor | Any]:
         """Chosen and rejected of a padded batch below each other.
 
         From `prompt_*`, `chosen_*`, `rejected_*` columns (0.12-0.26): `prompt_input_ids`, `prompt_attention_mask`,
         `completion_input_ids` and `completion_attention_mask`, `(2B, T)`, and the images, twice. From whole sequences
-        with `chosen_labels` (0.4-0.11): `concatenated_input_ids`, `..._attention_mask`, `..._labels`; the keyword arguments of
-        that time (`is_encoder_decoder`, `label_pad_token_id`, `device`) count there. A batch of the trainer's own collator
-        gives the names of both levels.
+        with `chosen_labels` (0.4-0.11): `concatenated_input_ids`, `..._attention_mask`, `..._labels`; the keyword
+        arguments of that time (`is_encoder_decoder`, `label_pad_token_id`, `device`) count there. A batch of the
+        trainer's own collator gives the names of both levels.
         """
         if "rows" in batch:  # the trainer's own, perhaps with the columns that it hands to overridden methods
             batch = {name: value for name, value in batch.items() if not name.startswith((*SIDES, "prompt_"))}
@@ -158,8 +158,8 @@ class LegacyDPOMethods:
         """What `model`, the policy or the reference, makes of a batch of pairs, with gradient where there is one.
 
         `chosen_logps` and `rejected_logps` `(B,)` (means where a loss takes means), `mean_chosen_logits` and
-        `mean_rejected_logits`, and where they apply `nll_loss`, `policy_weights` `(B,)`, `aux_loss`. `is_ref_model` is not
-        needed: whose model it is, is seen.
+        `mean_rejected_logits`, and where they apply `nll_loss`, `policy_weights` `(B,)`, `aux_loss`. `is_ref_model` is
+        not needed: whose model it is, is seen.
         """
         batch = self.take_batch(batch)
         options = ScoreOptions(collision=self.args.use_weighting and not is_ref_model, mean_logits=True)
@@ -195,8 +195,9 @@ class LegacyDPOMethods:
         """Losses and rewards of chosen and rejected, `(B,)` each, from log-probs `(B,)` of policy and reference.
 
         Settings other than `loss_type` are the trainer's; `sft` needs `model_output["nll_loss"]`. With the names of
-        0.4-0.11 (`policy_chosen_logps`, ..., `reference_free`, which was the fifth argument) the loss is the trainer's own,
-        mixed as in training. Raises ValueError for a loss that is not known, TypeError for arguments that are missing.
+        0.4-0.11 (`policy_chosen_logps`, ..., `reference_free`, which was the fifth argument) the loss is the trainer's
+        own, mixed as in training. Raises ValueError for a loss that is not known, TypeError for arguments that are
+        missing.
         """
         given = [chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps]
         logps = [older.pop(name, value) for name, value in zip(_OLDER_LOGPS, given, strict=True)]
@@ -216,9 +217,7 @@ class LegacyDPOMethods:
             lookup(PAIR_LOSSES, name, "loss_type")
         if names == ["sft"]:
             if model_output is None:
-                raise TypeError(
-                    "loss_type 'sft' needs model_output, got None. Give what concatenated_forward returns."
-                )
+                raise TypeError("loss_type 'sft' needs model_output, got None. Give what concatenated_forward returns.")
             return model_output["nll_loss"].expand(len(scores.chosen)), rewards[0], rewards[1]
         if NEEDS_STEP & set(names):
             scores = replace(scores, step=self.method.statistics(scores))
@@ -238,11 +237,11 @@ class LegacyDPOMethods:
         max_completion_length: int | None = None,
         add_special_tokens: bool = True,
     ) -> dict[str, Any]:
-        """`tokenize_row` for a row with `images`: the prompt goes through the processor, whose other values are kept."""
+        """`tokenize_row` for a row with `images`: the prompt goes through the processor, whose other values are
+        kept.
+        """
         row: dict[str, Any] = dict(
-            tokenize_preference_row(
-                features, processing_class, None, max_completion_length, add_special_tokens
-            )
+            tokenize_preference_row(features, processing_class, None, max_completion_length, add_special_tokens)
         )
         text, images = features["prompt"], features.get("images")
         made = dict(processing_class(images=images, text=text, add_special_tokens=False))

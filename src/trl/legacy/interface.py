@@ -27,7 +27,9 @@ CALLED = ("compute_loss", "outcome", "objective", *WHOLE_BATCH, *REFERENCES, *LO
 """Methods that training calls where a subclass overrides them, or a program replaces them."""
 
 GIVEN = "given"
-"""The entry of a batch that overridden methods are given: with the columns of 0.26, or as the user's collator made it."""
+"""The entry of a batch that overridden methods are given: with the columns of 0.26, or as the user's collator made
+it.
+"""
 
 NotCalled = Mapping[str, tuple[tuple[str, ...], str]]
 """Methods that training does not call: those of which one must be overridden too, and what to do instead."""
@@ -75,15 +77,18 @@ OTHER_NAMES = {
     "guided_decoding_regex": "vllm_guided_decoding_regex",
     "use_liger_kernel": "use_liger_kernel",
 }
-"""Attributes that are fields of the config under another name, or of `TrainingArguments`. Fields that a method's config adds go
-by their own."""
+"""Attributes that are fields of the config under another name, or of `TrainingArguments`. Fields that a method's config
+adds go by their own.
+"""
 
 LIVE = frozenset((
     "alpha", "beta", "cpo_alpha", "desirable_weight", "epsilon", "epsilon_high", "f_divergence_type", "generate_during_eval",
     "label_smoothing", "ld_alpha", "log_completions", "normalize_advantages", "num_completions_to_print", "simpo_gamma",
     "undesirable_weight",
 ))  # fmt: skip
-"""Fields that are read in every step: setting the attribute sets the field. The others are read when the trainer is built."""
+"""Fields that are read in every step: setting the attribute sets the field. The others are read when the trainer is
+built.
+"""
 
 
 def _generation(trainer: Any) -> dict[str, Any]:
@@ -173,7 +178,9 @@ PARTS: Mapping[str, Mapping[str, str | Callable[[Any], Any]]] = {
 
 @cache
 def _fields(config: type) -> dict[str, str]:
-    """The attributes that are fields of a method's config, not of `TrainingArguments` or a program's subclass, with the fields."""
+    """The attributes that are fields of a method's config, not of `TrainingArguments` or a program's subclass, with the
+    fields.
+    """
     config = library_config(config)
     names = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
     own = names - {field.name for field in dataclasses.fields(TrainingArguments)}
@@ -183,17 +190,16 @@ def _fields(config: type) -> dict[str, str]:
 
 @cache
 def _parts(kind: type) -> dict[str, Callable[[Any], Any]]:
-    found = {
-        name: read for each in reversed(kind.__mro__) for name, read in PARTS.get(each.__name__, {}).items()
-    }
+    found = {name: read for each in reversed(kind.__mro__) for name, read in PARTS.get(each.__name__, {}).items()}
     return {name: attrgetter(read) if isinstance(read, str) else read for name, read in found.items()}
 
 
 class LegacyInterface:
-    """Mixin of trainers: reading an attribute of the tables reads the part; setting it sets a field that is `LIVE`, or raises.
+    """Mixin of trainers: reading an attribute of the tables reads the part; setting it sets a field that is `LIVE`, or
+    raises.
 
-    What is set before the trainer's constructor, or without it, is an attribute as any other. The mixin also knows which
-    methods of this library's trainers a subclass, or a program, has replaced.
+    What is set before the trainer's constructor, or without it, is an attribute as any other. The mixin also knows
+    which methods of this library's trainers a subclass, or a program, has replaced.
     """
 
     _not_called: ClassVar[NotCalled] = {}
@@ -257,12 +263,13 @@ class LegacyInterface:
             del vars(self)[name]
 
     def adopted_args(self, config: type) -> Any:
-        """The arguments of a trainer that was built without our constructor, as such a config: its attributes are settings."""
+        """The arguments of a trainer that was built without our constructor, as such a config: its attributes are
+        settings.
+        """
         found: Any = object.__new__(config)
         made = {field.name: field for field in dataclasses.fields(config)}  # type: ignore[arg-type]
         defaults = {
-            n: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-            for n, f in made.items()
+            n: f.default if f.default_factory is dataclasses.MISSING else f.default_factory() for n, f in made.items()
         }
         own = {field: vars(self)[name] for name, field in _fields(config).items() if name in vars(self)}
         vars(found).update({**defaults, **vars(vars(self)["args"]), **own})

@@ -1,4 +1,6 @@
-"""`MODEL_CARD_TEMPLATE` of 0.4-0.23: texts for `.format(model_name=..., model_id=...)`. Trainers write `trl.reporting.model_card`'s."""
+"""`MODEL_CARD_TEMPLATE` of 0.4-0.23: texts for `.format(model_name=..., model_id=...)`. Trainers write
+`trl.reporting.model_card`'s.
+"""
 
 _CARD = """---
 library_name: {library}
@@ -28,6 +30,4 @@ pipeline("a cat").images[0].save("cat.png")"""
 
 PPO = _CARD.format(library="transformers", tag="ppo", method="PPO", paper="1909.08593", usage=_TEXTS)
 DDPO = _CARD.format(library="diffusers", tag="ddpo", method="DDPO", paper="2305.13301", usage=_IMAGES)
-ALIGNPROP = _CARD.format(
-    library="diffusers", tag="alignprop", method="AlignProp", paper="2310.03739", usage=_IMAGES
-)
+ALIGNPROP = _CARD.format(library="diffusers", tag="alignprop", method="AlignProp", paper="2310.03739", usage=_IMAGES)

@@ -53,8 +53,7 @@ def concatenated_inputs(
     }
     if is_encoder_decoder:
         found |= {
-            f"concatenated_{name}": batch[f"prompt_{name}"].repeat(2, 1)
-            for name in ("input_ids", "attention_mask")
+            f"concatenated_{name}": batch[f"prompt_{name}"].repeat(2, 1) for name in ("input_ids", "attention_mask")
         }
     return {name: value.to(device) for name, value in found.items()}
 
@@ -72,10 +71,7 @@ def sequences_of(batch: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:
         masked = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
         prompts = [ids[mask].tolist() for ids, mask in masked]
         answers = [labels[labels != IGNORED].tolist() for labels in batch["decoder_labels"]]
-        return [
-            (prompts[at], answer)
-            for at, answer in zip(batch["decoder_prompt"].tolist(), answers, strict=True)
-        ]
+        return [(prompts[at], answer) for at, answer in zip(batch["decoder_prompt"].tolist(), answers, strict=True)]
     padded, sequence = padded_rows(batch, pad_token_id=0), scored_sequences(batch)
     scored = tokens_by_sequence(sequence, len(padded["input_ids"]))
     if "prompt_tokens" in batch:  # of the chosen sequences the prompts are scored, too
@@ -201,9 +197,7 @@ def get_batch_loss_metrics(
     return loss, metrics
 
 
-def store_metrics(
-    self: Any, metrics: Mapping[str, float], train_eval: Literal["train", "eval"] = "train"
-) -> None:
+def store_metrics(self: Any, metrics: Mapping[str, float], train_eval: Literal["train", "eval"] = "train") -> None:
     """Add numbers to the metrics that the next log averages: each counts once, those of an overridden
     `get_batch_loss_metrics` as often as their batch has rows.
 
@@ -265,9 +259,7 @@ def generate_from_model(self: Any, model: Any, batch: Mapping[str, Any]) -> list
     return self._tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
-def generate_from_model_and_ref(
-    self: Any, model: Any, batch: Mapping[str, Any]
-) -> tuple[list[str], list[str]]:
+def generate_from_model_and_ref(self: Any, model: Any, batch: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """`generate_from_model` of the policy and of the reference.
 
     Raises: ValueError without a reference model.
@@ -289,8 +281,8 @@ def generate_from_model_and_ref(
 def forward(
     self: Any, model: nn.Module, batch: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Log-probs of chosen and rejected completions, `(C,)` and `(R,)`, their logits `(C, T, V)` and `(R, T, V)`, and the
-    log-probs `(B,)` of mismatched ones, without gradient (None where the loss has none).
+    """Log-probs of chosen and rejected completions, `(C,)` and `(R,)`, their logits `(C, T, V)` and `(R, T, V)`, and
+    the log-probs `(B,)` of mismatched ones, without gradient (None where the loss has none).
 
     Raises: TypeError for an encoder-decoder.
     """
@@ -342,9 +334,7 @@ def unpaired_outcome(self: Any, model: nn.Module, batch: dict[str, Any], scored:
     return self.method.outcome(with_losses(terms, losses), scores, scored)
 
 
-def scores_by_kind(
-    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor
-) -> UnpairedScores:
+def scores_by_kind(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> UnpairedScores:
     """The scores of desirable completions, `(C,)` log-probs of policy and reference, followed by the others, `(R,)`."""
     logps, ref_logps = torch.cat([chosen, rejected]), torch.cat([ref_chosen, ref_rejected])
     return UnpairedScores(logps, ref_logps, torch.arange(len(logps), device=logps.device) < len(chosen))

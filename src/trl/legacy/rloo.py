@@ -37,10 +37,10 @@ def in_older_order(init: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-def with_sizes_of_run(
-    args: RLOOConfig, dataset: Any, processing_class: Any, *, is_older_call: bool
-) -> RLOOConfig:
-    """A copy with the sizes of the run filled in; without any setting of 0.21 the same config, unless the call is one of 0.21."""
+def with_sizes_of_run(args: RLOOConfig, dataset: Any, processing_class: Any, *, is_older_call: bool) -> RLOOConfig:
+    """A copy with the sizes of the run filled in; without any setting of 0.21 the same config, unless the call is one
+    of 0.21.
+    """
     if is_older_call and not args.is_older:
         args = dataclasses.replace(args, rloo_k=args.num_generations)
     if not args.is_older:
@@ -55,7 +55,9 @@ def with_sizes_of_run(
 
 
 def older_reward(reward_model: Any, processing_class: Any, args: RLOOConfig) -> Any:
-    """The reward source of a `reward_model`: a classifier reads the policy's tokens, a function of texts whole texts."""
+    """The reward source of a `reward_model`: a classifier reads the policy's tokens, a function of texts whole
+    texts.
+    """
     if processing_class is None or isinstance(reward_model, (list, tuple)):
         return reward_model
     tokenizer = text_tokenizer(processing_class)
@@ -63,9 +65,7 @@ def older_reward(reward_model: Any, processing_class: Any, args: RLOOConfig) -> 
         at_once = args.local_rollout_forward_batch_size or args.per_device_train_batch_size
         return ModelSource(reward_model, read="ids", policy_tokenizer=tokenizer, batch_size=at_once)
 
-    def of_texts(
-        prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], **_: Any
-    ) -> Any:
+    def of_texts(prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], **_: Any) -> Any:
         rows = [[*prompt, *ids] for prompt, ids in zip(prompt_ids, completion_ids, strict=True)]
         return reward_model(tokenizer.batch_decode(rows, skip_special_tokens=True))
 

@@ -134,9 +134,7 @@ class ConstantLengthDataset(IterableDataset):
                 "one of them. Name the column with the text, or give a function that makes it."
             )
         if seq_length < 1:
-            raise ValueError(
-                f"seq_length must be >= 1, got {seq_length}. Give the number of tokens in a row."
-            )
+            raise ValueError(f"seq_length must be >= 1, got {seq_length}. Give the number of tokens in a row.")
         own_eos = tokenizer.eos_token_id
         self.tokenizer = tokenizer
         self.concat_token_id: int = eos_token_id if own_eos is None else own_eos  # type: ignore[assignment]
@@ -183,9 +181,7 @@ class ConstantLengthDataset(IterableDataset):
             if not self.infinite:
                 return
             if is_empty:
-                raise ValueError(
-                    "the data set has no rows, expected at least 1 to repeat. Check where it comes from."
-                )
+                raise ValueError("the data set has no rows, expected at least 1 to repeat. Check where it comes from.")
             warnings.warn("The rows have ended and begin again.", stacklevel=2)
 
     def _rows(self, texts: list[str], order: random.Random) -> Iterator[dict[str, torch.Tensor]]:
@@ -212,8 +208,9 @@ def add_bos_token_if_needed(
 ) -> tuple[Tokens, Tokens, Tokens]:
     """Begin `prompt_input_ids` of the prompt, and of the prompt as it stands before each answer, with the begin token.
 
-    `*_len_input_ids` are their lengths in tokens. Those that begin with it stay as they are, and so does everything where
-    there is none (`bos_token_id=None`). `prompt_attention_mask` goes along. The dicts are changed in place and given back.
+    `*_len_input_ids` are their lengths in tokens. Those that begin with it stay as they are, and so does everything
+    where there is none (`bos_token_id=None`). `prompt_attention_mask` goes along. The dicts are changed in place and
+    given back.
 
     >>> tokens = [{"prompt_input_ids": ids, "prompt_attention_mask": [1]} for ids in ([1], [1], [5])]
     >>> found = add_bos_token_if_needed(1, 1, tokens[0], 1, tokens[1], 1, tokens[2])
@@ -247,24 +244,27 @@ def add_eos_token_if_needed(
 
 
 class LegacyPromptRows:
-    """Rows of prompts as the methods of TRL's `OnlineDPOTrainer` make them, for programs that call these; training does not."""
+    """Rows of prompts as the methods of TRL's `OnlineDPOTrainer` make them, for programs that call these; training does
+    not.
+    """
 
     @staticmethod
     def tokenize_row(
         feature: Mapping[str, Any], is_encoder_decoder: bool, tokenizer: PreTrainedTokenizerBase
     ) -> dict[str, Any]:
-        """A row with its prompt as `prompt_input_ids` and `prompt_attention_mask`; for decoders after the begin token."""
+        """A row with its prompt as `prompt_input_ids` and `prompt_attention_mask`; for decoders after the begin
+        token.
+        """
         ids = [int(token) for token in tokenizer(feature["prompt"], add_special_tokens=False)["input_ids"]]  # type: ignore[union-attr]
         begin = tokenizer.bos_token_id
         if not is_encoder_decoder and isinstance(begin, int) and ids[:1] != [begin]:
             ids = [begin, *ids]
         return {**feature, "prompt_input_ids": ids, "prompt_attention_mask": [1] * len(ids)}
 
-    def process_vision_row(
-        self: Any, features: dict[str, Any], processing_class: Any = None
-    ) -> dict[str, Any]:
-        """A row with `prompt` and `images` as the processor makes it: `prompt_input_ids`, `prompt_attention_mask` and what belongs
-        to the images."""
+    def process_vision_row(self: Any, features: dict[str, Any], processing_class: Any = None) -> dict[str, Any]:
+        """A row with `prompt` and `images` as the processor makes it: `prompt_input_ids`, `prompt_attention_mask` and
+        what belongs to the images.
+        """
         processor = processing_class or self.processing_class
         made = processor(images=features["images"], text=features["prompt"], add_special_tokens=False)
         names = {"input_ids": "prompt_input_ids", "attention_mask": "prompt_attention_mask"}

@@ -1,7 +1,7 @@
 """Activations kept in host memory between forward and backward, copied on a side stream.
 
-Storages are moved, not tensors: views and tensors that are saved twice share one copy. A storage that is written to between
-two saves counts as two (by autograd's version counter).
+Storages are moved, not tensors: views and tensors that are saved twice share one copy. A storage that is written to
+between two saves counts as two (by autograd's version counter).
 """
 
 import logging
@@ -60,9 +60,9 @@ class OffloadActivations(saved_tensors_hooks):
     """Context in which saved activations are kept in host memory until their backward.
 
     Parameters (call `update_model_params`, or use `get_act_offloading_ctx_manager`), tensors under `min_offload_size`
-    bytes and tensors on the CPU stay where they are. With `use_streams`, at most `max_fwd_stash_size` storages are being
-    copied to the host at once, and the next storages of the backward are copied back while it computes; without, each copy
-    is synchronous. `use_pin_memory` page-locks the host copies, which asynchronous copies need.
+    bytes and tensors on the CPU stay where they are. With `use_streams`, at most `max_fwd_stash_size` storages are
+    being copied to the host at once, and the next storages of the backward are copied back while it computes; without,
+    each copy is synchronous. `use_pin_memory` page-locks the host copies, which asynchronous copies need.
     """
 
     def __init__(

@@ -38,8 +38,8 @@ def prepare_frozen_deepspeed(
 ) -> nn.Module:
     """`prepare_deepspeed` for loops without a trainer, with the config of this process's accelerate state.
 
-    `per_device_train_batch_size` is in rows. Weights are cast if `fp16` or `bf16` is set, and sharded under ZeRO-3 only. Raises
-    ValueError for a run without DeepSpeed.
+    `per_device_train_batch_size` is in rows. Weights are cast if `fp16` or `bf16` is set, and sharded under ZeRO-3
+    only. Raises ValueError for a run without DeepSpeed.
     """
     config = deepspeed_config(AcceleratorState())
     config.pop("train_batch_size", None)
@@ -128,7 +128,9 @@ def gathered_parameters(
 
 
 def fsdp2_modules(model: nn.Module) -> list[Any]:
-    """The modules that FSDP2 shards, the outermost first, initialised so that they can gather before the first forward."""
+    """The modules that FSDP2 shards, the outermost first, initialised so that they can gather before the first
+    forward.
+    """
     found: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if found:
         found[0]._get_fsdp_state()._lazy_init()  # otherwise the root's first forward does this (torch 2.13)
@@ -183,7 +185,9 @@ def gathered_modules(modules: Sequence[nn.Module], units: Iterable[Any] = ()) ->
 
 
 def will_shard() -> bool:
-    """Whether this run shards weights: accelerate by FSDP once the trainer is made, or ZeRO-3 when a model is loaded."""
+    """Whether this run shards weights: accelerate by FSDP once the trainer is made, or ZeRO-3 when a model is
+    loaded.
+    """
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or is_deepspeed_zero3_enabled()
 
 

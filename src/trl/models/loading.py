@@ -49,17 +49,17 @@ def create_model_from_path(
 ) -> Any:
     """Load a model by Hub name or local path, in the class that its config names.
 
-    `architecture` (a model class or an `AutoModelFor…`) overrides that class; `kwargs` go to `from_pretrained`. `dtype` may be
-    a string (default: the checkpoint's own). Weights load from safetensors, and remote code runs only with
-    `trust_remote_code=True`. Files that lack weights of the architecture are refused, except for a new classification head, or
-    with `allow_missing_weights=True`. A quantised model goes to this process's device unless there is a `device_map`. A folder
-    with a PEFT adapter loads as its base model with the trainable adapter.
+    `architecture` (a model class or an `AutoModelFor…`) overrides that class; `kwargs` go to `from_pretrained`. `dtype`
+    may be a string (default: the checkpoint's own). Weights load from safetensors, and remote code runs only with
+    `trust_remote_code=True`. Files that lack weights of the architecture are refused, except for a new classification
+    head, or with `allow_missing_weights=True`. A quantised model goes to this process's device unless there is a
+    `device_map`. A folder with a PEFT adapter loads as its base model with the trainable adapter.
 
-    With `trained` all weights will train: without a `dtype` they are float32, because a 16-bit weight keeps an update only
-    where the learning rate exceeds about 1/512 of it, and `save_dtype` is that of the files.
+    With `trained` all weights will train: without a `dtype` they are float32, because a 16-bit weight keeps an update
+    only where the learning rate exceeds about 1/512 of it, and `save_dtype` is that of the files.
 
-    Raises: FileNotFoundError if there is no such model, no safetensors weights or no way to the Hub; ValueError for a `dtype` or
-    `device_map` that cannot work, and for missing weights.
+    Raises: FileNotFoundError if there is no such model, no safetensors weights or no way to the Hub; ValueError for a
+    `dtype` or `device_map` that cannot work, and for missing weights.
     """
     older = kwargs.pop("torch_dtype", None)
     dtype = resolve_dtype(older if kwargs.get("dtype") is None else kwargs["dtype"])
@@ -90,9 +90,7 @@ def create_model_from_path(
         except FileNotFoundError:
             raise
         except SafetensorError as error:
-            broken = {
-                file.name: why for file in sorted(folder.rglob("*.safetensors")) if (why := unreadable(file))
-            }
+            broken = {file.name: why for file in sorted(folder.rglob("*.safetensors")) if (why := unreadable(file))}
             raise ValueError(
                 f"'{model_id}' has damaged weights: {listed(broken) or error}. Save or download them again."
             ) from error
@@ -111,7 +109,9 @@ def create_model_from_path(
 
 
 def _trained_dtype(model_id: str, kwargs: dict[str, Any]) -> torch.dtype | None:
-    """Set the `dtype` of weights that train, in place; returns the files', None where that stays (quantised) or is unknown."""
+    """Set the `dtype` of weights that train, in place; returns the files', None where that stays (quantised) or is
+    unknown.
+    """
     if kwargs.get("quantization_config") or kwargs.get("gguf_file"):
         return None
     config = _config_of(model_id, kwargs)
@@ -126,7 +126,9 @@ def _trained_dtype(model_id: str, kwargs: dict[str, Any]) -> torch.dtype | None:
 
 
 def save_dtype(model: Any, wanted: str | None = None) -> torch.dtype | None:
-    """The dtype in which a model is saved: `wanted`, else that of the files it was loaded from to be trained; None: its own."""
+    """The dtype in which a model is saved: `wanted`, else that of the files it was loaded from to be trained; None: its
+    own.
+    """
     if wanted is not None and wanted != "auto":
         return resolve_dtype(wanted)  # pyright: ignore[reportReturnType]
     return getattr(causal_core(model), _FILE_DTYPE, None)
@@ -135,12 +137,11 @@ def save_dtype(model: Any, wanted: str | None = None) -> torch.dtype | None:
 def cast_state(model: Any, state: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
     """A model's state with floating values in `dtype` (None: as they are), on the CPU.
 
-    Tied weights stay tied. Modules that the model keeps in float32, and frozen weights beside an adapter, stay as they are.
+    Tied weights stay tied. Modules that the model keeps in float32, and frozen weights beside an adapter, stay as they
+    are.
     """
     wide = tuple(getattr(causal_core(model), "_keep_in_fp32_modules_strict", None) or ())
-    frozen = (
-        {name for name, x in model.named_parameters() if not x.requires_grad} if is_peft_model(model) else ()
-    )
+    frozen = {name for name, x in model.named_parameters() if not x.requires_grad} if is_peft_model(model) else ()
     copies: dict[Any, Any] = {}
     cast = dict(state)
     for name, value in state.items() if dtype is not None else ():
@@ -152,7 +153,9 @@ def cast_state(model: Any, state: Mapping[str, Any], dtype: torch.dtype | None) 
 
 
 def name_dtype(folder: str | os.PathLike[str], dtype: torch.dtype | None) -> None:
-    """Write a dtype, unless it is None, into the config of a saved model, if it has one: the model is loaded in that dtype."""
+    """Write a dtype, unless it is None, into the config of a saved model, if it has one: the model is loaded in that
+    dtype.
+    """
     file = Path(folder, "config.json")
     if dtype is not None and file.is_file():
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -268,9 +271,7 @@ def _architecture_of(model_id: str, kwargs: dict[str, Any]) -> Any:
 def _check_safetensors(folder: Path) -> None:
     if any(folder.rglob("*.safetensors")):
         return
-    pickles = sorted(
-        path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt")
-    )
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     raise FileNotFoundError(
         f"'{folder}' holds {', '.join(pickles) or 'no weights'}, expected safetensors. If you trust it, convert it with from_pretrained(path, use_safetensors=False).save_pretrained(path)."
     )
@@ -359,9 +360,9 @@ def clone_chat_template(
 ) -> tuple[PreTrainedModel, Any, list[int]]:
     """Copy the chat template of another tokenizer, with its tokens, to a tokenizer and its model.
 
-    Adds the source's added tokens that are missing, sets its eos token (and its pad token if there is none), writes both into
-    the model's `config` and `generation_config`, and grows the embeddings to a multiple of `resize_to_multiple_of` rows
-    (never shrinks them). New rows start at the mean of the old ones.
+    Adds the source's added tokens that are missing, sets its eos token (and its pad token if there is none), writes
+    both into the model's `config` and `generation_config`, and grows the embeddings to a multiple of
+    `resize_to_multiple_of` rows (never shrinks them). New rows start at the mean of the old ones.
 
     Returns the model, the tokenizer (both changed in place) and the ids of the added tokens, for
     `LoraConfig(trainable_token_indices=...)`.

@@ -88,8 +88,9 @@ def logits_unsupported(
 ) -> str | None:
     """The reason why `rule(head(hidden) + bias)` are not this model's logits; None if they are.
 
-    The model's forward is run on three fixed hidden states in place of its `bodies` (decoder, encoder): its logits, or those
-    of the last token if it returns only these, are compared. The states are large, so that a soft cap has an effect.
+    The model's forward is run on three fixed hidden states in place of its `bodies` (decoder, encoder): its logits, or
+    those of the last token if it returns only these, are compared. The states are large, so that a soft cap has an
+    effect.
     """
     if any(parameter.numel() == 0 or parameter.is_meta for parameter in head.parameters()):
         return None  # sharded before it could be looked at (ZeRO-3): its config is trusted
@@ -152,8 +153,8 @@ def share_parameters(first: nn.Module, second: nn.Module, *, trained: bool = Fal
 def cast_head_to_float32(model: nn.Module) -> None:
     """Cast a model's output head to float32, in place, and compute its products in float32, also under autocast.
 
-    Copies of the model keep this. A 16-bit head tied to the input embedding is untied, with a warning. Raises ValueError for a
-    model without a head.
+    Copies of the model keep this. A 16-bit head tied to the input embedding is untied, with a warning. Raises
+    ValueError for a model without a head.
     """
     core: Any = causal_core(model)
     head = core.get_output_embeddings()

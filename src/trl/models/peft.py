@@ -60,9 +60,9 @@ def prepare_peft_model(model: PreTrainedModel, peft_config: "PeftConfig | None",
     """Wrap `model` with a new adapter and prepare it for training; `args` are the trainer's `TrainingArguments`.
 
     A quantised base is prepared first (`prepare_model_for_kbit_training`). With gradient checkpointing the embedding's
-    output requires gradients, so that they reach adapters behind it. In 4-bit training with `args.bf16` the adapter is in
-    bfloat16, as in QLoRA (arXiv:2305.14314). Without `peft_config` a `PeftModel`'s own adapter is trained; with it that
-    adapter is merged into the base first (`merge_adapter`).
+    output requires gradients, so that they reach adapters behind it. In 4-bit training with `args.bf16` the adapter is
+    in bfloat16, as in QLoRA (arXiv:2305.14314). Without `peft_config` a `PeftModel`'s own adapter is trained; with it
+    that adapter is merged into the base first (`merge_adapter`).
 
     Raises: ValueError for a `PeftModel` with nothing to train, or whose adapter cannot be merged; TypeError for another
     `peft_config`.
@@ -95,7 +95,8 @@ def prepare_peft_model(model: PreTrainedModel, peft_config: "PeftConfig | None",
 
 
 def train_copies_in_float32(model: Any) -> bool:
-    """Hold modules that an adapter trains whole (`modules_to_save`) in float32, in place, as PEFT holds its low-rank matrices.
+    """Hold modules that an adapter trains whole (`modules_to_save`) in float32, in place, as PEFT holds its low-rank
+    matrices.
 
     Their inputs are cast, and their outputs have the base's dtype as before. Returns whether there were any in 16 bits.
     """
@@ -250,8 +251,8 @@ def is_quantized(model: Any) -> bool:
 def forbid_inference_packing(model: torch.nn.Module) -> None:
     """Keep bitsandbytes' 4-bit layers in the layout that has a backward, in place.
 
-    bitsandbytes 0.50 on a CPU with AVX512-BF16 repacks weights at the first forward in eval mode, after which there are no
-    gradients. Remove once `matmul_4bit` gives gradients for packed weights.
+    bitsandbytes 0.50 on a CPU with AVX512-BF16 repacks weights at the first forward in eval mode, after which there are
+    no gradients. Remove once `matmul_4bit` gives gradients for packed weights.
     """
     attribute = "support_avx512bf16_for_cpu"
     for module in model.modules():

@@ -39,7 +39,9 @@ SAMPLE = 10_000  # weights of a tensor
 
 
 class Policy(NamedTuple):
-    """A trained model with its tokenizer and scorer. `context_length`: that of its engine, if it may be below the model's."""
+    """A trained model with its tokenizer and scorer. `context_length`: that of its engine, if it may be below the
+    model's.
+    """
 
     model: Any
     processing_class: PreTrainedTokenizerBase | ProcessorMixin
@@ -57,13 +59,15 @@ def set_up_policy(
     classifier: ClassifierKind | None = None,
     trained: bool = True,
 ) -> Policy:
-    """Load the model and tokenizer, set tokens and template, add the adapter, make the scorer; log the scorer's fallbacks.
+    """Load the model and tokenizer, set tokens and template, add the adapter, make the scorer; log the scorer's
+    fallbacks.
 
-    A model given by name is loaded to train all of its weights, unless there is a `peft_config` or it is not to be `trained`.
+    A model given by name is loaded to train all of its weights, unless there is a `peft_config` or it is not to be
+    `trained`.
 
     `args` is a training config; its fields `model_init_kwargs`, `eos_token`, `pad_token`, `chat_template_path`,
-    `disable_dropout` and `cast_lm_head_to_fp32` are used if it has them. With `classifier` the model is one of that kind: its
-    config gets the padding token, and an adapter trains its head too.
+    `disable_dropout` and `cast_lm_head_to_fp32` are used if it has them. With `classifier` the model is one of that
+    kind: its config gets the padding token, and an adapter trains its head too.
 
     Raises: what `load_model`, `load_classifier`, `check_processing_class` and `prepare_peft_model` raise.
     """
@@ -71,9 +75,7 @@ def set_up_policy(
     keeps_residuals = trained and getattr(args, "weights", None) is not None
     if keeps_residuals and peft_config is None and isinstance(model, (str, os.PathLike)):
         if resolve_dtype(init.get("dtype")) not in ("auto", torch.bfloat16):
-            raise ValueError(
-                f"weights={args.weights!r} needs dtype='bfloat16', got {init['dtype']}. Leave it out."
-            )
+            raise ValueError(f"weights={args.weights!r} needs dtype='bfloat16', got {init['dtype']}. Leave it out.")
         init = {**init, "dtype": torch.bfloat16}
     if classifier is None:
         loaded = load_model(model, init, trained=trained and peft_config is None)

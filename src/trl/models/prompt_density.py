@@ -87,9 +87,7 @@ class PromptDensity:
         rows = {"input_ids": [list(ids) for ids in prompts]}
         padded: Any = self.embedding_tokenizer.pad(rows, return_tensors="pt").to(device)
         with torch.no_grad():
-            found: Any = self.embedding_func(
-                input_ids=padded["input_ids"], attention_mask=padded["attention_mask"]
-            )
+            found: Any = self.embedding_func(input_ids=padded["input_ids"], attention_mask=padded["attention_mask"])
         shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         if not isinstance(shape, tuple) or shape[:-1] != (len(prompts),):
             raise ValueError(f"embedding_func must return a tensor ({len(prompts)}, H), got {shape}.")
@@ -121,7 +119,9 @@ class PromptDensity:
         return self.classifier
 
     def _embed_shared(self, prompts: list[list[int]], batch_size: int) -> Tensor:
-        """Embeddings of all prompts, each made on one process; short shares are filled with a prompt that is cut off."""
+        """Embeddings of all prompts, each made on one process; short shares are filled with a prompt that is cut
+        off.
+        """
         state = PartialState()
         share = -(-len(prompts) // state.num_processes)
         mine = prompts[state.process_index * share :][:share]

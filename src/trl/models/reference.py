@@ -212,13 +212,13 @@ def make_reference(
 ) -> Reference:
     """The reference of a policy that is loaded and, with PEFT, wrapped, but not yet prepared by accelerate.
 
-    `ref_model` is used as given, or loaded with `ref_model_init_kwargs`: in the dtype of its files, and in the policy's if it
-    has the policy's `path` or follows it (`sync_ref_model`). Without it the reference of a `PeftModel` is its
+    `ref_model` is used as given, or loaded with `ref_model_init_kwargs`: in the dtype of its files, and in the policy's
+    if it has the policy's `path` or follows it (`sync_ref_model`). Without it the reference of a `PeftModel` is its
     base with the adapter `ref_adapter_name` or none, and that of any other model a copy. A policy whose weights are
     already sharded (ZeRO-3) is loaded again from `path` with `model_init_kwargs`. With `precompute_ref_log_probs` the
-    reference is used before training only, and nothing is copied. A config with `force_use_ref_model` refuses a `ref_model`
-    beside an adapter without it. Activates `model_adapter_name` and freezes
-    `ref_adapter_name`, in place. `scorer` scores the policy. `settings` take precedence over those of the config `args`.
+    reference is used before training only, and nothing is copied. A config with `force_use_ref_model` refuses a
+    `ref_model` beside an adapter without it. Activates `model_adapter_name` and freezes `ref_adapter_name`, in place.
+    `scorer` scores the policy. `settings` take precedence over those of the config `args`.
 
     Raises: ValueError for settings that exclude each other or have no effect; FileNotFoundError, TypeError for what is
     no model.
@@ -243,7 +243,8 @@ def make_reference(
     elif ref_model is not None:
         name, kwargs = os.fspath(ref_model), given.ref_model_init_kwargs or {}
         if (name == path or given.sync_ref_model) and not is_quantized(policy):
-            # As a copy of the policy: the divergence from it begins at 0, and a reference that moves keeps small updates.
+            # As a copy of the policy: the divergence from it begins at 0, and a reference that moves keeps small
+            # updates.
             kwargs = {**({} if "torch_dtype" in kwargs else {"dtype": causal_core(policy).dtype}), **kwargs}
         model = create_model_from_path(name, **kwargs)
     elif not is_sharded(policy):
@@ -269,8 +270,8 @@ def make_reference(
 def choose_adapters(policy: Any, args: Any, ref_model: Any = None) -> str | None:
     """Activate `args.model_adapter_name` and freeze `args.ref_adapter_name`; returns the active adapter's name.
 
-    None for a policy without adapters. Raises: ValueError for names and settings that do not fit, TypeError for a `ref_model`
-    that is no model.
+    None for a policy without adapters. Raises: ValueError for names and settings that do not fit, TypeError for a
+    `ref_model` that is no model.
     """
     is_path, held = isinstance(ref_model, (str, os.PathLike)), args.ref_adapter_name
     if args.ref_model_init_kwargs and not is_path:
@@ -313,15 +314,14 @@ class MovesReference(Protocol):
     def use_reference(self, reference: torch.nn.Module) -> None: ...
 
 
-def attach_reference(
-    callbacks: Iterable[Any], reference: Reference | None, policy: Any = None
-) -> FrozenModel | None:
+def attach_reference(callbacks: Iterable[Any], reference: Reference | None, policy: Any = None) -> FrozenModel | None:
     """Give the frozen copy to the callback that moves it, and return it; None without such a callback.
 
-    What is returned must be part of every checkpoint (`save`, `load`). Call it before the reference or the `policy` (None:
-    not compared) is sharded or wrapped.
+    What is returned must be part of every checkpoint (`save`, `load`). Call it before the reference or the `policy`
+    (None: not compared) is sharded or wrapped.
 
-    Raises: ValueError for a reference that cannot move, for two such callbacks, or parameters that differ from the policy's.
+    Raises: ValueError for a reference that cannot move, for two such callbacks, or parameters that differ from the
+    policy's.
     """
     movers = [each for each in callbacks if isinstance(each, MovesReference) and each.moves_reference]
     if not movers:

@@ -37,9 +37,7 @@ _NOT_HASHED = (
 )  # fmt: skip
 
 
-def create_reference_model(
-    model: Model, num_shared_layers: int | None = None, pattern: str | None = None
-) -> Model:
+def create_reference_model(model: Model, num_shared_layers: int | None = None, pattern: str | None = None) -> Model:
     """A frozen copy of a model, in eval mode.
 
     With `num_shared_layers` the parameters before that layer (embeddings, an encoder, the first layers) are shared
@@ -112,7 +110,9 @@ def hash_weights(module: nn.Module, *, settings: Mapping[str, Any], left_out: Co
 
 
 def save_parameters(module: nn.Module, file: str, *, left_out: Container[str] = ()) -> None:
-    """Write a module's parameters but those `left_out`, gathered, into a safetensors file on the main process. All processes must call it."""
+    """Write a module's parameters but those `left_out`, gathered, into a safetensors file on the main process. All
+    processes must call it.
+    """
     is_main, kept, names = PartialState().is_main_process, {}, dict(module.named_parameters())
     for name, value in _whole_state(module):
         if is_main and name in names and name not in left_out:

@@ -1,8 +1,9 @@
 """bfloat16 weights that train as float32 ones: the optimiser's state keeps the 16 bits that rounding takes away.
 
-The optimiser is the user's. It steps on float32 copies of a few parameters at a time. Of the optimisers for bfloat16 in other
-packages none equals float32 weights: after 200 steps at 1e-6 torch-optimi's Kahan sums are off by 9e-5, heavyball's `bf16+16`
-by 3e-4, torchao's stochastic rounding by 3e-3 (torch 2.13); flashoptim has optimisers of its own, for GPUs only.
+The optimiser is the user's. It steps on float32 copies of a few parameters at a time. Of the optimisers for bfloat16 in
+other packages none equals float32 weights: after 200 steps at 1e-6 torch-optimi's Kahan sums are off by 9e-5,
+heavyball's `bf16+16` by 3e-4, torchao's stochastic rounding by 3e-3 (torch 2.13); flashoptim has optimisers of its own,
+for GPUs only.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def join(weight: Tensor, residual: Tensor) -> Tensor:
 def split(master: Tensor, weight: Tensor, residual: Tensor) -> None:
     """Write a float32 tensor, rounded to bfloat16, into `weight`, and the bits that this takes away into `residual`.
 
-    `join` gives the same bits, NaN for NaN, and half way between two bfloat16 numbers, where rounding to even leaves 2**17 + 1
-    values for 2**17 pairs, one float32 step less if that rounds down.
+    `join` gives the same bits, NaN for NaN, and half way between two bfloat16 numbers, where rounding to even leaves
+    2**17 + 1 values for 2**17 pairs, one float32 step less if that rounds down.
     """
     weight.copy_(master)
     lost = _local(master).view(torch.int32) - _local(weight).float().view(torch.int32)
@@ -48,7 +49,9 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def to_bfloat16(model: nn.Module) -> None:
-    """Round weights to bfloat16, in place: all but those that the class keeps in float32, beside adapters only what trains."""
+    """Round weights to bfloat16, in place: all but those that the class keeps in float32, beside adapters only what
+    trains.
+    """
     wide = tuple(getattr(causal_core(model), "_keep_in_fp32_modules_strict", None) or ())
     all_train = not is_peft_model(model)
     for name, parameter in model.named_parameters():
@@ -58,7 +61,9 @@ def to_bfloat16(model: nn.Module) -> None:
 
 
 def check_residuals(accelerator: Any, optim: str = "") -> None:
-    """Raise ValueError for a run with other float32 weights, scaled gradients, or updates outside of the optimiser's step."""
+    """Raise ValueError for a run with other float32 weights, scaled gradients, or updates outside of the optimiser's
+    step.
+    """
     sharding, precision = getattr(accelerator.state, "fsdp_plugin", None), accelerator.mixed_precision
     reasons = (
         (

@@ -34,9 +34,7 @@ TEMPLATE_FILES = (".jinja", ".jinja2", ".j2")
 POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings")
 
 
-def load_model(
-    model: Any, init_kwargs: dict[str, Any] | None, *, name: str = "model", trained: bool = False
-) -> Any:
+def load_model(model: Any, init_kwargs: dict[str, Any] | None, *, name: str = "model", trained: bool = False) -> Any:
     """The model itself, or the one of this name or path, loaded with `init_kwargs` (`model_init_kwargs` of a config).
 
     `trained` as in `create_model_from_path`. Errors call it `name`.
@@ -74,7 +72,9 @@ def check_given(model: Any, init_kwargs: dict[str, Any] | None, *, name: str = "
 
 
 def check_processing_class(processing_class: Any) -> None:
-    """Raise TypeError for what is neither a tokenizer nor a processor, ValueError for a tokenizer without a vocabulary."""
+    """Raise TypeError for what is neither a tokenizer nor a processor, ValueError for a tokenizer without a
+    vocabulary.
+    """
     if isinstance(processing_class, (PreTrainedTokenizerBase, ProcessorMixin)):
         tokenizer = text_tokenizer(processing_class)
         is_tokenizer = isinstance(tokenizer, PreTrainedTokenizerBase)
@@ -196,7 +196,8 @@ def load_classifier(
 
     `trained` as in `create_model_from_path`.
 
-    Raises: ValueError for another number of classes, TypeError for a model of another kind, and what `check_given` raises.
+    Raises: ValueError for another number of classes, TypeError for a model of another kind, and what `check_given`
+    raises.
     """
     if not isinstance(model, (str, os.PathLike)):
         core = check_given(model, init_kwargs)
@@ -216,7 +217,9 @@ def load_classifier(
 
 
 def take_pad_token(model: Any, tokenizer: PreTrainedTokenizerBase, kind: ClassifierKind) -> None:
-    """Set the padding token in the model's config, by which its own forward finds the ends of padded rows once it is saved."""
+    """Set the padding token in the model's config, by which its own forward finds the ends of padded rows once it is
+    saved.
+    """
     core = causal_core(model)
     pad = tokenizer.pad_token_id
     if pad is None:

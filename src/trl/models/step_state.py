@@ -21,9 +21,7 @@ _FILE = "ppo_state.json"  # of the plain values
 _FORMAT = 1
 
 
-def save_step_state(
-    folder: str | Path, accelerator: Any, state: dict[str, Any], *, file: str = _FILE
-) -> None:
+def save_step_state(folder: str | Path, accelerator: Any, state: dict[str, Any], *, file: str = _FILE) -> None:
     """Save what accelerate prepared, `state` (plain values) and random generators, replacing `folder` atomically.
 
     All processes must call it.
@@ -33,7 +31,8 @@ def save_step_state(
         shutil.rmtree(staging, ignore_errors=True)  # of a save that was killed
         staging.mkdir(parents=True)
     accelerator.wait_for_everyone()
-    # accelerate checks names after loading safetensors, and takes tied weights under a wrapper's names for unknown ones.
+    # accelerate checks names after loading safetensors, and takes tied weights under a wrapper's names for unknown
+    # ones.
     with under_module_names(accelerator):
         accelerator.save_state(str(staging), safe_serialization=False)
     torch.save(rng_states(), staging / f"random_streams_{accelerator.process_index}.pt")
@@ -56,8 +55,8 @@ def load_step_state(
 ) -> dict[str, Any]:
     """Load a saved state; returns the plain values. `scheduled`: the accelerator has prepared a scheduler.
 
-    Raises: FileNotFoundError for a folder without a state; CheckpointError if a file is missing; ValueError for another number
-    of processes.
+    Raises: FileNotFoundError for a folder without a state; CheckpointError if a file is missing; ValueError for another
+    number of processes.
     """
     folder = Path(folder)
     if not folder.exists() and _beside(folder, "replaced").exists():  # killed between two renames

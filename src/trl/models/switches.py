@@ -24,9 +24,7 @@ def without_ddp(policy: nn.Module) -> nn.Module:
 @contextmanager
 def holding(holders: Any, name: str, value: Any) -> Iterator[None]:
     """Give an attribute of an object, or of each in a list, another value within."""
-    kept = [
-        (holder, getattr(holder, name)) for holder in (holders if isinstance(holders, list) else [holders])
-    ]
+    kept = [(holder, getattr(holder, name)) for holder in (holders if isinstance(holders, list) else [holders])]
     for holder, _ in kept:
         setattr(holder, name, value)
     try:
@@ -103,7 +101,9 @@ def disable_gradient_checkpointing(
 
 
 def disable_dropout_in_model(model: nn.Module) -> None:
-    """Set the probability of every dropout in `model` to 0, in place, so that `model.train()` does not switch it on again."""
+    """Set the probability of every dropout in `model` to 0, in place, so that `model.train()` does not switch it on
+    again.
+    """
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -120,14 +120,18 @@ def empty_cache() -> None:
 
 
 class PPODecorators:
-    """Known place of a switch and a decorator: `optimize_device_cache` decides whether the block's memory is released."""
+    """Known place of a switch and a decorator: `optimize_device_cache` decides whether the block's memory is
+    released.
+    """
 
     optimize_device_cache = False
 
     @classmethod
     @contextmanager
     def empty_device_cache(cls) -> Iterator[None]:
-        """A block, or by `@PPODecorators.empty_device_cache()` a function, after which the device's cache is emptied."""
+        """A block, or by `@PPODecorators.empty_device_cache()` a function, after which the device's cache is
+        emptied.
+        """
         try:
             yield
         finally:

@@ -1,8 +1,8 @@
 """Teachers of distillation behind one interface: `teacher.divergence(scorer, model, batch, loss)`.
 
-`make_teacher` makes a separate model a teacher, or the student's base with its adapter disabled, or several that rows choose
-among; `own_teacher` the student itself, its initial weights or a copy that follows it. `ColumnTeacher` reads its answers in the
-batch.
+`make_teacher` makes a separate model a teacher, or the student's base with its adapter disabled, or several that rows
+choose among; `own_teacher` the student itself, its initial weights or a copy that follows it. `ColumnTeacher` reads its
+answers in the batch.
 """
 
 from __future__ import annotations
@@ -68,11 +68,12 @@ class Teacher(Protocol):
         temperature: float = 1.0,
         weights: Tensor | None = None,
     ) -> VocabularyLoss:
-        """The sum of `loss` over the scored positions of `batch`, with gradient for the student `model`, chunk by chunk.
+        """The sum of `loss` over the scored positions of `batch`, with gradient for the student `model`, chunk by
+        chunk.
 
-        `scorer` is the student's; `model` may be wrapped. `temperature` divides the logits of both, `weights` `(K,)` multiply
-        the losses. Teachers that are models read the batch's `teacher_batch` where it has one: other prompts with the same
-        completions in the same order. Call it under autocast where the run uses mixed precision.
+        `scorer` is the student's; `model` may be wrapped. `temperature` divides the logits of both, `weights` `(K,)`
+        multiply the losses. Teachers that are models read the batch's `teacher_batch` where it has one: other prompts
+        with the same completions in the same order. Call it under autocast where the run uses mixed precision.
         """
         loss_of, reads = self.loss_of(loss, batch), self.reads(model, batch)
         if weights is not None:
@@ -95,7 +96,9 @@ class FrozenTeacher(Teacher):
         return self.reference.scorer.vocabulary
 
     def prepare(self, accelerator: Accelerator) -> None:
-        """Move it to the device, or shard it like the student. Raises: ValueError where the device has no room for it."""
+        """Move it to the device, or shard it like the student. Raises: ValueError where the device has no room for
+        it.
+        """
         device, state, module = accelerator.device, accelerator.state, self.reference.module
         is_sharded_run = state.deepspeed_plugin is not None or getattr(state, "fsdp_plugin", None) is not None
         if device.type == "cuda" and is_movable(module) and not is_sharded_run:
@@ -132,8 +135,8 @@ class SelfTeacher(Teacher):
 class ColumnTeacher(Teacher):
     """Answers in the batch: `teacher_ids` and `teacher_logps` `(K, k)`, in the order of the scored positions.
 
-    They are the teacher's k most likely tokens and their log-probs under its whole distribution, at the temperature of the
-    loss.
+    They are the teacher's k most likely tokens and their log-probs under its whole distribution, at the temperature of
+    the loss.
     """
 
     def loss_of(self, loss: TeacherLoss, batch: Mapping[str, Any]) -> LossOfLogits:
@@ -180,9 +183,7 @@ class TeacherByRow(Teacher):
             if shown is not None:
                 part[TEACHER_BATCH] = _rows_of(shown, rows)
             of_part = None if weights is None else weights[own]
-            found.append(
-                teacher.divergence(scorer, model, part, loss, temperature=temperature, weights=of_part)
-            )
+            found.append(teacher.divergence(scorer, model, part, loss, temperature=temperature, weights=of_part))
             places.append(own)
         order, count = torch.cat(places).argsort(), max(len(sequence), 1)
         values, statistics = (
@@ -221,18 +222,17 @@ def make_teacher(
     *,
     scorer: Any = None,
 ) -> Teacher:
-    """The teacher of `student`: a model, or a name or path that is loaded with `init_kwargs`; None: the base of a `PeftModel`.
+    """The teacher of `student`: a model, or a name or path that is loaded with `init_kwargs`; None: the base of a
+    `PeftModel`.
 
-    A dict has several by name, of which rows choose one. Vocabularies may differ in size by embeddings that no token has; the
-    loss uses the common part. `scorer` is the student's.
+    A dict has several by name, of which rows choose one. Vocabularies may differ in size by embeddings that no token
+    has; the loss uses the common part. `scorer` is the student's.
 
-    Raises: ValueError without a teacher, for `init_kwargs` with a loaded model, for a teacher with other tokens, or one that
-    shares trained weights with the student; TypeError for what is no model.
+    Raises: ValueError without a teacher, for `init_kwargs` with a loaded model, for a teacher with other tokens, or one
+    that shares trained weights with the student; TypeError for what is no model.
     """
     if isinstance(teacher, Mapping):
-        each = (
-            make_teacher(model, init_kwargs, student, tokenizer, scorer=scorer) for model in teacher.values()
-        )
+        each = (make_teacher(model, init_kwargs, student, tokenizer, scorer=scorer) for model in teacher.values())
         return TeacherByRow(dict(zip(teacher, each, strict=True)))
     is_path = isinstance(teacher, (str, os.PathLike))
     if teacher is None and not init_kwargs:
@@ -284,17 +284,17 @@ OTHER_TOKENIZER = "Use GOLDTrainer for a teacher with another tokenizer."
 
 
 def _check_tokens(tokenizer: PreTrainedTokenizerBase, path: str, trust_remote_code: bool) -> None:
-    """Raise ValueError where the tokenizer that is saved with a teacher has other tokens for some ids; it may have none saved.
+    """Raise ValueError where the tokenizer that is saved with a teacher has other tokens for some ids; it may have none
+    saved.
 
-    For some architectures transformers then makes a tokenizer of the few special tokens; sizes are compared all the same.
+    For some architectures transformers then makes a tokenizer of the few special tokens; sizes are compared all the
+    same.
     """
     try:
         theirs: Any = load_processing_class(path, trust_remote_code=trust_remote_code) if path else tokenizer
     except OSError:
         return
-    own, other = (
-        {i: token for token, i in x.get_vocab().items()} for x in (tokenizer, text_tokenizer(theirs))
-    )
+    own, other = ({i: token for token, i in x.get_vocab().items()} for x in (tokenizer, text_tokenizer(theirs)))
     if 10 * len(other) < len(own):
         return
     different = [i for i in sorted(own.keys() & other.keys()) if own[i] != other[i]]
@@ -309,9 +309,9 @@ def _check_tokens(tokenizer: PreTrainedTokenizerBase, path: str, trust_remote_co
 def own_teacher(kind: Literal["live", "base", "ema"], student: nn.Module, scorer: Scorer) -> Teacher:
     """The student as a teacher: as it is now (`live`), its initial weights (`base`), or a copy (`ema`).
 
-    The base of a `PeftModel` is the model with its adapter disabled. The copy of a `PeftModel` shares the weights that do not
-    train, unless they are sharded. A callback moves it (`SyncRefModelCallback`), and it is part of checkpoints: give its
-    `reference` to the trainer. Raises: ValueError for a student whose weights are sharded already.
+    The base of a `PeftModel` is the model with its adapter disabled. The copy of a `PeftModel` shares the weights that
+    do not train, unless they are sharded. A callback moves it (`SyncRefModelCallback`), and it is part of checkpoints:
+    give its `reference` to the trainer. Raises: ValueError for a student whose weights are sharded already.
     """
     if kind == "live":
         return SelfTeacher(InitialPolicy(student, scorer))

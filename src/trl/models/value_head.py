@@ -100,8 +100,8 @@ class _WithValueHead(PreTrainedModelWrapper):
 class AutoModelForCausalLMWithValueHead(_WithValueHead):
     """A decoder with a value head, `v_head`, for PPO.
 
-    `summary_dropout_prob` (0.1, or the config's) is the dropout before the head; `v_head_init_strategy="normal"` draws its
-    weight with standard deviation `v_head_initializer_range` (0.2), None as torch does.
+    `summary_dropout_prob` (0.1, or the config's) is the dropout before the head; `v_head_init_strategy="normal"` draws
+    its weight with standard deviation `v_head_initializer_range` (0.2), None as torch does.
 
     Example:
         >>> model = AutoModelForCausalLMWithValueHead.from_pretrained("my/model")  # doctest: +SKIP

@@ -94,15 +94,15 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
     ) -> Any:
         """A wrapper around a model given by Hub name or folder, or around a loaded model.
 
-        `peft_config` adds a new adapter (an existing one is merged into the base). A folder with an adapter is loaded over
-        its base, trainable unless `is_trainable=False`. `reward_adapter` (folder or name) adds a reward model's adapter
-        under `reward_adapter_name`. `load_in_8bit` and `load_in_4bit` quantise. Other keyword arguments go to the model's
-        `from_pretrained`, or are the wrapper's own (`supported_args`). The added modules' weights are loaded if the
-        checkpoint has them: from safetensors, and with `pickled_value_head=True` (or `use_safetensors=False`) also from
-        TRL's `pytorch_model.bin`.
+        `peft_config` adds a new adapter (an existing one is merged into the base). A folder with an adapter is loaded
+        over its base, trainable unless `is_trainable=False`. `reward_adapter` (folder or name) adds a reward model's
+        adapter under `reward_adapter_name`. `load_in_8bit` and `load_in_4bit` quantise. Other keyword arguments go to
+        the model's `from_pretrained`, or are the wrapper's own (`supported_args`). The added modules' weights are
+        loaded if the checkpoint has them: from safetensors, and with `pickled_value_head=True` (or
+        `use_safetensors=False`) also from TRL's `pytorch_model.bin`.
 
-        Raises: TypeError for what is no model; ValueError for an adapter that cannot be merged; FileNotFoundError if there is
-        no such model.
+        Raises: TypeError for what is no model; ValueError for an adapter that cannot be merged; FileNotFoundError if
+        there is no such model.
         """
         own = {name: kwargs.pop(name) for name in cls.supported_args if name in kwargs}
         peft_config = kwargs.pop("peft_config", None)
@@ -117,9 +117,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         if isinstance(given, str | os.PathLike):
             path = os.fspath(given)
             with loading_from_hub(path, "model"):
-                with without_records(
-                    logging.getLogger("transformers.modeling_utils"), _lists_value_heads_alone
-                ):
+                with without_records(logging.getLogger("transformers.modeling_utils"), _lists_value_heads_alone):
                     auto, trained = cls.transformers_parent_class, peft_config is None
                     model = create_model_from_path(path, auto, trained=trained, **kwargs)
                 weights = load_value_head(path, pickled=pickled, **kwargs)
@@ -129,9 +127,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
             raise TypeError(f"model must be a name, PreTrainedModel or PeftModel, got {type(given)}.")
         model = _with_adapter(model, peft_config, trainable=is_trainable)
         if reward_adapter is not None:
-            score = cls.add_and_load_reward_modeling_adapter(
-                model, reward_adapter, reward_name, kwargs.get("token")
-            )
+            score = cls.add_and_load_reward_modeling_adapter(model, reward_adapter, reward_name, kwargs.get("token"))
             own |= {"score_module": score, "supports_rm_adapter": True, "rm_adapter_name": reward_name}
         wrapped = cls(model, *model_args, **own)
         wrapped.post_init(weights or {})
@@ -148,7 +144,8 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         """Load a reward model's adapter into a `PeftModel`, frozen and not active, and return its score head, frozen.
 
         `adapter_model_id` is a folder or Hub name that PEFT saved from a sequence classifier over the same base model.
-        Raises: TypeError for a model without adapters, ValueError if the name is taken or the adapter has no score head.
+        Raises: TypeError for a model without adapters, ValueError if the name is taken or the adapter has no score
+        head.
         """
         require_peft()
         from peft import PeftConfig, set_peft_model_state_dict
@@ -183,13 +180,11 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         return head.to(next(model.parameters()).device, found["weight"].dtype).requires_grad_(False).eval()
 
     @torch.no_grad()
-    def compute_reward_score(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
-    ) -> Tensor:
+    def compute_reward_score(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         """Scores of the reward adapter at every position, `(B, T) -> (B, T, C)`, without gradient.
 
-        The score of a sequence is that of its last token. `ppo_adapter_name` is the adapter that is active afterwards (by
-        default the policy's). Raises ValueError without a reward adapter.
+        The score of a sequence is that of its last token. `ppo_adapter_name` is the adapter that is active afterwards
+        (by default the policy's). Raises ValueError without a reward adapter.
         """
         if not self.supports_rm_adapter or self.rm_adapter_name is None:
             raise ValueError("compute_reward_score needs a model loaded with reward_adapter=...")
@@ -252,9 +247,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
             tensors = {name: weight.detach().cpu().contiguous() for name, weight in added.items()}
             save_file(tensors, file, metadata={"format": "pt"})
 
-    def state_dict(
-        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
-    ) -> Any:
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The wrapped model's weights under its own names, and the added ones under theirs (`v_head.*`)."""
         del args  # torch's older positional form; nothing that saves models uses it
         whole = self.pretrained_model.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
@@ -300,9 +293,7 @@ def _with_adapter(model: Any, peft_config: Any, *, trainable: bool) -> Any:
         if is_peft_model(model) and not trainable:
             model.requires_grad_(False)
         return model
-    args = SimpleNamespace(
-        gradient_checkpointing=is_quantized(model), gradient_checkpointing_kwargs=None, bf16=False
-    )
+    args = SimpleNamespace(gradient_checkpointing=is_quantized(model), gradient_checkpointing_kwargs=None, bf16=False)
     return prepare_peft_model(model, peft_config, args)
 
 
@@ -353,9 +344,7 @@ def load_value_head(model_id: str, *, pickled: bool = False, **options: Any) -> 
         if not pickled:
             return None
     if not pickled and found(WEIGHTS_NAME) is not None:
-        logger.warning(
-            "'%s' may have a pickled value head. If you trust it, set pickled_value_head=True.", model_id
-        )
+        logger.warning("'%s' may have a pickled value head. If you trust it, set pickled_value_head=True.", model_id)
     return None
 
 

@@ -1,7 +1,7 @@
 """From scores to advantages: rewards per token, returns, generalised advantage estimation.
 
-Tensors are `(B, T)`, one row per response; the mask is not 0 on tokens that the policy chose. What stands elsewhere (prompt,
-padding, text that a tool wrote) is not read.
+Tensors are `(B, T)`, one row per response; the mask is not 0 on tokens that the policy chose. What stands elsewhere
+(prompt, padding, text that a tool wrote) is not read.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Estimates(NamedTuple):
 def scale_scores(scores: Tensor, *, mean: float = 0.0, std: float = 1.0, clip: float | None = None) -> Tensor:
     """`(scores - mean) / std`, then cut to `[-clip, clip]`; any shape, float32.
 
-    `std` is that of running moments (`RunningMoments`); `mean` 0 scales without centring. Scores that have been equal so far
-    have no scale: where `std` is no more than rounding beside them, they are not divided.
-    Source: Zheng et al. 2023, Secrets of RLHF I, section 5 (arXiv:2307.04964).
+    `std` is that of running moments (`RunningMoments`); `mean` 0 scales without centring. Scores that have been equal
+    so far have no scale: where `std` is no more than rounding beside them, they are not divided. Source: Zheng et al.
+    2023, Secrets of RLHF I, section 5 (arXiv:2307.04964).
 
     >>> scale_scores(torch.tensor([1.0, 5.0]), mean=1.0, std=2.0, clip=1.5)
     tensor([0.0000, 1.5000])
@@ -53,8 +53,8 @@ def scale_scores(scores: Tensor, *, mean: float = 0.0, std: float = 1.0, clip: f
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -> TokenRewards:
     """`-kl_coef * kl` on every token, and the response's score on its last one.
 
-    `scores (B,)`, `kl` and `mask` `(B, T)`. Raises ValueError for a row without a token, for unlike shapes, and for a score
-    that is not finite.
+    `scores (B,)`, `kl` and `mask` `(B, T)`. Raises ValueError for a row without a token, for unlike shapes, and for a
+    score that is not finite.
 
     >>> mask = torch.tensor([[1, 1, 0]])
     >>> token_rewards(torch.tensor([2.0]), torch.tensor([[0.5, 1.0, 9.0]]), mask, kl_coef=0.1).rewards
@@ -89,10 +89,10 @@ def gae(
 ) -> Estimates:
     """Generalised advantage estimates, `A_t = r_t + gamma V_{t+1} - V_t + gamma lam A_{t+1}`, and returns `A + V`.
 
-    All `(B, T)`; the episode ends with the row's last token, after which values are 0. A run of masked-out tokens between
-    two chosen ones (a tool's text) is no step of the policy: with `gaps="skip"` the next state is that of the next chosen
-    token; `"steps"` keeps the rule of older programs, where each of them is a step of value 0. Source: Schulman et al.
-    2015, eq. 16 (arXiv:1506.02438).
+    All `(B, T)`; the episode ends with the row's last token, after which values are 0. A run of masked-out tokens
+    between two chosen ones (a tool's text) is no step of the policy: with `gaps="skip"` the next state is that of the
+    next chosen token; `"steps"` keeps the rule of older programs, where each of them is a step of value 0. Source:
+    Schulman et al. 2015, eq. 16 (arXiv:1506.02438).
 
     >>> found = gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.25]]), torch.ones(1, 2), gamma=1.0, lam=0.5)
     >>> found.advantages, found.returns
@@ -131,10 +131,10 @@ def rollout_metrics(
     }
 
 
-def estimate_statistics(
-    advantages: Tensor, returns: Tensor, values: Tensor, mask: Tensor
-) -> Mapping[str, Tensor]:
-    """Means, and unbiased variances where documented, of what a value loss learns from; over masked-in tokens, 0-dim."""
+def estimate_statistics(advantages: Tensor, returns: Tensor, values: Tensor, mask: Tensor) -> Mapping[str, Tensor]:
+    """Means, and unbiased variances where documented, of what a value loss learns from; over masked-in tokens,
+    0-dim.
+    """
     of_returns, of_values = moments(returns, mask), moments(values, mask)
     return {
         "policy/advantages_mean": moments(advantages, mask).mean,

@@ -1,8 +1,8 @@
 """Distillation across tokenizers: spans of tokens of two vocabularies that stand for the same bytes.
 
-A span's measure over the first token is p(v) prod_j p(y_j): the distribution at its first position times the probabilities of
-the tokens that follow in the span. It sums to less than 1 where the span has several tokens; its value at the first token is
-the probability of the span, so that spans add up to the log-probability of the sequence.
+A span's measure over the first token is p(v) prod_j p(y_j): the distribution at its first position times the
+probabilities of the tokens that follow in the span. It sums to less than 1 where the span has several tokens; its value
+at the first token is the probability of the span, so that spans add up to the log-probability of the sequence.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def span_measures(logits: Tensor, targets: Tensor, first: Tensor, inside: Tensor
 
 
 def measure_divergence(log_p: Tensor, log_q: Tensor, *, beta: float) -> Tensor:
-    """`divergence` of measures that need not sum to 1, `(G, M), (G, M) -> (G,)`, in nats: at least 0, and 0 where they are equal.
+    """`divergence` of measures that need not sum to 1, `(G, M), (G, M) -> (G,)`, in nats: at least 0, and 0 where they
+    are equal.
 
     `beta=0` is `sum q log(q / p) - q + p`, `beta=1` the same with p and q exchanged; the generalised Jensen-Shannon
     divergence needs no such terms. Of distributions it is `divergence`. Only `log_p` gets a gradient.
@@ -85,10 +86,12 @@ def _times(weights: Tensor, values: Tensor) -> Tensor:
 def cross_vocabulary(
     log_p: Tensor, log_q: Tensor, vocabularies: Vocabularies | None, *, beta: float
 ) -> tuple[Tensor | None, Tensor]:
-    """How far two log-measures are apart, `(G, V), (G, V') -> (G,), (G,)`: on the tokens of both vocabularies, and on the others.
+    """How far two log-measures are apart, `(G, V), (G, V') -> (G,), (G,)`: on the tokens of both vocabularies, and on
+    the others.
 
     The first is `measure_divergence`, None without `vocabularies`; the second `sorted_l1` of the other tokens (without
-    `vocabularies` of all), 0 where a side has none. Source: Boizard et al. 2024, eq. 5 (arXiv:2402.12030), for the second.
+    `vocabularies` of all), 0 where a side has none. Source: Boizard et al. 2024, eq. 5 (arXiv:2402.12030), for the
+    second.
     """
     if vocabularies is None:
         return None, sorted_l1(log_p.exp(), log_q.exp())

@@ -1,7 +1,7 @@
 """Objectives of diffusion models: a denoising step is a Gaussian action, and its log-probability is what rewards train.
 
-Log-probabilities and divergences of a step are means over the elements of the latent, not sums: `train_clip_range` and `beta`
-belong to that scale.
+Log-probabilities and divergences of a step are means over the elements of the latent, not sums: `train_clip_range` and
+`beta` belong to that scale.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 def gaussian_log_prob(sample: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Log-density of `sample` under `N(mean, std^2)`, the mean over all elements of a row: `(B, ...) -> (B,)`.
 
-    `sample` is not differentiated; `std` broadcasts against it. 0, without gradient, for rows whose `std` is 0: such a step is
-    deterministic and has no density. Source: Black et al. 2023, section 4.3 (arXiv:2305.13301).
+    `sample` is not differentiated; `std` broadcasts against it. 0, without gradient, for rows whose `std` is 0: such a
+    step is deterministic and has no density. Source: Black et al. 2023, section 4.3 (arXiv:2305.13301).
 
     >>> gaussian_log_prob(torch.tensor([[1.0, 3.0]]), torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0]]))
     tensor([-1.8621])
@@ -34,7 +34,8 @@ def gaussian_log_prob(sample: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 
 def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
-    """KL divergence of two Gaussians with one deviation, `(mean - ref_mean)^2 / (2 std^2)`, a mean over elements: `(B,)`.
+    """KL divergence of two Gaussians with one deviation, `(mean - ref_mean)^2 / (2 std^2)`, a mean over elements:
+    `(B,)`.
 
     0 for rows whose `std` is 0. Source: Liu et al. 2025, section 3.2 (arXiv:2505.05470).
 
@@ -50,8 +51,8 @@ def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
 class PerPromptStatTracker:
     """Advantages of rewards against the remembered rewards of their own prompt.
 
-    `buffer_size` rewards are remembered for each prompt; a prompt with fewer than `min_count` takes the mean and deviation of
-    the whole batch instead. Source: Black et al. 2023, section 4.3 (arXiv:2305.13301).
+    `buffer_size` rewards are remembered for each prompt; a prompt with fewer than `min_count` takes the mean and
+    deviation of the whole batch instead. Source: Black et al. 2023, section 4.3 (arXiv:2305.13301).
 
     >>> tracker = PerPromptStatTracker(buffer_size=8, min_count=2)
     >>> tracker.update(["a", "a", "b"], [1.0, 3.0, 2.0]).round(3).tolist()

@@ -1,7 +1,7 @@
 """Distillation losses per token: how far the student's next-token distribution is from the teacher's.
 
-`student` and `teacher` are logits over one vocabulary, already divided by their temperatures; p is the student's distribution,
-q the teacher's. No loss has a factor of temperature squared.
+`student` and `teacher` are logits over one vocabulary, already divided by their temperatures; p is the student's
+distribution, q the teacher's. No loss has a factor of temperature squared.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ LEAST_TAIL = 1e-7
 def divergence(student: Tensor, teacher: Tensor, *, beta: float) -> Tensor:
     """The generalised Jensen-Shannon divergence of each token, `(..., V), (..., V) -> (...)`, in nats.
 
-    `beta KL(q | m) + (1 - beta) KL(p | m)` with `m = beta q + (1 - beta) p`; `beta=0` is the forward KL, `KL(q | p)`, and
-    `beta=1` the reverse KL, `KL(p | q)`. Only the student's logits get a gradient. Sums are in float32 or wider.
-    Raises: ValueError for a beta outside of [0, 1] or for shapes that differ.
-    Source: Agarwal et al. 2024, eq. 1 (arXiv:2306.13649).
+    `beta KL(q | m) + (1 - beta) KL(p | m)` with `m = beta q + (1 - beta) p`; `beta=0` is the forward KL, `KL(q | p)`,
+    and `beta=1` the reverse KL, `KL(p | q)`. Only the student's logits get a gradient. Sums are in float32 or wider.
+    Raises: ValueError for a beta outside of [0, 1] or for shapes that differ. Source: Agarwal et al. 2024, eq. 1
+    (arXiv:2306.13649).
 
     >>> student, teacher = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
     >>> [divergence(student, teacher, beta=beta).item() for beta in (0.0, 1.0)]
@@ -94,8 +94,8 @@ def top_k_divergence(
 ) -> Tensor:
     """`divergence` over the k tokens that the teacher finds most likely, `(N, V), (N, k), (N, k) -> (N,)`.
 
-    `teacher_logps` are log-probabilities of `tokens` under the teacher's whole distribution. With `tail` all other tokens are
-    one more class; without it both distributions are renormalised. With k = V this is `divergence`.
+    `teacher_logps` are log-probabilities of `tokens` under the teacher's whole distribution. With `tail` all other
+    tokens are one more class; without it both distributions are renormalised. With k = V this is `divergence`.
 
     >>> student, teacher = torch.randn(2, 8), torch.randn(2, 8).log_softmax(-1)
     >>> best = teacher.topk(8)
@@ -198,10 +198,9 @@ def discounted_advantages(
     return values / weights.clamp(min=torch.finfo(values.dtype).tiny) if normalize else values
 
 
-def prefix_weights(
-    advantages: Tensor, sequence: Tensor, count: int, *, gamma: float, epsilon: float
-) -> Tensor:
-    """`1 + gamma (1 - S_t / S)`, `(K,)`, where `S_t` sums `|A|` before token t and S over the whole sequence, at least `epsilon`.
+def prefix_weights(advantages: Tensor, sequence: Tensor, count: int, *, gamma: float, epsilon: float) -> Tensor:
+    """`1 + gamma (1 - S_t / S)`, `(K,)`, where `S_t` sums `|A|` before token t and S over the whole sequence, at least
+    `epsilon`.
 
     Early tokens, whose prefix is still that of the teacher, weigh more. Source: IW-OPD (arXiv:2606.22600).
 
@@ -210,9 +209,7 @@ def prefix_weights(
     """
     sizes = advantages.detach().abs()
     whole = sum_by_sequence(sizes, sequence, count).clamp(min=epsilon).to(sizes.dtype)
-    before = discounted_advantages(
-        sizes.flip(0), sequence.flip(0), count, gamma=1.0, normalize=False, skip=True
-    )
+    before = discounted_advantages(sizes.flip(0), sequence.flip(0), count, gamma=1.0, normalize=False, skip=True)
     return 1 + gamma * (1 - before.flip(0) / whole[sequence])
 
 

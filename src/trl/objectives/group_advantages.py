@@ -1,7 +1,7 @@
 """From the rewards of groups of completions to advantages: each is judged against the others of its prompt.
 
-Rewards are `(N,)`, those of a whole batch of rollouts (all processes): the `group_size` completions of a prompt stand one after
-another. NaN is no opinion: such a completion counts in no mean, and its advantage is 0.
+Rewards are `(N,)`, those of a whole batch of rollouts (all processes): the `group_size` completions of a prompt stand
+one after another. NaN is no opinion: such a completion counts in no mean, and its advantage is 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _SAME = 1e-8  # rewards of a group that deviate by no more than this are equal
 
 
 class GroupMoments(NamedTuple):
-    """Of the group of each completion, `(N,)`: number of known rewards, their mean, and their deviation (over count - 1).
+    """Of the group of each completion, `(N,)`: number of known rewards, their mean, and their deviation (over count -
+    1).
 
     Mean and deviation are 0 where too few rewards are known (none, or one).
     """
@@ -52,10 +53,10 @@ def group_moments(rewards: Tensor, group_size: int) -> GroupMoments:
 def group_relative(rewards: Tensor, group_size: int, *, scale: Scale = "group") -> Tensor:
     """Each reward less its group's mean, `(N,) -> (N,)`; divided by a deviation unless `scale` is "none".
 
-    "group": by that of the group (GRPO); "batch": by that of all N rewards; both over n - 1, and 1e-4 is added. A group whose
-    rewards are all equal has advantages of 0, whatever the scale. Raises ValueError for unknown scales.
-    Source: Shao et al. 2024, section 4.1.2 (arXiv:2402.03300); without scale Liu et al. 2025 (arXiv:2503.20783); by the
-    batch Liu et al. 2025 (arXiv:2508.08221).
+    "group": by that of the group (GRPO); "batch": by that of all N rewards; both over n - 1, and 1e-4 is added. A group
+    whose rewards are all equal has advantages of 0, whatever the scale. Raises ValueError for unknown scales. Source:
+    Shao et al. 2024, section 4.1.2 (arXiv:2402.03300); without scale Liu et al. 2025 (arXiv:2503.20783); by the batch
+    Liu et al. 2025 (arXiv:2508.08221).
 
     >>> group_relative(torch.tensor([1.0, 3.0, 5.0, 5.0]), group_size=2, scale="none")
     tensor([-1.,  1.,  0.,  0.])
@@ -123,9 +124,11 @@ def has_no_variance(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def best_of_groups(scores: Tensor, group_size: int, keep: int) -> Tensor:
-    """The `keep` completions of each group whose scores are largest, bool `(N,)`; of equal scores the earlier comes first.
+    """The `keep` completions of each group whose scores are largest, bool `(N,)`; of equal scores the earlier comes
+    first.
 
-    Raises ValueError for scores that are no numbers. Source: Shrivastava et al. 2025, GFPO, section 3 (arXiv:2508.09726).
+    Raises ValueError for scores that are no numbers. Source: Shrivastava et al. 2025, GFPO, section 3
+    (arXiv:2508.09726).
 
     >>> best_of_groups(torch.tensor([1.0, 3.0, 3.0, -2.0, -1.0, -3.0]), group_size=3, keep=2)
     tensor([False,  True,  True,  True,  True, False])

@@ -31,7 +31,9 @@ Divisor = Literal["rows", "tokens", "rollout_tokens", "longest"]
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """The settings of `group_policy_loss`, under the names of the configs, which check them; `epsilon_high` None is `epsilon`."""
+    """The settings of `group_policy_loss`, under the names of the configs, which check them; `epsilon_high` None is
+    `epsilon`.
+    """
 
     loss_type: str = "dapo"
     importance_sampling_level: str = "token"
@@ -59,8 +61,8 @@ class GroupOptions:
 def clipped(ratios: Tensor, logps: Tensor, advantages: Tensor, options: GroupOptions) -> Tensor:
     """`-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)`; with `delta`, the first r is at most that.
 
-    Source: Schulman et al. 2017, eq. 7 (arXiv:1707.06347); two epsilons Yu et al. 2025, section 3.1 (arXiv:2503.14476); the
-    bound where A < 0 Prime Intellect 2025, INTELLECT-2 (arXiv:2505.07291).
+    Source: Schulman et al. 2017, eq. 7 (arXiv:1707.06347); two epsilons Yu et al. 2025, section 3.1 (arXiv:2503.14476);
+    the bound where A < 0 Prime Intellect 2025, INTELLECT-2 (arXiv:2505.07291).
     """
     inside = ratios.clamp(1 - options.epsilon, 1 + options.high)
     return -torch.minimum(_bounded(ratios, options) * advantages, inside * advantages)
@@ -69,7 +71,8 @@ def clipped(ratios: Tensor, logps: Tensor, advantages: Tensor, options: GroupOpt
 def weighted_likelihood(ratios: Tensor, logps: Tensor, advantages: Tensor, options: GroupOptions) -> Tensor:
     """`-min(r, epsilon_high) A log p` with a ratio that is a mere weight: no token loses its gradient (CISPO).
 
-    `epsilon_high` is the largest weight itself, not what is added to 1. Source: MiniMax 2025, MiniMax-M1 (arXiv:2506.13585).
+    `epsilon_high` is the largest weight itself, not what is added to 1. Source: MiniMax 2025, MiniMax-M1
+    (arXiv:2506.13585).
     """
     return -ratios.detach().clamp(max=options.high) * advantages * logps
 
@@ -96,8 +99,8 @@ def soft_gate(ratios: Tensor, temperature: float | Tensor) -> Tensor:
 def gamma_weighted(ratios: Tensor, logps: Tensor, advantages: Tensor, options: GroupOptions) -> Tensor:
     """`-W^k exp(lambda (1 - W)) A log p` with W the ratio of the token's whole sequence, a mere weight (VESPO).
 
-    k and lambda are `vespo_k_pos` and `vespo_lambda_pos` where A > 0, else those of `_neg`. The weight is 1 at W = 1, largest at
-    k / lambda, and fades to both sides: stale sequences need no clipping and no mean over their length.
+    k and lambda are `vespo_k_pos` and `vespo_lambda_pos` where A > 0, else those of `_neg`. The weight is 1 at W = 1,
+    largest at k / lambda, and fades to both sides: stale sequences need no clipping and no mean over their length.
     Source: VESPO, variational sequence-level soft policy optimisation, 2026 (arXiv:2602.10693).
     """
     return -gamma_weights(ratios, advantages, options) * advantages * logps
@@ -122,10 +125,10 @@ def _by_sign(advantages: Tensor, positive: float, other: float) -> Tensor:
 class LossType(NamedTuple):
     """A surrogate per token, and what its loss is a mean over.
 
-    "rows": the mean over rows of the mean over their tokens (with `row_sums`: of the sum); "tokens": tokens of the optimiser
-    step; "rollout_tokens": those of the whole rollout batch, in equal shares to its optimiser steps; "longest": the tokens of
-    rows of the greatest length. `ratios`: those that the surrogate takes, where they are not those of
-    `importance_sampling_level`.
+    "rows": the mean over rows of the mean over their tokens (with `row_sums`: of the sum); "tokens": tokens of the
+    optimiser step; "rollout_tokens": those of the whole rollout batch, in equal shares to its optimiser steps;
+    "longest": the tokens of rows of the greatest length. `ratios`: those that the surrogate takes, where they are not
+    those of `importance_sampling_level`.
     """
 
     surrogate: Callable[[Tensor, Tensor, Tensor, GroupOptions], Tensor]
@@ -152,9 +155,10 @@ def group_policy_loss(
     """The terms of a micro-batch: per row `(B,)` or per token `(K,)`, as the loss type's mean is.
 
     `logps (K,)` with gradient. A token's surrogate is multiplied by `chosen` and `correction`; `beta` times the k3
-    estimate of the divergence from `ref_logps` is added after that (with `use_bias_correction_kl`, times the ratio: then its
-    gradient is that of the divergence of the present policy; DeepSeek-V3.2, arXiv:2512.02556). Divide by the sum of
-    `divisor_share` over the optimiser step. Metrics: `clip_metrics`, `kl` with a beta, `entropy` with `entropies (K,)`.
+    estimate of the divergence from `ref_logps` is added after that (with `use_bias_correction_kl`, times the ratio:
+    then its gradient is that of the divergence of the present policy; DeepSeek-V3.2, arXiv:2512.02556). Divide by the
+    sum of `divisor_share` over the optimiser step. Metrics: `clip_metrics`, `kl` with a beta, `entropy` with `entropies
+    (K,)`.
 
     >>> tokens = GroupTokens(torch.zeros(3), torch.tensor([1.0, 1.0, -1.0]), torch.ones(3), torch.tensor([0, 0, 1]), count=2)
     >>> group_policy_loss(torch.zeros(3), tokens, GroupOptions("grpo")).values
@@ -171,9 +175,7 @@ def group_policy_loss(
     return terms_of_tokens(values, tokens, options.loss_type, metrics)
 
 
-def terms_of_tokens(
-    values: Tensor, tokens: GroupTokens, loss_type: str, metrics: Mapping[str, Weighted]
-) -> LossTerms:
+def terms_of_tokens(values: Tensor, tokens: GroupTokens, loss_type: str, metrics: Mapping[str, Weighted]) -> LossTerms:
     """Losses of tokens `(K,)` as the terms that a loss type's mean is over: of tokens, or of rows `(B,)`."""
     kind = LOSS_TYPES[loss_type]
     if kind.over != "rows":
@@ -208,7 +210,8 @@ def _judged(logps: Tensor, tokens: GroupTokens, options: GroupOptions) -> _Judge
 
 
 def token_losses(tokens: GroupTokens, options: GroupOptions) -> Callable[[Tensor, slice], Tensor] | None:
-    """`(log-probs of some tokens (C,), which of them) -> what each adds, (C,)`, to the sum of `group_policy_loss`'s terms.
+    """`(log-probs of some tokens (C,), which of them) -> what each adds, (C,)`, to the sum of `group_policy_loss`'s
+    terms.
 
     None where a token's ratio is that of its sequence: then its loss does not follow from its own log-prob.
 
@@ -234,8 +237,8 @@ def sequence_policy_loss(
 ) -> LossTerms:
     """RLOO's terms, per row `(B,)`: the clipped surrogate of the probability of the whole completion.
 
-    A row's advantage is that of its tokens, which must be one. The ratio is a product over tokens, not a mean. A row without
-    a trained token has a ratio of 1 and no gradient. Source: Ahmadian et al. 2024 (arXiv:2402.14740).
+    A row's advantage is that of its tokens, which must be one. The ratio is a product over tokens, not a mean. A row
+    without a trained token has a ratio of 1 and no gradient. Source: Ahmadian et al. 2024 (arXiv:2402.14740).
 
     >>> tokens = GroupTokens(torch.zeros(2), torch.tensor([2.0, 2.0]), torch.ones(2), torch.tensor([0, 0]), count=1)
     >>> sequence_policy_loss(torch.log(torch.tensor([1.5, 0.7])), tokens, GroupOptions()).values
@@ -263,11 +266,12 @@ def divisor_share(
     rollout_rows: int = 1,
     longest: int = 0,
 ) -> Tensor:
-    """The share of `rows` rows in the number that a loss is divided by, 0-dim float64; shares of an optimiser step add up.
+    """The share of `rows` rows in the number that a loss is divided by, 0-dim float64; shares of an optimiser step add
+    up.
 
-    `mask (K,)` of their tokens. `rollout_tokens` and `rollout_rows`: completion tokens (those of truncated completions too,
-    whether trained or not) and rows of the whole batch of rollouts, over all processes ("dapo", "cispo": each row of a step
-    brings an equal share of them); `longest`: max_completion_length ("dr_grpo").
+    `mask (K,)` of their tokens. `rollout_tokens` and `rollout_rows`: completion tokens (those of truncated completions
+    too, whether trained or not) and rows of the whole batch of rollouts, over all processes ("dapo", "cispo": each row
+    of a step brings an equal share of them); `longest`: max_completion_length ("dr_grpo").
 
     >>> divisor_share("dapo", torch.ones(7), 2, rollout_tokens=60, rollout_rows=20)
     tensor(6., dtype=torch.float64)
@@ -286,8 +290,9 @@ def divisor_share(
 def entropy_threshold(entropies: Tensor, mask: Tensor, top: float) -> Tensor:
     """The entropy that the `top` share of the trained tokens of a whole batch reach, 0-dim.
 
-    `chosen` is then `entropies >= threshold`. It lies below the quantile by a rounding error: positions with the same context
-    have the same entropy but for rounding, and are chosen together or not at all. Source: Wang et al. 2025 (arXiv:2506.01939).
+    `chosen` is then `entropies >= threshold`. It lies below the quantile by a rounding error: positions with the same
+    context have the same entropy but for rounding, and are chosen together or not at all. Source: Wang et al. 2025
+    (arXiv:2506.01939).
 
     >>> entropy_threshold(torch.tensor([1.0, 2.0, 3.0, 9.0]), torch.tensor([1, 1, 1, 0]), 0.5)
     tensor(2.0000)
@@ -307,10 +312,9 @@ def entropy_threshold(entropies: Tensor, mask: Tensor, top: float) -> Tensor:
 EXTREMES = {"clip_ratio/low_min": "clip_ratio/low_mean", "clip_ratio/high_max": "clip_ratio/high_mean"}
 
 
-def clip_metrics(
-    ratios: Tensor, advantages: Tensor, tokens: GroupTokens, options: GroupOptions
-) -> dict[str, Weighted]:
-    """The documented shares of what is clipped: tokens, or sequences where the ratio is one of sequences; ratios after `delta`.
+def clip_metrics(ratios: Tensor, advantages: Tensor, tokens: GroupTokens, options: GroupOptions) -> dict[str, Weighted]:
+    """The documented shares of what is clipped: tokens, or sequences where the ratio is one of sequences; ratios after
+    `delta`.
 
     `clip_ratio/low_mean` (below, with A < 0), `/high_mean` (above, with A > 0) and `/region_mean` (either); for CISPO
     `cispo_clip_ratio`; none for SAPO; for VESPO `vespo/phi_seq_mean`, the mean weight of a sequence.
@@ -329,9 +333,7 @@ def clip_metrics(
     return _clip_shares(ratios, advantages, mask, options) if surrogate is clipped else {}
 
 
-def _clip_shares(
-    ratios: Tensor, advantages: Tensor, mask: Tensor, options: GroupOptions
-) -> dict[str, Weighted]:
+def _clip_shares(ratios: Tensor, advantages: Tensor, mask: Tensor, options: GroupOptions) -> dict[str, Weighted]:
     low = (ratios < 1 - options.epsilon) & (advantages < 0)
     high = (ratios > 1 + options.high) & (advantages > 0)
     return {
@@ -385,10 +387,10 @@ def perception_loss(
 ) -> LossTerms:
     """`-gamma KL(p || p_masked) + eta_1 H(p) + eta_2 H(p_masked)`, as the terms that `loss_type`'s mean is over.
 
-    `logps` and `masked_logps` `(K,)`: of one policy, with the images and with masked images, both with gradient. The divergence
-    is the k3 estimate from tokens of p. Entropies `(K,)` in nats, with gradient, of the whole distributions; needed where their
-    weight is not 0. Metrics: `perception_kl`, `masked_entropy`.
-    Source: Wang et al. 2025, PAPO (arXiv:2507.06448): the implicit perception loss and the double entropy loss.
+    `logps` and `masked_logps` `(K,)`: of one policy, with the images and with masked images, both with gradient. The
+    divergence is the k3 estimate from tokens of p. Entropies `(K,)` in nats, with gradient, of the whole distributions;
+    needed where their weight is not 0. Metrics: `perception_kl`, `masked_entropy`. Source: Wang et al. 2025, PAPO
+    (arXiv:2507.06448): the implicit perception loss and the double entropy loss.
 
     >>> tokens = GroupTokens(torch.zeros(2), torch.zeros(2), torch.ones(2), torch.tensor([0, 0]), count=1)
     >>> masked = torch.tensor([-1.0, -2.0])

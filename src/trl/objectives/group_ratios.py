@@ -26,10 +26,11 @@ _BESIDE_MASK = ("old_logps", "advantages", "sequence", "ref_logps", "correction"
 class GroupTokens:
     """Columns of a micro-batch's K completion tokens, in B = `count` rows, without the policy's log-probs.
 
-    `old_logps`: under the policy that the ratio is taken to, None for the one that is being scored; `advantages`; `mask`: not
-    0 where a token is trained; `sequence`: int64, its row. All `(K,)`, as are, where they are wanted, `ref_logps`,
-    `correction` (the factor of each token that makes up for another sampler, `sampler_correction.correction`) and `chosen`
-    (bool: the tokens whose surrogate counts; the others keep their KL and their place in the mean).
+    `old_logps`: under the policy that the ratio is taken to, None for the one that is being scored; `advantages`;
+    `mask`: not 0 where a token is trained; `sequence`: int64, its row. All `(K,)`, as are, where they are wanted,
+    `ref_logps`, `correction` (the factor of each token that makes up for another sampler,
+    `sampler_correction.correction`) and `chosen` (bool: the tokens whose surrogate counts; the others keep their KL and
+    their place in the mean).
     """
 
     old_logps: Tensor | None
@@ -59,7 +60,9 @@ class GroupTokens:
 
 
 def token_ratios(logps: Tensor, tokens: GroupTokens) -> Tensor:
-    """`p / p_old` of each token with gradient, 1 outside of the mask. Source: Schulman et al. 2017 (arXiv:1707.06347)."""
+    """`p / p_old` of each token with gradient, 1 outside of the mask. Source: Schulman et al. 2017
+    (arXiv:1707.06347).
+    """
     return probability_ratio(logps, tokens.old(logps), tokens.mask)
 
 
@@ -72,7 +75,8 @@ def sequence_ratios(logps: Tensor, tokens: GroupTokens) -> Tensor:
 
 
 def sequence_token_ratios(logps: Tensor, tokens: GroupTokens) -> Tensor:
-    """`sequence_ratios` in value; each token's gradient is its own alone, so that advantages may differ within a sequence.
+    """`sequence_ratios` in value; each token's gradient is its own alone, so that advantages may differ within a
+    sequence.
 
     Source: Zheng et al. 2025, GSPO-token (arXiv:2507.18071).
     """

@@ -1,4 +1,5 @@
-"""Ratios and divergences of a policy and another one (reference, sampler) per token, and the coefficients of a KL penalty.
+"""Ratios and divergences of a policy and another one (reference, sampler) per token, and the coefficients of a KL
+penalty.
 
 `logps` and `ref_logps` are log-probabilities, in nats, of the same sampled tokens under policy and reference.
 """
@@ -99,8 +100,8 @@ KL_PENALTIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def kl_penalty(logps: Tensor, ref_logps: Tensor, kind: str) -> Tensor:
     """The penalty or estimate of a given name (`kl`, `abs`, `mse`, `full`, `k1`, `k2`, `k3`), per token.
 
-    `(B, T)` log-probs of the sampled tokens; `full` takes those of the whole vocabulary, `(B, T, V)`. Raises ValueError for
-    unlike shapes and unknown names.
+    `(B, T)` log-probs of the sampled tokens; `full` takes those of the whole vocabulary, `(B, T, V)`. Raises ValueError
+    for unlike shapes and unknown names.
 
     >>> kl_penalty(torch.tensor([[-1.0]]), torch.tensor([[-3.0]]), "mse")
     tensor([[2.]])

@@ -46,9 +46,7 @@ def dft_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | No
     targets = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
     mask = targets != -100
     terms = dft(selective_log_softmax(outputs.logits, targets.where(mask, 0)), mask)
-    return (terms.values * terms.weights).sum() / (
-        mask.sum() if num_items_in_batch is None else num_items_in_batch
-    )
+    return (terms.values * terms.weights).sum() / (mask.sum() if num_items_in_batch is None else num_items_in_batch)
 
 
 LOSS_TYPES: dict[str, Callable[[Tensor, Tensor], LossTerms]] = {"nll": nll, "dft": dft}

@@ -57,9 +57,11 @@ def ranked_pairs(
 def sequence_metrics(
     policy: Tensor, reference: Tensor, scores: Tensor, *, beta: float, with_scores: bool
 ) -> dict[str, Weighted]:
-    """Means over completions: divergence and entropy of the sequence, in nats, and scores less the penalty on the former.
+    """Means over completions: divergence and entropy of the sequence, in nats, and scores less the penalty on the
+    former.
 
-    All `(B,)`; log-probs are sums over tokens, completions with a NaN score do not count. Scores of a judge are left out.
+    All `(B,)`; log-probs are sums over tokens, completions with a NaN score do not count. Scores of a judge are left
+    out.
     """
     policy, known = policy.detach(), ~scores.isnan()
     gap = policy - reference
@@ -77,9 +79,10 @@ def sequence_metrics(
 def nash_advantages(preferences: Tensor, log_ratios: Tensor, sequence: Tensor, *, beta: float) -> Tensor:
     """`P - 1/2 - beta sum_(i >= t) r_i` of each token, `(B,), (K,), (K,) -> (K,)`, detached.
 
-    `preferences` are the probabilities that a completion beats its opponent, `log_ratios` those of policy over reference.
-    Policy gradient with these advantages is the exact gradient of `E[P] - beta KL(policy | reference)` over whole
-    sequences. Source: Munos et al. 2023, section 7, with the KL divergence of the tokens to come (arXiv:2312.00886).
+    `preferences` are the probabilities that a completion beats its opponent, `log_ratios` those of policy over
+    reference. Policy gradient with these advantages is the exact gradient of `E[P] - beta KL(policy | reference)` over
+    whole sequences. Source: Munos et al. 2023, section 7, with the KL divergence of the tokens to come
+    (arXiv:2312.00886).
 
     >>> nash_advantages(torch.tensor([1.0]), torch.tensor([0.5, 1.0]), torch.tensor([0, 0]), beta=0.1)
     tensor([0.3500, 0.4000])

@@ -23,9 +23,9 @@ from trl.tensors.statistics import get_exp_cap
 class PairScores:
     """Log-probabilities of B pairs, in nats, `(B,)` each: of the policy (with gradient) and of the reference.
 
-    Sums over the completion's tokens, except for `ipo` of DPO and CPO, which takes means (`per_token`). Without a reference, the
-    reference's are 0. `step` holds what `aot`, `aot_pair` and `bco_pair` need to know about the other pairs; None says
-    that these pairs are the whole step.
+    Sums over the completion's tokens, except for `ipo` of DPO and CPO, which takes means (`per_token`). Without a
+    reference, the reference's are 0. `step` holds what `aot`, `aot_pair` and `bco_pair` need to know about the other
+    pairs; None says that these pairs are the whole step.
     """
 
     chosen: Tensor
@@ -65,9 +65,9 @@ class PairOptions:
     """Settings of the pair losses.
 
     `beta` >= 0 scales log-ratios to rewards. `label_smoothing` in [0, 0.5) is the probability that a pair's label is
-    wrong. `f_divergence` and `f_alpha` choose what the policy is regularised with. `discopop_tau` > 0 is the temperature
-    of DiscoPOP's modulation. `simpo_gamma` is the target margin of rewards (SimPO, AlphaPO); `alpha` changes the reward to
-    `(1 - p^-alpha) / alpha`, 0 leaves it `log p` (AlphaPO).
+    wrong. `f_divergence` and `f_alpha` choose what the policy is regularised with. `discopop_tau` > 0 is the
+    temperature of DiscoPOP's modulation. `simpo_gamma` is the target margin of rewards (SimPO, AlphaPO); `alpha`
+    changes the reward to `(1 - p^-alpha) / alpha`, 0 leaves it `log p` (AlphaPO).
     """
 
     beta: float = 0.1

@@ -1,7 +1,7 @@
 """PPO's advantages and losses, of both PPO trainers.
 
-Tensors are of one shape, `(B, T)` or (losses only) `(K,)`, one entry per response token; the mask is not 0 on tokens that
-the policy chose.
+Tensors are of one shape, `(B, T)` or (losses only) `(K,)`, one entry per response token; the mask is not 0 on tokens
+that the policy chose.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def whitened_estimates(
     *,
     of_all: Callable[[Moments], Moments],
 ) -> Estimates:
-    """Advantages, whitened over the batch of all processes, and returns; with `whiten_rewards` of rewards of unit variance.
+    """Advantages, whitened over the batch of all processes, and returns; with `whiten_rewards` of rewards of unit
+    variance.
 
     `of_all` merges the moments of all processes. Fewer than two tokens are not whitened.
     """
@@ -53,10 +54,10 @@ def clipped_surrogate(
 ) -> LossTerms:
     """PPO's pessimistic surrogate, `max(-A r, -A clip(r, 1 - c, 1 + c))` per token.
 
-    All of one shape, `(B, T)` or `(K,)`; `cliprange` c > 0. Metrics: `policy/clipfrac` (tokens where the clipped side is the
-    larger), `policy/approxkl` (k2) and `policy/policykl` (k1) from the old to the new policy, `policy/ratio`, and
-    `policy/entropy` where `entropies` of the positions are given.
-    Source: Schulman et al. 2017, eq. 7 (arXiv:1707.06347).
+    All of one shape, `(B, T)` or `(K,)`; `cliprange` c > 0. Metrics: `policy/clipfrac` (tokens where the clipped side
+    is the larger), `policy/approxkl` (k2) and `policy/policykl` (k1) from the old to the new policy, `policy/ratio`,
+    and `policy/entropy` where `entropies` of the positions are given. Source: Schulman et al. 2017, eq. 7
+    (arXiv:1707.06347).
 
     >>> import torch
     >>> new, old = torch.log(torch.tensor([0.75, 0.25])), torch.log(torch.tensor([0.5, 0.5]))
@@ -121,9 +122,9 @@ def clipped_value_loss(
 ) -> LossTerms:
     """Half the squared error, of the prediction or of it cut to `old_values +- cliprange_value`, whichever is larger.
 
-    All of one shape, `(B, T)` or `(K,)`, in units of reward; computed in float32 or wider. Metrics: `val/vpred`, `val/error`
-    (mean squared error, unclipped), `val/clipfrac`. Source: Schulman et al. 2016, as in baselines' PPO2; Huang et al. 2022,
-    detail 9 (iclr-blog-track.github.io/2022/03/25/ppo-implementation-details).
+    All of one shape, `(B, T)` or `(K,)`, in units of reward; computed in float32 or wider. Metrics: `val/vpred`,
+    `val/error` (mean squared error, unclipped), `val/clipfrac`. Source: Schulman et al. 2016, as in baselines' PPO2;
+    Huang et al. 2022, detail 9 (iclr-blog-track.github.io/2022/03/25/ppo-implementation-details).
 
     >>> import torch
     >>> one = torch.ones(1)

@@ -50,7 +50,9 @@ def hinge(scores: PairScores, options: PairOptions) -> Tensor:
 
 
 def ipo(scores: PairScores, options: PairOptions) -> Tensor:
-    """`(h - 1 / (2 beta))^2`. Source: Azar et al. 2023, IPO, eq. 17 (arXiv:2310.12036), on sums; DPO gives means over tokens."""
+    """`(h - 1 / (2 beta))^2`. Source: Azar et al. 2023, IPO, eq. 17 (arXiv:2310.12036), on sums; DPO gives means over
+    tokens.
+    """
     return (margin(scores, options) - 1 / (2 * options.beta)).square()
 
 

@@ -21,8 +21,8 @@ CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "s
 class Correction(NamedTuple):
     """`factors (K,)` for the tokens' losses, detached, 1 outside of the mask.
 
-    `ratios` are those behind them, `(K,)` or `(B,)` where they are those of sequences, and `counted` (bool, same shape) says
-    which are of something trained. `gaps (K,)`: how far apart the two log-probs are.
+    `ratios` are those behind them, `(K,)` or `(B,)` where they are those of sequences, and `counted` (bool, same shape)
+    says which are of something trained. `gaps (K,)`: how far apart the two log-probs are.
     """
 
     factors: Tensor
@@ -44,9 +44,9 @@ def correction(
 ) -> Correction:
     """The ratio `p / p_sampler` of each token, or of each of `count` sequences (a product), kept within `cap`.
 
-    `logps` are the trainer's for the weights that sampled; `mode` says whose ratio it is, and whether one above the cap is cut
-    to it or set to 0. Source: Yao et al. 2025, Your efficient RL framework secretly brings you off-policy RL training (truncation);
-    Liu et al. 2025, When speed kills stability (masking).
+    `logps` are the trainer's for the weights that sampled; `mode` says whose ratio it is, and whether one above the cap
+    is cut to it or set to 0. Source: Yao et al. 2025, Your efficient RL framework secretly brings you off-policy RL
+    training (truncation); Liu et al. 2025, When speed kills stability (masking).
 
     >>> new, old = torch.log(torch.tensor([0.6, 0.4])), torch.log(torch.tensor([0.5, 0.1]))
     >>> correction(new, old, torch.ones(2), torch.tensor([0, 0]), 1, mode="token_truncate", cap=2.0).factors
@@ -67,7 +67,9 @@ def correction(
 
 
 def correction_metrics(found: Correction, mask: Tensor) -> dict[str, Weighted]:
-    """The documented means: `sampling/sampling_logp_difference/mean` in nats, `sampling/importance_sampling_ratio/mean`."""
+    """The documented means: `sampling/sampling_logp_difference/mean` in nats,
+    `sampling/importance_sampling_ratio/mean`.
+    """
     return {
         "sampling/sampling_logp_difference/mean": weighted(found.gaps, mask),
         "sampling/importance_sampling_ratio/mean": weighted(found.ratios, found.counted),

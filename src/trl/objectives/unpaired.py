@@ -111,8 +111,8 @@ def bco_terms(
 ) -> LossTerms:
     """BCO's loss per completion, with the metrics.
 
-    `delta` 0-dim is the running mean reward; `undesirable_weights` `(B,)`, as `udm_weights` gives them, scale the values
-    of undesirable completions (others are not read).
+    `delta` 0-dim is the running mean reward; `undesirable_weights` `(B,)`, as `udm_weights` gives them, scale the
+    values of undesirable completions (others are not read).
     """
     delta = delta.detach()
     values = bco(scores.ratios, scores.desirable, beta=beta, delta=delta)

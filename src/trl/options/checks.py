@@ -99,9 +99,7 @@ def json_object(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]
     try:
         parsed = json.loads(value)
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{name} must be a JSON object, got {shown!r} ({error}). Write it as {example}."
-        ) from None
+        raise ValueError(f"{name} must be a JSON object, got {shown!r} ({error}). Write it as {example}.") from None
     if not isinstance(parsed, dict):
         raise ValueError(f"{name} must be a JSON object, got {shown!r}. Write it as {example}.")
     return parsed
@@ -250,9 +248,7 @@ def check_numbers(config: Any) -> None:
             is_wrong = is_single and (number is None or isinstance(number, (list, tuple, dict)))
             if is_wrong or (declared.bounds and (isinstance(number, bool) or not is_number)):
                 raise TypeError(_refusal(kind, bounds, number))
-            if isinstance(number, (int, float)) and not (
-                number == _SENTINELS.get(name) or _is_within(number, bounds)
-            ):
+            if isinstance(number, (int, float)) and not (number == _SENTINELS.get(name) or _is_within(number, bounds)):
                 faults.append(_refusal(kind, bounds, number))
     if faults:
         raise ValueError("\n".join(faults))
@@ -289,7 +285,8 @@ def _refusal(field: Kind, bounds: str, given: Any) -> str:
 
 
 def check_choices(config: Any) -> None:
-    """Check every field that takes one of several values; "true" and "false" become booleans where those are among them.
+    """Check every field that takes one of several values; "true" and "false" become booleans where those are among
+    them.
 
     Raises: ValueError naming the value and everything that is allowed.
     """

@@ -12,7 +12,9 @@ MixedPrecision = Literal["fp16", "bf16", "no"]
 
 @dataclass
 class DiffusionOptions(LoopOptions):
-    """A run's name and place, sampling, and the optimiser. Every process adds its rank to the seed of prompts and workers."""
+    """A run's name and place, sampling, and the optimiser. Every process adds its rank to the seed of prompts and
+    workers.
+    """
 
     run_name: str = option("", "Name of this run, for trackers only.")
     logdir: str = option("logs", "Folder of the checkpoints where project_kwargs has no project_dir.")
@@ -22,17 +24,13 @@ class DiffusionOptions(LoopOptions):
         "Save a checkpoint after each epoch that is a multiple of this, and the last; never after epoch 0. 0: never.",
         ">= 0",
     )
-    num_checkpoint_limit: int = option(
-        5, "Checkpoints kept, where project_kwargs has no total_limit.", ">= 1"
-    )
+    num_checkpoint_limit: int = option(5, "Checkpoints kept, where project_kwargs has no total_limit.", ">= 1")
     mixed_precision: MixedPrecision | None = option(
         "fp16",
         "fp16, bf16 or no. None: as `accelerate launch` says, else no. fp16 becomes no where there is no GPU, with a warning.",
     )
     allow_tf32: bool = option(True, "Let matrix products on NVIDIA GPUs use TF32.")
-    resume_from: str = option(
-        "", "A checkpoint_N folder, or one that has some: the last whole one. '': start anew."
-    )
+    resume_from: str = option("", "A checkpoint_N folder, or one that has some: the last whole one. '': start anew.")
     sample_num_steps: int = option(50, "Denoising steps of an image.", ">= 1")
     sample_eta: float = option(1.0, "Share of DDPM's noise in a DDIM step; 0 is deterministic.", "[0, 1]")
     sample_guidance_scale: float = option(5.0, "Weight of classifier-free guidance; 1 or less: none.")
@@ -40,9 +38,7 @@ class DiffusionOptions(LoopOptions):
     noise_level: float = option(
         0.7, "Noise of a flow model's stochastic equation, 0: deterministic; DDIM takes sample_eta.", ">= 0"
     )
-    resolution: int | None = option(
-        None, "Side of a flow model's images in pixels. None: the model's.", ">= 8"
-    )
+    resolution: int | None = option(None, "Side of a flow model's images in pixels. None: the model's.", ">= 8")
     train_batch_size: int = option(1, "Images per process and forward pass in training.", ">= 1")
     train_use_8bit_adam: bool = option(False, "Use AdamW8bit of bitsandbytes.")
     train_learning_rate: float = option(3e-4, "Learning rate of AdamW.", "> 0")

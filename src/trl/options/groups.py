@@ -1,4 +1,6 @@
-"""What an option group is, how a field is declared with its bounds, and how a config takes a field that stands elsewhere."""
+"""What an option group is, how a field is declared with its bounds, and how a config takes a field that stands
+elsewhere.
+"""
 
 import dataclasses
 import inspect
@@ -21,15 +23,13 @@ from trl.options.spelling import OF_COMMANDS, OTHER_NAMES, did_you_mean
 Config = TypeVar("Config", bound=type)
 
 
-def option(
-    default: Any, help: str, bounds: str = "", *, needs: str = "", flag: bool = False, **metadata: Any
-) -> Any:
+def option(default: Any, help: str, bounds: str = "", *, needs: str = "", flag: bool = False, **metadata: Any) -> Any:
     """A dataclass field with help text.
 
-    `bounds` limits a number: ">= 1", "> 0", or an interval such as "(0, 1]" (default: "[0, inf)"). A value other than the
-    default has no effect, with a warning, unless the field `needs` is true. A `flag` may stand alone on a command line
-    although None is its default. `metadata` goes to argparse. Lists and dicts are copied for every instance; a function
-    makes the default.
+    `bounds` limits a number: ">= 1", "> 0", or an interval such as "(0, 1]" (default: "[0, inf)"). A value other than
+    the default has no effect, with a warning, unless the field `needs` is true. A `flag` may stand alone on a command
+    line although None is its default. `metadata` goes to argparse. Lists and dicts are copied for every instance; a
+    function makes the default.
     """
     return _field(default, Declaration(bounds, needs), {"help": help, **_switch(flag), **metadata})
 
@@ -121,7 +121,9 @@ def _refuse_unknown(config_class: type, names: list[str]) -> None:
         target = OTHER_NAMES.get(name, name).partition(":")[0]
         hint = did_you_mean(name, parameters)
         if target in OF_COMMANDS and target not in parameters:
-            hint = f" {target} is an option of commands: in Python a field of ModelConfig, or an argument of the trainer."
+            hint = (
+                f" {target} is an option of commands: in Python a field of ModelConfig, or an argument of the trainer."
+            )
         messages.append(f"{config_class.__name__} got an unexpected keyword argument {name!r}.{hint}")
     if messages:
         raise TypeError("\n".join(messages))

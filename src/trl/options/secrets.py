@@ -1,4 +1,6 @@
-"""Tokens, keys and passwords are left out of everything that is written: checkpoints, cards, trackers, reports, errors."""
+"""Tokens, keys and passwords are left out of everything that is written: checkpoints, cards, trackers, reports,
+errors.
+"""
 
 import copy
 import dataclasses
@@ -19,9 +21,7 @@ _IN_TEXT = (
     (re.compile(r"(?<=://)[^\s\"',]+(?=@)"), REDACTED),  # user and password of an address
     (re.compile(r"(\bbearer\s+)[^\s\"',}]+", re.IGNORECASE), rf"\1{REDACTED}"),
     (
-        re.compile(
-            rf"((?:{_KEY}[\"']?\s*[:=]|--[\w-]*{_KEY}\s)\s*[\"']?)(?!bearer)[^\s\"',;&)\]}}]+", re.IGNORECASE
-        ),
+        re.compile(rf"((?:{_KEY}[\"']?\s*[:=]|--[\w-]*{_KEY}\s)\s*[\"']?)(?!bearer)[^\s\"',;&)\]}}]+", re.IGNORECASE),
         rf"\1{REDACTED}",
     ),
 )

@@ -106,9 +106,7 @@ def flatten_dict(nested: Mapping[str, Any], sep: str = "/") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in nested.items():
         if sep in str(key):
-            raise ValueError(
-                f"keys must not contain {sep!r}, got {key!r}. Rename it or choose another separator."
-            )
+            raise ValueError(f"keys must not contain {sep!r}, got {key!r}. Rename it or choose another separator.")
         if isinstance(value, Mapping):
             flat.update({f"{key}{sep}{rest}": item for rest, item in flatten_dict(value, sep).items()})
         else:

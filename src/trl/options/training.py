@@ -79,9 +79,7 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
     """Training arguments with the library's defaults; every training config ends its bases with this class."""
 
     logging_steps: float = same(TrainingArguments, "logging_steps", 10)
-    bf16: bool | None = option(
-        None, "Train in bfloat16. None: if the accelerator has it, unless fp16.", flag=True
-    )  # pyright: ignore[reportIncompatibleVariableOverride]
+    bf16: bool | None = option(None, "Train in bfloat16. None: if the accelerator has it, unless fp16.", flag=True)  # pyright: ignore[reportIncompatibleVariableOverride]
     save_dtype: str | None = option(None, "Dtype of saved models. None: of the files loaded.", choices=DTYPES)
     weights: Weights | None = shared("weights")
     gradient_checkpointing: bool = option(True, "Recompute activations in the backward pass: less memory.")
@@ -108,9 +106,7 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
         if self.load_best_model_at_end and strategies[1] != "best" and len(set(strategies)) > 1:
             raise ValueError(
                 "load_best_model_at_end needs an evaluation for every saved model, got eval_strategy={!r}, "
-                "save_strategy={!r}. Set both to 'steps' or 'epoch', or save_strategy to 'best'.".format(
-                    *strategies
-                )
+                "save_strategy={!r}. Set both to 'steps' or 'epoch', or save_strategy to 'best'.".format(*strategies)
             )
         names = [name.value for name in OptimizerNames]
         if getattr(self.optim, "value", self.optim) not in names:
@@ -137,9 +133,7 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
         super().__post_init__()
         if self.device.type == "cpu" and (self.fp16 or self.fp16_full_eval):
             # accelerate would compute in float32
-            raise ValueError(
-                "fp16 needs a GPU, and this run is on a CPU. Set bf16 in its place, or leave it out."
-            )
+            raise ValueError("fp16 needs a GPU, and this run is on a CPU. Set bf16 in its place, or leave it out.")
 
     def set_checkpointing(self, enabled: bool, kwargs: dict[str, Any] | str | None) -> None:
         """Switch gradient checkpointing on or off, under all names that transformers has for it."""
@@ -156,9 +150,7 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
         Unlike the method of `TrainingArguments`, it leaves dicts inside this config untouched (that one turns dtypes
         and quantisation configs in them into strings and dicts) and redacts no token that is part of the vocabulary.
         """
-        words = {
-            name: value for name, value in vars(self).items() if name.endswith("_token") and "hub" not in name
-        }
+        words = {name: value for name, value in vars(self).items() if name.endswith("_token") and "hub" not in name}
         return {**super(TrainingDefaults, unwritten(self)).to_dict(), **redacted(words)}
 
 
@@ -197,8 +189,8 @@ def require_set_up(args: Any) -> None:
 def config_or_default(args: Any, config_class: type[Config], output_dir: str) -> Config:
     """`args`, or where None a config with this output directory.
 
-    Raises: TypeError for a config of another method, whose defaults would pass for the user's settings, and for a subclass
-    whose `__post_init__` leaves ours out.
+    Raises: TypeError for a config of another method, whose defaults would pass for the user's settings, and for a
+    subclass whose `__post_init__` leaves ours out.
     """
     if args is None:
         return config_class(output_dir)  # pyright: ignore[reportCallIssue]

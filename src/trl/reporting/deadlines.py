@@ -1,7 +1,7 @@
 """Calls with deadlines: functions on daemon threads, coroutines on one event loop.
 
-A thread cannot be stopped from outside. A call that misses its deadline is abandoned: it delays neither the caller nor the exit of
-the program, and the error names its thread.
+A thread cannot be stopped from outside. A call that misses its deadline is abandoned: it delays neither the caller nor
+the exit of the program, and the error names its thread.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class ThreadedCalls:
                 self._left_behind.append(pending.thread)
 
     def run(self, functions: Sequence[tuple[str, Callable[[], Any]]], seconds: float | None) -> list[Any]:
-        """What each function, given with a name for its thread, returns or raises within `seconds`; `DeadlinePassed` if it
-        does neither.
+        """What each function, given with a name for its thread, returns or raises within `seconds`; `DeadlinePassed` if
+        it does neither.
 
         Raises: RuntimeError if too many earlier calls are still running.
         """
@@ -211,7 +211,9 @@ class AsyncCalls:
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """Run a loop until it is stopped. Calls that exit the program have that as their result, and other calls continue."""
+    """Run a loop until it is stopped. Calls that exit the program have that as their result, and other calls
+    continue.
+    """
     while True:
         try:
             return loop.run_forever()
@@ -249,7 +251,9 @@ def _left(until: float | None) -> float | None:
 
 @contextmanager
 def warn_when_slow(name: str, thread: threading.Thread | None) -> Iterator[None]:
-    """Warn once a call of the reward source `name` takes longer than a minute, with the place in the code where `thread` is."""
+    """Warn once a call of the reward source `name` takes longer than a minute, with the place in the code where
+    `thread` is.
+    """
 
     def warn() -> None:
         where = f" (at {place_of(thread)})" if thread is not None else ""

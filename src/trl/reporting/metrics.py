@@ -1,4 +1,6 @@
-"""Metrics: sums with their own counts, so that means over processes are true means; numbers of all processes; accuracy."""
+"""Metrics: sums with their own counts, so that means over processes are true means; numbers of all processes;
+accuracy.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class MetricSums:
         self._extremes: dict[str, Tensor] = {}
 
     def add_extremes(self, values: Mapping[str, Tensor]) -> None:
-        """Keep the smallest values by names with the word `min` at their end, such as `low_min`, and the largest by others.
+        """Keep the smallest values by names with the word `min` at their end, such as `low_min`, and the largest by
+        others.
 
         NaN does not count.
         """
@@ -57,7 +60,8 @@ class MetricSums:
             self.add(name, value)
 
     def drain(self, accelerator: Accelerator | None = None) -> dict[str, float]:
-        """Means over all processes since the last call, in order of first use, then extremes; names whose count is 0 are left out.
+        """Means over all processes since the last call, in order of first use, then extremes; names whose count is 0
+        are left out.
 
         Every process must call it at the same time.
         """
@@ -68,24 +72,18 @@ class MetricSums:
         means = {name: total / count for name, (total, count) in _as_floats(sums).items() if count}
         names = dict.fromkeys(name for own in every for name in own)
         return means | {
-            name: (min if _is_smallest(name) else max)(own[name] for own in every if name in own)
-            for name in names
+            name: (min if _is_smallest(name) else max)(own[name] for own in every if name in own) for name in names
         }
 
     def state(self) -> dict[str, dict[str, Any]]:
         """The sums and extremes of this process, for a checkpoint; floats keep every bit."""
-        extremes = {
-            name: value for name, value in _as_floats(self._extremes).items() if not math.isnan(value)
-        }
+        extremes = {name: value for name, value in _as_floats(self._extremes).items() if not math.isnan(value)}
         return {"sums": _as_floats(self._sums), "extremes": extremes}
 
     def load_state(self, state: Mapping[str, Mapping[str, Any]], device: torch.device | str = "cpu") -> None:
         """Resume from `state`."""
         self._sums, self._extremes = (
-            {
-                name: torch.tensor(given, dtype=torch.float64, device=device)
-                for name, given in state[part].items()
-            }
+            {name: torch.tensor(given, dtype=torch.float64, device=device) for name, given in state[part].items()}
             for part in ("sums", "extremes")
         )
 
@@ -176,11 +174,12 @@ class RunningMean:
 
 
 def compute_accuracy(eval_pred: EvalPrediction | tuple[Any, Any]) -> dict[str, float]:
-    """Share of predictions whose largest value stands at the label: `{"accuracy": ...}`, for `compute_metrics`; also of a pair.
+    """Share of predictions whose largest value stands at the label: `{"accuracy": ...}`, for `compute_metrics`; also of
+    a pair.
 
-    `predictions (..., C)` and `labels (...)`: the two rewards of each pair with label 0, or the logits of each token with
-    its class. Labels of -100 are not counted; nor are rows whose largest value stands twice, of which a warning says how
-    many there are. NaN where nothing is counted.
+    `predictions (..., C)` and `labels (...)`: the two rewards of each pair with label 0, or the logits of each token
+    with its class. Labels of -100 are not counted; nor are rows whose largest value stands twice, of which a warning
+    says how many there are. NaN where nothing is counted.
 
     >>> compute_accuracy(EvalPrediction(np.array([[2.0, 1.0], [0.0, 3.0]]), np.array([0, 0])))
     {'accuracy': 0.5}

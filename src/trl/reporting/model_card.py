@@ -97,9 +97,7 @@ print(model(torch.tensor([ids])).logits[0, -1].softmax(-1)[1].item())  # probabi
 _CHAT = '[{"role": "user", "content": "What would you do with a free afternoon?"}]'
 _JUDGED_CHAT = """messages = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4"}]
 ids = tokenizer.apply_chat_template(messages, return_dict=True, return_tensors="pt").input_ids"""
-_JUDGED_TEXT = (
-    'ids = tokenizer("What is 2 + 2? It is 4." + tokenizer.eos_token, return_tensors="pt").input_ids'
-)
+_JUDGED_TEXT = 'ids = tokenizer("What is 2 + 2? It is 4." + tokenizer.eos_token, return_tensors="pt").input_ids'
 
 
 def generate_model_card(
@@ -120,10 +118,10 @@ def generate_model_card(
 ) -> ModelCard:
     """Fill a model card.
 
-    `base_model` is a Hub name or a local path, `paper_id` an arXiv id, `hub_model_id` what the example loads ("." for the
-    card's own folder), `trainer_citation` BibTeX (without it: of the paper's title and id), `training_facts` become rows of the
-    table of settings, `usage` is a Python example (without it: an answer to a chat). A `template_file` (Jinja) replaces ours and
-    gets the same variables.
+    `base_model` is a Hub name or a local path, `paper_id` an arXiv id, `hub_model_id` what the example loads ("." for
+    the card's own folder), `trainer_citation` BibTeX (without it: of the paper's title and id), `training_facts` become
+    rows of the table of settings, `usage` is a Python example (without it: an answer to a chat). A `template_file`
+    (Jinja) replaces ours and gets the same variables.
     """
     datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name or [])
     on_hub = base_model if base_model and _is_hub_name(base_model) else None
@@ -194,9 +192,7 @@ def card_of_trainer(
 def is_generated(folder: Path) -> bool:
     """Whether the model card of a folder is one that a trainer wrote, or there is none."""
     file = folder / "README.md"
-    return not file.is_file() or "generated_from_trainer" in file.read_text(
-        encoding="utf-8", errors="replace"
-    )
+    return not file.is_file() or "generated_from_trainer" in file.read_text(encoding="utf-8", errors="replace")
 
 
 def card_of_run(trainer: Any, *, tags: str | list[str] | None, **given: Any) -> ModelCard:

@@ -21,8 +21,8 @@ Item = TypeVar("Item")
 BAR_DELAY = 2.0  # seconds before a bar is shown
 MOST_SHOWN = 3  # metrics on a line
 COLUMNS = 80  # a longer line loses the last of its metrics
-# The numbers of the methods in order of precedence: a line has the first of them that were logged. The first one leads, and the
-# table at the end follows it.
+# The numbers of the methods in order of precedence: a line has the first of them that were logged. The first one leads,
+# and the table at the end follows it.
 SHOWN = {
     "reward": "reward", "objective/scores": "reward", "exact_match": "exact", "objective/kl": "KL", "loss": "loss",
     "accuracy": "acc", "margin": "margin", "rewards/accuracies": "acc", "rewards/margins": "margin", "kl": "KL",
@@ -89,8 +89,8 @@ def _value(value: float) -> str:
 class RunLines(ProgressCallback, PrinterCallback):
     """One aligned line per log, and a table of first, best and last at the end of the run; on the main process only.
 
-    It stands in the place of the callbacks of transformers that it inherits from, so that removing either removes it. A bar
-    of an evaluation is shown on a terminal after two seconds, unless `disable_tqdm`.
+    It stands in the place of the callbacks of transformers that it inherits from, so that removing either removes it. A
+    bar of an evaluation is shown on a terminal after two seconds, unless `disable_tqdm`.
     """
 
     def __init__(self, counted: Literal["tokens", "images"] = "tokens") -> None:
@@ -117,13 +117,13 @@ class RunLines(ProgressCallback, PrinterCallback):
             return
         if self.prediction_bar is None:
             total = len(eval_dataloader) if has_length(eval_dataloader) else None
-            self.prediction_bar = tqdm(
-                total=total, desc="evaluating", leave=False, dynamic_ncols=True, delay=BAR_DELAY
-            )
+            self.prediction_bar = tqdm(total=total, desc="evaluating", leave=False, dynamic_ncols=True, delay=BAR_DELAY)
         self.prediction_bar.update(1)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Print a log of training or evaluation; other logs, which have none of the numbers, are printed as they are."""
+        """Print a log of training or evaluation; other logs, which have none of the numbers, are printed as they
+        are.
+        """
         if not state.is_world_process_zero or not logs:
             return
         if "train_loss" in logs and hasattr(self, "began"):  # the summary of a run
@@ -179,9 +179,7 @@ class RunLines(ProgressCallback, PrinterCallback):
             cells.append(f"{memory / 2**30:.1f}G")
         done = state.global_step - self.first_step
         if done > 0 and state.max_steps < sys.maxsize:
-            cells.append(
-                f"{duration((now - self.began) / done * (state.max_steps - state.global_step))} left"
-            )
+            cells.append(f"{duration((now - self.began) / done * (state.max_steps - state.global_step))} left")
         return cells
 
     def _summarize(self, logs: Mapping[str, Any]) -> None:
@@ -205,7 +203,8 @@ def long_bar(items: Iterable[Item], title: str, is_shown: bool = True) -> Iterab
 
 
 def summary_rows(series: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
-    """The table at the end, with first, best and last value of each metric of training ("") and of each evaluation, by prefix.
+    """The table at the end, with first, best and last value of each metric of training ("") and of each evaluation, by
+    prefix.
 
     Only a leading number has a best.
 
@@ -224,9 +223,7 @@ def summary_rows(series: Mapping[str, Mapping[str, Sequence[float]]]) -> list[st
             rows.append((label, _value(values[0]), best, _value(values[-1])))
     width = max((len(label) for label, *_ in rows), default=0) + 2
     heads = [("", "first", "best", "last")] if rows else []
-    return [
-        f"{label:<{width}}" + "".join(f"{cell:>9}" for cell in cells) for label, *cells in [*heads, *rows]
-    ]
+    return [f"{label:<{width}}" + "".join(f"{cell:>9}" for cell in cells) for label, *cells in [*heads, *rows]]
 
 
 def print_sample(prompt: str, before: str, after: str) -> None:
@@ -259,8 +256,7 @@ def use_run_lines(handler: Any, user_callbacks: Sequence[Any], args: Any) -> Non
     """
     kinds = (PrinterCallback, ProgressCallback)
     has_other = any(
-        isinstance(each, kinds) or (isinstance(each, type) and issubclass(each, kinds))
-        for each in user_callbacks
+        isinstance(each, kinds) or (isinstance(each, type) and issubclass(each, kinds)) for each in user_callbacks
     )
     log_format: LogFormat = getattr(args, "log_format", "dict")
     if log_format == "dict" or has_other:
@@ -269,7 +265,5 @@ def use_run_lines(handler: Any, user_callbacks: Sequence[Any], args: Any) -> Non
     callbacks: list[TrainerCallback] = handler.callbacks
     for index, callback in enumerate([*callbacks]):
         # What transformers prints with by default is a table in a notebook.
-        if type(callback) in kinds or (
-            log_format == "lines" and type(callback) is trainer.DEFAULT_PROGRESS_CALLBACK
-        ):
+        if type(callback) in kinds or (log_format == "lines" and type(callback) is trainer.DEFAULT_PROGRESS_CALLBACK):
             callbacks[index : index + 1] = [] if is_silent else [RunLines()]

@@ -30,10 +30,7 @@ def stack_dicts(stats_dicts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor
     """
     names = stats_dicts[0] if stats_dicts else ()
     rows = {name: [stats[name].flatten() for stats in stats_dicts] for name in names}
-    return {
-        name: pad_sequence(values, batch_first=True, padding_value=WANDB_PADDING)
-        for name, values in rows.items()
-    }
+    return {name: pad_sequence(values, batch_first=True, padding_value=WANDB_PADDING) for name, values in rows.items()}
 
 
 def add_suffix(input_dict: Mapping[str, Any], suffix: str) -> dict[str, Any]:
@@ -111,9 +108,7 @@ class MinibatchRecord:
     def summary(self) -> dict[str, Tensor]:
         """The step's values by name; lists are this process's, one after another."""
         every = [found for step in self._found for _, found in step]
-        lists = {
-            name: torch.cat([found[name].flatten() for found in every]) for name in _LISTS if name in every[0]
-        }
+        lists = {name: torch.cat([found[name].flatten() for found in every]) for name in _LISTS if name in every[0]}
         names = [name for name in every[0] if name not in lists]
         table = torch.stack([self._summed([_sums(names, *part) for part in step]) for step in self._found])
         counts = table[:, 0]
@@ -160,8 +155,8 @@ def step_statistics(
 ) -> dict[str, Any]:
     """All documented statistics of a step but its times.
 
-    `scores (B,)`; `logprobs`, `ref_logprobs`, `non_score_reward`, `kls`, `masks` `(B, R)`. Values per response are those of
-    all processes, log-probs of single tokens this process's.
+    `scores (B,)`; `logprobs`, `ref_logprobs`, `non_score_reward`, `kls`, `masks` `(B, R)`. Values per response are
+    those of all processes, log-probs of single tokens this process's.
     """
     counted, sums = masks != 0, MetricSums()
     rewards = TokenRewards(non_score_reward, non_score_reward)

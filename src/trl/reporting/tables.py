@@ -72,9 +72,7 @@ def print_samples(
         table.add_column(title, ratio=1)
     for title, numbers in values.items():
         widest = max([len("Advantage"), *(len(_number(numbers[row])) for row in rows)])
-        table.add_column(
-            title, justify="right", max_width=widest, overflow="fold"
-        )  # long names leave room for texts
+        table.add_column(title, justify="right", max_width=widest, overflow="fold")  # long names leave room for texts
     for row in rows:
         cells = [_number(numbers[row]) for numbers in values.values()]
         table.add_row(_conversation(prompts[row]), _conversation(completions[row]), *cells)

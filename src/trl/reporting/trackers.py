@@ -32,9 +32,7 @@ def check_trackers(report_to: str | Iterable[str] | None) -> None:
         if name in ("none", "all"):
             continue
         if name not in known:
-            raise ValueError(
-                f"report_to must name trackers ({', '.join(known)}), 'all' or 'none', got {name!r}."
-            )
+            raise ValueError(f"report_to must name trackers ({', '.join(known)}), 'all' or 'none', got {name!r}.")
         if name not in installed and name not in _NOT_LOOKED_FOR:
             package = "trl[tracking]" if name in ("tensorboard", "trackio") else name
             others = f"name one that is installed ({', '.join(installed)})" if installed else "leave it out"
@@ -49,7 +47,9 @@ _NOT_LOOKED_FOR = ("azure_ml", "flyte")
 
 
 def start_trackers(accelerator: Any, config: Any) -> None:
-    """Send the settings of a run to the tracker of `log_with`, if any, except those that may hold keys of an account."""
+    """Send the settings of a run to the tracker of `log_with`, if any, except those that may hold keys of an
+    account.
+    """
     if config.log_with is None:
         return
     told = redacted({name: value for name, value in vars(config).items() if name not in _WITH_KEYS})
@@ -108,9 +108,7 @@ def log_table(
     for tracker in report_to:
         if tracker == "tensorboard" and tensorboard_writer is not None:  # its text panel renders Markdown
             lines = [list(table.columns), ["---"] * len(table.columns), *table.itertuples(index=False)]
-            cells = [
-                [str(value).replace("|", "\\|").replace("\n", "<br>") for value in line] for line in lines
-            ]
+            cells = [[str(value).replace("|", "\\|").replace("\n", "<br>") for value in line] for line in lines]
             tensorboard_writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
         elif tracker == "wandb" and active_wandb_run() is not None:
             modules["wandb"].log({name: modules["wandb"].Table(dataframe=table)})

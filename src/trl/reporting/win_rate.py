@@ -44,10 +44,11 @@ def shares_of_first(
 ) -> list[float | None]:
     """How far the first text of each pair wins, in [0, 1]; None where the judge gives no answer (-1 or None).
 
-    Answers are 0 or 1, the better one, and 0.5 for a tie. Equal texts are a tie and are not shown to the judge. `options` go to its
-    `judge`; with `return_scores=True` it gives the probability that the first wins.
+    Answers are 0 or 1, the better one, and 0.5 for a tie. Equal texts are a tie and are not shown to the judge.
+    `options` go to its `judge`; with `return_scores=True` it gives the probability that the first wins.
 
-    Raises: TypeError for a judge without `return_scores`, JudgeError for another number of answers or for other answers.
+    Raises: TypeError for a judge without `return_scores`, JudgeError for another number of answers or for other
+    answers.
     """
     soft = bool(options.get("return_scores"))
     if soft and "return_scores" not in inspect.signature(judge.judge).parameters:
@@ -89,7 +90,8 @@ def win_rate(shares: Sequence[float | None]) -> WinRate:
 
 
 def length_controlled(shares: Sequence[float | None], lengths: Sequence[tuple[int, int]]) -> float:
-    """The win rate of the second texts at equal lengths: that of a logistic model of shares with the difference of lengths.
+    """The win rate of the second texts at equal lengths: that of a logistic model of shares with the difference of
+    lengths.
 
     `lengths` are those of the first and the second text. The difference enters as `tanh` of its standardised value. The
     paper's third term, the difficulty of each prompt, needs the answers of many models and is left out.
@@ -99,9 +101,7 @@ def length_controlled(shares: Sequence[float | None], lengths: Sequence[tuple[in
     0.5
     """
     rows = [
-        (share, second - first)
-        for share, (first, second) in zip(shares, lengths, strict=True)
-        if share is not None
+        (share, second - first) for share, (first, second) in zip(shares, lengths, strict=True) if share is not None
     ]
     if not rows:
         return math.nan
@@ -114,7 +114,5 @@ def length_controlled(shares: Sequence[float | None], lengths: Sequence[tuple[in
     for _ in range(50):  # Newton
         p = torch.sigmoid(features @ weights)
         gradient = features.T @ (p - target) + ridge @ weights
-        weights = weights - torch.linalg.solve(
-            features.T @ (features * (p * (1 - p))[:, None]) + ridge, gradient
-        )
+        weights = weights - torch.linalg.solve(features.T @ (features * (p * (1 - p))[:, None]) + ridge, gradient)
     return torch.sigmoid(weights[0]).item()

@@ -1,4 +1,6 @@
-"""Reward functions, `func(prompts=, completions=, completion_ids=, trainer_state=, **columns)`, plain or async; those of a name."""
+"""Reward functions, `func(prompts=, completions=, completion_ids=, trainer_state=, **columns)`, plain or async; those
+of a name.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,10 @@ _ON_REQUEST = {"completions_ids": "completion_ids", "prompt_ids": "prompt_ids"} 
 class FunctionSource:
     """A reward function as a source.
 
-    It takes keyword arguments and returns one number, or None for no score, for each completion. Without `**kwargs` it is
-    given the arguments that it names. `completions_ids` (another name of `completion_ids`) and `prompt_ids` are only given to
-    functions that name them. `name` (by default the function's) is that of its metrics; `deadline` and `on_failure` as in
-    `RewardSource`.
+    It takes keyword arguments and returns one number, or None for no score, for each completion. Without `**kwargs` it
+    is given the arguments that it names. `completions_ids` (another name of `completion_ids`) and `prompt_ids` are only
+    given to functions that name them. `name` (by default the function's) is that of its metrics; `deadline` and
+    `on_failure` as in `RewardSource`.
     """
 
     def __init__(
@@ -141,11 +143,13 @@ def __getattr__(name: str) -> Any:
 
 
 def resolve_reward_funcs(names: Sequence[str]) -> list[Callable[..., Any] | str]:
-    """Reward functions and judges by name or dotted path; paths and Hub names of reward models are returned as they are.
+    """Reward functions and judges by name or dotted path; paths and Hub names of reward models are returned as they
+    are.
 
     Known names are those of `trl.rewards`; `get_soft_overlong_punishment` takes its lengths in brackets, for example
-    `get_soft_overlong_punishment(max_completion_len=512,soft_punish_cache=64)`, by default 1280 and 256. A dotted path is that of a
-    function, or of a judge's class (called without arguments), in a module that can be imported, also from the working directory.
+    `get_soft_overlong_punishment(max_completion_len=512,soft_punish_cache=64)`, by default 1280 and 256. A dotted path
+    is that of a function, or of a judge's class (called without arguments), in a module that can be imported, also from
+    the working directory.
 
     Raises: ValueError for any other name.
     """
@@ -161,9 +165,7 @@ def resolve_judge(name: str) -> Any:
 
     known = {
         "pair_rm": judges.PairRMJudge,
-        "openai": functools.partial(
-            judges.OpenAIPairwiseJudge, max_requests=None
-        ),  # judge_max_calls limits them
+        "openai": functools.partial(judges.OpenAIPairwiseJudge, max_requests=None),  # judge_max_calls limits them
         "hf": judges.HfPairwiseJudge,
         "random": judges.RandomPairwiseJudge,
     }

@@ -39,13 +39,12 @@ class MLP(nn.Module):
 class AestheticScorer(nn.Module):
     """Aesthetic scores of images, about 1 to 10, differentiable: a linear head on CLIP's normalised image features.
 
-    `model_id` is a Hub name or a folder, `model_filename` the head's weights in it; `clip_model` the name or folder of the CLIP model.
-    Source: LAION's improved aesthetic predictor (github.com/christophschuhmann/improved-aesthetic-predictor).
+    `model_id` is a Hub name or a folder, `model_filename` the head's weights in it; `clip_model` the name or folder of
+    the CLIP model. Source: LAION's improved aesthetic predictor
+    (github.com/christophschuhmann/improved-aesthetic-predictor).
     """
 
-    def __init__(
-        self, *, dtype: torch.dtype, model_id: str, model_filename: str, clip_model: str = CLIP
-    ) -> None:
+    def __init__(self, *, dtype: torch.dtype, model_id: str, model_filename: str, clip_model: str = CLIP) -> None:
         super().__init__()
         from transformers import CLIPModel
 
@@ -72,7 +71,9 @@ class AestheticScorer(nn.Module):
 
 
 def aesthetic_scorer(hub_model_id: str, model_filename: str) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
-    """A reward function `(images, prompts, metadata) -> (scores, {})` of the `AestheticScorer`, for AlignProp and DDPO."""
+    """A reward function `(images, prompts, metadata) -> (scores, {})` of the `AestheticScorer`, for AlignProp and
+    DDPO.
+    """
     scorer = AestheticScorer(dtype=torch.float32, model_id=hub_model_id, model_filename=model_filename)
 
     def aesthetic_score(images: Tensor, prompts: Any = None, metadata: Any = None) -> tuple[Tensor, dict]:
@@ -107,15 +108,14 @@ def jpeg_compressibility(images: Any, prompts: Any = None, metadata: Any = None)
     return [-size for size in jpeg_kilobytes(images)], {}
 
 
-def jpeg_incompressibility(
-    images: Any, prompts: Any = None, metadata: Any = None
-) -> tuple[list[float], dict]:
+def jpeg_incompressibility(images: Any, prompts: Any = None, metadata: Any = None) -> tuple[list[float], dict]:
     """A reward function for images that do not compress: the size as JPEG in kB."""
     return jpeg_kilobytes(images), {}
 
 
 class ImageFunctionSource(FunctionSource):
-    """A reward function of images as a source: it is called with `images` `(B, 3, H, W)`, `prompts`, and the columns that it names.
+    """A reward function of images as a source: it is called with `images` `(B, 3, H, W)`, `prompts`, and the columns
+    that it names.
 
     A function of DDPO's form, which returns `(rewards, metadata)`, is one, too.
     """
@@ -168,8 +168,6 @@ def image_sources(reward_funcs: Any) -> list[Any]:
         elif callable(each) and not hasattr(each, "check_columns") and not isinstance(each, type):
             each = ImageFunctionSource(each)
         elif isinstance(each, (str, type)):
-            raise TypeError(
-                f"reward_funcs holds {each!r}, expected functions, modules that score images, or judges."
-            )
+            raise TypeError(f"reward_funcs holds {each!r}, expected functions, modules that score images, or judges.")
         found.append(each)
     return found

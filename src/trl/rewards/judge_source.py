@@ -25,10 +25,10 @@ GOLD = "gold_completion"
 class JudgeSource:
     """A judge as a source.
 
-    A binary judge gives 1 or 0. A pairwise judge compares each completion with the other completions of its prompt; the score is
-    the share of comparisons that it wins (two equal texts are half a win for both, without a comparison). A rank judge gives 1
-    to the best completion of a prompt, 0 to the last, with equal steps in between. No answer (-1, or an empty ranking) is no
-    score. Messages are formatted as text.
+    A binary judge gives 1 or 0. A pairwise judge compares each completion with the other completions of its prompt; the
+    score is the share of comparisons that it wins (two equal texts are half a win for both, without a comparison). A
+    rank judge gives 1 to the best completion of a prompt, 0 to the last, with equal steps in between. No answer (-1, or
+    an empty ranking) is no score. Messages are formatted as text.
 
     Args:
         judge: binary, pairwise or rank judge.
@@ -36,7 +36,8 @@ class JudgeSource:
         gold_column: the column of reference answers for a binary judge; by default `gold_completion`, if it exists.
         group_size: neighbouring completions that are compared; None for all of a prompt in the batch.
         deadline, on_failure: as in `RewardSource`.
-        judge_options: further arguments of its `judge`, such as `shuffle_order`. With `return_scores=True` a pairwise judge
+        judge_options: further arguments of its `judge`, such as `shuffle_order`. With `return_scores=True` a pairwise
+        judge
             returns probabilities that the first completion is better, which are used instead of wins.
 
     Raises: TypeError for another kind of judge, ValueError for `gold_column` with a judge that compares.
@@ -100,9 +101,7 @@ class JudgeSource:
         score = self._win_rates if isinstance(self.judge, BasePairwiseJudge) else self._rank_scores
         return score(inputs, texts, groups)
 
-    def _win_rates(
-        self, inputs: RewardInputs, texts: list[str], groups: list[list[int]]
-    ) -> list[float | None]:
+    def _win_rates(self, inputs: RewardInputs, texts: list[str], groups: list[list[int]]) -> list[float | None]:
         wins: list[list[float]] = [[] for _ in texts]
         pairs = [pair for group in groups for pair in combinations(group, 2)]
         prompts = [as_text(inputs.prompts[a]) for a, _ in pairs]
@@ -117,9 +116,7 @@ class JudgeSource:
                 wins[b].append(1 - first)
         return [sum(own) / len(own) if own else None for own in wins]
 
-    def _rank_scores(
-        self, inputs: RewardInputs, texts: list[str], groups: list[list[int]]
-    ) -> list[float | None]:
+    def _rank_scores(self, inputs: RewardInputs, texts: list[str], groups: list[list[int]]) -> list[float | None]:
         prompts = [as_text(inputs.prompts[group[0]]) for group in groups]
         given = self._answers(prompts, [[texts[row] for row in group] for group in groups])
         scores: list[float | None] = [None] * len(inputs)
@@ -163,10 +160,9 @@ def as_text(prompt: Any) -> str:
     return "\n\n".join(f"{message.get('role')}: {content_of([message])}" for message in prompt)
 
 
-def comparison_source(
-    reward_funcs: Any, judge: BasePairwiseJudge | None, args: Any
-) -> tuple[Any, ManagedJudge | None]:
-    """What compares completions: the judge's shares of won comparisons, of its probabilities if it has some, or reward functions.
+def comparison_source(reward_funcs: Any, judge: BasePairwiseJudge | None, args: Any) -> tuple[Any, ManagedJudge | None]:
+    """What compares completions: the judge's shares of won comparisons, of its probabilities if it has some, or reward
+    functions.
 
     The judge comes second, None with reward functions; a `JudgeSource` among them is a reward.
     `args` has the settings of `JudgeOptions` and of online DPO. With both, the judge decides.

@@ -60,9 +60,7 @@ class BaseRankJudge(ABC):
     """
 
     @abstractmethod
-    def judge(
-        self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True
-    ) -> list[list[int]]:
+    def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[list[int]]:
         """The indices of each prompt's completions, best first."""
 
 
@@ -78,9 +76,7 @@ class BasePairwiseJudge(BaseJudge):
     """
 
     @abstractmethod
-    def judge(
-        self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True
-    ) -> list[int]:
+    def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
         """The index (0 or 1) of the better completion of each pair; 0.5 for a tie, -1 for no answer.
 
         `shuffle_order` shows some pairs in reverse order, against position bias.
@@ -115,9 +111,7 @@ class BaseBinaryJudge(BaseJudge):
 class RandomPairwiseJudge(BasePairwiseJudge):
     """Chooses at random with Python's global generator, for trials."""
 
-    def judge(
-        self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True
-    ) -> list[int]:
+    def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
         """0 or 1 for each pair."""
         return [random.randrange(len(pair)) for pair in completions]
 
@@ -125,9 +119,7 @@ class RandomPairwiseJudge(BasePairwiseJudge):
 class RandomRankJudge(BaseRankJudge):
     """Ranks at random with Python's global generator, for trials."""
 
-    def judge(
-        self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True
-    ) -> list[list[int]]:
+    def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[list[int]]:
         """A random order of each prompt's completions."""
         return [random.sample(range(len(texts)), len(texts)) for texts in completions]
 
@@ -176,9 +168,7 @@ class ShownPair(NamedTuple):
         return 1 - shown if self.turned else shown
 
 
-def shown_pairs(
-    prompts: Sequence[str], completions: Sequence[Sequence[str]], *, shuffle: bool
-) -> list[ShownPair]:
+def shown_pairs(prompts: Sequence[str], completions: Sequence[Sequence[str]], *, shuffle: bool) -> list[ShownPair]:
     """Every pair as it is shown: with `shuffle`, reversed with probability 1/2.
 
     The order depends on the texts only, so a resumed run makes the same requests.
@@ -204,9 +194,9 @@ def shown_pairs(
 class ChatPairwiseJudge(BasePairwiseJudge):
     """Base of the judges that send a pair to a chat model, which answers "0" or "1".
 
-    `system_prompt` (None: `QUESTION`) has the placeholders `{prompt}`, `{response0}` and `{response1}`; other braces are
-    doubled. Up to `max_workers` requests run at the same time; after `max_requests` (None: no limit) every answer is -1.
-    `num_requests` and `num_tokens` count requests, and the tokens that the endpoint reports.
+    `system_prompt` (None: `QUESTION`) has the placeholders `{prompt}`, `{response0}` and `{response1}`; other braces
+    are doubled. Up to `max_workers` requests run at the same time; after `max_requests` (None: no limit) every answer
+    is -1. `num_requests` and `num_tokens` count requests, and the tokens that the endpoint reports.
     """
 
     model: Any
@@ -233,17 +223,13 @@ class ChatPairwiseJudge(BasePairwiseJudge):
     @property
     def cache_key(self) -> str:
         """The identity of its answers on disk: class, model, prompt and options of a request."""
-        return repr(
-            [type(self).__name__, self.model, self.system_prompt, sorted(self.request_options.items())]
-        )
+        return repr([type(self).__name__, self.model, self.system_prompt, sorted(self.request_options.items())])
 
     @abstractmethod
     def _request(self, **options: Any) -> Any:
         """What the endpoint answers to a request."""
 
-    def judge(
-        self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True
-    ) -> list[int]:
+    def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
         """0 or 1 for each pair; -1 if the request failed, the answer is neither, or `max_requests` is reached.
 
         Raises: the first error, if every request failed.
@@ -256,9 +242,7 @@ class ChatPairwiseJudge(BasePairwiseJudge):
         ]
         self.num_requests += len(questions)
         if len(questions) < len(pairs):
-            self._warn_once(
-                "limit", f"{self.max_requests} requests (max_requests) were made, so answers are -1"
-            )
+            self._warn_once("limit", f"{self.max_requests} requests (max_requests) were made, so answers are -1")
         answers = self._answers(questions)
         shown = [{"0": 0, "1": 1}.get((answer or "").strip()) for answer in answers]
         shown += [None] * (len(pairs) - len(shown))
@@ -292,8 +276,8 @@ class HfPairwiseJudge(ChatPairwiseJudge):
     """A chat model of the Hugging Face Hub, through its inference API.
 
     `model` is its name, or the address of an endpoint; `token` by default that of the login; `client` another
-    `huggingface_hub.InferenceClient`; `timeout` that of a request in seconds; `request_options` are further arguments of each
-    request (`max_tokens` is 1). The others as in `ChatPairwiseJudge`.
+    `huggingface_hub.InferenceClient`; `timeout` that of a request in seconds; `request_options` are further arguments
+    of each request (`max_tokens` is 1). The others as in `ChatPairwiseJudge`.
 
     Example:
         >>> judge = HfPairwiseJudge()  # doctest: +SKIP
@@ -327,9 +311,9 @@ class HfPairwiseJudge(ChatPairwiseJudge):
 class OpenAIPairwiseJudge(ChatPairwiseJudge):
     """A model behind an endpoint with OpenAI's chat completions API (the `judges` extra).
 
-    The address is OPENAI_BASE_URL, the key OPENAI_API_KEY. `client` is another `openai.OpenAI`, `timeout` that of a request in
-    seconds; `request_options` are further arguments of each request (`max_tokens` is 1 unless `max_completion_tokens`, for
-    reasoning models, is given). The others as in `ChatPairwiseJudge`.
+    The address is OPENAI_BASE_URL, the key OPENAI_API_KEY. `client` is another `openai.OpenAI`, `timeout` that of a
+    request in seconds; `request_options` are further arguments of each request (`max_tokens` is 1 unless
+    `max_completion_tokens`, for reasoning models, is given). The others as in `ChatPairwiseJudge`.
 
     Raises: ImportError without the openai package.
     """
@@ -362,9 +346,7 @@ def _openai_client(timeout: float) -> Any:
             "OpenAIPairwiseJudge needs the openai package. Install it with `pip install trl[judges]`."
         ) from error
     if not os.environ.get("OPENAI_API_KEY"):
-        raise ValueError(
-            "OPENAI_API_KEY is not set, which OpenAIPairwiseJudge needs. Set it, or pass a client."
-        )
+        raise ValueError("OPENAI_API_KEY is not set, which OpenAIPairwiseJudge needs. Set it, or pass a client.")
     return openai.OpenAI(timeout=timeout)
 
 

@@ -39,19 +39,21 @@ class ManagedJudge(BasePairwiseJudge):
 
     Args:
         judge: the pairwise judge.
-        cache: file (SQLite) of its answers, by the judge's `cache_key` (its class, unless it defines one), options, prompt and
+        cache: file (SQLite) of its answers, by the judge's `cache_key` (its class, unless it defines one), options,
+        prompt and
             completions. Several processes and runs can use it at the same time. A pair without an answer is not stored.
-        swap_positions: show each pair in both orders. The share of a completion is the mean of both, so a disagreement of 0 and
+        swap_positions: show each pair in both orders. The share of a completion is the mean of both, so a disagreement
+        of 0 and
             1 is a tie. A pair with one answer has none.
         retries: further attempts after an exception or a missed deadline, and for pairs without an answer.
         deadline: maximum time of an attempt, in seconds; None for no limit.
-        max_calls: maximum number of comparisons sent to the judge, two for each pair with `swap_positions`; None for no limit.
-        max_tokens: tokens (the judge's `num_tokens`) after which no comparison is sent; None for no limit.
+        max_calls: maximum number of comparisons sent to the judge, two for each pair with `swap_positions`; None for no
+        limit. max_tokens: tokens (the judge's `num_tokens`) after which no comparison is sent; None for no limit.
         on_failure: if the last attempt fails, or the budget is spent: "error" raises, "skip" answers -1 (logged once).
 
-    `cost` has comparisons sent (`calls`) and read from the cache (`cached`), those without an answer (`unanswered`), failed
-    attempts (`failures`), `tokens`, and `seconds` in the judge. After `reward_deadline` no attempt begins, and all pairs of the batch
-    are unanswered. Cost and budget count from the start of the process.
+    `cost` has comparisons sent (`calls`) and read from the cache (`cached`), those without an answer (`unanswered`),
+    failed attempts (`failures`), `tokens`, and `seconds` in the judge. After `reward_deadline` no attempt begins, and
+    all pairs of the batch are unanswered. Cost and budget count from the start of the process.
 
     Raises: TypeError for another kind of judge, ValueError for limits out of range and for a file that is no cache.
 
@@ -108,16 +110,15 @@ class ManagedJudge(BasePairwiseJudge):
     ) -> list[int | float]:
         """0 or 1 for each pair, 0.5 for a tie, -1 for no answer.
 
-        With `return_scores`, how far the first completion wins, in [0, 1]: the judge's probability if it has `return_scores`.
+        With `return_scores`, how far the first completion wins, in [0, 1]: the judge's probability if it has
+        `return_scores`.
         """
         options: dict[str, bool] = {}
         if self._takes_order():
             options["shuffle_order"] = shuffle_order and not self.swap_positions
         if return_scores and "return_scores" in inspect.signature(self.inner.judge).parameters:
             options["return_scores"] = True
-        questions = [
-            (prompt, first, second) for prompt, (first, second) in zip(prompts, completions, strict=True)
-        ]
+        questions = [(prompt, first, second) for prompt, (first, second) in zip(prompts, completions, strict=True)]
         if self.swap_positions:
             turned = [(prompt, second, first) for prompt, first, second in questions]
             found = self._shares([*questions, *turned], options)
@@ -132,9 +133,7 @@ class ManagedJudge(BasePairwiseJudge):
     def _takes_order(self) -> bool:
         """Whether the judge takes `shuffle_order`, by its name or among `**kwargs`."""
         parameters = inspect.signature(self.inner.judge).parameters
-        return "shuffle_order" in parameters or any(
-            each.kind is each.VAR_KEYWORD for each in parameters.values()
-        )
+        return "shuffle_order" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
     def _mean(self, share: float | None, of_second: float | None) -> float | None:
         """The share of the first completion, of its shares in both orders."""
@@ -147,9 +146,7 @@ class ManagedJudge(BasePairwiseJudge):
 
     def agreement(self) -> dict[str, Weighted]:
         """`judge/agreement`: how often both orders agreed since the last call; empty without `swap_positions`."""
-        found = Weighted(
-            *(torch.tensor(float(count), dtype=torch.float64) for count in (self._agreed, self._both))
-        )
+        found = Weighted(*(torch.tensor(float(count), dtype=torch.float64) for count in (self._agreed, self._both)))
         self._agreed = self._both = 0
         return {"judge/agreement": found} if self.swap_positions else {}
 
@@ -234,7 +231,9 @@ class ManagedJudge(BasePairwiseJudge):
         return hashlib.sha256(json.dumps([judge, sorted(options.items()), question]).encode()).hexdigest()
 
     def _stored(self, keys: Iterable[Hashable], new: Iterable[tuple[str, float]] = ()) -> dict[Any, float]:
-        """The answers on disk under these keys, after adding `new` ones; those of other processes that came first stay."""
+        """The answers on disk under these keys, after adding `new` ones; those of other processes that came first
+        stay.
+        """
         try:
             with closing(sqlite3.connect(str(self.cache), timeout=60.0)) as opened, opened:
                 opened.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, share REAL)")

@@ -37,8 +37,9 @@ logger = logging.getLogger(__name__)
 class ModelSource:
     """A reward model as a source: its score at the last token of prompt and completion.
 
-    By default it reads their text, with its own chat template and tokenizer. With `read="ids"` it reads the token ids of the
-    rollout if the policy has the same vocabulary, otherwise the text (logged once). A prompt shared by several rows is run once.
+    By default it reads their text, with its own chat template and tokenizer. With `read="ids"` it reads the token ids
+    of the rollout if the policy has the same vocabulary, otherwise the text (logged once). A prompt shared by several
+    rows is run once.
 
     Args:
         model: a sequence-classification model with one label, or its name or path.
@@ -107,9 +108,7 @@ class ModelSource:
                     prefix_sharing=self.scorer.shares_prefixes,
                     pad_token_id=self.scorer.pad_token_id,
                 )
-                logits = self.scorer.score(
-                    self.model, {name: each.to(device) for name, each in batch.items()}
-                )
+                logits = self.scorer.score(self.model, {name: each.to(device) for name, each in batch.items()})
                 scores[[chunk[row] for group in groups for row in group]] = logits[:, 0].float().cpu()
         return scores.tolist()
 

@@ -1,7 +1,7 @@
 """Ready-made reward functions: correct answers, format and length.
 
-Answers are compared in a separate process (`math_worker.py`), which is killed if it takes too long: math-verify's own timeouts are
-signals, which only work in the main thread on POSIX systems.
+Answers are compared in a separate process (`math_worker.py`), which is killed if it takes too long: math-verify's own
+timeouts are signals, which only work in the main thread on POSIX systems.
 """
 
 from __future__ import annotations
@@ -56,9 +56,7 @@ def think_format_reward(completions: Sequence[Completion], **kwargs: Any) -> lis
     return [float(bool(_THOUGHT_FIRST.match(content_of(completion)))) for completion in completions]
 
 
-def get_soft_overlong_punishment(
-    max_completion_len: int, soft_punish_cache: int
-) -> Callable[..., list[float]]:
+def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
     """A reward function that is 0 for short completions and falls to -1 near the maximum length.
 
     With L_max = `max_completion_len` and L_cache = `soft_punish_cache`, in tokens: 0 up to L_max - L_cache, then
@@ -74,9 +72,7 @@ def get_soft_overlong_punishment(
             f"soft_punish_cache must be between 1 and max_completion_len={max_completion_len}, got {soft_punish_cache}."
         )
 
-    def soft_overlong_punishment_reward(
-        completion_ids: Sequence[Sequence[int]], **kwargs: Any
-    ) -> list[float]:
+    def soft_overlong_punishment_reward(completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float]:
         free = max_completion_len - soft_punish_cache
         excess = (len(ids) - free for ids in completion_ids)
         return [0.0 if over <= 0 else max(-over / soft_punish_cache, -1.0) for over in excess]
@@ -84,14 +80,13 @@ def get_soft_overlong_punishment(
     return soft_overlong_punishment_reward
 
 
-def accuracy_reward(
-    completions: Sequence[Completion], solution: Sequence[str], **kwargs: Any
-) -> list[float | None]:
+def accuracy_reward(completions: Sequence[Completion], solution: Sequence[str], **kwargs: Any) -> list[float | None]:
     r"""1.0 for a completion whose answer equals the solution, else 0.0; None if the solution cannot be parsed.
 
-    The answer is the last `\boxed{...}` (several joined by commas or `and` are one list), or LaTeX (`$...$`) after words such as
-    "the final answer is". The solution is a number, an expression or LaTeX. math-verify (the `math` extra) compares them as
-    mathematics, in a separate process: `1/2` equals `0.5`. A comparison of more than 5 s counts as wrong.
+    The answer is the last `\boxed{...}` (several joined by commas or `and` are one list), or LaTeX (`$...$`) after
+    words such as "the final answer is". The solution is a number, an expression or LaTeX. math-verify (the `math`
+    extra) compares them as mathematics, in a separate process: `1/2` equals `0.5`. A comparison of more than 5 s counts
+    as wrong.
 
     Raises: ImportError without math-verify.
     """
@@ -119,7 +114,9 @@ def reasoning_accuracy_reward(
 
 
 class MathProcess:
-    """A process that compares answers, started at the first request and after each kill. Threads wait for each other."""
+    """A process that compares answers, started at the first request and after each kill. Threads wait for each
+    other.
+    """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None

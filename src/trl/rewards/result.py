@@ -35,17 +35,16 @@ def refusing_exit() -> Iterator[None]:
     except SystemExit as stop:
         if type(stop) is not SystemExit:
             raise
-        raise RewardError(
-            f"called sys.exit({stop.code!r}), which does not end a run. Raise an error."
-        ) from stop
+        raise RewardError(f"called sys.exit({stop.code!r}), which does not end a run. Raise an error.") from stop
 
 
 @dataclass(frozen=True, slots=True)
 class RewardInputs:
     """B completions, in the terms of reward functions. Scoring changes nothing in it.
 
-    `prompts` and `completions` are texts, or lists of messages; the ids are lists of token ids, empty if unknown. `columns` are
-    the other columns of the dataset, one value for each row; `prompt` and `completion` are removed from them.
+    `prompts` and `completions` are texts, or lists of messages; the ids are lists of token ids, empty if unknown.
+    `columns` are the other columns of the dataset, one value for each row; `prompt` and `completion` are removed from
+    them.
 
     Raises: ValueError for columns of another length, or with the name of an argument that every function is given.
     """
@@ -68,9 +67,7 @@ class RewardInputs:
         given |= {n: ids for n in ("completion_ids", "prompt_ids") if len(ids := getattr(self, n))}
         for name, values in given.items():
             if len(values) != len(self.prompts):
-                raise ValueError(
-                    f"{name} has {len(values)} values, expected {len(self.prompts)}, one for each prompt."
-                )
+                raise ValueError(f"{name} has {len(values)} values, expected {len(self.prompts)}, one for each prompt.")
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -78,9 +75,7 @@ class RewardInputs:
     def take(self, rows: Sequence[int]) -> RewardInputs:
         """Some of the rows."""
         given = {name: getattr(self, name) for name in _LISTS} | dict(self.columns)
-        own = {
-            name: [values[row] for row in rows] if len(values) else values for name, values in given.items()
-        }
+        own = {name: [values[row] for row in rows] if len(values) else values for name, values in given.items()}
         return replace(self, **{name: own.pop(name) for name in _LISTS}, columns=own)
 
     def row_text(self, row: int) -> str:
@@ -139,7 +134,8 @@ def read_answers(given: Any, *, count: int) -> Answers:
 
 
 def read_scores(given: Any, *, count: int, name: str, of: str = "text") -> list[float]:
-    """A finite number for each of `count` texts (what they are `of`), as the function `name` returned them; a tensor may have any shape.
+    """A finite number for each of `count` texts (what they are `of`), as the function `name` returned them; a tensor
+    may have any shape.
 
     Raises: ValueError for another number of values, and for values that are not finite numbers (also None).
     """
@@ -150,9 +146,7 @@ def read_scores(given: Any, *, count: int, name: str, of: str = "text") -> list[
     for row, value in enumerate(answers.values):
         if value is None:
             wrong = answers.unusable.get(row, "None")
-            raise ValueError(
-                f"{name} gave {wrong} for {of} {row}, expected a finite number for each of {count} {of}s."
-            )
+            raise ValueError(f"{name} gave {wrong} for {of} {row}, expected a finite number for each of {count} {of}s.")
     return [value for value in answers.values if value is not None]
 
 
@@ -211,7 +205,8 @@ def combine(scores: Tensor, weights: Tensor) -> Tensor:
 def reward_metrics(names: Sequence[str], scores: Tensor) -> dict[str, float]:
     """`rewards/<name>/mean` and `rewards/<name>/std` of each source's scores `(N, S)`.
 
-    The deviation divides by n - 1, as `torch.std` does. A mean without scores is NaN, and a deviation of fewer than two.
+    The deviation divides by n - 1, as `torch.std` does. A mean without scores is NaN, and a deviation of fewer than
+    two.
     """
     found: dict[str, float] = {}
     for name, column in zip(names, scores.unbind(dim=1), strict=True):

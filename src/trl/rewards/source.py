@@ -50,13 +50,14 @@ RewardFunc = str | os.PathLike[str] | nn.Module | Callable[..., Any] | Judge | R
 class RewardSources:
     """All reward sources of a run: functions (plain or async), models with one label (or their names or paths), judges.
 
-    Async sources run at the same time on one event loop. Meanwhile the others run one after another in the caller's thread,
-    or on a thread of their own if they have a deadline.
+    Async sources run at the same time on one event loop. Meanwhile the others run one after another in the caller's
+    thread, or on a thread of their own if they have a deadline.
 
     Args:
         reward_funcs: one source or several.
         weights: of the sources in the sum, 1 by default.
-        processing_classes: the tokenizer of the only reward model, or a list with an entry for each source (None: the one
+        processing_classes: the tokenizer of the only reward model, or a list with an entry for each source (None: the
+        one
             saved with the model, else the policy's).
         deadline: maximum time of one call of a source in seconds; None for no limit.
         on_failure: if a source raises, misses its deadline or returns an invalid value: "error" raises `RewardError`,
@@ -110,7 +111,9 @@ class RewardSources:
             source.check_columns(columns)
 
     def check_groups(self, completions: int, *, rows: int) -> None:
-        """Raise ValueError if a judge compares `completions` of a prompt and the `rows` of a process are not whole groups."""
+        """Raise ValueError if a judge compares `completions` of a prompt and the `rows` of a process are not whole
+        groups.
+        """
         judges = [source for source in self.sources if isinstance(source, JudgeSource) and source.compares]
         if judges and (completions < 2 or rows % completions):
             raise ValueError(
@@ -120,7 +123,8 @@ class RewardSources:
             )
 
     def score(self, inputs: RewardInputs, *, lost: Tensor | None = None) -> RewardResult:
-        """Scores of all completions by all sources. Rows that are `lost`, bool `(B,)`, have none, and functions are not given them.
+        """Scores of all completions by all sources. Rows that are `lost`, bool `(B,)`, have none, and functions are not
+        given them.
 
         Raises: RewardError if a source whose policy is "error" fails, ValueError for a missing column.
         """
@@ -182,9 +186,7 @@ class RewardSources:
             row = min(answers.unusable)
             more = f" and for {len(answers.unusable) - 1} more rows" if len(answers.unusable) > 1 else ""
             text = f"gave {answers.unusable[row]} for row {row} ({inputs.row_text(row)}){more}"
-            self._warn_or_raise(
-                number, RewardError(f"{text}, expected a finite number, or None for no score")
-            )
+            self._warn_or_raise(number, RewardError(f"{text}, expected a finite number, or None for no score"))
         return answers
 
     def _warn_or_raise(self, number: int, error: Exception) -> None:
@@ -244,9 +246,7 @@ def _weights(weights: Sequence[float] | None, count: int) -> Tensor:
     if weights is None:
         return torch.ones(count, dtype=torch.float64)
     if len(weights) != count:
-        raise ValueError(
-            f"reward_weights has {len(weights)} weights for {count} reward functions. Give one for each."
-        )
+        raise ValueError(f"reward_weights has {len(weights)} weights for {count} reward functions. Give one for each.")
     found = torch.tensor([float(weight) for weight in weights], dtype=torch.float64)
     if not found.isfinite().all():
         raise ValueError(f"reward_weights must be finite, got {list(weights)}. Use 0 to only log a reward.")

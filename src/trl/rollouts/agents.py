@@ -42,7 +42,8 @@ logger = logging.getLogger(__name__)
 ENVIRONMENTS = "environments"
 CLOSING_SECONDS = 10.0  # for the `close` of environments
 MOST_OUTPUT = 1 << 20  # bytes of a command's output that are read
-# Ends a command's process group when the trainer has ended, even by SIGKILL. It is the trainer's child, which collects its end.
+# Ends a command's process group when the trainer has ended, even by SIGKILL. It is the trainer's child, which collects
+# its end.
 _WATCH = "read -r _; kill -9 -$0"
 _LAUNCH = 'read -r _ && exec "$@" </dev/fd/$0'  # not before it is watched
 
@@ -51,13 +52,14 @@ Agent = Callable[..., Awaitable[Any]] | Sequence[str] | str
 
 
 class AgentCompleter:
-    """Completes rows by running an agent, or an environment, on each: a `Completer`. A row's completion is what its session holds.
+    """Completes rows by running an agent, or an environment, on each: a `Completer`. A row's completion is what its
+    session holds.
 
-    `concurrency` sessions run at once, each for at most `deadline` seconds (None: no limit), within a `budget`. The agent's result
-    is its reward: a number, None, or a dict with `reward`. An agent that raises, takes too long or never asks the policy has none;
-    such rows are counted. What requests set themselves is handled as `agent_sampling` says (`Session`), and the endpoint listens on
-    `host`. Sessions that the `journal` holds are not run again. With `graded` reward functions give rewards too, so
-    a command may print anything.
+    `concurrency` sessions run at once, each for at most `deadline` seconds (None: no limit), within a `budget`. The
+    agent's result is its reward: a number, None, or a dict with `reward`. An agent that raises, takes too long or never
+    asks the policy has none; such rows are counted. What requests set themselves is handled as `agent_sampling` says
+    (`Session`), and the endpoint listens on `host`. Sessions that the `journal` holds are not run again. With `graded`
+    reward functions give rewards too, so a command may print anything.
 
     Raises: TypeError for an agent that is neither an async function of (row, base_url, api_key) nor a command.
     """
@@ -98,10 +100,7 @@ class AgentCompleter:
             self.close(ends=False)
         sampling, precision = maker.sampling, maker.accelerator.mixed_precision
         drawn = sampling, self.budget, self.template_kwargs, type(maker.engine).__name__, precision
-        keys = [
-            self.journal.key(*pair, *drawn, self.agent_sampling)
-            for pair in zip(streams, own_rows, strict=True)
-        ]
+        keys = [self.journal.key(*pair, *drawn, self.agent_sampling) for pair in zip(streams, own_rows, strict=True)]
         held = {key: self.journal.found(key) for key in keys}
         if self.environments is not None:
             self.environments.made += [one.environment for one in held.values() if one is not None]
@@ -125,20 +124,15 @@ class AgentCompleter:
         rows = [one.chains or [silent] for one in played]
         stopped = [all(chain.ended for chain in chains) for chains in rows]
         columns = {
-            STOPPED: [
-                ended and not (one.cut or one.limited) for ended, one in zip(stopped, played, strict=True)
-            ],
+            STOPPED: [ended and not (one.cut or one.limited) for ended, one in zip(stopped, played, strict=True)],
             TURNS: [one.turns for one in played],
             CHAINS: [len(one.chains) for one in played],
             CUT: [one.cut for one in played],
             **{OUTCOME_OF + kind: [one.failure == kind for one in played] for kind in OUTCOMES},
-            **{
-                RESULT_OF + n: [one.results.get(n, math.nan) for one in played] for n in sorted(self._results)
-            },
+            **{RESULT_OF + n: [one.results.get(n, math.nan) for one in played] for n in sorted(self._results)},
         }
         fields: dict[str, list[Any]] = {
-            name: [one.reward if one.reward_name == name else None for one in played]
-            for name in self.reward_names
+            name: [one.reward if one.reward_name == name else None for one in played] for name in self.reward_names
         }
         if self.environments is not None:
             columns |= tool_counts(played)
@@ -197,9 +191,7 @@ class AgentCompleter:
             lines = "".join(traceback.format_exception(error)).replace(session.api_key, "***")
             logger.warning("An agent failed; further failures of this type are only counted:\n%s", lines)
 
-    async def _play(
-        self, endpoint: Endpoint, session: Session, played: Played, gate: asyncio.Semaphore
-    ) -> Any:
+    async def _play(self, endpoint: Endpoint, session: Session, played: Played, gate: asyncio.Semaphore) -> Any:
         async with gate:
             try:
                 return await bounded(self.agent(session, played), self.deadline)
@@ -221,9 +213,7 @@ def check_agent(given: Any, *, graded: bool = False) -> Callable[[Session, Playe
         if not any("{base_url}" in word for word in words):
             raise TypeError(f"agent={words}: a command needs '{{base_url}}' among its words.")
         if shutil.which(words[0]) is None:
-            raise FileNotFoundError(
-                f"agent={words}: there is no program {words[0]!r}. Install it, or give its path."
-            )
+            raise FileNotFoundError(f"agent={words}: there is no program {words[0]!r}. Install it, or give its path.")
         return lambda session, _: _run_command(words, session, graded=graded)
     agent: Any = given
     called = getattr(type(agent), "__call__", None)  # noqa: B004 - of an object that is called as a function
@@ -240,7 +230,8 @@ def check_agent(given: Any, *, graded: bool = False) -> Callable[[Session, Playe
 
 
 async def _run_command(words: Sequence[str], session: Session, *, graded: bool) -> Any:
-    """The JSON value in the last line that a command prints; else the line, or None if `graded`. Its environment has the address and key too.
+    """The JSON value in the last line that a command prints; else the line, or None if `graded`. Its environment has
+    the address and key too.
 
     A row that is in none of its words is its standard input. What it started ends with it, and with this process.
     """

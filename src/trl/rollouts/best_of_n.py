@@ -23,10 +23,10 @@ Queries = Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor] | Tensor
 class BestOfNSampler:
     """Samples `sample_size` completions of each query and returns the `n_candidates` with the highest scores.
 
-    `queries_to_scores(texts)` scores the texts of one query: query and completion, or the completion of an encoder-decoder.
-    `length_sampler()` draws the maximum of new tokens of each query. `generation_config` and the keywords of `generate` are
-    settings of `Sampling`. With a `seed` results depend on it, the number of the call and the process, otherwise on torch's global
-    generator. `engine` is a `TransformersEngine` by default.
+    `queries_to_scores(texts)` scores the texts of one query: query and completion, or the completion of an
+    encoder-decoder. `length_sampler()` draws the maximum of new tokens of each query. `generation_config` and the
+    keywords of `generate` are settings of `Sampling`. With a `seed` results depend on it, the number of the call and
+    the process, otherwise on torch's global generator. `engine` is a `TransformersEngine` by default.
 
     Raises: ValueError unless 1 <= n_candidates <= sample_size.
 

@@ -19,8 +19,8 @@ from trl.tensors.ragged import Ragged
 class Chain:
     """Turns one after another: a prompt, and all tokens after it, of which the policy `sampled` some.
 
-    `logps` and `kept` are those of `Generated`, 0 for the other tokens, as numbers of torch's `dtype` (None: nothing was sampled).
-    `ended`: by the policy.
+    `logps` and `kept` are those of `Generated`, 0 for the other tokens, as numbers of torch's `dtype` (None: nothing
+    was sampled). `ended`: by the policy.
     """
 
     prompt: list[int]
@@ -51,10 +51,9 @@ class Chain:
         self.kept += [0.0] * len(shown) + kept
 
 
-def experience_of(
-    rows: Sequence[Sequence[Chain]], columns: Mapping[str, Sequence[Any]], *, keeps: bool
-) -> Experience:
-    """Completions of one chain or several. Tokens that the policy did not sample have a log-prob of 0 and count as tool output.
+def experience_of(rows: Sequence[Sequence[Chain]], columns: Mapping[str, Sequence[Any]], *, keeps: bool) -> Experience:
+    """Completions of one chain or several. Tokens that the policy did not sample have a log-prob of 0 and count as tool
+    output.
 
     `columns` are those per row. `keeps`: whether samples have the mass that truncated sampling kept.
     """
@@ -77,8 +76,8 @@ def experience_of(
 def chains_of(turns: Sequence[Turn]) -> list[Chain]:
     """A session as chains in which each sampled token is once: one for each tree, and one more for each further branch.
 
-    A branch's prompt is all that came before it. Turns after the same one are ordered by their tokens, short prompts first, and
-    not by time, which differs from run to run for requests side by side.
+    A branch's prompt is all that came before it. Turns after the same one are ordered by their tokens, short prompts
+    first, and not by time, which differs from run to run for requests side by side.
     """
     children: dict[Turn | None, list[Turn]] = {}
     for turn in sorted(turns, key=_by_tokens):
@@ -98,7 +97,9 @@ def _by_tokens(turn: Turn) -> Any:
 
 
 def in_order(turns: Sequence[Turn]) -> list[Turn]:
-    """Turns by time; those that ran side by side by their tokens, because their order in time differs from run to run."""
+    """Turns by time; those that ran side by side by their tokens, because their order in time differs from run to
+    run.
+    """
     by_time = sorted(turns, key=lambda turn: turn.started)
     ends = accumulate((turn.ended for turn in by_time), max, initial=0.0)
     groups = accumulate(turn.started >= end for turn, end in zip(by_time, ends, strict=False))

@@ -39,7 +39,9 @@ class Chats:
         return list(encode(self.tokenizer, [text])[0])
 
     def ids(self, text: str, *, begins: bool) -> list[int]:
-        """The tokens of a text, with the tokenizer's special ones where it `begins`. Raises: APIError if it is too long."""
+        """The tokens of a text, with the tokenizer's special ones where it `begins`. Raises: APIError if it is too
+        long.
+        """
         self._check_length(len(text))
         return self.tokenizer(text, **({} if begins else {"add_special_tokens": False}))["input_ids"]
 
@@ -57,7 +59,9 @@ class Chats:
         return max(map(len, self.tokenizer.get_vocab())) + 1  # with a space that tokens do not have
 
     def after(self, last: int, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
-        """The tokens of messages after a turn with the last token `last`. Raises: TemplateRefusal, APIError if they are too long."""
+        """The tokens of messages after a turn with the last token `last`. Raises: TemplateRefusal, APIError if they are
+        too long.
+        """
         self._check_length(sum(len(message["content"]) for message in messages))
         writer = ReplyWriter(self.processing_class, list(tools))
         return writer.ids(messages, last=last, ends=self.ends, template_kwargs=self.template_kwargs)
@@ -119,7 +123,9 @@ def _cut(text: str, stops: Sequence[str]) -> str:
 
 
 def readable_all(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Messages as templates read them. Answers of tools, for which clients give ids, have the names of their calls. Raises: APIError."""
+    """Messages as templates read them. Answers of tools, for which clients give ids, have the names of their calls.
+    Raises: APIError.
+    """
     found, names = list[Message](), dict[str, str]()
     for message in map(readable, messages):
         names |= {str(call.get("id")): call["function"]["name"] for call in message.get("tool_calls", [])}

@@ -33,13 +33,14 @@ _STARTING_S = 30.0
 
 
 class Endpoint:
-    """Serves an engine over HTTP on this machine, with the weights at the beginning of the block, and the model in eval mode.
+    """Serves an engine over HTTP on this machine, with the weights at the beginning of the block, and the model in eval
+    mode.
 
     Inside the block, `session(row)` gives an address and a key. The engine runs in a thread of its own, or, with
-    `threaded=False`, where `run` is called. `sampling` are the settings of all sessions; other values of temperature and
-    truncation in requests are ignored with a warning (`agent_sampling="own"`), taken ("agent") or refused ("strict"). Clients may
-    call the model by any name beside `model_name`. `server` is one that has its address already.
-    Without `http` there is none, and only this process can use the sessions.
+    `threaded=False`, where `run` is called. `sampling` are the settings of all sessions; other values of temperature
+    and truncation in requests are ignored with a warning (`agent_sampling="own"`), taken ("agent") or refused
+    ("strict"). Clients may call the model by any name beside `model_name`. `server` is one that has its address
+    already. Without `http` there is none, and only this process can use the sessions.
 
     Example:
         >>> with Endpoint(engine, tokenizer) as endpoint:  # doctest: +SKIP
@@ -107,9 +108,7 @@ class Endpoint:
         assert self._server is not None
         return self._server.port
 
-    def session(
-        self, row: Mapping[str, Any] | None = None, *, key: str | None = None, **options: Any
-    ) -> Session:
+    def session(self, row: Mapping[str, Any] | None = None, *, key: str | None = None, **options: Any) -> Session:
         """Open a session on a row; `options` (`stream`, `budget`, `keeps`, `version`) are those of `Session`.
 
         Its tokens depend on the seed, its `stream` (default: its number) and its requests.

@@ -33,9 +33,10 @@ NO_TOOLS = ("reset", "get_reward", "close")
 class StepEnvironment:
     """Makes environments in which the policy takes steps: an `environment_factory` for OpenEnv's clients and the like.
 
-    `factory` makes an object with `reset(**row)` and `step(action)`, sync or async; `reset` returns an observation, or an object
-    with `observation`, `step` one with `observation`, `reward` and `done`. `action` makes an action of what the policy wrote,
-    `show` makes the text of an observation, which is the user's next message. The reward is the sum of the steps' rewards.
+    `factory` makes an object with `reset(**row)` and `step(action)`, sync or async; `reset` returns an observation, or
+    an object with `observation`, `step` one with `observation`, `reward` and `done`. `action` makes an action of what
+    the policy wrote, `show` makes the text of an observation, which is the user's next message. The reward is the sum
+    of the steps' rewards.
 
     Example:
         >>> environment_factory = StepEnvironment(
@@ -98,11 +99,11 @@ class Kind:
 class EnvironmentAgent:
     """Runs the policy in environments: a session is an episode.
 
-    A `factory`, or several by name, among which a row's column `environment` chooses. The row's other columns are given to
-    `reset`; text that it returns ends the prompt's last message. Public methods are tools, beside the functions `tools`.
-    The calls of a turn run one after another, each for at most `deadline` seconds, and an episode ends with a turn without calls or
-    after `iterations` rounds of them. Environments are reset for each episode; with `keeps` only in the next rollout batch,
-    because reward functions read them.
+    A `factory`, or several by name, among which a row's column `environment` chooses. The row's other columns are given
+    to `reset`; text that it returns ends the prompt's last message. Public methods are tools, beside the functions
+    `tools`. The calls of a turn run one after another, each for at most `deadline` seconds, and an episode ends with a
+    turn without calls or after `iterations` rounds of them. Environments are reset for each episode; with `keeps` only
+    in the next rollout batch, because reward functions read them.
     """
 
     def __init__(
@@ -128,7 +129,9 @@ class EnvironmentAgent:
         self.threads = ThreadedCalls(most_left_behind=MOST_LEFT_BEHIND)
 
     def released(self, *, ends: bool) -> list[Any]:
-        """Make the environments of the last rollout batch free; those that can be closed and are not used again, all if it `ends`."""
+        """Make the environments of the last rollout batch free; those that can be closed and are not used again, all if
+        it `ends`.
+        """
         for kind in self.kinds.values():
             kind.free, kind.kept = [] if ends else kind.free + kind.kept, []
         free = [one for kind in self.kinds.values() for one in kind.free]

@@ -51,10 +51,11 @@ BRANCHES = "branches"
 class Experience:
     """B completions of prompts. Immutable: `dataclasses.replace` makes the next one.
 
-    `per_token` are tensors `(K,)` over the completions' tokens (log-probs, advantages, ...), `per_row` tensors `(B,)` (rewards,
+    `per_token` are tensors `(K,)` over the completions' tokens (log-probs, advantages, ...), `per_row` tensors `(B,)`
+    (rewards,
     ...). `more` are further rows of token ids: the `TEACHER_PROMPTS` that a teacher is shown in place of the prompts, and
-    `BRANCHES` of completions of several parts, each after a prompt of its own. For every part but the first a row of them has
-    its first token's place in the completion, the number of tokens of its prompt, and these.
+    `BRANCHES` of completions of several parts, each after a prompt of its own. For every part but the first a row of
+    them has its first token's place in the completion, the number of tokens of its prompt, and these.
     """
 
     prompts: Ragged
@@ -107,8 +108,8 @@ class Experience:
     def as_batch(self, *, prefix_sharing: bool) -> dict[str, Any]:
         """A packed batch that scores the completion tokens, in the order of `per_token`.
 
-        With `prefix_sharing` neighbouring rows of one prompt share it, and so do their further parts whose prompts begin with it.
-        With teacher prompts there is a `teacher_batch`.
+        With `prefix_sharing` neighbouring rows of one prompt share it, and so do their further parts whose prompts
+        begin with it. With teacher prompts there is a `teacher_batch`.
         """
         batch = self._batch(self.prompts, prefix_sharing)
         if TEACHER_PROMPTS in self.more:
@@ -224,10 +225,9 @@ def save_rollout_batch(folder: Path, experience: Experience, *, rank: int, facts
     save_file(tensors, folder / _name(rank), metadata={"facts": json.dumps(dict(facts), sort_keys=True)})
 
 
-def load_rollout_batch(
-    folder: Path, *, rank: int, processes: int, facts: Mapping[str, Any]
-) -> Experience | None:
-    """A process's part of the rollout batch that `save_rollout_batch` wrote, or None where there is none with these `facts`.
+def load_rollout_batch(folder: Path, *, rank: int, processes: int, facts: Mapping[str, Any]) -> Experience | None:
+    """A process's part of the rollout batch that `save_rollout_batch` wrote, or None where there is none with these
+    `facts`.
 
     Another number of `processes` than wrote it takes equal parts of the whole, in order.
     """

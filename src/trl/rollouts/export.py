@@ -14,12 +14,15 @@ Record = Mapping[str, Any]
 
 
 def session_record(session: Session, reward: float | None) -> dict[str, Any]:
-    """The record of a session of an `Endpoint`, as `read_sessions` gives those of a run: `row`, `reward`, `conversations`."""
+    """The record of a session of an `Endpoint`, as `read_sessions` gives those of a run: `row`, `reward`,
+    `conversations`.
+    """
     return {"row": dict(session.row), "reward": reward, "conversations": conversations_of(session.turns)}
 
 
 def sft_rows(sessions: Iterable[Record], *, least_reward: float) -> list[dict[str, Any]]:
-    """The conversations of sessions with at least this reward, each a row with `messages`, and `tools` where it had some.
+    """The conversations of sessions with at least this reward, each a row with `messages`, and `tools` where it had
+    some.
 
     Conversations that end with an empty message are left out.
     """
@@ -32,10 +35,11 @@ def sft_rows(sessions: Iterable[Record], *, least_reward: float) -> list[dict[st
 
 
 def preference_rows(sessions: Iterable[Record], *, least_margin: float = 0.0) -> list[dict[str, Any]]:
-    """The best and the worst session of each row whose rewards differ by more than `least_margin`: `prompt`, `chosen`, `rejected`.
+    """The best and the worst session of each row whose rewards differ by more than `least_margin`: `prompt`, `chosen`,
+    `rejected`.
 
-    The prompt is what both have in common up to a message of the policy. Of a session with several conversations the longest
-    counts. Sessions without a common beginning, or that end with an empty message, are left out.
+    The prompt is what both have in common up to a message of the policy. Of a session with several conversations the
+    longest counts. Sessions without a common beginning, or that end with an empty message, are left out.
     """
     groups, rows = dict[str, list[Record]](), []
     for session in sessions:
@@ -49,9 +53,7 @@ def preference_rows(sessions: Iterable[Record], *, least_margin: float = 0.0) ->
         pair = [max(_answered(each), key=lambda found: len(found["messages"])) for each in (best, worst)]
         chosen, rejected = (each["messages"] for each in pair)
         shared = common_prefix_length(chosen, rejected)
-        while shared and not all(
-            part[shared:] and part[shared]["role"] == "assistant" for part in (chosen, rejected)
-        ):
+        while shared and not all(part[shared:] and part[shared]["role"] == "assistant" for part in (chosen, rejected)):
             shared -= 1
         if shared:
             parts = {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}

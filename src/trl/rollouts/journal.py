@@ -32,8 +32,8 @@ REWARD_FIELD = "agent_reward"
 class Played:
     """A session, or a row with tools: its chains, the reward under its name, why it failed, and its conversations.
 
-    `results` are the numbers that the agent returned beside its reward. `messages` are what the policy wrote, with the answers of
-    tools and of an `environment`. `calls` to `limited` count calls of tools.
+    `results` are the numbers that the agent returned beside its reward. `messages` are what the policy wrote, with the
+    answers of tools and of an `environment`. `calls` to `limited` count calls of tools.
     """
 
     chains: list[Chain] = field(default_factory=list)
@@ -91,10 +91,10 @@ class Played:
 class Journal:
     """Records of sessions in files of `folder`, one for each step, run and process.
 
-    A record belongs to the run, the step, the policy's weights, a random stream, a row and the settings that it was sampled with.
-    `prune` deletes what a checkpoint does not need, unless the journal `keeps` all. With `environments`, their classes, a record has
-    the session's environment: its `__getstate__()`, if that is JSON. Sessions whose environment cannot be restored are not found.
-    Without a folder nothing is written.
+    A record belongs to the run, the step, the policy's weights, a random stream, a row and the settings that it was
+    sampled with. `prune` deletes what a checkpoint does not need, unless the journal `keeps` all. With `environments`,
+    their classes, a record has the session's environment: its `__getstate__()`, if that is JSON. Sessions whose
+    environment cannot be restored are not found. Without a folder nothing is written.
     """
 
     def __init__(

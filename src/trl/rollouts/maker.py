@@ -44,9 +44,7 @@ class Prompts:
         """The rows of a data set, or the positions in a stream, of rollout batch `number`."""
         if isinstance(self.rows, RowStream):
             return list(range(number * self.per_batch, (number + 1) * self.per_batch))
-        return rollout_rows(
-            number, self.per_batch, dataset=len(self.rows), seed=self.seed, shuffle=self.shuffle
-        )
+        return rollout_rows(number, self.per_batch, dataset=len(self.rows), seed=self.seed, shuffle=self.shuffle)
 
     @property
     def reward_columns(self) -> list[str]:
@@ -57,8 +55,8 @@ class Prompts:
 class Completed(NamedTuple):
     """Completions of some rows, and what their maker adds to the rows for reward functions.
 
-    `fields`: further columns; `messages`: each completion as messages, where it has several; `scored` is given the rewards;
-    `failure` is the first error of a session.
+    `fields`: further columns; `messages`: each completion as messages, where it has several; `scored` is given the
+    rewards; `failure` is the first error of a session.
     """
 
     experience: Experience
@@ -97,9 +95,9 @@ class ApplyRewards(Protocol):
 class RolloutMaker:
     """Makes rewarded completions. The same seed and batch number give the same rows, in any number of processes.
 
-    `refill` replaces rows of a rollout batch by its number. With `parts` > 1 a rollout batch is completed in that many parts, and
-    the rewards of a part are computed on a thread while the next part is completed. `follow` brings the policy's weights to the engine. `texts` holds
-    prompt and completion of each row of the newest rollout.
+    `refill` replaces rows of a rollout batch by its number. With `parts` > 1 a rollout batch is completed in that many
+    parts, and the rewards of a part are computed on a thread while the next part is completed. `follow` brings the
+    policy's weights to the engine. `texts` holds prompt and completion of each row of the newest rollout.
     """
 
     def __init__(
@@ -149,7 +147,9 @@ class RolloutMaker:
         return found if self.refill is None else self.refill(self, found, number)
 
     def roll_out(self, rows: Rows, *, streams: Sequence[int], training: bool = True) -> Experience:
-        """Completions of some rows, with the score of each source, and the columns that the method makes of their sum."""
+        """Completions of some rows, with the score of each source, and the columns that the method makes of their
+        sum.
+        """
         groups = math.ceil(len(streams) / self.sizes.group)
         size = math.ceil(groups / (self.parts if training else 1)) * self.sizes.group
         completed: list[Completed] = []
@@ -177,7 +177,9 @@ class RolloutMaker:
         return self.apply_rewards(concatenate(scored), rewards, every, training=training)
 
     def _check_sessions(self, completed: Sequence[Completed]) -> None:
-        """Raise RuntimeError if all sessions of agents failed, in all processes: there is nothing to learn from them."""
+        """Raise RuntimeError if all sessions of agents failed, in all processes: there is nothing to learn from
+        them.
+        """
         failed = [failed_sessions(one.experience) for one in completed]
         if failed[0] is None:
             return
@@ -190,9 +192,7 @@ class RolloutMaker:
                 "Correct the agent, and resume the run."
             )
 
-    def _score_after(
-        self, earlier: Sequence[Pending], experience: Experience, inputs: RewardInputs
-    ) -> RewardResult:
+    def _score_after(self, earlier: Sequence[Pending], experience: Experience, inputs: RewardInputs) -> RewardResult:
         """The scores of a part, once the part before it has its own: sources are called in the same order each time.
 
         Sessions that failed have none.
@@ -209,10 +209,11 @@ class RolloutMaker:
         sampling: Sampling | None = None,
         **inputs: Any,
     ) -> Experience:
-        """One completion of each prompt by the policy, on the CPU; `inputs` are further arguments of the engine's `generate`.
+        """One completion of each prompt by the policy, on the CPU; `inputs` are further arguments of the engine's
+        `generate`.
 
-        Per token: `sampling_logps` under the distribution that was sampled from, and if it was truncated `sampling_kept`, the log of
-        the kept mass. Per row: `stopped`, whether a stop token or string ended it.
+        Per token: `sampling_logps` under the distribution that was sampled from, and if it was truncated
+        `sampling_kept`, the log of the kept mass. Per row: `stopped`, whether a stop token or string ended it.
         """
         with self.accelerator.autocast():
             answers = self.engine.generate(prompts, sampling or self.sampling, streams=streams, **inputs)
@@ -251,8 +252,8 @@ def reward_inputs(
 ) -> RewardInputs:
     """Inputs of reward functions: completions as text, or as a message if prompts are messages.
 
-    A message that the prompt begins is part of the completion. `rows` are columns of the dataset, of which `columns` are passed on.
-    Without a column `prompt`, prompts are the text of their tokens.
+    A message that the prompt begins is part of the completion. `rows` are columns of the dataset, of which `columns`
+    are passed on. Without a column `prompt`, prompts are the text of their tokens.
     """
     prompt_ids, completion_ids = (
         [row.tolist() for row in ragged.split()] for ragged in (experience.prompts, experience.completions)
@@ -303,9 +304,7 @@ def with_begun(prompt: Sequence[Message] | str, messages: Sequence[Message]) -> 
     return [{**messages[0], "content": begun + content}, *messages[1:]]
 
 
-def less_penalty(
-    scores: Tensor, experience: Experience, penalty: float | None, *, token: int | None
-) -> Tensor:
+def less_penalty(scores: Tensor, experience: Experience, penalty: float | None, *, token: int | None) -> Tensor:
     """Scores `(B,)`, less the penalty in rows that neither stopped nor contain this token."""
     if penalty is None:
         return scores

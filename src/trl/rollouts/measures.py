@@ -15,7 +15,9 @@ from trl.rollouts.experience import LENGTH, RESULT_OF, REWARD, STOPPED, TOOL_OUT
 from trl.tensors.reduce import Weighted, weighted
 
 Outcome = Literal["raised", "deadline", "silent", "malformed"]
-"""Why a session of an agent has no reward: it raised, took too long, never asked the policy, or returned something else."""
+"""Why a session of an agent has no reward: it raised, took too long, never asked the policy, or returned something
+else.
+"""
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 # Columns per row of sessions of agents:
 TURNS, CHAINS, CUT, OUTCOME_OF = "agent_turns", "agent_chains", "agent_cut", "agent_failed_"
@@ -94,7 +96,8 @@ def agent_metrics(rows: Mapping[str, Tensor], *, share: float) -> dict[str, Weig
     """Metrics of sessions in rows of all processes, of which this process logs a `share`.
 
     `agent/turns` and `agent/branches` per session, `agent/cut_ratio`: share of sessions that a budget ended,
-    `agent/failures/<kind>`: shares that failed, `agent/<name>/mean` of the numbers that agents returned beside their rewards.
+    `agent/failures/<kind>`: shares that failed, `agent/<name>/mean` of the numbers that agents returned beside their
+    rewards.
     """
     if TURNS not in rows:
         return {}

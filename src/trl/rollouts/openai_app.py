@@ -31,8 +31,8 @@ def openai_app(
 ) -> ASGIApp:
     """The endpoints `/v1/chat/completions`, `/v1/completions`, `/v1/models` and `/health`.
 
-    Requests may give the model any name, as agents have names of their own. `session_of` gives the session of a key, `failure` the
-    error that ended the engine.
+    Requests may give the model any name, as agents have names of their own. `session_of` gives the session of a key,
+    `failure` the error that ended the engine.
     """
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     card = {"object": "model", "created": int(time.time()), "owned_by": "trl"}
@@ -204,9 +204,7 @@ class _Form:
         if not self.body.logprobs:
             return None
         pairs = zip(turn.logprobs, turn.token_bytes, strict=True)
-        content = [
-            {"token": text, "logprob": logp, "bytes": own, "top_logprobs": []} for (text, logp), own in pairs
-        ]
+        content = [{"token": text, "logprob": logp, "bytes": own, "top_logprobs": []} for (text, logp), own in pairs]
         return {"content": content, "refusal": None}
 
     def _text_logprobs(self, turn: Turn) -> dict[str, Any] | None:

@@ -25,8 +25,8 @@ Texts = list[tuple[Any, Any]]
 class Refill:
     """Replaces groups that teach nothing, in at most `rounds` rounds of sampling.
 
-    `lacks_variance` says, of the columns per row of whole groups, which groups teach nothing: bool `(N / G,)`. `discard`
-    counts sampled rows that are not learned from; all processes call it alike.
+    `lacks_variance` says, of the columns per row of whole groups, which groups teach nothing: bool `(N / G,)`.
+    `discard` counts sampled rows that are not learned from; all processes call it alike.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class Refill:
     def __call__(self, maker: RolloutMaker, experience: Experience, number: int) -> Experience:
         """This process's rows of rollout batch `number`, with other groups for those that teach nothing.
 
-        In each round as many prompts are sampled as groups are missing, in equal parts by the processes, wherever in the
-        batch they are to stand. Those that show no difference either are not taken. All processes must call it.
+        In each round as many prompts are sampled as groups are missing, in equal parts by the processes, wherever in
+        the batch they are to stand. Those that show no difference either are not taken. All processes must call it.
         """
         prompts, sizes, taken = maker.prompts, maker.sizes, maker.prompts.of_batch(number)
         turn, drawn, texts, rows = 0, 0, maker.texts, len(prompts.rows)  # type: ignore[arg-type]
@@ -61,9 +61,7 @@ class Refill:
         maker.texts = texts
         share = torch.tensor(1 / sizes.processes)
         measured = {"rounds": turn, "sampled_groups": drawn, "kept_zero_groups": len(missing)}
-        self.measured = {
-            f"dynamic_sampling/{name}": Weighted(value * share, share) for name, value in measured.items()
-        }
+        self.measured = {f"dynamic_sampling/{name}": Weighted(value * share, share) for name, value in measured.items()}
         return experience
 
     def _placed(
@@ -88,9 +86,11 @@ class Refill:
 
 
 def _sampled(maker: RolloutMaker, prompts: Sequence[int], streams: Sequence[int]) -> tuple[Experience, Texts]:
-    """Rewarded completions of groups of these prompts (rows of the data set), all of them on every process, and their texts.
+    """Rewarded completions of groups of these prompts (rows of the data set), all of them on every process, and their
+    texts.
 
-    Every process samples as many whole groups: where that does not come out even, the last ones sample the last group too.
+    Every process samples as many whole groups: where that does not come out even, the last ones sample the last group
+    too.
     """
     processes, size = maker.sizes.processes, maker.sizes.group
     own = math.ceil(len(prompts) / processes)

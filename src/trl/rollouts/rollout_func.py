@@ -29,7 +29,8 @@ _KNOWN = ("prompt_ids", "completion_ids", "logprobs")
 class RolloutFunction:
     """Completes prompts with a user's `function(prompts, trainer)`; reward functions are given its additional fields.
 
-    Raises: TypeError or ValueError for an answer that `read_rollouts` refuses, with its `vocabulary` and `context_length`.
+    Raises: TypeError or ValueError for an answer that `read_rollouts` refuses, with its `vocabulary` and
+    `context_length`.
     """
 
     exact = False
@@ -64,8 +65,9 @@ def generate_rollout_completions(
 ) -> list[dict[str, Any]]:
     """Completions of prompts by the trainer's engine, for a `rollout_func`.
 
-    Prompts are texts or conversations (`as_chat`; None: as they are). `generation_overrides` change the trainer's sampling.
-    Returns `prompt_ids`, `completion_ids`, `logprobs` (those of sampling) and `text` of each. Each call draws anew.
+    Prompts are texts or conversations (`as_chat`; None: as they are). `generation_overrides` change the trainer's
+    sampling. Returns `prompt_ids`, `completion_ids`, `logprobs` (those of sampling) and `text` of each. Each call draws
+    anew.
 
     Raises: ValueError for prompts of the other kind, and for unsupported settings.
     """
@@ -115,11 +117,11 @@ def read_rollouts(
     vocabulary: int | None = None,
     context_length: int | None = None,
 ) -> Completed:
-    """The result of a rollout function for `count` prompts: `prompt_ids`, `completion_ids`, optionally `logprobs` of the
-    completions' tokens, and further fields. A completion whose last token is one of `end_tokens` has stopped.
+    """The result of a rollout function for `count` prompts: `prompt_ids`, `completion_ids`, optionally `logprobs` of
+    the completions' tokens, and further fields. A completion whose last token is one of `end_tokens` has stopped.
 
-    Raises: TypeError or ValueError for fields that are no lists, another number of rows or log-probs, token ids that are not below `vocabulary`, more than
-    `context_length` tokens in a row, and log-probs above 0.
+    Raises: TypeError or ValueError for fields that are no lists, another number of rows or log-probs, token ids that
+    are not below `vocabulary`, more than `context_length` tokens in a row, and log-probs above 0.
     """
     if not isinstance(found, Mapping) or not {"prompt_ids", "completion_ids"} <= found.keys():
         shown = sorted(found) if isinstance(found, Mapping) else type(found).__name__

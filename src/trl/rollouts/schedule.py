@@ -31,8 +31,9 @@ _ROUND = 2**48  # larger than the streams of rollout batches and evaluations
 class RolloutSizes:
     """The sizes of a rollout batch, in rows and optimiser steps.
 
-    `rows`: over all processes. `mini_batches`: optimiser steps per pass over the rows; `passes`: over the rows. `micro_batches`: per
-    optimiser step; `processes`: that share each micro-batch. `group`: neighbouring rows of one prompt.
+    `rows`: over all processes. `mini_batches`: optimiser steps per pass over the rows; `passes`: over the rows.
+    `micro_batches`: per optimiser step; `processes`: that share each micro-batch. `group`: neighbouring rows of one
+    prompt.
     """
 
     rows: int
@@ -74,7 +75,8 @@ class GroupSizes(NamedTuple):
 def group_sizes(args: Any) -> GroupSizes:
     """The rollout batch of a config, in rows (completions); a micro-batch of one process has `args.device_rows`.
 
-    If `steps_per_generation` is no multiple of an optimiser step's micro-batches, a rollout batch has several generations.
+    If `steps_per_generation` is no multiple of an optimiser step's micro-batches, a rollout batch has several
+    generations.
 
     Raises: ValueError for numbers that do not divide, with those that would.
     """
@@ -172,8 +174,8 @@ def rows_of_groups(groups: Tensor, size: int) -> Tensor:
 def rollout_rows(batch: int, rows: int, *, dataset: int, seed: int, shuffle: bool = True) -> list[int]:
     """The data set's rows that rollout batch `batch` is made of.
 
-    Every pass over the `dataset` (its number of rows) is shuffled anew (in order without `shuffle`), and rollout batches follow each
-    other across passes: no row is left out, none comes twice in a pass.
+    Every pass over the `dataset` (its number of rows) is shuffled anew (in order without `shuffle`), and rollout
+    batches follow each other across passes: no row is left out, none comes twice in a pass.
 
     >>> first, second = (rollout_rows(batch, 3, dataset=5, seed=0) for batch in (0, 1))
     >>> sorted(first + second[:2])
@@ -219,12 +221,11 @@ class _Passes:
 _passes = lru_cache(maxsize=4)(_Passes)  # successive rollout batches draw each pass once
 
 
-def refill_rows(
-    batch: int, first: int, count: int, *, taken: Sequence[int], dataset: int, seed: int
-) -> list[int]:
+def refill_rows(batch: int, first: int, count: int, *, taken: Sequence[int], dataset: int, seed: int) -> list[int]:
     """`count` rows of the data set that refill rollout batch `batch`, after the `first` ones drawn for it already.
 
-    In random order all rows that are not `taken` (by the rollout batch itself) and, once they are used up, all rows again and again.
+    In random order all rows that are not `taken` (by the rollout batch itself) and, once they are used up, all rows
+    again and again.
 
     >>> found = [refill_rows(0, first, 2, taken=[1], dataset=5, seed=0) for first in (0, 2)]
     >>> sorted(found[0] + found[1])
@@ -241,7 +242,9 @@ def refill_rows(
 
 
 def refill_rng_streams(turn: int, rows: Sequence[int], sizes: RolloutSizes, *, batch: int) -> list[int]:
-    """Random streams for rows of a rollout batch that are sampled again, in refill `turn` 1, 2, ... of it: no other row has them."""
+    """Random streams for rows of a rollout batch that are sampled again, in refill `turn` 1, 2, ... of it: no other row
+    has them.
+    """
     return [turn * _ROUND + batch * sizes.rows + row for row in rows]
 
 
@@ -268,9 +271,9 @@ def replayed_groups(batch: int, count: int, *, among: int, seed: int) -> list[in
 def step_rows(step: int, sizes: RolloutSizes, *, batch: int, process: int, seed: int) -> list[Tensor]:
     """Which of a process's own rows `(own_rows,)` each micro-batch of a rollout batch's optimiser step learns from.
 
-    Each row occurs once in every pass. The rows of the rollout batch (in groups: `together` of them at a time) are taken in
-    runs of `mini_batches`, of which each mini-batch gets one at random: so a mini-batch has the same rows however many
-    processes share it, as long as each process has whole groups for every mini-batch.
+    Each row occurs once in every pass. The rows of the rollout batch (in groups: `together` of them at a time) are
+    taken in runs of `mini_batches`, of which each mini-batch gets one at random: so a mini-batch has the same rows
+    however many processes share it, as long as each process has whole groups for every mini-batch.
 
     >>> sizes = RolloutSizes(rows=4, mini_batches=2, passes=1, micro_batches=1, processes=1)
     >>> turns = [step_rows(step, sizes, batch=0, process=0, seed=0)[0] for step in (0, 1)]
@@ -280,9 +283,7 @@ def step_rows(step: int, sizes: RolloutSizes, *, batch: int, process: int, seed:
     number, mini_batch = divmod(step, sizes.mini_batches)
     own = torch.arange(sizes.own_rows).view(-1, sizes.mini_batches, sizes.together)
     if sizes.mini_batches > 1:
-        draws = _generator(seed, _MINI_BATCHES, batch, number).random(
-            (len(own) * sizes.processes, sizes.mini_batches)
-        )
+        draws = _generator(seed, _MINI_BATCHES, batch, number).random((len(own) * sizes.processes, sizes.mini_batches))
         turns = torch.from_numpy(draws.argsort(axis=1))[process * len(own) : (process + 1) * len(own)]
         own = own.gather(1, turns[:, :, None].expand_as(own))
     return list(own[:, mini_batch].flatten().chunk(sizes.micro_batches))
@@ -294,10 +295,11 @@ def _generator(seed: int, *stream: int) -> np.random.Generator:
 
 
 class RepeatSampler(Sampler[int]):
-    """Indices of a data set in batches of `batch_size`: each index `mini_repeat_count` times, the batch `repeat_count` times.
+    """Indices of a data set in batches of `batch_size`: each index `mini_repeat_count` times, the batch `repeat_count`
+    times.
 
-    Every pass is shuffled by `torch.randperm`, in the order in which GRPO and RLOO draw prompts with the same `seed` (None: a
-    random one). An incomplete last batch is dropped (trainers keep it).
+    Every pass is shuffled by `torch.randperm`, in the order in which GRPO and RLOO draw prompts with the same `seed`
+    (None: a random one). An incomplete last batch is dropped (trainers keep it).
 
     Example:
         >>> sampler = RepeatSampler(

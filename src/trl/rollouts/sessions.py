@@ -1,7 +1,8 @@
-"""Sessions of agents with the policy: each turn's tokens as they were shown and sampled, whatever the agent does with its history.
+"""Sessions of agents with the policy: each turn's tokens as they were shown and sampled, whatever the agent does with
+its history.
 
-A turn's prompt is the tokens of the longest history that the session holds, and the newly rendered rest. What the policy wrote is
-never tokenised again. An agent that changes its history begins another branch or another tree.
+A turn's prompt is the tokens of the longest history that the session holds, and the newly rendered rest. What the
+policy wrote is never tokenised again. An agent that changes its history begins another branch or another tree.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ _PAUSE_S = 0.05  # between the events of a stream
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The most turns, sampled tokens and seconds of a session, and the most tokens after a first prompt (`length`, with those of the agent); None for no limit."""
+    """The most turns, sampled tokens and seconds of a session, and the most tokens after a first prompt (`length`, with
+    those of the agent); None for no limit.
+    """
 
     turns: int | None = None
     tokens: int | None = None
@@ -57,9 +60,9 @@ class Budget:
 class Turn:
     """One completion, with what the client is given when it has ended.
 
-    `shown` are the tokens that came after those of its `parent`, `context` all tokens before the completion, `generated` what
-    the policy wrote, and `tokens` all with it. `messages` and `tools`, or the text `given`, are what the prompt was made of, and
-    `state` is the digest of these messages.
+    `shown` are the tokens that came after those of its `parent`, `context` all tokens before the completion,
+    `generated` what the policy wrote, and `tokens` all with it. `messages` and `tools`, or the text `given`, are what
+    the prompt was made of, and `state` is the digest of these messages.
     """
 
     session: Session
@@ -187,10 +190,11 @@ async def _ended(future: Future[Any]) -> Any:
 class Session:
     """The turns of one API key on one `row`; `base_url` and `api_key` are for any client of OpenAI's API.
 
-    `sampling` are the settings of its completions. Other values of temperature and truncation in a request are ignored, with a
-    warning that `warned` notes, taken, or refused, as `agent_sampling` says; its seed counts where the session keeps nothing. A
-    turn's random stream depends on the session's `stream` and on the turn's prompt, so it does not depend on the order in which
-    turns or sessions run. Without `keeps` turns are forgotten when they end. `version` of the weights is noted on each turn.
+    `sampling` are the settings of its completions. Other values of temperature and truncation in a request are ignored,
+    with a warning that `warned` notes, taken, or refused, as `agent_sampling` says; its seed counts where the session
+    keeps nothing. A turn's random stream depends on the session's `stream` and on the turn's prompt, so it does not
+    depend on the order in which turns or sessions run. Without `keeps` turns are forgotten when they end. `version` of
+    the weights is noted on each turn.
     """
 
     chats: Chats
@@ -337,7 +341,9 @@ class Session:
         self._admit()
 
     def _admit(self) -> None:
-        """Send turns to the engine, in order, as long as the budget holds even if all that run write up to their limits."""
+        """Send turns to the engine, in order, as long as the budget holds even if all that run write up to their
+        limits.
+        """
         last = takewhile(lambda each: each[1] is not None, reversed(self._running.items()))
         for turn, request in reversed(list(last)):
             assert turn.future is not None and request is not None
@@ -449,7 +455,9 @@ class Session:
 
 
 async def _beside(length: int, read: Callable[[], Read]) -> Read:
-    """What reading a text of this length gives; a long one is read on a thread, because the event loop serves other sessions."""
+    """What reading a text of this length gives; a long one is read on a thread, because the event loop serves other
+    sessions.
+    """
     return await asyncio.to_thread(read) if length > LONG else read()
 
 

@@ -77,8 +77,9 @@ def answer(tools: Mapping[str, Callable[[str], Any]], text: str) -> str:
 class TextHistory:
     """Segments of the model or the system (prompt, tools), one after another.
 
-    `text` and `tokens` `(T,)` are those of all segments; `text_spans` and `token_spans` their (begin, end), `system_spans` whether
-    the system wrote them. `token_masks` `(T,)` is 1 for the model's tokens. `completed`, `truncated` and `reward` are set last.
+    `text` and `tokens` `(T,)` are those of all segments; `text_spans` and `token_spans` their (begin, end),
+    `system_spans` whether the system wrote them. `token_masks` `(T,)` is 1 for the model's tokens. `completed`,
+    `truncated` and `reward` are set last.
     """
 
     def __init__(self, text: str, tokens: Tensor | Sequence[int], system: bool = True) -> None:
@@ -167,12 +168,12 @@ class Episodes(NamedTuple):
 class TextEnvironment:
     """Lets a model answer queries in turns: it calls tools in its text, whose answers follow the call.
 
-    The model's turn ends with `<request><Tool>query<call>`, with `<submit>`, with an end token or at its length. After a call
-    `answer<response>` is appended and the model continues. `tools` are callables of a text, by name or in a list.
-    `reward_fn(texts, **columns)` scores the last text that the model wrote in each episode: a number for each, or one for all.
-    `prompt` precedes every query. `max_turns`, `max_length` (tokens of an episode) and `max_tool_reponse` (characters of an
-    answer; TRL's spelling, the attribute is `max_tool_response`) are limits. `generation_kwargs` are settings of `Sampling`.
-    `engine` (default: a `TransformersEngine` around `model`) generates.
+    The model's turn ends with `<request><Tool>query<call>`, with `<submit>`, with an end token or at its length. After
+    a call `answer<response>` is appended and the model continues. `tools` are callables of a text, by name or in a
+    list. `reward_fn(texts, **columns)` scores the last text that the model wrote in each episode: a number for each, or
+    one for all. `prompt` precedes every query. `max_turns`, `max_length` (tokens of an episode) and `max_tool_reponse`
+    (characters of an answer; TRL's spelling, the attribute is `max_tool_response`) are limits. `generation_kwargs` are
+    settings of `Sampling`. `engine` (default: a `TransformersEngine` around `model`) generates.
 
     Example:
         >>> env = TextEnvironment(model, tokenizer, {"Calculator": calculate}, reward_fn)  # doctest: +SKIP
@@ -223,10 +224,11 @@ class TextEnvironment:
         self._is_sharded = model is not None and is_sharded(model)
 
     def run(self, queries: Sequence[str], **rewards_kwargs: Any) -> Episodes:
-        """Run one episode for each query; `rewards_kwargs` (one value per query each) are passed to the reward function.
+        """Run one episode for each query; `rewards_kwargs` (one value per query each) are passed to the reward
+        function.
 
-        Returns the tokens of queries (with the prompt) and responses, the responses' masks (1 for the model's tokens, 0 for tools'),
-        rewards (0-dim tensors; None without a reward function) and histories.
+        Returns the tokens of queries (with the prompt) and responses, the responses' masks (1 for the model's tokens, 0
+        for tools'), rewards (0-dim tensors; None without a reward function) and histories.
         """
         histories = self._begin(queries)
         for _ in range(self.max_turns):

@@ -47,7 +47,8 @@ _WHY = {
 def token_ledger(advantages: Tensor, claims: Mapping[str, Tensor]) -> Tensor:
     """The number of completion tokens in each of `BUCKETS`, int64; they add up to K.
 
-    `claims` are the tokens `(K,)` of a bucket by its name, bool; of all others those are trained whose advantage is not 0.
+    `claims` are the tokens `(K,)` of a bucket by its name, bool; of all others those are trained whose advantage is not
+    0.
 
     Raises: ValueError for an advantage that is NaN and would count.
 
@@ -78,7 +79,9 @@ def sampled_tokens(rows: Experience) -> Tensor:
 
 
 class TokenCounts:
-    """The number of completion tokens in each bucket since the run began, over all processes, which must count together."""
+    """The number of completion tokens in each bucket since the run began, over all processes, which must count
+    together.
+    """
 
     def __init__(self, *, masks_truncated: bool) -> None:
         self._masks_truncated = masks_truncated
@@ -127,7 +130,9 @@ class TokenCounts:
         if why not in self._warned:
             self._warned.add(why)
             counts = ", ".join(f"{name} {count}" for name, count in added.items() if count)
-            message = "No token of a batch of completions is trained (%s): for most, %s. Logged once; counted in tokens/%s."
+            message = (
+                "No token of a batch of completions is trained (%s): for most, %s. Logged once; counted in tokens/%s."
+            )
             logger.warning(message, counts, _WHY[why], why)
 
     def warn_only_kl_differs(self, beta: float, *, metric: str) -> None:

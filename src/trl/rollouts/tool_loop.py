@@ -55,9 +55,9 @@ class Episode(NamedTuple):
 class ToolLoop:
     """Completes prompts with the policy and tools: a `Completer`.
 
-    A row ends with a turn without calls, after `iterations` rounds of answers (None: no limit), and at its maximum length or the
-    model's `context_length`, which include answers. Other rows are run again from their first token. A tool call takes at most
-    `deadline` seconds (None: no limit).
+    A row ends with a turn without calls, after `iterations` rounds of answers (None: no limit), and at its maximum
+    length or the model's `context_length`, which include answers. Other rows are run again from their first token. A
+    tool call takes at most `deadline` seconds (None: no limit).
 
     Raises: ValueError for a chat template without tools.
     """
@@ -157,9 +157,7 @@ class ToolLoop:
                 episode.chain.ended = generated.finish_reason == "stop"
         return calling
 
-    def _answer(
-        self, calling: Sequence[tuple[Episode, list[ToolCall]]], ends: frozenset[int]
-    ) -> list[Episode]:
+    def _answer(self, calling: Sequence[tuple[Episode, list[ToolCall]]], ends: frozenset[int]) -> list[Episode]:
         """Run all calls at once, and return the episodes that have room to continue after the answers."""
         replies = iter(self.runner.run([call for _, calls in calling for call in calls]))
         continuing = []
@@ -178,7 +176,9 @@ class ToolLoop:
 
 
 def tool_counts(played: Sequence[Played]) -> dict[str, list[int]]:
-    """The columns per row of tool calls: their number, whether the number of turns ended the row, and failures by kind."""
+    """The columns per row of tool calls: their number, whether the number of turns ended the row, and failures by
+    kind.
+    """
     failed = {FAILED_OF + kind: [one.failures.get(kind, 0) for one in played] for kind in FAILURES}
     return {CALLS: [one.calls for one in played], LIMITED: [one.limited for one in played], **failed}
 
@@ -186,8 +186,8 @@ def tool_counts(played: Sequence[Played]) -> dict[str, list[int]]:
 def tool_metrics(rows: Mapping[str, Tensor], *, share: float) -> dict[str, Weighted]:
     """Metrics of the calls in rows of all processes, of which this process logs a `share`.
 
-    `tools/call_frequency`: calls per completion; `tools/failure_frequency` and `tools/failures/<kind>`: shares of calls that failed
-    (absent without calls); `tools/limit_ratio`: share of completions that the number of turns ended.
+    `tools/call_frequency`: calls per completion; `tools/failure_frequency` and `tools/failures/<kind>`: shares of calls
+    that failed (absent without calls); `tools/limit_ratio`: share of completions that the number of turns ended.
     """
     if CALLS not in rows:
         return {}

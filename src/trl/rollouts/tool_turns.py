@@ -1,7 +1,7 @@
 """From an assistant's token ids to its message and tool calls, and from tool answers to the token ids that follow.
 
-Sampled tokens are never tokenised again: answers are rendered in a fixed conversation, cut at the end of the assistant's turn, and
-tokenised alone.
+Sampled tokens are never tokenised again: answers are rendered in a fixed conversation, cut at the end of the
+assistant's turn, and tokenised alone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Turn(NamedTuple):
 
 
 class TurnReader:
-    """Parses turns by the tokenizer's `response_template` (transformers), or else as `<tool_call>{JSON}</tool_call>` blocks.
+    """Parses turns by the tokenizer's `response_template` (transformers), or else as `<tool_call>{JSON}</tool_call>`
+    blocks.
 
     Blocks inside `<think>` are not calls. The thought stays in the message's content.
     """
@@ -126,7 +127,9 @@ def _read_call(given: Any) -> ToolCall:
 
 
 class ReplyWriter:
-    """Token ids of tool answers and other messages, from the end of the assistant's turn to the beginning of the next."""
+    """Token ids of tool answers and other messages, from the end of the assistant's turn to the beginning of the
+    next.
+    """
 
     def __init__(self, processing_class: ProcessingClass, schemas: Sequence[Any]) -> None:
         self.processing_class, self.schemas = processing_class, list(schemas)
@@ -140,7 +143,8 @@ class ReplyWriter:
         ends: Collection[int],
         template_kwargs: Mapping[str, Any],
     ) -> list[int]:
-        """Messages and the generation prompt, after a turn with the last token `last`; those of the role `tool` answer its calls.
+        """Messages and the generation prompt, after a turn with the last token `last`; those of the role `tool` answer
+        its calls.
 
         `last` is one of the tokens `ends`, or any other after a stop string.
 
@@ -168,19 +172,17 @@ class ReplyWriter:
     def _text(self, token: int) -> str:
         return self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def _tail(
-        self, replies: Sequence[Message], template_kwargs: Mapping[str, Any], *, answered: bool = True
-    ) -> str:
-        """The rendered text after the last argument of a call: the end of its turn and, where it is `answered`, its answers."""
+    def _tail(self, replies: Sequence[Message], template_kwargs: Mapping[str, Any], *, answered: bool = True) -> str:
+        """The rendered text after the last argument of a call: the end of its turn and, where it is `answered`, its
+        answers.
+        """
         tools = [reply for reply in replies if reply["role"] == "tool"]
         if tools:
             turn = _call_message([reply.get("name") or "" for reply in tools])
         else:
             turn = {"role": "assistant", "content": _MARK.format(0)}
         ids = map(_id, range(len(tools)))
-        answers = [
-            {**reply, "tool_call_id": next(ids)} if reply["role"] == "tool" else reply for reply in replies
-        ]
+        answers = [{**reply, "tool_call_id": next(ids)} if reply["role"] == "tool" else reply for reply in replies]
         chat = Chat([_QUESTION, turn, *(answers if answered else [])], self.schemas, template_kwargs)
         text = render(self.processing_class, chat, add_generation_prompt=answered)
         _, mark, tail = text.partition(_MARK.format(max(len(tools) - 1, 0)))
@@ -196,9 +198,7 @@ def _id(number: int) -> str:
 
 def _call_message(names: Sequence[str]) -> Message:
     """An assistant's message with calls, whose arguments can be found in the rendered text."""
-    functions = [
-        {"name": name or "tool", "arguments": {"x": _MARK.format(n)}} for n, name in enumerate(names)
-    ]
+    functions = [{"name": name or "tool", "arguments": {"x": _MARK.format(n)}} for n, name in enumerate(names)]
     calls = [{"id": _id(n), "type": "function", "function": each} for n, each in enumerate(functions)]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
@@ -206,7 +206,9 @@ def _call_message(names: Sequence[str]) -> Message:
 def check_tool_template(
     processing_class: ProcessingClass, schemas: Sequence[Any], *, template_kwargs: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError if a chat template does not show tools or their answers, or writes calls that `TurnReader` cannot read."""
+    """Raise ValueError if a chat template does not show tools or their answers, or writes calls that `TurnReader`
+    cannot read.
+    """
     if not template_source(processing_class):
         raise ValueError("tools need a chat template, the tokenizer has none. Set tokenizer.chat_template.")
     prompt, name = Chat([_QUESTION], list(schemas), template_kwargs), schemas[0]["function"]["name"]

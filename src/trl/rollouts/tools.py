@@ -52,8 +52,8 @@ class Tool:
 def tools_of(functions: Sequence[Callable[..., Any]] | Any) -> dict[str, Tool]:
     """Tools by name.
 
-    Raises: TypeError for objects that are not functions, ValueError for a function without type hints or a docstring, and for
-    equal names.
+    Raises: TypeError for objects that are not functions, ValueError for a function without type hints or a docstring,
+    and for equal names.
     """
     if not isinstance(functions, (list, tuple)):
         raise TypeError(f"tools must be a list of functions, got {type(functions).__name__}.")

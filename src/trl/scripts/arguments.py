@@ -32,9 +32,7 @@ class ScriptArguments(OptionGroup):
 class ColumnMapping(OptionGroup):
     """Names that columns get before training."""
 
-    column_mapping: list[str] | None = option(
-        None, "Columns to rename (a mapping in files).", metavar="OLD=NEW"
-    )
+    column_mapping: list[str] | None = option(None, "Columns to rename (a mapping in files).", metavar="OLD=NEW")
 
     def __post_init__(self) -> None:
         self.settle()

@@ -76,9 +76,7 @@ def loaded_engine(arguments: Any) -> Any:
     model: Any = create_model_from_path(path, **loading).eval()
     if "quantization_config" not in loading:
         model.to(arguments.device or torch.accelerator.current_accelerator() or "cpu")
-    tokenizer: Any = text_tokenizer(
-        load_processing_class(path, trust_remote_code=arguments.trust_remote_code)
-    )
+    tokenizer: Any = text_tokenizer(load_processing_class(path, trust_remote_code=arguments.trust_remote_code))
     if not tokenizer.chat_template:
         raise ValueError(f"The tokenizer of '{path}' has no chat template. Use a model for chats.")
     return TransformersEngine(model, tokenizer=tokenizer)

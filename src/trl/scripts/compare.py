@@ -1,4 +1,6 @@
-"""`trl compare A B --judge JUDGE --prompts FILE`: how often a judge prefers the answers of model B to those of model A."""
+"""`trl compare A B --judge JUDGE --prompts FILE`: how often a judge prefers the answers of model B to those of model
+A.
+"""
 
 import argparse
 import json
@@ -26,13 +28,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--split", default="train", help="its split")
     parser.add_argument("--num_prompts", type=int, help="first prompts only (default: all)")
     parser.add_argument("--max_new_tokens", type=int, default=256, help="longest answer, in tokens")
-    parser.add_argument(
-        "--temperature", type=float, default=0.7, help="of sampling; 0 takes the most likely tokens"
-    )
+    parser.add_argument("--temperature", type=float, default=0.7, help="of sampling; 0 takes the most likely tokens")
     parser.add_argument("--seed", type=int, default=0, help="of sampling")
-    parser.add_argument(
-        "--judge_cache", metavar="FILE", help="keep the judge's answers there, for later calls"
-    )
+    parser.add_argument("--judge_cache", metavar="FILE", help="keep the judge's answers there, for later calls")
     parser.add_argument(
         "--judge_swap_positions", action="store_true", help="show each pair in both orders; the mean counts"
     )

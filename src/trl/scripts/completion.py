@@ -16,7 +16,9 @@ Print a completion script. It is static: completing runs no Python. Load it when
 """
 SHELLS = ("bash", "zsh", "fish")
 # zsh runs bash's functions, with bash's arrays and words (`bashcompinit` is part of it).
-_ZSH = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }\nautoload -Uz bashcompinit && bashcompinit\n"
+_ZSH = (
+    "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }\nautoload -Uz bashcompinit && bashcompinit\n"
+)
 _BASH = """\
 _trl() {{
     local command=${{COMP_WORDS[1]}} cur=${{COMP_WORDS[COMP_CWORD]}} prev=${{COMP_WORDS[COMP_CWORD-1]}} found=""

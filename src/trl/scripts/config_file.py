@@ -35,7 +35,8 @@ class ConfigFile:
 def read_config(path: str) -> ConfigFile:
     """Read a YAML file of options; only plain values are built from it, never Python objects.
 
-    Raises: FileNotFoundError for a missing file, ValueError for one that is not valid YAML or no mapping of names to values.
+    Raises: FileNotFoundError for a missing file, ValueError for one that is not valid YAML or no mapping of names to
+    values.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"The config file {path} does not exist. Check the path given with --config.")
@@ -77,7 +78,9 @@ class YamlConfigParser:
 
 
 def _lines(path: str, node: Any) -> tuple[dict[str, int], list[str]]:
-    """The line of each option and of each entry of a list (`name[0]`), and a message for each name that stands twice."""
+    """The line of each option and of each entry of a list (`name[0]`), and a message for each name that stands
+    twice.
+    """
     lines: dict[str, int] = {}
     faults = []
     for key, value in node.value:

@@ -13,14 +13,10 @@ from trl.scripts.plain_parser import PlainParser
 
 def make_parser() -> argparse.ArgumentParser:
     """The options of `trl data`."""
-    parser = PlainParser(
-        prog="trl data", description="Make a small data set of word problems, without a download."
-    )
+    parser = PlainParser(prog="trl data", description="Make a small data set of word problems, without a download.")
     parser.add_argument("name", metavar="NAME", help=f"kind of rows: {', '.join(ROWS)}")
     parser.add_argument("--out", metavar="DIR", required=True, help="folder for train.jsonl and test.jsonl")
-    parser.add_argument(
-        "--rows", type=int, default=400, help="rows of train; test has an eighth (default: 400)"
-    )
+    parser.add_argument("--rows", type=int, default=400, help="rows of train; test has an eighth (default: 400)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the rows (default: 0)")
     return parser
 
@@ -30,9 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(argv)
     if options.name not in ROWS:
-        parser.error(
-            f"NAME must be one of {', '.join(ROWS)}, got {options.name!r}.{did_you_mean(options.name, ROWS)}"
-        )
+        parser.error(f"NAME must be one of {', '.join(ROWS)}, got {options.name!r}.{did_you_mean(options.name, ROWS)}")
     try:
         splits = make_rows(options.name, rows=options.rows, seed=options.seed)
         Path(options.out).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,6 @@
-"""On-policy distillation from the command line: `trl distillation`, or `accelerate launch -m trl.scripts.distillation`."""
+"""On-policy distillation from the command line: `trl distillation`, or `accelerate launch -m
+trl.scripts.distillation`.
+"""
 
 import sys
 

@@ -1,4 +1,6 @@
-"""The machine and the versions in use, to paste into a bug report: `trl env`; how glibc treats the memory of freed tensors."""
+"""The machine and the versions in use, to paste into a bug report: `trl env`; how glibc treats the memory of freed
+tensors.
+"""
 
 import ctypes
 import importlib.metadata
@@ -125,7 +127,9 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def keep_freed_memory() -> bool:
-    """Let this process reuse freed memory, whose pages the system would zero anew; False without glibc or with `_VARIABLES`."""
+    """Let this process reuse freed memory, whose pages the system would zero anew; False without glibc or with
+    `_VARIABLES`.
+    """
     if platform.libc_ver()[0] != "glibc" or any(os.environ.get(name) for name in _VARIABLES):
         return False
     mallopt = ctypes.CDLL(None).mallopt

@@ -1,4 +1,6 @@
-"""Distillation across tokenizers (GOLD) from the command line: `trl gold`, or `accelerate launch -m trl.scripts.gold`."""
+"""Distillation across tokenizers (GOLD) from the command line: `trl gold`, or `accelerate launch -m
+trl.scripts.gold`.
+"""
 
 import sys
 

@@ -1,4 +1,6 @@
-"""What a training command checks and loads before it trains: output folder, checkpoint, processes, data sets, model options."""
+"""What a training command checks and loads before it trains: output folder, checkpoint, processes, data sets, model
+options.
+"""
 
 import logging
 import os
@@ -23,9 +25,7 @@ logger = logging.getLogger(__name__)
 Rows = TypeVar("Rows", Dataset, IterableDataset)
 
 
-def model_init_kwargs(
-    model_args: ModelConfig, explicit: dict[str, Any] | str | None = None
-) -> dict[str, Any]:
+def model_init_kwargs(model_args: ModelConfig, explicit: dict[str, Any] | str | None = None) -> dict[str, Any]:
     """Keyword arguments of `from_pretrained`; those of `explicit` (the config's own) win.
 
     A quantised model is placed on this process's device while it loads.
@@ -52,11 +52,11 @@ def load_train_and_eval(
 ) -> tuple[Any, Any]:
     """The training dataset, and the evaluation dataset if `evaluate` (else None), columns renamed.
 
-    They come from `dataset_name`, or from the mixture in `datasets`. With `test_split_size` the evaluation rows are drawn from the
-    training split.
+    They come from `dataset_name`, or from the mixture in `datasets`. With `test_split_size` the evaluation rows are
+    drawn from the training split.
 
-    Raises: ValueError if no dataset is named, both ways are used, or a split or a column does not exist, FileNotFoundError for a
-    local path that does not exist.
+    Raises: ValueError if no dataset is named, both ways are used, or a split or a column does not exist,
+    FileNotFoundError for a local path that does not exist.
     """
     if bool(script_args.dataset_name) == bool(dataset_args.datasets):
         given = "Both dataset_name and a mixture are" if dataset_args.datasets else "No dataset is"
@@ -68,9 +68,7 @@ def load_train_and_eval(
         splits["dataset_test_split"] = script_args.dataset_test_split
     mixture = mixed_splits(script_args, dataset_args)
     if dataset_args.test_split_size is not None and not evaluate:
-        logger.warning(
-            "test_split_size keeps rows from training, and eval_strategy='no' never evaluates them."
-        )
+        logger.warning("test_split_size keeps rows from training, and eval_strategy='no' never evaluates them.")
     if mixture is not None and script_args.dataset_name:  # drawn from the training split
         splits = dict(zip(splits, ("train", "test"), strict=False))
     path = str(script_args.dataset_name)
@@ -90,7 +88,9 @@ def load_train_and_eval(
 
 
 def mixed_splits(script_args: ScriptArguments, dataset_args: "DatasetMixtureConfig") -> Any:
-    """The splits of a mixture, or of `dataset_name` where evaluation rows are drawn from it; None where neither is asked for."""
+    """The splits of a mixture, or of `dataset_name` where evaluation rows are drawn from it; None where neither is
+    asked for.
+    """
     if not dataset_args.datasets and dataset_args.test_split_size is None:
         return None
     from trl.data.sources import DatasetConfig, get_dataset
@@ -150,10 +150,11 @@ def checkpoint_to_resume(
 ) -> str | bool | None:
     """What `--resume_from_checkpoint` asks a trainer for: a path, or True, the newest whole checkpoint in `output_dir`.
 
-    Checksums are left to the trainer, which compares them once, on the main process. None for a fresh start: no such option, or (printed) no checkpoint yet.
+    Checksums are left to the trainer, which compares them once, on the main process. None for a fresh start: no such
+    option, or (printed) no checkpoint yet.
 
-    Raises: FileNotFoundError for a path that is no directory, CheckpointError if the checkpoint, or every one in `output_dir`,
-    lost a part; `without` may be missing.
+    Raises: FileNotFoundError for a path that is no directory, CheckpointError if the checkpoint, or every one in
+    `output_dir`, lost a part; `without` may be missing.
     """
     wanted = str(resume_from_checkpoint).strip()
     if resume_from_checkpoint is None or wanted.lower() in ("", "false", "no", "none"):

@@ -15,9 +15,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Add an adapter to its base model and save the result as a model of its own.",
     )
     parser.add_argument("adapter", metavar="ADAPTER", help="folder of a PEFT adapter that names its base")
-    parser.add_argument(
-        "--out", metavar="DIR", required=True, help="new folder for the merged model and its tokenizer"
-    )
+    parser.add_argument("--out", metavar="DIR", required=True, help="new folder for the merged model and its tokenizer")
     return parser
 
 

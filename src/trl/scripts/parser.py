@@ -21,9 +21,10 @@ class TrlParser(PlainParser, HfArgumentParser):
     """Parse dataclasses from command-line arguments and a YAML file given with `--config`.
 
     Options of the file are defaults, which the command line overrides; its `env:` mapping sets environment variables.
-    With subparsers (`add_subparsers`) they are also defaults of the command that the arguments name, or of every command
-    where none is named. All faults of a file are reported at once. Options must be written out in full. `other_options` are names
-    that somebody else reads from the same command line (launch options): they are offered as suggestions.
+    With subparsers (`add_subparsers`) they are also defaults of the command that the arguments name, or of every
+    command where none is named. All faults of a file are reported at once. Options must be written out in full.
+    `other_options` are names that somebody else reads from the same command line (launch options): they are offered as
+    suggestions.
 
     `dataclass_types` are one or more dataclasses without a field `config`; argparse refuses two that share a field.
 
@@ -36,9 +37,7 @@ class TrlParser(PlainParser, HfArgumentParser):
         (Options(rate=2.0),)
     """
 
-    def __init__(
-        self, dataclass_types: DataClassType | Iterable[DataClassType] | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, dataclass_types: DataClassType | Iterable[DataClassType] | None = None, **kwargs: Any) -> None:
         given: Any = [] if dataclass_types is None else dataclass_types
         kinds: list[Any] = list(given) if isinstance(given, Iterable) else [given]
         for kind in kinds:
@@ -63,11 +62,11 @@ class TrlParser(PlainParser, HfArgumentParser):
     ) -> tuple[DataClass, ...]:
         """One instance per dataclass, from `args` (those of the process if None) and the file that they name.
 
-        With `return_remaining_strings` unknown options (those of the file as `--key value`) come last, as a list of strings.
-        Otherwise they are an error, or a warning without `fail_with_unknown_args`.
+        With `return_remaining_strings` unknown options (those of the file as `--key value`) come last, as a list of
+        strings. Otherwise they are an error, or a warning without `fail_with_unknown_args`.
 
-        Raises: ValueError for unknown options and values that the dataclasses reject, FileNotFoundError for a missing file,
-        SystemExit with status 2 for a value of the wrong type on the command line.
+        Raises: ValueError for unknown options and values that the dataclasses reject, FileNotFoundError for a missing
+        file, SystemExit with status 2 for a value of the wrong type on the command line.
         """
         path, given = take_config_option(list(sys.argv[1:] if args is None else args))
         config = None if path is None else read_config(path)
@@ -110,9 +109,7 @@ class TrlParser(PlainParser, HfArgumentParser):
         """Take the file's options as defaults; returns the unknown ones as strings, and the faults of the others."""
         if config is None:
             return [], []
-        unknown, faults = self._set_defaults(
-            config.values, args, where=lambda name: config.where(name) + ": "
-        )
+        unknown, faults = self._set_defaults(config.values, args, where=lambda name: config.where(name) + ": ")
         return unknown, [*config.faults, *faults]
 
     def _build(self, args: list[str], config: ConfigFile | None) -> tuple[DataClass, ...]:
@@ -138,7 +135,8 @@ class TrlParser(PlainParser, HfArgumentParser):
         return tuple(built)
 
     def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
-        """Make these values the defaults of their options, also in subparsers; returns unknown ones as command-line strings.
+        """Make these values the defaults of their options, also in subparsers; returns unknown ones as command-line
+        strings.
 
         Raises: ValueError that names every value that does not fit its option.
         """
@@ -213,8 +211,9 @@ def _raise_all(faults: list[str]) -> None:
 def _option_value(action: argparse.Action, value: Any, *, hint: Any = None) -> Any:
     """`value` in the type of the option `action`; `hint` is the type of its dataclass field.
 
-    Text becomes a number where the option is one (YAML reads `2e-5` as text), a mapping becomes `key=value` items of a list of
-    strings, entries of a list become dataclasses where the option holds those. Raises ValueError for any other value.
+    Text becomes a number where the option is one (YAML reads `2e-5` as text), a mapping becomes `key=value` items of a
+    list of strings, entries of a list become dataclasses where the option holds those. Raises ValueError for any other
+    value.
     """
     if value is None:
         return None
@@ -296,9 +295,7 @@ def sections(actions: Iterable[argparse.Action], kinds: Iterable[type]) -> dict[
 
     `kinds` are the dataclasses whose fields the options are. `--no_x` beside a switch `--x` is left out.
     """
-    groups = {
-        field: _group(kind, field) for kind in kinds for field in getattr(kind, "__dataclass_fields__", {})
-    }
+    groups = {field: _group(kind, field) for kind in kinds for field in getattr(kind, "__dataclass_fields__", {})}
     found: dict[str, list[argparse.Action]] = {}
     if any(base.__module__ == "transformers.training_args" for kind in kinds for base in kind.__mro__):
         found = {title: [] for title in _ORDER}

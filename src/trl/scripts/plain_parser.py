@@ -36,7 +36,9 @@ class PlainParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\nSee `{self.prog} --help` for all options.\n")
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        """The options in `args`, those of the process if None; exits with status 2 for unknown options and wrong values."""
+        """The options in `args`, those of the process if None; exits with status 2 for unknown options and wrong
+        values.
+        """
         given = sys.argv[1:] if args is None else list(args)
         if messages := unknown_arguments(self.unknown(given), [action.dest for action in self._actions]):
             self.error("\n".join(messages))

@@ -40,7 +40,9 @@ class Shown(NamedTuple):
 
 
 def changed_settings(*configs: Any) -> dict[str, Any]:
-    """The fields of the configs that differ from their defaults. Empty values in place of a default None do not count."""
+    """The fields of the configs that differ from their defaults. Empty values in place of a default None do not
+    count.
+    """
     changed = {}
     for config in configs:
         for field in dataclasses.fields(config):
@@ -57,7 +59,9 @@ def changed_settings(*configs: Any) -> dict[str, Any]:
 
 
 def describe(trainer: Any, settings: dict[str, Any], *, made_folder: bool) -> None:
-    """Print settings, rows and memory. Removes the empty output folder that the trainer made, and ends its processes."""
+    """Print settings, rows and memory. Removes the empty output folder that the trainer made, and ends its
+    processes.
+    """
     if trainer.accelerator.is_main_process:
         console = open_console(highlight=False, soft_wrap=True)
         console.print("Settings that differ from their defaults", style="bold")
@@ -85,18 +89,14 @@ def sequences(trainer: Any, row: dict[str, Any]) -> list[Shown]:
     parts = {name: list(row[name]) for name in row if name.endswith("_input_ids") and row[name] is not None}
     if parts:
         title = {name: name.removesuffix("_input_ids") for name in parts}
-        trained = {
-            name: title[name] not in ("prompt", "KL_completion") for name in parts
-        }  # KTO's KL is a constant
+        trained = {name: title[name] not in ("prompt", "KL_completion") for name in parts}  # KTO's KL is a constant
         return [Shown(title[name], ids, [trained[name]] * len(ids)) for name, ids in parts.items()]
     if "input_ids" not in row:
         return []
     batch = trainer.data_collator([row])
     if "labels" not in batch:  # a prompt: the completions that are trained do not exist yet
         return [Shown("prompt", list(row["input_ids"]), [False] * len(row["input_ids"]))]
-    return [
-        Shown("text", batch["input_ids"].flatten().tolist(), (batch["labels"] != -100).flatten().tolist())
-    ]
+    return [Shown("text", batch["input_ids"].flatten().tolist(), (batch["labels"] != -100).flatten().tolist())]
 
 
 def rendered(processing_class: Any, sequence: Shown, *, colour: bool) -> Text:
@@ -184,7 +184,9 @@ def finish(trainer: Any, *, dataset_name: str | None, command: str, newest: Path
 
 
 def usage(trainer: Any) -> list[str]:
-    """How to use the saved model: `trl chat` where it has a chat template, else two lines of Python; adapters name their base."""
+    """How to use the saved model: `trl chat` where it has a chat template, else two lines of Python; adapters name
+    their base.
+    """
     core, folder = trainer.scorer.core, trainer.args.output_dir
     task = next((task for end, task in _TASKS.items() if type(core).__name__.endswith(end)), None)
     chats = task == "text-generation" and text_tokenizer(trainer.processing_class).chat_template
@@ -200,7 +202,9 @@ def usage(trainer: Any) -> list[str]:
 
 
 def last_metrics(log_history: list[dict[str, Any]]) -> list[str]:
-    """A line each for the last log of training, the last evaluation (of all sets) and the whole run: its step and measures."""
+    """A line each for the last log of training, the last evaluation (of all sets) and the whole run: its step and
+    measures.
+    """
     titles = {"training": "Last training log", "evaluation": "Last evaluation", "run": "Whole run"}
     lines = []
     for kind, title in titles.items():
@@ -233,7 +237,8 @@ def measures(entry: dict[str, Any]) -> dict[str, float]:
 
 
 def resume_hint(newest: Path | None, args: Any, *, command: str, finished: bool) -> str:
-    """The command that resumes a run from its `newest` checkpoint; a `finished` run needs an option that makes it longer.
+    """The command that resumes a run from its `newest` checkpoint; a `finished` run needs an option that makes it
+    longer.
 
     `true` names the newest checkpoint in the run's folder, unless that belongs to an earlier run.
     """

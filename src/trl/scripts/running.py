@@ -28,7 +28,9 @@ class CommandError(ValueError):
 
 @contextmanager
 def reporting_input_errors() -> Iterator[None]:
-    """Turn errors about values, files, missing extras and the Hub into `CommandError`; for what happens before training."""
+    """Turn errors about values, files, missing extras and the Hub into `CommandError`; for what happens before
+    training.
+    """
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -44,8 +46,8 @@ def run_script(
 ) -> int:
     """Parse `args` (those of the process if None), call `main` with the dataclasses, and return the exit status.
 
-    `config` is a config file that has been read already; otherwise `args` may name one. With TRL_TRACEBACK=1 in the environment
-    errors of the input are raised with their traceback.
+    `config` is a config file that has been read already; otherwise `args` may name one. With TRL_TRACEBACK=1 in the
+    environment errors of the input are raised with their traceback.
     """
     try:
         with reporting_input_errors():
@@ -133,6 +135,6 @@ def init_zero_verbose() -> None:
     from rich.logging import RichHandler
 
     logging.basicConfig(format="%(message)s", datefmt="[%X]", handlers=[RichHandler()], level=logging.ERROR)
-    warnings.showwarning = lambda message, category, filename, lineno, file=None, line=None: (
-        logging.getLogger("py.warnings").debug("%s:%d: %s: %s", filename, lineno, category.__name__, message)
-    )
+    warnings.showwarning = lambda message, category, filename, lineno, file=None, line=None: logging.getLogger(
+        "py.warnings"
+    ).debug("%s:%d: %s: %s", filename, lineno, category.__name__, message)

@@ -1,4 +1,6 @@
-"""`trl teach DATASET --teacher MODEL --output DIR`: a teacher's most likely tokens as columns, so that training needs no teacher."""
+"""`trl teach DATASET --teacher MODEL --output DIR`: a teacher's most likely tokens as columns, so that training needs
+no teacher.
+"""
 
 import argparse
 import json
@@ -20,12 +22,8 @@ SETTINGS_FILE = "teacher.json"
 class TeachScriptArguments(ColumnMapping, ScriptArguments):
     """What `trl teach` reads besides `GKDConfig` and `ModelConfig`."""
 
-    teacher: str | None = option(
-        None, "Teacher: a folder or a name on the Hub. None: teacher_model_name_or_path."
-    )
-    output: str | None = option(
-        None, "New folder for the rows and their columns, or that of a run that was stopped."
-    )
+    teacher: str | None = option(None, "Teacher: a folder or a name on the Hub. None: teacher_model_name_or_path.")
+    output: str | None = option(None, "New folder for the rows and their columns, or that of a run that was stopped.")
     top_k: int = option(64, "How many of the teacher's most likely tokens are kept for each token.", ">= 1")
     rows_per_shard: int = option(500, "Rows of a file; a run that was stopped resumes after a file.", ">= 1")
 
@@ -101,9 +99,7 @@ def _check(script_args: TeachScriptArguments, args: Any, dataset_args: Any) -> N
         raise ValueError("dataset_streaming=True: shards are made of stored rows. Leave it out.")
 
 
-def _prepared(
-    script_args: TeachScriptArguments, args: Any, model_args: Any, dataset_args: Any
-) -> tuple[Any, Any]:
+def _prepared(script_args: TeachScriptArguments, args: Any, model_args: Any, dataset_args: Any) -> tuple[Any, Any]:
     """The rows as GKD trains on them, and the teacher with the student's tokenizer (its own if no student is given)."""
     from trl.models.loading import load_processing_class
     from trl.models.parts import causal_core, embedded_tokens
@@ -162,9 +158,7 @@ def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
         raise ValueError(f"{folder} was written with {each}. Use these settings, or name another output.")
 
 
-def _write_shards(
-    folder: Path, rows: Any, policy: Any, script_args: TeachScriptArguments, args: Any
-) -> list[Path]:
+def _write_shards(folder: Path, rows: Any, policy: Any, script_args: TeachScriptArguments, args: Any) -> list[Path]:
     """Write the shards that are missing, each whole or not at all, and return the files of all shards.
 
     Of several processes each writes its share, which follows from the shards' numbers alone.
@@ -220,9 +214,7 @@ def _with_columns(shard: Any, policy: Any, script_args: TeachScriptArguments, ar
             found[number] = tuple(own)
     table = shard.with_format("arrow")[:].replace_schema_metadata(None)
     offsets = np.cumsum([0, *(len(ids) for ids, _ in found)], dtype=np.int32)
-    for name, parts, kind in zip(
-        TEACHER_COLUMNS, zip(*found, strict=True), ("int32", "float32"), strict=True
-    ):
+    for name, parts, kind in zip(TEACHER_COLUMNS, zip(*found, strict=True), ("int32", "float32"), strict=True):
         values = torch.cat(parts).numpy().astype(kind)
         starts = np.arange(len(values) + 1, dtype=np.int32) * values.shape[1]
         inner = pa.ListArray.from_arrays(starts, values.ravel())
@@ -233,7 +225,9 @@ def _with_columns(shard: Any, policy: Any, script_args: TeachScriptArguments, ar
 
 
 def most_likely(scorer: Any, model: Any, batch: Any, *, k: int, temperature: float) -> tuple[Any, Any]:
-    """The k most likely tokens at each scored position, and their log-probs under the whole distribution: `(K, k)` each."""
+    """The k most likely tokens at each scored position, and their log-probs under the whole distribution: `(K, k)`
+    each.
+    """
     import torch
 
     from trl.models.switches import in_eval_mode

@@ -125,7 +125,8 @@ def load_inputs(
 
 
 class TrainingCommand(NamedTuple):
-    """One training command, with `<prefix>Trainer` and `<prefix>Config` of `package` and, if any, `<prefix>ScriptArguments`.
+    """One training command, with `<prefix>Trainer` and `<prefix>Config` of `package` and, if any,
+    `<prefix>ScriptArguments`.
 
     `others` makes further arguments of the trainer, before the data are loaded. `needs` is part of the usage.
     """
@@ -176,9 +177,7 @@ COMMANDS = {
         "Direct preference optimisation on preference pairs.",
         lambda script_args, model_args: {"ref_model": script_args.ref_model_name_or_path},
     ),
-    "orpo": TrainingCommand(
-        "ORPO", "Odds-ratio preference optimisation on preference pairs; needs no reference."
-    ),
+    "orpo": TrainingCommand("ORPO", "Odds-ratio preference optimisation on preference pairs; needs no reference."),
     "cpo": TrainingCommand("CPO", "Contrastive preference optimisation on preference pairs; also SimPO."),
     "kto": TrainingCommand("KTO", "Kahneman-Tversky optimisation on completions marked desirable or not."),
     "bco": TrainingCommand("BCO", "Binary classifier optimisation on completions marked desirable or not."),
@@ -266,9 +265,7 @@ def build_trainer(
 def training_command(name: str) -> tuple[Callable[..., Any], Callable[..., TrlParser]]:
     """`main` and `make_parser` of the training command `name`."""
 
-    def main(
-        script_args: CommandArguments, training_args: Any, model_args: ModelConfig, dataset_args: Any
-    ) -> Any:
+    def main(script_args: CommandArguments, training_args: Any, model_args: ModelConfig, dataset_args: Any) -> Any:
         """`train` with the command's name."""
         return train(name, script_args, training_args, model_args, dataset_args)
 

@@ -91,7 +91,9 @@ class Told(BaseException):
 
 @contextmanager
 def until_told() -> Iterator[None]:
-    """Leave the block when the process is told to end (SIGTERM, Ctrl-C); told again while it ends, it goes on ending."""
+    """Leave the block when the process is told to end (SIGTERM, Ctrl-C); told again while it ends, it goes on
+    ending.
+    """
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         for each in before:

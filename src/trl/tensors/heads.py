@@ -179,9 +179,7 @@ class HeadGradients:
     weight: Tensor | None
     bias: Tensor | None
 
-    def add(
-        self, rows: slice, slopes: Tensor, factors: Tensor, hidden: Tensor, head: Head, dtype: torch.dtype
-    ) -> None:
+    def add(self, rows: slice, slopes: Tensor, factors: Tensor, hidden: Tensor, head: Head, dtype: torch.dtype) -> None:
         """Add a chunk whose loss has the slopes `factors * slopes` over the head's products `(C, V)`.
 
         The products for the gradients run in `dtype`.
@@ -207,6 +205,5 @@ class HeadGradients:
         if slope is not None:
             sums = tuple(None if x is None else x.mul_(slope) for x in sums)
         return tuple(
-            None if x is None or like is None else x.to(like.dtype)
-            for x, like in zip(sums, inputs, strict=True)
+            None if x is None or like is None else x.to(like.dtype) for x, like in zip(sums, inputs, strict=True)
         )

@@ -1,9 +1,9 @@
 """Log-probabilities and entropies of target tokens, and losses over them, from hidden states and an output head.
 
 The logits `(tokens, vocabulary)` are never held: chunks of tokens pass through one buffer. The backward pass of
-`token_scores` computes each chunk's logits again, or reads them back if they are small. `local_loss` is for losses whose
-gradient is local to a token (cross-entropy, clipped surrogates, KL estimates): each chunk's gradients are taken while its
-logits are at hand, three matrix products instead of four.
+`token_scores` computes each chunk's logits again, or reads them back if they are small. `local_loss` is for losses
+whose gradient is local to a token (cross-entropy, clipped surrogates, KL estimates): each chunk's gradients are taken
+while its logits are at hand, three matrix products instead of four.
 """
 
 from __future__ import annotations
@@ -93,9 +93,7 @@ class _TokenScores(torch.autograd.Function):
             return along_logps[rows], None if along_entropies is None else along_entropies[rows]
 
         wants = ctx.needs_input_grad[:3]
-        _, sums = scoring.run(
-            hidden, weight, bias, targets, wants=wants, slopes_of=slopes_of, kept=kept or None
-        )
+        _, sums = scoring.run(hidden, weight, bias, targets, wants=wants, slopes_of=slopes_of, kept=kept or None)
         return (*sums.cast(hidden, weight, bias), None, None, None)
 
 
@@ -125,9 +123,7 @@ def token_scores_through(
 
     size = chunk_size or chunk_size_of_any_head(hidden)
     parts = [
-        cast(tuple, checkpoint(scores, *chunk, use_reentrant=False))
-        if torch.is_grad_enabled()
-        else scores(*chunk)
+        cast(tuple, checkpoint(scores, *chunk, use_reentrant=False)) if torch.is_grad_enabled() else scores(*chunk)
         for chunk in zip(hidden.split(size), targets.split(size), strict=True)
     ]
     return TokenScores._make(None if x[0] is None else torch.cat(x) for x in zip(*parts, strict=True))
@@ -173,9 +169,7 @@ def local_loss(
     (tensor(4.1589), tensor([1.3863, 1.3863, 1.3863]))
     """
     scoring = Scoring.over(hidden, weight, rule=rule, wanted=wanted, chunk_size=chunk_size)
-    total, values, *scores = _LocalLoss.apply(
-        hidden, weight, bias, targets, loss_of, scoring, torch.is_grad_enabled()
-    )
+    total, values, *scores = _LocalLoss.apply(hidden, weight, bias, targets, loss_of, scoring, torch.is_grad_enabled())
     return LocalLoss(total, values, TokenScores(*scores))
 
 

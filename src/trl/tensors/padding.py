@@ -93,9 +93,7 @@ def flush_right(mask: Tensor, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
     return flushed.flip(1) if isinstance(flushed, Tensor) else tuple(tensor.flip(1) for tensor in flushed)
 
 
-def split_tensor_dict(
-    tensor_dict: dict[str, Tensor | None], num_chunks: int
-) -> list[dict[str, Tensor | None]]:
+def split_tensor_dict(tensor_dict: dict[str, Tensor | None], num_chunks: int) -> list[dict[str, Tensor | None]]:
     """Cut every tensor into `num_chunks` equal parts along its first dimension.
 
     None values and 0-dim tensors belong to all rows and go into every part. Raises ValueError where the rows

@@ -1,7 +1,8 @@
 """Losses over the whole distribution of each token, of one model or two, without `[tokens, vocabulary]` of either.
 
 A chunk's gradients are taken while its logits are at hand, as in `local_loss`: three matrix products per chunk, and
-nothing of it is kept. So what the other model's head needs (weights that are gathered for its forward) is only used there.
+nothing of it is kept. So what the other model's head needs (weights that are gathered for its forward) is only used
+there.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ LossOfLogits = Callable[[Tensor, Any, slice], Losses]
 
 
 class VocabularyLoss(NamedTuple):
-    """`total`, the sum of all tokens' losses, with gradient; `values (N,)`, detached; a router's loss where there is one;
-    the statistics `(N, M)` that `loss_of` returned beside the losses."""
+    """`total`, the sum of all tokens' losses, with gradient; `values (N,)`, detached; a router's loss where there is
+    one; the statistics `(N, M)` that `loss_of` returned beside the losses.
+    """
 
     total: Tensor
     values: Tensor
@@ -47,9 +49,9 @@ def vocabulary_loss(
     """Sum of `loss_of(logits, other logits, rows)` over chunks of tokens, its gradients computed in the same pass.
 
     `hidden (N, H)` and the `parameters` that `logits_of` uses get gradients; whatever else `loss_of` reads is a
-    constant, `others(rows)`, the other model's logits, too. A token's loss may depend on that token alone, or on those of its
-    part if `parts` gives the chunks. The backward pass can run once. `chunk_size` is in tokens (None: by `vocabulary`).
-    Raises: ValueError for losses of another shape.
+    constant, `others(rows)`, the other model's logits, too. A token's loss may depend on that token alone, or on those
+    of its part if `parts` gives the chunks. The backward pass can run once. `chunk_size` is in tokens (None: by
+    `vocabulary`). Raises: ValueError for losses of another shape.
 
     >>> def entropy(logits, _, rows):
     ...     return -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
@@ -65,9 +67,7 @@ def vocabulary_loss(
         with torch.no_grad():
             other = None if others is None else others(rows)
         losses = loss_of(logits_of(states), other, rows)
-        values, statistics = (
-            losses if isinstance(losses, tuple) else (losses, losses.new_empty(len(losses), 0))
-        )
+        values, statistics = losses if isinstance(losses, tuple) else (losses, losses.new_empty(len(losses), 0))
         if values.shape != states.shape[:1]:
             raise ValueError(f"loss_of must return {tuple(states.shape[:1])}, got {tuple(values.shape)}.")
         return values, statistics

@@ -18,13 +18,9 @@ class AlignPropConfig(DiffusionOptions):
     """
 
     train_learning_rate: float = same(DiffusionOptions, "train_learning_rate", 1e-3)
-    log_image_freq: int = option(
-        1, "Call the image hook after each optimiser step that is a multiple of this.", ">= 1"
-    )
+    log_image_freq: int = option(1, "Call the image hook after each optimiser step that is a multiple of this.", ">= 1")
     negative_prompts: str | None = same(DiffusionOptions, "negative_prompts", None)
-    truncated_backprop_rand: bool = option(
-        True, "Draw the step from which gradients flow, once per trajectory."
-    )
+    truncated_backprop_rand: bool = option(True, "Draw the step from which gradients flow, once per trajectory.")
     truncated_backprop_timestep: int = option(
         49, "Without truncated_backprop_rand: the first step (0 is the noisiest) with a gradient.", ">= 0"
     )

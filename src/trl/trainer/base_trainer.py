@@ -106,13 +106,12 @@ class BaseTrainer(LegacyInterface, Trainer):
     ref_model: nn.Module | None  # the reference, where it is a model of its own
     aux_loss_coef: float  # of the model's config
     _moved_reference: FrozenModel | None = None  # a reference that a callback moves: part of checkpoints
-    _token_counts: TokenCounts | None = (
-        None  # of sampled tokens; None: tokens are counted when they are trained on
-    )
+    _token_counts: TokenCounts | None = None  # of sampled tokens; None: tokens are counted when they are trained on
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """The arguments of `transformers.Trainer`, and `sets`, the `DataSets` that prepare the data sets; those for training are
-        prepared by `train_sets` where it is given."""
+        """The arguments of `transformers.Trainer`, and `sets`, the `DataSets` that prepare the data sets; those for
+        training are prepared by `train_sets` where it is given.
+        """
         sets: DataSets | None = kwargs.pop("sets", None)
         train_sets: DataSets | None = kwargs.pop("train_sets", sets)
         collator = kwargs.get("data_collator")
@@ -156,7 +155,9 @@ class BaseTrainer(LegacyInterface, Trainer):
         self, model: Any, args: Any, processing_class: Any, peft_config: Any, older: Mapping[str, Any],
         *, data: Data = "pairs", classifier: ClassifierKind | None = None,
     ) -> tuple[Policy, Any]:  # fmt: skip
-        """The policy and the config, at the start of a constructor: arguments of older programs are moved onto the config."""
+        """The policy and the config, at the start of a constructor: arguments of older programs are moved onto the
+        config.
+        """
         self._path = model if isinstance(model, str) else None
         model, args, processing_class = move_onto_config(
             self._config_class, model=model, args=args, processing_class=processing_class, older=older
@@ -173,7 +174,9 @@ class BaseTrainer(LegacyInterface, Trainer):
     _offloading: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def adopt(self) -> None:
-        """Finish a trainer whose subclass calls `transformers.Trainer.__init__` in place of ours, before it trains or evaluates."""
+        """Finish a trainer whose subclass calls `transformers.Trainer.__init__` in place of ours, before it trains or
+        evaluates.
+        """
         raise TypeError(
             f"{type(self).__name__}.__init__ did not call the constructor of its trainer. Call super().__init__(...)."
         )
@@ -218,8 +221,9 @@ class BaseTrainer(LegacyInterface, Trainer):
         return own
 
     def prepare_step(self, batches: list[Any]) -> None:
-        """Called with all micro-batches of an optimiser step before the first is trained on: puts what the method must know
-        of the whole step into each."""
+        """Called with all micro-batches of an optimiser step before the first is trained on: puts what the method must
+        know of the whole step into each.
+        """
         contexts = self.method.prepare(batches, self.step_of({}))
         for batch, context in zip(batches, contexts, strict=True):
             if context is not None:
@@ -316,9 +320,7 @@ class BaseTrainer(LegacyInterface, Trainer):
             require_finite(self, "the gradient's norm", float(norm))
         return norm
 
-    def score(
-        self, model: nn.Module, inputs: Mapping[str, Any], options: ScoreOptions | None = None
-    ) -> Scored:
+    def score(self, model: nn.Module, inputs: Mapping[str, Any], options: ScoreOptions | None = None) -> Scored:
         """The scoring forward under this run's precision."""
         with self.accelerator.autocast():
             return self.scorer.score(model, inputs, options)
@@ -330,17 +332,18 @@ class BaseTrainer(LegacyInterface, Trainer):
     ) -> Outcome:
         """The terms of a batch.
 
-        `step`: the step's number of each kind of unit, None for a batch by itself. `with_outputs`: predictions are needed.
+        `step`: the step's number of each kind of unit, None for a batch by itself. `with_outputs`: predictions are
+        needed.
         """
         self.add_reference(batch)
         return self.method.terms(batch, self.score_learned(model, batch), self.step_of(batch))
 
     def score_learned(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:
-        """What the method learns from a batch: log-probs with gradient, and what else it takes from the scoring forward."""
+        """What the method learns from a batch: log-probs with gradient, and what else it takes from the scoring
+        forward.
+        """
         options = self.method.options(statistics=self.statistics_due())
-        return self.score(
-            model, self.method.learned(batch), replace(options, loss_of=self.method.local(batch))
-        )
+        return self.score(model, self.method.learned(batch), replace(options, loss_of=self.method.local(batch)))
 
     def compute_loss(
         self,
@@ -399,7 +402,9 @@ class BaseTrainer(LegacyInterface, Trainer):
         return "train" if self.model is not None and self.model.training else "eval"
 
     def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
-        """Count what `include_num_input_tokens_seen` asks for: tokens that are not padding are told by position, not by id."""
+        """Count what `include_num_input_tokens_seen` asks for: tokens that are not padding are told by position, not by
+        id.
+        """
         if FILLS_UP in inputs and "input_ids" in inputs:
             inputs = {"input_ids": inputs["input_ids"][:, :0]}
         if self.args.include_num_input_tokens_seen != "non_padding" or "input_ids" not in inputs:
@@ -453,8 +458,8 @@ class BaseTrainer(LegacyInterface, Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train; see `transformers.Trainer.train`. Resuming is bit-exact.
 
-        Raises: FileNotFoundError where there is nothing to resume from; CheckpointError where the checkpoint lost a part or
-        is of another method, model or data, and where another run is active in `output_dir`.
+        Raises: FileNotFoundError where there is nothing to resume from; CheckpointError where the checkpoint lost a
+        part or is of another method, model or data, and where another run is active in `output_dir`.
         """
         if "_sums" not in vars(self):
             self.adopt()
@@ -462,9 +467,7 @@ class BaseTrainer(LegacyInterface, Trainer):
             stack.callback(setattr, self, "_run", None)
             run = self._enter_run(stack, resume_from_checkpoint)
             output = super().train(run.checkpoint, *args, **kwargs)
-        history = reversed(
-            self.state.log_history
-        )  # without a summary where an overridden `log` renames its metrics
+        history = reversed(self.state.log_history)  # without a summary where an overridden `log` renames its metrics
         summary = next((logs for logs in history if "train_loss" in logs), {})
         metrics = {name: value for name, value in summary.items() if name != "step"}
         loss = self._mean_loss()
@@ -473,9 +476,7 @@ class BaseTrainer(LegacyInterface, Trainer):
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Raises TypeError: a trainer is one run."""
-        raise TypeError(
-            "hyperparameter_search is not supported. Build a trainer for each trial and call train()."
-        )
+        raise TypeError("hyperparameter_search is not supported. Build a trainer for each trial and call train().")
 
     def _inner_training_loop(self, batch_size: int | None = None, **given: Any) -> Any:
         self._sums["train"].drain()  # of an earlier call
@@ -487,15 +488,15 @@ class BaseTrainer(LegacyInterface, Trainer):
     _goes_on_from: str | None = None  # a checkpoint of which only weights and optimiser are loaded yet
 
     def _run_epoch(self, *, epoch: int, **given: Any) -> None:
-        """Train for an epoch; not when resuming from the run's last checkpoint, where the parent would train one more step."""
+        """Train for an epoch; not when resuming from the run's last checkpoint, where the parent would train one more
+        step.
+        """
         if self._goes_on_from is not None and self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
         if self.state.global_step == 0:
             check_best_metric(self)
-        if hasattr(
-            self._order, "set_epoch"
-        ):  # the parent does not find it where several processes skip seen rows
+        if hasattr(self._order, "set_epoch"):  # the parent does not find it where several processes skip seen rows
             self._order.set_epoch(epoch)  # type: ignore[union-attr]
         super()._run_epoch(epoch=epoch, **given)
 
@@ -520,7 +521,9 @@ class BaseTrainer(LegacyInterface, Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """Loss, and on request predictions and labels, of one evaluation batch; a row that only fills up does not count."""
+        """Loss, and on request predictions and labels, of one evaluation batch; a row that only fills up does not
+        count.
+        """
         inputs = self._prepare_inputs(inputs)
         if fills_up := self._fills_up():
             inputs = {**inputs, FILLS_UP: True}
@@ -532,16 +535,13 @@ class BaseTrainer(LegacyInterface, Trainer):
             loss, outputs = self.compute_loss(model, batch, return_outputs=True)
             # Those of an overridden method may lack them.
             predictions, labels = (
-                outputs.get(name) if isinstance(outputs, Mapping) else None
-                for name in (self._predictions, "labels")
+                outputs.get(name) if isinstance(outputs, Mapping) else None for name in (self._predictions, "labels")
             )
             labels = self.labels_of(batch) if labels is None else labels
             if predictions is None or labels is None:
                 outcome: Any = self._own_methods["outcome"]
                 with self.unrecorded():
-                    _, predictions, labels, *_ = outcome(
-                        self, model, self.take_batch(batch), with_outputs=True
-                    )
+                    _, predictions, labels, *_ = outcome(self, model, self.take_batch(batch), with_outputs=True)
             return loss.detach(), predictions.detach(), labels
 
     def labels_of(self, batch: Any) -> Any:
@@ -646,9 +646,7 @@ class BaseTrainer(LegacyInterface, Trainer):
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """Batches to predict on; rows that are not tokenised yet are prepared as those of the constructor."""
-        return super().get_test_dataloader(
-            test_dataset if self._sets is None else self._sets.later(test_dataset)
-        )
+        return super().get_test_dataloader(test_dataset if self._sets is None else self._sets.later(test_dataset))
 
     def _get_dataloader(self, dataset: Any, *, is_training: bool = False, **given: Any) -> DataLoader:
         args = self.args
@@ -664,7 +662,8 @@ class BaseTrainer(LegacyInterface, Trainer):
         elif isinstance(stream, IterableDatasetShard) and isinstance(dataset, StreamRounds):
             stream.batch_size, stream.num_processes, stream.process_index = 1, 1, 0  # takes every row
         if is_training and args.dataloader_persistent_workers:
-            # Workers are started once by a run, and again by one that goes on: neither may take from the process's own stream.
+            # Workers are started once by a run, and again by one that goes on: neither may take from the process's own
+            # stream.
             inner = getattr(loader, "base_dataloader", loader)  # accelerate's
             inner.generator = torch.Generator().manual_seed(self.order_seed)
         return loader
@@ -702,9 +701,7 @@ class BaseTrainer(LegacyInterface, Trainer):
 
     # ---- checkpoints
 
-    def _enter_run(
-        self, stack: ExitStack, resume: Any = None, *, alone: bool = True, saves: bool = False
-    ) -> Run:
+    def _enter_run(self, stack: ExitStack, resume: Any = None, *, alone: bool = True, saves: bool = False) -> Run:
         """Begin a run that lasts as long as `stack`: own its folder, check the checkpoint that it resumes from.
 
         `alone` refuses other runs in this process, `saves` is for one that saves whatever its `save_strategy`.
@@ -770,7 +767,9 @@ class BaseTrainer(LegacyInterface, Trainer):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _is_pushing(self) -> bool:
-        """Whether the main process still pushes an earlier model, for which this one is not pushed; the same on all processes."""
+        """Whether the main process still pushes an earlier model, for which this one is not pushed; the same on all
+        processes.
+        """
         push = None if self.args.hub_always_push else self.push_in_progress
         is_pushing = [push is not None and not push.is_done()]
         return broadcast_object_list(is_pushing)[0] if self.args.world_size > 1 else is_pushing[0]
@@ -781,7 +780,9 @@ class BaseTrainer(LegacyInterface, Trainer):
         return super()._get_output_dir(trial)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write the model in `save_dtype`; a checkpoint as it is trained, with that dtype in its config for who loads it by name."""
+        """Write the model in `save_dtype`; a checkpoint as it is trained, with that dtype in its config for who loads
+        it by name.
+        """
         model: Any = self.accelerator.unwrap_model(self.model)
         args = unwritten(self.args)  # which are written, too
         dtype = save_dtype(model, getattr(args, "save_dtype", None))

@@ -34,7 +34,9 @@ from trl.trainer.unpaired import AnyDataset, UnpairedMethod, UnpairedTrainer
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
 RUNNING_NAME = "running.json"
-"""A checkpoint's file with the mean reward of the run so far, for programs that read it; `std` and `var` are not known."""
+"""A checkpoint's file with the mean reward of the run so far, for programs that read it; `std` and `var` are not
+known.
+"""
 
 
 class BCOMethod(UnpairedMethod):
@@ -63,9 +65,7 @@ class BCOMethod(UnpairedMethod):
         """The mean reward of the run so far, 0-dim."""
         return torch.tensor(self.mean_reward.value, dtype=torch.float64)
 
-    def count_rewards(
-        self, scores: UnpairedScores, processes: Processes, batch: Mapping[str, Any] = {}
-    ) -> None:
+    def count_rewards(self, scores: UnpairedScores, processes: Processes, batch: Mapping[str, Any] = {}) -> None:
         """Let the rewards of completions move delta. All processes must call it."""
         self.mean_reward.add(processes.sum([counted(batch, self.args.beta * scores.ratios)]))
 
@@ -93,9 +93,7 @@ class BCOMethod(UnpairedMethod):
             return None
         assert self.density.classifier is not None
         probability = self.density.classifier.probability(embeddings)
-        return udm_weights(
-            probability, min_ratio=self.args.min_density_ratio, max_ratio=self.args.max_density_ratio
-        )
+        return udm_weights(probability, min_ratio=self.args.min_density_ratio, max_ratio=self.args.max_density_ratio)
 
 
 class BCOTrainer(UnpairedTrainer):
@@ -108,8 +106,8 @@ class BCOTrainer(UnpairedTrainer):
             undesirable rows weigh as much as their prompts are likelier among the desirable ones. Needs scikit-learn.
         embedding_tokenizer: the tokenizer that belongs to it.
 
-    The loss is the mean over all completions of an optimiser step, of all its micro-batches on all processes. The reward
-    shift delta is the mean reward of all completions of the run so far, this whole step's included.
+    The loss is the mean over all completions of an optimiser step, of all its micro-batches on all processes. The
+    reward shift delta is the mean reward of all completions of the run so far, this whole step's included.
 
     Example:
         >>> from datasets import load_dataset
@@ -175,7 +173,9 @@ class BCOTrainer(UnpairedTrainer):
     # ---- methods of 0.11-0.26
 
     def forward(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """Log-probs of chosen and rejected completions, `(C,)` and `(R,)`, and their logits `(C, T, V)` and `(R, T, V)`."""
+        """Log-probs of chosen and rejected completions, `(C,)` and `(R,)`, and their logits `(C, T, V)` and `(R, T,
+        V)`.
+        """
         return super().forward(model, batch)[:4]
 
     def compute_reference_log_probs(self, padded_batch: Mapping[str, Any]) -> Tensor:
@@ -187,9 +187,7 @@ class BCOTrainer(UnpairedTrainer):
     ) -> tuple[Tensor, dict[str, float]]:
         """The loss of a batch by itself, with gradient, and its metrics; with `do_train`, in train mode, its rewards
         move delta."""
-        return super().get_batch_loss_metrics(
-            model, batch if do_train else {**batch, CONTEXT: Context("not counted")}
-        )
+        return super().get_batch_loss_metrics(model, batch if do_train else {**batch, CONTEXT: Context("not counted")})
 
     def bco_loss(
         self,
@@ -203,8 +201,8 @@ class BCOTrainer(UnpairedTrainer):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Losses of the chosen, then the rejected completions, the rewards of either, and delta, 0-dim.
 
-        Log-probs are sums `(C,)`, `(R,)`, embeddings those of the prompts, `(C, H)` and `(R, H)`, where distributions are
-        matched. With `do_train` the rewards move delta, unless they count already as part of a step.
+        Log-probs are sums `(C,)`, `(R,)`, embeddings those of the prompts, `(C, H)` and `(R, H)`, where distributions
+        are matched. With `do_train` the rewards move delta, unless they count already as part of a step.
         """
         scores = scores_by_kind(
             policy_chosen_logps, policy_rejected_logps, reference_chosen_logps, reference_rejected_logps
@@ -226,7 +224,9 @@ class BCOTrainer(UnpairedTrainer):
             return super().outcome(model, batch, **given)
 
     def call_loss_method(self, batch: dict[str, Any], policy: Any, reference: Any) -> Any:
-        """What an overridden `bco_loss` gives for a batch; rewards that count already as part of a step do not move delta."""
+        """What an overridden `bco_loss` gives for a batch; rewards that count already as part of a step do not move
+        delta.
+        """
         found, kinds = self.method.embeddings(batch), (batch["label"], ~batch["label"])
         embeddings = [None if found is None else found[kind] for kind in kinds]
         moves = self.mode == "train" and CONTEXT not in batch
@@ -249,9 +249,7 @@ class BCOTrainer(UnpairedTrainer):
             self._density.load(checkpoint)
 
 
-def _prompt_density(
-    embedding_func: Any, embedding_tokenizer: Any, train_dataset: Any
-) -> PromptDensity | None:
+def _prompt_density(embedding_func: Any, embedding_tokenizer: Any, train_dataset: Any) -> PromptDensity | None:
     if embedding_func is None and embedding_tokenizer is None:
         return None
     if embedding_func is None:

@@ -28,9 +28,7 @@ class CPOConfig(PromptFirstOptions):
     """
 
     learning_rate: float = same(TrainingArguments, "learning_rate", 1e-6)
-    beta: float = option(
-        0.1, "Scale of the implicit reward, beta * log p. ipo: 1 / (2 * beta) is the gap it aims at."
-    )
+    beta: float = option(0.1, "Scale of the implicit reward, beta * log p. ipo: 1 / (2 * beta) is the gap it aims at.")
     loss_type: str = option(
         "sigmoid",
         "Loss of a pair: sigmoid (CPO), hinge, ipo, simpo, or alphapo (simpo with cpo_alpha 0). ipo and simpo take means "
@@ -58,9 +56,7 @@ class CPOConfig(PromptFirstOptions):
                 _warn_ignored("cpo_alpha", self.cpo_alpha, "alphapo", "Use 'simpo' with alpha and cpo_alpha.")
             self.loss_type, self.cpo_alpha = "simpo", 0.0
         if self.loss_type == "ipo" and self.beta == 0:
-            raise ValueError(
-                "beta must be > 0 for loss_type 'ipo', got 0. Its inverse is the gap that ipo aims at."
-            )
+            raise ValueError("beta must be > 0 for loss_type 'ipo', got 0. Its inverse is the gap that ipo aims at.")
         if not self.cpo_alpha:
             require_beta(self.beta, self.loss_type)
         if self.label_smoothing and self.loss_type not in SMOOTHED:

@@ -70,11 +70,7 @@ class CPOTrainer(ReferenceFreeTrainer):
     _loss_method: ClassVar[str] = "cpo_loss"
     args: CPOConfig
 
-    def cpo_loss(
-        self, policy_chosen_logps: Tensor, policy_rejected_logps: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def cpo_loss(self, policy_chosen_logps: Tensor, policy_rejected_logps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Losses and rewards of chosen and rejected, `(B,)` each, from log-probs `(B,)` (means for ipo and simpo)."""
-        losses = self.method.loss(
-            PairScores.without_reference(policy_chosen_logps, policy_rejected_logps)
-        ).values
+        losses = self.method.loss(PairScores.without_reference(policy_chosen_logps, policy_rejected_logps)).values
         return losses, self.method.rewards(policy_chosen_logps), self.method.rewards(policy_rejected_logps)

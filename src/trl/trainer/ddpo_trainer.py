@@ -49,17 +49,20 @@ class Images(NamedTuple):
 
 
 class DDPOTrainer(DiffusionTrainer):
-    """Trains a diffusion model on rewards of its images by DDPO: each denoising step is an action with a log-probability.
+    """Trains a diffusion model on rewards of its images by DDPO: each denoising step is an action with a
+    log-probability.
 
     Args:
         config: its settings.
-        reward_function: `(images, prompts, metadata) -> (rewards, reward_metadata)`, plain or async. Images are `(B, 3, H, W)` in
+        reward_function: `(images, prompts, metadata) -> (rewards, reward_metadata)`, plain or async. Images are `(B, 3,
+        H, W)` in
             0..1, prompts and metadata tuples of length B, rewards B numbers.
         prompt_function: returns `(prompt, metadata)`, called once for each image.
         sd_pipeline: the pipeline to train.
-        image_samples_hook: `(images, global_step, tracker)`, called on the main process before each epoch's training. `images` is
-            a list with an entry `[images, prompts, metadata, rewards, reward_metadata]` for each of its batches; `tracker` is None
-            without `log_with`.
+        image_samples_hook: `(images, global_step, tracker)`, called on the main process before each epoch's training.
+        `images` is
+            a list with an entry `[images, prompts, metadata, rewards, reward_metadata]` for each of its batches;
+            `tracker` is None without `log_with`.
 
     Example:
         >>> trainer = DDPOTrainer(config, reward_function, prompt_function, pipeline)  # doctest: +SKIP
@@ -74,7 +77,9 @@ class DDPOTrainer(DiffusionTrainer):
     _config_class: ClassVar[Any] = DDPOConfig
 
     def set_up(self) -> None:
-        """Check the batch sizes, choose the denoising steps that are trained, and start the threads of async rewards."""
+        """Check the batch sizes, choose the denoising steps that are trained, and start the threads of async
+        rewards.
+        """
         check_batch_sizes(self.config, self.accelerator.num_processes)
         self._random_steps = self.policy.random_steps().nonzero()[:, 0].tolist()
         steps, share = self.config.sample_num_steps, self.config.train_timestep_fraction
@@ -121,9 +126,7 @@ class DDPOTrainer(DiffusionTrainer):
         drawn = [self.draw_prompts(epoch, batch) for batch in range(count)]
         # Before async rewards start: tokenizers serve one thread at a time.
         conditions = [self.policy.embed(prompts) for prompts, _ in drawn]
-        inputs = long_bar(
-            list(zip(drawn, conditions, strict=True)), "sampling", self.accelerator.is_main_process
-        )
+        inputs = long_bar(list(zip(drawn, conditions, strict=True)), "sampling", self.accelerator.is_main_process)
         for batch, ((prompts, metadata), embeds) in enumerate(inputs):
             first = (batch * processes + index) * size
             with self.autocast():
@@ -146,7 +149,8 @@ class DDPOTrainer(DiffusionTrainer):
     def compute_rewards(
         self, prompt_image_pairs: Sequence[Batch], is_async: bool = False
     ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-        """Rewards `(B,)` and reward metadata of batches `(images, prompts, metadata)`: one call of the function for each.
+        """Rewards `(B,)` and reward metadata of batches `(images, prompts, metadata)`: one call of the function for
+        each.
 
         `is_async` calls it for several batches at a time. Raises ValueError for rewards that are not B finite numbers.
         """
@@ -184,9 +188,7 @@ class DDPOTrainer(DiffusionTrainer):
 
     # ---- training
 
-    def _train_once(
-        self, images: Images, advantages: Tensor, epoch: int, inner_epoch: int, global_step: int
-    ) -> int:
+    def _train_once(self, images: Images, advantages: Tensor, epoch: int, inner_epoch: int, global_step: int) -> int:
         """One pass over the images; each trains the first of its denoising steps in an order of its own."""
         config, seeds = self.config, (self.config.seed, epoch, inner_epoch)
         order = torch.randperm(len(advantages), generator=generator_of(*seeds))
@@ -225,8 +227,8 @@ class DDPOTrainer(DiffusionTrainer):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Loss, approximate KL divergence and clipped share of one denoising step of B images, 0-dim each.
 
-        `latents`, `next_latents` `(B, C, h, w)`; `timesteps`, `log_probs`, `advantages` `(B,)`; `embeds` has 2 B rows, the negative
-        ones first, where guidance is trained, else B.
+        `latents`, `next_latents` `(B, C, h, w)`; `timesteps`, `log_probs`, `advantages` `(B,)`; `embeds` has 2 B rows,
+        the negative ones first, where guidance is trained, else B.
         """
         given = latents, timesteps, next_latents, embeds
         with self.autocast():

@@ -61,8 +61,8 @@ _KNOWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_G
 class DiffusionTrainer:
     """Base of the trainers of diffusion models, which define `step`.
 
-    Noise comes from one random stream per image, so images depend neither on the batch size nor on the number of processes.
-    Gradients are averaged over processes once per optimiser step.
+    Noise comes from one random stream per image, so images depend neither on the batch size nor on the number of
+    processes. Gradients are averaged over processes once per optimiser step.
     """
 
     _name: ClassVar[str] = "diffusion"
@@ -107,9 +107,7 @@ class DiffusionTrainer:
         given = list(layers.parameters()) if isinstance(layers, nn.Module) else list(layers)
         self._trained: list[Any] = [each for each in given if each.requires_grad]
         if not self._trained:
-            raise ValueError(
-                "get_trainable_layers returned no parameter that requires a gradient. Unfreeze some."
-            )
+            raise ValueError("get_trainable_layers returned no parameter that requires a gradient. Unfreeze some.")
         if self.accelerator.num_processes > 1:
             for parameter in self._trained:
                 parameter.data = broadcast(parameter.data)
@@ -141,7 +139,9 @@ class DiffusionTrainer:
         """What a method needs before a checkpoint is loaded."""
 
     def _place(self, modules: Sequence[Any]) -> None:
-        """Bring modules to the device: weights in float32 or wider, or with mixed precision those that are not trained in half."""
+        """Bring modules to the device: weights in float32 or wider, or with mixed precision those that are not trained
+        in half.
+        """
         half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.accelerator.mixed_precision)
         for module in modules:
             module.eval()
@@ -168,7 +168,8 @@ class DiffusionTrainer:
     def train(self, epochs: int | None = None) -> None:
         """Run `step` from the first epoch to `epochs` (default: `num_epochs`); the last epoch is saved too.
 
-        A line for each epoch has its reward and loss. A second call starts at the first epoch again, with the same noise.
+        A line for each epoch has its reward and loss. A second call starts at the first epoch again, with the same
+        noise.
         """
         last = (self.config.num_epochs if epochs is None else epochs) - 1
         frequency = self.config.save_freq
@@ -266,9 +267,7 @@ class DiffusionTrainer:
         counts = {"blank_images": self.blank_images, "cut_prompts": self.policy.cut_prompts}
         values |= {name: count for name, count in counts.items() if count}
         self.accelerator.log(values, step=step)
-        self.log_history.append(
-            {name: v for name, v in values.items() if isinstance(v, (int, float))} | {"step": step}
-        )
+        self.log_history.append({name: v for name, v in values.items() if isinstance(v, (int, float))} | {"step": step})
 
     def _show_images(self, images: Any, step: int) -> None:
         if self.image_samples_callback is not None and self.accelerator.is_main_process:  # it has the tracker
@@ -317,8 +316,8 @@ class DiffusionTrainer:
 
         Warns of checkpoints in the run's folder that are not its own.
 
-        Raises: ValueError where there is none, and for another number of processes; CheckpointError for one of another model or
-        method, and where none is whole.
+        Raises: ValueError where there is none, and for another number of processes; CheckpointError for one of another
+        model or method, and where none is whole.
         """
         there = checkpoints_in(self._folder, STEM)
         if self.config.resume_from:
@@ -340,9 +339,7 @@ class DiffusionTrainer:
         own = [each for each in checkpoints_in(given.parent, STEM) if each.name == given.name]
         found = own or checkpoints_in(given, STEM) or checkpoints_in(given / "checkpoints", STEM)
         if not found:
-            raise ValueError(
-                f"resume_from={str(given)!r} has no checkpoint_N folder. Give one, or '' to start anew."
-            )
+            raise ValueError(f"resume_from={str(given)!r} has no checkpoint_N folder. Give one, or '' to start anew.")
         needed = {STATE: (STATE,)}
         folder = next((each for each in found if not faults(each, needed=needed)), None)
         if folder is None:
@@ -417,7 +414,9 @@ class DiffusionTrainer:
 
 
 def make_policy(model: Any, config: Any) -> DiffusionPolicy:
-    """The policy of a pipeline, by its kind; one of diffusers gets an adapter. Raises TypeError for another kind of model."""
+    """The policy of a pipeline, by its kind; one of diffusers gets an adapter. Raises TypeError for another kind of
+    model.
+    """
     if not isinstance(model, (FlowPipeline, DDPOStableDiffusionPipeline)):
         wrappers = (FlowPipeline, DefaultDDPOStableDiffusionPipeline)
         fitting = [kind for kind in wrappers if hasattr(model, kind.part)]
@@ -454,9 +453,7 @@ def make_accelerator(config: Any) -> Accelerator:
     has_gpu = torch.accelerator.is_available() and not options.get("cpu")
     if precision == "fp16" and not has_gpu:
         precision = "no"
-        logger.warning(
-            "mixed_precision='fp16' needs a GPU: this run computes in float32. Set 'no' or 'bf16'."
-        )
+        logger.warning("mixed_precision='fp16' needs a GPU: this run computes in float32. Set 'no' or 'bf16'.")
     if not has_gpu and options.get("cpu", True):
         PartialState(cpu=True)  # connects the processes that torchrun starts on a CPU
     given = config.project_kwargs

@@ -16,8 +16,8 @@ from trl.trainer.grpo_config import RolloutTraining
 class DistillationConfig(RolloutTraining):
     """Settings of `DistillationTrainer`: those of `transformers.TrainingArguments` and the ones below.
 
-    In each optimiser step the student completes `per_device_train_batch_size * processes * gradient_accumulation_steps /
-    num_generations` prompts.
+    In each optimiser step the student completes `per_device_train_batch_size * processes * gradient_accumulation_steps
+    / num_generations` prompts.
 
     Example:
         >>> from trl import DistillationConfig

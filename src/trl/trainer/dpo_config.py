@@ -57,9 +57,7 @@ class DPOConfig(ReferenceSync, ReferencePolicy, PreferenceOptions):
     f_alpha_divergence_coef: float = option(
         1.0, "Alpha of the alpha divergence: u^-alpha, u the likelihood ratio.", "(-inf, inf)"
     )
-    reference_free: bool = option(
-        False, "Train as if the reference gave every completion the same probability."
-    )
+    reference_free: bool = option(False, "Train as if the reference gave every completion the same probability.")
     use_weighting: bool = option(False, "Weigh each pair by its probability under the policy (WPO).")
     rpo_alpha: float | None = option(
         None,

@@ -131,7 +131,9 @@ class DPOMethod(Method):
         return scores.per_token(*split_pairs(tokens_by_sequence(scored.positions.sequence, len(policy))))
 
     def terms(self, batch: Mapping[str, Any], scored: Scored, step: Step) -> Outcome:
-        """The losses of a batch's pairs, and the likelihood of their chosen completions where it is part of the loss."""
+        """The losses of a batch's pairs, and the likelihood of their chosen completions where it is part of the
+        loss.
+        """
         logged = self.pair_scores(batch, scored)
         scores = self._compared(logged)
         if self._compares_pairs:
@@ -167,7 +169,9 @@ class DPOMethod(Method):
         return PairScores.without_reference(scores.chosen, scores.rejected)
 
     def totals(self, batch: Mapping[str, Any], scored: Scored) -> Tensor:
-        """Log-prob of each completion `(2B,)`, those of tokens past the shorter one's length discounted by `ld_alpha`."""
+        """Log-prob of each completion `(2B,)`, those of tokens past the shorter one's length discounted by
+        `ld_alpha`.
+        """
         sequence, alpha, count = (
             scored.positions.sequence,
             self.args.ld_alpha,
@@ -182,9 +186,7 @@ class DPOMethod(Method):
         if not self.args.use_weighting:
             return None
         assert scored.log_collision is not None
-        alignment = alignment_by_sequence(
-            scored.logps, scored.log_collision, scored.positions.sequence, 2 * pairs
-        )
+        alignment = alignment_by_sequence(scored.logps, scored.log_collision, scored.positions.sequence, 2 * pairs)
         return wpo_weights(*split_pairs(alignment))
 
 
@@ -201,8 +203,8 @@ class DPOTrainer(LegacyDPOMethods, PreferenceTrainer):
         eval_dataset: the same, or a dict of several by name.
         processing_class: the tokenizer, or the processor of a vision-language model; by default the one saved with the
             model.
-        compute_metrics: `EvalPrediction -> dict`; predictions `(N, 2)` are the rewards of chosen and rejected, labels 0.
-        peft_config: trains a new adapter with these settings instead of the model.
+        compute_metrics: `EvalPrediction -> dict`; predictions `(N, 2)` are the rewards of chosen and rejected, labels
+        0. peft_config: trains a new adapter with these settings instead of the model.
 
     The loss is the mean over all pairs of an optimiser step, of all its micro-batches on all processes.
 
@@ -280,8 +282,9 @@ class DPOTrainer(LegacyDPOMethods, PreferenceTrainer):
         self.method = DPOMethod(args)
 
     def adopt(self) -> None:
-        """Finish a trainer whose subclass calls `transformers.Trainer.__init__` in place of ours: attributes that were set (`beta`,
-        `ref_model`, ...) are its settings, a `loss_type` that is not ours is its own affair."""
+        """Finish a trainer whose subclass calls `transformers.Trainer.__init__` in place of ours: attributes that were
+        set (`beta`, `ref_model`, ...) are its settings, a `loss_type` that is not ours is its own affair.
+        """
         args = self.adopted_args(DPOConfig)
         names = [args.loss_type] if isinstance(args.loss_type, str) else args.loss_type
         args.loss_type = [name for name in names if name in PAIR_LOSSES] or ["sigmoid"]

@@ -22,18 +22,14 @@ class GKDConfig(SFTConfig):
     """
 
     temperature: float = shared("temperature", 0.9)
-    lmbda: float = option(
-        0.5, "Share of the micro-batches whose completions the student generates itself.", "[0, 1]"
-    )
+    lmbda: float = option(0.5, "Share of the micro-batches whose completions the student generates itself.", "[0, 1]")
     beta: float = option(
         0.5,
         "Divergence from the teacher: 0 is the forward KL (covers the teacher), 1 the reverse KL (picks what it finds "
         "likely), between them the generalised Jensen-Shannon divergence.",
         "[0, 1]",
     )
-    max_new_tokens: int = option(
-        128, "Longest completion that student or teacher generate, in tokens.", ">= 1"
-    )
+    max_new_tokens: int = option(128, "Longest completion that student or teacher generate, in tokens.", ">= 1")
     teacher_model_name_or_path: str | None = shared("teacher_model_name_or_path")
     teacher_model_init_kwargs: dict[str, Any] | str | None = shared("teacher_model_init_kwargs")
     teacher_model_server_url: Mapping[str, str] | str | None = shared("teacher_model_server_url")

@@ -78,10 +78,11 @@ class Writer(NamedTuple):
 
 @dataclass(frozen=True)
 class GeneratedCompletions:
-    """Replaces the completions of micro-batches: by the student's in a share `lmbda` of them, else by a teacher's, if it has one.
+    """Replaces the completions of micro-batches: by the student's in a share `lmbda` of them, else by a teacher's, if
+    it has one.
 
-    The draw and the completions follow from the seed and the optimiser step. `rows` is the number of rows of a micro-batch,
-    `micro_batches` that of a step that is not an epoch's last.
+    The draw and the completions follow from the seed and the optimiser step. `rows` is the number of rows of a
+    micro-batch, `micro_batches` that of a step that is not an epoch's last.
     """
 
     student: Writer
@@ -135,15 +136,14 @@ def prompt_lengths(dataset: Dataset) -> np.ndarray:
     if PROMPT_ALONE not in dataset.column_names:
         return lengths
     blocks = [read_ragged(column, PROMPT_ALONE) for column in column_blocks(dataset, PROMPT_ALONE)]
-    alone = np.concatenate(
-        [block.lengths * (block.values[block.offsets[:-1]] != IGNORED) for block in blocks]
-    )
+    alone = np.concatenate([block.lengths * (block.values[block.offsets[:-1]] != IGNORED) for block in blocks])
     return np.where(alone, alone, lengths)
 
 
 def prompts_of(rows: Mapping[str, Tensor]) -> list[list[int]]:
-    """The prompt of each padded row as tokenised by itself, or its tokens before the first trained one; at least one, for a
-    completion starts after a token."""
+    """The prompt of each padded row as tokenised by itself, or its tokens before the first trained one; at least one,
+    for a completion starts after a token.
+    """
     prompts, alone = [], rows.get(PROMPT_ALONE)
     for row, (ids, labels, real) in enumerate(
         zip(rows["input_ids"], rows["labels"], rows["attention_mask"] != 0, strict=True)
@@ -154,9 +154,7 @@ def prompts_of(rows: Mapping[str, Tensor]) -> list[list[int]]:
     return prompts
 
 
-def completed(
-    batch: Mapping[str, Any], prompts: list[list[int]], completions: list[Generated]
-) -> dict[str, Tensor]:
+def completed(batch: Mapping[str, Any], prompts: list[list[int]], completions: list[Generated]) -> dict[str, Tensor]:
     """The prompts of a batch with one completion each, of the same teachers."""
     rows = [(prompt, [each.ids]) for prompt, each in zip(prompts, completions, strict=True)]
     own = {TEACHER: batch[TEACHER]} if TEACHER in batch else {}
@@ -195,13 +193,15 @@ class GKDTrainer(SFTTrainer):
 
     Args:
         model: the student: a causal language model, or a name or path.
-        teacher_model: the teacher: a model of the same tokenizer, its name or path, or the address of a server; or a dict of
-            several by the rows' column `teacher`. None: the rows' columns of `trl teach`, or with an adapter the student's base.
+        teacher_model: the teacher: a model of the same tokenizer, its name or path, or the address of a server; or a
+        dict of
+            several by the rows' column `teacher`. None: the rows' columns of `trl teach`, or with an adapter the
+            student's base.
         args: a `GKDConfig`.
         train_dataset: rows of `messages`, whose last turn is the completion, or of prompt and completion.
 
-    The other arguments are those of `SFTTrainer`. The loss is the mean over all completion tokens of an optimiser step. Student
-    and teacher are both at `temperature`.
+    The other arguments are those of `SFTTrainer`. The loss is the mean over all completion tokens of an optimiser step.
+    Student and teacher are both at `temperature`.
 
     Example:
         >>> from datasets import load_dataset
@@ -356,8 +356,9 @@ class GKDTrainer(SFTTrainer):
             self.check_side(dataset, [self.model, *([teacher] if self.args.seq_kd else [])], teacher)
 
     def check_side(self, dataset: Dataset, writers: Sequence[Any], reader: Any) -> None:
-        """Raise ValueError for rows that the `reader` has no positions for, and, if completions are generated, without a prompt
-        or with one that fills the context of one of the `writers`."""
+        """Raise ValueError for rows that the `reader` has no positions for, and, if completions are generated, without
+        a prompt or with one that fills the context of one of the `writers`.
+        """
         if self._generated is None:
             check_positions(reader, sequence_lengths(dataset), dataset_name="train")
             return
@@ -380,7 +381,9 @@ class GKDTrainer(SFTTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | None]:
-        """The micro-batches of an optimiser step, some with completions of the student or the teacher, and their count."""
+        """The micro-batches of an optimiser step, some with completions of the student or the teacher, and their
+        count.
+        """
         batches: Any = list(islice(epoch_iterator, num_batches))
         if self._generated is not None and batches:
             step, model = self.state.global_step, self.model_wrapped

@@ -1,7 +1,7 @@
 """Prompts with images for the trainers that learn from groups of completions.
 
-Pixels are not stored: every prompt has a key to its row of the data set, from which its images are read when a model needs
-them. So checkpoints contain no pixels.
+Pixels are not stored: every prompt has a key to its row of the data set, from which its images are read when a model
+needs them. So checkpoints contain no pixels.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ class PromptImages:
         width: int,
         change: ChangeImages | None = None,
     ) -> dict[str, Tensor]:
-        """The model's inputs besides tokens, for prompts of one set: pairs of a key and a number of tokens; see `prompt_inputs`."""
+        """The model's inputs besides tokens, for prompts of one set: pairs of a key and a number of tokens; see
+        `prompt_inputs`.
+        """
         rows = []
         for row, (key, length) in enumerate(prompts):
             text, images = self._row(key)

@@ -168,9 +168,7 @@ def engine_of(
     return VLLMEngine(model, settings=settings, **parts)
 
 
-def reference_of(
-    args: RolloutTraining, policy: Policy, model: Any, ref_model: Any = None
-) -> Reference | None:
+def reference_of(args: RolloutTraining, policy: Policy, model: Any, ref_model: Any = None) -> Reference | None:
     """The reference: `ref_model`, a copy of the policy, or the base of its adapter; None for beta = 0.
 
     Raises: ValueError for a `ref_model` that would have no effect.
@@ -187,9 +185,7 @@ def reference_of(
     return make_reference(policy.model, policy.scorer, ref_model, args=args, path=path)
 
 
-def group_rewards(
-    reward_funcs: Any, processing_classes: Any, args: RolloutTraining, policy: Policy
-) -> RewardSources:
+def group_rewards(reward_funcs: Any, processing_classes: Any, args: RolloutTraining, policy: Policy) -> RewardSources:
     """The reward sources of groups; a method without rewards has one that returns 0.
 
     Raises: ValueError without any, and for a judge that would not see all completions of a prompt.
@@ -212,7 +208,8 @@ def group_rewards(
 def reward_sources(
     reward_funcs: Any, processing_classes: Any, args: Any, policy: Policy, *, batch_size: int, **more: Any
 ) -> RewardSources:
-    """The reward sources, of a config with the options of `RewardPolicy`; `more` are further arguments of `RewardSources`.
+    """The reward sources, of a config with the options of `RewardPolicy`; `more` are further arguments of
+    `RewardSources`.
 
     Raises: ValueError without any.
     """
@@ -313,9 +310,7 @@ def agent_completer(
         deadline=args.agent_deadline,
         agent_sampling=args.agent_sampling,
         host=args.agent_host,
-        journal=Journal(
-            folder, rank=args.process_index, keeps=args.agent_keep_sessions, environments=environments
-        ),
+        journal=Journal(folder, rank=args.process_index, keeps=args.agent_keep_sessions, environments=environments),
         graded=bool(rewards),
         **kwargs,
     )
@@ -351,9 +346,7 @@ def seed_rows(args: RolloutTraining, sizes: RolloutSizes) -> Dataset:
     Raises: ValueError without `max_steps`.
     """
     if args.max_steps <= 0:
-        raise ValueError(
-            f"environment_factory without train_dataset needs max_steps > 0, got {args.max_steps}."
-        )
+        raise ValueError(f"environment_factory without train_dataset needs max_steps > 0, got {args.max_steps}.")
     return Dataset.from_dict({"seed": list(range(math.ceil(args.max_steps / sizes.steps) * sizes.prompts))})
 
 
@@ -366,8 +359,8 @@ def tool_completer(
 ) -> ToolLoop | None:
     """The tools of a run on some data sets (or dicts of them); None for none.
 
-    Raises: TypeError or ValueError for functions that cannot be tools, a chat template without tools, and settings that do not
-    go with them.
+    Raises: TypeError or ValueError for functions that cannot be tools, a chat template without tools, and settings that
+    do not go with them.
     """
     if not tools:
         warn_unread(args, TOOL_SETTINGS, "without tools. Pass tools to the trainer, or leave it out")
@@ -379,9 +372,7 @@ def tool_completer(
         "ds3_gather_for_generation=False without vLLM": not (args.ds3_gather_for_generation or args.use_vllm),
     }
     if given := [name for name, is_given in unsupported.items() if is_given]:
-        raise ValueError(
-            f"tools={list(found)} cannot be combined with {', '.join(given)}. Leave one of them out."
-        )
+        raise ValueError(f"tools={list(found)} cannot be combined with {', '.join(given)}. Leave one of them out.")
     return ToolLoop(
         policy.processing_class,
         found,

@@ -91,7 +91,9 @@ class GRPOMethod(GroupMethod):
         return self.args.vllm_importance_sampling_correction and SAMPLING_LOGPS in experience.per_token
 
     def corrected(self, experience: Experience, *, is_exact: bool, counted: Tensor) -> Corrected | None:
-        """With importance weights, or, for a loss with weights of sequences, with the sampler's log-probs as the old ones."""
+        """With importance weights, or, for a loss with weights of sequences, with the sampler's log-probs as the old
+        ones.
+        """
         if is_exact or not self._corrects(experience) or OLD not in experience.per_token:
             return None
         row, old = experience.completions.row_index, experience.per_token[OLD]
@@ -128,7 +130,9 @@ class GRPOMethod(GroupMethod):
 
 
 def from_teacher(experience: Experience) -> Tensor:
-    """How much more likely the teacher finds each sampled token, `log q - log p`, `(K,)`; 0 where nothing is trained."""
+    """How much more likely the teacher finds each sampled token, `log q - log p`, `(K,)`; 0 where nothing is
+    trained.
+    """
     columns = experience.per_token
     gaps = reverse_kl_advantages(columns.get(STUDENT, columns[OLD]), columns[TEACHER])
     return where_counted(gaps, columns[TRAINED])
@@ -139,26 +143,29 @@ class GRPOTrainer(OnlineTrainer):
 
     Args:
         model: the policy: a causal language model, a `PeftModel`, or a name or path.
-        reward_funcs: functions `func(prompts=, completions=, completion_ids=, trainer_state=, **columns)`, async ones too,
+        reward_funcs: functions `func(prompts=, completions=, completion_ids=, trainer_state=, **columns)`, async ones
+        too,
             sequence classifiers with one label or their paths, or several of them, whose weighted sum is the reward.
         args: a `GRPOConfig`.
-        train_dataset: rows with a `prompt` (text or messages) or tokenised, with `input_ids`; other columns are handed to
+        train_dataset: rows with a `prompt` (text or messages) or tokenised, with `input_ids`; other columns are handed
+        to
             reward functions. A stream needs `max_steps`.
         eval_dataset: the same kind of rows, or a dict of several sets by name.
-        processing_class: the policy's tokenizer, or its processor where prompts have images; by default the one saved with it.
-        reward_processing_classes: the tokenizer of each reward model (None for functions).
-        callbacks: further callbacks.
-        optimizers: an optimizer and a scheduler, instead of those that the config describes.
-        peft_config: trains a new adapter of the policy with these settings.
-        tools: functions, sync or async, with type hints and docstrings, that the policy may call in its completions.
-        rollout_func: `func(prompts, trainer)` that generates instead of the policy: a dict with `prompt_ids`,
+        processing_class: the policy's tokenizer, or its processor where prompts have images; by default the one saved
+        with it. reward_processing_classes: the tokenizer of each reward model (None for functions). callbacks: further
+        callbacks. optimizers: an optimizer and a scheduler, instead of those that the config describes. peft_config:
+        trains a new adapter of the policy with these settings. tools: functions, sync or async, with type hints and
+        docstrings, that the policy may call in its completions. rollout_func: `func(prompts, trainer)` that generates
+        instead of the policy: a dict with `prompt_ids`,
             `completion_ids`, perhaps `logprobs`, and further fields for the reward functions.
-        teacher_model: a model of the same tokenizer, or its name or path, for `teacher_kl_coef`; None with an adapter: its base.
-        agent: `async def agent(row, base_url, api_key)` that talks to the policy over OpenAI's API and returns its reward, or a
+        teacher_model: a model of the same tokenizer, or its name or path, for `teacher_kl_coef`; None with an adapter:
+        its base. agent: `async def agent(row, base_url, api_key)` that talks to the policy over OpenAI's API and
+        returns its reward, or a
             command (docs/guides/agents.md). `reward_funcs` may be None then.
-        environment_factory: makes objects with `reset(**row)`, whose other public methods are tools, and which may have a
-            `get_reward`; or a dict of several, among which the column `environment` chooses (docs/guides/agents.md). `train_dataset` may
-            be None then.
+        environment_factory: makes objects with `reset(**row)`, whose other public methods are tools, and which may have
+        a
+            `get_reward`; or a dict of several, among which the column `environment` chooses (docs/guides/agents.md).
+            `train_dataset` may be None then.
 
     Example:
         >>> def brevity(completions, **columns):

@@ -68,10 +68,9 @@ class ImageSets(DataSets):
         return dataset
 
 
-def image_sets(
-    given: Any, args: SFTConfig, policy: Policy, formatting_func: Callable[..., Any] | None
-) -> ImageSets:
-    """The sets of supervised fine-tuning, with the `given` collator, which may read rows in any way, or the default one.
+def image_sets(given: Any, args: SFTConfig, policy: Policy, formatting_func: Callable[..., Any] | None) -> ImageSets:
+    """The sets of supervised fine-tuning, with the `given` collator, which may read rows in any way, or the default
+    one.
 
     Raises: ValueError, TypeError or ImportError for what these rows cannot be trained with.
     """
@@ -158,7 +157,9 @@ def _is_foreign(given: Any, ours: type, of_text: tuple[type, ...]) -> bool:
 
 
 def check_parts(policy: Policy) -> ProcessorMixin:
-    """The policy's processor. Raises ImportError, TypeError or ValueError without Pillow, a processor or a model for images."""
+    """The policy's processor. Raises ImportError, TypeError or ValueError without Pillow, a processor or a model for
+    images.
+    """
     if importlib.util.find_spec("PIL") is None:
         raise ImportError("rows with images need Pillow. Install it with: pip install 'trl[vlm]'")
     processing_class, core = policy.processing_class, causal_core(policy.model)

@@ -1,5 +1,6 @@
-"""How transformers' loops are adapted: settings that do not apply here, the order of rows, the rows of evaluations, the best
-metric."""
+"""How transformers' loops are adapted: settings that do not apply here, the order of rows, the rows of evaluations, the
+best metric.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ class Setting(NamedTuple):
     """A setting of `TrainingArguments`, its `accelerator_config` or its `parallelism_config`.
 
     `action` applies to values other than the default, unless `applies` says otherwise; "warn" and "ignore" restore the
-    default. `data` says which trainers: those of data sets ("rows"), among them those of preferences ("pairs"), and those
-    that generate their own rollouts.
+    default. `data` says which trainers: those of data sets ("rows"), among them those of preferences ("pairs"), and
+    those that generate their own rollouts.
     """
 
     name: str
@@ -49,10 +50,10 @@ def _by_several(value: Any, args: TrainingArguments) -> bool:
     return args.world_size > 1
 
 
-_PARALLEL = (
-    "sequences are not split over processes. Use 1, and a smaller max_length or per_device_train_batch_size"
+_PARALLEL = "sequences are not split over processes. Use 1, and a smaller max_length or per_device_train_batch_size"
+_SMOOTHING = (
+    "it belongs to transformers' own loss. The option of DPOConfig and CPOConfig for noisy labels is label_smoothing"
 )
-_SMOOTHING = "it belongs to transformers' own loss. The option of DPOConfig and CPOConfig for noisy labels is label_smoothing"
 _SPLIT = "batch sizes are those of one process. Set it to False and divide the batch sizes by the number of processes"
 # fmt: off
 SETTINGS = (
@@ -207,10 +208,12 @@ def returns_dict(compute_metrics: Callable[..., Any] | None) -> Callable[..., An
 
 
 class GatherRows:
-    """Gathers, in place of `Accelerator.gather_for_metrics`, what the evaluation loop of transformers gathers of one batch.
+    """Gathers, in place of `Accelerator.gather_for_metrics`, what the evaluation loop of transformers gathers of one
+    batch.
 
-    That one counts rows of the data set to leave out repeated ones, and packed rows have several rows of logits. The loop
-    first gathers the loss, then logits and labels `(S, ...)`, of which those of a process that `fills_up` do not count.
+    That one counts rows of the data set to leave out repeated ones, and packed rows have several rows of logits. The
+    loop first gathers the loss, then logits and labels `(S, ...)`, of which those of a process that `fills_up` do not
+    count.
     """
 
     def __init__(self, accelerator: Accelerator, *, fills_up: bool) -> None:

@@ -41,6 +41,4 @@ class IterativeSFTConfig(SFTConfig):
         names = ("warmup_steps", "logging_steps", "eval_steps", "save_steps")
         parts = [f"{name}={getattr(self, name)}" for name in names if 0 < (getattr(self, name) or 0) < 1]
         if self.max_steps <= 0 and parts:
-            raise ValueError(
-                f"{', '.join(parts)} is a share of max_steps. Set max_steps, or give whole numbers."
-            )
+            raise ValueError(f"{', '.join(parts)} is a share of max_steps. Set max_steps, or give whole numbers.")

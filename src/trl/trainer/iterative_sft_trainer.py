@@ -130,9 +130,10 @@ class IterativeSFTTrainer(SFTTrainer):
     ) -> None:
         """Train once on some rows, in their order: tokens or texts, all this process has for this call.
 
-        An optimiser step is made for every `per_device_train_batch_size * gradient_accumulation_steps` rows, and one for
-        what is left. `labels` (-100 where nothing is trained) and `texts_labels` are the tokens themselves unless given;
-        an encoder-decoder needs them. A text ends with the tokenizer's eos token, which is added where it is missing.
+        An optimiser step is made for every `per_device_train_batch_size * gradient_accumulation_steps` rows, and one
+        for what is left. `labels` (-100 where nothing is trained) and `texts_labels` are the tokens themselves unless
+        given; an encoder-decoder needs them. A text ends with the tokenizer's eos token, which is added where it is
+        missing.
 
         Raises: ValueError or TypeError for rows that cannot be used, before anything is trained.
         """
@@ -175,9 +176,7 @@ class IterativeSFTTrainer(SFTTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Not the way to train here: raises TypeError."""
-        raise TypeError(
-            "IterativeSFTTrainer has no data set to train on. Give rows to step, or use SFTTrainer."
-        )
+        raise TypeError("IterativeSFTTrainer has no data set to train on. Give rows to step, or use SFTTrainer.")
 
     def resume(self, checkpoint: str | bool = True) -> None:
         """Go on from a checkpoint (True: the last one in `output_dir`) before the first step of this process.

@@ -131,8 +131,8 @@ class KTOTrainer(UnpairedTrainer):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Losses of the chosen, then the rejected completions, the rewards of either, and the KL estimate, 0-dim.
 
-        Log-probs are sums `(C,)`, `(R,)`, and `(B,)` of mismatched completions, which loss_type "apo_zero_unpaired" does
-        not read.
+        Log-probs are sums `(C,)`, `(R,)`, and `(B,)` of mismatched completions, which loss_type "apo_zero_unpaired"
+        does not read.
         """
         scores = scores_by_kind(
             policy_chosen_logps, policy_rejected_logps, reference_chosen_logps, reference_rejected_logps

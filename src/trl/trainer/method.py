@@ -1,7 +1,7 @@
 """The mathematics of a method, without a trainer: what its loss is counted in, and its terms.
 
-A method is handed batches, what was scored of them, and a `Step`. What its loss must know of a whole optimiser step is the
-context that `prepare` makes for each of the step's batches; it travels in the batch.
+A method is handed batches, what was scored of them, and a `Step`. What its loss must know of a whole optimiser step is
+the context that `prepare` makes for each of the step's batches; it travels in the batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ CONTEXT = "context of the step"
 
 @dataclass(frozen=True)
 class Context:
-    """What `Method.prepare` found for a batch; in this form nothing that moves or casts a batch's tensors changes it."""
+    """What `Method.prepare` found for a batch; in this form nothing that moves or casts a batch's tensors changes
+    it.
+    """
 
     value: Any
 
@@ -34,10 +36,10 @@ class Context:
 class Outcome(NamedTuple):
     """Terms of a batch, and what is measured of it.
 
-    `terms` add up to the loss, each divided by the step's number of its own units. `predictions` `(B, ...)` and `labels`
-    `(B, ...)` are what `compute_metrics` is given; None where they are not known. `local`: the sum of the losses whose gradient
-    was taken in the scoring forward; the terms of these losses have no gradient. `extremes`: values of which a log shows the
-    smallest (names that begin with `min`) or the largest.
+    `terms` add up to the loss, each divided by the step's number of its own units. `predictions` `(B, ...)` and
+    `labels` `(B, ...)` are what `compute_metrics` is given; None where they are not known. `local`: the sum of the
+    losses whose gradient was taken in the scoring forward; the terms of these losses have no gradient. `extremes`:
+    values of which a log shows the smallest (names that begin with `min`) or the largest.
     """
 
     terms: Sequence[LossTerms]
@@ -48,7 +50,9 @@ class Outcome(NamedTuple):
     extremes: Mapping[str, Tensor] = {}
 
     def totals(self, units: Sequence[Unit], own: Tensor, *, router_weight: float) -> list[Tensor]:
-        """Summed losses for each kind of unit; the router's of a mixture of experts counts for the batch's `own` units."""
+        """Summed losses for each kind of unit; the router's of a mixture of experts counts for the batch's `own`
+        units.
+        """
         totals = [torch.zeros(()) for _ in units]
         if self.local is not None:
             totals[0] = self.local
@@ -76,8 +80,9 @@ class Outcome(NamedTuple):
 class Step:
     """What a method is given of the step that a batch belongs to.
 
-    `score(batch)` scores under the policy without gradient, dropout and noise. `add_reference(batch)` puts the reference's
-    log-probs into a batch, if they are not there yet. `context` is what `prepare` made for the batch; None for a batch by itself.
+    `score(batch)` scores under the policy without gradient, dropout and noise. `add_reference(batch)` puts the
+    reference's log-probs into a batch, if they are not there yet. `context` is what `prepare` made for the batch; None
+    for a batch by itself.
     """
 
     training: bool
@@ -115,7 +120,9 @@ class Method:
         return None
 
     def prepare(self, batches: Sequence[Mapping[str, Any]], step: Step) -> Sequence[Any]:
-        """What the terms of each micro-batch of an optimiser step must know of the whole step. All processes call it."""
+        """What the terms of each micro-batch of an optimiser step must know of the whole step. All processes call
+        it.
+        """
         return [None] * len(batches)
 
     def terms(self, batch: Mapping[str, Any], scored: Any, step: Step) -> Outcome:

@@ -29,7 +29,8 @@ PREFERENCE, OPPONENT_SCORE, OPPONENT_STOPPED = "preference", "opponent_score", "
 class NashMDMethod(OnlineDPOMethod):
     """Policy gradient with the preference over the opponent, less the divergence of the tokens to come.
 
-    The rows 0, 2, ... are the policy's completions, 1, 3, ... the opponent's, whose columns are NaN: they are not trained on.
+    The rows 0, 2, ... are the policy's completions, 1, 3, ... the opponent's, whose columns are NaN: they are not
+    trained on.
     """
 
     args: NashMDConfig
@@ -122,10 +123,11 @@ class NashMDMethod(OnlineDPOMethod):
 
 
 class NashMDTrainer(OnlineDPOTrainer):
-    """Trainer of Nash-MD (Munos et al. 2023, arXiv:2312.00886): learns to be preferred to a mixture of policy and reference.
+    """Trainer of Nash-MD (Munos et al. 2023, arXiv:2312.00886): learns to be preferred to a mixture of policy and
+    reference.
 
-    Takes what `OnlineDPOTrainer` takes. The gradient is that of the preference less `beta` times the divergence of whole
-    sequences from the reference; rewards give preferences by `sigmoid(r - r')`.
+    Takes what `OnlineDPOTrainer` takes. The gradient is that of the preference less `beta` times the divergence of
+    whole sequences from the reference; rewards give preferences by `sigmoid(r - r')`.
 
     Example:
         >>> trainer = NashMDTrainer(

@@ -43,7 +43,9 @@ __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
 
 class OnlineDPOMethod(GroupMethod):
-    """A loss of `PAIR_LOSSES` on pairs of a prompt's completions whose scores differ (Guo et al. 2024, arXiv:2402.04792)."""
+    """A loss of `PAIR_LOSSES` on pairs of a prompt's completions whose scores differ (Guo et al. 2024,
+    arXiv:2402.04792).
+    """
 
     args: OnlineDPOConfig
     pairs_rows = True
@@ -81,9 +83,7 @@ class OnlineDPOMethod(GroupMethod):
 
     def pairs(self, scores: Tensor) -> RankedPairs:
         """The pairs of whole groups with these scores `(B,)`."""
-        return ranked_pairs(
-            scores, self.group_size, selection=self.args.pair_selection, ties=self.args.tie_policy
-        )
+        return ranked_pairs(scores, self.group_size, selection=self.args.pair_selection, ties=self.args.tie_policy)
 
     @property
     def group_size(self) -> int:
@@ -113,9 +113,7 @@ class OnlineDPOMethod(GroupMethod):
         )
         return policy, reference
 
-    def pair_terms(
-        self, experience: Experience, pairs: RankedPairs, policy: Tensor, reference: Tensor
-    ) -> LossTerms:
+    def pair_terms(self, experience: Experience, pairs: RankedPairs, policy: Tensor, reference: Tensor) -> LossTerms:
         """The loss of each pair, with its metrics; `ipo` compares sums over tokens, as its paper does."""
         scores, (chosen, rejected, weights) = experience.per_row[SCORES], pairs
         found = PairScores(policy[chosen], policy[rejected], reference[chosen], reference[rejected])
@@ -146,8 +144,9 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
         args: an `OnlineDPOConfig`.
         train_dataset: rows with a `prompt` (text or messages).
 
-    `reward_processing_classes`, `tools`, `agent`, `environment_factory`, `callbacks`, `optimizers` and `peft_config` are those of `GRPOTrainer`. The loss is the
-    mean over the pairs of an optimiser step. Pairs without a judge's answer, or with equal scores (`tie_policy`), are dropped.
+    `reward_processing_classes`, `tools`, `agent`, `environment_factory`, `callbacks`, `optimizers` and `peft_config`
+    are those of `GRPOTrainer`. The loss is the mean over the pairs of an optimiser step. Pairs without a judge's
+    answer, or with equal scores (`tie_policy`), are dropped.
 
     Example:
         >>> def brevity(completions, **columns):
@@ -212,9 +211,7 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
                 "use OnlineDPOTrainer."
             )
         if has_agent and (judge or args.judge):
-            raise ValueError(
-                "An agent's result is its reward, which a judge does not replace. Leave one of them out."
-            )
+            raise ValueError("An agent's result is its reward, which a judge does not replace. Leave one of them out.")
         sources, managed = reward_funcs or args.reward_model_path, None
         if not has_agent:
             sources, managed = comparison_source(reward_funcs, judge, args)

@@ -39,8 +39,8 @@ EQUAL_REWARDS = "frac_given_reward_zero_std"
 class StepContext(NamedTuple):
     """The context of a micro-batch's loss.
 
-    `is_first`: in training, the policy has not been updated since the rollout. `is_exact`: the log-probs of sampling are those of
-    the scoring forward.
+    `is_first`: in training, the policy has not been updated since the rollout. `is_exact`: the log-probs of sampling
+    are those of the scoring forward.
     """
 
     is_first: bool
@@ -67,8 +67,8 @@ class OnlineMethod(Method):
     ) -> Experience:
         """With the column `scores` and, per token, `trained`.
 
-        `scores (B,)` are weighted sums of rewards, NaN where no source scored a row: it is not trained on. `inputs` is what
-        the reward sources were given; `training` is False in an evaluation.
+        `scores (B,)` are weighted sums of rewards, NaN where no source scored a row: it is not trained on. `inputs` is
+        what the reward sources were given; `training` is False in an evaluation.
         """
         trained = ~scores.isnan()[experience.completions.row_index]
         return experience.with_rows(**{SCORES: scores.nan_to_num(0.0)}).with_tokens(**{TRAINED: trained})
@@ -110,9 +110,9 @@ class Corrected(NamedTuple):
 class GroupMethod(OnlineMethod):
     """Base of GRPO, RLOO and their variants.
 
-    `rows` are columns per row of all processes, where the `group_size` completions of a prompt follow each other; rewards are
-    NaN where no source scored a completion. A method defines `rewards_and_advantages`, `objective`, and `divisor` (by default
-    the number of rows).
+    `rows` are columns per row of all processes, where the `group_size` completions of a prompt follow each other;
+    rewards are NaN where no source scored a completion. A method defines `rewards_and_advantages`, `objective`, and
+    `divisor` (by default the number of rows).
     """
 
     reward_scale: Scale = "group"
@@ -205,8 +205,9 @@ class GroupMethod(OnlineMethod):
         )
 
     def old_logps(self, experience: Experience, context: StepContext) -> Tensor | None:
-        """The denominator of ratios, `(K,)`; None for the policy that is being scored, in the first step on a rollout batch:
-        there dropout and the rounding of another layout are no change of the policy."""
+        """The denominator of ratios, `(K,)`; None for the policy that is being scored, in the first step on a rollout
+        batch: there dropout and the rounding of another layout are no change of the policy.
+        """
         return None if context.is_first else experience.per_token.get(OLD)
 
     def divisor(self, experience: Experience) -> Tensor:

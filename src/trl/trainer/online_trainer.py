@@ -79,13 +79,14 @@ _EVALUATION_SEED = 0x5EED  # evaluations draw other completions than training, a
 class OnlineTrainer(BaseTrainer):
     """Base of the trainers that learn from rollouts of the policy itself.
 
-    `make_rollout_batch` has the order of a rollout batch: `rollouts` draws prompts, completes them and scores the completions;
-    the models score their tokens, and the method gives them advantages. `sizes.steps` optimiser steps then learn from it, each
-    from the rows of `rows_of_step`. A checkpoint within these steps contains the rollout batch.
+    `make_rollout_batch` has the order of a rollout batch: `rollouts` draws prompts, completes them and scores the
+    completions; the models score their tokens, and the method gives them advantages. `sizes.steps` optimiser steps then
+    learn from it, each from the rows of `rows_of_step`. A checkpoint within these steps contains the rollout batch.
 
     A method that compares the completions of a prompt names its `GroupMethod` (rewards, advantages, loss terms) as
-    `method_type`, and its `config_type`. A subclass may override `advantages(experience)` and `objective(experience, scored)`.
-    Other methods (PPO) have a constructor of their own, which sets the attributes below and ends with `begin_rollouts`.
+    `method_type`, and its `config_type`. A subclass may override `advantages(experience)` and `objective(experience,
+    scored)`. Other methods (PPO) have a constructor of their own, which sets the attributes below and ends with
+    `begin_rollouts`.
     """
 
     _not_called = NOT_CALLED_OF_GROUPS
@@ -281,11 +282,11 @@ class OnlineTrainer(BaseTrainer):
         return min(max(state.remainder - self.args.process_index * rows, 0), rows)
 
     def _rows_of_all(self, experience: Experience, *, is_evaluation: bool) -> dict[str, Tensor]:
-        """The columns per row of all processes, without the rows that accelerate repeats to fill an evaluation batch."""
+        """The columns per row of all processes, without the rows that accelerate repeats to fill an evaluation
+        batch.
+        """
         rows, state = of_all_processes(experience, self.accelerator), self.accelerator.gradient_state
-        if not (
-            is_evaluation and self.args.world_size > 1 and state.end_of_dataloader and state.remainder > 0
-        ):
+        if not (is_evaluation and self.args.world_size > 1 and state.end_of_dataloader and state.remainder > 0):
             return rows
         return {name: column[: state.remainder] for name, column in rows.items()}
 
@@ -389,8 +390,9 @@ class OnlineTrainer(BaseTrainer):
         return experience.with_tokens(**found)
 
     def score_rollout(self, batch: dict[str, Any], columns: Sequence[str]) -> dict[str, Tensor]:
-        """Columns `(K,)` for each completion token: `old_logps` of the policy, its `values`, `ref_logps` of the reference,
-        `teacher_logps` of the teacher."""
+        """Columns `(K,)` for each completion token: `old_logps` of the policy, its `values`, `ref_logps` of the
+        reference, `teacher_logps` of the teacher.
+        """
         found = dict[str, Tensor]()
         own, teachers = (
             ScoreOptions(temperature=each) for each in (self.scoring_temperature, self._teacher_temperature)
@@ -424,8 +426,8 @@ class OnlineTrainer(BaseTrainer):
     def sampler_is_exact(self) -> bool:
         """Whether the sampler's log-probs are those of the scoring forward, up to rounding.
 
-        They are not in lower precision, with truncated distributions, and for models whose rotary angles depend on the length
-        (the cache holds keys of shorter rows).
+        They are not in lower precision, with truncated distributions, and for models whose rotary angles depend on the
+        length (the cache holds keys of shorter rows).
         """
         wide = all(part.dtype in (torch.float32, torch.float64) for part in self.scorer.core.parameters())
         plain = self.accelerator.mixed_precision == "no" and not self.scorer.stretched_rotaries
@@ -479,9 +481,7 @@ class OnlineTrainer(BaseTrainer):
 
     _step_started, _turns = 0.0, 0
 
-    def training_step(
-        self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """One micro-batch, forward and backward; the last of a step records how long the step took."""
         loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[arg-type]
         self._turns += 1
@@ -534,9 +534,7 @@ class OnlineTrainer(BaseTrainer):
         if isinstance(chosen, str):
             chosen = self.eval_dataset[chosen]  # type: ignore[index]
         if chosen is None:
-            raise ValueError(
-                "evaluation needs an eval_dataset, got None. Pass it to the trainer or to evaluate."
-            )
+            raise ValueError("evaluation needs an eval_dataset, got None. Pass it to the trainer or to evaluate.")
         processes = 1 if self.method.pairs_rows else self.args.world_size
         check_evaluation(self.args.eval_batch_size * processes, self.evaluation_group)
         own: Any = self.eval_dataset
@@ -623,17 +621,14 @@ class OnlineTrainer(BaseTrainer):
     def _show_sample(self) -> None:
         """Print the first prompt of a finished run, its first completion, and the policy's greedy one after all steps.
 
-        Only below the table of `RunLines`, for text that the policy itself completes: a copy would need its weights again.
+        Only below the table of `RunLines`, for text that the policy itself completes: a copy would need its weights
+        again.
         """
         engine, model = getattr(self.rollouts.engine, "policy", self.rollouts.engine), self.model_wrapped
         assert model is not None
         has_table = any(isinstance(each, RunLines) for each in self.callback_handler.callbacks)
         is_text = type(engine) is TransformersEngine and isinstance(self.rollouts.completer, TextCompleter)
-        if (
-            self._sample is None
-            or not (has_table and is_text)
-            or self.state.global_step < self.state.max_steps
-        ):
+        if self._sample is None or not (has_table and is_text) or self.state.global_step < self.state.max_steps:
             return
         prompt, before = self._sample
         # Every process completes its own prompt, as sharded weights need all of them.

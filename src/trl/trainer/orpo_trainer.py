@@ -30,8 +30,9 @@ class ORPOTrainer(ReferenceFreeTrainer):
 
     Takes what `CPOTrainer` takes; `args` is an `ORPOConfig`. Predictions are beta times the mean log-probs.
 
-    The loss is the negative log-likelihood of the chosen sequences, prompts included, a mean over all their tokens in an
-    optimiser step, plus beta times the odds-ratio loss, a mean over all its pairs, of all micro-batches on all processes.
+    The loss is the negative log-likelihood of the chosen sequences, prompts included, a mean over all their tokens in
+    an optimiser step, plus beta times the odds-ratio loss, a mean over all its pairs, of all micro-batches on all
+    processes.
 
     Example:
         >>> from datasets import load_dataset

@@ -1,4 +1,6 @@
-"""Configuration of PPO step by step, with a loop of the user's own, and what all configs of a policy's own responses share."""
+"""Configuration of PPO step by step, with a loop of the user's own, and what all configs of a policy's own responses
+share.
+"""
 
 import dataclasses
 from dataclasses import dataclass
@@ -62,8 +64,8 @@ class EpisodeOptions(OptionGroup):
 @documented
 @dataclass
 class OnPolicyConfig(EpisodeOptions, TrainingDefaults):
-    """Settings of a loop that learns from a policy's own responses: those of `transformers.TrainingArguments` and the ones
-    below. The loop sets the fields that a trainer would fill in.
+    """Settings of a loop that learns from a policy's own responses: those of `transformers.TrainingArguments` and the
+    ones below. The loop sets the fields that a trainer would fill in.
 
     Example:
         >>> from trl.trainer.utils import OnPolicyConfig
@@ -168,9 +170,7 @@ class PPOConfig(LoopOptions, PPOOptions):
     weights: Weights | None = shared("weights")
     learning_rate: float = option(1.41e-5, "Learning rate of the trainer's own optimiser (Adam).", "> 0")
     batch_size: int = option(128, "Responses per process and call of step.", ">= 1")
-    mini_batch_size: int = option(
-        128, "Responses per process and forward pass, in training and scoring.", ">= 1"
-    )
+    mini_batch_size: int = option(128, "Responses per process and forward pass, in training and scoring.", ">= 1")
     gradient_accumulation_steps: int = option(1, "Minibatches per optimiser step.", ">= 1")
     ppo_epochs: int = option(4, "Passes of a step over its responses.", ">= 1")
     forward_batch_size: int | None = moved(to="mini_batch_size")
@@ -183,9 +183,7 @@ class PPOConfig(LoopOptions, PPOOptions):
         False, "End a step's epochs once the policy is more than 1.5 * target_kl from the one that sampled."
     )
     target_kl: float = option(1.0, "Divergence per token that early_stopping allows, in nats.", "(0, inf]")
-    compare_steps: int = option(
-        1, "Steps between two comparisons of the mean score with the best so far.", ">= 1"
-    )
+    compare_steps: int = option(1, "Steps between two comparisons of the mean score with the best so far.", ">= 1")
     ratio_threshold: float = option(
         10.0, "Skip a minibatch whose mean ratio of new to old probabilities exceeds this.", "(0, inf]"
     )
@@ -201,26 +199,18 @@ class PPOConfig(LoopOptions, PPOOptions):
     use_score_scaling: bool = option(
         False, "Divide scores by their running standard deviation (Secrets of RLHF I, arXiv:2307.04964)."
     )
-    use_score_norm: bool = option(
-        False, "Subtract the scores' running mean as well.", needs="use_score_scaling"
-    )
+    use_score_norm: bool = option(False, "Subtract the scores' running mean as well.", needs="use_score_scaling")
     score_clip: float | None = option(
         None, "Cut scores to [-score_clip, score_clip], after scaling. None: no limit.", "(0, inf]"
     )
-    gradient_checkpointing: bool = option(
-        False, "Recompute activations in the backward pass: slower, less memory."
-    )
-    is_encoder_decoder: bool | None = option(
-        None, "Whether the model is an encoder-decoder. Set by the trainer."
-    )
+    gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass: slower, less memory.")
+    is_encoder_decoder: bool | None = option(None, "Whether the model is an encoder-decoder. Set by the trainer.")
     is_peft_model: bool | None = option(None, "Whether the model is a PeftModel. Set by the trainer.")
     world_size: int | None = option(None, "Number of processes. Set by the trainer.")
     backward_batch_size: int | None = option(
         None, "Responses per optimiser step: mini_batch_size * gradient_accumulation_steps. Computed."
     )
-    global_backward_batch_size: int | None = option(
-        None, "backward_batch_size of all processes. Set by the trainer."
-    )
+    global_backward_batch_size: int | None = option(None, "backward_batch_size of all processes. Set by the trainer.")
     global_batch_size: int | None = option(None, "batch_size of all processes. Set by the trainer.")
 
     def __post_init__(self) -> None:

@@ -1,4 +1,6 @@
-"""The parts of a step-level trainer: accelerator, reference, optimiser, tracker, model card, and the responses of a step."""
+"""The parts of a step-level trainer: accelerator, reference, optimiser, tracker, model card, and the responses of a
+step.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ _FACTS = (
 
 
 def check_parts(config: Any, model: Any, tokenizer: Any, unknown: Mapping[str, Any]) -> None:
-    """Raise TypeError for a config, model or tokenizer that is missing or of another kind, and for `unknown` arguments."""
+    """Raise TypeError for a config, model or tokenizer that is missing or of another kind, and for `unknown`
+    arguments.
+    """
     if unknown or not isinstance(config, PPOConfig):
         given = f"arguments {sorted(unknown)}" if unknown else type(config).__name__
         raise TypeError(
@@ -77,8 +81,8 @@ def make_accelerator(config: Any) -> Accelerator:
     before = shared.plugin_kwargs
     options = config.accelerator_kwargs
     if not torch.accelerator.is_available() and options.get("cpu", True):
-        # Without this, accelerate (1.15) does not connect processes that torchrun starts on a CPU; Accelerator(cpu=True)
-        # would turn DeepSpeed off.
+        # Without this, accelerate (1.15) does not connect processes that torchrun starts on a CPU;
+        # Accelerator(cpu=True) would turn DeepSpeed off.
         PartialState(cpu=True)
     accelerator = Accelerator(
         log_with=config.log_with,
@@ -105,9 +109,7 @@ def accumulating(accelerator: Accelerator, config: PPOConfig) -> AbstractContext
 
 
 def _counting(config: PPOConfig) -> GradientAccumulationPlugin:
-    return GradientAccumulationPlugin(
-        num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False
-    )
+    return GradientAccumulationPlugin(num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False)
 
 
 def set_up_reference(
@@ -118,8 +120,8 @@ def set_up_reference(
 ) -> tuple[Reference, Any]:
     """The reference, and the model that it is (None for the policy without its adapter).
 
-    Without `ref_model` a policy with adapters is its own reference, any other is copied but for the first `shared` layers,
-    which are frozen in both.
+    Without `ref_model` a policy with adapters is its own reference, any other is copied but for the first `shared`
+    layers, which are frozen in both.
 
     Raises: TypeError for a `ref_model` that is no model; ValueError for one that does not fit.
     """
@@ -170,9 +172,7 @@ def check_optimiser(
     return torch.optim.Adam(trained, lr=learning_rate, fused=fused)
 
 
-def model_card(
-    config: PPOConfig, base_model: str | None, model_name: str, *, tags: list[str], steps: int
-) -> Any:
+def model_card(config: PPOConfig, base_model: str | None, model_name: str, *, tags: list[str], steps: int) -> Any:
     """The model card of a policy after so many steps."""
     return generate_model_card(
         base_model=base_model,
@@ -251,19 +251,17 @@ def responses_as_rows(queries: Sequence[Tensor], responses: Sequence[Tensor]) ->
 def score_responses(
     scorer: Any, model: nn.Module, rows: Experience, *, logits: bool = False, entropies: bool = False
 ) -> ResponseScores:
-    """Scores of one forward pass, with gradient unless it is off; equal queries are neighbours, so that they can be shared."""
+    """Scores of one forward pass, with gradient unless it is off; equal queries are neighbours, so that they can be
+    shared.
+    """
     prompts = [prompt.tolist() for prompt in rows.prompts.split()]
     order = torch.tensor(sorted(range(len(rows)), key=prompts.__getitem__))
     rows = rows.take(order.to(rows.prompts.values.device))
     is_encoder_decoder = scorer.core.config.is_encoder_decoder
     if is_encoder_decoder:
         pairs = zip(rows.prompts.split(), rows.completions.split(), strict=True)
-        columns = [
-            {"prompt_input_ids": prompt, "completion_input_ids": completion} for prompt, completion in pairs
-        ]
-        batch = seq2seq_batch(
-            columns, pad_token_id=scorer.pad_token_id, completions=("completion_input_ids",)
-        )
+        columns = [{"prompt_input_ids": prompt, "completion_input_ids": completion} for prompt, completion in pairs]
+        batch = seq2seq_batch(columns, pad_token_id=scorer.pad_token_id, completions=("completion_input_ids",))
     else:
         batch = rows.as_batch(prefix_sharing=scorer.shares_prefixes)
         del batch["rows"]

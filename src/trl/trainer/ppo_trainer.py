@@ -63,16 +63,19 @@ logger = logging.getLogger(__name__)
 _NEGATIVE = -1.0  # nats per response: no longer chance
 _FAR = 10.0  # times the target: the controller has lost it
 _EXPLODED = 20.0  # nats per token: policy and reference have nothing in common
-_ADVICE = "Lower learning_rate or ppo_epochs, raise init_kl_coef, set early_stopping or max_grad_norm, or check the rewards."
+_ADVICE = (
+    "Lower learning_rate or ppo_epochs, raise init_kl_coef, set early_stopping or max_grad_norm, or check the rewards."
+)
 
 
 class PPOTrainer:
     """Trains a language model with a value head by PPO, one `step` at a time.
 
     The loop is the caller's: draw queries from `dataloader`, `generate` responses, score them, call `step`. The policy
-    is kept near a reference by a penalty on their KL divergence: `ref_model`, the policy without its adapters, or a copy of
-    it (of which the first `num_shared_layers` are shared, and frozen). The default `optimizer` is Adam over the parameters
-    that train; an `lr_scheduler` is prepared by accelerate and stepped in each `step` (once per process). `train_dataset` is another name of `dataset`.
+    is kept near a reference by a penalty on their KL divergence: `ref_model`, the policy without its adapters, or a
+    copy of it (of which the first `num_shared_layers` are shared, and frozen). The default `optimizer` is Adam over the
+    parameters that train; an `lr_scheduler` is prepared by accelerate and stepped in each `step` (once per process).
+    `train_dataset` is another name of `dataset`.
 
     Example:
         >>> trainer = PPOTrainer(PPOConfig(batch_size=8, mini_batch_size=4), model, tokenizer=tokenizer)  # doctest: +SKIP
@@ -126,9 +129,7 @@ class PPOTrainer:
         core = model.get_base_model()
         self.scorer = make_scorer(model, tokenizer)
         report_fallbacks(core, self.scorer)
-        self.reference, self.ref_model = ppo_setup.set_up_reference(
-            model, ref_model, self.scorer, num_shared_layers
-        )
+        self.reference, self.ref_model = ppo_setup.set_up_reference(model, ref_model, self.scorer, num_shared_layers)
         optimizer = ppo_setup.check_optimiser(model, optimizer, lr_scheduler, config.learning_rate)
         if config.weights is not None:
             keep_residuals(optimizer)
@@ -136,9 +137,7 @@ class PPOTrainer:
         self._limits = TokenLimits(embedded_tokens(core), context_length_of(model.pretrained_model), start)
         start_trackers(self.accelerator, config)
         with ppo_setup.accumulating(self.accelerator, config):
-            parts = self.accelerator.prepare(
-                model, optimizer, *([] if lr_scheduler is None else [lr_scheduler])
-            )
+            parts = self.accelerator.prepare(model, optimizer, *([] if lr_scheduler is None else [lr_scheduler]))
         self.model, self.optimizer = parts[:2]
         self.lr_scheduler = None if lr_scheduler is None else parts[2]
         self.reference.prepare(self.accelerator)
@@ -189,14 +188,14 @@ class PPOTrainer:
     ) -> Any:
         """Responses of the policy to a list of queries: 1-D tensors in a list.
 
-        A single query `(length,)` or rows `(B, length)` give a tensor `(1 or B, length)`, padded on the right. Responses begin
-        with the query unless `return_prompt` is False (an encoder-decoder's with its start token), and end with their end
-        token. `length_sampler` draws the most new tokens of each. `generation_kwargs` are those of a transformers model's
-        `generate`, except beams; `batch_size` has no effect: the engine generates what fits into memory. With
-        `generate_ref_response` the reference's responses come as a second result.
+        A single query `(length,)` or rows `(B, length)` give a tensor `(1 or B, length)`, padded on the right.
+        Responses begin with the query unless `return_prompt` is False (an encoder-decoder's with its start token), and
+        end with their end token. `length_sampler` draws the most new tokens of each. `generation_kwargs` are those of a
+        transformers model's `generate`, except beams; `batch_size` has no effect: the engine generates what fits into
+        memory. With `generate_ref_response` the reference's responses come as a second result.
 
-        Raises: TypeError, ValueError for a query that is empty, holds no ids of the model's or fills its window, and for settings
-        that the engine does not support.
+        Raises: TypeError, ValueError for a query that is empty, holds no ids of the model's or fills its window, and
+        for settings that the engine does not support.
         """
         is_list = isinstance(query_tensor, (list, tuple))
         queries = check_queries(query_tensor if is_list else torch.atleast_2d(query_tensor), self._limits)
@@ -217,9 +216,7 @@ class PPOTrainer:
             core = causal_core(getattr(unwrapped, "pretrained_model", unwrapped))
             sampling = sampling_of(core, kwargs, self._warn_once)
             done = engine.generate(prompts, sampling, streams=streams)
-            found = [
-                query.new_tensor(one.ids[:n]) for query, one, n in zip(queries, done, limits, strict=True)
-            ]
+            found = [query.new_tensor(one.ids[:n]) for query, one, n in zip(queries, done, limits, strict=True)]
             if self._limits.start is not None:  # as `generate` of an encoder-decoder: never the query
                 found = [torch.cat([row.new_tensor([self._limits.start]), row]) for row in found]
             elif return_prompt:
@@ -244,11 +241,11 @@ class PPOTrainer:
     ) -> dict[str, Any]:
         """Train on `batch_size` queries with their responses and scores; returns the step's statistics.
 
-        All are checked before anything changes. `response_masks` are 0 on response tokens that the policy did not choose,
-        such as a tool's answer.
+        All are checked before anything changes. `response_masks` are 0 on response tokens that the policy did not
+        choose, such as a tool's answer.
 
-        Raises: TypeError, ValueError for bad input; FloatingPointError, before any update with it, for a loss that is not finite
-        and for a divergence from the reference that has exploded.
+        Raises: TypeError, ValueError for bad input; FloatingPointError, before any update with it, for a loss that is
+        not finite and for a divergence from the reference that has exploded.
         """
         inputs = check_step_inputs(
             queries, responses, scores, response_masks,
@@ -263,9 +260,7 @@ class PPOTrainer:
         times: dict[str, float] = {}
         with timed(times, "total"):
             stats = self._train(inputs, times)
-        self.kl_ctl.update(
-            float(stats["objective/kl"]), self.config.batch_size * self.accelerator.num_processes
-        )
+        self.kl_ctl.update(float(stats["objective/kl"]), self.config.batch_size * self.accelerator.num_processes)
         stats["ppo/learning_rate"] = self.optimizer.param_groups[0]["lr"]
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
@@ -291,7 +286,8 @@ class PPOTrainer:
             for name, value in stats.items()
         }
 
-    # ---- the mathematics of a step, which subclasses may override. Tensors are `(B, R)`, masks 0 where the policy chose no token
+    # ---- the mathematics of a step, which subclasses may override. Tensors are `(B, R)`, masks 0 where the policy
+    # chose no token
 
     def compute_rewards(
         self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, masks: Tensor
@@ -305,9 +301,7 @@ class PPOTrainer:
         rewards, non_score = token_rewards(scores, kls, masks, kl_coef=self.kl_ctl.value)
         return rewards, non_score, kls
 
-    def compute_advantages(
-        self, values: Tensor, rewards: Tensor, mask: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def compute_advantages(self, values: Tensor, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Values, advantages whitened over the batch of all processes, and returns, 0 outside of the mask."""
         of_all = partial(over_processes, accelerator=self.accelerator)
         found = whitened_estimates(rewards, values, mask, self.config, of_all=of_all)
@@ -328,8 +322,8 @@ class PPOTrainer:
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Policy loss, value loss times `vf_coef`, both means over the minibatch's tokens, and statistics.
 
-        The entropy is that of `logits (B, R, V)` unless `entropies` are given; without either it is left out. Both losses are
-        0 where the mean ratio of probabilities exceeds `ratio_threshold`.
+        The entropy is that of `logits (B, R, V)` unless `entropies` are given; without either it is left out. Both
+        losses are 0 where the mean ratio of probabilities exceeds `ratio_threshold`.
         """
         if entropies is None and logits is not None:
             entropies = entropy_from_logits(logits.detach())
@@ -419,8 +413,8 @@ class PPOTrainer:
     # ---- forward passes
 
     def prepare_model_inputs(self, queries: list[Tensor], responses: list[Tensor]) -> dict[str, Tensor]:
-        """Padded inputs of a model on the trainer's device, `(B, T)` each: `input_ids` and `attention_mask` of query and
-        response. An encoder-decoder's are those of the queries, and `decoder_...` those of the responses.
+        """Padded inputs of a model on the trainer's device, `(B, T)` each: `input_ids` and `attention_mask` of query
+        and response. An encoder-decoder's are those of the queries, and `decoder_...` those of the responses.
 
         For programs that call a model themselves; `step` scores without padding and does not use it.
         """
@@ -445,15 +439,13 @@ class PPOTrainer:
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
         """Log-probs, logits (None unless `return_logits`), values and masks of responses, `(B, R)`; logits `(B, R, V)`.
 
-        `model` is this trainer's, its reference, or another with or (values are None) without a value head. `model_inputs`
-        are ignored.
+        `model` is this trainer's, its reference, or another with or (values are None) without a value head.
+        `model_inputs` are ignored.
         """
         del model_inputs
         scorer, model = self._scorer_of(model)
         rows, parts = responses_as_rows(queries, responses), []
-        for part in torch.arange(len(rows), device=rows.completions.values.device).split(
-            self.config.mini_batch_size
-        ):
+        for part in torch.arange(len(rows), device=rows.completions.values.device).split(self.config.mini_batch_size):
             with self.accelerator.autocast():
                 parts.append(score_responses(scorer, model, rows.take(part), logits=return_logits))
         logps, values, _, logits = map(join_rows, zip(*parts, strict=True))
@@ -471,10 +463,10 @@ class PPOTrainer:
         return make_scorer(model, self.tokenizer), model
 
     @torch.no_grad()
-    def _score_rollout(
-        self, inputs: StepInputs, scores: Tensor, times: dict[str, float]
-    ) -> tuple[Tensor, ...]:
-        """Log-probs of policy and reference, values, masks, rewards, their part without the score and KL, each `(B, R)`."""
+    def _score_rollout(self, inputs: StepInputs, scores: Tensor, times: dict[str, float]) -> tuple[Tensor, ...]:
+        """Log-probs of policy and reference, values, masks, rewards, their part without the score and KL, each `(B,
+        R)`.
+        """
         is_full = self.config.kl_penalty == "full"  # whole distributions are held for one minibatch at a time
         parts, policy = [], without_ddp(self.model)
         for rows in torch.arange(len(scores)).split(self.config.mini_batch_size if is_full else len(scores)):
@@ -563,10 +555,7 @@ class PPOTrainer:
             for _ in range(config.ppo_epochs):
                 for minibatches in shuffled_minibatches(*cut):
                     record.begin()
-                    parts = [
-                        rollout.take(torch.tensor(rows, device=self.accelerator.device))
-                        for rows in minibatches
-                    ]
+                    parts = [rollout.take(torch.tensor(rows, device=self.accelerator.device)) for rows in minibatches]
                     self._optimiser_step(parts, record)
                 if config.early_stopping and record.last("policy/policykl") > 1.5 * config.target_kl:
                     break
@@ -604,7 +593,8 @@ class PPOTrainer:
     # ---- saving
 
     def save_state(self, output_dir: str | Path) -> None:
-        """Write everything that the loop carries into a folder, at once or not at all: between two steps, by all processes.
+        """Write everything that the loop carries into a folder, at once or not at all: between two steps, by all
+        processes.
 
         Weights, optimiser, scheduler, KL coefficient, running moments, random streams, the loader's place.
         """
@@ -667,7 +657,9 @@ class PPOTrainer:
         create_pr: bool = False,
         max_shard_size: int | str = "50GB",
     ) -> str | None:
-        """Upload policy, tokenizer and model card; returns the address on the main process. All processes must call it."""
+        """Upload policy, tokenizer and model card; returns the address on the main process. All processes must call
+        it.
+        """
         with tempfile.TemporaryDirectory() as folder:
             return self.save_pretrained(
                 folder, repo_id=repo_id, push_to_hub=True, commit_message=commit_message, private=private, token=token,
@@ -689,10 +681,11 @@ class PPOTrainer:
         rewards: Any,
         columns_to_log: Iterable[str] = ("query", "response"),
     ) -> None:
-        """Send a step's statistics, `env/reward_mean`, `env/reward_std` and `env/reward_dist` to the tracker of `log_with`.
+        """Send a step's statistics, `env/reward_mean`, `env/reward_std` and `env/reward_dist` to the tracker of
+        `log_with`.
 
-        wandb also gets a table of `columns_to_log` of the batch with the rewards. `rewards` are those of this process; all
-        processes must call it.
+        wandb also gets a table of `columns_to_log` of the batch with the rewards. `rewards` are those of this process;
+        all processes must call it.
 
         Raises: ValueError for a column that the batch lacks.
         """

@@ -1,9 +1,9 @@
 """The reference's log-probabilities of a whole dataset, computed once and kept on disk.
 
-Values lie in `<HF_DATASETS_CACHE>/trl_reference/<fingerprint>.safetensors`, one float64 column per name. The fingerprint
-covers the rows, the reference's weights and config, the precision, a collator that makes the tokens itself (of rows with
-images, or one's own) with its processor, and the settings a trainer names, so that runs that differ in anything else (beta,
-learning rate, loss) share them. The files may be deleted at any time.
+Values lie in `<HF_DATASETS_CACHE>/trl_reference/<fingerprint>.safetensors`, one float64 column per name. The
+fingerprint covers the rows, the reference's weights and config, the precision, a collator that makes the tokens itself
+(of rows with images, or one's own) with its processor, and the settings a trainer names, so that runs that differ in
+anything else (beta, learning rate, loss) share them. The files may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _LAY_OUT_TOKENS = (PairCollator, DPODataCollatorWithPadding, UnpairedCollator)
 class ReferencePass:
     """How the rows of a prepared dataset are scored by a reference.
 
-    `score` takes what `collate` made of some rows, on the device, and gives each column's values, one per row: `(rows,)`.
-    `settings` are those, besides rows and reference, on which values depend; they must go into JSON.
+    `score` takes what `collate` made of some rows, on the device, and gives each column's values, one per row:
+    `(rows,)`. `settings` are those, besides rows and reference, on which values depend; they must go into JSON.
     """
 
     columns: Sequence[str]
@@ -67,8 +67,8 @@ def precompute_ref_log_probs(
 ) -> Dataset:
     """The dataset with the reference's columns: read from disk if an earlier run left them there, else computed.
 
-    Each process scores its share; afterwards all have the same columns. Values are float64, which holds the float32 ones
-    of a forward exactly. All processes must call it. Columns that the dataset has already are kept.
+    Each process scores its share; afterwards all have the same columns. Values are float64, which holds the float32
+    ones of a forward exactly. All processes must call it. Columns that the dataset has already are kept.
 
     Raises: ValueError for a stream, for some columns without the others, and for values that are not finite.
     """
@@ -115,9 +115,7 @@ def _score_all(
     for start in long_bar(own, title, accelerator.is_local_main_process):
         rows = [dataset[row] for row in range(start, min(start + size, len(dataset)))]
         scores = scoring.score(send_to_device(scoring.collate(rows), accelerator.device))
-        found.append(
-            (start, {name: scores[name].detach().cpu().double().numpy() for name in scoring.columns})
-        )
+        found.append((start, {name: scores[name].detach().cpu().double().numpy() for name in scoring.columns}))
     values = {column: np.full(len(dataset), np.nan) for column in scoring.columns}
     for start, scores in gather_object(found):
         for name, part in scores.items():

@@ -31,15 +31,13 @@ from trl.trainer.precompute import ReferencePass, has_reference_columns, precomp
 from trl.trainer.samples import log_evaluation_samples
 
 
-def row_sets(
-    prepare: Prepare, kind: type[Preparation], args: Any, policy: Policy, **given: Any
-) -> PreparedSets:
-    """The sets of a trainer with the config `args`: every setting of `kind` is its field of the same name, unless `given`."""
+def row_sets(prepare: Prepare, kind: type[Preparation], args: Any, policy: Policy, **given: Any) -> PreparedSets:
+    """The sets of a trainer with the config `args`: every setting of `kind` is its field of the same name, unless
+    `given`.
+    """
     settings = {item.name: getattr(args, item.name) for item in fields(kind) if hasattr(args, item.name)}
     settings |= {"num_proc": args.dataset_num_proc, "vocab_size": embedded_tokens(policy.model), **given}
-    return PreparedSets(
-        prepare, kind(**settings), policy.processing_class, partial(check_positions, policy.model)
-    )
+    return PreparedSets(prepare, kind(**settings), policy.processing_class, partial(check_positions, policy.model))
 
 
 def pair_sets(
@@ -62,7 +60,9 @@ def pair_collator(policy: Policy, *, shares_prefix: bool) -> Any:
 
 
 class PreferenceTrainer(BaseTrainer):
-    """Base of the trainers that learn from judged completions; an overridden `get_batch_loss_metrics` gives the loss."""
+    """Base of the trainers that learn from judged completions; an overridden `get_batch_loss_metrics` gives the
+    loss.
+    """
 
     _not_called = NOT_CALLED
     reference: Reference | AskedInAdvance | None = None
@@ -99,8 +99,9 @@ class PreferenceTrainer(BaseTrainer):
     def outcome(
         self, model: nn.Module, batch: Any, *, step: Tensor | None = None, with_outputs: bool = False
     ) -> Outcome:
-        """The terms of a batch: of an overridden `get_batch_loss_metrics` (within a step; it logs through `store_metrics`), with
-        the losses of an overridden method such as `dpo_loss`, or the method's."""
+        """The terms of a batch: of an overridden `get_batch_loss_metrics` (within a step; it logs through
+        `store_metrics`), with the losses of an overridden method such as `dpo_loss`, or the method's.
+        """
         own = [name for name in WHOLE_BATCH if self.overridden(name)]
         if not own or step is None:
             if not self.overridden(*LOSSES):
@@ -135,9 +136,7 @@ class PreferenceTrainer(BaseTrainer):
         """Evaluate; with `generate_during_eval` show what policy and reference make of some prompts first."""
         if getattr(self.args, "generate_during_eval", False):
             log_evaluation_samples(self, dataloader.dataset, prefix=metric_key_prefix)
-        return super().evaluation_loop(
-            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-        )
+        return super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
 
     # ---- the reference
 
@@ -152,8 +151,8 @@ class PreferenceTrainer(BaseTrainer):
         raise TypeError(f"{type(self).__name__} must override reference_columns.")
 
     def take_reference(self, columns: Sequence[str], **settings: Any) -> None:
-        """`settle_reference`, and with `precompute_ref_log_probs` compute its log-probs of all rows now; call it at the end of the
-        constructor. `settings` are those on which they depend.
+        """`settle_reference`, and with `precompute_ref_log_probs` compute its log-probs of all rows now; call it at the
+        end of the constructor. `settings` are those on which they depend.
 
         Raises: ValueError for rows that have some of its `columns`, or have them although the reference changes.
         """

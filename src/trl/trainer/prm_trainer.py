@@ -108,9 +108,7 @@ class PRMTrainer(PreferenceTrainer):
     ) -> None:
         if model is None and model_init is not None:
             model = model_init()
-        policy, args = self.begin(
-            model, args, processing_class, peft_config, older, classifier=STEP_CLASSIFIER
-        )
+        policy, args = self.begin(model, args, processing_class, peft_config, older, classifier=STEP_CLASSIFIER)
         sets = partial(row_sets, prepare_stepwise_dataset, StepwisePreparation, args, policy)
         super().__init__(
             policy,

@@ -79,9 +79,7 @@ class ReferenceFreeMethod(Method):
         scores = self.pair_scores(batch, scored)
         return self.outcome(self.loss(scores), scores, batch, scored)
 
-    def outcome(
-        self, terms: LossTerms, scores: PairScores, batch: Mapping[str, Any], scored: Scored
-    ) -> Outcome:
+    def outcome(self, terms: LossTerms, scores: PairScores, batch: Mapping[str, Any], scored: Scored) -> Outcome:
         """Terms of pairs with the chosen sequences' likelihood; predictions are the rewards."""
         tokens = _pair_tokens(scored, batch)
         nll = chosen_nll(scored.logps, tokens.chosen, coefficient=self.nll_coefficient)

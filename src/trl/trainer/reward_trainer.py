@@ -63,12 +63,13 @@ class RewardTrainer(PreferenceTrainer):
             files the head is missing and starts at random.
         args: a `RewardConfig`; a plain `TrainingArguments` is taken over into one.
         data_collator: makes batches of tokenised pairs; by default `RewardCollator`.
-        train_dataset: preference rows (`chosen`, `rejected`, with or without `prompt`), standard or conversational, where
+        train_dataset: preference rows (`chosen`, `rejected`, with or without `prompt`), standard or conversational,
+        where
             wanted with a `margin`; or tokenised.
         eval_dataset: the same, or a dict of several by name.
         processing_class: the tokenizer; by default the one saved with the model.
-        compute_metrics: `EvalPrediction -> dict`; predictions `(N, 2)` are the rewards of chosen and rejected, labels 0.
-        peft_config: trains a new adapter with these settings, and the head, instead of the model.
+        compute_metrics: `EvalPrediction -> dict`; predictions `(N, 2)` are the rewards of chosen and rejected, labels
+        0. peft_config: trains a new adapter with these settings, and the head, instead of the model.
 
     The loss is the mean over all pairs of an optimiser step, of all its micro-batches on all processes.
 
@@ -131,14 +132,13 @@ class RewardTrainer(PreferenceTrainer):
     # ---- the data
 
     def handed_out(self, own: Any, given: Any) -> Any:
-        """The batch; for an overridden `compute_loss` with the columns of 0.4-0.26: each side's by itself, and chosen sequences
-        above rejected ones."""
+        """The batch; for an overridden `compute_loss` with the columns of 0.4-0.26: each side's by itself, and chosen
+        sequences above rejected ones.
+        """
         if not self.overridden("compute_loss") or "rows" not in given:
             return own if "rows" in given else given
         rows = padded_rows(own, pad_token_id=self.scorer.pad_token_id)
-        found = {
-            name: torch.cat([rows[name][0::2], rows[name][1::2]]) for name in ("input_ids", "attention_mask")
-        }
+        found = {name: torch.cat([rows[name][0::2], rows[name][1::2]]) for name in ("input_ids", "attention_mask")}
         sides = {
             f"{n}_{side}": half
             for n in found
@@ -172,9 +172,7 @@ class RewardTrainer(PreferenceTrainer):
         if isinstance(dataset, dict):
             dataset = next(iter(dataset.values()), None)
         if dataset is None:
-            raise ValueError(
-                "visualize_samples shows pairs of eval_dataset, got None. Pass one to the trainer."
-            )
+            raise ValueError("visualize_samples shows pairs of eval_dataset, got None. Pass one to the trainer.")
         model: Any = self.model
         rows: list[Any] = []
         with torch.no_grad(), in_eval_mode(model):

@@ -33,7 +33,9 @@ KL = "kl"
 
 
 class RLOOMethod(GroupMethod):
-    """Rewards less the KL penalty, advantages over the mean of the others, the clipped surrogate of whole completions."""
+    """Rewards less the KL penalty, advantages over the mean of the others, the clipped surrogate of whole
+    completions.
+    """
 
     args: RLOOConfig
     eos_token_id: int | None = None
@@ -96,9 +98,9 @@ def _log_ratios(experience: Experience) -> Tensor:
 class RLOOTrainer(SampleTables, OnlineTrainer):
     """Trainer of REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740).
 
-    Takes what `GRPOTrainer` takes, and `ref_model`, what the KL divergence is measured from (None: the policy as it is now, or
-    the base of an adapter). `older`: arguments of 0.9-0.21, `RLOOTrainer(config, tokenizer, policy, ref_policy, reward_model,
-    train_dataset, ...)`, which move with a warning (`trl.legacy`).
+    Takes what `GRPOTrainer` takes, and `ref_model`, what the KL divergence is measured from (None: the policy as it is
+    now, or the base of an adapter). `older`: arguments of 0.9-0.21, `RLOOTrainer(config, tokenizer, policy, ref_policy,
+    reward_model, train_dataset, ...)`, which move with a warning (`trl.legacy`).
 
     Example:
         >>> def brevity(completions, **columns):
@@ -150,9 +152,7 @@ class RLOOTrainer(SampleTables, OnlineTrainer):
         }
         moved = move_arguments(RLOOConfig, named, older, stacklevel=4)  # of the program
         args = config_or_default(moved["args"], RLOOConfig, "rloo")
-        args = with_sizes_of_run(
-            args, train_dataset, moved["processing_class"], is_older_call="policy" in older
-        )
+        args = with_sizes_of_run(args, train_dataset, moved["processing_class"], is_older_call="policy" in older)
         if older.get("reward_model") is not None:
             moved["reward_funcs"] = older_reward(older["reward_model"], moved["processing_class"], args)
         if "ref_policy" in older and args.beta == 0:  # which had to be passed

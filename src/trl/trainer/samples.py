@@ -73,9 +73,7 @@ def prompt_ids(row: dict[str, Any], tokenizer: Any) -> list[int]:
     if "prompt_input_ids" in row:
         return list(row["prompt_input_ids"])
     if "prompt" not in row:
-        return [
-            token for token, mask in zip(row["input_ids"], row["completion_mask"], strict=True) if not mask
-        ]
+        return [token for token, mask in zip(row["input_ids"], row["completion_mask"], strict=True) if not mask]
     example = {"prompt": row["prompt"]}
     text = maybe_apply_chat_template(example, tokenizer)["prompt"]
     return tokenizer(text, add_special_tokens=not is_conversational(example))["input_ids"]
@@ -123,9 +121,7 @@ def sample_completions(
             some = prompts[start : start + batch_size]
             found = complete(model, tokenizer, some, generation_config)
             samples += [
-                Sample(
-                    tokenizer.decode(prompt["input_ids"][0]), tokenizer.decode(ids, skip_special_tokens=True)
-                )
+                Sample(tokenizer.decode(prompt["input_ids"][0]), tokenizer.decode(ids, skip_special_tokens=True))
                 for prompt, ids in zip(some, found, strict=True)
             ]
     return gather_object(samples)[: len(rows)] if accelerator.num_processes > 1 else samples
@@ -180,8 +176,9 @@ def log_evaluation_samples(trainer: Any, dataset: Any, *, prefix: str = "eval") 
     """Complete a random batch of an evaluation set's prompts, and send the table to the trackers and the terminal.
 
     Columns: `Prompt`, `Policy` and, with a reference model, `Ref Model`. Prompts and samples depend on seed,
-    set and optimiser step alone, and training's random streams are left as they were. The table is called `game_log`, with
-    the set's prefix in front where that is not `eval`. All processes must call it; the main one is given the table.
+    set and optimiser step alone, and training's random streams are left as they were. The table is called `game_log`,
+    with the set's prefix in front where that is not `eval`. All processes must call it; the main one is given the
+    table.
     """
     step = trainer.state.global_step
     rows = _some_rows(dataset, trainer.args.per_device_eval_batch_size, key=(trainer.args.seed, prefix, step))
@@ -223,9 +220,7 @@ def _table(trainer: Any, rows: Sequence[dict[str, Any]], *, seed: int) -> pd.Dat
     else:
         inputs = [{"input_ids": torch.tensor([prompt_ids(row, tokenizer)])} for row in rows]
     settings = generation_settings(trainer, longest_prompt=max(row["input_ids"].shape[1] for row in inputs))
-    sample = partial(
-        sample_completions, trainer, inputs, None, inputs_of=dict, generation_kwargs=settings, seed=seed
-    )
+    sample = partial(sample_completions, trainer, inputs, None, inputs_of=dict, generation_kwargs=settings, seed=seed)
     policy = sample()
     columns = {"Prompt": [each.prompt for each in policy], "Policy": [each.completion for each in policy]}
     if hasattr(trainer.reference, "active"):
@@ -296,8 +291,8 @@ class SampleTables:
     def generate_completions(self: Any, sampling: bool = False) -> pd.DataFrame | None:
         """Answer evaluation prompts greedily and show them with their scores: `sampling` takes the first batch alone.
 
-        The table (query, model response, score) is printed and sent to the trackers. All processes must call it; the main
-        one is given it.
+        The table (query, model response, score) is printed and sent to the trackers. All processes must call it; the
+        main one is given it.
         """
         answered: list[tuple[int, str, str, float]] = []
         sets = self.eval_dataset
@@ -334,9 +329,7 @@ class ShowSamples(TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """After the last optimiser step of every so many rollout batches."""
         options = self.trainer.args
         batch, rest = divmod(state.global_step, self.trainer.sizes.steps)

@@ -40,9 +40,7 @@ class SFTConfig(SequenceOptions):
         "'bfd' (best fit, longest first) keeps sequences whole, cuts those longer than max_length and separates them in "
         "the attention; 'wrapped' chains all tokens and cuts them every max_length, mid-sequence too.",
     )
-    eval_packing: bool | None = option(
-        None, "Pack the evaluation rows. None: the same as packing.", flag=True
-    )
+    eval_packing: bool | None = option(None, "Pack the evaluation rows. None: the same as packing.", flag=True)
     padding_free: bool = shared("padding_free")
     completion_only_loss: bool | None = option(
         None,

@@ -141,7 +141,8 @@ def sequence_lengths(dataset: Any) -> np.ndarray:
 def for_training(processing_class: ProcessingClass) -> ProcessingClass:
     """The tokenizer with a template that marks the assistant's tokens, where one of this family is known.
 
-    Qwen 3's then keeps the `<think>` block of every turn, not of the last one only. The tokenizer that is saved keeps its own template.
+    Qwen 3's then keeps the `<think>` block of every turn, not of the last one only. The tokenizer that is saved keeps
+    its own template.
     """
     template = get_training_chat_template(text_tokenizer(processing_class))
     if template is None:

@@ -97,11 +97,11 @@ class SFTTrainer(BaseTrainer):
             tokenised (`input_ids`); a `datasets.Dataset` or a stream. An `images` or `image` column takes a
             vision-language model.
         eval_dataset: the same, or a dict of several by name.
-        processing_class: the tokenizer, or the processor of a vision-language model; by default the one saved with the model.
-        compute_loss_func: your own `(outputs, labels, num_items_in_batch) -> loss`; it is given the model's logits.
-        compute_metrics: `EvalPrediction -> dict`; it is given logits and labels of padded rows.
-        peft_config: trains a new adapter with these settings instead of the model.
-        formatting_func: `row -> text` for rows of any other shape.
+        processing_class: the tokenizer, or the processor of a vision-language model; by default the one saved with the
+        model. compute_loss_func: your own `(outputs, labels, num_items_in_batch) -> loss`; it is given the model's
+        logits. compute_metrics: `EvalPrediction -> dict`; it is given logits and labels of padded rows. peft_config:
+        trains a new adapter with these settings instead of the model. formatting_func: `row -> text` for rows of any
+        other shape.
 
     The loss is the mean over all trained tokens of an optimiser step: of all its micro-batches on all processes.
 
@@ -195,8 +195,9 @@ class SFTTrainer(BaseTrainer):
     def outcome(
         self, model: nn.Module, batch: Any, *, step: Tensor | None = None, with_outputs: bool = False
     ) -> Outcome:
-        """The terms of a batch, in a step of the user's own loss or label smoothing where there is one; predictions are the
-        logits, and labels those, of padded rows."""
+        """The terms of a batch, in a step of the user's own loss or label smoothing where there is one; predictions are
+        the logits, and labels those, of padded rows.
+        """
         takes_logits = self.compute_loss_func is not None or self.label_smoother is not None
         is_own = step is not None and takes_logits
         if not (is_own or with_outputs):
@@ -229,9 +230,7 @@ class SFTTrainer(BaseTrainer):
         return self.scorer.padded_inputs(self.take_batch(batch))["labels"]
 
 
-def _check_one_loss(
-    args: SFTConfig, compute_loss_func: Callable[..., Tensor] | None, *, takes_step: bool
-) -> None:
+def _check_one_loss(args: SFTConfig, compute_loss_func: Callable[..., Tensor] | None, *, takes_step: bool) -> None:
     """Refuse settings of which each is a loss of its own."""
     needs_step = compute_loss_func is not None or bool(args.label_smoothing_factor)
     losses = {
@@ -242,6 +241,4 @@ def _check_one_loss(
     }
     given = [name for name, is_set in losses.items() if is_set]
     if len(given) > 1:
-        raise ValueError(
-            f"{' and '.join(given)} are two losses, expected one. Leave out all but one of them."
-        )
+        raise ValueError(f"{' and '.join(given)} are two losses, expected one. Leave out all but one of them.")

@@ -53,7 +53,8 @@ AnyDataset = Dataset | IterableDataset
 class UnpairedMethod(Method):
     """What the mathematics of KTO and BCO share: single completions, with the reference's log-probs in `ref_logps`.
 
-    With two `completions_per_row`, of sequences 2i and 2i + 1 of a batch the first is row i's own, the second is mismatched.
+    With two `completions_per_row`, of sequences 2i and 2i + 1 of a batch the first is row i's own, the second is
+    mismatched.
     """
 
     units: ClassVar[tuple[Unit, ...]] = ("sequence",)
@@ -100,9 +101,7 @@ class UnpairedMethod(Method):
             for name, mask in (("chosen", is_chosen), ("rejected", ~is_chosen)):
                 metrics[f"logits/{name}"] = weighted(scored.mean_logits, mask)
         labels = scores.desirable.to(torch.int64)
-        return Outcome(
-            [terms._replace(metrics=metrics)], self.args.beta * scores.ratios, labels, scored.aux_loss
-        )
+        return Outcome([terms._replace(metrics=metrics)], self.args.beta * scores.ratios, labels, scored.aux_loss)
 
     def derived(self, means: dict[str, float]) -> dict[str, float]:
         """With `rewards/margins`: the difference of the mean rewards of the two kinds."""
@@ -115,8 +114,8 @@ class UnpairedTrainer(PreferenceTrainer):
     """Base of `KTOTrainer` and `BCOTrainer`; a method says how completions are `judged`.
 
     Rows are visited in their order (`train_sampling_strategy="sequential"`) unless the config says otherwise. With
-    `mismatched`, each row also has the completion of another one, for KTO's KL estimate: of sequences 2i and 2i + 1 of a
-    batch the first is row i's own.
+    `mismatched`, each row also has the completion of another one, for KTO's KL estimate: of sequences 2i and 2i + 1 of
+    a batch the first is row i's own.
     """
 
     _not_called = NOT_CALLED_OF_UNPAIRED
@@ -183,9 +182,7 @@ class UnpairedTrainer(PreferenceTrainer):
         self.method = self.make_method(args)
         # One completion behind its prompt is a plain sequence: there is nothing to share.
         self.shares_prefix = self.mismatched and shares_prefix(policy.scorer, args.prefix_sharing)
-        self.layout = partial(
-            as_unpaired_batch, prefix_sharing=self.shares_prefix, mismatched=self.mismatched
-        )
+        self.layout = partial(as_unpaired_batch, prefix_sharing=self.shares_prefix, mismatched=self.mismatched)
         encoder_pad = pad_token_id(policy.tokenizer) if self.is_encoder_decoder else None
         collator = UnpairedCollator(self.shares_prefix, self.mismatched, encoder_pad)
         super().__init__(

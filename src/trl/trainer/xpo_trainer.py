@@ -61,8 +61,8 @@ class XPOMethod(OnlineDPOMethod):
 class XPOTrainer(OnlineDPOTrainer):
     """Trainer of exploratory preference optimisation (Xie et al. 2024, arXiv:2405.21046).
 
-    Takes what `OnlineDPOTrainer` takes. Each completion of the policy is compared with one of the reference; the policy's
-    log-probability of the latter is lowered by the weight `alpha`, which keeps it exploring.
+    Takes what `OnlineDPOTrainer` takes. Each completion of the policy is compared with one of the reference; the
+    policy's log-probability of the latter is lowered by the weight `alpha`, which keeps it exploring.
 
     Example:
         >>> trainer = XPOTrainer(

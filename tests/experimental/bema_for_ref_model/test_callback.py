@@ -82,9 +82,7 @@ def main(out: str) -> None:
     from accelerate import PartialState
 
     state = PartialState(cpu=True)
-    found = drive(
-        [2.0, 4.0, 6.0], is_main=state.is_main_process, update_ref_model=True, ref_model_update_freq=1
-    )
+    found = drive([2.0, 4.0, 6.0], is_main=state.is_main_process, update_ref_model=True, ref_model_update_freq=1)
     (Path(out) / f"{state.process_index}.json").write_text(json.dumps(found))
 
 

@@ -35,18 +35,14 @@ def test_a_step_is_that_of_diffusers_with_the_density_of_its_gaussian(prediction
     scheduler.set_timesteps(4)
     x, output = torch.randn(2, 4, 8, 8, dtype=torch.float64), torch.randn(2, 4, 8, 8, dtype=torch.float64)
     for timestep in scheduler.timesteps.tolist():
-        found = scheduler_step(
-            scheduler, output, timestep, x, eta=0.7, generator=torch.Generator().manual_seed(1)
-        )
+        found = scheduler_step(scheduler, output, timestep, x, eta=0.7, generator=torch.Generator().manual_seed(1))
         theirs = scheduler.step(output, timestep, x, eta=0.7, generator=torch.Generator().manual_seed(1))
         # The tables are float32, and 1 - alpha is small at the last step.
         torch.testing.assert_close(found.latents, theirs.prev_sample, rtol=1e-4, atol=2e-5)
         normal = torch.distributions.Normal(found.mean, found.std.expand_as(found.mean))
         expected = normal.log_prob(found.latents).mean(dim=(1, 2, 3))
         torch.testing.assert_close(found.log_probs, expected, rtol=1e-12, atol=0)
-        given = scheduler_step(
-            scheduler, output, torch.full((2,), timestep), x, eta=0.7, prev_sample=found.latents
-        )
+        given = scheduler_step(scheduler, output, torch.full((2,), timestep), x, eta=0.7, prev_sample=found.latents)
         assert torch.equal(given.log_probs, found.log_probs)
 
 
@@ -84,9 +80,7 @@ def test_a_deterministic_trajectory_is_that_of_diffusers():
     assert len(own.latents) == 5 and len(own.log_probs) == 4 and own.images.shape == (2, 64, 64, 3)
     sampler = policy(pipeline, noise=0.0, negative_prompt="a cat")
     sampled = sampler.sample(sampler.embed(PROMPTS[:2]), streams(2)).images
-    torch.testing.assert_close(
-        sampled.permute(0, 2, 3, 1), torch.from_numpy(own.images).to(sampled), rtol=0, atol=1e-6
-    )
+    torch.testing.assert_close(sampled.permute(0, 2, 3, 1), torch.from_numpy(own.images).to(sampled), rtol=0, atol=1e-6)
 
 
 def test_images_depend_on_their_own_stream_alone():

@@ -134,15 +134,11 @@ def test_gradient_checkpointing_runs_a_layer_again_over_the_same_segments():
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "copies", [{"layer_replication": [[0, 2], [1, 2]]}, {"modules_to_save": ["self_attn"]}]
-)
+@pytest.mark.parametrize("copies", [{"layer_replication": [[0, 2], [1, 2]]}, {"modules_to_save": ["self_attn"]}])
 def test_layers_that_peft_copied_take_packed_rows(copies):
     """A copied layer has a copy of the config, and so its own attention implementation."""
     model = tiny_model("llama", dtype=torch.float64)
-    given = LoraConfig(
-        r=2, target_modules=["up_proj"], init_lora_weights=False, task_type="CAUSAL_LM", **copies
-    )
+    given = LoraConfig(r=2, target_modules=["up_proj"], init_lora_weights=False, task_type="CAUSAL_LM", **copies)
     model = get_peft_model(model, given).double()
     ids = torch.tensor([[5, 9, 3, 7, 7, 8], [4, 6, 2, 0, 0, 0]])
     batch = {"input_ids": ids, "attention_mask": ids.ne(0).long(), "labels": torch.where(ids == 0, -100, ids)}

@@ -92,9 +92,7 @@ def test_counts_leave_out_the_first_token_and_the_padding():
     assert count_tokens(PADDED) == count_tokens(PACKED) == 9
 
 
-@pytest.mark.parametrize(
-    ("positions", "message"), [([[0, 1], [0, 1]], r"\(1, N\)"), ([[3, 4]], "must start at 0")]
-)
+@pytest.mark.parametrize(("positions", "message"), [([[0, 1], [0, 1]], r"\(1, N\)"), ([[3, 4]], "must start at 0")])
 def test_positions_that_say_nothing_are_an_error(positions, message):
     batch = {"input_ids": torch.tensor(positions), "position_ids": torch.tensor(positions)}
     with pytest.raises(ValueError, match=message):

@@ -36,9 +36,7 @@ def padded(lengths=(6, 3, 8), vocab=60, seed=0):
 
 def own_logps(model, batch):
     """Log-probs of the trained tokens from the model's own logits."""
-    logits = model(
-        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
-    ).logits
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
     logps = logits.log_softmax(-1)[:, :-1]
     keep = batch["labels"][:, 1:] != -100
     return logps[keep].gather(1, batch["labels"][:, 1:][keep][:, None])[:, 0]
@@ -133,9 +131,7 @@ def test_router_loss_is_the_models_own():
     for architecture in MIXTURES:
         model = tiny_model(architecture, output_router_logits=True).eval()
         batch = padded(lengths=(6, 6))
-        own = model(
-            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], output_router_logits=True
-        )
+        own = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], output_router_logits=True)
         for packed in (None, False):
             scored = Scorer(model, packed=packed).score(model, batch, nll())
             torch.testing.assert_close(scored.aux_loss, own.aux_loss, rtol=1e-5, atol=1e-6)
@@ -243,9 +239,7 @@ def test_a_model_that_changes_its_logits_is_found_out():
 
 def test_encoder_decoders_are_refused():
     sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4}
-    config = BartConfig(
-        vocab_size=60, decoder_attention_heads=4, encoder_ffn_dim=8, decoder_ffn_dim=8, **sizes
-    )
+    config = BartConfig(vocab_size=60, decoder_attention_heads=4, encoder_ffn_dim=8, decoder_ffn_dim=8, **sizes)
     with pytest.raises(TypeError, match="encoder-decoder"):
         Scorer(BartForConditionalGeneration(config))
 
@@ -340,9 +334,7 @@ def test_prefix_groups_of_another_models_layout_become_sequences():
 def test_a_bidirectional_model_is_scored_by_its_own_forward():
     model = tiny_model("llama", dtype=torch.float64, is_causal=False)
     batch = padded()
-    torch.testing.assert_close(
-        Scorer(model).score(model, batch).logps, own_logps(model, batch), rtol=0, atol=1e-12
-    )
+    torch.testing.assert_close(Scorer(model).score(model, batch).logps, own_logps(model, batch), rtol=0, atol=1e-12)
     causal = tiny_model("llama", dtype=torch.float64)
     assert (own_logps(model, batch) - own_logps(causal, batch)).abs().max() > 0.1
 

@@ -28,11 +28,7 @@ def own_logps(model, batch):
 def gradients(model, loss):
     model.zero_grad()
     loss.backward()
-    return {
-        name: parameter.grad.clone()
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -55,11 +55,7 @@ def close(found, expected, tolerance=1e-12):
 def gradients(model, loss):
     model.zero_grad()
     loss.backward()
-    return {
-        name: parameter.grad.clone()
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def weighted_sum(logits):
@@ -74,9 +70,7 @@ def test_sequence_logits_and_gradients_are_the_models_own_in_every_layout(archit
     expected = own_logits(plain)
     theirs = gradients(plain, weighted_sum(expected))
     scale = 1 if expected.abs().max() < 10 else expected.abs().max().item()
-    tolerance = (
-        1e-4 if architecture not in ("gpt2", "gpt_neox", "opt") else 1e-10
-    )  # norms and rotations in float32
+    tolerance = 1e-4 if architecture not in ("gpt2", "gpt_neox", "opt") else 1e-10  # norms and rotations in float32
     for packed in (None, False):
         scorer = ClassificationScorer(model, packed=packed)
         assert scorer.uses_head
@@ -92,9 +86,7 @@ def test_sequence_logits_and_gradients_are_the_models_own_in_every_layout(archit
             assert (ours[name] - gradient).abs().max() <= tolerance * size, name
 
 
-@pytest.mark.parametrize(
-    ("architecture", "norm"), [("llama", "model.norm"), ("opt", "model.decoder.final_layer_norm")]
-)
+@pytest.mark.parametrize(("architecture", "norm"), [("llama", "model.norm"), ("opt", "model.decoder.final_layer_norm")])
 def test_the_final_norm_computes_the_ends_of_sequences_alone(architecture, norm):
     model, seen = decoder(architecture), []
     model.get_submodule(norm).register_forward_hook(lambda _, given, found: seen.append(found.shape[:2]))

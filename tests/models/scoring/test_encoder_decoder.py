@@ -77,9 +77,7 @@ def test_t5_with_and_without_the_scale_of_a_tied_head():
         scorer, batch = Seq2SeqScorer(model), seq2seq_batch(ROWS)
         assert scorer.uses_head
         assert (scorer.rule.scale == 32**-0.5) == scaled
-        torch.testing.assert_close(
-            scorer.score(model, batch).logps, own_logps(model, batch), rtol=1e-10, atol=1e-10
-        )
+        torch.testing.assert_close(scorer.score(model, batch).logps, own_logps(model, batch), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("architecture", ["t5", "bart"])
@@ -88,9 +86,7 @@ def test_the_encoder_runs_each_prompt_once_and_the_models_hooks_fire(architectur
     scorer, seen = Seq2SeqScorer(model), []
     model.register_forward_pre_hook(lambda *_: seen.append("model"))
     model.lm_head.register_forward_pre_hook(lambda *_: seen.append("head"))
-    model.get_encoder().register_forward_hook(
-        lambda _, __, outputs: seen.append(len(outputs.last_hidden_state))
-    )
+    model.get_encoder().register_forward_hook(lambda _, __, outputs: seen.append(len(outputs.last_hidden_state)))
     scorer.score(model, seq2seq_batch(ROWS))
     assert seen == ["model", 2, "head"]
     assert "forward" not in vars(model)

@@ -65,11 +65,7 @@ def small_chunks(monkeypatch):
 @pytest.mark.parametrize("policy", ["gpt2", "gemma2", "cohere", "adapted", "bloom"])
 def test_a_divergence_of_two_models_is_that_of_their_full_logits(policy, other, temperature):
     student = adapted() if policy == "adapted" else model(policy)
-    teacher = (
-        None
-        if other is None
-        else model(other, **({"n_layer": 1} if other == "bloom" else {"hidden_size": 24}))
-    )
+    teacher = None if other is None else model(other, **({"n_layer": 1} if other == "bloom" else {"hidden_size": 24}))
     loss_of = entropy if teacher is None else divergence
     batch = completion_batch(PROMPTED, prefix_sharing=True)
     others = None if teacher is None else full_logits(teacher, temperature).detach()
@@ -113,8 +109,7 @@ def test_no_chunk_has_more_rows_than_asked_and_none_is_kept():
 def test_encoder_decoders():
     student, teacher = (tiny_seq2seq(name, dtype=torch.float64) for name in ("t5", "bart"))
     rows = [
-        {"prompt_input_ids": prompt, **dict(zip("ab", completions, strict=True))}
-        for prompt, completions in PROMPTED
+        {"prompt_input_ids": prompt, **dict(zip("ab", completions, strict=True))} for prompt, completions in PROMPTED
     ]
     batch = seq2seq_batch(rows, pad_token_id=0, completions=("a", "b"))
     scorers = [language_scorer(each) for each in (student, teacher)]

@@ -62,9 +62,7 @@ def test_log_probs_values_and_gradients(architecture, packed):
     )
     assert found.keys() == wanted.keys()
     for name, gradient in wanted.items():
-        torch.testing.assert_close(
-            found[name], gradient, **{key: 10 * x for key, x in tolerance.items()}, msg=name
-        )
+        torch.testing.assert_close(found[name], gradient, **{key: 10 * x for key, x in tolerance.items()}, msg=name)
 
 
 def test_logits_come_with_values_on_request():
@@ -88,9 +86,7 @@ def test_adapters(config):
     width = BATCH["input_ids"].shape[1]
     _, _, values = model(input_ids=BATCH["input_ids"], attention_mask=BATCH["attention_mask"])
     labels = BATCH["labels"][:, 1:]
-    torch.testing.assert_close(
-        scored.values, values[:, -width:][:, :-1][labels != -100], rtol=1e-9, atol=1e-10
-    )
+    torch.testing.assert_close(scored.values, values[:, -width:][:, :-1][labels != -100], rtol=1e-9, atol=1e-10)
     scored.values.sum().backward()
     assert any("v_head" not in name for name, p in model.named_parameters() if p.grad is not None)
 

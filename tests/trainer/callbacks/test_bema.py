@@ -85,9 +85,7 @@ def test_a_checkpoint_without_averages_is_said(tmp_path, caplog):
     callback = BEMACallback()
     state = SimpleNamespace(global_step=3, is_world_process_zero=True)
     with caplog.at_level(logging.WARNING):
-        callback.on_train_begin(
-            SimpleNamespace(output_dir=tmp_path), state, None, model=torch.nn.Linear(1, 1)
-        )
+        callback.on_train_begin(SimpleNamespace(output_dir=tmp_path), state, None, model=torch.nn.Linear(1, 1))
     assert "begin again" in caplog.text
 
 

@@ -52,9 +52,7 @@ def streams():
 
 def test_linear(folders, tmp_path):
     policy, target = map(weights, folders)
-    found = merged(
-        config_of("linear", *folders, policy_model_weight=0.75, target_model_weight=0.25), tmp_path
-    )
+    found = merged(config_of("linear", *folders, policy_model_weight=0.75, target_model_weight=0.25), tmp_path)
     for name, value in found.items():
         torch.testing.assert_close(value, 0.75 * policy[name] + 0.25 * target[name], rtol=1e-6, atol=1e-7)
 
@@ -113,9 +111,7 @@ def test_every_checkpoint_is_merged_and_training_does_not_notice(folders, tmp_pa
         folder = tmp_path / "merging" / f"checkpoint-{step}"
         assert (folder / "merged" / "tokenizer.json").is_file()
         name = "model.embed_tokens.weight"
-        torch.testing.assert_close(
-            weights(folder / "merged")[name], weights(folders[1])[name], rtol=1e-5, atol=1e-6
-        )
+        torch.testing.assert_close(weights(folder / "merged")[name], weights(folders[1])[name], rtol=1e-5, atol=1e-6)
 
 
 class Stops(TrainerCallback):
@@ -124,13 +120,9 @@ class Stops(TrainerCallback):
 
 
 @pytest.mark.parametrize("save_strategy", ["no", "epoch"])
-def test_the_last_checkpoint_is_merged_with_what_the_policy_was(
-    folders, tmp_path, save_strategy, monkeypatch
-):
+def test_the_last_checkpoint_is_merged_with_what_the_policy_was(folders, tmp_path, save_strategy, monkeypatch):
     pushed = []
-    monkeypatch.setattr(
-        merge_model, "upload_model_to_hf", lambda *args, **kwargs: pushed.append((args, kwargs))
-    )
+    monkeypatch.setattr(merge_model, "upload_model_to_hf", lambda *args, **kwargs: pushed.append((args, kwargs)))
     run = runs.trainer(tmp_path / "run", steps=2, save_strategy=save_strategy, hub_private_repo=True)
     run.model.name_or_path = folders[0]
     callback = MergeModelCallback(push_to_hub=True)
@@ -160,9 +152,7 @@ def test_a_run_that_stops_without_a_checkpoint(folders, tmp_path, caplog):
     ],
     ids=["FSDP", "ZeRO-3", "no folder", "settings"],
 )  # fmt: skip
-def test_what_cannot_be_merged_is_refused_before_the_first_step(
-    fsdp, zero, target, message, tmp_path, monkeypatch
-):
+def test_what_cannot_be_merged_is_refused_before_the_first_step(fsdp, zero, target, message, tmp_path, monkeypatch):
     state = SimpleNamespace(
         fsdp_plugin=fsdp and SimpleNamespace(state_dict_type=fsdp),
         deepspeed_plugin=zero and SimpleNamespace(deepspeed_config={"zero_optimization": zero}),

@@ -33,9 +33,7 @@ def test_a_run_with_evaluation(tmp_path, monkeypatch):
     monkeypatch.setattr("rich.progress.Progress.update", lambda self, task, **given: updates.append(given))
     callback = RichProgressCallback()
     rows = Dataset.from_dict({"input_ids": [[4, 5, 6]] * 4, "labels": [[4, 5, 6]] * 4})
-    run = trainer(
-        tmp_path, callbacks=[callback], steps=2, eval_strategy="steps", eval_steps=2, eval_dataset=rows
-    )
+    run = trainer(tmp_path, callbacks=[callback], steps=2, eval_strategy="steps", eval_steps=2, eval_dataset=rows)
     run.train()
     assert [given["completed"] for given in updates if "completed" in given] == [1, 2]
     assert [given["total"] for given in updates if "total" in given] == [2, 2]

@@ -64,9 +64,7 @@ def test_two_that_move_the_reference_are_refused():
     """TR-DPO beside BEMA: each would undo what the other writes."""
     reference = FrozenModel(pair()[1], None)
     bema = BEMACallback(update_ref_model=True)
-    with pytest.raises(
-        ValueError, match="BEMACallback and SyncRefModelCallback move the reference's weights, one"
-    ):
+    with pytest.raises(ValueError, match="BEMACallback and SyncRefModelCallback move the reference's weights, one"):
         attach_reference([bema, SyncRefModelCallback(None, None)], reference)
     watching = BEMACallback(update_ref_model=False)
     assert attach_reference([watching, SyncRefModelCallback(None, None)], reference) is reference

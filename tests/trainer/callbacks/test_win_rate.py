@@ -45,9 +45,7 @@ def test_wins_intervals_and_missing_answers(tmp_path, capsys):
     run, judge = trainer(tmp_path, eval_dataset=prompt_dataset(), steps=1), Keeps(1, -1, 0)
     callback = WinRateCallback(judge, run, GREEDY, against=["x", "y", "z"])
     callback.on_evaluate(run.args, run.state, run.control)
-    assert [prompt for prompt, _ in judge.shown] == PROMPTS and [pair[0] for _, pair in judge.shown] == list(
-        "xyz"
-    )
+    assert [prompt for prompt, _ in judge.shown] == PROMPTS and [pair[0] for _, pair in judge.shown] == list("xyz")
     assert logged(run, "eval_win_rate") == [0.5]
     assert logged(run, "eval_win_rate_unanswered") == [pytest.approx(1 / 3)]
     (low,), (high,) = logged(run, "eval_win_rate_low"), logged(run, "eval_win_rate_high")
@@ -73,9 +71,7 @@ def test_the_reference_of_a_trainer_is_compared_with(tmp_path):
     callback.on_evaluate(run.args, run.state, run.control)
     assert judge.shown and {pair[0] for _, pair in judge.shown} <= set(callback.against)
     ties = 3 - len(judge.shown) // 2  # where both models say the same
-    assert (
-        logged(run, "eval_win_rate") == [pytest.approx(1 - ties / 6)] * 2
-    )  # at the start, and in the evaluation
+    assert logged(run, "eval_win_rate") == [pytest.approx(1 - ties / 6)] * 2  # at the start, and in the evaluation
 
 
 def test_an_evaluation_before_training_completes_prompts_once(tmp_path, monkeypatch):
@@ -100,11 +96,7 @@ def test_the_win_rate_before_training_is_the_baseline(tmp_path, start):
         run = trainer(tmp_path / folder, eval_dataset=Dataset.from_list(rows), **options)
         run.add_callback(WinRateCallback(Keeps(*answers), run, GREEDY, **more))
         run.train()
-        return [
-            (entry["step"], entry["eval_win_rate"])
-            for entry in run.state.log_history
-            if "eval_win_rate" in entry
-        ]
+        return [(entry["step"], entry["eval_win_rate"]) for entry in run.state.log_history if "eval_win_rate" in entry]
 
     assert rates("itself") == [(0, 0.5), (2, 0.5), (4, 0.5)]
     answers = [1, 0, 0] * 3
@@ -153,9 +145,7 @@ def test_checkpoints_keep_the_completions_before_training(tmp_path):
 
 def test_a_run_resumed_elsewhere_keeps_what_it_is_compared_with(tmp_path, caplog):
     def run_of(folder):
-        trainer, _ = grpo_runs.make(
-            folder=str(folder), max_steps=2, save_strategy="steps", save_steps=1, beta=0.0
-        )
+        trainer, _ = grpo_runs.make(folder=str(folder), max_steps=2, save_strategy="steps", save_steps=1, beta=0.0)
         trainer.eval_dataset = prompt_dataset()
         callback = WinRateCallback(Keeps(), trainer, GREEDY)
         trainer.add_callback(callback)

@@ -30,9 +30,7 @@ class Arguments:
     dataset_name: str = field(default="lvwerra/stack-exchange-paired", metadata={"help": "Rows with questions."})  # fmt: skip
     subset: str = field(default="data/rl", metadata={"help": "Folder of the data set; '' for all of it."})
     max_question_tokens: int = field(default=512, metadata={"help": "Longer questions are left out."})
-    output_min_length: int = field(
-        default=32, metadata={"help": "Shortest length that is drawn for answers."}
-    )
+    output_min_length: int = field(default=32, metadata={"help": "Shortest length that is drawn for answers."})
     output_max_length: int = field(default=128, metadata={"help": "Longest length of an answer."})
     reward_baseline: float = field(default=0.0, metadata={"help": "Subtracted from every reward."})
     batched_gen: bool = field(default=False, metadata={"help": "Generate 4 answers at once instead of 1."})
@@ -79,9 +77,7 @@ if __name__ == "__main__":
     )
     lengths = LengthSampler(args.output_min_length, args.output_max_length)
     means, kls = [], []
-    batches = islice(
-        chain.from_iterable(repeat(trainer.dataloader)), config.steps
-    )  # as many passes as that takes
+    batches = islice(chain.from_iterable(repeat(trainer.dataloader)), config.steps)  # as many passes as that takes
     for step, batch in enumerate(batches, start=1):
         responses = trainer.generate(
             batch["input_ids"],

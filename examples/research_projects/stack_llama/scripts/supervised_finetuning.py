@@ -23,9 +23,7 @@ class Arguments:
 
     model_path: str = field(default="", metadata={"help": "Model that is fine-tuned."})
     dataset_name: str = field(default="lvwerra/stack-exchange-paired", metadata={"help": "Rows to train on."})
-    subset: str = field(
-        default="data/finetune", metadata={"help": "Folder of the data set; '' for all of it."}
-    )
+    subset: str = field(default="data/finetune", metadata={"help": "Folder of the data set; '' for all of it."})
     split: str = field(default="train", metadata={"help": "Its split."})
     size_valid_set: int = field(default=4000, metadata={"help": "Rows that are kept back for evaluation."})
     streaming: bool = field(default=False, metadata={"help": "Read rows as they are needed."})

@@ -37,9 +37,7 @@ class Arguments:
     dataset_name: str = field(default="OxAISH-AL-LLM/wiki_toxic", metadata={"help": "Rows of `comment_text`, `label`."})  # fmt: skip
     classifier: str = field(
         default="facebook/roberta-hate-speech-dynabench-r4-target",
-        metadata={
-            "help": "Classifier whose last label is toxic, or whose only logit is high for what is not."
-        },
+        metadata={"help": "Classifier whose last label is toxic, or whose only logit is high for what is not."},
     )
     seed: int = field(default=0, metadata={"help": "Of the continuations."})
 
@@ -64,9 +62,7 @@ def continuations(prompts: list[str], name: str, args: Arguments) -> list[str]:
         texts = prompts[start : start + args.batch_size]
         inputs = tokenizer(texts, return_tensors="pt", padding=True).to(model.device)
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
-        said = model.generate(
-            input_ids=ids, attention_mask=mask, do_sample=True, max_new_tokens=args.max_new_tokens
-        )
+        said = model.generate(input_ids=ids, attention_mask=mask, do_sample=True, max_new_tokens=args.max_new_tokens)
         found += tokenizer.batch_decode(said[:, ids.shape[1] :], skip_special_tokens=True)
     return found
 

@@ -27,9 +27,7 @@ from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, TrlPar
 class Arguments:
     """What to run on."""
 
-    tiny: bool = field(
-        default=False, metadata={"help": "Train small models of random weights on built-in words."}
-    )
+    tiny: bool = field(default=False, metadata={"help": "Train small models of random weights on built-in words."})
     output_dir: str = field(default="runs/harmless", metadata={"help": "Folder for the trained model."})
 
 
@@ -109,9 +107,7 @@ def main() -> None:
         kls.append(stats["objective/kl"])
     few = max(1, len(means) // 5)
     first, last = sum(means[:few]) / few, sum(means[-few:]) / few
-    print(
-        f"harmlessness: {first:.3f} -> {last:.3f} over {len(means)} steps, KL at the end {kls[-1]:.3f} nats"
-    )
+    print(f"harmlessness: {first:.3f} -> {last:.3f} over {len(means)} steps, KL at the end {kls[-1]:.3f} nats")
     trainer.save_pretrained(args.output_dir)
 
 

@@ -1,6 +1,7 @@
 """A reference that follows the bias-corrected average of the policy's weights (BEMA). Public names are lazy.
 
-`DPOTrainer` is the one of `trl`: it hands its reference to this `BEMACallback` as it does to any callback that moves it.
+`DPOTrainer` is the one of `trl`: it hands its reference to this `BEMACallback` as it does to any callback that moves
+it.
 """
 
 from trl._lazy import attach

@@ -16,7 +16,9 @@ from trl.trainer.callbacks.bema import trained_weights
 
 
 class CallbackHandlerWithRefModel(CallbackHandler):
-    """A `CallbackHandler` that also hands its `ref_model` to the callbacks of every event, as the keyword `ref_model`."""
+    """A `CallbackHandler` that also hands its `ref_model` to the callbacks of every event, as the keyword
+    `ref_model`.
+    """
 
     def __init__(
         self,

@@ -26,9 +26,7 @@ class DiffusionGRPOConfig(PolicyGradientOptions, RewardPolicy):
     sample_num_steps: int = same(DiffusionOptions, "sample_num_steps", 10)
     sample_batch_size: int = same(PolicyGradientOptions, "sample_batch_size", 8)
     num_generations: int = option(8, "Images of each prompt, which are compared.", ">= 2")
-    beta: float = option(
-        0.0, "Weight of the KL divergence from the model before training, per denoising step."
-    )
+    beta: float = option(0.0, "Weight of the KL divergence from the model before training, per denoising step.")
     scale_rewards: Scale = option(
         "group", "Deviation that advantages are divided by: of the group, of the batch, or none."
     )

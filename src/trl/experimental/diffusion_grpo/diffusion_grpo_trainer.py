@@ -35,14 +35,17 @@ _CITATION = """@article{liu2025flowgrpo,
 
 
 class DiffusionGRPOTrainer(DDPOTrainer):
-    """Trains a diffusion model by GRPO: `num_generations` images of a prompt are compared, and each denoising step is a token.
+    """Trains a diffusion model by GRPO: `num_generations` images of a prompt are compared, and each denoising step is a
+    token.
 
     Args:
-        model: a `FlowPipeline` (Stable Diffusion 3, Flux), a `DDPOStableDiffusionPipeline`, or a pipeline of diffusers, of which an
+        model: a `FlowPipeline` (Stable Diffusion 3, Flux), a `DDPOStableDiffusionPipeline`, or a pipeline of diffusers,
+        of which an
             adapter is then trained.
-        reward_funcs: functions of `images` `(B, 3, H, W)` in 0..1, `prompts` and columns of the data set, plain or async, that return a
-            number or None for each image; modules that score images; judges, which are shown images in place of completions.
-            Functions of DDPO's form are accepted.
+        reward_funcs: functions of `images` `(B, 3, H, W)` in 0..1, `prompts` and columns of the data set, plain or
+        async, that return a
+            number or None for each image; modules that score images; judges, which are shown images in place of
+            completions. Functions of DDPO's form are accepted.
         args: settings.
         train_dataset: rows with a `prompt` (text); other columns are given to reward functions.
         image_samples_hook: as in `DDPOTrainer`.
@@ -71,9 +74,7 @@ class DiffusionGRPOTrainer(DDPOTrainer):
         if not isinstance(config, self._config_class):
             raise wrong_config(config, self._config_class)
         self.rows = list(train_dataset or ())
-        if not self.rows or not all(
-            isinstance(r, Mapping) and isinstance(r.get("prompt"), str) for r in self.rows
-        ):
+        if not self.rows or not all(isinstance(r, Mapping) and isinstance(r.get("prompt"), str) for r in self.rows):
             raise ValueError("train_dataset must have rows with a text as 'prompt'. Give at least one.")
         self.rewards = RewardSources(
             image_sources(reward_funcs),
@@ -115,7 +116,9 @@ class DiffusionGRPOTrainer(DDPOTrainer):
     def compute_rewards(
         self, prompt_image_pairs: Sequence[Batch], is_async: bool = False
     ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-        """Weighted sums `(B,)` of the rewards of batches, NaN for images without any, and the scores by source `(B, S)`."""
+        """Weighted sums `(B,)` of the rewards of batches, NaN for images without any, and the scores by source `(B,
+        S)`.
+        """
         found, device = [], self.accelerator.device
         for images, prompts, rows in prompt_image_pairs:
             columns = {name: [row[name] for row in rows] for name in rows[0]}
@@ -140,7 +143,9 @@ class DiffusionGRPOTrainer(DDPOTrainer):
         self._counts.update(dict(zip(BUCKETS, found, strict=True)))
 
     def reward_statistics(self, images: Images, rewards: Tensor) -> dict[str, Any]:
-        """`reward`, `reward_std`, `frac_reward_zero_std`, those of each source, and the denoising steps by what became of them."""
+        """`reward`, `reward_std`, `frac_reward_zero_std`, those of each source, and the denoising steps by what became
+        of them.
+        """
         found = reward_statistics(rewards, self.config.num_generations, scale=self.config.scale_rewards)
         scores: Any = self.accelerator.gather(torch.cat(images.reward_metadata))
         known = [name for name in BUCKETS if self._counts[name] or name == "trained"]

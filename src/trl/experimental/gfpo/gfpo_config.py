@@ -12,7 +12,8 @@ from trl.trainer.grpo_config import GRPOConfig
 class GFPOConfig(GRPOConfig):
     """Settings of `GFPOTrainer`: those of `GRPOConfig` and the one below.
 
-    Sizes count generated completions: a micro-batch is learned from `num_remains_in_group / num_generations` of its rows.
+    Sizes count generated completions: a micro-batch is learned from `num_remains_in_group / num_generations` of its
+    rows.
 
     Example:
         >>> from trl.experimental.gfpo import GFPOConfig

@@ -69,9 +69,9 @@ class GFPOMethod(GRPOMethod):
 class GFPOTrainer(GRPOTrainer):
     """Trainer of group filtered policy optimisation (Shrivastava et al. 2025, arXiv:2508.09726).
 
-    Takes what `GRPOTrainer` takes, and `group_filter_func(group_completions=, group_rewards=, **columns)`, which returns a
-    list of scores for every group. The `num_remains_in_group` highest of each group are the group that is learned from: their
-    advantages are over their own mean and deviation. Filtered completions only count in the
+    Takes what `GRPOTrainer` takes, and `group_filter_func(group_completions=, group_rewards=, **columns)`, which
+    returns a list of scores for every group. The `num_remains_in_group` highest of each group are the group that is
+    learned from: their advantages are over their own mean and deviation. Filtered completions only count in the
     statistics of rewards and lengths.
 
     Example:
@@ -147,13 +147,12 @@ def _kept_scores(rows: Mapping[str, Tensor]) -> Tensor:
     return torch.where(_remains(rows), rows[SCORES], torch.nan)
 
 
-def filter_scores(
-    function: GroupFilterFunc, inputs: RewardInputs, rewards: Tensor, group_size: int
-) -> Tensor:
+def filter_scores(function: GroupFilterFunc, inputs: RewardInputs, rewards: Tensor, group_size: int) -> Tensor:
     """The scores of the completions of whole groups, float64 `(B,)`.
 
-    The function is given lists of groups, each a list of `group_size`: `group_completions`, `group_rewards` (None without a
-    reward), `prompts`, `completion_ids` and the columns; of these, without `**kwargs`, the ones that it names.
+    The function is given lists of groups, each a list of `group_size`: `group_completions`, `group_rewards` (None
+    without a reward), `prompts`, `completion_ids` and the columns; of these, without `**kwargs`, the ones that it
+    names.
 
     Raises: ValueError or TypeError for another shape, and for scores that are not finite.
     """
@@ -172,9 +171,7 @@ def filter_scores(
     try:
         lists = [[float(score) for score in group] for group in answer]
     except TypeError as error:
-        raise TypeError(
-            f"group_filter_func {name!r} returned no lists of numbers ({error}), {wanted}."
-        ) from None
+        raise TypeError(f"group_filter_func {name!r} returned no lists of numbers ({error}), {wanted}.") from None
     if [len(group) for group in lists] != [group_size] * groups:
         raise ValueError(f"group_filter_func {name!r} returned {len(lists)} groups of other sizes, {wanted}.")
     scores = torch.tensor(lists, dtype=torch.float64).flatten()

@@ -30,9 +30,7 @@ logger = logging.getLogger(__name__)
 
 THEIRS = "teacher_"
 """Begins the names of the teacher's columns; those of the student have their usual names."""
-COLUMNS = tuple(
-    f"{side}{name}" for side in ("", THEIRS) for name in ("input_ids", "completion_mask", "spans")
-)
+COLUMNS = tuple(f"{side}{name}" for side in ("", THEIRS) for name in ("input_ids", "completion_mask", "spans"))
 PROMPTS_ALONE = (PROMPT_ALONE, f"{THEIRS}{PROMPT_ALONE}")
 
 
@@ -46,9 +44,7 @@ class Pairing:
     stops: bool = False
 
     @classmethod
-    def of(
-        cls, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, args: GOLDConfig
-    ) -> Pairing:
+    def of(cls, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, args: GOLDConfig) -> Pairing:
         """Raises: ValueError for a tokenizer whose tokens do not join to their text."""
         known = vocabulary_bytes(student), vocabulary_bytes(teacher)
         for tokenizer, own in zip((student, teacher), known, strict=True):
@@ -58,21 +54,18 @@ class Pairing:
         return cls((student, teacher), known, args.use_extended_uld, stops)
 
     def vocabularies(self, sizes: tuple[int, int]) -> Vocabularies:
-        """The tokens that models of so many logits share, and the others: all ids in order where the tokenizers are equal."""
+        """The tokens that models of so many logits share, and the others: all ids in order where the tokenizers are
+        equal.
+        """
         if self.known[0] == self.known[1]:
             shared = [list(range(min(sizes)))] * 2
         else:
             shared = list(shared_tokens(*self.known))
         ids = [torch.tensor(each, dtype=torch.int64) for each in shared]
-        rest = [
-            torch.ones(size).index_fill(0, own, 0).nonzero()[:, 0]
-            for size, own in zip(sizes, ids, strict=True)
-        ]
+        rest = [torch.ones(size).index_fill(0, own, 0).nonzero()[:, 0] for size, own in zip(sizes, ids, strict=True)]
         return Vocabularies(*ids, *rest)
 
-    def spans(
-        self, own: Sequence[int], other: Sequence[int], texts: Sequence[str] | None = None
-    ) -> Alignment:
+    def spans(self, own: Sequence[int], other: Sequence[int], texts: Sequence[str] | None = None) -> Alignment:
         """The spans of two token rows, within `texts` where the rows differ."""
         sides = [[known[token] for token in ids] for known, ids in zip(self.known, (own, other), strict=True)]
         if self.extended:
@@ -85,9 +78,7 @@ class Pairing:
         numbers = [np.where(np.arange(len(side)) < min(lengths), np.arange(len(side)), -1) for side in sides]
         return Alignment(*numbers, count=min(lengths))
 
-    def row(
-        self, own: Mapping[str, Any], other: Mapping[str, Any], texts: Sequence[str] | None
-    ) -> dict[str, Any]:
+    def row(self, own: Mapping[str, Any], other: Mapping[str, Any], texts: Sequence[str] | None) -> dict[str, Any]:
         """A row of `COLUMNS`: the spans of the two sides' completions, 0 for tokens in none.
 
         A row's first token, which nothing predicts, is in none.
@@ -96,9 +87,7 @@ class Pairing:
         starts = [mask.index(1) if 1 in mask else len(mask) for _, mask in rows]
         completions = [ids[start:] for (ids, _), start in zip(rows, starts, strict=True)]
         found = self.spans(completions[0], completions[1], texts)
-        spans = [
-            np.concatenate([np.full(start, -1), each]) for start, each in zip(starts, found[:2], strict=True)
-        ]
+        spans = [np.concatenate([np.full(start, -1), each]) for start, each in zip(starts, found[:2], strict=True)]
         unpredicted = [each[0] for each in spans if len(each)]
         spans = [np.where(np.isin(each, unpredicted), 0, each + 1).tolist() for each in spans]
         return {
@@ -108,7 +97,8 @@ class Pairing:
         }
 
     def translated(self, ids: Sequence[int], *, to_teacher: bool, ended: bool) -> tuple[list[int], list[str]]:
-        """A completion as tokens of the other side, with its end token if it `ended`, and the texts that both sides have.
+        """A completion as tokens of the other side, with its end token if it `ended`, and the texts that both sides
+        have.
 
         The other side reads U+FFFD for what is no text, but nothing for a last character that is not finished.
         """
@@ -149,8 +139,7 @@ class PairedCollator:
 
     def _side(self, rows: Sequence[Mapping[str, Any]], name: str, pad: int) -> dict[str, Tensor]:
         ids, masks, spans = (
-            [as_ids(row[f"{name}{column}"]) for row in rows]
-            for column in ("input_ids", "completion_mask", "spans")
+            [as_ids(row[f"{name}{column}"]) for row in rows] for column in ("input_ids", "completion_mask", "spans")
         )
         labels = [own.where(mask == 1, IGNORED) for own, mask in zip(ids, masks, strict=True)]
         padded, mask = pad_with_mask(ids, pad, multiple=self.multiple)

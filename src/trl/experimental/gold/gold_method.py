@@ -26,7 +26,9 @@ TOKEN_WEIGHT = "token_weight"
 
 
 class Spans(NamedTuple):
-    """Scored tokens of one side in order, `(K,)` each: the token, whether it is the first of a span, and whether it is in one."""
+    """Scored tokens of one side in order, `(K,)` each: the token, whether it is the first of a span, and whether it is
+    in one.
+    """
 
     targets: Tensor
     first: Tensor
@@ -48,7 +50,8 @@ def scored_spans(rows: Mapping[str, Tensor], spans: Tensor) -> Spans:
 
 
 def chunks_of_spans(own: Spans, other: Spans, size: int) -> list[tuple[slice, slice]]:
-    """Slices of both sides' tokens that cover them and hold whole spans, of at most `size` tokens unless a span is longer.
+    """Slices of both sides' tokens that cover them and hold whole spans, of at most `size` tokens unless a span is
+    longer.
 
     All tokens of `other` are in spans, as many as those of `own`, in one order.
     """
@@ -67,7 +70,9 @@ def chunks_of_spans(own: Spans, other: Spans, size: int) -> list[tuple[slice, sl
 
 
 class GOLDMethod(GKDMethod):
-    """The distance from the teacher over spans of tokens with the same bytes, and the cross-entropy: means over the step."""
+    """The distance from the teacher over spans of tokens with the same bytes, and the cross-entropy: means over the
+    step.
+    """
 
     units: ClassVar[tuple[Unit, ...]] = ("group", "token")
     args: GOLDConfig
@@ -81,7 +86,9 @@ class GOLDMethod(GKDMethod):
         self.weights: Any = (share, 1 - share) if None in weights else weights
 
     def sides(self, batch: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-        """The student's and the teacher's rows, with labels of the tokens in spans; for cross-entropy all of the student's."""
+        """The student's and the teacher's rows, with labels of the tokens in spans; for cross-entropy all of the
+        student's.
+        """
         found = []
         for rows in (batch, batch[TEACHER_BATCH]):
             kept = rows["spans"] > 0

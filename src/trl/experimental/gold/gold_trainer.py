@@ -50,11 +50,12 @@ class GOLDTrainer(GKDTrainer):
     Args:
         model: the student: a causal language model, or a name or path.
         teacher_model: the teacher: a causal language model, or a name or path.
-        args: a `GOLDConfig`. Without `use_uld_loss` the loss is that of `GKDTrainer`, for a teacher of the same tokenizer.
-        train_dataset: rows of `messages`, whose last turn is the completion, or of prompt and completion, as texts or messages.
+        args: a `GOLDConfig`. Without `use_uld_loss` the loss is that of `GKDTrainer`, for a teacher of the same
+        tokenizer. train_dataset: rows of `messages`, whose last turn is the completion, or of prompt and completion, as
+        texts or messages.
 
-    The other arguments are those of `SFTTrainer`. Each side reads a row with its own tokenizer and chat template. The loss is the
-    mean over all spans of tokens with the same bytes of an optimiser step.
+    The other arguments are those of `SFTTrainer`. Each side reads a row with its own tokenizer and chat template. The
+    loss is the mean over all spans of tokens with the same bytes of an optimiser step.
 
     Example:
         >>> from datasets import load_dataset
@@ -147,9 +148,7 @@ class GOLDTrainer(GKDTrainer):
         """Batches of both sides."""
         if self.teacher_tokenizer is None:
             return super().make_collator(args)
-        return PairedCollator(
-            (self.scorer.pad_token_id, pad_token_id(self.teacher_tokenizer)), args.pad_to_multiple_of
-        )
+        return PairedCollator((self.scorer.pad_token_id, pad_token_id(self.teacher_tokenizer)), args.pad_to_multiple_of)
 
     def _make_teacher(self, given: Any, tokenizer: Any, *, rows: Sequence[Any]) -> Teacher:
         """The teacher; with a tokenizer of its own it is a model, of any vocabulary."""
@@ -160,9 +159,7 @@ class GOLDTrainer(GKDTrainer):
                 "teacher_model_server_url was given with use_uld_loss=True, which needs whole distributions. Pass teacher_model."
             )
         if given is None:
-            raise ValueError(
-                "use_uld_loss=True needs a teacher_model, a model, or its name or path, got None."
-            )
+            raise ValueError("use_uld_loss=True needs a teacher_model, a model, or its name or path, got None.")
         kwargs: Any = self.args.teacher_model_init_kwargs
         model = load_teacher(given, kwargs, self.model)  # type: ignore[arg-type]
         return FrozenTeacher(FrozenModel(model, make_scorer(model, self.teacher_tokenizer)))
@@ -201,9 +198,7 @@ class GOLDTrainer(GKDTrainer):
             batch=lambda batch, _, made: self._paired(batch, made, by_teacher=True),
         )
 
-    def _paired(
-        self, batch: Mapping[str, Any], made: list[Generated], *, by_teacher: bool
-    ) -> dict[str, Tensor]:
+    def _paired(self, batch: Mapping[str, Any], made: list[Generated], *, by_teacher: bool) -> dict[str, Tensor]:
         assert self.pairing is not None
         return self.make_collator(self.args)(self.pairing.generated(batch, made, by_teacher=by_teacher))
 
@@ -213,11 +208,7 @@ class GOLDTrainer(GKDTrainer):
         if args.log_completions and step % args.log_completions_steps == 0 and self.is_world_process_zero():
             texts = self._tokenizer.batch_decode(prompts), self._tokenizer.batch_decode([x.ids for x in made])
             print_prompt_completions_sample_uld(*texts, step, args.num_completions_to_print)
-        found = (
-            completed(batch, prompts, made)
-            if self.pairing is None
-            else self._paired(batch, made, by_teacher=False)
-        )
+        found = completed(batch, prompts, made) if self.pairing is None else self._paired(batch, made, by_teacher=False)
         return {**found, ON_POLICY: torch.ones(len(prompts))}
 
     def _check_lengths(self) -> None:
@@ -247,8 +238,9 @@ class GOLDTrainer(GKDTrainer):
     def outcome(
         self, model: nn.Module, batch: Any, *, step: Tensor | None = None, with_outputs: bool = False
     ) -> Outcome:
-        """The terms of a batch, whose tokens weigh as much as the step's numbers of spans and tokens say, with the mean loss of
-        completions of the student, or of others."""
+        """The terms of a batch, whose tokens weigh as much as the step's numbers of spans and tokens say, with the mean
+        loss of completions of the student, or of others.
+        """
         if step is not None and isinstance(self.method, GOLDMethod) and self.args.uld_crossentropy_weight:
             batch = {**batch, TOKEN_WEIGHT: int(step[0]) / int(step[1])}
         found = super().outcome(model, batch, step=step, with_outputs=with_outputs)
@@ -262,9 +254,7 @@ class GOLDTrainer(GKDTrainer):
 
 def _tokenizer_of(args: Any, teacher: Any) -> PreTrainedTokenizerBase:
     """The teacher's tokenizer. Raises: ValueError where nothing says which it is."""
-    name = args.teacher_tokenizer_name_or_path or (
-        args.teacher_model_name_or_path if teacher is None else teacher
-    )
+    name = args.teacher_tokenizer_name_or_path or (args.teacher_model_name_or_path if teacher is None else teacher)
     if isinstance(name, nn.Module):
         name = get_config_model_id(causal_core(name).config)
     if not name:

@@ -53,7 +53,8 @@ class ULDLoss(nn.Module):
         student_input_ids: Tensor,
         teacher_input_ids: Tensor,
     ) -> Tensor:
-        """Of logits `(B, T, V)` and `(B, T', V')`; labels `(B, T)` are those of the tokens themselves, -100 where none counts.
+        """Of logits `(B, T, V)` and `(B, T', V')`; labels `(B, T)` are those of the tokens themselves, -100 where none
+        counts.
 
         The mean over all spans of the batch, and the mean cross-entropy of its tokens.
         """
@@ -76,18 +77,17 @@ class ULDLoss(nn.Module):
         method = GOLDMethod(self.config, self.pairing, (student_logits.shape[-1], teacher_logits.shape[-1]))
         batch: dict[str, Any] = {**sides[0], TEACHER_BATCH: sides[1]}
         spans, tokens = method.count(batch).clamp(min=1)
-        loss = SpanLoss(
-            method, {**batch, TOKEN_WEIGHT: int(spans) / int(tokens)}, size=student_logits[..., 0].numel()
-        )
+        loss = SpanLoss(method, {**batch, TOKEN_WEIGHT: int(spans) / int(tokens)}, size=student_logits[..., 0].numel())
         read = [
-            values[:, :-1][rows["labels"][:, 1:] != IGNORED]
-            for values, rows in zip(logits, loss.rows, strict=True)
+            values[:, :-1][rows["labels"][:, 1:] != IGNORED] for values, rows in zip(logits, loss.rows, strict=True)
         ]
         return loss(read[0], read[1], slice(0, len(read[0])))[0].sum() / spans
 
 
 class GOLDVLLMSyncCallback(TrainerCallback):
-    """Gives the generating engine the weights after each step. `GOLDTrainer` does it before each generation by itself."""
+    """Gives the generating engine the weights after each step. `GOLDTrainer` does it before each generation by
+    itself.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer

@@ -38,10 +38,10 @@ class ReplayMethod(GRPOMethod):
 class GRPOWithReplayBufferTrainer(GRPOTrainer):
     """`GRPOTrainer` with a buffer of earlier groups, which replace new groups with equal rewards.
 
-    A group whose rewards are all equal is replaced by one drawn from the buffer, with the log-probs, rewards and advantages
-    of its own time: the ratio to the policy that sampled it is clipped as in later steps on one batch. The buffer holds the
-    `replay_buffer_size` groups with the largest sum of mean and deviation of the rewards that were learned from before. It is
-    part of every checkpoint, and the same on all processes.
+    A group whose rewards are all equal is replaced by one drawn from the buffer, with the log-probs, rewards and
+    advantages of its own time: the ratio to the policy that sampled it is clipped as in later steps on one batch. The
+    buffer holds the `replay_buffer_size` groups with the largest sum of mean and deviation of the rewards that were
+    learned from before. It is part of every checkpoint, and the same on all processes.
 
     Example:
         >>> args = GRPOWithReplayBufferConfig("runs", replay_buffer_size=32, use_cpu=True)
@@ -65,7 +65,9 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
         self.replay_buffer = ReplayBuffer(self.args.replay_buffer_size)
 
     def make_rollout_batch(self, number: int) -> Experience:
-        """A rollout batch whose groups with equal rewards are replaced by earlier ones; its metrics are those of the new ones."""
+        """A rollout batch whose groups with equal rewards are replaced by earlier ones; its metrics are those of the
+        new ones.
+        """
         found = super().make_rollout_batch(number)
         found = found.with_rows(**{REPLAYED: torch.zeros(len(found), dtype=torch.bool)})
         if not self.buffer.size:

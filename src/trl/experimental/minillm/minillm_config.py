@@ -40,9 +40,7 @@ class MiniLLMConfig(GRPOConfig):
         "Discount of the log-ratios of later tokens in a token's advantage. 1: the paper's; 0: none of later tokens.",
         "[0, 1]",
     )
-    length_normalization: bool = option(
-        True, "Divide the discounted sum of log-ratios by the sum of its discounts."
-    )
+    length_normalization: bool = option(True, "Divide the discounted sum of log-ratios by the sum of its discounts.")
 
     def check(self) -> None:
         if self.num_generations == 1:

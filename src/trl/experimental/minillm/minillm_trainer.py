@@ -1,4 +1,6 @@
-"""MiniLLM: policy gradient on the reverse KL divergence from a teacher, split into this token's part and the later ones'."""
+"""MiniLLM: policy gradient on the reverse KL divergence from a teacher, split into this token's part and the later
+ones'.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,9 @@ class MiniLLMMethod(GRPOMethod):
         return torch.ones_like(found) if self.single_step else found
 
     def token_weight(self, experience: Experience) -> Tensor:
-        """What a token of the exact part counts, 0-dim, so that the loss has its mean over the tokens of a rollout batch,
-        whatever the loss type divides by."""
+        """What a token of the exact part counts, 0-dim, so that the loss has its mean over the tokens of a rollout
+        batch, whatever the loss type divides by.
+        """
         share = self.divisor(experience)
         if LOSS_TYPES[self.settings.loss_type].over == "tokens":
             return torch.ones_like(share)

@@ -16,10 +16,10 @@ PATCH = 14  # pixels: the side of a patch of common vision towers, as in the pap
 def masked_image(image: Any, kind: str, ratio: float, draws: np.random.Generator) -> Image.Image:
     """An image of the same size in RGB whose hidden part is black.
 
-    "random" hides single pixels, "patch" squares of 14 x 14 pixels (cut off at the right and lower edge), each drawn at random
-    without repeats until a share of `ratio` of them is hidden, at least one; "grid" hides squares at regular places, the same in
-    every image; "blackout" hides all.
-    Source: Wang et al. 2025, PAPO (arXiv:2507.06448), whose random masking is "patch".
+    "random" hides single pixels, "patch" squares of 14 x 14 pixels (cut off at the right and lower edge), each drawn at
+    random without repeats until a share of `ratio` of them is hidden, at least one; "grid" hides squares at regular
+    places, the same in every image; "blackout" hides all. Source: Wang et al. 2025, PAPO (arXiv:2507.06448), whose
+    random masking is "patch".
     """
     from PIL import Image
     from transformers.image_transforms import to_pil_image

@@ -30,9 +30,7 @@ class PAPOMethod(GRPOMethod):
 
     def __init__(self, args: PAPOConfig) -> None:
         super().__init__(args)
-        self.perception = PerceptionOptions(
-            args.perception_loss_weight, args.der_loss_weight1, args.der_loss_weight2
-        )
+        self.perception = PerceptionOptions(args.perception_loss_weight, args.der_loss_weight1, args.der_loss_weight2)
 
     def options(self, *, statistics: bool) -> ScoreOptions:
         return super().options(statistics=statistics or self.perception.needs_entropies)
@@ -57,9 +55,9 @@ class PAPOMethod(GRPOMethod):
 class PAPOTrainer(GRPOTrainer):
     """Trainer of perception-aware policy optimisation (Wang et al. 2025, arXiv:2507.06448).
 
-    Takes what `GRPOTrainer` takes, and prompts with images. Every completion is scored a second time behind images of which
-    a part is hidden; beside GRPO's loss the policy learns to answer otherwise there, with low entropy in both. Masks are
-    drawn anew for each prompt at each optimiser step; those of an evaluation are the same every time.
+    Takes what `GRPOTrainer` takes, and prompts with images. Every completion is scored a second time behind images of
+    which a part is hidden; beside GRPO's loss the policy learns to answer otherwise there, with low entropy in both.
+    Masks are drawn anew for each prompt at each optimiser step; those of an evaluation are the same every time.
 
     Example:
         >>> args = PAPOConfig("papo", mask_type="patch", mask_ratio=0.6, use_cpu=True)
@@ -100,8 +98,9 @@ class PAPOTrainer(GRPOTrainer):
         return {**self.images.batch(twice, masked), "experience": experience}
 
     def _masked(self, key: int, images: list[Any]) -> list[Any]:
-        """A prompt's images with hidden parts, for all of its completions: in training the same in every micro-batch of an
-        optimiser step, in an evaluation by the number of the row alone."""
+        """A prompt's images with hidden parts, for all of its completions: in training the same in every micro-batch of
+        an optimiser step, in an evaluation by the number of the row alone.
+        """
         number, row = set_and_row(key)
         place = [_MASKS, self.state.global_step, row] if number == 0 else [_EVALUATION_MASKS, row]
         draws = np.random.default_rng([self.order_seed % 2**63, *place])

@@ -72,9 +72,7 @@ class PPOMethod(OnlineMethod):
 
     def metrics(self, experience: Experience) -> dict[str, Weighted]:
         """The documented `objective/*` means, over the rows that have a score."""
-        scored = (
-            Ragged(experience.per_token[TRAINED].long(), experience.completions.lengths).padded().amax(dim=1)
-        )
+        scored = Ragged(experience.per_token[TRAINED].long(), experience.completions.lengths).padded().amax(dim=1)
         experience = experience.take(scored.nonzero()[:, 0])
         if not len(experience):
             return {}

@@ -68,14 +68,16 @@ class PPOTrainer(SampleTables, OnlineTrainer):
         ref_model: what the KL divergence is measured from. None: the policy as it is now (a frozen copy, or the base of
             an adapter).
         reward_model: a sequence classifier with one label, or its name or path; None where `reward_funcs` score.
-        train_dataset: rows with a `prompt` (text or messages) or tokenised, with `input_ids`; other columns are handed to
+        train_dataset: rows with a `prompt` (text or messages) or tokenised, with `input_ids`; other columns are handed
+        to
             reward functions.
         value_model: a sequence classifier with one label, trained beside the policy. None: one is made of a copy of the
             policy, with a head that starts at 0.
         data_collator: accepted for compatibility; prompts are never padded.
         eval_dataset: the same kind of rows, or a dict of several sets by name.
         peft_config: trains a new adapter of the policy with these settings (the value model is trained as it is).
-        reward_funcs: functions `func(prompts=, completions=, completion_ids=, trainer_state=, **columns)`, reward models,
+        reward_funcs: functions `func(prompts=, completions=, completion_ids=, trainer_state=, **columns)`, reward
+        models,
             or several of them; added to the reward model's score.
         reward_processing_classes: the tokenizer of each reward model (None for functions).
 
@@ -128,9 +130,7 @@ class PPOTrainer(SampleTables, OnlineTrainer):
         self.shares_prefix = shares_prefix(parts.scorer, args.prefix_sharing)
         at_once = args.local_rollout_forward_batch_size
         given = all_rewards(reward_model, reward_funcs, parts.model.value_model)
-        rewards = reward_sources(
-            given, reward_processing_classes, args, parts.policy, batch_size=at_once, read="ids"
-        )
+        rewards = reward_sources(given, reward_processing_classes, args, parts.policy, batch_size=at_once, read="ids")
         rewards.check_groups(1, rows=at_once)
         self._end = end_token(args, parts.policy.tokenizer)
         policy_model = parts.policy.model
@@ -255,7 +255,9 @@ class PPOTrainer(SampleTables, OnlineTrainer):
 
     @contextmanager
     def null_ref_context(self) -> Iterator[Any]:
-        """A block in which the yielded module is the reference: the policy without its adapter, or a model of its own."""
+        """A block in which the yielded module is the reference: the policy without its adapter, or a model of its
+        own.
+        """
         assert self.reference is not None
         with self.reference.active(self.model_wrapped) as model:  # type: ignore[arg-type]
             yield model

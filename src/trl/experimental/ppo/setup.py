@@ -35,13 +35,11 @@ class Parts(NamedTuple):
     scorer: PolicyValueScorer
 
 
-def value_and_policy(
-    model: Any, value_model: Any, args: PPOConfig, processing_class: Any, peft_config: Any
-) -> Parts:
+def value_and_policy(model: Any, value_model: Any, args: PPOConfig, processing_class: Any, peft_config: Any) -> Parts:
     """Both models ready to be trained. Without a value model one is made of the policy, with a head that gives 0.
 
-    Raises: ValueError for a value model with more than one label, that lacks tokens of the tokenizer, or that shares weights
-    with the policy; TypeError for an encoder-decoder.
+    Raises: ValueError for a value model with more than one label, that lacks tokens of the tokenizer, or that shares
+    weights with the policy; TypeError for an encoder-decoder.
     """
     policy = set_up_policy(model, args, processing_class, peft_config)
     check_decoder_only(causal_core(policy.model))
@@ -73,8 +71,8 @@ def value_and_policy(
 def value_model_of(policy: nn.Module) -> nn.Module:
     """A sequence classifier with one label on a copy of the policy's own decoder; its head gives 0 everywhere.
 
-    Raises: ValueError where the policy's weights are sharded, or its architecture has no such classifier; RuntimeError where
-    they are not those of a plain decoder (quantized, or replaced by an adapter).
+    Raises: ValueError where the policy's weights are sharded, or its architecture has no such classifier; RuntimeError
+    where they are not those of a plain decoder (quantized, or replaced by an adapter).
     """
     core = causal_core(policy)
     if is_sharded(policy):

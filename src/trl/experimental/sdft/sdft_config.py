@@ -61,9 +61,7 @@ class SelfDistillation(OptionGroup):
                 f"{self.distillation_alpha}. Set it to 1, or choose 'full_logits' or 'topk_logits'."
             )
         if self.distillation_mode == "topk_logits" and self.distillation_topk is None:
-            raise ValueError(
-                "distillation_mode='topk_logits' needs distillation_topk, got None. Set it (100, say)."
-            )
+            raise ValueError("distillation_mode='topk_logits' needs distillation_topk, got None. Set it (100, say).")
         if self.distillation_mode != "topk_logits":
             names = {"distillation_topk", "distillation_add_tail"}
             warn_unread(self, names, f"with distillation_mode={self.distillation_mode!r}. Leave it out")

@@ -38,7 +38,9 @@ CONTEXT = "privileged_context"
 
 @dataclass(frozen=True)
 class StudentTopK(TeacherLoss):
-    """`top_k_divergence` over the student's k most likely tokens; without `tail` both distributions are renormalised."""
+    """`top_k_divergence` over the student's k most likely tokens; without `tail` both distributions are
+    renormalised.
+    """
 
     beta: float
     k: int
@@ -196,9 +198,7 @@ class SelfDistillationTrainer(DistillationTrainer):
             callbacks, optimizers, peft_config,
         )  # fmt: skip
         if self.images is not None:
-            raise ValueError(
-                f"{self._name} trains on text, got rows with images. Take the columns of images out."
-            )
+            raise ValueError(f"{self._name} trains on text, got rows with images. Take the columns of images out.")
         limits = self._sets.settings.longest, getattr(self.args, "max_reprompt_len", None)
         settings = replace(self._sets.settings, keep=min((n for n in limits if n is not None), default=None))
         self.teacher_prompts = TeacherPrompts(self.processing_class, settings, self._sets.context_length)  # type: ignore[arg-type]
@@ -258,9 +258,9 @@ class SelfDistillationTrainer(DistillationTrainer):
 class SDFTTrainer(SelfDistillationTrainer):
     """Trainer of self-distillation fine-tuning (arXiv:2601.19897).
 
-    Rows have a `prompt` (text or messages) and a `privileged_context` (text or messages), such as a worked solution. The student
-    completes the prompt. The teacher is the student as `teacher_model_kind` says, shown both; the student learns its
-    distributions at the tokens of the completion. The other arguments are those of `DistillationTrainer`.
+    Rows have a `prompt` (text or messages) and a `privileged_context` (text or messages), such as a worked solution.
+    The student completes the prompt. The teacher is the student as `teacher_model_kind` says, shown both; the student
+    learns its distributions at the tokens of the completion. The other arguments are those of `DistillationTrainer`.
 
     Example:
         >>> trainer = SDFTTrainer("Qwen/Qwen3-0.6B", SDFTConfig("student"), dataset)  # doctest: +SKIP
@@ -299,6 +299,4 @@ class SDFTTrainer(SelfDistillationTrainer):
         super().check_rows(dataset, name, args, ["prompt", CONTEXT])
         for row, context in enumerate(dataset[CONTEXT]):
             if not context:
-                raise ValueError(
-                    f"{name} dataset, row {row}: {CONTEXT} is {context!r}, expected text or messages."
-                )
+                raise ValueError(f"{name} dataset, row {row}: {CONTEXT} is {context!r}, expected text or messages.")

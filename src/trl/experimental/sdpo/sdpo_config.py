@@ -49,12 +49,8 @@ class SDPOConfig(SelfDistillation, GRPOConfig):
         "pass. 1: rewards only choose what the teacher is shown.",
         "(0, 1]",
     )
-    use_successful_as_teacher: bool = option(
-        True, "Show the teacher the first successful completion of the prompt."
-    )
-    success_reward_threshold: float = option(
-        1.0, "Reward from which a completion is successful.", "[-inf, inf]"
-    )
+    use_successful_as_teacher: bool = option(True, "Show the teacher the first successful completion of the prompt.")
+    success_reward_threshold: float = option(1.0, "Reward from which a completion is successful.", "[-inf, inf]")
     dont_reprompt_on_self_success: bool = option(
         True, "A successful completion is not shown to its own teacher, only those of others."
     )
@@ -64,9 +60,7 @@ class SDPOConfig(SelfDistillation, GRPOConfig):
     environment_feedback_only_without_solution: bool = option(
         False, "Only where no completion of the prompt is successful.", needs="include_environment_feedback"
     )
-    remove_thinking_from_demonstration: bool = option(
-        False, "Remove the <think> blocks of a completion that is shown."
-    )
+    remove_thinking_from_demonstration: bool = option(False, "Remove the <think> blocks of a completion that is shown.")
     max_reprompt_len: int = option(
         10240, "Longest prompt of the teacher, in tokens; longer ones lose their beginning.", ">= 1"
     )
@@ -114,6 +108,4 @@ class SDPOConfig(SelfDistillation, GRPOConfig):
                 "include_environment_feedback=True or dont_reprompt_on_self_success=False, with distillation_weight=1."
             )
         if self.distillation_weight == 1:
-            warn_unread(
-                self, _OF_POLICY, "with distillation_weight=1. Leave it out, or lower distillation_weight"
-            )
+            warn_unread(self, _OF_POLICY, "with distillation_weight=1. Leave it out, or lower distillation_weight")

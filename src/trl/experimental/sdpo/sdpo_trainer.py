@@ -42,7 +42,9 @@ _THINKING = re.compile(r"(^|<think>)((?!<think>).)*?</think>\s*", re.DOTALL)
 
 
 class SDPOMethod(SelfDistillationMethod):
-    """The divergence from the teacher where it is shown more, and with `distillation_weight` below 1 the loss of GRPO."""
+    """The divergence from the teacher where it is shown more, and with `distillation_weight` below 1 the loss of
+    GRPO.
+    """
 
     args: SDPOConfig
 
@@ -107,11 +109,11 @@ class SDPOMethod(SelfDistillationMethod):
 class SDPOTrainer(SelfDistillationTrainer):
     """Trainer of self-distillation policy optimisation (arXiv:2601.20802).
 
-    Takes rewards and stored rows with a `prompt`, text or messages, as `GRPOTrainer` does; no streams, tokenised rows, images,
-    tools, agent or rollout_func. The student completes prompts. The teacher is the student as `teacher_model_kind` says, shown the
-    first successful completion of the same prompt, and with `include_environment_feedback` the text in the row's column
-    `privileged_context`; the student learns its distributions at the tokens of the completion. Completions whose teacher would be
-    shown neither are not distilled.
+    Takes rewards and stored rows with a `prompt`, text or messages, as `GRPOTrainer` does; no streams, tokenised rows,
+    images, tools, agent or rollout_func. The student completes prompts. The teacher is the student as
+    `teacher_model_kind` says, shown the first successful completion of the same prompt, and with
+    `include_environment_feedback` the text in the row's column `privileged_context`; the student learns its
+    distributions at the tokens of the completion. Completions whose teacher would be shown neither are not distilled.
 
     Example:
         >>> trainer = SDPOTrainer("Qwen/Qwen3-0.6B", is_right, SDPOConfig("student"), dataset)  # doctest: +SKIP
@@ -144,9 +146,7 @@ class SDPOTrainer(SelfDistillationTrainer):
         super().begin_rollouts(*args, **kwargs)
         self.rollouts.apply_rewards, self._degenerate = self.reprompted, dict[str, int]()
 
-    def reprompted(
-        self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool
-    ) -> Experience:
+    def reprompted(self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool) -> Experience:
         """Completions with their scores, and the prompts that their teacher is shown."""
         args, count = self.args, len(inputs)
         found = self.method.apply_rewards(experience, scores, inputs, training=training)

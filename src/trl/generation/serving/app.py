@@ -27,9 +27,7 @@ try:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"A server needs {error.name}. Run `pip install trl[serve]`.", name=error.name
-    ) from error
+    raise ModuleNotFoundError(f"A server needs {error.name}. Run `pip install trl[serve]`.", name=error.name) from error
 
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 512 * 1024**2
@@ -191,7 +189,9 @@ def admission(app: ASGIApp, refusal: Refusal, *, most_bytes: int, seconds: float
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Found]) -> Found:
-    """What `work` returns. Raises: HTTPException if the client closes its connection before, or the server shuts down."""
+    """What `work` returns. Raises: HTTPException if the client closes its connection before, or the server shuts
+    down.
+    """
     watch, found = asyncio.ensure_future(_gone(request)), asyncio.ensure_future(work)
     found.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # which no one may read
     try:

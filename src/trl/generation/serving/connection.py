@@ -156,10 +156,11 @@ class ServerConnection:
     def post(
         self, path: str, body: Any = None, *, timeout_s: float | None = None, connected: Connected = None
     ) -> dict[str, Any]:
-        """The server's answer to a POST request; `timeout_s=None` waits as long as the server runs. `connected` is given the socket.
+        """The server's answer to a POST request; `timeout_s=None` waits as long as the server runs. `connected` is
+        given the socket.
 
-        Raises: ServerLost if it cannot be reached, is shutting down or has no weight channel, PermissionError for a wrong token,
-        ValueError for an invalid request, RuntimeError for an error there.
+        Raises: ServerLost if it cannot be reached, is shutting down or has no weight channel, PermissionError for a
+        wrong token, ValueError for an invalid request, RuntimeError for an error there.
         """
         return self._request("POST", path, json.dumps(body or {}).encode(), timeout_s, connected)
 

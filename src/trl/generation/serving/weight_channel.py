@@ -53,8 +53,8 @@ class WeightChannel:
     ) -> WeightChannel:
         """Join the other ranks at `host:port`; returns after all `size` of them have joined.
 
-        The rank that `serves_store` listens at the address, the others connect to it, in any order. `timeout_s` (seconds) is for
-        joining, and later for each tensor.
+        The rank that `serves_store` listens at the address, the others connect to it, in any order. `timeout_s`
+        (seconds) is for joining, and later for each tensor.
 
         Raises: ConnectionError if the address is not available, or the others do not join in time.
         """

@@ -1,10 +1,12 @@
 """The key-value cache of rollouts in progress: one copy for each prompt, and the completion tokens of each row.
 
-Rows (completions in progress) and prompts are numbered from 0 without gaps: if one leaves, the last ones move into the gap.
-Buffers are preallocated. One that is too small is replaced by one for the present prompts or rows; all are freed with the last prompt.
+Rows (completions in progress) and prompts are numbered from 0 without gaps: if one leaves, the last ones move into the
+gap. Buffers are preallocated. One that is too small is replaced by one for the present prompts or rows; all are freed
+with the last prompt.
 
-Inside `rollout_attention_of(model, cache)` the attention layers of a model's own forward store their keys and values in the
-cache: those of a packed row of prompts, then those of one new token for each row. The model's own cache is not used.
+Inside `rollout_attention_of(model, cache)` the attention layers of a model's own forward store their keys and values in
+the cache: those of a packed row of prompts, then those of one new token for each row. The model's own cache is not
+used.
 """
 
 from __future__ import annotations
@@ -90,7 +92,8 @@ def resized(buffer: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor
 
 
 class Moves:
-    """Closes gaps in the numbering: `source` moves to `target` (int64), and `remaining` of a `total` of numbers are left.
+    """Closes gaps in the numbering: `source` moves to `target` (int64), and `remaining` of a `total` of numbers are
+    left.
 
     `keep` is bool, False for those that leave.
     """
@@ -112,8 +115,8 @@ class Moves:
 class Step:
     """The layout of one decoding step, which all layers share.
 
-    `columns` `(R,)` is the index of each row's newest token in its completion, `prompt` `(R,)` the row's prompt, `lengths` `(G,)`
-    the prompts' lengths.
+    `columns` `(R,)` is the index of each row's newest token in its completion, `prompt` `(R,)` the row's prompt,
+    `lengths` `(G,)` the prompts' lengths.
     """
 
     def __init__(self, columns: Tensor, prompt: Tensor, lengths: Tensor) -> None:
@@ -184,7 +187,9 @@ class Step:
 
 
 class RolloutCache:
-    """Keys and values of all layers: of prompts `(G, heads, tokens, D)`, and of the rows' own tokens `(R, heads, tokens, D)`."""
+    """Keys and values of all layers: of prompts `(G, heads, tokens, D)`, and of the rows' own tokens `(R, heads,
+    tokens, D)`.
+    """
 
     def __init__(self, layers: int) -> None:
         self.layers: list[dict[str, Tensor]] = [{} for _ in range(layers)]
@@ -195,9 +200,7 @@ class RolloutCache:
         self._arriving: tuple[Tensor, int] | None = None
         self._held: Sequence[Held | None] = ()  # of the arriving prompts
 
-    def expect_prompts(
-        self, lengths: Sequence[int], device: torch.device, held: Sequence[Held | None] = ()
-    ) -> None:
+    def expect_prompts(self, lengths: Sequence[int], device: torch.device, held: Sequence[Held | None] = ()) -> None:
         """Prepare for prompts, of which so many tokens come one after another in the packed row of the next forward.
 
         The tokens before them are those that are `held`.
@@ -241,18 +244,14 @@ class RolloutCache:
         table = step.to_slots(grouped).transpose(1, 2)  # (G, heads, per_prompt, Q, D)
         if by_row and prompt_bias is not None:
             prompt_bias = step.to_slots(prompt_bias)[:, None].repeat_interleave(grouped.shape[2], dim=2)
-        key, value = (
-            cache[name][: len(step.lengths), :, : step.longest] for name in ("prompt_key", "prompt_value")
-        )
+        key, value = (cache[name][: len(step.lengths), :, : step.longest] for name in ("prompt_key", "prompt_value"))
         output, total = (
             step.from_slots(part.unflatten(2, table.shape[2:4]).transpose(1, 2))
             for part in attend_part(table.flatten(2, 3), key, value, prompt_bias, **options)
         )
         return merge(own, (output, total)).view(len(query), -1, value.shape[3]).to(value.dtype)
 
-    def _with_newest(
-        self, cache: dict[str, Tensor], step: Step, key: Tensor, value: Tensor
-    ) -> Iterator[Tensor]:
+    def _with_newest(self, cache: dict[str, Tensor], step: Step, key: Tensor, value: Tensor) -> Iterator[Tensor]:
         """The rows' own keys, then their values, with the newest ones stored."""
         for name, part in (("own_key", key), ("own_value", value)):
             buffer = cache.get(name)

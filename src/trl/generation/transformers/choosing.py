@@ -1,4 +1,6 @@
-"""From logits to tokens: penalty, temperature, truncation, one draw for each row, log-probs; transformers' logits processors."""
+"""From logits to tokens: penalty, temperature, truncation, one draw for each row, log-probs; transformers' logits
+processors.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _FEW = 1024  # tokens that hold the nucleus of most distributions
 
 
 class Chosen(NamedTuple):
-    """Tokens `(R,)`, their log-probs under the distribution they were drawn from, and the log of the kept mass, in nats."""
+    """Tokens `(R,)`, their log-probs under the distribution they were drawn from, and the log of the kept mass, in
+    nats.
+    """
 
     ids: Tensor
     logps: Tensor
@@ -30,8 +34,8 @@ class Chosen(NamedTuple):
 def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Chosen:
     """One token for each row of `logits` `(R, V)`, which are overwritten, by `numbers` `(R,)` in [0, 1).
 
-    The interval [0, 1) is divided among the tokens in the order of their ids, by probability. A row's result depends on that row
-    only.
+    The interval [0, 1) is divided among the tokens in the order of their ids, by probability. A row's result depends on
+    that row only.
     """
     values = logits.to(torch.promote_types(logits.dtype, torch.float32))
     values.sub_(values.amax(dim=1, keepdim=True))
@@ -71,7 +75,9 @@ def _invert(exps: Tensor, numbers: Tensor) -> Tensor:
 
 
 def running_sums(values: Tensor) -> Tensor:
-    """`values.cumsum(dim=1)` `(R, N)`, by matrix products if torch has no deterministic kernel (`full_determinism` on a GPU)."""
+    """`values.cumsum(dim=1)` `(R, N)`, by matrix products if torch has no deterministic kernel (`full_determinism` on a
+    GPU).
+    """
     needs_products = values.is_cuda and torch.are_deterministic_algorithms_enabled()
     return _sums_by_blocks(values) if needs_products else values.cumsum(dim=1)
 
@@ -115,7 +121,9 @@ def _nucleus_border(values: Tensor, exps: Tensor, ranked: Tensor | None, top_p: 
 
 
 def _last_within(ranked: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The last of the `ranked` values with less than `wanted` mass before it; whether their sum is at least `wanted`."""
+    """The last of the `ranked` values with less than `wanted` mass before it; whether their sum is at least
+    `wanted`.
+    """
     mass = ranked.exp()
     ends = running_sums(mass.double())
     count = (ends - mass < wanted).sum(dim=1, keepdim=True)
@@ -155,10 +163,11 @@ class Processors:
         ids: Tensor,
         counts: Tensor,
     ) -> Chosen:
-        """One token for each row of `logits` `(R, V)`, as drawn by `choose`; the first `counts` `(R,)` of `ids` `(R, T)` are generated.
+        """One token for each row of `logits` `(R, V)`, as drawn by `choose`; the first `counts` `(R,)` of `ids` `(R,
+        T)` are generated.
 
-        `begin` are the first tokens of an encoder-decoder's completions, None for a decoder. The kept mass is that of the tokens
-        that the processors keep.
+        `begin` are the first tokens of an encoder-decoder's completions, None for a decoder. The kept mass is that of
+        the tokens that the processors keep.
         """
         together = defaultdict(list)
         for row, key in enumerate(zip(prompts, counts.tolist(), strict=True)):

@@ -1,7 +1,7 @@
 """Prefill and decoding with our cache: by a model's own forward, or with our own decode step for models like Llama.
 
-For our step the weights of queries, keys and values, and of gate and up projection, are concatenated once for each call of the
-engine, in copies to which LoRA adapters are added. The model is not changed.
+For our step the weights of queries, keys and values, and of gate and up projection, are concatenated once for each call
+of the engine, in copies to which LoRA adapters are added. The model is not changed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class OwnForward:
     def prompt_states(
         self, prompts: Sequence[Sequence[int]], held: Sequence[Held | None] = ()
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states `(N, H)` of prompts, one after another and without the tokens that are `held`; their lengths."""
+        """Hidden states `(N, H)` of prompts, one after another and without the tokens that are `held`; their
+        lengths.
+        """
         before = [0 if own is None else own.length for own in held or [None] * len(prompts)]
         parts = [prompt[count:] for prompt, count in zip(prompts, before, strict=True)]
         segments = Segments.from_lengths(map(len, parts))
@@ -60,9 +62,7 @@ class OwnForward:
 
     def _hidden(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """`mask` must have four dimensions to reach the attention layers unchanged."""
-        outputs = self.decoder(
-            input_ids=ids[None], position_ids=positions[None], attention_mask=mask, use_cache=False
-        )
+        outputs = self.decoder(input_ids=ids[None], position_ids=positions[None], attention_mask=mask, use_cache=False)
         return outputs.last_hidden_state[0]
 
 
@@ -79,9 +79,7 @@ def fused_unsupported(model: Any, dtype: torch.dtype | None = None) -> str | Non
         return f"its architecture ({config.model_type}) is not one of {', '.join(FUSED_MODEL_TYPES)}"
     home = f"transformers.models.{config.model_type}."
     layers = model.get_decoder().layers
-    modules = [
-        [kind.__module__ for kind in type(part).__mro__] for part in (model, model.get_decoder(), *layers)
-    ]
+    modules = [[kind.__module__ for kind in type(part).__mro__] for part in (model, model.get_decoder(), *layers)]
     own = (next(each for each in names if not each.startswith("torch.distributed.")) for names in modules)
     if not all(name.startswith(home) for name in own):  # without FSDP2's subclasses
         return "its class is not transformers' own"
@@ -198,9 +196,7 @@ class FusedLayer:
         turned, value = qkv.split([self.heads + self.key_heads, self.key_heads], dim=1)
         if self.head_norms[0] is not None:
             query, key = turned.split([self.heads, self.key_heads], dim=1)
-            turned = torch.cat(
-                [normalised(self.head_norms[0], query), normalised(self.head_norms[1], key)], dim=1
-            )
+            turned = torch.cat([normalised(self.head_norms[0], query), normalised(self.head_norms[1], key)], dim=1)
         turned = (turned * cos + turned.roll(self.head_size // 2, -1) * sin).to(value.dtype)
         query, key = turned.split([self.heads, self.key_heads], dim=1)
         seen = cache.attend(number, query, key, value, scale=self.scale, window=self.window)

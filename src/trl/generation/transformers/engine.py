@@ -46,13 +46,14 @@ Route = Literal["auto", "fused", "forward", "generate"]
 class TransformersEngine:
     """Completions by a transformers model: plain, with PEFT adapters, with a value head, or sharded.
 
-    `route`: `"fused"` is our own decode step (Llama, Qwen2, Qwen3, Mistral), `"forward"` the model's own forward with our cache,
-    `"generate"` the model's `generate`. `"auto"` uses the first that the model supports; `fallbacks` says why not an earlier one.
-    `max_batch` rows are decoded at once (default: what fits in 2 GiB on a CPU, or half of a GPU's free memory). Mixed precision
-    is that of the autocast context around `generate`, else of the `accelerator`.
-    `gather_zero3=False` (`ds3_gather_for_generation`) leaves ZeRO-3 weights sharded, which requires `"generate"` and the same
-    number of requests in all processes. Requests that come and go (`live`) reuse the keys and values of earlier ones that begin with
-    the same tokens: `reuse_memory` bytes of them are kept (default: a quarter of the memory for rows; 0: none).
+    `route`: `"fused"` is our own decode step (Llama, Qwen2, Qwen3, Mistral), `"forward"` the model's own forward with
+    our cache, `"generate"` the model's `generate`. `"auto"` uses the first that the model supports; `fallbacks` says
+    why not an earlier one. `max_batch` rows are decoded at once (default: what fits in 2 GiB on a CPU, or half of a
+    GPU's free memory). Mixed precision is that of the autocast context around `generate`, else of the `accelerator`.
+    `gather_zero3=False` (`ds3_gather_for_generation`) leaves ZeRO-3 weights sharded, which requires `"generate"` and
+    the same number of requests in all processes. Requests that come and go (`live`) reuse the keys and values of
+    earlier ones that begin with the same tokens: `reuse_memory` bytes of them are kept (default: a quarter of the
+    memory for rows; 0: none).
 
     Example:
         >>> engine = TransformersEngine(model, tokenizer=tokenizer)  # doctest: +SKIP
@@ -97,10 +98,11 @@ class TransformersEngine:
         more_inputs: MoreInputs | None = None,
         listener: Callable[[Tensor, Tensor], None] | None = None,
     ) -> list[Generated]:
-        """One completion for each prompt, in order; see `Engine.generate`. With `more_inputs` the route is `"generate"`.
+        """One completion for each prompt, in order; see `Engine.generate`. With `more_inputs` the route is
+        `"generate"`.
 
-        `listener(requests, ids)`, both `(R,)`, is called with each request's newest token. In float32 a draw may depend on
-        rounding errors, which vary with the batch.
+        `listener(requests, ids)`, both `(R,)`, is called with each request's newest token. In float32 a draw may depend
+        on rounding errors, which vary with the batch.
 
         Raises: ValueError for invalid prompts, FloatingPointError for logits that are not finite.
         """
@@ -117,9 +119,7 @@ class TransformersEngine:
                 return []
             ends = end_tokens(sampling.stop_token_ids, core)
             if not ends and not sampling.stop_strings and sampling.stop_token_ids is None:
-                self._warn(
-                    "The model has no end token: completions have their maximum length. Set eos_token_id."
-                )
+                self._warn("The model has no end token: completions have their maximum length. Set eos_token_id.")
             requests = Requests(context_length=length, device=core.device, begin=begin, listener=listener)
             rules = self._rules(sampling, core, ends)
             requests.add(found, names, replace(sampling, seed=seed), rules, limits=limits)
@@ -166,7 +166,9 @@ class TransformersEngine:
                 requests.listener = None
 
     def check_live(self) -> None:
-        """Raise ValueError for a run that shards weights over processes, with a model that generates by its own `generate`."""
+        """Raise ValueError for a run that shards weights over processes, with a model that generates by its own
+        `generate`.
+        """
         state: Any = getattr(self.accelerator, "state", None)
         shards = getattr(state, "fsdp_plugin", None) is not None or is_deepspeed_zero3_enabled()
         model = without_wrappers(self.model)
@@ -211,9 +213,7 @@ class TransformersEngine:
             pads = (config.pad_token_id, getattr(self.tokenizer, "pad_token_id", None), 0)
             pad = next(int(token) for token in pads if token is not None)
             synced = not self.gather_zero3 and is_sharded(model)
-            generate_with_model(
-                model, requests, max_rows=rows, pad=pad, synced=synced, more_inputs=more_inputs
-            )
+            generate_with_model(model, requests, max_rows=rows, pad=pad, synced=synced, more_inputs=more_inputs)
             return
         cache = RolloutCache(config.num_hidden_layers)
         with rollout_attention_of(core, cache):
@@ -294,8 +294,8 @@ def context_length_of(model: Any, at_most: int | None = None) -> int | None:
 def generating(model: nn.Module, accelerator: Any | None, *, gather_zero3: bool = True) -> Iterator[Any]:
     """Yield the transformers model or `PeftModel` inside `model`, with whole weights, in eval mode, without gradients.
 
-    Wrappers are removed (torch.compile, a value head; DDP, FSDP and DeepSpeed with the `accelerator`). Sharded weights are gathered
-    once (ZeRO-3 not if `gather_zero3=False`). Modes and random states are restored.
+    Wrappers are removed (torch.compile, a value head; DDP, FSDP and DeepSpeed with the `accelerator`). Sharded weights
+    are gathered once (ZeRO-3 not if `gather_zero3=False`). Modes and random states are restored.
     """
     model = getattr(model, "_orig_mod", model)
     with ExitStack() as stack:

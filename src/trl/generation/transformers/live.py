@@ -24,7 +24,8 @@ _LOGITS = 1 << 24  # of a prompt at once
 class LiveRequests:
     """A `Live` engine over a `RolloutLoop`; see there.
 
-    `rows_for()` is how many rows may run at once with the present requests. `running(cache)` is entered around each step.
+    `rows_for()` is how many rows may run at once with the present requests. `running(cache)` is entered around each
+    step.
     """
 
     def __init__(

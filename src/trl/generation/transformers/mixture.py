@@ -26,9 +26,9 @@ from trl.models.switches import same_trainable
 class MixtureEngine(TransformersEngine):
     """Completions by the geometric mixture `p^(1 - c) p_ref^c` of the policy and its reference, at each token.
 
-    `coefficient()` is c in [0, 1] at present: 0 is the policy, 1 the reference. The logits of both are averaged, which is the
-    mixture of their distributions. Raises: ValueError for a model that our cache does not support.
-    Source: Munos et al. 2023, Nash-MD, section 4 (arXiv:2312.00886).
+    `coefficient()` is c in [0, 1] at present: 0 is the policy, 1 the reference. The logits of both are averaged, which
+    is the mixture of their distributions. Raises: ValueError for a model that our cache does not support. Source: Munos
+    et al. 2023, Nash-MD, section 4 (arXiv:2312.00886).
     """
 
     exact = False

@@ -1,7 +1,7 @@
 """The fallback route: the model's own `generate` with our sampling.
 
-For encoder-decoders, models without support for packed rows, and prompt learning. Finished rows stay in the batch. An encoder
-runs each distinct prompt once, as does a decoder with images.
+For encoder-decoders, models without support for packed rows, and prompt learning. Finished rows stay in the batch. An
+encoder runs each distinct prompt once, as does a decoder with images.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from trl.tensors.padding import pad as pad_rows
 class MoreInputs(NamedTuple):
     """Inputs of a decoder besides the prompts' ids, such as images.
 
-    `of(requests, width)` builds them for prompts padded on the left to `width`. Requests with the same entry in `names` share
-    them, and their prompt. Tokens in `unread` are placeholders in prompts; in completions the model reads `blank` instead.
+    `of(requests, width)` builds them for prompts padded on the left to `width`. Requests with the same entry in `names`
+    share them, and their prompt. Tokens in `unread` are placeholders in prompts; in completions the model reads `blank`
+    instead.
     """
 
     of: Callable[[Sequence[int], int], Mapping[str, Tensor]]
@@ -71,17 +72,11 @@ def generate_with_model(
         batch = [queue.popleft()]
         width = requests.prompt_length(batch[0])
         # PEFT (0.21) puts virtual tokens before the padding and drops position ids: prompts of other lengths run apart.
-        while (
-            queue
-            and len(batch) < max_rows
-            and (not has_virtual_tokens or requests.prompt_length(queue[0]) == width)
-        ):
+        while queue and len(batch) < max_rows and (not has_virtual_tokens or requests.prompt_length(queue[0]) == width):
             batch.append(queue.popleft())
         ours = _OurDraws(requests, torch.tensor(batch, device=requests.device), pad, more_inputs)
         longest = max(requests.limits[request] for request in batch)
-        core.generation_config = _config(
-            core, longest, pad
-        )  # what another config leaves out is taken from it
+        core.generation_config = _config(core, longest, pad)  # what another config leaves out is taken from it
         try:
             inputs = _inputs(model, requests, batch, pad)
             if more_inputs is not None:
@@ -130,8 +125,8 @@ def _with_more(
 ) -> dict[str, Any]:
     """Inputs of `model.generate`: padded prompts `(B, T)` of a `batch` of requests, with `more` inputs.
 
-    Distinct prompts (without their last tokens) are run here once, if there are copies, and the cache is copied. `settings` are
-    those of `generate`.
+    Distinct prompts (without their last tokens) are run here once, if there are copies, and the cache is copied.
+    `settings` are those of `generate`.
     """
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
 

@@ -1,7 +1,8 @@
-"""For custom training loops over padded queries: responses by a model's own `generate`, logits, rewards, stop strings, lengths.
+"""For custom training loops over padded queries: responses by a model's own `generate`, logits, rewards, stop strings,
+lengths.
 
-Padding is recognised by its token alone: no text may contain that token, and it must differ from the end token. Trainers
-use engines and scorers, which mask by position.
+Padding is recognised by its token alone: no text may contain that token, and it must differ from the end token.
+Trainers use engines and scorers, which mask by position.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ def get_reward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A sequence classifier's logits at each token and at each response's last token, and the position of the latter.
 
-    `(B, T) -> (B, T, L), (B,), (B,)` for L labels (the second is `(B, L)` if L > 1). Rows are queries of `context_length`
-    tokens, padded on the left, and responses, padded on the right; an empty response ends at the query's last token. Raises
-    TypeError for a model without a layer `score` over its decoder.
+    `(B, T) -> (B, T, L), (B,), (B,)` for L labels (the second is `(B, L)` if L > 1). Rows are queries of
+    `context_length` tokens, padded on the left, and responses, padded on the right; an empty response ends at the
+    query's last token. Raises TypeError for a model without a layer `score` over its decoder.
     """
     classifier: Any = _core(model)
     decoder = getattr(classifier, classifier.base_model_prefix, None)
@@ -88,8 +89,8 @@ def generate(
 ) -> tuple[Tensor, Tensor]:
     """Left-padded queries `(B, P)` followed by their responses, and the logits of the response tokens.
 
-    `-> (B, P + T), (B, T, V)`. Logits are those after temperature and truncation. Responses are padded with the pad token of
-    `generation_config`, or else with `pad_token_id`.
+    `-> (B, P + T), (B, T, V)`. Logits are those after temperature and truncation. Responses are padded with the pad
+    token of `generation_config`, or else with `pad_token_id`.
     """
     model: Any = lm_backbone
     inputs = padded_inputs(queries, pad_token_id)

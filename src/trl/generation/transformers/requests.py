@@ -87,8 +87,7 @@ class StopStrings:
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         text, before = (self.tokenizer.decode(part, **options) for part in (tail, tail[:-1]))
         return any(
-            stop in text and (stop not in before or text.rfind(stop) + len(stop) > len(before))
-            for stop in self.texts
+            stop in text and (stop not in before or text.rfind(stop) + len(stop) > len(before)) for stop in self.texts
         )
 
 
@@ -109,9 +108,9 @@ class Rules:
 class Requests:
     """Requests and their completions so far, in tables with a row for each; more may be added while others run.
 
-    `prompts` are distinct prompts by number, `prompt_of` the number of each request's prompt, `limits` each request's maximum of new
-    tokens. `begin` are the tokens that an encoder-decoder's completions begin with, None for a decoder. `listener(requests, ids)`,
-    both `(R,)`, is called with the newest tokens.
+    `prompts` are distinct prompts by number, `prompt_of` the number of each request's prompt, `limits` each request's
+    maximum of new tokens. `begin` are the tokens that an encoder-decoder's completions begin with, None for a decoder.
+    `listener(requests, ids)`, both `(R,)`, is called with the newest tokens.
     """
 
     def __init__(

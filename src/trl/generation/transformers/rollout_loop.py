@@ -177,9 +177,7 @@ def row_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 2 << 30
 
 
-def default_rows(
-    config: Any, requests: Requests, itemsize: int, *, most: int = 512, memory: int | None = None
-) -> int:
+def default_rows(config: Any, requests: Requests, itemsize: int, *, most: int = 512, memory: int | None = None) -> int:
     """The number of rows that are decoded at once: what fits in the `memory` (default: `row_memory`).
 
     A row needs keys and values of its tokens and of its share of the prompts, and three rows of logits.

@@ -82,13 +82,12 @@ def make_llm(served: ServedModel, extension: str) -> Any:
     )
 
 
-def llm_worker(
-    script_args: ServedModel, data_parallel_rank: int, master_port: int, connection: Connection
-) -> None:
-    """Load a model into vLLM, send `{"status": "ready"}`, and run commands until `{"type": "shutdown"}` or the connection's end.
+def llm_worker(script_args: ServedModel, data_parallel_rank: int, master_port: int, connection: Connection) -> None:
+    """Load a model into vLLM, send `{"status": "ready"}`, and run commands until `{"type": "shutdown"}` or the
+    connection's end.
 
-    The target of a process in servers of 0.16-0.26. A command is `{"type": "call", "method": ..., "args": ..., "kwargs": ...}`: a
-    method of `vllm.LLM`, whose result is sent back; none is for "fire_and_forget".
+    The target of a process in servers of 0.16-0.26. A command is `{"type": "call", "method": ..., "args": ...,
+    "kwargs": ...}`: a method of `vllm.LLM`, whose result is sent back; none is for "fire_and_forget".
     """
     facts = {"RANK": data_parallel_rank, "RANK_LOCAL": data_parallel_rank, "MASTER_PORT": master_port}
     facts["SIZE"] = script_args.data_parallel_size
@@ -108,8 +107,8 @@ class Steps:
     """Requests to vLLM's `engine` (`LLMEngine`) that come and go between its steps. One thread calls its methods.
 
     A request has `prompt_ids` and `sampling` (arguments of vLLM's `SamplingParams`), its answer `ids`, `logprobs` and
-    `finish_reason`. A request with `prompt_logprobs` in its `sampling` gets them too: for each token of the prompt but the first
-    a list of (token, log-prob, rank). `unusable` is why no request may begin.
+    `finish_reason`. A request with `prompt_logprobs` in its `sampling` gets them too: for each token of the prompt but
+    the first a list of (token, log-prob, rank). `unusable` is why no request may begin.
     """
 
     _numbers = itertools.count()  # no other request of this process has the same
@@ -125,9 +124,7 @@ class Steps:
         """Whether requests run."""
         return bool(self._running)
 
-    def submit(
-        self, request: Mapping[str, Any], listener: Callable[[Sequence[int]], None] | None = None
-    ) -> int:
+    def submit(self, request: Mapping[str, Any], listener: Callable[[Sequence[int]], None] | None = None) -> int:
         """Begin a completion; its number. Raises: ValueError for an invalid request, BackendDied."""
         if self.unusable is not None:
             raise RuntimeError(self.unusable)
@@ -169,8 +166,7 @@ class Steps:
                 ended[number] = {"ids": ids, "logprobs": logps, "finish_reason": output.finish_reason}
                 if (scores := getattr(answer, "prompt_logprobs", None)) is not None:
                     ended[number]["prompt_logprobs"] = [
-                        [(token, one.logprob, one.rank) for token, one in place.items()]
-                        for place in scores[1:]
+                        [(token, one.logprob, one.rank) for token, one in place.items()] for place in scores[1:]
                     ]
         return ended
 
@@ -192,8 +188,8 @@ class Steps:
 
 
 class VLLMBackend:
-    """vLLM for a `GenerationServer`. Methods may be called in any thread: one thread runs vLLM's steps, and requests join and
-    leave between them. Everything else waits until no request runs, and what comes after it waits for it.
+    """vLLM for a `GenerationServer`. Methods may be called in any thread: one thread runs vLLM's steps, and requests
+    join and leave between them. Everything else waits until no request runs, and what comes after it waits for it.
 
     Raises: ImportError without vLLM, and what vLLM raises for an unsupported model.
     """
@@ -266,9 +262,7 @@ class VLLMBackend:
             "logprobs": [logprobs for _, logprobs in found],
         }
 
-    def join(
-        self, *, host: str, port: int, size: int, backend: Literal["gloo", "nccl"], timeout_s: float
-    ) -> None:
+    def join(self, *, host: str, port: int, size: int, backend: Literal["gloo", "nccl"], timeout_s: float) -> None:
         """Join a weight channel with all workers, and leave the older one."""
         device = self.about()["device"]
         if backend == "nccl" and device != "cuda":
@@ -282,7 +276,9 @@ class VLLMBackend:
         self._alone(run)
 
     def load(self, weights: Sequence[Any], *, whole: bool) -> None:
-        """Receive weights (`WeightBody`; `whole`: all of a checkpoint) over the channel, load them, and clear the prefix cache."""
+        """Receive weights (`WeightBody`; `whole`: all of a checkpoint) over the channel, load them, and clear the
+        prefix cache.
+        """
         if self.channel is None:
             raise NoChannel("There is no weight channel. Call init_communicator first.")
         if not whole and self.about()["device"] == "cpu":
@@ -325,7 +321,9 @@ class VLLMBackend:
                 file.unlink(missing_ok=True)
 
     def _alone(self, function: Callable[[Steps], Any]) -> Any:
-        """What a function gives while no request runs. Raises: BackendDied if the engine has ended, ValueError for invalid requests."""
+        """What a function gives while no request runs. Raises: BackendDied if the engine has ended, ValueError for
+        invalid requests.
+        """
         with as_value_errors():
             return self.broker.call(function, alone=True).result()
 
@@ -362,7 +360,9 @@ def sampling_params(arguments: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def as_value_errors() -> Iterator[None]:
-    """Turn vLLM's errors: about invalid requests into ValueErrors, which they no longer are in vLLM 0.32, and of a dead engine."""
+    """Turn vLLM's errors: about invalid requests into ValueErrors, which they no longer are in vLLM 0.32, and of a dead
+    engine.
+    """
     from vllm import exceptions  # pyright: ignore
     from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore
 

@@ -29,9 +29,10 @@ CHANNEL_TIMEOUT_S = 240.0  # for joining, and for each bucket of weights
 class VLLMClient:
     """Client of a server that was started with `trl vllm-serve`. It does not need vLLM.
 
-    `base_url` (such as http://10.0.0.7:8000) takes precedence over `host` and `server_port`; the host 0.0.0.0 means this machine.
-    `group_port` is the port of the weight channel on the server's machine, `connection_timeout` the time to wait for the server
-    in seconds. `token` is the server's secret (None: TRL_VLLM_SERVER_TOKEN, or the file of a server on this machine).
+    `base_url` (such as http://10.0.0.7:8000) takes precedence over `host` and `server_port`; the host 0.0.0.0 means
+    this machine. `group_port` is the port of the weight channel on the server's machine, `connection_timeout` the time
+    to wait for the server in seconds. `token` is the server's secret (None: TRL_VLLM_SERVER_TOKEN, or the file of a
+    server on this machine).
 
     Raises: ConnectionError if no server answers in time.
 
@@ -58,14 +59,13 @@ class VLLMClient:
         self.base_url, self.host, self.server_port = self._http.base_url, self._http.host, self._http.port
         self.group_port = group_port
         self._channel: WeightChannel | None = None
-        self.channel_name: str | None = (
-            None  # of the weights that completions must come from, given by the server
-        )
+        self.channel_name: str | None = None  # of the weights that completions must come from, given by the server
         self._joining: Future[WeightChannel] | None = None
         self.check_server(connection_timeout)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        """Wait until the server answers, at most `total_timeout` seconds, with a request every `retry_interval` seconds.
+        """Wait until the server answers, at most `total_timeout` seconds, with a request every `retry_interval`
+        seconds.
 
         Raises: ConnectionError if it does not.
         """
@@ -93,13 +93,11 @@ class VLLMClient:
         """`model`, `dtype`, `max_model_len` (tokens), `vocab_size` and `device` of the server."""
         return self._http.get("/model/")
 
-    def complete(
-        self, requests: Sequence[Mapping[str, Any]], *, hang_up: HangUp | None = None
-    ) -> list[dict[str, Any]]:
+    def complete(self, requests: Sequence[Mapping[str, Any]], *, hang_up: HangUp | None = None) -> list[dict[str, Any]]:
         """A completion of each request, with `ids`, `logprobs` and `finish_reason`.
 
-        A request has `prompt_ids` and `sampling` (arguments of vLLM's `SamplingParams`). The server decodes them together with
-        those of other calls. `hang_up()` of another thread ends the call, with ServerLost.
+        A request has `prompt_ids` and `sampling` (arguments of vLLM's `SamplingParams`). The server decodes them
+        together with those of other calls. `hang_up()` of another thread ends the call, with ServerLost.
 
         Raises: ServerLost if the server lost the weights, for example by a restart.
         """
@@ -126,9 +124,9 @@ class VLLMClient:
     ) -> dict[str, list[list[Any]]]:
         """`n` completions of each prompt (a text or its token ids).
 
-        Returns `prompt_ids` of each prompt, and `completion_ids` and `logprobs` of each completion, ordered by prompt. `images` are
-        PIL images, one or a list for each prompt (None: none). `top_k=-1` and `top_p=1` do not truncate. `generation_kwargs` are
-        further arguments of vLLM's `SamplingParams`.
+        Returns `prompt_ids` of each prompt, and `completion_ids` and `logprobs` of each completion, ordered by prompt.
+        `images` are PIL images, one or a list for each prompt (None: none). `top_k=-1` and `top_p=1` do not truncate.
+        `generation_kwargs` are further arguments of vLLM's `SamplingParams`.
         """
         sampling = _sampling(locals())
         if isinstance(prompts, str):
@@ -175,7 +173,8 @@ class VLLMClient:
         return self._channel is not None
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
-        """Join the weight channel with tensors on `device` (NCCL between GPUs, else gloo). It replaces the server's older one.
+        """Join the weight channel with tensors on `device` (NCCL between GPUs, else gloo). It replaces the server's
+        older one.
 
         Raises: ConnectionError if the workers do not join.
         """
@@ -223,7 +222,9 @@ class VLLMClient:
             self.send_weights(parts.shapes, (weight for _, weight in weights))
 
     def close_communicator(self) -> None:
-        """Close the weight channel, if it is open. A server that does not answer, or serves another program, is left alone."""
+        """Close the weight channel, if it is open. A server that does not answer, or serves another program, is left
+        alone.
+        """
         is_open, name = self.is_connected, self.channel_name
         self._drop_channel()
         self.channel_name = None

@@ -1,4 +1,6 @@
-"""Engines with their own copy of the policy: their requests and when weights are sent; and vLLM in the training process."""
+"""Engines with their own copy of the policy: their requests and when weights are sent; and vLLM in the training
+process.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,9 @@ Answer = dict[str, Any]  # `ids`, `logprobs` and `finish_reason`
 class PolicyCopy(ABC):
     """Completions by a copy of the policy, which `sync_weights` updates, with adapters added.
 
-    Log-probs are the copy's, under the distribution that was sampled from; they differ from the policy's by the rounding of other
-    kernels, and `kept` is unknown. `context_length` is the maximum of prompt and completion tokens (None: the model's), `regex` a
-    pattern that every completion matches.
+    Log-probs are the copy's, under the distribution that was sampled from; they differ from the policy's by the
+    rounding of other kernels, and `kept` is unknown. `context_length` is the maximum of prompt and completion tokens
+    (None: the model's), `regex` a pattern that every completion matches.
     """
 
     exact = False
@@ -87,9 +89,7 @@ class PolicyCopy(ABC):
         self._agree(failure)
         return [self.generated(answer, sampling) for answer in self._completed(own)]
 
-    def requests(
-        self, prompts: Prompts, sampling: Sampling, streams: Numbers, limits: Numbers
-    ) -> list[Request]:
+    def requests(self, prompts: Prompts, sampling: Sampling, streams: Numbers, limits: Numbers) -> list[Request]:
         """What vLLM is sent for each prompt. Raises: ValueError for invalid prompts."""
         core = causal_core(without_wrappers(self.model))
         context_length = context_length_of(core, self.context_length)
@@ -163,9 +163,10 @@ def _shared_settings(sampling: Sampling, ends: Sequence[int], regex: str | None)
 class VLLMSettings:
     """Settings of vLLM.
 
-    `memory`: its share of the device's memory in (0, 1]. `parallel`: number of processes that share one copy (tensor parallelism).
-    `context_length`: maximum of prompt and completion tokens (None: the model's). `implementation`: the model's code, `"vllm"` or
-    `"transformers"`. `sleeps`: release memory between generations (GPUs). `regex`: a pattern that every completion matches.
+    `memory`: its share of the device's memory in (0, 1]. `parallel`: number of processes that share one copy (tensor
+    parallelism). `context_length`: maximum of prompt and completion tokens (None: the model's). `implementation`: the
+    model's code, `"vllm"` or `"transformers"`. `sleeps`: release memory between generations (GPUs). `regex`: a pattern
+    that every completion matches.
     """
 
     memory: float = 0.3
@@ -208,7 +209,8 @@ class LiveCopy:
         }
 
     def prompt_logps(self, prompt: Sequence[int], count: int) -> list[Scored]:
-        """Log-probs of a prompt's tokens but the first, and of the `count` most likely ones there (vLLM gives at most 20).
+        """Log-probs of a prompt's tokens but the first, and of the `count` most likely ones there (vLLM gives at most
+        20).
 
         Raises: ValueError for an invalid prompt.
         """
@@ -227,8 +229,8 @@ class LiveCopy:
 class VLLMEngine(PolicyCopy):
     """Completions by vLLM in this process: one copy of the policy for each `settings.parallel` processes.
 
-    The copy is built from the policy's config and tokenizer, and gets its weights from `sync_weights`. Processes that share a copy
-    must call `generate` together, with any number of requests each.
+    The copy is built from the policy's config and tokenizer, and gets its weights from `sync_weights`. Processes that
+    share a copy must call `generate` together, with any number of requests each.
 
     Raises: ImportError without vLLM, ValueError if `parallel` does not divide the number of processes.
     """
@@ -317,9 +319,7 @@ class VLLMEngine(PolicyCopy):
         core = causal_core(without_wrappers(self.model))
         dtype = MIXED.get(getattr(self.accelerator, "mixed_precision", "no")) or core.dtype
         launched = torch.distributed.is_available() and torch.distributed.is_initialized()
-        distributed: dict[str, Any] = (
-            {"distributed_executor_backend": "external_launcher"} if launched else {}
-        )
+        distributed: dict[str, Any] = {"distributed_executor_backend": "external_launcher"} if launched else {}
         with TemporaryDirectory() as folder:
             core.config.save_pretrained(folder)
             if self.tokenizer is not None:

@@ -1,4 +1,6 @@
-"""vLLM in a separate server: rollouts from its copy of the policy, and the checks of the server before the first step."""
+"""vLLM in a separate server: rollouts from its copy of the policy, and the checks of the server before the first
+step.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ class Served(NamedTuple):
 def served_of(args: Any) -> Served:
     """The server of `args`; the main process waits for it.
 
-    Raises: ConnectionError if it does not answer within `vllm_server_timeout` seconds, PermissionError for a wrong token.
+    Raises: ConnectionError if it does not answer within `vllm_server_timeout` seconds, PermissionError for a wrong
+    token.
     """
     client: VLLMClient | None = None
 
@@ -78,18 +81,17 @@ def check_served(served: Served, args: Any, policy: Policy) -> None:
     mixed = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
     dtype = str(MIXED.get(mixed) or core.dtype).removeprefix("torch.")
     if served.dtype != dtype:
-        logger.warning(
-            "%s in %s: log-probs differ by rounding. Start it with --dtype %s.", where, served.dtype, dtype
-        )
+        logger.warning("%s in %s: log-probs differ by rounding. Start it with --dtype %s.", where, served.dtype, dtype)
 
 
 class VLLMServerEngine(PolicyCopy):
     """Completions by a server of `trl vllm-serve`.
 
-    Only the main process has a `client`, through which the requests of all processes go in one call. So all processes must call
-    `generate` and `sync_weights` together, with any number of requests each, and errors are raised in all of them. A server that
-    was restarted gets its weights again, after at most `patience` seconds. Weights are sent from `device` (None: the policy's).
-    All processes must open `live` together; inside it each has connections of its own, and a server that stops is an error.
+    Only the main process has a `client`, through which the requests of all processes go in one call. So all processes
+    must call `generate` and `sync_weights` together, with any number of requests each, and errors are raised in all of
+    them. A server that was restarted gets its weights again, after at most `patience` seconds. Weights are sent from
+    `device` (None: the policy's). All processes must open `live` together; inside it each has connections of its own,
+    and a server that stops is an error.
     """
 
     def __init__(
@@ -113,7 +115,9 @@ class VLLMServerEngine(PolicyCopy):
 
     @contextmanager
     def live(self) -> Iterator[Live]:
-        """Inside the block, requests come and go. Raises: ConnectionError if the server does not answer, or lost the weights."""
+        """Inside the block, requests come and go. Raises: ConnectionError if the server does not answer, or lost the
+        weights.
+        """
         address, name = by_main(lambda: (self._connected().base_url, self._connected().channel_name))
         client = self.client or VLLMClient(address)
         client.channel_name = name

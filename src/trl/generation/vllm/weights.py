@@ -1,7 +1,8 @@
 """The weights of a policy for an engine with its own copy, one part of the model after another.
 
-accelerate's `get_state_dict` would gather the whole model on one process and leave LoRA adapters separate. Here at most one layer is
-whole besides the shards, adapters are added to copies, and names and shapes are known before anything is gathered.
+accelerate's `get_state_dict` would gather the whole model on one process and leave LoRA adapters separate. Here at most
+one layer is whole besides the shards, adapters are added to copies, and names and shapes are known before anything is
+gathered.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def _has_saved_copy(module: nn.Module) -> bool:
 
 
 def _direct(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers of the module itself, as in `state_dict`, whose hooks would shard FSDP2's again."""
+    """Parameters and persistent buffers of the module itself, as in `state_dict`, whose hooks would shard FSDP2's
+    again.
+    """
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     for name, value in module.named_buffers(recurse=False, remove_duplicate=False):
         if name not in module._non_persistent_buffers_set:
@@ -115,8 +118,8 @@ class Piece(NamedTuple):
 def pieces(core: nn.Module) -> list[Piece]:
     """The pieces of a model, in the order of its modules.
 
-    Tied weights have all of their names, because on a CPU vLLM (0.32) needs both; only for models without a head in vLLM the
-    head's is left out.
+    Tied weights have all of their names, because on a CPU vLLM (0.32) needs both; only for models without a head in
+    vLLM the head's is left out.
     """
     config: Any = core.config
     left_out = "lm_head" if config.model_type in _WITHOUT_HEAD and config.tie_word_embeddings else None
@@ -132,11 +135,12 @@ def pieces(core: nn.Module) -> list[Piece]:
 
 
 class WeightParts:
-    """Weights by the names of a checkpoint without adapters, gathered part by part: one layer, or one FSDP2 unit, at a time.
+    """Weights by the names of a checkpoint without adapters, gathered part by part: one layer, or one FSDP2 unit, at a
+    time.
 
     A process needs memory for one part besides its own shards; the process that reads also for the part's LoRA sums and
-    conversions. `model` is the policy in its wrappers. Processes with shards have to go through the parts together. Matrices
-    are read in `dtype`, that of mixed precision; None: in their own.
+    conversions. `model` is the policy in its wrappers. Processes with shards have to go through the parts together.
+    Matrices are read in `dtype`, that of mixed precision; None: in their own.
 
     Raises: ValueError as `check_sendable`, before anything is gathered.
     """
@@ -161,8 +165,8 @@ class WeightParts:
     def read(self) -> Iterator[Iterator[tuple[str, Tensor]]]:
         """Names and weights, in the order of `shapes`, on the policy's devices.
 
-        On exit the parts that were not read are gathered too, as in the other processes, also after an error. Weights of a
-        sharded policy are copies.
+        On exit the parts that were not read are gathered too, as in the other processes, also after an error. Weights
+        of a sharded policy are copies.
         """
         left = iter(self.parts)
         found: Any = self._weights(left)
@@ -194,9 +198,7 @@ class WeightParts:
         named = dict(revert_weight_conversion(self.core, found))
         if self.dtype is None:
             return named
-        return {
-            name: x.to(self.dtype) if x.ndim > 1 and x.is_floating_point() else x for name, x in named.items()
-        }
+        return {name: x.to(self.dtype) if x.ndim > 1 and x.is_floating_point() else x for name, x in named.items()}
 
     def _gathered(self, part: list[Piece]) -> AbstractContextManager[None]:
         modules = [module for piece in part for module in piece.modules]

@@ -24,8 +24,8 @@ NamedEntry = Sequence[Any]  # name, dtype ("float32") and shape of a weight
 class WeightReceiver:
     """vLLM's `worker_extension_cls`: each worker inherits it, and is one receiver of the channel.
 
-    The methods return an error's text and never raise, because the executor of several workers (vLLM 0.32) stops reading
-    at the first error, and mistakes the other answers for those of its next call.
+    The methods return an error's text and never raise, because the executor of several workers (vLLM 0.32) stops
+    reading at the first error, and mistakes the other answers for those of its next call.
     """
 
     rank: int
@@ -50,7 +50,9 @@ class WeightReceiver:
         return None
 
     def receive_weights(self, entries: Sequence[NamedEntry], whole: bool) -> str | None:
-        """Receive the weights of `entries` (`whole`: all of a checkpoint) and load them; after an error the channel is closed."""
+        """Receive the weights of `entries` (`whole`: all of a checkpoint) and load them; after an error the channel is
+        closed.
+        """
         channel, current = self.weight_channel, "no weight"
         if channel is None:
             return "no weight channel has been joined. Call init_communicator first."
@@ -79,9 +81,7 @@ class WeightReceiver:
                 if whole:
                     self._end_reload()
             except Exception as later:
-                text += (
-                    f"; restoring the model failed, too ({type(later).__name__}: {later}). Restart the server"
-                )
+                text += f"; restoring the model failed, too ({type(later).__name__}: {later}). Restart the server"
             return text
         return None
 

@@ -18,7 +18,8 @@ Generators = torch.Generator | Sequence[torch.Generator] | None
 
 @dataclass
 class DDPOSchedulerOutput:
-    """A denoising step: the next latents `(B, C, h, w)`, their log-probabilities `(B,)`, and the Gaussian that they are from.
+    """A denoising step: the next latents `(B, C, h, w)`, their log-probabilities `(B,)`, and the Gaussian that they are
+    from.
 
     `mean` has the shape of the latents and `std` broadcasts against it; pipelines of older programs leave both out.
     """
@@ -63,20 +64,20 @@ def scheduler_step(
     generator: Generators = None,
     prev_sample: Tensor | None = None,
 ) -> DDPOSchedulerOutput:
-    """One DDIM step from `sample (B, C, h, w)`, with log-probability; with `prev_sample` only the log-probability of that.
+    """One DDIM step from `sample (B, C, h, w)`, with log-probability; with `prev_sample` only the log-probability of
+    that.
 
-    `timestep` is one for all rows or `(B,)`, `eta` the share of DDPM's noise. A list of generators has one for each row. Computed
-    in float32 or wider; the latents have the dtype of `sample`, and the log-probability is that of the rounded latents.
+    `timestep` is one for all rows or `(B,)`, `eta` the share of DDPM's noise. A list of generators has one for each
+    row. Computed in float32 or wider; the latents have the dtype of `sample`, and the log-probability is that of the
+    rounded latents.
 
-    Raises: ValueError for a scheduler without `set_timesteps`, for `generator` together with `prev_sample`, and for an unknown
-    prediction type.
+    Raises: ValueError for a scheduler without `set_timesteps`, for `generator` together with `prev_sample`, and for an
+    unknown prediction type.
     """
     if scheduler.num_inference_steps is None:
         raise ValueError("the scheduler has no timesteps. Call scheduler.set_timesteps(steps) first.")
     if generator is not None and prev_sample is not None:
-        raise ValueError(
-            "generator and prev_sample cannot be combined: a given step draws no noise. Pass one."
-        )
+        raise ValueError("generator and prev_sample cannot be combined: a given step draws no noise. Pass one.")
     config = scheduler.config
     predict = lookup(PREDICTIONS, config.prediction_type, "prediction_type")
     dtype = torch.promote_types(sample.dtype, torch.float32)

@@ -36,11 +36,12 @@ def flow_step(
     generators: list[torch.Generator] | None = None,
     next_latents: Tensor | None = None,
 ) -> DDPOSchedulerOutput:
-    """One step of a rectified flow as a stochastic differential equation, or the log-probability of given `next_latents`.
+    """One step of a rectified flow as a stochastic differential equation, or the log-probability of given
+    `next_latents`.
 
-    `velocity` and `latents` `(B, ...)`, `sigmas` and `next_sigmas` `(B,)`, from 1 (noise) to 0. `noise_level` 0 is the ordinary
-    equation's Euler step. `first_sigma`, the second of the grid, stands for sigma where `1 - sigma` would be 0. Computed in
-    float32 or wider. Source: Liu et al. 2025, eq. 9 (arXiv:2505.05470).
+    `velocity` and `latents` `(B, ...)`, `sigmas` and `next_sigmas` `(B,)`, from 1 (noise) to 0. `noise_level` 0 is the
+    ordinary equation's Euler step. `first_sigma`, the second of the grid, stands for sigma where `1 - sigma` would be
+    0. Computed in float32 or wider. Source: Liu et al. 2025, eq. 9 (arXiv:2505.05470).
     """
     dtype = torch.promote_types(latents.dtype, torch.float32)
     x, v = latents.to(dtype), velocity.to(dtype)
@@ -63,7 +64,9 @@ def _is_of_no_cut(record: logging.LogRecord) -> bool:
 
 
 class FlowPolicy(DiffusionPolicy):
-    """A `FlowPipeline` as a policy. Flux takes `guidance_scale` as an input where it has one; Stable Diffusion 3 runs twice."""
+    """A `FlowPipeline` as a policy. Flux takes `guidance_scale` as an input where it has one; Stable Diffusion 3 runs
+    twice.
+    """
 
     def __init__(self, pipeline: FlowPipeline, *, resolution: int | None = None, **settings: Any) -> None:
         inner: Any = pipeline.sd_pipeline
@@ -139,9 +142,7 @@ class FlowPolicy(DiffusionPolicy):
     ) -> tuple[Tensor, Any, Any]:
         channels = self.model.config.in_channels // (4 if self.is_flux else 1)
         dtype, device = conditions[0].dtype, self.model.device
-        x: Any = self._inner.prepare_latents(
-            len(generators), channels, self.size, self.size, dtype, device, generators
-        )
+        x: Any = self._inner.prepare_latents(len(generators), channels, self.size, self.size, dtype, device, generators)
         embeds = self.guided(conditions) if self.is_guided else conditions
 
         def predict(x: Tensor, timestep: Tensor) -> Tensor:

@@ -22,8 +22,9 @@ Conditions = tuple[Tensor, ...]
 
 
 class Trajectory(NamedTuple):
-    """B images in 0..1 `(B, 3, H, W)`, the latents from noise to image `(B, S + 1, ...)`, and for each of the S steps the
-    scheduler's timestep `(B, S)` and the log-probability `(B, S)`."""
+    """B images in 0..1 `(B, 3, H, W)`, the latents from noise to image `(B, S + 1, ...)`, and for each of the S steps
+    the scheduler's timestep `(B, S)` and the log-probability `(B, S)`.
+    """
 
     images: Tensor
     latents: Tensor
@@ -34,8 +35,9 @@ class Trajectory(NamedTuple):
 class DiffusionPolicy(ABC):
     """The seam between trainers and kinds of diffusion models.
 
-    `pipeline` has `get_trainable_layers`, `save_checkpoint`, `load_checkpoint`, `save_pretrained` and `autocast`. `noise` is the
-    `sample_eta` of DDIM or the `noise_level` of a flow. Rewards and hooks may set or replace the pipeline's scheduler.
+    `pipeline` has `get_trainable_layers`, `save_checkpoint`, `load_checkpoint`, `save_pretrained` and `autocast`.
+    `noise` is the `sample_eta` of DDIM or the `noise_level` of a flow. Rewards and hooks may set or replace the
+    pipeline's scheduler.
     """
 
     timesteps: Tensor
@@ -102,8 +104,8 @@ class DiffusionPolicy(ABC):
     ) -> Trajectory:
         """Denoise; each generator draws all noise of its row.
 
-        Images have a gradient to the model's outputs at step `first_trained` and later, or none. With guidance that is not trained,
-        log-probabilities are those without guidance, which are trained.
+        Images have a gradient to the model's outputs at step `first_trained` and later, or none. With guidance that is
+        not trained, log-probabilities are those without guidance, which are trained.
         """
         with torch.set_grad_enabled(first_trained is not None):
             images, latents, log_probs = self._denoise(conditions, generators, first_trained)
@@ -124,7 +126,9 @@ class DiffusionPolicy(ABC):
     def step(
         self, latents: Tensor, timesteps: Tensor, next_latents: Tensor, embeds: Any, model: Any = None
     ) -> DDPOSchedulerOutput:
-        """A step's log-probability `(B,)` under the present weights (or another `model`'s), with gradient; `timesteps (B,)`."""
+        """A step's log-probability `(B,)` under the present weights (or another `model`'s), with gradient; `timesteps
+        (B,)`.
+        """
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
@@ -149,17 +153,16 @@ def denoise(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The S + 1 latents and S log-probabilities of a trajectory that starts at `x`.
 
-    `predict(x, timestep)` is the model's output and `step(output, number, x)` the scheduler's step. Where gradients are enabled,
-    outputs of the step `first_trained` (0 is the noisiest) and later have one; `recomputes` runs the model again for it.
+    `predict(x, timestep)` is the model's output and `step(output, number, x)` the scheduler's step. Where gradients are
+    enabled, outputs of the step `first_trained` (0 is the noisiest) and later have one; `recomputes` runs the model
+    again for it.
     """
     latents, log_probs = [x], []
     for number, timestep in enumerate(timesteps):
         has_grad = torch.is_grad_enabled() and number >= first_trained
         with torch.set_grad_enabled(has_grad):
             again = has_grad and recomputes
-            output: Any = (
-                checkpoint(predict, x, timestep, use_reentrant=False) if again else predict(x, timestep)
-            )
+            output: Any = checkpoint(predict, x, timestep, use_reentrant=False) if again else predict(x, timestep)
         found = step(output, number, x)
         x = found.latents
         latents.append(x)
@@ -170,10 +173,11 @@ def denoise(
 def with_guidance(
     forward: Callable[[Tensor, Tensor], Tensor], x: Tensor, times: Tensor, guidance: float | None, rescale: float = 0.0
 ) -> Tensor:  # fmt: skip
-    """A model's output for latents `(B, ...)` at `times (B,)`; with `guidance`, `forward` takes them twice, without the prompt first.
+    """A model's output for latents `(B, ...)` at `times (B,)`; with `guidance`, `forward` takes them twice, without the
+    prompt first.
 
-    Source: Ho and Salimans 2022, eq. 6 (arXiv:2207.12598), with weight `guidance - 1`; `rescale` as Lin et al. 2023, eq. 16
-    (arXiv:2305.08891).
+    Source: Ho and Salimans 2022, eq. 6 (arXiv:2207.12598), with weight `guidance - 1`; `rescale` as Lin et al. 2023,
+    eq. 16 (arXiv:2305.08891).
     """
     if guidance is None:
         return forward(x, times)

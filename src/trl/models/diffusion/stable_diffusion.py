@@ -17,7 +17,9 @@ from trl.models.diffusion.trained import TrainedPipeline, import_diffusers
 
 @dataclass
 class DDPOPipelineOutput:
-    """Images in the `output_type` asked for, S + 1 latents `(B, C, h, w)` from noise to image, S log-probabilities `(B,)`."""
+    """Images in the `output_type` asked for, S + 1 latents `(B, C, h, w)` from noise to image, S log-probabilities
+    `(B,)`.
+    """
 
     images: Any
     latents: Any
@@ -27,21 +29,24 @@ class DDPOPipelineOutput:
 class DDPOStableDiffusionPipeline:
     """The interface of the pipelines that `DDPOTrainer` and `AlignPropTrainer` train: subclass it.
 
-    The members `unet`, `vae`, `tokenizer`, `text_encoder`, `scheduler`, and `autocast`, which makes the context of forward passes
-    (None: the accelerator's); the methods `set_progress_bar_config(**kwargs)`, `save_pretrained(folder)`, and these:
+    The members `unet`, `vae`, `tokenizer`, `text_encoder`, `scheduler`, and `autocast`, which makes the context of
+    forward passes (None: the accelerator's); the methods `set_progress_bar_config(**kwargs)`,
+    `save_pretrained(folder)`, and these:
 
-    - `__call__` with `prompt_embeds`, `negative_prompt_embeds`, `num_inference_steps`, `guidance_scale`, `eta`, `generator` (a list
-      with one for each image) and `output_type="pt"` returns a `DDPOPipelineOutput`. AlignProp calls `rgb_with_grad` instead, which
-      keeps gradients, with the arguments of `pipeline_step_with_grad`.
+    - `__call__` with `prompt_embeds`, `negative_prompt_embeds`, `num_inference_steps`, `guidance_scale`, `eta`,
+      `generator` (a list with one for each image) and `output_type="pt"` returns a `DDPOPipelineOutput`. AlignProp
+      calls `rgb_with_grad` instead, which keeps gradients, with the arguments of `pipeline_step_with_grad`.
     - `scheduler_step` is the function of that name without its first argument.
     - `get_trainable_layers()` returns the module or parameters to train.
-    - `save_checkpoint(models, weights, output_dir)` is called on the main process, `load_checkpoint(models, input_dir)` on every
-      one, with the trained module in `models`.
+    - `save_checkpoint(models, weights, output_dir)` is called on the main process, `load_checkpoint(models, input_dir)`
+      on every one, with the trained module in `models`.
     """
 
 
 class DefaultDDPOStableDiffusionPipeline(TrainedPipeline, DDPOStableDiffusionPipeline):
-    """A `StableDiffusionPipeline` of diffusers, with a DDIM scheduler and without safety checker; the UNet is trained."""
+    """A `StableDiffusionPipeline` of diffusers, with a DDIM scheduler and without safety checker; the UNet is
+    trained.
+    """
 
     def _settle(self) -> None:
         self.sd_pipeline.scheduler = import_diffusers().DDIMScheduler.from_config(self.scheduler.config)
@@ -96,9 +101,10 @@ def pipeline_step_with_grad(
 ) -> Any:  # fmt: skip
     """Images with gradient through the sampler, from the UNet's outputs at step K (0 is the noisiest) and later.
 
-    K is 0 without `truncated_backprop`; else `truncated_backprop_timestep`, or with `truncated_backprop_rand` drawn once for the
-    trajectory, uniformly between the two bounds (both included, at most the last step). `gradient_checkpoint` recomputes the
-    UNet in the backward pass. Source: Prabhudesai et al. 2023, section 4 (arXiv:2310.03739).
+    K is 0 without `truncated_backprop`; else `truncated_backprop_timestep`, or with `truncated_backprop_rand` drawn
+    once for the trajectory, uniformly between the two bounds (both included, at most the last step).
+    `gradient_checkpoint` recomputes the UNet in the backward pass. Source: Prabhudesai et al. 2023, section 4
+    (arXiv:2310.03739).
 
     Raises: ValueError for a step that the trajectory does not have.
     """
@@ -152,14 +158,14 @@ def pipeline_step_with_grad(
 def predict_noise(
     unet: Any, x: Tensor, timestep: Any, embeds: Tensor, guidance: float | None, *, rescale: float = 0.0, **kwargs: Any
 ) -> Tensor:  # fmt: skip
-    """The UNet's output for latents `(B, C, h, w)`; with `guidance` embeds are `(2 B, ...)`, the negative ones first."""
+    """The UNet's output for latents `(B, C, h, w)`; with `guidance` embeds are `(2 B, ...)`, the negative ones
+    first.
+    """
 
     def forward(x: Tensor, times: Tensor) -> Tensor:
         return unet(x, times, encoder_hidden_states=embeds, **kwargs).sample
 
-    return with_guidance(
-        forward, x, torch.as_tensor(timestep, device=x.device).expand(len(x)), guidance, rescale
-    )
+    return with_guidance(forward, x, torch.as_tensor(timestep, device=x.device).expand(len(x)), guidance, rescale)
 
 
 def decode_latents(pipeline: Any, latents: Tensor, output_type: str | None) -> Any:
@@ -172,7 +178,9 @@ def decode_latents(pipeline: Any, latents: Tensor, output_type: str | None) -> A
 
 
 class DDIMPolicy(DiffusionPolicy):
-    """A `DDPOStableDiffusionPipeline` as a policy; its scheduler must be DDIM unless it defines a `scheduler_step` of its own."""
+    """A `DDPOStableDiffusionPipeline` as a policy; its scheduler must be DDIM unless it defines a `scheduler_step` of
+    its own.
+    """
 
     def __init__(self, pipeline: Any, **settings: Any) -> None:
         super().__init__(pipeline, **settings)
@@ -199,9 +207,7 @@ class DDIMPolicy(DiffusionPolicy):
         tokenizer, encoder = self.pipeline.tokenizer, self.pipeline.text_encoder
         limit = tokenizer.model_max_length
         self._count_cut(prompts, [(tokenizer, limit)])
-        ids = tokenizer(
-            list(prompts), padding="max_length", max_length=limit, truncation=True, return_tensors="pt"
-        )
+        ids = tokenizer(list(prompts), padding="max_length", max_length=limit, truncation=True, return_tensors="pt")
         return (encoder(ids.input_ids.to(next(encoder.parameters()).device))[0],)
 
     def training_embeds(self, conditions: Conditions) -> Tensor:
@@ -252,9 +258,7 @@ class DDIMPolicy(DiffusionPolicy):
     def random_steps(self) -> Tensor:
         """The steps with noise, bool `(S,)`. Raises ValueError for eta 0 and for another scheduler than DDIM."""
         if not self.noise > 0:
-            raise ValueError(
-                f"sample_eta must be > 0, got {self.noise}: without noise a step has no log-probability."
-            )
+            raise ValueError(f"sample_eta must be > 0, got {self.noise}: without noise a step has no log-probability.")
         kind = type(self.scheduler).__name__
         if kind == "DDIMScheduler":
             return deviations(self.scheduler, self.timesteps, self.noise) > 0

@@ -36,8 +36,8 @@ def import_diffusers() -> Any:
 class TrainedPipeline:
     """A pipeline of diffusers of which an adapter (`use_lora`) or a whole model is trained: that under the name `part`.
 
-    `pretrained_model_name` is a Hub name, a folder, or the pipeline. LoRA weights beside the model are loaded, and `use_lora` is then
-    True.
+    `pretrained_model_name` is a Hub name, a folder, or the pipeline. LoRA weights beside the model are loaded, and
+    `use_lora` is then True.
 
     Raises: TypeError for a pipeline that is none of `kinds`.
     """
@@ -54,9 +54,7 @@ class TrainedPipeline:
             kind = self.kinds[0] if len(self.kinds) == 1 else "DiffusionPipeline"
             given = getattr(diffusers, kind).from_pretrained(given, revision=pretrained_model_revision)
         if not isinstance(given, tuple(getattr(diffusers, kind) for kind in self.kinds)):
-            raise TypeError(
-                f"{type(self).__name__} takes a {' or '.join(self.kinds)}, got {type(given).__name__}."
-            )
+            raise TypeError(f"{type(self).__name__} takes a {' or '.join(self.kinds)}, got {type(given).__name__}.")
         self.sd_pipeline: Any = given
         self.use_lora = use_lora
         self._settle()
@@ -83,7 +81,9 @@ class TrainedPipeline:
         self.sd_pipeline.set_progress_bar_config(*args, **kwargs)
 
     def get_trainable_layers(self) -> nn.Module:
-        """The model; with LoRA its adapter alone can be trained, whose weights are float32 or wider. An adapter that it has is kept."""
+        """The model; with LoRA its adapter alone can be trained, whose weights are float32 or wider. An adapter that it
+        has is kept.
+        """
         model = self.trained
         if not self.use_lora:
             return model
@@ -165,7 +165,9 @@ class TrainedPipeline:
 
 @contextlib.contextmanager
 def _without_adapter_names(model: Any) -> Iterator[None]:
-    """A block in which `state_dict` has the model's own weights by their own names: diffusers (0.42) saves those of peft's layers."""
+    """A block in which `state_dict` has the model's own weights by their own names: diffusers (0.42) saves those of
+    peft's layers.
+    """
     every = model.state_dict().items()
     own = {key.replace(".base_layer.", "."): value for key, value in every if "lora_" not in key}
     model.state_dict = lambda *args, **kwargs: own

@@ -2,8 +2,8 @@
 
 The row has real tokens only. Its segments are passed as the attention mask: an int64 table `(1, 1, S, 4)`
 (`Segments.to_table`), which transformers gives to every attention layer unchanged, also in gradient checkpointing. Each
-segment attends to its prefix and itself in one call of PyTorch's kernel: no mask as large as the row, no padding, no prompt
-computed twice. Calls without a table (generation, padded rows) use transformers' SDPA.
+segment attends to its prefix and itself in one call of PyTorch's kernel: no mask as large as the row, no padding, no
+prompt computed twice. Calls without a table (generation, padded rows) use transformers' SDPA.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ VARIABLE_LENGTH_IMPLEMENTATIONS = ("flash_attention_2", "flash_attention_3", "ke
 
 
 class _Call(NamedTuple):
-    """One kernel call: the row's next `length` queries over the first `prompt` keys of call `prefix` and their own keys."""
+    """One kernel call: the row's next `length` queries over the first `prompt` keys of call `prefix` and their own
+    keys.
+    """
 
     length: int
     prefix: int
@@ -74,10 +76,10 @@ class _Plan:
             plan = _PLANS[table] = cls(segments, tuple(_calls(segments)), {}, {})
         return plan
 
-    def mask(
-        self, length: int, seen: int, window: int | None, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """The mask of the last `length` of `seen` tokens: bool, or 0 and -inf in a floating dtype. Shared by all layers."""
+    def mask(self, length: int, seen: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The mask of the last `length` of `seen` tokens: bool, or 0 and -inf in a floating dtype. Shared by all
+        layers.
+        """
         key = (length, seen, window, dtype)
         if key not in self.masks:
             mask = _causal_mask(length, seen, window, device)

@@ -1,7 +1,7 @@
 """Batches in the two layouts that models take: one packed row of segments, or padded rows.
 
-Collators make either; attention.py decides which a model takes. The scored positions and their sequences are computed here,
-so that objectives do not depend on the layout.
+Collators make either; attention.py decides which a model takes. The scored positions and their sequences are computed
+here, so that objectives do not depend on the layout.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def packed_batch(batch: Mapping[str, Any], *, with_table: bool, shifted: bool = 
     """The batch as one packed row of real tokens, `input_ids (1, N)`.
 
     `with_table` adds the segment table as the attention mask (`packed_attention` reads it); without it the model's
-    own variable-length attention finds the segments from `position_ids`. Labels are `shifted` where they are tokens that
-    the token before predicts; classes of tokens are not.
+    own variable-length attention finds the segments from `position_ids`. Labels are `shifted` where they are tokens
+    that the token before predicts; classes of tokens are not.
     """
     if is_packed(batch):
         input_ids, labels = batch["input_ids"], batch.get("labels")
@@ -266,11 +266,7 @@ def _row_mask(batch: Mapping[str, Any]) -> Tensor:
     if (mask.diff(dim=1, prepend=mask.new_zeros(len(mask), 1)) > 0).sum(dim=1).gt(1).any():
         raise ValueError("attention_mask must have one run of ones per row, got a hole. Use labels of -100.")
     positions = batch.get("position_ids")
-    if (
-        positions is not None
-        and positions.ndim == 2
-        and ((positions != mask.cumsum(dim=1) - 1) & mask.bool()).any()
-    ):
+    if positions is not None and positions.ndim == 2 and ((positions != mask.cumsum(dim=1) - 1) & mask.bool()).any():
         raise ValueError("position_ids must count real tokens beside an attention_mask. Leave one out.")
     return mask
 
@@ -286,7 +282,9 @@ def _padded_on_the_right(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_shared_prefixes(batch: Mapping[str, Any], *, pad_token_id: int) -> Mapping[str, Any]:
-    """A packed row with shared prefixes as padded rows of whole sequences, each with its own copy of the prompt; others as they are."""
+    """A packed row with shared prefixes as padded rows of whole sequences, each with its own copy of the prompt; others
+    as they are.
+    """
     if "segment_table" not in batch or not any(_segments(batch).prefix_length):
         return batch
     return {**_extras(batch), **padded_rows(batch, pad_token_id=pad_token_id)}
@@ -319,9 +317,7 @@ def padded_rows(batch: Mapping[str, Any], *, pad_token_id: int) -> dict[str, Ten
     }
 
 
-def labelled_positions(
-    labels: Tensor | None, sequence: Tensor, mask: Tensor | None = None
-) -> ScoredPositions:
+def labelled_positions(labels: Tensor | None, sequence: Tensor, mask: Tensor | None = None) -> ScoredPositions:
     """Real positions that have a label of their own, as classes of tokens or a decoder's labels are: all `(B, T)`."""
     if labels is None:
         return _positions(None, sequence)

@@ -56,7 +56,9 @@ class ScorerBase:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether several completions can share one copy of their prompt; not with flash attention chosen by the user."""
+        """Whether several completions can share one copy of their prompt; not with flash attention chosen by the
+        user.
+        """
         return self.packed and self._needs_table
 
     def lay_out(self, batch: Mapping[str, Any], *, shifted: bool = True) -> ModelBatch:
@@ -91,7 +93,8 @@ class ScorerBase:
     def embedded(self, batch: ModelBatch) -> Iterator[None]:
         """A block with rotary angles of each row by itself and, if `neftune_alpha` is set, noise on the embeddings.
 
-        transformers takes the angles from the longest row of a call, so a row's loss would depend on the others. NEFTune (arXiv:2310.05914, eq. 1): uniform noise of size alpha / sqrt(L d), L the sequence's own length.
+        transformers takes the angles from the longest row of a call, so a row's loss would depend on the others.
+        NEFTune (arXiv:2310.05914, eq. 1): uniform noise of size alpha / sqrt(L d), L the sequence's own length.
         """
         alpha = (self.neftune_alpha or 0.0) if self.core.training else 0.0
 

@@ -1,8 +1,9 @@
 """The scoring forward: a language model's log-probabilities of given tokens, without its logits.
 
-`Scorer` runs a model's decoder, then the scoring function of `tensors/logprobs.py` on the scored positions only. Both run
-inside the model's own `forward` and the head's own `__call__`, so that the hooks of DDP, FSDP2 and ZeRO-3 run. A model
-without decoder and head, or with other logits than these give, is scored from its own logits; `fallbacks` says so.
+`Scorer` runs a model's decoder, then the scoring function of `tensors/logprobs.py` on the scored positions only. Both
+run inside the model's own `forward` and the head's own `__call__`, so that the hooks of DDP, FSDP2 and ZeRO-3 run. A
+model without decoder and head, or with other logits than these give, is scored from its own logits; `fallbacks` says
+so.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class Scored(NamedTuple):
 
 
 class OwnStates(NamedTuple):
-    """Hidden states `(K, H)` from `Scorer.scored_states`; `base`: they are read through the head without its adapters."""
+    """Hidden states `(K, H)` from `Scorer.scored_states`; `base`: they are read through the head without its
+    adapters.
+    """
 
     hidden: Tensor
     base: bool = False
@@ -71,8 +74,8 @@ class OwnStates(NamedTuple):
 class Scorer(ScorerBase):
     """Scores one decoder; layout (packed or padded) and path (head or own logits) are chosen once.
 
-    `packed=None` uses the packed layout if the model supports it, `packed=False` always pads. `fallbacks` lists the reasons for
-    fallbacks. PEFT wraps the model before, DDP, FSDP2 and DeepSpeed may afterwards. With a value head
+    `packed=None` uses the packed layout if the model supports it, `packed=False` always pads. `fallbacks` lists the
+    reasons for fallbacks. PEFT wraps the model before, DDP, FSDP2 and DeepSpeed may afterwards. With a value head
     (`AutoModelForCausalLMWithValueHead`) results also have `values` `(K,)`, float32.
 
     Example:
@@ -100,9 +103,7 @@ class Scorer(ScorerBase):
         self.rule = logit_rule(core.config)
         return head_unsupported(core, self.rule)
 
-    def score(
-        self, model: nn.Module, batch: Mapping[str, Any], options: ScoreOptions | None = None
-    ) -> Scored:
+    def score(self, model: nn.Module, batch: Mapping[str, Any], options: ScoreOptions | None = None) -> Scored:
         """Score the trained labels of a batch, in either layout, with `model` (the scorer's model, maybe wrapped).
 
         The results do not depend on the layout. Call it under autocast where the run uses mixed precision.
@@ -131,13 +132,14 @@ class Scorer(ScorerBase):
     ) -> VocabularyLoss:
         """Sum of a loss over the whole distributions of one or two models at the scored positions, chunk by chunk.
 
-        `loss_of(logits (C, V), other_logits (C, V') or None, rows)` returns the weighted loss `(C,)` of the scored positions
-        `rows` (a slice); a token's loss may depend on that token alone. `other`, a scorer and its model, runs in eval mode
-        without gradient; states that this model computed before are read through its head. The logits of no model are held for
-        all tokens; `model`'s gradients are taken in the same pass. `temperature` divides the logits of both.
+        `loss_of(logits (C, V), other_logits (C, V') or None, rows)` returns the weighted loss `(C,)` of the scored
+        positions `rows` (a slice); a token's loss may depend on that token alone. `other`, a scorer and its model, runs
+        in eval mode without gradient; states that this model computed before are read through its head. The logits of
+        no model are held for all tokens; `model`'s gradients are taken in the same pass. `temperature` divides the
+        logits of both.
 
-        The other model may score another batch, of other tokens: `parts` are then the chunks, each the scored positions of
-        this model and of the other one, and a token's loss may depend on all of its chunk.
+        The other model may score another batch, of other tokens: `parts` are then the chunks, each the scored positions
+        of this model and of the other one, and a token's loss may depend on all of its chunk.
         """
         rows, with_gradient, found = self.lay_out(batch), torch.is_grad_enabled(), []
         own, second = (other, None) if isinstance(other, OwnStates) else (None, other)
@@ -178,9 +180,7 @@ class Scorer(ScorerBase):
         ):
             rows, theirs = self.padded(batch), scorer.padded(batch)  # one order of positions
 
-        def read_other(
-            head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None
-        ) -> dict[str, Any]:
+        def read_other(head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None) -> dict[str, Any]:
             """The model runs inside the other one's head, where the weights of both are whole."""
             states = hidden[theirs.scored.source]
             logits_of = _logits_of(head, replace(rule, temperature=temperature), bias)
@@ -198,7 +198,9 @@ class Scorer(ScorerBase):
 
     @torch.no_grad()
     def scored_states(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        """The hidden states `(K, H)` of the scored positions, for `OwnStates`; of a model without a usable head its logits."""
+        """The hidden states `(K, H)` of the scored positions, for `OwnStates`; of a model without a usable head its
+        logits.
+        """
         rows = self.lay_out(batch)
 
         def read(head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None) -> dict[str, Any]:
@@ -230,8 +232,8 @@ class Scorer(ScorerBase):
     def through_head(self, model: nn.Module, rows: ModelBatch, read: Reader) -> dict[str, Any]:
         """The result of `read` on the decoder's hidden states, inside the model's own forward and the head's own call.
 
-        Where the head cannot be used alone, `read` is given an identity and the model's own logits. Beside it `aux_loss`,
-        and `values` of a model with a value head.
+        Where the head cannot be used alone, `read` is given an identity and the model's own logits. Beside it
+        `aux_loss`, and `values` of a model with a value head.
         """
         model = self.uncompiled(model)
         if not self.uses_head:

@@ -1,8 +1,9 @@
 """The scoring forward of classifiers: logits of whole sequences (reward models) or of labelled tokens.
 
-`ClassificationScorer` runs a decoder once over a batch in either layout, shared prefixes included, and then the classification
-head on the wanted positions only, inside the model's own `forward` and the head's own `__call__`, so that the hooks of
-DDP, FSDP2 and ZeRO-3 fire. Sequences end where their mask or position says, never where a pad token stands.
+`ClassificationScorer` runs a decoder once over a batch in either layout, shared prefixes included, and then the
+classification head on the wanted positions only, inside the model's own `forward` and the head's own `__call__`, so
+that the hooks of DDP, FSDP2 and ZeRO-3 fire. Sequences end where their mask or position says, never where a pad token
+stands.
 """
 
 from __future__ import annotations
@@ -77,10 +78,11 @@ class ClassificationScorer(ScorerBase):
         return self._at_scored(model, laid_out), laid_out.scored.target
 
     def score_predictors(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, ScoredPositions]:
-        """Logits `(K, C)` where each trained label is predicted, one token before it, with gradient: a value model's values.
+        """Logits `(K, C)` where each trained label is predicted, one token before it, with gradient: a value model's
+        values.
 
-        `batch` is one of a language model, with shifted labels; the positions are those of `Scorer.score`. Raises TypeError
-        for a model that gives one logit row per sequence only.
+        `batch` is one of a language model, with shifted labels; the positions are those of `Scorer.score`. Raises
+        TypeError for a model that gives one logit row per sequence only.
         """
         laid_out = self.lay_out(batch)
         return self._at_scored(model, laid_out), laid_out.scored
@@ -124,8 +126,8 @@ class ClassificationScorer(ScorerBase):
     def _own_sequence_logits(self, model: nn.Module, rows: ModelBatch) -> Tensor:
         """The model's own logits `(B, C)` of padded rows.
 
-        Decoders among such models find a row's end as its last token that is not the pad token of the config. So rows are
-        padded with a token that no row ends with, and the config names it for this call.
+        Decoders among such models find a row's end as its last token that is not the pad token of the config. So rows
+        are padded with a token that no row ends with, and the config names it for this call.
         """
         ids, config = rows.inputs["input_ids"], self.core.config.get_text_config()
         last = set(ids.flatten()[rows.sequence_ends].tolist())
@@ -147,7 +149,8 @@ def head_of(core: PreTrainedModel) -> nn.Module | None:
 
 @contextmanager
 def _final_norm_at(core: PreTrainedModel, positions: Tensor) -> Iterator[bool]:
-    """A block in which the decoder's last norm computes these flattened positions `(K,)` only; False where none is known.
+    """A block in which the decoder's last norm computes these flattened positions `(K,)` only; False where none is
+    known.
 
     The decoder then returns hidden states `(1, K, H)`.
     """

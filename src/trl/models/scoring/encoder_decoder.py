@@ -1,4 +1,6 @@
-"""The scoring forward of encoder-decoders: the encoder runs once per prompt, its states are repeated for the completions."""
+"""The scoring forward of encoder-decoders: the encoder runs once per prompt, its states are repeated for the
+completions.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,7 @@ class Seq2SeqScorer(Scorer):
         if head is None or encoder in (None, core) or decoder in (None, core):
             return "it exposes no encoder, decoder and output head"
         ids = torch.zeros(1, 3, dtype=torch.int64, device=core.device)
-        return logits_unsupported(
-            core, [encoder, decoder], head, self.rule, bias=self.bias, decoder_input_ids=ids
-        )
+        return logits_unsupported(core, [encoder, decoder], head, self.rule, bias=self.bias, decoder_input_ids=ids)
 
     @property
     def bias(self) -> Tensor | None:

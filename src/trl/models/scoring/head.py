@@ -53,7 +53,9 @@ class ScoreOptions:
 def call_head(
     head: nn.Module, hidden: Tensor, function: Callable[[nn.Module, Tensor], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Run `function(head, hidden (tokens, H))` as the head's own forward; a head that PEFT saves is the layer inside."""
+    """Run `function(head, hidden (tokens, H))` as the head's own forward; a head that PEFT saves is the layer
+    inside.
+    """
     plain = plain_linear(head)
     if plain is None:
         return function(head, hidden)
@@ -98,9 +100,7 @@ def score_hidden(
         with torch.no_grad():
             rest = hidden[unscored]
             nowhere = torch.zeros(len(rest), dtype=torch.int64, device=hidden.device)
-            others = products.token_scores(
-                rest, nowhere, rule=rule, wanted=Statistics(entropy=True)
-            ).entropies
+            others = products.token_scores(rest, nowhere, rule=rule, wanted=Statistics(entropy=True)).entropies
             assert others is not None
             found["entropy_total"] = scores.entropies.sum() + others.sum()
     return found
@@ -155,9 +155,7 @@ def router_loss(core: PreTrainedModel, router_logits: Any, attention_mask: Tenso
         segments = Segments.from_table(mask)
         mask = segments.uses() if segments.has_shared_prefixes else None
     config = core.config.get_text_config()
-    experts = next(
-        value for name in ("num_experts", "num_local_experts") if (value := getattr(config, name, None))
-    )
+    experts = next(value for name in ("num_experts", "num_local_experts") if (value := getattr(config, name, None)))
     loss = balance(router_logits, experts, config.num_experts_per_tok, mask)
     assert isinstance(loss, Tensor) and math.prod(loss.shape) == 1
     return loss.reshape(())

@@ -97,9 +97,7 @@ class PolicyValueScorer:
         self.shares_prefixes: bool = policy.shares_prefixes and value.shares_prefixes
         self.neftune_alpha: float | None = None  # noise on the policy's embeddings
 
-    def score(
-        self, model: nn.Module, batch: Mapping[str, Any], options: ScoreOptions | None = None
-    ) -> Scored:
+    def score(self, model: nn.Module, batch: Mapping[str, Any], options: ScoreOptions | None = None) -> Scored:
         """`Scorer.score` of the policy, with `values (K,)`, in float32 or wider, of the states that predict the tokens.
 
         `model` is the `PolicyAndValue`, maybe wrapped by DDP and its kin.

@@ -107,7 +107,9 @@ class StopsEarly(TrainerCallback):
 
 
 class Probe(TrainerCallback):
-    """Adds exact match on `held_out`, if it has rows, to each log of training; `curves` holds every number of the logs."""
+    """Adds exact match on `held_out`, if it has rows, to each log of training; `curves` holds every number of the
+    logs.
+    """
 
     def __init__(self, tokenizer: Any, held_out: Sequence[Row]) -> None:
         self.tokenizer, self.held_out, self.curves = tokenizer, held_out, Curves()
@@ -117,9 +119,7 @@ class Probe(TrainerCallback):
         if any(name.endswith("runtime") for name in logs):
             return
         if self.held_out:
-            logs[EXACT_MATCH] = share_right(
-                replies(kwargs["model"], self.tokenizer, self.held_out), self.held_out
-            )
+            logs[EXACT_MATCH] = share_right(replies(kwargs["model"], self.tokenizer, self.held_out), self.held_out)
         for name, value in logs.items():
             self.curves.setdefault(name, []).append((state.global_step, float(value)))
 
@@ -251,9 +251,7 @@ Use it in Python:
 """
 
 
-def run_stages(
-    stages: Sequence[str], *, output_dir: Path, seed: int, max_steps: int | None, no_color: bool
-) -> None:
+def run_stages(stages: Sequence[str], *, output_dir: Path, seed: int, max_steps: int | None, no_color: bool) -> None:
     """Run the named stages; writes models, data, `results.json` and, with matplotlib, `quickstart.png`."""
     started, method = time.perf_counter(), stages[-1]
     threads = torch.get_num_threads()
@@ -322,7 +320,8 @@ def print_stages(console: Console, results: Sequence[Mapping[str, Any]]) -> None
 
 
 def draw(path: Path, curves: Mapping[str, Curves]) -> None:
-    """Write a PNG with one panel per stage: shares of right answers and pairs on the left axis; rewards and KL on the right.
+    """Write a PNG with one panel per stage: shares of right answers and pairs on the left axis; rewards and KL on the
+    right.
 
     Raises: ImportError without matplotlib.
     """

@@ -20,7 +20,9 @@ Row = dict[str, str]
 
 
 class Task(NamedTuple):
-    """Rows with `prompt` ("sort 7391:") and `completion` ("1379"); no set of digits is both in `train` and in `held_out`."""
+    """Rows with `prompt` ("sort 7391:") and `completion` ("1379"); no set of digits is both in `train` and in
+    `held_out`.
+    """
 
     train: list[Row]
     held_out: list[Row]
@@ -37,17 +39,13 @@ def make_task(*, seed: int) -> Task:
 
 def _rows(sets: Sequence[tuple[str, ...]], count: int, draw: random.Random) -> list[Row]:
     orders = dict.fromkeys("".join(draw.sample(draw.choice(sets), DIGITS)) for _ in range(2 * count))
-    return [
-        {"prompt": f"sort {order}:", "completion": "".join(sorted(order))} for order in list(orders)[:count]
-    ]
+    return [{"prompt": f"sort {order}:", "completion": "".join(sorted(order))} for order in list(orders)[:count]]
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with one token per digit."""
     vocabulary = ["<pad>", "<eos>", "<unk>", "sort ", ":", *"0123456789"]
-    tokenizer = Tokenizer(
-        models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>")
-    )
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\d|\D+"), "isolated")  # type: ignore[assignment]
     tokenizer.decoder = decoders.Fuse()  # type: ignore[assignment]
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
@@ -73,9 +71,7 @@ def build_model(tokenizer: Any, *, seed: int, layers: int = 2) -> LlamaForCausal
         return LlamaForCausalLM(config)
 
 
-def replies(
-    model: Any, tokenizer: Any, rows: Sequence[Row], *, greedy: bool = True, seed: int = 0
-) -> list[str]:
+def replies(model: Any, tokenizer: Any, rows: Sequence[Row], *, greedy: bool = True, seed: int = 0) -> list[str]:
     """The model's answer to each row's prompt: the most likely one, or one sampled at temperature 1."""
     training = model.training
     model.eval()

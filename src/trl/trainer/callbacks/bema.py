@@ -29,9 +29,10 @@ class BEMACallback(TrainerCallback):
         EMA  <- (1 - beta) * EMA + beta * weights,    beta  = max(s ** -ema_power, min_ema_multiplier)
         BEMA <- EMA + alpha * (weights - start),      alpha = s ** -bias_power
 
-    at the steps `update_after + update_freq`, `update_after + 2 * update_freq`, ...; the weights at step `update_after` are `start`
-    and the first EMA. `running_model` holds the BEMA weights; the end of training saves it in `<output_dir>/bema`, in `save_dtype`. Averages are
-    float32, on `device`, of trainable weights. Source: Block et al. 2025, algorithm 1 (arXiv:2508.00180).
+    at the steps `update_after + update_freq`, `update_after + 2 * update_freq`, ...; the weights at step `update_after`
+    are `start` and the first EMA. `running_model` holds the BEMA weights; the end of training saves it in
+    `<output_dir>/bema`, in `save_dtype`. Averages are float32, on `device`, of trainable weights. Source: Block et al.
+    2025, algorithm 1 (arXiv:2508.00180).
 
     Checkpoints hold the averages in `bema.safetensors`. Weights must be whole on every process (not ZeRO-3, not FSDP).
     """
@@ -92,9 +93,7 @@ class BEMACallback(TrainerCallback):
         running = {name: tensor.data for name, tensor in self._running().items()}
         parts = {"start": self.start, "ema": self.ema, "running": running}
         tensors = {
-            f"{part}.{name}": value.contiguous()
-            for part, values in parts.items()
-            for name, value in values.items()
+            f"{part}.{name}": value.contiguous() for part, values in parts.items() for name, value in values.items()
         }
         save_file(tensors, folder / f"{STATE_FILE}.incomplete")
         os.replace(folder / f"{STATE_FILE}.incomplete", folder / STATE_FILE)
@@ -131,9 +130,7 @@ class BEMACallback(TrainerCallback):
 
     def _resume(self, file: Path) -> None:
         if not file.is_file():
-            logger.warning(
-                "%s is missing: the averages of BEMACallback begin again at the resumed weights.", file
-            )
+            logger.warning("%s is missing: the averages of BEMACallback begin again at the resumed weights.", file)
             return
         running = self._running()
         for key, value in load_file(file, device=self.device).items():

@@ -1,4 +1,6 @@
-"""Callbacks that write checkpoints: adapters for other loops, and `enable_jit_checkpoint` where an optimiser step ends."""
+"""Callbacks that write checkpoints: adapters for other loops, and `enable_jit_checkpoint` where an optimiser step
+ends.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ from trl.models.peft import is_peft_model
 
 
 class CheckpointOnSignal(TrainerCallback):
-    """Takes the place of transformers' callback, which listens to SIGTERM and may save in the middle of an optimiser step:
-    what such a step has drawn and measured by then would be part of the checkpoint, and count again when the run goes on.
+    """Takes the place of transformers' callback, which listens to SIGTERM and may save in the middle of an optimiser
+    step: what such a step has drawn and measured by then would be part of the checkpoint, and count again when the run
+    goes on.
 
     All processes save at the same step, whichever heard the signal first.
     """
@@ -57,7 +60,9 @@ def at_step_ends(callbacks: list[TrainerCallback]) -> None:
 
 
 class PeftSavingCallback(TrainerCallback):
-    """Saves the adapter of a PEFT model into each checkpoint folder. The trainers of this library do so by themselves."""
+    """Saves the adapter of a PEFT model into each checkpoint folder. The trainers of this library do so by
+    themselves.
+    """
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         """Write the adapter, on the process that saves, if it is not there."""

@@ -27,9 +27,7 @@ _DTYPES = ("float16", "bfloat16", "float32", "float64", "None")  # which mergeki
 
 def _require_mergekit() -> None:
     if not is_mergekit_available():
-        raise ImportError(
-            "Merging models needs the mergekit package. Install it with `pip install trl[merge]`."
-        )
+        raise ImportError("Merging models needs the mergekit package. Install it with `pip install trl[merge]`.")
 
 
 class MergeConfig:
@@ -37,11 +35,13 @@ class MergeConfig:
 
     Attributes:
         method: "linear", "ties", "dare_ties" or "slerp".
-        policy_model_path, target_model_path: folders or names of the two models, or of adapters. The callback sets the first,
+        policy_model_path, target_model_path: folders or names of the two models, or of adapters. The callback sets the
+        first,
             and the second where it is None.
         dtype: of the merged weights ("float16").
         policy_model_weight, target_model_weight: 0.5 each for "linear", else 1.0.
-        policy_model_density, target_model_density: of ties and dare_ties: the shares of changed weights that are kept, from
+        policy_model_density, target_model_density: of ties and dare_ties: the shares of changed weights that are kept,
+        from
             the first layer to the last ([1.0, 0.7, 0.1] and [1.0]).
         normalize: of ties and dare_ties: divide by the sum of the weights (1.0).
         t_values: of slerp: 0 is the policy, 1 the target (0.5); a list goes from the first layer to the last.
@@ -95,9 +95,7 @@ class MergeConfig:
         models = [_source(self.policy_model_path, **policy), _source(self.target_model_path, **target)]
         return self._configuration(method, models, has_base=True, parameters={"normalize": self.normalize})
 
-    def _configuration(
-        self, method: str, models: list[Any], *, has_base: bool = False, **settings: Any
-    ) -> Any:
+    def _configuration(self, method: str, models: list[Any], *, has_base: bool = False, **settings: Any) -> Any:
         _require_mergekit()
         check_one_of("dtype", str(self.dtype).removeprefix("torch."), _DTYPES)
         from mergekit.config import MergeConfiguration  # pyright: ignore[reportMissingImports]
@@ -131,9 +129,7 @@ def _check_parameter(name: str, value: Any) -> None:
 def _source(path: str | None, **parameters: Any) -> dict[str, Any]:
     """A model of mergekit's configuration; the folder of an adapter is one with its base."""
     if path is None:
-        raise ValueError(
-            "A merge needs two models. Set policy_model_path and target_model_path of the MergeConfig."
-        )
+        raise ValueError("A merge needs two models. Set policy_model_path and target_model_path of the MergeConfig.")
     if not Path(path).is_dir():
         return {"model": path, "parameters": parameters}
     adapter, model = Path(path) / "adapter_config.json", {"model": {"path": path}}
@@ -143,9 +139,7 @@ def _source(path: str | None, **parameters: Any) -> dict[str, Any]:
             raise ValueError(f"{adapter} does not name its base model. Load the base by its name or path.")
         model = {"model": {"path": base}, "lora": {"path": path}}
     elif not [*Path(path).glob("model*.safetensors"), *Path(path).glob("pytorch_model*.bin")]:
-        raise ValueError(
-            f"{path} has no weights of a whole model to merge. Save checkpoints with full state dicts."
-        )
+        raise ValueError(f"{path} has no weights of a whole model to merge. Save checkpoints with full state dicts.")
     return {"model": model, "parameters": parameters}
 
 
@@ -174,15 +168,18 @@ class MergeModelCallback(TrainerCallback):
     """Merges checkpoints of the policy with another model, by mergekit, into `checkpoint-<step>/merged`.
 
     Args:
-        merge_config: a `MergeConfig`; None for the mean of both models. Without `target_model_path` the other model is the one
+        merge_config: a `MergeConfig`; None for the mean of both models. Without `target_model_path` the other model is
+        the one
             that the policy was loaded from.
-        merge_at_every_checkpoint: merge after each save, instead of once at the end of training, where the last checkpoint is
+        merge_at_every_checkpoint: merge after each save, instead of once at the end of training, where the last
+        checkpoint is
             merged (`save_strategy="no"` and `"best"` write one for it).
         push_to_hub: upload each merged model to the repository `<hub_model_id or output_dir>_checkpoint-<step>_merged`.
 
     The process with rank 0 merges; the training run is not changed.
 
-    Raises: ImportError without mergekit; before the first step ValueError for settings that mergekit refuses, a folder that does not
+    Raises: ImportError without mergekit; before the first step ValueError for settings that mergekit refuses, a folder
+    that does not
         exist, and runs that save sharded checkpoints.
 
     Example:
@@ -210,9 +207,7 @@ class MergeModelCallback(TrainerCallback):
             )
         is_local = target.startswith((".", "~", os.sep)) or target.count("/") > 1
         if is_local and not Path(target).is_dir():
-            raise ValueError(
-                f"target_model_path={target!r} does not exist. Name a folder, or a model of the Hub."
-            )
+            raise ValueError(f"target_model_path={target!r} does not exist. Name a folder, or a model of the Hub.")
         _check_whole_checkpoints()
         self._config(target, target).create()  # raises for settings that mergekit refuses
 
@@ -269,9 +264,7 @@ def _check_whole_checkpoints() -> None:
     elif zero.get("stage") == 3 and not zero.get("stage3_gather_16bit_weights_on_model_save"):
         change = "zero3_save_16bit_model: true"
     if change:
-        raise ValueError(
-            f"MergeModelCallback needs checkpoints of whole weights. Set `{change}` for accelerate."
-        )
+        raise ValueError(f"MergeModelCallback needs checkpoints of whole weights. Set `{change}` for accelerate.")
 
 
 def _checkpoint(args: Any, state: Any) -> Path:

@@ -37,7 +37,8 @@ class SyncRefModelCallback(TrainerCallback):
     @staticmethod
     @torch.no_grad()
     def sync_target_model(model, target_model, alpha):
-        """Mix `model`'s parameters into `target_model`'s, in place; ZeRO-3 shards are gathered for it, FSDP2 shards mixed as they are.
+        """Mix `model`'s parameters into `target_model`'s, in place; ZeRO-3 shards are gathered for it, FSDP2 shards
+        mixed as they are.
 
         Raises `ValueError` if the two do not have the same parameters.
         """
@@ -56,9 +57,7 @@ class SyncRefModelCallback(TrainerCallback):
         target = self.ref_model
         if self.accelerator is not None:
             model, target = self.accelerator.unwrap_model(model), self.accelerator.unwrap_model(target)
-        self.sync_target_model(
-            model, target, args.ref_model_mixup_alpha if self.alpha is None else self.alpha
-        )
+        self.sync_target_model(model, target, args.ref_model_mixup_alpha if self.alpha is None else self.alpha)
 
 
 def _paired(model: torch.nn.Module, target: torch.nn.Module) -> list[tuple[Any, Any]]:

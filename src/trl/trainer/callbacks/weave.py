@@ -74,9 +74,7 @@ class WeaveCallback(TrainerCallback):
         run = active_wandb_run()
         project = self.project_name or getattr(run, "project", None)
         if project is None and weave.get_client() is None:
-            raise ValueError(
-                "WeaveCallback needs a project, got None. Pass `project_name`, or start a wandb run."
-            )
+            raise ValueError("WeaveCallback needs a project, got None. Pass `project_name`, or start a wandb run.")
         if project is not None:
             weave.init(project)
         self._weave = weave
@@ -113,7 +111,5 @@ class WeaveCallback(TrainerCallback):
 
 def _numbers(name: str, score: Any) -> list[tuple[str, float]]:
     """Numeric parts of a score: itself, or the numeric items of a dict under `name.key`."""
-    items = (
-        {f"{name}.{key}": value for key, value in score.items()} if isinstance(score, dict) else {name: score}
-    )
+    items = {f"{name}.{key}": value for key, value in score.items()} if isinstance(score, dict) else {name: score}
     return [(key, float(value)) for key, value in items.items() if isinstance(value, (int, float))]

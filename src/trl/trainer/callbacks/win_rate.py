@@ -26,20 +26,20 @@ class WinRateCallback(TrainerCallback):
     evaluation.
 
     Args:
-        judge: a `BasePairwiseJudge`; a `ManagedJudge` has a cache, both orders (`eval_win_rate_agreement`) and a budget.
-        trainer: whose `eval_dataset` (its first `num_prompts` rows) is completed.
-        generation_config: of both; None for the models' own, with 128 new tokens if they set no limit.
-        shuffle_order: show some pairs in reverse order.
-        use_soft_judge: the judge gives probabilities (`return_scores`), whose mean is `eval_avg_win_prob`.
-        against: completions to compare with, one for each prompt. None: those of the trainer's reference, or without one of
+        judge: a `BasePairwiseJudge`; a `ManagedJudge` has a cache, both orders (`eval_win_rate_agreement`) and a
+        budget. trainer: whose `eval_dataset` (its first `num_prompts` rows) is completed. generation_config: of both;
+        None for the models' own, with 128 new tokens if they set no limit. shuffle_order: show some pairs in reverse
+        order. use_soft_judge: the judge gives probabilities (`return_scores`), whose mean is `eval_avg_win_prob`.
+        against: completions to compare with, one for each prompt. None: those of the trainer's reference, or without
+        one of
             the model before training, which checkpoints keep.
 
-    Logs `eval_win_rate` (ties count as half), the ends of its 95 % interval `eval_win_rate_low` and `eval_win_rate_high`, and
-    `eval_win_rate_unanswered`, the share of pairs without an answer, which count nowhere. A table `win_rate_completions` goes to
-    the trackers.
+    Logs `eval_win_rate` (ties count as half), the ends of its 95 % interval `eval_win_rate_low` and
+    `eval_win_rate_high`, and `eval_win_rate_unanswered`, the share of pairs without an answer, which count nowhere. A
+    table `win_rate_completions` goes to the trackers.
 
-    Raises: TypeError for what is no judge, and for `use_soft_judge` with a judge without probabilities; ValueError for an
-    evaluation set without prompts, and for another number of completions in `against`.
+    Raises: TypeError for what is no judge, and for `use_soft_judge` with a judge without probabilities; ValueError for
+    an evaluation set without prompts, and for another number of completions in `against`.
 
     Example:
         >>> trainer.add_callback(WinRateCallback(judge, trainer, num_prompts=100))  # doctest: +SKIP
@@ -87,9 +87,7 @@ class WinRateCallback(TrainerCallback):
             if kept is not None:
                 self.against = json.loads(kept.read_text())
                 return None
-            logger.warning(
-                "the checkpoint has no %s: win rates are against the resumed model. Pass against=.", KEPT
-            )
+            logger.warning("the checkpoint has no %s: win rates are against the resumed model. Pass against=.", KEPT)
         samples = sample_completions(self.trainer, self.rows, self.generation_config, reference=reference)
         self.against = [sample.completion for sample in samples]
         return samples if reference is None else None
@@ -109,9 +107,7 @@ class WinRateCallback(TrainerCallback):
         if self.trainer.accelerator.is_main_process:
             given = zip(self.rows, samples, strict=True)
             prompts = [as_text(row["prompt"]) if "prompt" in row else sample.prompt for row, sample in given]
-            pairs = [
-                list(pair) for pair in zip(self.against or [], (s.completion for s in samples), strict=True)
-            ]
+            pairs = [list(pair) for pair in zip(self.against or [], (s.completion for s in samples), strict=True)]
             shares = win_shares(self.judge, prompts, pairs, **self.options)
             self._report(prompts, pairs, shares, step)
             agreement = self.judge.agreement() if isinstance(self.judge, ManagedJudge) else {}
@@ -139,9 +135,7 @@ class WinRateCallback(TrainerCallback):
             "_unanswered": found.unanswered / len(shares),
         }
         metrics = {f"eval_win_rate{name}": value for name, value in logs.items()}
-        return metrics | (
-            {"eval_avg_win_prob": win_rate(shares).rate} if "return_scores" in self.options else {}
-        )
+        return metrics | ({"eval_avg_win_prob": win_rate(shares).rate} if "return_scores" in self.options else {})
 
     def _report(self, prompts: list[str], pairs: Any, shares: Any, step: int) -> None:
         new = [
