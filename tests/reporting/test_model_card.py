@@ -64,7 +64,7 @@ def test_the_settings_of_a_method_its_data_adapter_and_figures_are_in_the_card(t
         train_dataset=Dataset.from_list([{"prompt": "a"}] * 7),
         eval_dataset=None,
         _name="GRPO",
-        _paper={},
+        _paper=None,
         _tag_names=[],
     )
     text = card_of_trainer(trainer).text
@@ -99,7 +99,7 @@ def test_the_card_of_a_trainer(monkeypatch, tmp_path):
         state=SimpleNamespace(global_step=9, log_history=[{"loss": 2.0}, {"loss": 1.23456}, {"train_loss": 1.5}]),
         model=SimpleNamespace(config=SimpleNamespace(_name_or_path="")),
         _name="SFT",
-        _paper={},
+        _paper=None,
         _tag_names=["trl", "sft"],
     )
     card = card_of_trainer(trainer, tags=["sft", "mine"])
@@ -148,7 +148,7 @@ def test_the_example_of_a_card_runs_on_the_model_it_stands_beside(kind, chats, t
         model=model,
         processing_class=tokenizer,
         _name="X",
-        _paper={},
+        _paper=None,
         _tag_names=[],
     )
     card = card_of_trainer(trainer).text

@@ -3,7 +3,7 @@
 from collections.abc import Sized
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Template
@@ -54,6 +54,15 @@ The run on {{ name }}: [{{ url }}]({{ url }})
 {{ citation }}
 ```
 {% endfor %}"""
+
+
+class Paper(NamedTuple):
+    """The paper of a method; `citation` is BibTeX (without it: made of title and arXiv id)."""
+
+    title: str
+    arxiv: str
+    citation: str | None = None
+
 
 _PAPER = """@misc{{arxiv-{id},
     title = {{{{{title}}}}},
@@ -170,7 +179,7 @@ def card_of_trainer(
 ) -> ModelCard:
     """The model card of a trainer's run, from its model, arguments and state.
 
-    Reads the class attributes `_name`, `_paper` (a dict of `title`, `id`, `citation`, all optional) and `_tag_names`.
+    Reads the class attributes `_name`, `_paper` (a `Paper`, or None) and `_tag_names`.
     """
     args = trainer.args
     place = getattr(trainer, "hub_model_id", None) or args.hub_model_id or HERE
@@ -197,15 +206,19 @@ def is_generated(folder: Path) -> bool:
 
 def card_of_run(trainer: Any, *, tags: str | list[str] | None, **given: Any) -> ModelCard:
     """`generate_model_card` with what the trainer's class says of its method."""
-    paper, more = trainer._paper, [tags] if isinstance(tags, str) else list(tags or [])
+    more, paper = [tags] if isinstance(tags, str) else list(tags or []), trainer._paper
+    if isinstance(paper, dict):  # of a subclass written for TRL: `title`, `id` and `citation`, all optional
+        title, arxiv, citation = map(paper.get, ("title", "id", "citation"))
+    else:
+        title, arxiv, citation = paper or (None, None, None)
     return generate_model_card(
         tags=list(dict.fromkeys([*trainer._tag_names, *more])),
         wandb_url=get_wandb_run_url(),
         comet_url=get_comet_experiment_url(),
         trainer_name=trainer._name,
-        trainer_citation=paper.get("citation"),
-        paper_title=paper.get("title"),
-        paper_id=paper.get("id"),
+        trainer_citation=citation,
+        paper_title=title,
+        paper_id=arxiv,
         **given,
     )
 

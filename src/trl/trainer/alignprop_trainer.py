@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trl._lazy import attach
 from trl.models.diffusion.policy import draw_step, generator_of
+from trl.reporting.model_card import Paper
 from trl.trainer.alignprop_config import AlignPropConfig
 from trl.trainer.diffusion_trainer import TAGS, DiffusionTrainer
 
@@ -39,10 +40,7 @@ class AlignPropTrainer(DiffusionTrainer):
 
     _name = "AlignProp"
     _tag_names: ClassVar[list[str]] = ["trl", "alignprop", *TAGS]
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "Aligning Text-to-Image Diffusion Models with Reward Backpropagation", "id": "2310.03739",
-        "citation": _CITATION,
-    }  # fmt: skip
+    _paper = Paper("Aligning Text-to-Image Diffusion Models with Reward Backpropagation", "2310.03739", _CITATION)
     _config_class: ClassVar[Any] = AlignPropConfig
 
     def step(self, epoch: int, global_step: int) -> int:

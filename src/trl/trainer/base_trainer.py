@@ -62,7 +62,7 @@ from trl.options.checks import warn_unread
 from trl.options.methods import SYNC_SETTINGS
 from trl.options.secrets import unwritten
 from trl.reporting.metrics import MetricSums, Processes
-from trl.reporting.model_card import card_of_trainer, is_generated
+from trl.reporting.model_card import Paper, card_of_trainer, is_generated
 from trl.reporting.run_lines import use_run_lines
 from trl.rollouts.token_counts import TokenCounts
 from trl.tensors.reduce import Weighted
@@ -95,7 +95,7 @@ class BaseTrainer(LegacyInterface, Trainer):
 
     _tag_names: ClassVar[list[str]] = ["trl"]
     _name: ClassVar[str] = "training"
-    _paper: ClassVar[dict[str, str]] = {}
+    _paper: ClassVar[Paper | None] = None
     _config_class: ClassVar[type]
     _columns: tuple[str, ...] = ()  # that a collator reads
     _predictions: ClassVar[str] = "predictions"  # their name in the outputs of `compute_loss`

@@ -25,6 +25,7 @@ from trl.models.prompt_density import EmbeddingFunction, PromptDensity
 from trl.models.switches import holding
 from trl.objectives.unpaired import UnpairedScores, bco_terms, udm_weights
 from trl.reporting.metrics import Processes, RunningMean
+from trl.reporting.model_card import Paper
 from trl.tensors.moments import RunningMoments
 from trl.tensors.reduce import LossTerms
 from trl.trainer.bco_config import BCOConfig
@@ -119,10 +120,7 @@ class BCOTrainer(UnpairedTrainer):
 
     _tag_names: ClassVar[list[str]] = ["trl", "bco"]
     _name: ClassVar[str] = "BCO"
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "Binary Classifier Optimization for Large Language Model Alignment",
-        "id": "2404.04656",
-    }
+    _paper = Paper("Binary Classifier Optimization for Large Language Model Alignment", "2404.04656")
     _config_class: ClassVar[type] = BCOConfig
     _point: ClassVar[str] = "delta"
     method: BCOMethod

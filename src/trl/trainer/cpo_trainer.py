@@ -8,6 +8,7 @@ from torch import Tensor
 
 from trl.objectives.pairs import PairScores, power_ratio
 from trl.objectives.preference import CPO_PER_TOKEN, cpo_terms
+from trl.reporting.model_card import Paper
 from trl.tensors.reduce import LossTerms
 from trl.trainer.cpo_config import CPOConfig
 from trl.trainer.reference_free_trainer import ReferenceFreeMethod, ReferenceFreeTrainer
@@ -61,10 +62,10 @@ class CPOTrainer(ReferenceFreeTrainer):
 
     _tag_names: ClassVar[list[str]] = ["trl", "cpo"]
     _name: ClassVar[str] = "CPO"
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "Contrastive Preference Optimization: Pushing the Boundaries of LLM Performance in Machine Translation",
-        "id": "2401.08417",
-    }
+    _paper = Paper(
+        "Contrastive Preference Optimization: Pushing the Boundaries of LLM Performance in Machine Translation",
+        "2401.08417",
+    )
     _method_class: ClassVar[type[ReferenceFreeMethod]] = CPOMethod
     _config_class: ClassVar[type] = CPOConfig
     _loss_method: ClassVar[str] = "cpo_loss"

@@ -17,6 +17,7 @@ from trl.models.diffusion.policy import Conditions, generator_of
 from trl.objectives.diffusion import PerPromptStatTracker
 from trl.objectives.kl import LARGEST_LOG_RATIO
 from trl.reporting.deadlines import DaemonThreads
+from trl.reporting.model_card import Paper
 from trl.reporting.run_lines import long_bar
 from trl.rewards.result import read_scores
 from trl.trainer.ddpo_config import DDPOConfig, PolicyGradientOptions
@@ -71,9 +72,7 @@ class DDPOTrainer(DiffusionTrainer):
 
     _name = "DDPO"
     _tag_names: ClassVar[list[str]] = ["trl", "ddpo", *TAGS]
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "Training Diffusion Models with Reinforcement Learning", "id": "2305.13301", "citation": _CITATION
-    }  # fmt: skip
+    _paper = Paper("Training Diffusion Models with Reinforcement Learning", "2305.13301", _CITATION)
     _config_class: ClassVar[Any] = DDPOConfig
 
     def set_up(self) -> None:

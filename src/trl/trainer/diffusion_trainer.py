@@ -32,7 +32,7 @@ from trl.models.switches import disable_dropout_in_model
 from trl.options.diffusion import DiffusionOptions
 from trl.options.training import wrong_config
 from trl.reporting.deadlines import AsyncCalls
-from trl.reporting.model_card import HERE, card_of_run
+from trl.reporting.model_card import HERE, Paper, card_of_run
 from trl.reporting.run_lines import RunLines
 from trl.reporting.trackers import start_trackers
 from trl.rewards.result import refusing_exit
@@ -67,7 +67,7 @@ class DiffusionTrainer:
 
     _name: ClassVar[str] = "diffusion"
     _tag_names: ClassVar[list[str]] = ["trl"]
-    _paper: ClassVar[dict[str, str]] = {}
+    _paper: ClassVar[Paper | None] = None
     _config_class: ClassVar[type[DiffusionOptions]] = DiffusionOptions
     config: Any
 

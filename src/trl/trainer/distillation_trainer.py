@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from trl.objectives.distillation import Divergence, TeacherLoss
 from trl.options.training import config_or_default
+from trl.reporting.model_card import Paper
 from trl.rollouts.experience import SCORES, TRAINED, Experience
 from trl.rollouts.measures import measured_lengths
 from trl.rollouts.tool_loop import tool_metrics
@@ -114,10 +115,7 @@ class DistillationTrainer(OnlineTrainer):
 
     _tag_names: ClassVar[list[str]] = ["trl", "distillation"]
     _name: ClassVar[str] = "on-policy distillation"
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
-        "id": "2306.13649",
-    }
+    _paper = Paper("On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes", "2306.13649")
     args: DistillationConfig
     method: DistillationMethod
     method_type: ClassVar[type[GroupMethod]] = DistillationMethod

@@ -43,6 +43,7 @@ from trl.objectives.preference import (
     preference_terms,
 )
 from trl.reporting.metrics import Processes, RunningMean
+from trl.reporting.model_card import Paper
 from trl.tensors.reduce import LossTerms, Unit, weighted
 from trl.tensors.sequences import (
     alignment_by_sequence,
@@ -218,10 +219,7 @@ class DPOTrainer(LegacyDPOMethods, PreferenceTrainer):
 
     _tag_names: ClassVar[list[str]] = ["trl", "dpo"]
     _name: ClassVar[str] = "DPO"
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
-        "id": "2305.18290",
-    }
+    _paper = Paper("Direct Preference Optimization: Your Language Model is Secretly a Reward Model", "2305.18290")
     args: DPOConfig
     method: DPOMethod
     _config_class: ClassVar[type] = DPOConfig

@@ -38,6 +38,7 @@ from trl.models.parts import causal_core, embedded_tokens
 from trl.models.setup import check_positions
 from trl.models.teacher import ColumnTeacher, Teacher, TeacherByRow, make_teacher
 from trl.objectives.distillation import Divergence
+from trl.reporting.model_card import Paper
 from trl.tensors.reduce import LossTerms
 from trl.tensors.vocabulary_loss import VocabularyLoss
 from trl.trainer.base_trainer import BaseTrainer
@@ -216,10 +217,7 @@ class GKDTrainer(SFTTrainer):
     _columns: tuple[str, ...] = (*SFTTrainer._columns, *GKDDatasets.keep_columns)
     _tag_names: ClassVar[list[str]] = ["trl", "gkd"]
     _name: ClassVar[str] = "GKD"
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
-        "id": "2306.13649",
-    }
+    _paper = Paper("On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes", "2306.13649")
     _config_class: ClassVar[type[GKDConfig]] = GKDConfig
     _sets_class: ClassVar[type[SFTDatasets]] = GKDDatasets
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("loss",)

@@ -23,6 +23,7 @@ from trl.objectives.group_policy import (
     token_losses,
 )
 from trl.objectives.sampler_correction import correction, correction_extremes, correction_metrics
+from trl.reporting.model_card import Paper
 from trl.rollouts.experience import (
     ADVANTAGE,
     CHOSEN,
@@ -179,10 +180,7 @@ class GRPOTrainer(OnlineTrainer):
     _tag_names: ClassVar[list[str]] = ["trl", "grpo"]
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("loss", "reward", "reward_std")
     _name: ClassVar[str] = "GRPO"
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
-        "id": "2402.03300",
-    }
+    _paper = Paper("DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", "2402.03300")
     args: GRPOConfig
     method_type: ClassVar[type[GroupMethod]] = GRPOMethod
     config_type: ClassVar[type[GroupTraining]] = GRPOConfig

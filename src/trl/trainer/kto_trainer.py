@@ -12,6 +12,7 @@ from trl.collators.unpaired import single_completions
 from trl.legacy.pair_methods import rewards_by_kind, scores_by_kind
 from trl.models.packed.layout import row_count
 from trl.objectives.unpaired import UnpairedScores, kl_estimate, kto_terms
+from trl.reporting.model_card import Paper
 from trl.tensors.reduce import LossTerms, Weighted, weighted
 from trl.tensors.sequences import sum_by_sequence
 from trl.trainer.kto_config import KTOConfig
@@ -93,10 +94,7 @@ class KTOTrainer(UnpairedTrainer):
 
     _tag_names: ClassVar[list[str]] = ["trl", "kto"]
     _name: ClassVar[str] = "KTO"
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "KTO: Model Alignment as Prospect Theoretic Optimization",
-        "id": "2402.01306",
-    }
+    _paper = Paper("KTO: Model Alignment as Prospect Theoretic Optimization", "2402.01306")
     _config_class: ClassVar[type] = KTOConfig
     _point: ClassVar[str] = "kl"
     method: KTOMethod

@@ -13,6 +13,7 @@ from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import LossOf
 from trl.objectives.kl import probability_ratio
 from trl.objectives.online_preference import by_epoch, nash_advantages
+from trl.reporting.model_card import Paper
 from trl.rewards.result import RewardInputs
 from trl.rollouts.experience import ADVANTAGE, OLD, REF, SCORES, STOPPED, TRAINED, Experience
 from trl.tensors.reduce import LossTerms, Weighted, weighted, where_counted
@@ -138,7 +139,7 @@ class NashMDTrainer(OnlineDPOTrainer):
 
     _tag_names: ClassVar[list[str]] = ["trl", "nash-md"]
     _name: ClassVar[str] = "Nash-MD"
-    _paper: ClassVar[dict[str, str]] = {"title": "Nash Learning from Human Feedback", "id": "2312.00886"}
+    _paper = Paper("Nash Learning from Human Feedback", "2312.00886")
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("loss", "rewards/probabilities")
     args: NashMDConfig
     method_type: ClassVar[type[GroupMethod]] = NashMDMethod

@@ -27,6 +27,7 @@ from trl.objectives.online_preference import RankedPairs, by_epoch, ranked_pairs
 from trl.objectives.pairs import PairScores
 from trl.objectives.preference import preference_terms
 from trl.options.training import config_or_default
+from trl.reporting.model_card import Paper
 from trl.rewards.judge_source import comparison_source
 from trl.rewards.judges import BasePairwiseJudge
 from trl.rewards.managed_judge import ManagedJudge
@@ -159,10 +160,7 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
 
     _tag_names: ClassVar[list[str]] = ["trl", "online-dpo"]
     _name: ClassVar[str] = "Online DPO"
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "Direct Language Model Alignment from Online AI Feedback",
-        "id": "2402.04792",
-    }
+    _paper = Paper("Direct Language Model Alignment from Online AI Feedback", "2402.04792")
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("loss", "rewards/margins", "objective/scores")
     _not_called = NOT_CALLED_OF_PROMPTS
     args: OnlineDPOConfig

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from trl.objectives.pairs import PairScores
 from trl.objectives.preference import orpo_terms
+from trl.reporting.model_card import Paper
 from trl.tensors.reduce import LossTerms
 from trl.trainer.orpo_config import ORPOConfig
 from trl.trainer.reference_free_trainer import ReferenceFreeMethod, ReferenceFreeTrainer
@@ -44,10 +45,7 @@ class ORPOTrainer(ReferenceFreeTrainer):
 
     _tag_names: ClassVar[list[str]] = ["trl", "orpo"]
     _name: ClassVar[str] = "ORPO"
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "ORPO: Monolithic Preference Optimization without Reference Model",
-        "id": "2403.07691",
-    }
+    _paper = Paper("ORPO: Monolithic Preference Optimization without Reference Model", "2403.07691")
     _method_class: ClassVar[type[ReferenceFreeMethod]] = ORPOMethod
     _config_class: ClassVar[type] = ORPOConfig
     _loss_method: ClassVar[str] = "odds_ratio_loss"

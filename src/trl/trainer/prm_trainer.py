@@ -17,6 +17,7 @@ from trl.models.packed.layout import IGNORED, is_packed
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.setup import STEP_CLASSIFIER
 from trl.objectives.reward_modelling import step_classification
+from trl.reporting.model_card import Paper
 from trl.tensors.reduce import Unit, weighted
 from trl.trainer.method import Method, Outcome, Step
 from trl.trainer.preference_trainer import PreferenceTrainer, row_sets
@@ -80,10 +81,7 @@ class PRMTrainer(PreferenceTrainer):
 
     _tag_names: ClassVar[list[str]] = ["trl", "prm"]
     _name: ClassVar[str] = "PRM"
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "Solving math word problems with process- and outcome-based feedback",
-        "id": "2211.14275",
-    }
+    _paper = Paper("Solving math word problems with process- and outcome-based feedback", "2211.14275")
     args: PRMConfig
     scorer: ClassificationScorer
     method = PRMMethod()

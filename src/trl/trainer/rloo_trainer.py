@@ -16,6 +16,7 @@ from trl.objectives.group_advantages import leave_one_out, normalized, reward_st
 from trl.objectives.group_policy import sequence_policy_loss
 from trl.objectives.kl import k1
 from trl.options.training import config_or_default
+from trl.reporting.model_card import Paper
 from trl.rewards.result import RewardInputs
 from trl.rollouts.experience import OLD, REF, SCORES, TRAINED, Experience
 from trl.rollouts.maker import less_penalty
@@ -114,10 +115,9 @@ class RLOOTrainer(SampleTables, OnlineTrainer):
     _tag_names: ClassVar[list[str]] = ["trl", "rloo"]
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("loss", "reward", "reward_std")
     _name: ClassVar[str] = "RLOO"
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "Back to Basics: Revisiting REINFORCE-Style Optimization for Learning from Human Feedback in LLMs",
-        "id": "2402.14740",
-    }
+    _paper = Paper(
+        "Back to Basics: Revisiting REINFORCE-Style Optimization for Learning from Human Feedback in LLMs", "2402.14740"
+    )
     args: RLOOConfig
     method: RLOOMethod
     method_type: ClassVar[type[GroupMethod]] = RLOOMethod

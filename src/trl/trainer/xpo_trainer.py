@@ -9,6 +9,7 @@ import torch
 from trl._lazy import attach
 from trl.models.scoring.causal import Scored
 from trl.objectives.online_preference import by_epoch
+from trl.reporting.model_card import Paper
 from trl.rollouts.experience import SCORES, STOPPED, Experience
 from trl.tensors.reduce import LossTerms, weighted
 from trl.trainer.grpo_config import GroupTraining
@@ -73,10 +74,10 @@ class XPOTrainer(OnlineDPOTrainer):
 
     _tag_names: ClassVar[list[str]] = ["trl", "xpo"]
     _name: ClassVar[str] = "XPO"
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "Exploratory Preference Optimization: Harnessing Implicit Q*-Approximation for Sample-Efficient RLHF",
-        "id": "2405.21046",
-    }
+    _paper = Paper(
+        "Exploratory Preference Optimization: Harnessing Implicit Q*-Approximation for Sample-Efficient RLHF",
+        "2405.21046",
+    )
     args: XPOConfig
     method: XPOMethod
     method_type: ClassVar[type[GroupMethod]] = XPOMethod

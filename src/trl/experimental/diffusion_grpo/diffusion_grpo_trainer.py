@@ -18,6 +18,7 @@ from trl.models.diffusion.policy import generator_of
 from trl.objectives.diffusion import gaussian_kl
 from trl.objectives.group_advantages import group_relative, reward_statistics
 from trl.options.training import wrong_config
+from trl.reporting.model_card import Paper
 from trl.rewards.images import image_sources
 from trl.rewards.result import RewardInputs, reward_metrics
 from trl.rewards.source import RewardSources
@@ -57,9 +58,7 @@ class DiffusionGRPOTrainer(DDPOTrainer):
 
     _name = "diffusion GRPO"
     _tag_names: ClassVar[list[str]] = ["trl", "grpo", *TAGS]
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "Flow-GRPO: Training Flow Matching Models via Online RL", "id": "2505.05470", "citation": _CITATION
-    }  # fmt: skip
+    _paper = Paper("Flow-GRPO: Training Flow Matching Models via Online RL", "2505.05470", _CITATION)
     _config_class: ClassVar[Any] = DiffusionGRPOConfig
 
     def __init__(

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from trl.experimental.gfpo.gfpo_config import GFPOConfig
 from trl.objectives.group_advantages import best_of_groups
 from trl.options.training import config_or_default
+from trl.reporting.model_card import Paper
 from trl.rewards.functions import accepted, name_of, parameters_of
 from trl.rewards.result import RewardInputs
 from trl.rollouts.experience import FILTERED, LENGTH, SCORES, Experience
@@ -86,10 +87,7 @@ class GFPOTrainer(GRPOTrainer):
 
     _tag_names: ClassVar[list[str]] = ["trl", "gfpo"]
     _name: ClassVar[str] = "GFPO"
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "Sample More to Think Less: Group Filtered Policy Optimization for Concise Reasoning",
-        "id": "2508.09726",
-    }
+    _paper = Paper("Sample More to Think Less: Group Filtered Policy Optimization for Concise Reasoning", "2508.09726")
     args: GFPOConfig
     method_type: ClassVar[type[GroupMethod]] = GFPOMethod
     config_type: ClassVar[type[GroupTraining]] = GFPOConfig

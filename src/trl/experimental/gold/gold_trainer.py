@@ -34,6 +34,7 @@ from trl.models.policy import Policy, make_scorer
 from trl.models.reference import FrozenModel
 from trl.models.setup import pad_token_id
 from trl.models.teacher import FrozenTeacher, Teacher, load_teacher
+from trl.reporting.model_card import Paper
 from trl.tensors.reduce import weighted
 from trl.trainer.gkd_trainer import GKDDatasets, GKDTrainer, Writer, completed, prompts_of
 from trl.trainer.group_setup import check_engine, engine_of, sampling_of, with_served_window
@@ -70,10 +71,7 @@ class GOLDTrainer(GKDTrainer):
 
     _tag_names: ClassVar[list[str]] = ["trl", "gold"]
     _name: ClassVar[str] = "GOLD"
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "Towards Cross-Tokenizer Distillation: the Universal Logit Distillation Loss for LLMs",
-        "id": "2402.12030",
-    }
+    _paper = Paper("Towards Cross-Tokenizer Distillation: the Universal Logit Distillation Loss for LLMs", "2402.12030")
     _config_class: ClassVar[type[GOLDConfig]] = GOLDConfig
     _columns = (*GKDTrainer._columns, *COLUMNS, *PROMPTS_ALONE)
     args: GOLDConfig

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from trl.experimental.minillm.minillm_config import MiniLLMConfig
 from trl.objectives.distillation import Divergence, discounted_advantages
 from trl.objectives.group_policy import LOSS_TYPES
+from trl.reporting.model_card import Paper
 from trl.rollouts.experience import MEAN_LENGTH, TRAINED, Experience
 from trl.tensors.reduce import LossTerms, weighted
 from trl.trainer.grpo_config import RolloutTraining
@@ -82,10 +83,7 @@ class MiniLLMTrainer(GRPOTrainer):
 
     _tag_names: ClassVar[list[str]] = ["trl", "minillm"]
     _name: ClassVar[str] = "MiniLLM"
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "MiniLLM: Knowledge Distillation of Large Language Models",
-        "id": "2306.08543",
-    }
+    _paper = Paper("MiniLLM: Knowledge Distillation of Large Language Models", "2306.08543")
     args: MiniLLMConfig
     method: MiniLLMMethod
     method_type: ClassVar[type[GroupMethod]] = MiniLLMMethod

@@ -13,6 +13,7 @@ from trl.experimental.papo.papo_config import PAPOConfig
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import LossOf, ScoreOptions
 from trl.objectives.group_policy import PerceptionOptions, perception_loss
+from trl.reporting.model_card import Paper
 from trl.rollouts.experience import Experience
 from trl.tensors.reduce import LossTerms
 from trl.trainer.group_images import set_and_row
@@ -69,10 +70,7 @@ class PAPOTrainer(GRPOTrainer):
 
     _tag_names: ClassVar[list[str]] = ["trl", "papo"]
     _name: ClassVar[str] = "PAPO"
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "Perception-Aware Policy Optimization for Multimodal Reasoning",
-        "id": "2507.06448",
-    }
+    _paper = Paper("Perception-Aware Policy Optimization for Multimodal Reasoning", "2507.06448")
     args: PAPOConfig
     method_type: ClassVar[type[GroupMethod]] = PAPOMethod
     config_type: ClassVar[type[GroupTraining]] = PAPOConfig

@@ -43,6 +43,7 @@ from trl.models.scoring.values import POLICY, VALUE, PolicyAndValue, PolicyValue
 from trl.models.switches import holding
 from trl.objectives.kl import k1
 from trl.reporting.metrics import Processes
+from trl.reporting.model_card import Paper
 from trl.rewards.result import source_means
 from trl.rollouts.experience import OLD, REF, Experience
 from trl.rollouts.schedule import fill_in_sizes
@@ -92,10 +93,7 @@ class PPOTrainer(SampleTables, OnlineTrainer):
 
     _tag_names: ClassVar[list[str]] = ["trl", "ppo"]
     _name: ClassVar[str] = "PPO"
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "Fine-Tuning Language Models from Human Preferences",
-        "id": "1909.08593",
-    }
+    _paper = Paper("Fine-Tuning Language Models from Human Preferences", "1909.08593")
     _not_called: ClassVar[NotCalled] = {}
     args: PPOConfig  # type: ignore[assignment]
     scorer: PolicyValueScorer

@@ -20,6 +20,7 @@ from trl.models.scoring.head import ScoreOptions
 from trl.models.switches import undisturbed, without_ddp
 from trl.objectives.distillation import Divergence, TeacherLoss, top_k_divergence
 from trl.objectives.kl import LARGEST_LOG_RATIO
+from trl.reporting.model_card import Paper
 from trl.rewards.result import RewardInputs
 from trl.rollouts.experience import OLD, TRAINED, Experience
 from trl.rollouts.maker import Completed, RolloutMaker, Rows
@@ -269,10 +270,7 @@ class SDFTTrainer(SelfDistillationTrainer):
 
     _tag_names: ClassVar[list[str]] = ["trl", "sdft"]
     _name: ClassVar[str] = "SDFT"
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "Self-Distillation Enables Continual Learning",
-        "id": "2601.19897",
-    }
+    _paper = Paper("Self-Distillation Enables Continual Learning", "2601.19897")
     args: SDFTConfig  # type: ignore[assignment]
     method: SDFTMethod
     method_type: ClassVar[type[GroupMethod]] = SDFTMethod

@@ -21,6 +21,7 @@ from trl.experimental.sdft.sdft_trainer import (
 from trl.experimental.sdpo.sdpo_config import SDPOConfig
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.group_advantages import group_moments
+from trl.reporting.model_card import Paper
 from trl.rewards.result import RewardInputs, source_means
 from trl.rollouts.experience import ADVANTAGE, FILTERED, SCORES, Experience
 from trl.rollouts.measures import measured_groups
@@ -122,10 +123,7 @@ class SDPOTrainer(SelfDistillationTrainer):
 
     _tag_names: ClassVar[list[str]] = ["trl", "sdpo"]
     _name: ClassVar[str] = "SDPO"
-    _paper: ClassVar[dict[str, str]] = {
-        "title": "Reinforcement Learning via Self-Distillation",
-        "id": "2601.20802",
-    }
+    _paper = Paper("Reinforcement Learning via Self-Distillation", "2601.20802")
     args: SDPOConfig
     method: SDPOMethod
     method_type: ClassVar[type[GroupMethod]] = SDPOMethod
