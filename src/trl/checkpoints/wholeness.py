@@ -113,11 +113,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def faults(
-    folder: Path,
-    *,
-    without: Sequence[str] = (),
-    needed: Mapping[str, Sequence[str]] = _NEEDED,
-    quick: bool = False,
+    folder: Path, *, without: Sequence[str] = (), needed: Mapping[str, Sequence[str]] = _NEEDED, quick: bool = False
 ) -> dict[str, str]:
     """File by file, what keeps a run from resuming from `folder`, except for `PARTS` that it does without.
 
@@ -155,11 +151,7 @@ def newest_whole(output_dir: str | Path, *, but: Path | None = None, quick: bool
 
 
 def checkpoint_to_load(
-    given: str | Path | bool | None,
-    output_dir: str | Path,
-    *,
-    without: Sequence[str] = (),
-    quick: bool = False,
+    given: str | Path | bool | None, output_dir: str | Path, *, without: Sequence[str] = (), quick: bool = False
 ) -> Path | None:
     """The checkpoint that `resume_from_checkpoint` means: a path, or for True the newest whole one in `output_dir`.
     `quick` as in `faults`.

@@ -60,8 +60,7 @@ class DataCollatorForChatML:
         if lost := sum(boundary >= self.max_length for _, boundary in rows):
             self.rows_without_completion += lost
             warnings.warn(
-                f"{lost} of {len(rows)} rows have prompts of max_length tokens or more: not trained.",
-                stacklevel=2,
+                f"{lost} of {len(rows)} rows have prompts of max_length tokens or more: not trained.", stacklevel=2
             )
         pad_id: int = self.tokenizer.pad_token_id  # type: ignore[assignment]
         ids = [ids[: self.max_length] for ids, _ in rows]

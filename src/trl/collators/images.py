@@ -232,10 +232,7 @@ class _ImageCollator(DataCollatorMixin):
         if cut := int((kept != mask).any(dim=1).sum()):
             if not self.rows_cut:
                 logger.warning(
-                    "%s cut %d of %d sequences of a batch (rows_cut counts later ones).",
-                    limits,
-                    cut,
-                    len(mask),
+                    "%s cut %d of %d sequences of a batch (rows_cut counts later ones).", limits, cut, len(mask)
                 )
             self.rows_cut += cut
             # The first token's label does not count: nothing predicts it.

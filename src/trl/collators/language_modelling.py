@@ -10,16 +10,7 @@ import torch
 from torch import Tensor
 from transformers.data.data_collator import DataCollatorMixin
 
-from trl.collators.rows import (
-    IGNORED,
-    Row,
-    as_ids,
-    as_rows,
-    check_filled,
-    pack_sequences,
-    pad_with_mask,
-    read_column,
-)
+from trl.collators.rows import IGNORED, Row, as_ids, as_rows, check_filled, pack_sequences, pad_with_mask, read_column
 from trl.data.text import PROMPT_ALONE
 from trl.data.token_rows import real_row
 from trl.options.checks import check_at_least

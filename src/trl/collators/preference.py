@@ -131,12 +131,7 @@ def seq2seq_batch(
 
 
 def row_batch(
-    rows: Sequence[Row],
-    completions: Sequence[str],
-    own_prompt: str,
-    *,
-    prefix_sharing: bool,
-    encoder_pad: int | None,
+    rows: Sequence[Row], completions: Sequence[str], own_prompt: str, *, prefix_sharing: bool, encoder_pad: int | None
 ) -> dict[str, Tensor]:
     """Rows of `prompt_input_ids` and one or two `completions` as `completion_batch`, or with `encoder_pad` as
     `seq2seq_batch`.
@@ -332,10 +327,7 @@ def with_prompts_scored(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     else:
         starts, is_real = (batch["position_ids"] == 0).int(), None
     sequence, labelled = starts.flatten().cumsum(0) - 1, (labels != IGNORED).flatten()
-    count, seen = (
-        int(starts.sum()) // 2 * 2,
-        labelled.cumsum(0),
-    )  # filler at the end of a packed row is no sequence
+    count, seen = (int(starts.sum()) // 2 * 2, labelled.cumsum(0))  # filler at the end of a packed row is no sequence
     before = seen == (seen - labelled.int())[starts.flatten() == 1][sequence]
     prompt = before & (sequence % 2 == 0) & (sequence < count if is_real is None else is_real)
     tokens = torch.bincount(sequence[prompt], minlength=count)[:count:2]

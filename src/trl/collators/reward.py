@@ -11,16 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.data.data_collator import DataCollatorMixin
 
-from trl.collators.rows import (
-    Row,
-    as_ids,
-    check_columns,
-    check_filled,
-    mask_of,
-    pad_with_mask,
-    real_tokens,
-    round_up,
-)
+from trl.collators.rows import Row, as_ids, check_columns, check_filled, mask_of, pad_with_mask, real_tokens, round_up
 from trl.options.checks import check_at_least
 from trl.tensors.segments import Segments
 
@@ -44,11 +35,7 @@ def shared_length(*sequences: Tensor) -> int:
 
 
 def group_batch(
-    groups: Sequence[Sequence[Tensor]],
-    *,
-    prefix_sharing: bool,
-    pad_token_id: int = 0,
-    multiple: int | None = None,
+    groups: Sequence[Sequence[Tensor]], *, prefix_sharing: bool, pad_token_id: int = 0, multiple: int | None = None
 ) -> dict[str, Tensor]:
     """Groups of whole sequences (none empty) as one packed batch, in their order.
 
@@ -153,10 +140,7 @@ class RewardDataCollatorWithPadding:
             for row in features:
                 check_columns(row, [name])
             sides = [
-                {
-                    "input_ids": row[name],
-                    "attention_mask": [1] * len(row[name]) if row.get(mask) is None else row[mask],
-                }
+                {"input_ids": row[name], "attention_mask": [1] * len(row[name]) if row.get(mask) is None else row[mask]}
                 for row in features
             ]
             padded: Any = self.tokenizer.pad(

@@ -81,11 +81,7 @@ def pack_sequences(
 
 
 def pad_with_mask(
-    rows: Sequence[Tensor],
-    value: int,
-    *,
-    side: Literal["left", "right"] = "right",
-    multiple: int | None = None,
+    rows: Sequence[Tensor], value: int, *, side: Literal["left", "right"] = "right", multiple: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Ragged rows as one tensor `(B, T)`, T rounded up to `multiple`, and the mask of the real tokens.
 

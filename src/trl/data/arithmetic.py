@@ -78,11 +78,7 @@ ROWS = ("problems", "chats", "preferences", "ratings", "steps", "prompts", "tool
 
 def make_row(name: str, problem: Problem, number: int) -> Row:
     """A row of the data set `name`; of ratings and steps those of an even number are right."""
-    question, answer, is_right = (
-        said("user", problem.question),
-        problem.sentence(problem.result),
-        number % 2 == 0,
-    )
+    question, answer, is_right = (said("user", problem.question), problem.sentence(problem.result), number % 2 == 0)
     # In two of three rows without the calculation: a small model learns to see that first.
     guess = f"I guess {problem.mistake} {problem.thing}."
     wrong = problem.sentence(problem.mistake) if number % 3 == 0 else guess
@@ -102,11 +98,7 @@ def make_row(name: str, problem: Problem, number: int) -> Row:
             return {"prompt": [question], "completion": completion, "label": is_right}
         case "steps":
             result = problem.result if is_right else problem.mistake
-            steps = [
-                f"The numbers give {problem.expression}.",
-                f"That is {result}.",
-                f"The answer is {result}.",
-            ]
+            steps = [f"The numbers give {problem.expression}.", f"That is {result}.", f"The answer is {result}."]
             return {"prompt": problem.question, "completions": steps, "labels": [True, is_right, is_right]}
         case "prompts":
             return {"prompt": [question], "solution": str(problem.result)}
@@ -114,10 +106,7 @@ def make_row(name: str, problem: Problem, number: int) -> Row:
             call = {"name": "calculate", "arguments": {"expression": problem.expression}}
             calling = said("assistant", "", tool_calls=[{"type": "function", "function": call}])
             result = said("tool", str(problem.result), name="calculate")
-            return {
-                "messages": [question, calling, result, said("assistant", answer)],
-                "tools": [CALCULATOR],
-            }
+            return {"messages": [question, calling, result, said("assistant", answer)], "tools": [CALCULATOR]}
         case _:
             return image_row(problem, number)
 

@@ -176,11 +176,7 @@ def unpair_rows(batch: dict[str, list]) -> dict[str, list]:
     """A batch of preference rows as twice as many rows with `completion` and `label`: all chosen, then all rejected."""
     rows = len(batch["chosen"])
     others = {key: values + values for key, values in batch.items() if key not in ("chosen", "rejected")}
-    return {
-        **others,
-        "completion": batch["chosen"] + batch["rejected"],
-        "label": [True] * rows + [False] * rows,
-    }
+    return {**others, "completion": batch["chosen"] + batch["rejected"], "label": [True] * rows + [False] * rows}
 
 
 def unpair_preference_dataset(

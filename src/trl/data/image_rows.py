@@ -16,31 +16,12 @@ from datasets import Dataset, Image, IterableDataset, LargeList, List
 from transformers import ProcessorMixin
 from transformers.image_utils import is_valid_image
 
-from trl.data.formats import (
-    column_names,
-    is_list_of_dicts_with,
-    maybe_convert_to_chatml,
-    prepare_multimodal_messages,
-)
+from trl.data.formats import column_names, is_list_of_dicts_with, maybe_convert_to_chatml, prepare_multimodal_messages
 from trl.data.pipeline import first_row
 from trl.data.preference_rows import SIDES, PairReader
-from trl.data.rendering import (
-    Chat,
-    render,
-    render_prompt,
-    split_rendering,
-    template_source,
-    text_tokenizer,
-)
+from trl.data.rendering import Chat, render, render_prompt, split_rendering, template_source, text_tokenizer
 from trl.data.tokenization import single_begin, template_inputs
-from trl.data.validation import (
-    Place,
-    RowType,
-    accepted_roles,
-    check_messages,
-    check_text,
-    warn_of_unread_tools,
-)
+from trl.data.validation import Place, RowType, accepted_roles, check_messages, check_text, warn_of_unread_tools
 
 logger = logging.getLogger(__name__)
 
@@ -297,10 +278,7 @@ def check_image_prompts(
 
 
 def check_image_rows(
-    dataset: Dataset | IterableDataset,
-    read: Callable[[Mapping[str, Any], Sequence[str], str], AnyRows],
-    *,
-    name: str,
+    dataset: Dataset | IterableDataset, read: Callable[[Mapping[str, Any], Sequence[str], str], AnyRows], *, name: str
 ) -> AnyRows:
     """Check all rows without decoding their images, and return their reader; the first rows are also rendered.
 

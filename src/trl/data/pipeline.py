@@ -242,12 +242,7 @@ class RowKind(ABC):
             if removed
             else "Check the masks, the chat template's generation marks, or filter the row out."
         )
-        return (
-            "input_ids",
-            f"none of the row's {kept + removed} tokens{cut} is trained",
-            "at least one",
-            remedy,
-        )
+        return ("input_ids", f"none of the row's {kept + removed} tokens{cut} is trained", "at least one", remedy)
 
     def numbers(self, columns: Any, first_row: int) -> Numbers:
         """The numbers of a block of tokenised rows (a table, or lists by name)."""

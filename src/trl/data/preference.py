@@ -83,11 +83,7 @@ class PreferencePreparation(RewardPreparation, PairLengths):
 
 
 def prepare_preference_dataset(
-    dataset: AnyDataset,
-    processing_class: ProcessingClass,
-    settings: PreferencePreparation,
-    *,
-    name: str = "train",
+    dataset: AnyDataset, processing_class: ProcessingClass, settings: PreferencePreparation, *, name: str = "train"
 ) -> tuple[AnyDataset, PreparationReport]:
     """The data set as rows of `prompt_input_ids`, `chosen_input_ids`, `rejected_input_ids`, and its report.
 
@@ -103,11 +99,7 @@ def prepare_preference_dataset(
 
 
 def prepare_reward_dataset(
-    dataset: AnyDataset,
-    processing_class: ProcessingClass,
-    settings: RewardPreparation,
-    *,
-    name: str = "train",
+    dataset: AnyDataset, processing_class: ProcessingClass, settings: RewardPreparation, *, name: str = "train"
 ) -> tuple[AnyDataset, PreparationReport]:
     """The data set as rows of whole sequences, `chosen_input_ids` and `rejected_input_ids`, and its report.
 

@@ -84,14 +84,7 @@ def token_row(
 
 
 def check_step_inputs(
-    queries: Any,
-    responses: Any,
-    scores: Any,
-    masks: Any,
-    *,
-    batch_size: int,
-    limits: TokenLimits,
-    device: torch.device,
+    queries: Any, responses: Any, scores: Any, masks: Any, *, batch_size: int, limits: TokenLimits, device: torch.device
 ) -> StepInputs:
     """The inputs of `PPOTrainer.step` in their final form, on a device.
 
@@ -327,13 +320,7 @@ class QueryLoader(DataLoader):
 
 
 def make_loader(
-    dataset: Any,
-    *,
-    batch_size: int,
-    collate_fn: Callable | None,
-    seed: int,
-    accelerator: Any,
-    keep: Any | None,
+    dataset: Any, *, batch_size: int, collate_fn: Callable | None, seed: int, accelerator: Any, keep: Any | None
 ) -> QueryLoader:
     """A loader of whole batches, `batch_size` rows per process.
 
@@ -347,11 +334,7 @@ def make_loader(
     if isinstance(dataset, datasets.Dataset) and keep is not None:
         dataset = _with_used_columns(dataset, keep)
     shares = ShuffledShares(
-        len(dataset),
-        batch_size,
-        seed=seed,
-        rank=accelerator.process_index,
-        processes=accelerator.num_processes,
+        len(dataset), batch_size, seed=seed, rank=accelerator.process_index, processes=accelerator.num_processes
     )
     if not shares.batches:
         raise ValueError(

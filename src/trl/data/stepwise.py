@@ -184,11 +184,7 @@ def tokenize_stepwise_row(
 
 
 def prepare_stepwise_dataset(
-    dataset: AnyDataset,
-    processing_class: ProcessingClass,
-    settings: StepwisePreparation,
-    *,
-    name: str = "train",
+    dataset: AnyDataset, processing_class: ProcessingClass, settings: StepwisePreparation, *, name: str = "train"
 ) -> tuple[AnyDataset, PreparationReport]:
     """Rows `prompt`, `completions`, `labels` as rows of `input_ids` and `labels` (class or -100), and the report.
 

@@ -140,10 +140,7 @@ def get_training_chat_template(tokenizer: PreTrainedTokenizerBase) -> str | None
 
 _SYSTEM: Message = {"role": "system", "content": "Be brief."}
 _TOOLS: list[dict | Callable] = [
-    {
-        "type": "function",
-        "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}},
-    }
+    {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}
 ]
 _COMMON_PROBES: list[tuple[list[Message], list | None]] = [
     ([_QUESTION], None),
@@ -180,11 +177,7 @@ QWEN_RESPONSE_TEMPLATE: dict[str, Any] = {
     "defaults": {"role": "assistant", "content": ""},
     "start_anchor": "<|im_start|>assistant\n",
     "fields": {
-        "reasoning_content": {
-            "open_pattern": r"\s*<think>",
-            "close_pattern": r"</think>\s*",
-            "content": "text",
-        },
+        "reasoning_content": {"open_pattern": r"\s*<think>", "close_pattern": r"</think>\s*", "content": "text"},
         "tool_calls": {
             "open_pattern": r"\s*<tool_call>",
             "close_pattern": r"</tool_call>\s*",

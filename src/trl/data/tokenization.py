@@ -107,11 +107,7 @@ def encode_open(
 
 
 def encode_closed(
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
-    *,
-    add_special_tokens: bool = True,
-    is_chat: bool = False,
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool = True, is_chat: bool = False
 ) -> list[tuple[Ids, int]]:
     """Token ids of texts that end here, each `closed`, and how many begin tokens were removed."""
     opened = encode_open(tokenizer, texts, add_special_tokens=add_special_tokens)

@@ -77,11 +77,7 @@ class UnpairedPreparation(PreferencePreparation):
 
 
 def prepare_unpaired_dataset(
-    dataset: AnyDataset,
-    processing_class: ProcessingClass,
-    settings: UnpairedPreparation,
-    *,
-    name: str = "train",
+    dataset: AnyDataset, processing_class: ProcessingClass, settings: UnpairedPreparation, *, name: str = "train"
 ) -> tuple[AnyDataset, PreparationReport]:
     """The data set as rows of `prompt_input_ids`, `completion_input_ids` and `label`, and its report.
 

@@ -270,13 +270,7 @@ def check_sft_settings(
 
 
 def check_tokenizer(
-    dataset: Any,
-    processing_class: ProcessingClass,
-    place: Place,
-    *,
-    is_chat: bool,
-    needs_eos: bool,
-    tools: Any = None,
+    dataset: Any, processing_class: ProcessingClass, place: Place, *, is_chat: bool, needs_eos: bool, tools: Any = None
 ) -> None:
     """Check that the tokenizer has what the rows at `place` need, and warn of tools that reach no prompt.
 

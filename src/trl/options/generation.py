@@ -57,9 +57,7 @@ class Generation(Completions):
     """How completions of prompts are generated in training: lengths, templates, tools and logs."""
 
     max_prompt_length: int | None = shared(
-        "max_prompt_length",
-        None,
-        help="Longest prompt, in tokens; longer ones keep their end. None: no limit.",
+        "max_prompt_length", None, help="Longest prompt, in tokens; longer ones keep their end. None: no limit."
     )
     chat_template_kwargs: dict[str, Any] | str | None = option(None, "Chat template's arguments.")
     cache_implementation: str | None = moved("the engine has a cache of its own.")
@@ -68,8 +66,7 @@ class Generation(Completions):
     max_tool_calling_iterations: int | None = option(None, "Rounds of tool calls. None: no limit.", ">= 1")
     tool_deadline: float | None = option(60.0, "Seconds until a tool call fails. None: never.", "(0, inf]")
     agent_sampling: AgentSampling = option(
-        "own",
-        "Temperature, top_p, top_k, min_p that agents send: ignored ('own'), taken ('agent'), or errors.",
+        "own", "Temperature, top_p, top_k, min_p that agents send: ignored ('own'), taken ('agent'), or errors."
     )
     agent_host: str = option("127.0.0.1", "Where the endpoint of agents listens. 0.0.0.0: all addresses.")
     agent_concurrency: int = option(64, "Sessions of agents that run at once.", ">= 1")

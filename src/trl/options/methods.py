@@ -90,8 +90,7 @@ class JudgeOptions(OptionGroup):
     """Cache, orders, attempts and budget of a pairwise judge."""
 
     judge_cache: str | None = option(
-        None,
-        "File (SQLite) that keeps the judge's answers by content, for resumed and other runs. None: none.",
+        None, "File (SQLite) that keeps the judge's answers by content, for resumed and other runs. None: none."
     )
     judge_swap_positions: bool = option(
         False, "Show each pair to the judge in both orders; the mean counts, a disagreement is a tie."

@@ -88,8 +88,7 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
     )
     resume_from_checkpoint: str | None = option(None, "Checkpoint's folder, or true for the newest.")
     resume_without: list[str] | None = option(
-        None,
-        "Lost parts of the checkpoint that start anew: optimizer, random_state, progress (sums, rollouts).",
+        None, "Lost parts of the checkpoint that start anew: optimizer, random_state, progress (sums, rollouts)."
     )
 
     def check(self) -> None:
@@ -118,10 +117,7 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
 
     def __post_init__(self) -> None:
         self.settle()
-        if self.report_to in (
-            None,
-            [None],
-        ):  # transformers takes None for the name of a tracker, and wraps it
+        if self.report_to in (None, [None]):  # transformers takes None for the name of a tracker, and wraps it
             self.report_to = "none"
         if self.bf16 is None:
             # Weights in bfloat16 need no autocast, under which FSDP makes them float32.
