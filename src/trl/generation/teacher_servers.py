@@ -96,12 +96,7 @@ class TeacherServer:
         """The answer to each row."""
         body: dict[str, Any] = {"model": self.model, "prompt": rows, "temperature": 0.0}
         if self._echoes:
-            body |= {
-                "max_tokens": 0,
-                "echo": True,
-                "logprobs": self.top_k,
-                "return_tokens_as_token_ids": True,
-            }
+            body |= {"max_tokens": 0, "echo": True, "logprobs": self.top_k, "return_tokens_as_token_ids": True}
         else:
             body |= {"max_tokens": 1, "prompt_logprobs": self.top_k}
         choices = self._repeated(partial(self._http.post, "/v1/completions", body), where).get("choices")

@@ -28,13 +28,7 @@ from trl.data.hub import loading_from_hub, may_be_on_hub
 from trl.data.rendering import text_tokenizer
 from trl.models.distributed import gathered_parameters
 from trl.models.parts import causal_core, embedded_tokens
-from trl.models.peft import (
-    get_kbit_device_map,
-    is_peft_model,
-    require_peft,
-    resolve_dtype,
-    train_copies_in_float32,
-)
+from trl.models.peft import get_kbit_device_map, is_peft_model, require_peft, resolve_dtype, train_copies_in_float32
 from trl.options.secrets import redacted
 
 logger = logging.getLogger(__name__)

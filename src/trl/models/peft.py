@@ -161,9 +161,7 @@ def merge_adapter(model: Any) -> PreTrainedModel:
 
 
 def prepare_model_for_kbit_training(
-    model: Any,
-    use_gradient_checkpointing: bool = True,
-    gradient_checkpointing_kwargs: dict[str, Any] | None = None,
+    model: Any, use_gradient_checkpointing: bool = True, gradient_checkpointing_kwargs: dict[str, Any] | None = None
 ) -> Any:
     """Freeze every weight of a quantised model, hold its 16-bit ones (norms, embeddings, head) in float32, return it.
 

@@ -86,9 +86,7 @@ def set_up_policy(
         processing_class = load_processing_class(loaded, trust_remote_code=trusts)
     check_processing_class(processing_class)
     tokenizer = apply_special_tokens(
-        processing_class,
-        eos_token=getattr(args, "eos_token", None),
-        pad_token=getattr(args, "pad_token", None),
+        processing_class, eos_token=getattr(args, "eos_token", None), pad_token=getattr(args, "pad_token", None)
     )
     template = getattr(args, "chat_template_path", None)
     loaded, peft_config = take_chat_template(loaded, tokenizer, template, peft_config)
@@ -165,7 +163,6 @@ def is_encoder_decoder(core: Any, args: Any) -> bool:
         raise ValueError(f"is_encoder_decoder={said} contradicts {type(core).__name__}. Leave it out.")
     if args.max_completion_length is not None and not found:
         logger.warning(
-            "max_completion_length=%d acts on encoder-decoders only. Set max_length.",
-            args.max_completion_length,
+            "max_completion_length=%d acts on encoder-decoders only. Set max_length.", args.max_completion_length
         )
     return found

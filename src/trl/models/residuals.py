@@ -66,17 +66,11 @@ def check_residuals(accelerator: Any, optim: str = "") -> None:
     """
     sharding, precision = getattr(accelerator.state, "fsdp_plugin", None), accelerator.mixed_precision
     reasons = (
-        (
-            accelerator.state.deepspeed_plugin,
-            "DeepSpeed keeps float32 weights of its own. Leave one of them out",
-        ),
+        (accelerator.state.deepspeed_plugin, "DeepSpeed keeps float32 weights of its own. Leave one of them out"),
         (precision == "fp16", "float16 scales its gradients. Train in bfloat16"),
         (sharding and sharding.fsdp_version != 2, "FSDP must be version 2"),
         (sharding and precision != "no", "FSDP makes weights float32 under mixed precision. Set bf16=False"),
-        (
-            re.search("lomo|layerwise|schedule_free", optim),
-            f"optim={optim!r} has no step of its own. Use another",
-        ),
+        (re.search("lomo|layerwise|schedule_free", optim), f"optim={optim!r} has no step of its own. Use another"),
     )
     for applies, reason in reasons:
         if applies:

@@ -253,6 +253,5 @@ def check_trained_head(model: Any) -> None:
     head = head_of(causal_core(model))
     if head is not None and not any(parameter.requires_grad for parameter in head.parameters()):
         logger.warning(
-            "The adapter leaves the head %s out. Add it to modules_to_save, unless trained.",
-            type(head).__name__,
+            "The adapter leaves the head %s out. Add it to modules_to_save, unless trained.", type(head).__name__
         )

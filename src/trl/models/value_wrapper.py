@@ -87,10 +87,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
 
     @classmethod
     def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike[str] | nn.Module,
-        *model_args: Any,
-        **kwargs: Any,
+        cls, pretrained_model_name_or_path: str | os.PathLike[str] | nn.Module, *model_args: Any, **kwargs: Any
     ) -> Any:
         """A wrapper around a model given by Hub name or folder, or around a loaded model.
 
@@ -216,11 +213,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         return self.pretrained_model.prepare_inputs_for_generation(*args, **kwargs)
 
     def save_pretrained(
-        self,
-        save_directory: str | os.PathLike[str],
-        *,
-        state_dict: Mapping[str, Tensor] | None = None,
-        **kwargs: Any,
+        self, save_directory: str | os.PathLike[str], *, state_dict: Mapping[str, Tensor] | None = None, **kwargs: Any
     ) -> None:
         """Save a checkpoint of the wrapped model (safetensors, sharded by `max_shard_size`) with the added weights.
 

@@ -89,10 +89,7 @@ def fused_unsupported(model: Any, dtype: torch.dtype | None = None) -> str | Non
     itemsize = (dtype or model.dtype).itemsize
     if sum(parameter.numel() for parameter in model.parameters()) * itemsize > LARGEST_COPIED:
         return "its weights are too large to be copied"
-    names = [
-        *(f"self_attn.{name}_proj" for name in "qkvo"),
-        *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
-    ]
+    names = [*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down"))]
     linears = [layer.get_submodule(name) for layer in layers for name in names]
     if not all(map(has_readable_weight, [*linears, model.get_output_embeddings()])):
         return "its layers are quantised, or have adapters that are no sums of weights"

@@ -27,13 +27,7 @@ from trl.generation.transformers.reuse import Reuse
 from trl.generation.transformers.rollout_loop import RolloutLoop, default_rows, row_memory
 from trl.models.distributed import fsdp2_modules, is_sharded, unwrap_model_for_generation
 from trl.models.packed.attention import is_bidirectional, packed_unsupported
-from trl.models.parts import (
-    causal_core,
-    embedded_tokens,
-    head_unsupported,
-    logit_rule,
-    prompt_learning_unsupported,
-)
+from trl.models.parts import causal_core, embedded_tokens, head_unsupported, logit_rule, prompt_learning_unsupported
 from trl.models.switches import disable_gradient_checkpointing, undisturbed, without_ddp
 from trl.options.checks import check_at_least, check_one_of
 
@@ -199,12 +193,7 @@ class TransformersEngine:
         return MIXED.get(getattr(self.accelerator, "mixed_precision", "no"))
 
     def _run(
-        self,
-        model: Any,
-        core: Any,
-        requests: Requests,
-        dtype: torch.dtype | None,
-        more_inputs: MoreInputs | None,
+        self, model: Any, core: Any, requests: Requests, dtype: torch.dtype | None, more_inputs: MoreInputs | None
     ) -> None:
         route = "generate" if more_inputs is not None else self._route(model, core)
         config = core.config.get_text_config()

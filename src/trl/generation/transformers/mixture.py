@@ -47,12 +47,7 @@ class MixtureEngine(TransformersEngine):
         yield LiveCalls(self)
 
     def _run(
-        self,
-        model: Any,
-        core: Any,
-        requests: Requests,
-        dtype: torch.dtype | None,
-        more_inputs: MoreInputs | None,
+        self, model: Any, core: Any, requests: Requests, dtype: torch.dtype | None, more_inputs: MoreInputs | None
     ) -> None:
         share, config = self.coefficient(), core.config.get_text_config()
         with ExitStack() as stack:
@@ -77,11 +72,7 @@ class _Member:
     """A model of a mixture, with its cache."""
 
     def __init__(
-        self,
-        model: Any,
-        weight: float,
-        switched: Callable[[], AbstractContextManager[Any]],
-        dtype: torch.dtype | None,
+        self, model: Any, weight: float, switched: Callable[[], AbstractContextManager[Any]], dtype: torch.dtype | None
     ) -> None:
         self.core, self.weight, self.switched = causal_core(model), weight, switched
         self.cache = RolloutCache(self.core.config.get_text_config().num_hidden_layers)

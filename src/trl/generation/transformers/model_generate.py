@@ -140,11 +140,7 @@ def _with_more(
     if len(distinct) == len(batch) or ends_blindly or is_short or prompt_learning_unsupported(model):
         return {**inputs, **more_of(batch)}
     firsts = [names.index(name) for name in distinct]
-    given = {
-        "input_ids": ids[firsts],
-        "attention_mask": mask[firsts],
-        **more_of([batch[row] for row in firsts]),
-    }
+    given = {"input_ids": ids[firsts], "attention_mask": mask[firsts], **more_of([batch[row] for row in firsts])}
     heads = {
         name: value[:, :-1] if name in inputs or is_per_token(name, value, given) else value
         for name, value in given.items()

@@ -141,11 +141,7 @@ def respond_to_batch(
 
 
 def top_k_top_p_filtering(
-    logits: Tensor,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    filter_value: float = -float("inf"),
-    min_tokens_to_keep: int = 1,
+    logits: Tensor, top_k: int = 0, top_p: float = 1.0, filter_value: float = -float("inf"), min_tokens_to_keep: int = 1
 ) -> Tensor:
     """Logits `(B, V)` with `filter_value` outside the `top_k` largest (0: all) and the nucleus of `top_p` (1: all).
 

@@ -24,13 +24,7 @@ class RolloutLoop:
     """
 
     def __init__(
-        self,
-        decoder: OwnForward,
-        cache: RolloutCache,
-        requests: Requests,
-        *,
-        max_rows: int,
-        reuse: Reuse | None = None,
+        self, decoder: OwnForward, cache: RolloutCache, requests: Requests, *, max_rows: int, reuse: Reuse | None = None
     ) -> None:
         self.decoder, self.cache, self.requests = decoder, cache, requests
         self.max_rows, self.reuse = max_rows, reuse

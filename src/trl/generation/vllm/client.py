@@ -153,11 +153,7 @@ class VLLMClient:
     ) -> dict[str, list[list[Any]]]:
         """`generate` for conversations, with the chat template of the server's tokenizer or another `chat_template`."""
         sampling = _sampling(locals())
-        sampling |= {
-            "chat_template_kwargs": chat_template_kwargs,
-            "tools": tools,
-            "chat_template": chat_template,
-        }
+        sampling |= {"chat_template_kwargs": chat_template_kwargs, "tools": tools, "chat_template": chat_template}
         if any(isinstance(each, Mapping) for each in messages):
             raise TypeError("messages must be a list of conversations, got a single one. Put it in a list.")
         shown = [[_without_pixels(message) for message in conversation] for conversation in messages]

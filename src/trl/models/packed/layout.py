@@ -22,17 +22,7 @@ from trl.tensors.segments import Segments
 
 # Columns of a method, one number per row or sequence; they are not given to the model.
 ROW_KEYS = frozenset(
-    [
-        "rows",
-        "ref_logps",
-        "ref_kl_logps",
-        "margin",
-        "label",
-        "row_weights",
-        "prompt_tokens",
-        TEACHER,
-        "on_policy",
-    ]
+    ["rows", "ref_logps", "ref_kl_logps", "margin", "label", "row_weights", "prompt_tokens", TEACHER, "on_policy"]
 )
 FILLS_UP = "fills_up"  # marks a batch without rows of its process: it runs with the others, counted nowhere
 TEACHER_BATCH = "teacher_batch"  # that a teacher is shown in place of the student's

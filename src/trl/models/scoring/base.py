@@ -12,13 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trl.models.packed.attention import packed_unsupported, use_packed_attention
-from trl.models.packed.layout import (
-    ModelBatch,
-    packed_batch,
-    padded_batch,
-    padded_rows,
-    without_shared_prefixes,
-)
+from trl.models.packed.layout import ModelBatch, packed_batch, padded_batch, padded_rows, without_shared_prefixes
 from trl.models.parts import replaced_forward
 
 logger = logging.getLogger(__name__)

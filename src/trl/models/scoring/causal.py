@@ -174,10 +174,7 @@ class Scorer(ScorerBase):
         scorer, other_model = second
         theirs = scorer.lay_out(batch if other_batch is None else other_batch)
         places = {own.start: rows for own, rows in parts or ()}
-        if other_batch is None and (self.packed, self.shares_prefixes) != (
-            scorer.packed,
-            scorer.shares_prefixes,
-        ):
+        if other_batch is None and (self.packed, self.shares_prefixes) != (scorer.packed, scorer.shares_prefixes):
             rows, theirs = self.padded(batch), scorer.padded(batch)  # one order of positions
 
         def read_other(head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None) -> dict[str, Any]:

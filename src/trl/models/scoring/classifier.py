@@ -46,10 +46,7 @@ class ClassificationScorer(ScorerBase):
             )
         if reason := prompt_learning_unsupported(model):
             raise ValueError(f"{reason}, which classifiers do not support. Use LoRA, or train all weights.")
-        head, reason = (
-            head_of(core),
-            f"it has no classification head under the names {' or '.join(_HEAD_NAMES)}",
-        )
+        head, reason = (head_of(core), f"it has no classification head under the names {' or '.join(_HEAD_NAMES)}")
         if head is not None:
             reason = logits_unsupported(core, [core.base_model], head, LogitRule())
         super().__init__(core, unsupported_reason=reason, pad_token_id=pad_token_id, packed=packed)
