@@ -24,6 +24,7 @@ AREAS = {
     "options": "Models",
     "rewards": "Rewards and judges",
     "rollouts": "Agents and sampling",
+    "agents": "Agents and sampling",
     "trainer": "Callbacks",
     "scripts": "Scripts",
 }

@@ -17,6 +17,7 @@ LAYERS = (
     ("collators", "models", "reporting"),
     ("generation", "rewards"),
     ("rollouts",),
+    ("agents",),
     ("trainer", "legacy"),
     ("experimental",),
     ("scripts", "cli"),

@@ -53,7 +53,7 @@ SERVE = {"fastapi", "pydantic", "starlette", "uvicorn"}
 NEEDS_EXTRA = {  # modules that are imported where an extra is needed, and what they import at once
     "generation/serving/app.py": SERVE,
     "generation/serving/openai_api.py": SERVE,
-    "rollouts/openai_app.py": SERVE,
+    "agents/openai_app.py": SERVE,
 }
 UNDECLARED = {"llm-blender"}  # PairRMJudge alone uses it, and says how to install it
 

@@ -13,6 +13,8 @@ library's own.
 if TYPE_CHECKING:
     from transformers.trainer_utils import set_seed as set_seed
 
+    from trl.agents.text_environment import TextEnvironment as TextEnvironment
+    from trl.agents.text_environment import TextHistory as TextHistory
     from trl.collators.completion_only import (
         DataCollatorForCompletionOnlyLM as DataCollatorForCompletionOnlyLM,
     )
@@ -69,8 +71,6 @@ if TYPE_CHECKING:
     from trl.rewards.judges import RandomPairwiseJudge as RandomPairwiseJudge
     from trl.rewards.judges import RandomRankJudge as RandomRankJudge
     from trl.rollouts.best_of_n import BestOfNSampler as BestOfNSampler
-    from trl.rollouts.text_environment import TextEnvironment as TextEnvironment
-    from trl.rollouts.text_environment import TextHistory as TextHistory
     from trl.scripts.arguments import DPOScriptArguments as DPOScriptArguments
     from trl.scripts.arguments import ScriptArguments as ScriptArguments
     from trl.scripts.arguments import SFTScriptArguments as SFTScriptArguments

@@ -65,8 +65,8 @@ def train(*callbacks, rows=2, **settings):
 def play_uneven_turns(trainer) -> None:
     """Episodes of one turn in process 0 and of three in process 1, which gather weights together."""
     from tests.trainer.resume_worker import tokenizer
+    from trl.agents.text_environment import TextEnvironment
     from trl.generation.transformers.engine import TransformersEngine
-    from trl.rollouts.text_environment import TextEnvironment
 
     class Stubborn(TextEnvironment):
         def task_end_check(self, history, model_turn=True):

@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from tests.harnesses.scripted import Scripted, call, logps_of, policy, words
 from trl import GRPOConfig, GRPOTrainer
-from trl.rollouts.sessions import Session
+from trl.agents.sessions import Session
 
 HARNESSES = Path(os.environ.get("HARNESSES", Path(__file__).parents[2] / ".harnesses"))
 FIXED = "def add(a, b):\n    return a + b\n"

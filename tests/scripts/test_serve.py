@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
+from trl.agents.endpoint import Endpoint
 from trl.cli.main import main
 from trl.generation.serving.app import HTTPServer
 from trl.generation.transformers.engine import TransformersEngine
-from trl.rollouts.endpoint import Endpoint
 
 PORT = re.compile(r"on (http://127\.0\.0\.1:\d+/v1)\. The API key is in (\S+)\.$")
 

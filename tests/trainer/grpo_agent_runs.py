@@ -5,7 +5,7 @@ import sys
 import openai
 from datasets import Dataset
 
-from tests.experimental.test_agent_sessions import SCHEMAS, answers, as_dict, connection
+from tests.agents.test_sessions import SCHEMAS, answers, as_dict, connection
 from tests.trainer import grpo_runs
 from tests.trainer.grpo_tool_runs import QUESTIONS, make
 

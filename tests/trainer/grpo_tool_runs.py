@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from tests.rollouts.tool_words import TOOLS, call_tokenizer
+from tests.agents.tool_words import TOOLS, call_tokenizer
 from tests.tiny import tiny_model
 from tests.trainer import grpo_runs
 

@@ -16,18 +16,18 @@ import pytest
 import torch
 from datasets import Dataset
 
-from tests.experimental.test_agent_sessions import connection, waits_for
-from tests.rollouts.tool_words import TOOLS
+from tests.agents.test_sessions import connection, waits_for
+from tests.agents.tool_words import TOOLS
 from tests.trainer.agent_kill_runs import make as make_kill_run
 from tests.trainer.grpo_agent_runs import ROWS, agents, forgetful, tool_agent, trained
 from tests.trainer.grpo_runs import logs
 from tests.trainer.grpo_tool_runs import QUESTIONS, caller
 from tests.two_processes import ending, launch
+from trl.agents.journal import Journal, _records
+from trl.agents.sessions import Session
 from trl.experimental.agents import read_sessions
 from trl.generation.vllm.engine import VLLMEngine
 from trl.reporting import deadlines
-from trl.rollouts.journal import Journal, _records
-from trl.rollouts.sessions import Session
 from trl.trainer import group_setup
 
 

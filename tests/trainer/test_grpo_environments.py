@@ -14,15 +14,15 @@ import pytest
 import torch
 from datasets import Dataset
 
+from tests.agents.tool_words import TOOLS
 from tests.generation.stand_in import LocalCopy
-from tests.rollouts.tool_words import TOOLS
 from tests.trainer.grpo_agent_runs import agents
 from tests.trainer.grpo_runs import logs
 from tests.two_processes import ending
+from trl.agents import environments as environments_module
+from trl.agents.journal import _records
 from trl.experimental.openenv import StepEnvironment
 from trl.experimental.openenv.utils import generate_rollout_completions
-from trl.rollouts import environments as environments_module
-from trl.rollouts.journal import _records
 from trl.trainer import group_setup
 
 SETTINGS = {"max_completion_length": 24, "max_tool_calling_iterations": 2, "max_steps": 1}
@@ -285,7 +285,7 @@ def test_they_need_no_server(monkeypatch):
     """Neither to be imported nor to run; agents do."""
     status, written = ending("tests.trainer.without_server")
     assert status == 0, written
-    for name in ("generation.serving.app", "generation.serving.openai_api", "rollouts.openai_app"):
+    for name in ("generation.serving.app", "generation.serving.openai_api", "agents.openai_app"):
         monkeypatch.setitem(sys.modules, f"trl.{name}", None)
     assert trained()[2]["agent/failures/raised"] == 0
     monkeypatch.setattr(group_setup, "find_spec", lambda name: None)

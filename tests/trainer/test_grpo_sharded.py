@@ -19,8 +19,8 @@ from tests.trainer.grpo_sharded import (
     policy_of,
 )
 from tests.two_processes import launch, need_deepspeed
+from trl.agents.journal import _records
 from trl.rollouts.experience import CORRECTION, OLD, SAMPLING_LOGPS
-from trl.rollouts.journal import _records
 
 
 @pytest.mark.slow

@@ -6,15 +6,15 @@ import pytest
 import torch
 from datasets import Dataset
 
-from tests.rollouts.tool_words import TEMPLATE, TOOLS, call_tokenizer
+from tests.agents.tool_words import TEMPLATE, TOOLS, call_tokenizer
 from tests.tiny_tokenizers import CHATML
 from tests.trainer.grpo_runs import logs
 from tests.trainer.grpo_tool_runs import conversations, make, run
 from tests.trainer.one_step import assert_same_steps
 from tests.two_processes import launch
+from trl.agents.tool_loop import CALLS
 from trl.models.scoring.head import ScoreOptions
 from trl.rollouts.experience import OLD, REF, SAMPLING_LOGPS, STOPPED, TOOL_OUTPUT, TRAINED
-from trl.rollouts.tool_loop import CALLS
 
 
 def window(trainer, number=0):

@@ -60,9 +60,9 @@ def serve(arguments: ServeArguments) -> None:
     with until_told(), ExitStack() as stack:
         with reporting_input_errors():
             check_token_source(arguments.host)
+            from trl.agents.endpoint import Endpoint
             from trl.generation.engine import Sampling
             from trl.generation.serving.app import HTTPServer
-            from trl.rollouts.endpoint import Endpoint
 
         with needing_address(arguments.host, arguments.port):
             server = stack.enter_context(HTTPServer(arguments.host, arguments.port))

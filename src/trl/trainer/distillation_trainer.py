@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
+from trl.agents.tool_loop import tool_metrics
 from trl.objectives.distillation import Divergence, TeacherLoss
 from trl.options.training import config_or_default
 from trl.reporting.model_card import Paper
 from trl.rollouts.experience import SCORES, TRAINED, Experience
 from trl.rollouts.measures import measured_lengths
-from trl.rollouts.tool_loop import tool_metrics
 from trl.tensors.reduce import LossTerms, Weighted, weighted
 from trl.tensors.vocabulary_loss import Losses, VocabularyLoss
 from trl.trainer.distillation_config import DistillationConfig

@@ -10,6 +10,13 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
+from trl.agents.completer import AgentCompleter
+from trl.agents.endpoint import check_host
+from trl.agents.environments import EnvironmentAgent, with_prompts
+from trl.agents.journal import Journal
+from trl.agents.sessions import Budget
+from trl.agents.tool_loop import ToolLoop
+from trl.agents.tools import tools_of
 from trl.data.image_rows import has_images
 from trl.data.prompts import PromptPreparation, PromptSets
 from trl.data.streaming import RowStream
@@ -28,14 +35,7 @@ from trl.options.checks import json_object, warn_unread
 from trl.options.generation import AGENT_SETTINGS, TOOL_SETTINGS
 from trl.rewards.functions import column_reward
 from trl.rewards.source import RewardSources
-from trl.rollouts.agents import AgentCompleter
-from trl.rollouts.endpoint import check_host
-from trl.rollouts.environments import EnvironmentAgent, with_prompts
-from trl.rollouts.journal import Journal
 from trl.rollouts.schedule import RolloutSizes
-from trl.rollouts.sessions import Budget
-from trl.rollouts.tool_loop import ToolLoop
-from trl.rollouts.tools import tools_of
 from trl.trainer.group_images import ImagePromptSets
 from trl.trainer.grpo_config import GroupTraining, RolloutTraining
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from trl.agents.tool_loop import tool_metrics
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import LossOf, ScoreOptions
 from trl.objectives.group_advantages import Scale, has_no_variance
@@ -28,7 +29,6 @@ from trl.rollouts.experience import (
 )
 from trl.rollouts.measures import agent_metrics, measured_groups
 from trl.rollouts.token_counts import token_advantages
-from trl.rollouts.tool_loop import tool_metrics
 from trl.tensors.reduce import LossTerms, Unit, Weighted
 from trl.trainer.grpo_config import GroupTraining, RolloutTraining
 from trl.trainer.method import Method

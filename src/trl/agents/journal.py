@@ -16,14 +16,14 @@ from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from trl.agents.chains import Chain, chains_of, conversations_of, in_order
+from trl.agents.sessions import Session
+from trl.agents.tools import Reply
 from trl.models.distributed import is_sharded
 from trl.reporting.deadlines import DeadlinePassed
 from trl.rewards.result import RewardError, read_answers
-from trl.rollouts.chains import Chain, chains_of, conversations_of, in_order
 from trl.rollouts.measures import Outcome
 from trl.rollouts.schedule import digest
-from trl.rollouts.sessions import Session
-from trl.rollouts.tools import Reply
 
 REWARD_FIELD = "agent_reward"
 

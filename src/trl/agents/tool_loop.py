@@ -10,17 +10,17 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from trl.agents.chains import Chain, experience_of
+from trl.agents.journal import Played
+from trl.agents.tool_turns import ReplyWriter, TurnReader, check_tool_template
+from trl.agents.tools import FAILURES, Tool, ToolCall, ToolRunner
 from trl.data.formats import remove_none_values
 from trl.data.prompts import PROMPT_IDS
 from trl.data.rendering import ProcessingClass
 from trl.generation.engine import Generated, Sampling, completion_limits
-from trl.rollouts.chains import Chain, experience_of
 from trl.rollouts.experience import STOPPED
-from trl.rollouts.journal import Played
 from trl.rollouts.maker import Completed, RolloutMaker, Rows
 from trl.rollouts.measures import shared
-from trl.rollouts.tool_turns import ReplyWriter, TurnReader, check_tool_template
-from trl.rollouts.tools import FAILURES, Tool, ToolCall, ToolRunner
 from trl.tensors.reduce import Weighted, weighted
 
 CALLS, LIMITED = "tool_calls", "tool_limited"

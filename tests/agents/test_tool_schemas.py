@@ -5,8 +5,8 @@ from typing import Literal
 
 import pytest
 
-from tests.rollouts.tool_words import add, echo, fail
-from trl.rollouts.tools import mismatch, tools_of
+from tests.agents.tool_words import add, echo, fail
+from trl.agents.tools import mismatch, tools_of
 
 
 def no_docstring(a: int) -> int:

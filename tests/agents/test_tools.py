@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from trl.rollouts.text_environment import answer, named_tools, parse_call
+from trl.agents.text_environment import answer, named_tools, parse_call
 
 
 def double(query):

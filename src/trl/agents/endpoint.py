@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from trl.agents.chats import Chats
+from trl.agents.sessions import Session
 from trl.data.rendering import text_tokenizer
 from trl.generation.engine import Engine, Sampling
 from trl.generation.live import Broker, opened
@@ -21,8 +23,6 @@ from trl.generation.transformers.engine import context_length_of, without_wrappe
 from trl.generation.transformers.requests import fresh_seed, stop_tokens
 from trl.options.generation import AgentSampling
 from trl.reporting.deadlines import start
-from trl.rollouts.chats import Chats
-from trl.rollouts.sessions import Session
 
 if TYPE_CHECKING:  # environments need no server
     from trl.generation.serving.app import HTTPServer
@@ -135,7 +135,7 @@ class Endpoint:
 
     def __enter__(self) -> Endpoint:
         if (server := self._server) is not None:
-            from trl.rollouts.openai_app import openai_app
+            from trl.agents.openai_app import openai_app
 
             server.listen()
             app = openai_app(self.model_name, self.session_of, lambda: self.broker.failure)

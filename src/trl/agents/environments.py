@@ -13,16 +13,16 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 
+from trl.agents.chats import TOO_LONG, readable
+from trl.agents.journal import Played
+from trl.agents.sessions import BUDGET_EXCEEDED, Session, Turn
+from trl.agents.tool_turns import check_tool_template
+from trl.agents.tools import MOST_LEFT_BEHIND, Reply, Tool, ToolCall, as_text, refusal, reply_of, tools_of
 from trl.data.formats import is_list_of_dicts_with, remove_none_values
 from trl.data.rendering import Message, ProcessingClass
 from trl.generation.serving.answers import APIError
 from trl.reporting.deadlines import DeadlinePassed, ThreadedCalls, bounded
 from trl.rewards.functions import accepted
-from trl.rollouts.chats import TOO_LONG, readable
-from trl.rollouts.journal import Played
-from trl.rollouts.sessions import BUDGET_EXCEEDED, Session, Turn
-from trl.rollouts.tool_turns import check_tool_template
-from trl.rollouts.tools import MOST_LEFT_BEHIND, Reply, Tool, ToolCall, as_text, refusal, reply_of, tools_of
 
 KIND = "environment"  # the column that chooses among several factories
 NO_PROMPT = [{"role": "user", "content": ""}]

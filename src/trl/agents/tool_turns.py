@@ -13,6 +13,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from trl.agents.tools import ToolCall
 from trl.data.formats import common_prefix_length
 from trl.data.rendering import (
     Chat,
@@ -27,7 +28,6 @@ from trl.data.rendering import (
 )
 from trl.data.templates import QWEN_RESPONSE_TEMPLATE
 from trl.data.tokenization import encode
-from trl.rollouts.tools import ToolCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _BLOCK = re.compile(rf"\s*{OPEN}(.*?)(?:{CLOSE}\s*|\Z)", re.DOTALL)

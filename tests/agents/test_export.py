@@ -5,8 +5,8 @@ import math
 import pytest
 from datasets import Dataset
 
-from tests.experimental.test_agent_sessions import client_of, serving, tool_user
-from tests.rollouts.tool_words import call_tokenizer
+from tests.agents.test_sessions import client_of, serving, tool_user
+from tests.agents.tool_words import call_tokenizer
 from tests.trainer.grpo_agent_runs import ROWS, tool_agent, trained
 from tests.trainer.grpo_tool_runs import caller
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from trl.agents.chains import conversations_of
+from trl.agents.sessions import Session
 from trl.data.formats import common_prefix_length
-from trl.rollouts.chains import conversations_of
-from trl.rollouts.sessions import Session
 
 Record = Mapping[str, Any]
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+from trl.agents.tool_turns import ReplyWriter, TurnReader
+from trl.agents.tools import ToolCall
 from trl.data.byte_alignment import vocabulary_bytes
 from trl.data.rendering import Chat, Message, ProcessingClass, render_prompt, text_tokenizer
 from trl.data.tokenization import encode
 from trl.generation.serving.answers import APIError, ScoredPrompt, check_text
-from trl.rollouts.tool_turns import ReplyWriter, TurnReader
-from trl.rollouts.tools import ToolCall
 
 TOO_LONG = "context_length_exceeded"  # the code of an error
 

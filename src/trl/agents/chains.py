@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from trl.agents.sessions import Turn
 from trl.generation.engine import Generated
 from trl.rollouts.experience import SAMPLING_KEPT, SAMPLING_LOGPS, TOOL_OUTPUT, Experience
-from trl.rollouts.sessions import Turn
 from trl.tensors.ragged import Ragged
 
 

@@ -16,10 +16,10 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from trl.agents.sessions import Session, Turn
 from trl.generation.serving.answers import APIError
 from trl.generation.serving.app import admission, faults_of, unless_gone
 from trl.generation.serving.openai_api import Body, ChatBody, CompletionBody
-from trl.rollouts.sessions import Session, Turn
 
 MAX_BODY_BYTES = 16 * 1024**2
 BODY_DEADLINE_S = 30.0  # for a whole request to arrive, and for a client to read

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from tests.rollouts.tool_words import TOOLS
-from trl.rollouts import tools
-from trl.rollouts.tools import Reply, ToolCall, ToolRunner, tools_of
+from tests.agents.tool_words import TOOLS
+from trl.agents import tools
+from trl.agents.tools import Reply, ToolCall, ToolRunner, tools_of
 
 RELEASE = threading.Event()
 

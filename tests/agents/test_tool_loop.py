@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from tests.rollouts.tool_words import ADD, BROKEN, FAIL, MISFIT, TOOLS, UNKNOWN, WAIT, call_tokenizer
+from tests.agents.tool_words import ADD, BROKEN, FAIL, MISFIT, TOOLS, UNKNOWN, WAIT, call_tokenizer
 from tests.tiny import tiny_model
+from trl.agents.tool_loop import CALLS, FAILED_OF, LIMITED, ToolLoop, tool_counts
+from trl.agents.tools import tools_of
 from trl.generation.engine import Generated, Sampling
 from trl.generation.transformers.engine import TransformersEngine
-from trl.rollouts.tool_loop import CALLS, FAILED_OF, LIMITED, ToolLoop, tool_counts
-from trl.rollouts.tools import tools_of
 
 WORDS = call_tokenizer()
 END = WORDS.eos_token_id

@@ -23,19 +23,19 @@ from typing import Any, BinaryIO
 
 from accelerate.utils import gather_object
 
+from trl.agents.chains import Chain, experience_of
+from trl.agents.endpoint import Endpoint
+from trl.agents.environments import NO_PROMPT, EnvironmentAgent
+from trl.agents.journal import REWARD_FIELD, Journal, Played
+from trl.agents.sessions import Budget, Session
+from trl.agents.tool_loop import tool_counts
 from trl.data.prompts import PROMPT_IDS
 from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.options.generation import AgentSampling
 from trl.reporting.deadlines import AsyncCalls, DeadlinePassed, bounded
-from trl.rollouts.chains import Chain, experience_of
-from trl.rollouts.endpoint import Endpoint
-from trl.rollouts.environments import NO_PROMPT, EnvironmentAgent
 from trl.rollouts.experience import BRANCHES, RESULT_OF, STOPPED
-from trl.rollouts.journal import REWARD_FIELD, Journal, Played
 from trl.rollouts.maker import Completed, RolloutMaker, Rows
 from trl.rollouts.measures import CHAINS, CUT, OUTCOME_OF, OUTCOMES, TURNS
-from trl.rollouts.sessions import Budget, Session
-from trl.rollouts.tool_loop import tool_counts
 from trl.tensors.ragged import Ragged
 
 logger = logging.getLogger(__name__)

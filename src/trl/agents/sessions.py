@@ -20,15 +20,15 @@ from itertools import accumulate, takewhile
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from trl.agents.chats import TOO_LONG, Chats, meaning, readable, readable_all
+from trl.agents.tools import ToolCall
 from trl.data.prefix_tree import PrefixTree
 from trl.data.rendering import Message, TemplateRefusal
 from trl.generation.engine import Generated, Sampling
 from trl.generation.live import Broker, Request
 from trl.generation.serving.answers import APIError, ScoredPrompt
 from trl.options.generation import AgentSampling
-from trl.rollouts.chats import TOO_LONG, Chats, meaning, readable, readable_all
 from trl.rollouts.schedule import digest, stream_of
-from trl.rollouts.tools import ToolCall
 
 if TYPE_CHECKING:  # environments need no server
     from trl.generation.serving.openai_api import Body, ChatBody, CompletionBody

@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.rollouts.tool_words import ADD, BROKEN, FAIL, TOOLS, WAIT
+from tests.agents.tool_words import ADD, BROKEN, FAIL, TOOLS, WAIT
 from tests.tiny_tokenizers import TEMPLATES, tiny_tokenizer
+from trl.agents.tool_turns import ReplyWriter, TurnReader, check_tool_template
+from trl.agents.tools import ToolCall, tools_of
 from trl.chat_template_utils import add_response_schema
 from trl.data.rendering import Chat, render
-from trl.rollouts.tool_turns import ReplyWriter, TurnReader, check_tool_template
-from trl.rollouts.tools import ToolCall, tools_of
 
 SCHEMAS = [tool.schema for tool in tools_of(TOOLS).values()]
 QUESTION = {"role": "user", "content": "What is 1 + 2?"}

@@ -21,22 +21,22 @@ from benchmarks.agent_fuzz import fuzz
 from tokenizers import decoders
 from transformers.utils import get_json_schema
 
+from tests.agents.tool_words import ADD, TOOLS, call_tokenizer
 from tests.data.test_byte_alignment import texts, tokenizer_of
 from tests.data.test_prefix_tree import compared
-from tests.rollouts.tool_words import ADD, TOOLS, call_tokenizer
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.grpo_tool_runs import caller
+from trl.agents import chats as sessions_chats
+from trl.agents import openai_app, sessions
+from trl.agents.chains import in_order
+from trl.agents.chats import Chats
+from trl.agents.completer import AgentCompleter
+from trl.agents.journal import Journal, Played
 from trl.experimental.agents import Budget, Endpoint, chains_of
 from trl.generation.engine import Generated, Sampling
 from trl.generation.serving import app
 from trl.generation.serving.openai_api import CompletionBody
 from trl.generation.transformers.engine import TransformersEngine
-from trl.rollouts import chats as sessions_chats
-from trl.rollouts import openai_app, sessions
-from trl.rollouts.agents import AgentCompleter
-from trl.rollouts.chains import in_order
-from trl.rollouts.chats import Chats
-from trl.rollouts.journal import Journal, Played
 
 SCHEMAS = [get_json_schema(tool) for tool in TOOLS]
 SAMPLING = Sampling(max_new_tokens=12, seed=0)

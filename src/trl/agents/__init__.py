@@ -1,0 +1,1 @@
+"""Agents and tools: from chats over several turns to experience."""
