@@ -3,15 +3,15 @@
 import os
 import signal
 import socket
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 
 from trl.cli.main import main
-from trl.generation.serving.connection import VARIABLE, client_token, server_token, token_file
-from trl.scripts import vllm_serve
-from trl.scripts.vllm_serve import ServeArguments, make_parser, until_told
+from trl.generation.serving.connection import VARIABLE, client_token, server_token, token_file, until_told
+from trl.scripts.vllm_serve import ServeArguments, make_parser
 
 needs_fastapi = pytest.mark.skipif(
     find_spec("fastapi") is None, reason="needs fastapi and uvicorn: pip install trl[test]"
@@ -109,12 +109,12 @@ def test_a_port_that_is_taken(with_vllm, capsys):
 def test_a_second_server_on_the_port_leaves_the_token_of_the_first(listens, with_vllm, monkeypatch, capsys):
     from trl.generation.serving.app import GenerationServer
 
-    first = GenerationServer("127.0.0.1", 0)
+    first, idle = GenerationServer("127.0.0.1", 0), SimpleNamespace(close=lambda: None)
     with first, server_token("127.0.0.1", first.port) as token, monkeypatch.context() as patched:
         if listens == "first":
             first.listen()
         else:  # both were loading
-            patched.setattr(vllm_serve, "loaded", lambda arguments: nullcontext(first.listen()))
+            patched.setattr("trl.generation.vllm.server.VLLMBackend", lambda model: first.listen() or idle)
         assert main(["vllm-serve", "--model", "m", "--port", str(first.port)]) == 2
         assert f"Nothing can listen on 127.0.0.1:{first.port}" in capsys.readouterr().err
         assert client_token("127.0.0.1", first.port) == token
@@ -128,7 +128,7 @@ def test_a_model_that_cannot_be_loaded(with_vllm, monkeypatch, capsys):
 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    monkeypatch.setattr(vllm_serve, "VLLMBackend", fails)
+    monkeypatch.setattr("trl.generation.vllm.server.VLLMBackend", fails)
     assert main(["vllm-serve", "--model", "m", "--port", str(port)]) == 2
     assert "vLLM could not load m: no such model." in capsys.readouterr().err
     assert not token_file(port).exists()

@@ -54,8 +54,14 @@ def serve(arguments: ServeArguments) -> None:
 
     Raises: CommandError if the model or the token is missing, or the address is taken.
     """
-    from trl.generation.serving.connection import VARIABLE, check_token_source, server_token, token_file
-    from trl.scripts.vllm_serve import needing_address, until_told
+    from trl.generation.serving.connection import (
+        VARIABLE,
+        check_token_source,
+        needing_address,
+        server_token,
+        token_file,
+        until_told,
+    )
 
     with until_told(), ExitStack() as stack:
         with reporting_input_errors():
@@ -64,7 +70,7 @@ def serve(arguments: ServeArguments) -> None:
             from trl.generation.engine import Sampling
             from trl.generation.serving.app import HTTPServer
 
-        with needing_address(arguments.host, arguments.port):
+        with reporting_input_errors(), needing_address(arguments.host, arguments.port):
             server = stack.enter_context(HTTPServer(arguments.host, arguments.port))
         with reporting_input_errors():
             engine = loaded_engine(arguments)
@@ -73,7 +79,7 @@ def serve(arguments: ServeArguments) -> None:
         options: Any = {"sampling": sampling, "agent_sampling": "agent", "threaded": False}
         options["model_name"] = name
         # Another one may have begun to listen meanwhile.
-        with needing_address(arguments.host, arguments.port):
+        with reporting_input_errors(), needing_address(arguments.host, arguments.port):
             endpoint = stack.enter_context(Endpoint(engine, engine.tokenizer, server=server, **options))
         with reporting_input_errors():
             token = stack.enter_context(server_token(arguments.host, endpoint.port))

@@ -5,18 +5,64 @@ from __future__ import annotations
 import http.client
 import ipaddress
 import json
+import logging
 import os
 import secrets
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from trl.options.secrets import redacted
 
+logger = logging.getLogger(__name__)
+
 VARIABLE = "TRL_VLLM_SERVER_TOKEN"
+
+
+class CannotServe(ValueError):
+    """A server cannot start or go on; the message says why and what to do."""
+
+
+class Told(BaseException):
+    """The process was told to end. No `Exception`, so that vLLM passes it on."""
+
+
+@contextmanager
+def until_told() -> Iterator[None]:
+    """Leave the block at SIGTERM or Ctrl-C; further signals change nothing while it ends."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        for name in handlers:
+            signal.signal(name, signal.SIG_IGN)
+        raise Told(signal.Signals(number).name)
+
+    handlers = {name: signal.getsignal(name) for name in (signal.SIGTERM, signal.SIGINT)}
+    for name in handlers:
+        signal.signal(name, end)
+    try:
+        yield
+    except Told as told:
+        logger.info("Ended by %s.", told)
+    finally:
+        for name, handler in handlers.items():
+            signal.signal(name, handler)
+
+
+@contextmanager
+def needing_address(host: str, port: int) -> Iterator[None]:
+    """Raises: CannotServe if nothing can listen on the address in the block."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise CannotServe(
+            f"Nothing can listen on {host}:{port}: {reason}. Choose another --port, or end its server."
+        ) from error
 
 
 def token_file(port: int) -> Path:
@@ -43,7 +89,7 @@ def check_token_source(host: str) -> None:
 def server_token(host: str, port: int) -> Iterator[str]:
     """The token of a server on `host:port`: that of the environment, or a new one, in a private file inside the block.
 
-    Raises: ValueError as `check_token_source`, and for a file that cannot be written.
+    Raises: ValueError as `check_token_source`, CannotServe for a file that cannot be written.
     """
     check_token_source(host)
     if (given := _from_environment()) is not None:
@@ -57,7 +103,7 @@ def server_token(host: str, port: int) -> Iterator[str]:
             stream.write(token)
         aside.replace(file)
     except OSError as error:
-        raise ValueError(f"The token cannot be written to {file}: {error}. Set {VARIABLE}.") from error
+        raise CannotServe(f"The token cannot be written to {file}: {error}. Set {VARIABLE}.") from error
     try:
         yield token
     finally:
