@@ -34,9 +34,7 @@ from trl.models.scoring.causal import Scored, mean_logits
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.pairs import PairScores, pair_metrics
 from trl.objectives.preference import (
-    NEEDS_STEP,
     PAIR_LOSSES,
-    PER_TOKEN,
     nll_coefficient,
     preference_terms,
 )
@@ -213,13 +211,12 @@ class LegacyDPOMethods:
         if free:
             scores = PairScores.without_reference(scores.chosen, scores.rejected)
         names = self.args.loss_type if is_legacy else [cast(str, loss_type)]
-        for name in names:
-            lookup(PAIR_LOSSES, name, "loss_type")
+        losses = [lookup(PAIR_LOSSES, name, "loss_type") for name in names]
         if names == ["sft"]:
             if model_output is None:
                 raise TypeError("loss_type 'sft' needs model_output, got None. Give what concatenated_forward returns.")
             return model_output["nll_loss"].expand(len(scores.chosen)), rewards[0], rewards[1]
-        if NEEDS_STEP & set(names):
+        if any(loss.needs_step for loss in losses):
             scores = replace(scores, step=self.method.statistics(scores))
         weights = self.args.loss_weights if is_legacy else None
         terms = preference_terms(scores, names, self.args.pair_options(), loss_weights=weights)
@@ -267,7 +264,7 @@ class LegacyDPOMethods:
 
 def _per_token(trainer: Any, logps: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Chosen and rejected of sums `(2B,)`, as means over tokens where one of the trainer's losses takes means."""
-    if PER_TOKEN & set(trainer.args.loss_type):
+    if any(PAIR_LOSSES[name].per_token for name in trainer.args.loss_type):
         logps = logps / tokens_by_sequence(scored_sequences(batch), len(logps))
     return split_pairs(logps)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -158,52 +159,58 @@ def sft(scores: PairScores, options: PairOptions) -> Tensor:
     return torch.zeros_like(scores.chosen)
 
 
-PAIR_LOSSES: dict[str, Callable[[PairScores, PairOptions], Tensor]] = {
-    "sigmoid": sigmoid,
-    "hinge": hinge,
-    "ipo": ipo,
-    "exo_pair": exo_pair,
-    "nca_pair": nca_pair,
-    "robust": robust,
-    "bco_pair": bco_pair,
-    "sppo_hard": sppo_hard,
-    "aot": aot,
-    "aot_pair": aot_pair,
-    "apo_zero": apo_zero,
-    "apo_down": apo_down,
-    "discopop": discopop,
-    "sft": sft,
+@dataclass(frozen=True, slots=True)
+class PairLoss:
+    """A loss `(scores, options) -> (B,)`, and what it needs.
+
+    `takes_divergence`: it is one of the margin, which any f-divergence may define (`sft` has neither). `smoothed`:
+    `label_smoothing` acts on it. `per_token`: of means over tokens (`PairScores.per_token`); in a list with such a loss,
+    all take means. `needs_step`: it compares a pair with the others of its optimiser step (`StepStatistics`).
+    `divides_by_beta`: beta must not be 0.
+    """
+
+    values: Callable[[PairScores, PairOptions], Tensor]
+    takes_divergence: bool = False
+    smoothed: bool = False
+    per_token: bool = False
+    needs_step: bool = False
+    divides_by_beta: bool = False
+
+    def __call__(self, scores: PairScores, options: PairOptions) -> Tensor:
+        return self.values(scores, options)
+
+
+PAIR_LOSSES: dict[str, PairLoss] = {
+    "sigmoid": PairLoss(sigmoid, takes_divergence=True, smoothed=True),
+    "hinge": PairLoss(hinge, takes_divergence=True),
+    "ipo": PairLoss(ipo, takes_divergence=True, per_token=True, divides_by_beta=True),
+    "exo_pair": PairLoss(exo_pair, takes_divergence=True, smoothed=True),
+    "nca_pair": PairLoss(nca_pair),
+    "robust": PairLoss(robust, takes_divergence=True, smoothed=True),
+    "bco_pair": PairLoss(bco_pair, needs_step=True),
+    "sppo_hard": PairLoss(sppo_hard, divides_by_beta=True),
+    "aot": PairLoss(aot, smoothed=True, needs_step=True),
+    "aot_pair": PairLoss(aot_pair, smoothed=True, needs_step=True),
+    "apo_zero": PairLoss(apo_zero),
+    "apo_down": PairLoss(apo_down),
+    "discopop": PairLoss(discopop, takes_divergence=True),
+    "sft": PairLoss(sft, takes_divergence=True),
 }
-
-ON_MARGIN = frozenset({"sigmoid", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"})
-"""Losses of the margin, which take any f-divergence; the others are defined on log-ratios. (`sft` knows neither.)"""
-
-SMOOTHED = frozenset({"sigmoid", "robust", "exo_pair", "aot", "aot_pair"})
-"""Losses that `label_smoothing` acts on."""
-
-PER_TOKEN = frozenset({"ipo"})
-"""Losses that DPO gives means over tokens; in a list with one of them, all take means (`PairScores.per_token`)."""
-
-NEEDS_STEP = frozenset({"aot", "aot_pair", "bco_pair"})
-"""Losses that compare a pair with the other pairs of its optimiser step (`StepStatistics`)."""
-
-_NEEDS_BETA = frozenset({"ipo", "sppo_hard"})
 
 
 def check_losses(losses: Sequence[str], loss_weights: Sequence[float] | None, options: PairOptions) -> None:
     """Raises ValueError for names, weights or settings that do not go together."""
     if not losses:
         raise ValueError("loss_type must name at least 1 loss, got none.")
-    for name in losses:
-        lookup(PAIR_LOSSES, name, "loss_type")
+    rows = {name: lookup(PAIR_LOSSES, name, "loss_type") for name in losses}
     lookup(F_DIVERGENCES, options.f_divergence, "f_divergence_type")
     check_loss_weights(loss_weights, losses)
-    elsewhere = [name for name in losses if name not in ON_MARGIN]
+    elsewhere = [name for name, loss in rows.items() if not loss.takes_divergence]
     if options.f_divergence != "reverse_kl" and elsewhere:
         raise ValueError(
             f"f_divergence_type {options.f_divergence!r} does not go with loss_type {elsewhere[0]!r}. Use 'reverse_kl'."
         )
-    dividing = [name for name in losses if name in _NEEDS_BETA]
+    dividing = [name for name, loss in rows.items() if loss.divides_by_beta]
     if options.beta == 0 and dividing:
         raise ValueError(f"beta must be > 0 for loss_type {dividing[0]!r}, got 0. It divides by beta.")
 
@@ -280,16 +287,11 @@ def simpo(scores: PairScores, options: PairOptions) -> Tensor:
     return log_loss(logits, options.label_smoothing)
 
 
-CPO_LOSSES: dict[str, Callable[[PairScores, PairOptions], Tensor]] = {
-    "sigmoid": sigmoid,
-    "hinge": hinge,
-    "ipo": ipo,
-    "simpo": simpo,
-    "alphapo": simpo,
+CPO_LOSSES: dict[str, PairLoss] = {
+    **{name: PAIR_LOSSES[name] for name in ("sigmoid", "hinge", "ipo")},
+    "simpo": PairLoss(simpo, smoothed=True, per_token=True),
+    "alphapo": PairLoss(simpo, smoothed=True, per_token=True),
 }
-
-CPO_PER_TOKEN = frozenset({"ipo", "simpo", "alphapo"})
-"""Losses of means over tokens: give them `PairScores.per_token`."""
 
 
 def cpo_terms(scores: PairScores, loss_type: str, options: PairOptions) -> LossTerms:

@@ -6,13 +6,10 @@ from transformers import TrainingArguments
 
 from trl.objectives.pairs import PairOptions, require_beta
 from trl.objectives.preference import CPO_LOSSES
-from trl.options.checks import warn_caller
+from trl.options.checks import check_one_of, warn_caller
 from trl.options.groups import documented, option, same
 from trl.options.methods import PromptFirstOptions
 from trl.options.shared import PrefixSharingMode, shared
-
-SMOOTHED = ("sigmoid", "simpo")
-"""Losses that label_smoothing acts on."""
 
 
 @documented
@@ -55,11 +52,12 @@ class CPOConfig(PromptFirstOptions):
             if self.cpo_alpha not in (0.0, 1.0):
                 _warn_ignored("cpo_alpha", self.cpo_alpha, "alphapo", "Use 'simpo' with alpha and cpo_alpha.")
             self.loss_type, self.cpo_alpha = "simpo", 0.0
-        if self.loss_type == "ipo" and self.beta == 0:
+        check_one_of("loss_type", self.loss_type, CPO_LOSSES)
+        if CPO_LOSSES[self.loss_type].divides_by_beta and self.beta == 0:
             raise ValueError("beta must be > 0 for loss_type 'ipo', got 0. Its inverse is the gap that ipo aims at.")
         if not self.cpo_alpha:
             require_beta(self.beta, self.loss_type)
-        if self.label_smoothing and self.loss_type not in SMOOTHED:
+        if self.label_smoothing and not CPO_LOSSES[self.loss_type].smoothed:
             _warn_ignored("label_smoothing", self.label_smoothing, self.loss_type, "Use 0.")
         if self.simpo_gamma != 0.5 and self.loss_type != "simpo":
             _warn_ignored("simpo_gamma", self.simpo_gamma, self.loss_type, "Use loss_type='simpo'.")

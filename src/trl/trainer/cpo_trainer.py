@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from trl.objectives.pairs import PairScores, power_ratio
-from trl.objectives.preference import CPO_PER_TOKEN, cpo_terms
+from trl.objectives.preference import CPO_LOSSES, cpo_terms
 from trl.reporting.model_card import Paper
 from trl.tensors.reduce import LossTerms
 from trl.trainer.cpo_config import CPOConfig
@@ -21,7 +21,7 @@ class CPOMethod(ReferenceFreeMethod):
 
     @property
     def per_token(self) -> bool:  # type: ignore[override]
-        return self.args.loss_type in CPO_PER_TOKEN
+        return CPO_LOSSES[self.args.loss_type].per_token
 
     @property
     def nll_coefficient(self) -> float:  # type: ignore[override]

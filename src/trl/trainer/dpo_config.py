@@ -7,7 +7,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from trl.objectives.pairs import PairOptions, require_beta
-from trl.objectives.preference import SMOOTHED, check_losses
+from trl.objectives.preference import PAIR_LOSSES, check_losses
 from trl.options.checks import warn_unread
 from trl.options.groups import documented, option, same
 from trl.options.methods import PreferenceOptions, ReferencePolicy, ReferenceSync
@@ -110,7 +110,7 @@ class DPOConfig(ReferenceSync, ReferencePolicy, PreferenceOptions):
             "use_weighting": alone,
             "ld_alpha": alone,
             "f_divergence_type": alone,
-            "label_smoothing": not SMOOTHED & losses,
+            "label_smoothing": not any(PAIR_LOSSES[name].smoothed for name in losses),
             "discopop_tau": "discopop" not in losses,
             "f_alpha_divergence_coef": divergence != "alpha_divergence",
             "precompute_ref_log_probs": self.reference_free,

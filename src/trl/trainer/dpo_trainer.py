@@ -35,9 +35,7 @@ from trl.models.scoring.causal import Scored, mean_logits
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.pairs import PairScores, StepStatistics, step_statistics
 from trl.objectives.preference import (
-    NEEDS_STEP,
     PAIR_LOSSES,
-    PER_TOKEN,
     chosen_nll,
     nll_coefficient,
     preference_terms,
@@ -73,7 +71,7 @@ class DPOMethod(Method):
     def __init__(self, args: DPOConfig) -> None:
         self.args, self.mean_reward = args, RunningMean()
         self._nll_coefficient = nll_coefficient(args.loss_type, args.loss_weights, args.rpo_alpha)
-        self._compares_pairs = bool(NEEDS_STEP & set(args.loss_type))
+        self._compares_pairs = any(PAIR_LOSSES[name].needs_step for name in args.loss_type)
 
     def options(self, *, statistics: bool) -> ScoreOptions:
         """With the logs of collision probabilities for WPO."""
@@ -127,7 +125,7 @@ class DPOMethod(Method):
         policy = self.totals(batch, scored)
         reference = batch["ref_logps"].to(policy) if "ref_logps" in batch else torch.zeros_like(policy)
         scores = PairScores(*split_pairs(policy), *split_pairs(reference))
-        if not PER_TOKEN & set(self.args.loss_type):
+        if not any(PAIR_LOSSES[name].per_token for name in self.args.loss_type):
             return scores
         return scores.per_token(*split_pairs(tokens_by_sequence(scored.positions.sequence, len(policy))))
 
@@ -315,7 +313,7 @@ class DPOTrainer(LegacyDPOMethods, PreferenceTrainer):
             exact = torch.float32 if self.args.device.type == "mps" else torch.float64
             sides = [side.to(self.args.device, exact) for side in getattr(self, own)(batch.get(GIVEN, batch))]
             logps = torch.stack(sides, dim=1).flatten()
-            if PER_TOKEN & set(self.args.loss_type):  # it gives means
+            if any(PAIR_LOSSES[name].per_token for name in self.args.loss_type):  # it gives means
                 logps = logps * tokens_by_sequence(scored_sequences(batch), len(logps))
             batch["ref_logps"] = logps
         elif self.reference is None:

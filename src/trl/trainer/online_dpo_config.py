@@ -5,14 +5,14 @@ from typing import Any
 
 from trl.objectives.online_preference import Selection, TiePolicy
 from trl.objectives.pairs import PairOptions, require_beta
-from trl.objectives.preference import NEEDS_STEP, PAIR_LOSSES
+from trl.objectives.preference import PAIR_LOSSES
 from trl.options.generation import Generation
 from trl.options.groups import documented, moved, option, same
 from trl.options.methods import JudgeOptions
 from trl.options.shared import shared
 from trl.trainer.grpo_config import GroupTraining
 
-ONLINE_LOSSES = tuple(name for name in PAIR_LOSSES if name not in NEEDS_STEP | {"sft"})
+ONLINE_LOSSES = tuple(name for name, loss in PAIR_LOSSES.items() if name != "sft" and not loss.needs_step)
 
 
 @documented
