@@ -35,9 +35,7 @@ _held: dict[str, tuple[IO[Any], bool]] = {}
 
 
 def _release_in_child() -> None:
-    """A forked process (a data loader's worker) shares its parent's locks, and would hold them after the parent was
-    killed.
-    """
+    """A forked process (a loader's worker) shares its parent's locks, and would hold them after its end."""
     for lock, _ in _held.values():
         lock.close()
     _held.clear()

@@ -73,9 +73,7 @@ def begin_run(
 
 
 def date_of_run(args: TrainingArguments) -> str:
-    """The ISO date on which a run began, the same on all processes: that in the checkpoint that
-    `resume_from_checkpoint` names or, if it names none, in the newest of `output_dir`; else today.
-    """
+    """The ISO date on which a run began: that of the checkpoint that it resumes from or the newest one, or today."""
     named, begun = args.resume_from_checkpoint, [datetime.now().date().isoformat()]
     is_folder = isinstance(named, (str, Path)) and Path(named).is_dir()
     checkpoints = [Path(str(named))] if is_folder else checkpoints_in(args.output_dir or ".")
@@ -167,8 +165,7 @@ class CheckpointWriter:
         return final
 
     def _rotate(self, newest: Path) -> None:
-        """Remove what is over `save_total_limit`, by step: first what an earlier run left at later steps, then the
-        lowest.
+        """Remove what is over `save_total_limit`: first what an earlier run left at later steps, then the lowest.
 
         The newest and the best checkpoint stay. Times are not read: clocks are set back.
         """

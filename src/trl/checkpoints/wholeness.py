@@ -47,8 +47,7 @@ Sums = Mapping[str, Sequence[Any]]
 
 
 def synced_sums(folder: Path, *, part: int = 0, parts: int = 1, but: Sums | None = None) -> Sums:
-    """Flush the files of a finished checkpoint to the disk, except those of `but`; the sums of those that resuming
-    reads.
+    """Flush a finished checkpoint's files to the disk, except those of `but`; the sums of those resuming reads.
 
     Of `parts` processes each takes every `parts`-th file, from its number, `part`.
     """
@@ -143,9 +142,7 @@ def checkpoints_in(output_dir: str | Path, stem: str = "checkpoint-") -> list[Pa
 
 
 def newest_whole(output_dir: str | Path, *, but: Path | None = None, quick: bool = False) -> Path | None:
-    """The whole checkpoint with the highest step, leaving out `but`; None where there is none. `quick` as in
-    `faults`.
-    """
+    """The whole checkpoint with the highest step, without `but`; None if there is none. `quick` as in `faults`."""
     every = (path for path in checkpoints_in(output_dir) if but is None or path.resolve() != but.resolve())
     return next((path for path in every if not faults(path, quick=quick)), None)
 
@@ -153,8 +150,7 @@ def newest_whole(output_dir: str | Path, *, but: Path | None = None, quick: bool
 def checkpoint_to_load(
     given: str | Path | bool | None, output_dir: str | Path, *, without: Sequence[str] = (), quick: bool = False
 ) -> Path | None:
-    """The checkpoint that `resume_from_checkpoint` means: a path, or for True the newest whole one in `output_dir`.
-    `quick` as in `faults`.
+    """The checkpoint that `resume_from_checkpoint` means: a path, or for True the newest whole one.
 
     Raises: FileNotFoundError where there is none; CheckpointError where it is not whole.
     """

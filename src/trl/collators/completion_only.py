@@ -74,8 +74,7 @@ class DataCollatorForCompletionOnlyLM(DataCollatorMixin):
         )
 
     def torch_call(self, examples: Sequence[Any]) -> dict[str, Tensor]:
-        """The batch of some lists of token ids, or rows with `input_ids` (and `attention_mask`, where tokens are
-        hidden).
+        """The batch of some lists of token ids, or rows with `input_ids` (and perhaps `attention_mask`).
 
         Raises: ValueError where rows are padded and the tokenizer has no pad token.
         """
@@ -104,9 +103,7 @@ class DataCollatorForCompletionOnlyLM(DataCollatorMixin):
         self._collate.padding_side = self.tokenizer.padding_side  # type: ignore[assignment]
 
     def _trained(self, ids: np.ndarray) -> np.ndarray | None:
-        """Which tokens `(T,)` are trained: from the end of a response template to the next instruction; None without
-        one.
-        """
+        """The trained tokens `(T,)`: from a response template's end to the next instruction; None without one."""
         responses = self._response.find(ids)
         instructions = [] if self._instruction is None else self._instruction.find(ids)
         if not responses or (self._instruction is not None and not instructions):

@@ -50,9 +50,7 @@ def check_processor(processor: Any) -> None:
 def processed(
     processor: Any, texts: list[str], images: Sequence[list[Any]], *, adds_special: bool
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """What a processor makes of texts, padded on the right, and their images; and which positions `(B, T)` are
-    images'.
-    """
+    """What a processor makes of texts, padded on the right, and images; the positions `(B, T)` of images."""
     made = dict(
         processor(
             text=texts,
@@ -299,8 +297,7 @@ class DataCollatorForVisionLanguageModeling(_ImageCollator):
 
 @dataclass
 class DataCollatorForVisionPreference(_ImageCollator):
-    """Batches raw rows with `images` (a list) or `image`, `chosen`, `rejected` and, unless both begin with it,
-    `prompt`.
+    """Batches raw rows with `images` (a list) or `image`, `chosen`, `rejected` and, unless shared, `prompt`.
 
     Sequence 2i is row i's prompt with the chosen completion, 2i + 1 with the rejected one, both with all of the row's
     images. The processor turns them into `input_ids`, `attention_mask`, `(2B, T)`, padded on the right, `pixel_values`

@@ -19,8 +19,7 @@ from trl.tensors.padding import pad
 
 @dataclass
 class DataCollatorForLanguageModeling(DataCollatorMixin):
-    """Batches lists of token ids, or rows with `input_ids` and, where given, `completion_mask`, `assistant_masks`,
-    `labels`, `seq_lengths`.
+    """Batches lists of token ids, or rows with `input_ids`, masks, `labels` and `seq_lengths`.
 
     A token is trained where every mask that applies is 1; `labels` of the data set, where given, stand in for
     `input_ids` before the masks act. Padding is told by position, never by token id. Labels are not shifted.

@@ -133,8 +133,7 @@ def seq2seq_batch(
 def row_batch(
     rows: Sequence[Row], completions: Sequence[str], own_prompt: str, *, prefix_sharing: bool, encoder_pad: int | None
 ) -> dict[str, Tensor]:
-    """Rows of `prompt_input_ids` and one or two `completions` as `completion_batch`, or with `encoder_pad` as
-    `seq2seq_batch`.
+    """Rows of prompts and one or two `completions` as `completion_batch`, with `encoder_pad` as `seq2seq_batch`.
 
     A row with a column `own_prompt`, that of its second completion, shares no prompt. `rows (B,)` counts the rows.
     """
@@ -189,9 +188,7 @@ class Seq2SeqRowsCollator:
 
 
 def reference_logps(rows: Sequence[Row]) -> dict[str, Tensor]:
-    """`ref_logps (2B,)`, chosen and rejected in turn, where the rows have the reference's columns; otherwise
-    nothing.
-    """
+    """`ref_logps (2B,)`, chosen and rejected in turn, where the rows have the reference's columns."""
     if rows[0].get(REFERENCE_COLUMNS[0]) is None:
         return {}
     values = [float(row[column]) for row in rows for column in REFERENCE_COLUMNS]

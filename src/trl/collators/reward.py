@@ -158,8 +158,7 @@ class RewardDataCollatorWithPadding:
 
 @dataclass
 class DataCollatorForPreference(DataCollatorMixin):
-    """Pads rows of `chosen_input_ids` and `rejected_input_ids` on the right, as `input_ids` and `attention_mask` `(2B,
-    T)`.
+    """Pads `chosen_input_ids` and `rejected_input_ids` on the right, as `input_ids`, `attention_mask` `(2B, T)`.
 
     All preferred sequences come first, then the others. `margin (B,)` where the rows have it.
 

@@ -111,9 +111,7 @@ def mask_of(column: str) -> str:
 
 
 def check_filled(rows: Sequence[Sequence[Any]]) -> None:
-    """Raise ValueError for a batch without rows, and for a row with a sequence (a prompt, a completion) without
-    tokens.
-    """
+    """Raise ValueError for a batch without rows, and for a row with a part (prompt, completion) without tokens."""
     if not rows:
         raise ValueError("a batch must have at least 1 row, got 0. Check the sampler and the data set.")
     for row, lengths in enumerate([len(part) for part in parts] for parts in rows):

@@ -1,6 +1,4 @@
-"""Tokens of two tokenizers over one text, aligned by bytes: a decoded token may be half a character, its bytes never
-are.
-"""
+"""Tokens of two tokenizers over one text, aligned by bytes, because a decoded token may be half a character."""
 
 from __future__ import annotations
 
@@ -114,8 +112,7 @@ def align(
 
 
 def shared_tokens(own: Sequence[bytes], other: Sequence[bytes]) -> tuple[list[int], list[int]]:
-    """The ids of the tokens that both vocabularies have, in the order of the first: the same bytes, which are not
-    empty.
+    """The ids of the tokens with the same bytes (not empty) in both vocabularies, in the order of the first.
 
     >>> shared_tokens([b"a", b"b", b"ab"], [b"ab", b"c", b"a"])
     ([0, 2], [2, 0])

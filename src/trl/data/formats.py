@@ -294,9 +294,7 @@ def prepare_multimodal_messages_vllm(messages: list[dict[str, Any]]) -> list[dic
 
 
 def last_turn_as_completion(dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
-    """Rows of `messages` or `conversations` with their last turn as `completion` and the others as `prompt`; other rows
-    as given.
-    """
+    """Rows of `messages` or `conversations` as `prompt` and `completion`, the last turn; other rows as given."""
     names = [name for name in ("messages", "conversations") if name in column_names(dataset)]
     if not names:
         return dataset

@@ -151,8 +151,7 @@ class ImageRows:
     def halves(
         self, row: Mapping[str, Any], index: int, images: list[Any], *, is_rendered: bool = True
     ) -> list[TextHalves]:
-        """The texts of a row, ready for the processor: each ends with a stop token and has a placeholder for each
-        image.
+        """The texts of a row, ready for the processor, with a stop token at the end and a placeholder for each image.
 
         Conversations are only checked unless `is_rendered`.
 
@@ -222,9 +221,7 @@ class ImagePairs(ImageRows):
 
 @dataclass(frozen=True)
 class ImagePrompts(ImageRows):
-    """Prompts up to where a policy continues; `template_kwargs` are for the chat template, those of a row go before
-    them.
-    """
+    """Prompts up to where a policy continues; a row's variables for the template go before `template_kwargs`."""
 
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 

@@ -117,8 +117,7 @@ class Bins(NamedTuple):
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Bins:
-    """Rows to bins: longest first, each into the bin with the least space that holds it, of equal ones the one that has
-    had that space longest.
+    """Rows to bins, longest first: into the bin with the least space that holds it, the oldest of equal ones.
 
     `lengths` (N,) in tokens, each in [1, capacity]. Bins are numbered as they were opened. Time is O(N log N) for the
     sort, then almost constant per row. Source: Ding et al. 2024, section 3.2 (arXiv:2404.10830).

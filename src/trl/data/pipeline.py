@@ -190,9 +190,7 @@ def check_ids(row: Any, vocabulary: Vocabulary | None, place: Place, *, may_be_e
 
 
 class RowKind(ABC):
-    """Rows of one kind: reads, tokenises and cuts a batch of them, for `datasets.Dataset.map` (batched, with
-    indices).
-    """
+    """Reads, tokenises and cuts a batch of rows of one kind, for `datasets.Dataset.map` (batched, with indices)."""
 
     counts: ClassVar[tuple[str, ...]] = ("row", "tokens", "removed_tokens", "untrained_rows")
     """Columns of numbers beside the tokens: summed into the report under these names, then removed."""
@@ -206,9 +204,7 @@ class RowKind(ABC):
     def __call__(
         self, batch: dict[str, list], indices: Sequence[int], json_columns: Mapping[str, Any] = {}
     ) -> dict[str, list]:
-        """The columns of `features` and `counts`; `json_columns` are the types of those that store some of their values
-        as JSON.
-        """
+        """The columns of `features` and `counts`; `json_columns`: the types of columns that store values as JSON."""
         batch = {
             **batch,
             **{name: [written(value, kind) for value in batch[name]] for name, kind in json_columns.items()},
@@ -232,9 +228,7 @@ class RowKind(ABC):
         """The columns that rows become, and their types."""
 
     def complaint(self, numbers: Mapping[str, int]) -> tuple[str, str, str, str]:
-        """For a row of these numbers in which nothing is trained: its column, what is given, expected, and the
-        remedy.
-        """
+        """Of a row of these numbers without a trained token: its column, what is given, expected, and the remedy."""
         kept, removed = numbers["tokens"], numbers["removed_tokens"]
         cut = f" ({kept} after truncation to max_length)" if removed else ""
         remedy = (
@@ -273,9 +267,7 @@ def first_row(dataset: Any, name: str, expected: str) -> Mapping[str, Any]:
 def prepare_rows(
     dataset: AnyDataset, kind: RowKind, settings: Preparation, *, name: str
 ) -> tuple[AnyDataset, PreparationReport]:
-    """The data set as rows of `kind`, and its report; other columns are removed, but for the settings'
-    `keep_columns`.
-    """
+    """The data set as rows of `kind`, and its report; of the other columns `keep_columns` stay."""
     report, columns = PreparationReport(name, warnings=kind.warnings), settings.keep_columns
     rows = map_rows(dataset, kind, name=name, num_proc=settings.num_proc, keep_columns=columns)
     return count_rows(rows, kind, report, settings.untrained_rows), report

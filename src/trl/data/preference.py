@@ -148,9 +148,7 @@ class Answers(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """A prompt and its completions before truncation; the last completion's own prompt, if it has one; further
-    columns.
-    """
+    """A prompt and its completions before truncation; the last completion's own prompt, if any; further columns."""
 
     row: int
     prompt: Ids

@@ -41,9 +41,7 @@ def pair_row_type(
 
 
 class Pair(NamedTuple):
-    """Prompt and answers of a row: texts, or a `Chat` and lists of messages. The prompt is empty where none is
-    needed.
-    """
+    """Prompt (empty where none is needed) and answers of a row: texts, or a `Chat` and lists of messages."""
 
     prompt: Any
     chosen: Any

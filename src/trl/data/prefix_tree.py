@@ -34,9 +34,7 @@ class PrefixTree(Generic[Value]):
         self.root = Node[Value](None)
 
     def shared(self, items: Any) -> tuple[Node[Value], int]:
-        """The node at which a sequence leaves the tree, perhaps among its items, and how many items it shares with the
-        tree.
-        """
+        """The node at which a sequence leaves the tree, perhaps among its items, and how many items are in the tree."""
         node, length = self.root, 0
         while length == node.depth and length < len(items):
             if (child := node.children.get(items[length])) is None:

@@ -74,9 +74,7 @@ def _parsed(value: Any) -> Any:
 
 
 def set_run_date(processing_class: Any, run_date: str) -> None:
-    """Let a chat template that reads the clock (`strftime_now`) show this ISO date; part of the cache keys of data
-    sets.
-    """
+    """Let a chat template that reads the clock (`strftime_now`) show this ISO date; a part of cache keys."""
     for holder in (processing_class, text_tokenizer(processing_class)):
         templates = getattr(holder, "chat_template", None)
         if any("strftime_now" in str(source) for source in (templates, template_source(holder))):

@@ -113,9 +113,7 @@ def _local_files(place: Path, data_files: DataFiles) -> list[Path]:
 
 
 def _is_utf8(file: Path, *, most: int | None) -> bool:
-    """Whether a file of text is UTF-8, as far as its first `most` characters: pyarrow does not look before rows are
-    read.
-    """
+    """Whether a file of text is UTF-8 in its first `most` characters; pyarrow looks only when rows are read."""
     if file.suffix.lower() == ".parquet":
         return True
     try:

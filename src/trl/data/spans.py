@@ -90,9 +90,7 @@ def assistant_tokens(
 
 
 def _marked_spans(processing_class: ProcessingClass, chat: Chat, stop_tokens: StopTokens) -> tuple[str, list[Span]]:
-    """The text of a conversation and the marked ranges, each through the stop token that stands right behind the
-    mark.
-    """
+    """The text of a conversation and the marked ranges, each through the stop token right behind the mark."""
     text, marks = render_with_marks(processing_class, chat)
     spans: list[Span] = []
     for start, end in marks:
@@ -115,8 +113,7 @@ def _marked_spans(processing_class: ProcessingClass, chat: Chat, stop_tokens: St
 
 
 def _derived_spans(processing_class: ProcessingClass, chat: Chat, stop_tokens: StopTokens) -> tuple[str, list[Span]]:
-    """The text of a conversation and the range of each assistant turn, from the generation prompt through the stop
-    token.
+    """The text of a conversation and the range of each assistant turn, from generation prompt through stop token.
 
     Where the template writes the stop token only in front of the next message, the range reaches up to there, and the
     text of a conversation that ends with the assistant gets the token that a next message would bring.

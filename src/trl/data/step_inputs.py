@@ -26,9 +26,7 @@ _OWN_COLUMNS = ("label", "query", "response")
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """B queries and responses as int64 `(length,)` tensors, masks of the responses (1: the policy's token), scores
-    `(B,)`.
-    """
+    """B queries and responses, int64 `(length,)`; masks of the responses (1: the policy's token); scores `(B,)`."""
 
     queries: list[Tensor]
     responses: list[Tensor]
@@ -172,9 +170,7 @@ Rows = list[dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class StepRows:
-    """Makes rows of `input_ids` and `labels` (of equal length for a decoder) of the inputs of
-    `IterativeSFTTrainer.step`.
-    """
+    """Makes rows of `input_ids` and `labels` (of one length for a decoder) for `IterativeSFTTrainer.step`."""
 
     tokenizer: PreTrainedTokenizerBase
     is_encoder_decoder: bool
@@ -245,9 +241,7 @@ class StepRows:
         return row[-self.max_length :] if self.keep_end else row[: self.max_length]
 
     def _cut_target(self, target: Tensor) -> Tensor:
-        """As the tokens of a decoder; of an encoder-decoder's answer the beginning is kept, without trailing
-        padding.
-        """
+        """As a decoder's tokens; of an encoder-decoder's answer the beginning is kept, without padding at its end."""
         if not self.is_encoder_decoder:
             return self._cut(target).clone()
         trained = (target != IGNORED).nonzero()
@@ -255,9 +249,7 @@ class StepRows:
 
 
 class ShuffledShares(Sampler[int]):
-    """This process's rows of every batch, in an order that depends on seed and epoch alone; what is left over is
-    dropped.
-    """
+    """This process's rows of every whole batch, in an order that depends on seed and epoch alone."""
 
     def __init__(self, rows: int, batch_size: int, *, seed: int, rank: int, processes: int) -> None:
         self.rows, self.batch_size, self.seed = rows, batch_size, seed

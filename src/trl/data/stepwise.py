@@ -1,6 +1,4 @@
-"""Solutions in steps, each right or wrong -> token rows with a class at the end of every step, for process reward
-models.
-"""
+"""Solutions in steps, each right or wrong -> token rows with a class at the end of every step, for PRMs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -45,8 +45,7 @@ class RepeatedStream(IterableDataset):
 
 
 class StreamRounds(IterableDataset):
-    """The rows of a stream that belong to one of several processes: a batch of each round, of which the last is not
-    filled.
+    """The rows of a stream for one of several processes: a batch of each round, of which the last is not filled.
 
     A process without rows in the last round repeats that round's first one. Once the stream was read to its end in this
     process, `count` is its number of rows, and `missing` that of the processes without rows in the last round.

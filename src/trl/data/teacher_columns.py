@@ -39,8 +39,7 @@ def has_teacher_columns(dataset: Any) -> bool:
 
 
 def trained_tokens(dataset: Dataset, *, completion_only: bool = True) -> np.ndarray:
-    """How many tokens of each prepared row are trained, without the first of a sequence, which nothing predicts:
-    `(rows,)`.
+    """Trained tokens of each prepared row, `(rows,)`, without the first of a sequence, which nothing predicts.
 
     >>> trained_tokens(Dataset.from_dict({"input_ids": [[5, 6, 7], [8]], "completion_mask": [[0, 1, 1], [1]]})).tolist()
     [2, 0]
@@ -71,8 +70,7 @@ def check_teacher_columns(
     completion_only: bool = True,
     name: str = "train",
 ) -> None:
-    """Raise ValueError unless the columns of rows, as they were `given` and prepared (`dataset`), belong to these
-    settings.
+    """Raise ValueError unless the columns of rows, before and after preparation, belong to these settings.
 
     Of a stream only the columns' names are checked here.
     """
@@ -132,8 +130,7 @@ def teacher_number(name: Any, teachers: Sequence[str], place: str) -> int:
 
 @dataclass
 class WithTeacherColumns:
-    """Adds `teacher_ids` and `teacher_logps` `(K, k)` to a batch of rows that have them, in the order of its K trained
-    tokens.
+    """Adds `teacher_ids` and `teacher_logps` `(K, k)` of a batch's K trained tokens, where its rows have them.
 
     `vocabulary` is the number of tokens that the student has. With several `teachers`, by name, the rows' column
     `teacher` becomes `teacher (B,)`, their numbers. Raises: ValueError naming the row for an unknown teacher, ids

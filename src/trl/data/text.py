@@ -1,6 +1,4 @@
-"""Rows for supervised fine-tuning (text, messages, prompt and completion, tokens) -> token rows, packed or
-truncated.
-"""
+"""Rows for supervised fine-tuning (text, messages, prompts, tokens) -> token rows, packed or truncated."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -124,9 +122,7 @@ def prepare_sft_dataset(
 
 
 def _real_rows(dataset: Any, kind: "SFTTokenizer", settings: SFTPreparation) -> Any:
-    """Rows that are tokens with the columns that are trained on, without masked tokens; with `seq_lengths` where they
-    are packed.
-    """
+    """Token rows with the columns that are trained on, without masked tokens; packed ones with `seq_lengths`."""
     columns, packing = column_names(dataset), settings.packing
     unread = "completion_mask" if settings.completion_only_loss is False else None
     wanted = {"input_ids", *MASKS, "seq_lengths", *settings.keep_columns} - {unread}

@@ -147,9 +147,7 @@ def single_begin(tokenizer: PreTrainedTokenizerBase, ids: Ids) -> tuple[Ids, int
 
 
 class Split(NamedTuple):
-    """A prompt and the completions behind it; 1 in `shifted` where the boundary is inside a token of the prompt, of
-    which `alone` has all tokens.
-    """
+    """A prompt and its completions; `shifted` is 1 where the boundary is inside a token of the prompt `alone`."""
 
     prompt: Ids
     completions: list[Ids]

@@ -105,8 +105,7 @@ _COMPLETIONS = ("completion", "output", "answer", "response", "solution")
 
 
 def renaming(columns: Sequence[str]) -> str:
-    """The remedy for prompts with completions under other names, such as Alpaca's; empty where there are no such
-    columns.
+    """The remedy for prompts with completions under other names, such as Alpaca's; else empty.
 
     >>> renaming(["question", "answer"])
     'Rename them: --column_mapping question=prompt answer=completion'
@@ -135,9 +134,7 @@ _OTHER_KINDS = (
 def wrong_columns(
     columns: Sequence[str], name: str, *, takes: str, needed: Sequence[str], remedy: str | None = None
 ) -> ValueError:
-    """The error for a data set that lacks some of the `needed` columns; for rows of another kind with their
-    trainers.
-    """
+    """The error for a data set without some `needed` columns; for rows of another kind with their trainers."""
     missing = [repr(column) for column in needed if column not in columns]
     remedy = remedy or f"Rename the columns, or add {' and '.join(missing)}."
     if not set(needed) - {"prompt"} & set(columns):
@@ -147,9 +144,7 @@ def wrong_columns(
 
 
 def check_text(value: Any, place: Place, *, may_be_empty: bool = False) -> str:
-    """The text at a place. Raises TypeError for anything but a string, ValueError for None and (unless allowed) for
-    "".
-    """
+    """The text at a place. Raises TypeError for other values, ValueError for None and (unless allowed) for ""."""
     if value is None:
         raise place.error("None", "text", "Fill it in or filter the row out.")
     if isinstance(value, list | tuple):
@@ -289,8 +284,7 @@ def check_tokenizer(
 def warn_of_unread_tools(
     dataset: Any, processing_class: ProcessingClass, *, name: str, is_chat: bool = True, tools: Any = None
 ) -> None:
-    """Warn of tools that reach no prompt: `tools` given for all rows, or those of conversations in their column
-    `tools`.
+    """Warn of tools that reach no prompt: `tools` given for all rows, or those of conversations' own column.
 
     Text and tokens may hold the tools of their own column already. Of a stream the first row is looked at.
     """

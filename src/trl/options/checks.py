@@ -285,8 +285,7 @@ def _refusal(field: Kind, bounds: str, given: Any) -> str:
 
 
 def check_choices(config: Any) -> None:
-    """Check every field that takes one of several values; "true" and "false" become booleans where those are among
-    them.
+    """Check every field that takes one of several values; "true" and "false" become booleans where allowed.
 
     Raises: ValueError naming the value and everything that is allowed.
     """

@@ -12,9 +12,7 @@ MixedPrecision = Literal["fp16", "bf16", "no"]
 
 @dataclass
 class DiffusionOptions(LoopOptions):
-    """A run's name and place, sampling, and the optimiser. Every process adds its rank to the seed of prompts and
-    workers.
-    """
+    """A run's name and place, sampling, and the optimiser. A process adds its rank to its seed of prompts."""
 
     run_name: str = option("", "Name of this run, for trackers only.")
     logdir: str = option("logs", "Folder of the checkpoints where project_kwargs has no project_dir.")

@@ -1,6 +1,4 @@
-"""What an option group is, how a field is declared with its bounds, and how a config takes a field that stands
-elsewhere.
-"""
+"""Option groups: how a field is declared with its bounds, and how a config takes a field from elsewhere."""
 
 import dataclasses
 import inspect

@@ -1,6 +1,4 @@
-"""Tokens, keys and passwords are left out of everything that is written: checkpoints, cards, trackers, reports,
-errors.
-"""
+"""Tokens, keys and passwords are left out of all that is written: checkpoints, cards, trackers, errors."""
 
 import copy
 import dataclasses
