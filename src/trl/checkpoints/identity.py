@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from pathlib import Path
 from typing import Any
 
 import xxhash
 from datasets import Dataset
+from transformers import PreTrainedConfig
 
 from trl.checkpoints.wholeness import CheckpointError, checkpoints_in, read_manifest
 from trl.options.secrets import redacted
 
+Facts = Mapping[str, Any]
+"""What a checkpoint says about its run, as JSON values."""
+
 ROWS = 1000
 _ADAPTER = ("peft_type", "r", "target_modules", "modules_to_save")
 _NOT_COMPARED = (  # what does not change the training, by the begin of its name
-    "output_dir", "resume_", "ignore_data_skip", "log", "save_", "eval_", "do_", "hub_", "push_to_hub", "report_to", "run_name",
-    "project", "trackio_", "disable_tqdm", "dataloader_num", "dataloader_p", "skip_memory", "enable_jit", "overwrite_",
-    "restore_callback", "load_best", "metric_for_best", "greater_is", "prediction_loss", "include_", "local_rank", "per_device_eval",
-    "remove_unused", "num_completions_to_print", "past_index", "debug", "dataset_num_proc", "ddp_timeout", "batch_eval",
+    "output_dir", "resume_", "ignore_data_skip", "log", "save_", "eval_", "do_", "hub_", "push_to_hub", "report_to",
+    "run_name", "project", "trackio_", "disable_tqdm", "dataloader_num", "dataloader_p", "skip_memory", "enable_jit",
+    "overwrite_", "restore_callback", "load_best", "metric_for_best", "greater_is", "prediction_loss", "include_",
+    "local_rank", "per_device_eval", "remove_unused", "num_completions_to_print", "past_index", "debug", "batch_eval",
+    "dataset_num_proc", "ddp_timeout",
 )  # fmt: skip
 
 
 def run_facts(
-    *, method: str, config: Any, adapters: Mapping[str, Any], dataset: Any, settings: Mapping[str, Any]
+    *, method: str, config: PreTrainedConfig, adapters: Mapping[str, object], dataset: object, settings: Facts
 ) -> dict[str, Any]:
     """What a checkpoint says about its run, as JSON values.
 
@@ -41,13 +46,13 @@ def run_facts(
     return redacted(json.loads(json.dumps(facts, default=_plain)))
 
 
-def fingerprint(dataset: Any) -> dict[str, Any] | None:
+def fingerprint(dataset: object) -> dict[str, int | str] | None:
     """The number of rows, and a hash of at most 1,000 evenly spaced ones; None for a stream.
 
     Log-probs of a reference or a teacher that were added to the rows do not count, nor a teacher's tokens.
     """
     if not isinstance(dataset, Dataset):
-        return {"rows": len(dataset)} if hasattr(dataset, "__len__") else None
+        return {"rows": len(dataset)} if isinstance(dataset, Sized) else None
     count = len(dataset)
     chosen = [n * (count - 1) // (ROWS - 1) for n in range(ROWS)] if count > ROWS else range(count)
     names = [name for name in dataset.column_names if "logps" not in name and name != "teacher_ids"]
@@ -63,34 +68,34 @@ def hash_rows(dataset: Dataset) -> str:
     return hasher.hexdigest()
 
 
-def compare(checkpoint: Path, own: Mapping[str, Any], *, ignore_data: bool = False) -> list[str]:
+def compare(checkpoint: Path, facts: Facts, *, ignore_data: bool = False) -> list[str]:
     """A line on each setting that differs from those of the checkpoint's run.
 
     Raises: CheckpointError for one of another method, model or (unless `ignore_data`) data.
     """
-    known = redacted(read_manifest(checkpoint))  # older ones have secrets
-    if not known:
+    recorded = redacted(read_manifest(checkpoint))  # older ones have secrets
+    if not recorded:
         return []
-    if known["method"] != own["method"]:
+    if recorded["method"] != facts["method"]:
         raise CheckpointError(
-            f"{checkpoint} is of a run of {known['method']}, and this is {own['method']}. To train further from its weights, "
-            "give it as the model of a new run."
+            f"{checkpoint} is of a run of {recorded['method']}, and this is {facts['method']}. To train further from "
+            "its weights, give it as the model of a new run."
         )
-    if differs := _differences(known["model"], own["model"]):
+    if differs := _differences(recorded["model"], facts["model"]):
         raise CheckpointError(
             f"{checkpoint} is of another model ({', '.join(differs)}). Resume with the model that was trained there."
         )
-    if (begun := known.get("date")) and begun != own.get("date", begun):
+    if (begun := recorded.get("date")) and begun != facts.get("date", begun):
         raise CheckpointError(
-            f"{checkpoint} was trained with the date {begun} in its chat template, and these rows have {own['date']}. Set "
-            f"resume_from_checkpoint={str(checkpoint)!r} in the config before the trainer is made."
+            f"{checkpoint} was trained with the date {begun} in its chat template, and these rows have "
+            f"{facts['date']}. Set resume_from_checkpoint={str(checkpoint)!r} in the config before the trainer is made."
         )
-    lines = _differences(known["settings"], own["settings"])
-    if not ignore_data and known["data"] and own["data"] and _differences(known["data"], own["data"]):
+    lines = _differences(recorded["settings"], facts["settings"])
+    if not ignore_data and recorded["data"] and facts["data"] and _differences(recorded["data"], facts["data"]):
         also = f" Settings that differ: {', '.join(lines)}." if lines else ""
         raise CheckpointError(
-            f"{checkpoint} was trained on other rows ({known['data']['rows']}, now {own['data']['rows']}).{also} Resume with "
-            "the same data, or set ignore_data_skip=True to train on this data from its first row."
+            f"{checkpoint} was trained on other rows ({recorded['data']['rows']}, now {facts['data']['rows']}).{also} "
+            "Resume with the same data, or set ignore_data_skip=True to train on this data from its first row."
         )
     return lines
 
@@ -100,10 +105,10 @@ def of_other_runs(output_dir: Path, run: str | None) -> list[Path]:
     return [path for path in checkpoints_in(output_dir) if read_manifest(path).get("run") != run]
 
 
-def _differences(known: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-    names = [name for name in known if name in own and known[name] != own[name]]
-    return [f"{name}: {known[name]!r}, now {own[name]!r}" for name in names]
+def _differences(recorded: Facts, facts: Facts) -> list[str]:
+    names = [name for name in recorded if name in facts and recorded[name] != facts[name]]
+    return [f"{name}: {recorded[name]!r}, now {facts[name]!r}" for name in names]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     return sorted(value) if isinstance(value, set) else type(value).__name__

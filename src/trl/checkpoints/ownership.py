@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Literal, TextIO
 
 from trl.checkpoints.wholeness import CheckpointError
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 PREFIX = "_run-"
 LOCK = "lock"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
-_held: dict[str, tuple[IO[Any], bool]] = {}
+_held: dict[str, tuple[TextIO, bool]] = {}
 """The locks of this process by folder, and whether each allows no other run of this process beside it."""
 
 
@@ -69,7 +69,7 @@ def owned(folder: Path, *, exclusive: bool = True) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _lock(folder: Path) -> IO[Any] | None:
+def _lock(folder: Path) -> TextIO | None:
     """The locked file `lock` of a folder; None where the system or the file system has no locks."""
     if fcntl is None:
         return None
@@ -83,34 +83,32 @@ def _lock(folder: Path) -> IO[Any] | None:
         if error.errno not in _NO_LOCKS:
             raise
         logger.warning(
-            "%s is on a file system without file locks (%s), so other runs cannot see that this one is active. Give each run "
-            "an output_dir of its own.",
-            folder,
-            error.strerror,
-        )
+            "%s is on a file system without file locks (%s), so other runs cannot see that this one is active. "
+            "Give each run an output_dir of its own.", folder, error.strerror,
+        )  # fmt: skip
         return None
     new.rename(folder / LOCK)  # others see it locked or not at all
     return lock
 
 
-def clear(output_dir: Path, own: str = "", *, alone: bool = True) -> None:
-    """Remove the run folders that dead processes left in `output_dir`; `own` is the caller's.
+def clear(output_dir: Path, caller: str = "", *, alone: bool = True) -> None:
+    """Remove the run folders that dead processes left in `output_dir`; `caller` is that of the caller.
 
     A folder whose owner may be alive stays, with a warning where that cannot be decided.
 
     Raises: CheckpointError, where the caller must be `alone`, for another active run.
     """
     for folder in sorted(output_dir.glob(f"{PREFIX}*")):
-        state = "alive" if folder.name == own else liveness(folder)
+        state = "alive" if folder.name == caller else liveness(folder)
         if state == "dead":
             logger.warning("Removing %s: its run was stopped before it ended.", folder)
             shutil.rmtree(folder, ignore_errors=True)
         elif state == "unknown":
             logger.warning("Leaving %s: its run may be active. Remove it if it is not.", folder)
-        elif alone and folder.name != own and _held.get(folder.name, (None, True))[1]:
+        elif alone and folder.name != caller and _held.get(folder.name, (None, True))[1]:
             raise CheckpointError(
-                f"Another run is active in {output_dir} ({folder.name}). Choose another output_dir, or wait until that run "
-                "has ended."
+                f"Another run is active in {output_dir} ({folder.name}). Choose another output_dir, or wait until that "
+                "run has ended."
             )
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
@@ -18,7 +18,7 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from trl.checkpoints.identity import compare, of_other_runs
+from trl.checkpoints.identity import Facts, compare, of_other_runs
 from trl.checkpoints.ownership import clear
 from trl.checkpoints.wholeness import (
     CheckpointError,
@@ -33,6 +33,7 @@ from trl.checkpoints.wholeness import (
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Progress = dict[str, Any]  # JSON values
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,11 @@ class Run:
     """A run: its own folder, what its checkpoints say about it, and the checkpoint that it resumes from."""
 
     folder: Path
-    facts: dict[str, Any]
+    facts: Facts
     checkpoint: str | None = None
 
 
-def begin_run(
-    folder: Path, facts: dict[str, Any], args: TrainingArguments, *, resume: str | bool | None, alone: bool
-) -> Run:
+def begin_run(folder: Path, facts: Facts, args: TrainingArguments, *, resume: str | bool | None, alone: bool) -> Run:
     """Find and check the checkpoint to resume from, and clear the output directory; for the main process.
 
     Raises: FileNotFoundError or CheckpointError where the run cannot resume, or must be `alone` and is not.
@@ -64,11 +63,10 @@ def begin_run(
     others = of_other_runs(output_dir, run) if folder.is_dir() else []  # else nothing is written
     if others:
         logger.warning(
-            "%s holds checkpoints of another run (%s). This run replaces those of the same step, and save_total_limit counts "
-            "and removes them too. Use another output_dir to keep them.",
-            output_dir,
-            ", ".join(path.name for path in others),
-        )
+            "%s holds checkpoints of another run (%s). This run replaces those of the same step, and save_total_limit "
+            "counts and removes them too. Use another output_dir to keep them.",
+            output_dir, ", ".join(path.name for path in others),
+        )  # fmt: skip
     return Run(folder, {"run": run, **facts}, None if checkpoint is None else str(checkpoint))
 
 
@@ -91,16 +89,16 @@ def starts_anew(args: TrainingArguments, part: str) -> bool:
 
 def on_main(accelerator: Accelerator, make: Callable[[], T]) -> T:
     """What `make` returns on the main process, on all processes, which must all call it; so are its errors."""
-    found: list[Any] = [None, None]
+    outcome: list[T | Exception | None] = [None]
     if accelerator.is_main_process:
         try:
-            found[0] = make()
+            outcome = [make()]
         except (ValueError, OSError) as error:
-            found[1] = error
-    broadcast_object_list(found)
-    if found[1] is not None:
-        raise found[1]
-    return found[0]
+            outcome = [error]
+    broadcast_object_list(outcome)
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return cast(T, outcome[0])
 
 
 @runtime_checkable
@@ -155,8 +153,8 @@ class CheckpointWriter:
         if self._args.should_save:
             if not has_weights(written):
                 raise CheckpointError(
-                    f"{written} has no weights, expected those of step {self._state.global_step}: another program removed them. "
-                    "Earlier checkpoints are untouched. Give each run an output_dir of its own."
+                    f"{written} has no weights, expected those of step {self._state.global_step}: another program "
+                    "removed them. Earlier checkpoints are untouched. Give each run an output_dir of its own."
                 )
             whole = {name: entry for part_sums in sums for name, entry in part_sums.items()}
             publish(written, final, self._facts, replaced=self.staging / "replaced", sums=whole)
@@ -188,12 +186,12 @@ class CheckpointWriter:
             self._state.save_to_json(str(self.staging / self._name / TRAINER_STATE_NAME))
 
 
-def save_progress(folder: Path, *, rank: int, state: dict[str, Any]) -> None:
+def save_progress(folder: Path, *, rank: int, state: Progress) -> None:
     """Write what this process has summed since the last log; JSON keeps every bit of a float."""
     (folder / f"progress_{rank}.json").write_text(json.dumps(state, indent=1))
 
 
-def load_progress(checkpoint: str | None, *, rank: int, processes: int) -> dict[str, Any] | None:
+def load_progress(checkpoint: str | None, *, rank: int, processes: int) -> Progress | None:
     """What `save_progress` wrote, or None for a checkpoint without it, which is said.
 
     A run of another number of processes shares its sums out anew: the first process goes on with all of them.
@@ -210,12 +208,12 @@ def load_progress(checkpoint: str | None, *, rank: int, processes: int) -> dict[
     return state
 
 
-def _shared_out(states: list[dict[str, Any]], *, first: bool) -> dict[str, Any]:
+def _shared_out(states: list[Progress], *, first: bool) -> Progress:
     """One process's state from those of all processes of a run that had another number of them."""
     sums: dict[str, tuple[float, float]] = {}
     for name, (total, count) in (item for state in states for item in state["metrics"]["sums"].items()):
-        known = sums.get(name, (0.0, 0.0))
-        sums[name] = (known[0] + total, known[1] + count)
+        before = sums.get(name, (0.0, 0.0))
+        sums[name] = (before[0] + total, before[1] + count)
     return {
         **states[0],
         "loss_since_log": sum(state["loss_since_log"] for state in states) / len(states),

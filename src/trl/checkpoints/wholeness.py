@@ -27,13 +27,14 @@ PARTS = {  # what a run can start anew (`resume_without`), and its files; it nee
     "progress": ("progress_*", "rollout_*", "bema.*", "replay_buffer.*"),
 }
 _NOT_READ = (
-    "README.md", "training_args.bin", "token*", "special_tokens*", "added_tokens*", "chat_template*", "vocab*", "merges*",
-    "*processor*", "generation_config.json", "zero_to_fp32.py",
+    "README.md", "training_args.bin", "token*", "special_tokens*", "added_tokens*", "chat_template*", "vocab*",
+    "merges*", "*processor*", "generation_config.json", "zero_to_fp32.py",
 )  # fmt: skip
 _WEIGHTS = ("model*.safetensors*", "*pytorch_model*", "*adapter_model*", "global_step*")
 _NEEDED = {  # of every checkpoint; DeepSpeed's optimizer and schedule are in `global_step*`
     "model.safetensors or adapter_model.safetensors": _WEIGHTS, "trainer_state.json": ("trainer_state.json",),
-    "optimizer.pt": ("optimizer*", "global_step*"), "scheduler.pt": ("scheduler.pt", "global_step*"), "rng_state.pth": ("rng_state*",),
+    "optimizer.pt": ("optimizer*", "global_step*"), "scheduler.pt": ("scheduler.pt", "global_step*"),
+    "rng_state.pth": ("rng_state*",),
 }  # fmt: skip
 _READERS = 4  # threads
 
@@ -42,7 +43,7 @@ class CheckpointError(ValueError):
     """A checkpoint, or the folder of a run, that cannot be used."""
 
 
-Sums = Mapping[str, Sequence[Any]]
+Sums = Mapping[str, Sequence[int | str]]
 """The size in bytes and the checksum of files, by their paths from the checkpoint's folder."""
 
 
@@ -58,7 +59,9 @@ def synced_sums(folder: Path, *, part: int = 0, parts: int = 1, but: Sums | None
         return dict(zip(read, pool.map(_sum, [folder / name for name in read]), strict=True))
 
 
-def publish(written: Path, final: Path, facts: Mapping[str, Any], *, replaced: Path, sums: Sums | None = None) -> None:
+def publish(
+    written: Path, final: Path, facts: Mapping[str, object], *, replaced: Path, sums: Sums | None = None
+) -> None:
     """Add the manifest to a finished checkpoint and rename it to `final`, whose older content goes through `replaced`.
 
     The manifest has `facts` about the run, and the sums of the files that resuming reads; `sums` has those that are
@@ -119,26 +122,26 @@ def faults(
     If `quick`, checksums are not compared, for which all files are read.
     """
     names, written = _names(folder), read_manifest(folder).get("files", {})  # older ones: a list of names
-    found = {name: "is missing" for name in written if name not in names}
+    reasons = {name: "is missing" for name in written if name not in names}
     for file, patterns in needed.items():
         if not any(_fits(name, patterns) for name in [*names, *written]):
-            found[file] = "is missing"
+            reasons[file] = "is missing"
     read = [name for name in names if not _fits(name, _NOT_READ)]
     sums = written if isinstance(written, dict) and not quick else {}
     with ThreadPoolExecutor(_READERS) as pool:
         whys = pool.map(lambda name: unreadable(folder / name) or _changed(folder / name, sums.get(name)), read)
-        found |= {name: why for name, why in zip(read, whys, strict=True) if why}
-    return {file: why for file, why in found.items() if _part_of(file) not in without}
+        reasons |= {name: why for name, why in zip(read, whys, strict=True) if why}
+    return {file: why for file, why in reasons.items() if _part_of(file) not in without}
 
 
 def checkpoints_in(output_dir: str | Path, stem: str = "checkpoint-") -> list[Path]:
     """All `checkpoint-<step>` folders (or of another `stem`), the highest step first."""
-    found = {
+    folders = {
         int(match[1]): path
         for path in Path(output_dir).glob(f"{stem}*")
         if (match := re.fullmatch(rf"{stem}(\d+)", path.name)) and path.is_dir()
     }
-    return [found[step] for step in sorted(found, reverse=True)]
+    return [folders[step] for step in sorted(folders, reverse=True)]
 
 
 def newest_whole(output_dir: str | Path, *, but: Path | None = None, quick: bool = False) -> Path | None:
@@ -148,20 +151,20 @@ def newest_whole(output_dir: str | Path, *, but: Path | None = None, quick: bool
 
 
 def checkpoint_to_load(
-    given: str | Path | bool | None, output_dir: str | Path, *, without: Sequence[str] = (), quick: bool = False
+    resume: str | Path | bool | None, output_dir: str | Path, *, without: Sequence[str] = (), quick: bool = False
 ) -> Path | None:
     """The checkpoint that `resume_from_checkpoint` means: a path, or for True the newest whole one.
 
     Raises: FileNotFoundError where there is none; CheckpointError where it is not whole.
     """
-    if given is None or given is False:
+    if resume is None or resume is False:
         return None
     every = checkpoints_in(output_dir)
-    if (given is True and not every) or (given is not True and not Path(given).is_dir()):
+    if (resume is True and not every) or (resume is not True and not Path(resume).is_dir()):
         names = ", ".join(map(str, reversed(every)))
         there = f"There are {names}." if every else f"There is none in {output_dir}: leave it out to start anew."
-        raise FileNotFoundError(f"resume_from_checkpoint={given!r} needs a checkpoint to resume from. {there}")
-    chosen = every if given is True else [Path(given)]
+        raise FileNotFoundError(f"resume_from_checkpoint={resume!r} needs a checkpoint to resume from. {there}")
+    chosen = every if resume is True else [Path(resume)]
     whole = next((path for path in chosen if not faults(path, without=without, quick=quick)), None)
     if whole is None:
         raise _not_whole(chosen[0], without)
@@ -172,17 +175,17 @@ def checkpoint_to_load(
 
 def _not_whole(folder: Path, without: Sequence[str]) -> CheckpointError:
     """The error for a checkpoint that lost a part: its files, and what to do."""
-    found = faults(folder, without=without)
-    parts = list(dict.fromkeys(_part_of(file) for file in found))
+    reasons = faults(folder, without=without)
+    parts = list(dict.fromkeys(_part_of(file) for file in reasons))
     another = _another(folder)
     verb = "Or set" if "Resume from" in another else "Set"
     option = "" if "" in parts else f" {verb} resume_without={[*without, *parts]}: these parts start anew."
-    return CheckpointError(f"{folder} is not whole: {listed(found)}.{another}{option}")
+    return CheckpointError(f"{folder} is not whole: {listed(reasons)}.{another}{option}")
 
 
-def listed(found: Mapping[str, str]) -> str:
+def listed(reasons: Mapping[str, str]) -> str:
     """Faults in one line."""
-    return "; ".join(f"{file} {why}" for file, why in found.items())
+    return "; ".join(f"{file} {why}" for file, why in reasons.items())
 
 
 @contextmanager
@@ -230,7 +233,7 @@ def unreadable(file: Path) -> str | None:
     return None
 
 
-def _changed(file: Path, written: Sequence[Any] | None) -> str | None:
+def _changed(file: Path, written: Sequence[int | str] | None) -> str | None:
     """How a file differs from its size and checksum, None where it does not or they are not known."""
     if written is None or (now := _sum(file)) == tuple(written):
         return None
