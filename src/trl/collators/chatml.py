@@ -85,7 +85,8 @@ class DataCollatorForChatML:
         boundary = common_prefix_length(encode(self.tokenizer, [prompt])[0], whole.tolist())
         if prompt and not boundary:
             raise ValueError(
-                f"row {index} of the batch: the tokens do not begin with {self.prompt_key!r}, {prompt[:60]!r}. Leave it out."
+                f"row {index} of the batch: the tokens do not begin with {self.prompt_key!r}, {prompt[:60]!r}. Leave "
+                "it out."
             )
         return whole, boundary
 
@@ -93,8 +94,8 @@ class DataCollatorForChatML:
         messages = row.get(self.messages_key)
         if not isinstance(messages, list) or len(messages) < 2 or messages[-1].get("role") != "assistant":
             raise ValueError(
-                f"row {index} of the batch: {self.messages_key!r} is {str(messages)[:80]!r}, expected 2 messages or more that "
-                "end with an assistant's. Add the answer, or name the column with messages_key."
+                f"row {index} of the batch: {self.messages_key!r} is {str(messages)[:80]!r}, expected 2 messages or "
+                "more that end with an assistant's. Add the answer, or name the column with messages_key."
             )
         with Place("", index, self.messages_key).named():
             return split_rendering(self.tokenizer, Chat(messages[:-1]), messages[-1:])

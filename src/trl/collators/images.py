@@ -43,7 +43,8 @@ def check_processor(processor: Any) -> None:
         raise TypeError(f"processor must have an image_processor, got {name}. Use AutoProcessor.")
     if name in _PREFIX_ATTENTION:
         raise ValueError(
-            f"processor is a {name}, whose model sees the tokens it should predict. Take a causal model, or a data_collator."
+            f"processor is a {name}, whose model sees the tokens it should predict. Take a causal model, or a "
+            "data_collator."
         )
 
 
@@ -218,7 +219,8 @@ class _ImageCollator(DataCollatorMixin):
             kept = _LIMITS[name](kept, torch.arange(mask.shape[1]), starts, limit)
             for row in (is_image & ~kept).any(dim=1).nonzero()[:, 0].tolist():
                 raise ValueError(
-                    f"{places[row]}: images of {int(is_image[row].sum())} tokens do not fit {name}={limit}. Raise it, or set {name}=None."
+                    f"{places[row]}: images of {int(is_image[row].sum())} tokens do not fit {name}={limit}. Raise it, "
+                    f"or set {name}=None."
                 )
         padding = getattr(text_tokenizer(self.processor), "pad_token_id", None) or 0
         fill = {"input_ids": padding, "labels": IGNORED}
@@ -268,7 +270,8 @@ class DataCollatorForVisionLanguageModeling(_ImageCollator):
     Example:
         >>> collate = DataCollatorForVisionLanguageModeling(processor)  # doctest: +SKIP
         >>> question = {"role": "user", "content": "What is it?"}  # doctest: +SKIP
-        >>> collate([{"images": [image], "messages": [question, {"role": "assistant", "content": "A cat."}]}])  # doctest: +SKIP
+        >>> answer = {"role": "assistant", "content": "A cat."}  # doctest: +SKIP
+        >>> collate([{"images": [image], "messages": [question, answer]}])  # doctest: +SKIP
     """
 
     processor: ProcessorMixin

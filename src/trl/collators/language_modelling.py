@@ -39,8 +39,8 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
         return_tensors: Only "pt".
 
     >>> collate = DataCollatorForLanguageModeling(pad_token_id=0)
-    >>> batch = collate([{"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1]}, {"input_ids": [8], "completion_mask": [1]}])
-    >>> batch["labels"].tolist()
+    >>> rows = [{"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1]}, {"input_ids": [8], "completion_mask": [1]}]
+    >>> collate(rows)["labels"].tolist()
     [[-100, 6, 7], [8, -100, -100]]
     """
 
@@ -84,7 +84,8 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
             for index, values in enumerate(column or ()):
                 if len(values) != len(ids[index]):
                     raise ValueError(
-                        f"row {index} of the batch: {name!r} has {len(values)} items, 'input_ids' {len(ids[index])}, expected as many."
+                        f"row {index} of the batch: {name!r} has {len(values)} items, 'input_ids' {len(ids[index])}, "
+                        "expected as many."
                     )
                 if name != "labels":
                     labels[index][values == 0] = IGNORED

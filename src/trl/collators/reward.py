@@ -25,8 +25,8 @@ OLDER_COLUMNS = ("input_ids_chosen", "input_ids_rejected")
 def shared_length(*sequences: Tensor) -> int:
     """The length of the common prefix of some sequences; each keeps at least one token after it.
 
-    >>> shared_length(torch.tensor([5, 6, 7]), torch.tensor([5, 6])), shared_length(torch.tensor([5]), torch.tensor([6]))
-    (1, 0)
+    >>> shared_length(torch.tensor([5, 6, 7]), torch.tensor([5, 6]))
+    1
     """
     shorter = min(map(len, sequences))
     heads = torch.stack([sequence[:shorter] for sequence in sequences])

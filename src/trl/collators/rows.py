@@ -38,7 +38,8 @@ def read_column(rows: Sequence[Row], name: str) -> list[Tensor] | None:
         return None
     if not all(has):
         raise ValueError(
-            f"row {has.index(False)} of the batch has no {name!r}, unlike row {has.index(True)}. Give it in every row or none."
+            f"row {has.index(False)} of the batch has no {name!r}, unlike row {has.index(True)}. Give it in every row "
+            "or none."
         )
     return [as_ids(row[name]) for row in rows]
 

@@ -41,7 +41,8 @@ def vocabulary_bytes(tokenizer: Any) -> list[bytes]:
     text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     if b"".join(found[token] for token in ids).removeprefix(b" ") != text.encode().removeprefix(b" "):
         raise ValueError(
-            f"{type(tokenizer).__name__} must be byte-level BPE or SentencePiece. Use a teacher and a student of one tokenizer."
+            f"{type(tokenizer).__name__} must be byte-level BPE or SentencePiece. Use a teacher and a student of one "
+            "tokenizer."
         )
     return found
 

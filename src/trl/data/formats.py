@@ -228,7 +228,8 @@ def split_dialogue(example: Mapping[str, Any], marker: str = "\n\nAssistant:") -
     start = shared.rfind(marker)
     if start < 0:
         raise ValueError(
-            f"chosen {chosen[:40]!r} and rejected {rejected[:40]!r} share no {marker!r}. Give another marker, or filter the row."
+            f"chosen {chosen[:40]!r} and rejected {rejected[:40]!r} share no {marker!r}. Give another marker, or "
+            "filter the row."
         )
     end = start + len(marker)
     return {"prompt": chosen[:end], "chosen": chosen[end:], "rejected": rejected[end:]}

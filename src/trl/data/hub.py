@@ -61,8 +61,8 @@ def loading_from_hub(name: str, kind: str) -> Iterator[None]:
             raise
         raise HubUnreachable(
             f"The {kind} '{name}' is not at {Path(name).absolute()}, not in the cache, and the Hub "
-            f"({constants.ENDPOINT}) cannot be reached: {reason}. Give a local path, or download it first, on a machine with a network: "
-            f"`hf download {option}{name} --local-dir FOLDER`."
+            f"({constants.ENDPOINT}) cannot be reached: {reason}. Give a local path, or download it first, on a "
+            f"machine with a network: `hf download {option}{name} --local-dir FOLDER`."
         ) from error
     finally:
         constants.HF_HUB_OFFLINE, datasets_config.HF_HUB_OFFLINE = before

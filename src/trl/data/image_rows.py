@@ -82,8 +82,8 @@ def refuse_images(dataset: Any, *, name: str) -> None:
     """Raise ValueError for a data set with images that is given to a trainer of text."""
     if has_images(dataset):
         raise ValueError(
-            f"{name} dataset has images, but this trainer was made for text. Remove the column of images. SFTTrainer, DPOTrainer, "
-            "GRPOTrainer and RLOOTrainer take images if the data sets given to their constructor have them."
+            f"{name} dataset has images, but this trainer was made for text. Remove the column of images. SFTTrainer, "
+            "DPOTrainer, GRPOTrainer and RLOOTrainer take images if the data sets given to their constructor have them."
         )
 
 

@@ -191,7 +191,8 @@ def _check_lengths(columns: Mapping[str, Ragged]) -> None:
         if len(wrong):
             row = int(wrong[0])
             raise ValueError(
-                f"column {name!r}, row {row}: {ragged.lengths[row]} items, but {main!r} has {expected[row]}. Correct or remove it."
+                f"column {name!r}, row {row}: {ragged.lengths[row]} items, but {main!r} has {expected[row]}. Correct "
+                "or remove it."
             )
 
 
@@ -203,6 +204,6 @@ def _check_nested(name: str, column: pa.ChunkedArray, tokens: np.ndarray, seq_le
         row = int(wrong[0])
         given = "None" if counts[row] < 0 else f"{counts[row]} lists for {tokens[row]} tokens"
         raise ValueError(
-            f"column {name!r}, row {row}: {given}, expected lists, one per token in rows longer than seq_length={seq_length}. "
-            "Correct or shorten the row."
+            f"column {name!r}, row {row}: {given}, expected lists, one per token in rows longer than "
+            f"seq_length={seq_length}. Correct or shorten the row."
         )

@@ -30,12 +30,12 @@ SHOWN_ROWS = 3
 # Counts that need a user's attention, and the warning behind "in N of M rows"; of tokens and steps, behind their
 # number.
 WARNINGS: Mapping[str, str] = {
-    "removed_steps": "labelled steps were cut off and are not trained. Raise max_length or max_completion_length, or lower "
-    "max_prompt_length.",
+    "removed_steps": "labelled steps were cut off and are not trained. Raise max_length or max_completion_length, or "
+    "lower max_prompt_length.",
     "untrained_rows": "no trained token is left; {0.dropped_rows} of them were dropped. Raise max_length, shorten the "
     "prompts, or filter these rows.",
-    "unstopped_rows": "a turn ends without a stop token, so the model does not learn to stop there. Put the token inside "
-    "the template's generation marks, or add one to the template.",
+    "unstopped_rows": "a turn ends without a stop token, so the model does not learn to stop there. Put the token "
+    "inside the template's generation marks, or add one to the template.",
     "shifted_rows": "a token reaches over the end of the prompt, or of a turn; it is trained. Let prompts end before a "
     "space, not after it.",
     "removed_begin_tokens": "begin tokens that repeated the tokenizer's own were removed.",
@@ -247,9 +247,9 @@ def refuse_transform(dataset: Any, name: str) -> None:
     """Raise ValueError for a data set whose rows are made by a transform when they are read."""
     if (getattr(dataset, "format", None) or {}).get("type") == "custom":
         raise ValueError(
-            f"{name} dataset has a transform (with_transform or set_transform), expected stored rows, which are tokenised before "
-            "the first step. Store what it makes: dataset.with_format(None).map(transform, batched=True, "
-            "remove_columns=dataset.column_names)."
+            f"{name} dataset has a transform (with_transform or set_transform), expected stored rows, which are "
+            "tokenised before the first step. Store what it makes: dataset.with_format(None).map(transform, "
+            "batched=True, remove_columns=dataset.column_names)."
         )
 
 

@@ -307,8 +307,9 @@ class RewardTokenizer(PairTokenizer):
         }
 
     def complaint(self, numbers: Mapping[str, int]) -> tuple[str, str, str, str]:
-        given = f"this sequence or the one in 'rejected_input_ids' has more than max_length {self.lengths.max_length} tokens"
-        return "chosen_input_ids", given, "at most as many", "Raise max_length, or filter the row out."
+        limit = f"max_length {self.lengths.max_length} tokens"
+        fault = f"this sequence or the one in 'rejected_input_ids' has more than {limit}"
+        return "chosen_input_ids", fault, "at most as many", "Raise max_length, or filter the row out."
 
 
 def tokenize_preference_row(

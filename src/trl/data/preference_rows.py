@@ -281,7 +281,8 @@ class PairLengths:
         limit, most = self.max_prompt_length, self.max_length
         if limit is not None and most is not None and limit >= most:
             raise ValueError(
-                f"max_prompt_length {limit} leaves no token of max_length {most} for a completion. Lower it, or raise max_length."
+                f"max_prompt_length {limit} leaves no token of max_length {most} for a completion. Lower it, or raise "
+                "max_length."
             )
 
 

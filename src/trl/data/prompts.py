@@ -84,7 +84,8 @@ def prompt_tokenizer(
     is_chat = is_list_of_dicts_with(row.get("prompt"), "role")
     if settings.tools and (is_given or not is_chat):
         raise ValueError(
-            f'{name} dataset: tools need prompts of messages, [{{"role": "user", "content": ...}}]. Write them so, or leave tools out.'
+            f'{name} dataset: tools need prompts of messages, [{{"role": "user", "content": ...}}]. '
+            "Write them so, or leave tools out."
         )
     if settings.tools and "tools" in columns:
         raise ValueError(f"{name} dataset has a column 'tools', beside the trainer's own. Remove the column.")

@@ -234,7 +234,8 @@ def _cut_row(row: dict[str, Any], max_length: int, keep_end: bool) -> dict[str, 
 def _refuse_packed(columns: Container[str], longest: int, max_length: int) -> None:
     if "seq_lengths" in columns:
         raise ValueError(
-            f"a packed row has {longest} tokens, more than max_length {max_length}. Truncate before packing, or raise it."
+            f"a packed row has {longest} tokens, more than max_length {max_length}. Truncate before packing, or raise "
+            "it."
         )
 
 

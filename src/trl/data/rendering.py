@@ -194,6 +194,7 @@ def split_rendering(
     closed = render(processing_class, prompt) if opens_for_generation(prompt.messages) else opened
     if not joint.startswith(closed):
         raise TemplateRefusal(
-            f"the chat template renders the prompt differently once the completion follows ({closed[cut : cut + 20]!r} became {joint[cut : cut + 20]!r}). Use one of get_training_chat_template."
+            f"the chat template renders the prompt differently once the completion follows ({closed[cut : cut + 20]!r} "
+            f"became {joint[cut : cut + 20]!r}). Use one of get_training_chat_template."
         )
     return joint[:cut], joint[cut:]

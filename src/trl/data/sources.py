@@ -99,7 +99,8 @@ def _load_saved(folder: Path, streaming: bool) -> DatasetDict | IterableDatasetD
 
 def _not_found(path: str, reason: str) -> FileNotFoundError:
     return FileNotFoundError(
-        f"{path!r} was not found (at {Path(path).expanduser().absolute()}, or on the hub): {reason}. Give a {', '.join(BUILDERS)} file, a folder of them, a saved data set, or a name on the hub."
+        f"{path!r} was not found (at {Path(path).expanduser().absolute()}, or on the hub): {reason}. Give a "
+        f"{', '.join(BUILDERS)} file, a folder of them, a saved data set, or a name on the hub."
     )
 
 
@@ -217,7 +218,8 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
     for source, own in zip(sources, columns, strict=True):
         if own != columns[0]:
             raise ValueError(
-                f"{sources[0].path!r} has the columns {columns[0]}, {source.path!r} {own}: choose common ones with `columns`."
+                f"{sources[0].path!r} has the columns {columns[0]}, {source.path!r} {own}: choose common ones with "
+                "`columns`."
             )
     combined = concatenate_datasets(parts)
     if mixture_config.streaming:

@@ -77,8 +77,8 @@ def assistant_tokens(
     for index, (cut, position) in enumerate(zip(cuts, positions, strict=True)):
         if position is None and not is_marked:
             turns = [turn for turn, message in enumerate(chat.messages) if message.get("role") == "assistant"]
-            reason = f"its {('start', 'end')[index % 2]} falls inside a token (whitespace at the edge of the content does that)"
-            raise _unproven(turns[index // 2], reason)
+            reason = f"its {('start', 'end')[index % 2]} falls inside a token (whitespace at the edge of the content"
+            raise _unproven(turns[index // 2], f"{reason} does that)")
         if position is None:  # a token that straddles an end is trained: it holds text of the assistant
             position = common_prefix_length(encode(tokenizer, [text[:cut]])[0], ids) + index % 2
         edges.append(position)
@@ -168,7 +168,8 @@ def _with_next_stop_token(processing_class: ProcessingClass, chat: Chat, text: s
 
 def _unproven(turn: int, reason: str) -> TemplateRefusal:
     return TemplateRefusal(
-        f"message {turn}: the assistant's tokens cannot be told apart, because {reason}. Add {{% generation %}} marks to the chat template (get_training_chat_template), or use prompt-completion rows."
+        f"message {turn}: the assistant's tokens cannot be told apart, because {reason}. Add {{% generation %}} marks "
+        "to the chat template (get_training_chat_template), or use prompt-completion rows."
     )
 
 

@@ -76,7 +76,8 @@ def token_row(
         raise TypeError(f"{name} must hold token ids (integers), got {ids.dtype}. Convert it with .long().")
     if vocabulary is not None and (int(ids.min()) < 0 or int(ids.max()) >= vocabulary):
         raise ValueError(
-            f"{name} must have ids from 0 to {vocabulary - 1}, got {int(ids.min())} to {int(ids.max())}. Use the model's tokenizer."
+            f"{name} must have ids from 0 to {vocabulary - 1}, got {int(ids.min())} to {int(ids.max())}. Use the "
+            "model's tokenizer."
         )
     return ids.detach().to(device, torch.int64)
 
@@ -95,7 +96,8 @@ def check_step_inputs(
             raise TypeError(f"{name} must be a list of tensors, got {type(rows).__name__}. Use list(tensor).")
         if rows is not None and len(rows) != batch_size:
             raise ValueError(
-                f"{name} must be batch_size={batch_size} tensors, got {len(rows)}. Use drop_last=True, or set batch_size."
+                f"{name} must be batch_size={batch_size} tensors, got {len(rows)}. Use drop_last=True, or set "
+                "batch_size."
             )
     found = []
     for index, (query, answer) in enumerate(zip(queries, responses, strict=True)):
@@ -109,7 +111,8 @@ def check_step_inputs(
         length = len(query) + len(answer) if limits.start is None else max(len(query), len(answer))
         if limits.context_length is not None and length > limits.context_length:
             raise ValueError(
-                f"queries[{index}] and responses[{index}] have {length} tokens, the context length is {limits.context_length}."
+                f"queries[{index}] and responses[{index}] have {length} tokens, the context length is "
+                f"{limits.context_length}."
             )
         found.append((query, answer, mask))
     if sum(int(mask.sum()) for _, _, mask in found) < 2:

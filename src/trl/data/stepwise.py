@@ -196,7 +196,10 @@ def prepare_stepwise_dataset(
     is_given = "input_ids" in columns
     needed = ("input_ids", "labels") if is_given else COLUMNS
     if not set(needed) <= set(columns):
-        takes = "'prompt' (text), 'completions' (a list of steps) and 'labels' (a list of true or false), or tokenized 'input_ids' and 'labels'"
+        takes = (
+            "'prompt' (text), 'completions' (a list of steps) and 'labels' (a list of true or false), "
+            "or tokenized 'input_ids' and 'labels'"
+        )
         raise wrong_columns(columns, name, takes=takes, needed=needed)
     vocabulary = allowed_ids(processing_class, settings.vocab_size, given=is_given)
     kind = StepwiseTokenizer(processing_class, settings, name, vocabulary, is_given)

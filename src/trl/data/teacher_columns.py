@@ -76,8 +76,8 @@ def check_teacher_columns(
     """
     if not has_teacher_columns(dataset):
         raise ValueError(
-            f"{name} dataset: no columns {' and '.join(TEACHER_COLUMNS)}, which the training rows have in place of a teacher. "
-            "Write them with `trl teach`, or pass teacher_model."
+            f"{name} dataset: no columns {' and '.join(TEACHER_COLUMNS)}, which the training rows have in place of a "
+            "teacher. Write them with `trl teach`, or pass teacher_model."
         )
     if not isinstance(dataset, Dataset) or not isinstance(given, Dataset):
         return
@@ -85,30 +85,31 @@ def check_teacher_columns(
     for settings in (json.loads(text) for text in texts if text is not None):
         if settings["tokenizer"] != vocabulary_hash(tokenizer):
             raise ValueError(
-                f"{name} dataset: {TEACHER_COLUMNS[0]} belong to another tokenizer than the student's. Run `trl teach` with "
-                "--model_name_or_path STUDENT, which takes the student's tokenizer; for a teacher of another vocabulary use "
-                "GOLDTrainer."
+                f"{name} dataset: {TEACHER_COLUMNS[0]} belong to another tokenizer than the student's. Run `trl teach` "
+                "with --model_name_or_path STUDENT, which takes the student's tokenizer; for a teacher of another "
+                "vocabulary use GOLDTrainer."
             )
         if settings["temperature"] != temperature:
             raise ValueError(
                 f"temperature={temperature}, but the teacher columns of the {name} dataset are at temperature "
-                f"{settings['temperature']}. Set that temperature, or run `trl teach` again with --temperature {temperature}."
+                f"{settings['temperature']}. Set that temperature, or run `trl teach` again with --temperature "
+                f"{temperature}."
             )
     if max_length is not None and "input_ids" in given.column_names and "seq_lengths" not in given.column_names:
         longest = int(list_lengths(given, "input_ids").max())
         if longest > max_length:
             raise ValueError(
-                f"max_length={max_length} truncates rows with teacher columns, the longest has {longest} tokens. Set max_length="
-                f"{longest}, or run `trl teach` again with --max_length {max_length}."
+                f"max_length={max_length} truncates rows with teacher columns, the longest has {longest} tokens. Set "
+                f"max_length={longest}, or run `trl teach` again with --max_length {max_length}."
             )
     trained = trained_tokens(dataset, completion_only=completion_only)
     for column in TEACHER_COLUMNS:
         found = list_lengths(dataset, column)
         if len(wrong := np.flatnonzero(found != trained)):
             raise ValueError(
-                f"{name} dataset, row {wrong[0]}: {column} has {found[wrong[0]]} entries for {trained[wrong[0]]} trained tokens "
-                f"({len(wrong)} such rows). The rows were truncated or prepared with other settings. Use those of `trl teach` "
-                "(max_length and the losses' masks; they are in its teacher.json)."
+                f"{name} dataset, row {wrong[0]}: {column} has {found[wrong[0]]} entries for {trained[wrong[0]]} "
+                f"trained tokens ({len(wrong)} such rows). The rows were truncated or prepared with other settings. "
+                "Use those of `trl teach` (max_length and the losses' masks; they are in its teacher.json)."
             )
 
 
@@ -167,8 +168,8 @@ class WithTeacherColumns:
         trained = int(((labels[:, 1:] != IGNORED) & shown).sum())
         if trained != len(columns[TEACHER_COLUMNS[0]]):
             raise ValueError(
-                f"the rows of a batch have teacher columns for {len(columns[TEACHER_COLUMNS[0]])} tokens, and {trained} are "
-                "trained: they were truncated or prepared with other settings than those of `trl teach`."
+                f"the rows of a batch have teacher columns for {len(columns[TEACHER_COLUMNS[0]])} tokens, and "
+                f"{trained} are trained: they were truncated or prepared with other settings than those of `trl teach`."
             )
         return {**batch, **columns}
 

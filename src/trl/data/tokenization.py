@@ -32,7 +32,8 @@ def with_eos(processing_class: ProcessingClass, eos_token: str | None) -> Proces
     if eos_token not in known:
         near = difflib.get_close_matches(eos_token, list(known), n=1)
         raise ValueError(
-            f"eos_token {eos_token!r} is not in the vocabulary. Add it with tokenizer.add_special_tokens first.{f' Did you mean {near[0]!r}?' if near else ''}"
+            f"eos_token {eos_token!r} is not in the vocabulary. Add it with tokenizer.add_special_tokens "
+            f"first.{f' Did you mean {near[0]!r}?' if near else ''}"
         )
     changed = copy.deepcopy(processing_class)
     text_tokenizer(changed).eos_token = eos_token

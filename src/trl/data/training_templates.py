@@ -92,7 +92,8 @@ QWEN3_TRAINING_TEMPLATE = """\
 QWEN3_TEMPLATE = """\
 {%- set asked = namespace(at=messages|length - 1, found=false) %}
 {%- for message in messages[::-1] %}
-    {%- set is_answer = message.content is string and message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>') %}
+    {%- set is_answer = message.content is string and message.content.startswith('<tool_response>') and \
+message.content.endswith('</tool_response>') %}
     {%- if not asked.found and message.role == 'user' and message.content is string and not is_answer %}
         {%- set asked.found = true %}
         {%- set asked.at = messages|length - loop.index %}

@@ -70,7 +70,8 @@ class UnpairedPreparation(PreferencePreparation):
         super().__post_init__()
         if self.mismatch_group is not None and self.mismatch_group < 2:
             raise ValueError(
-                f"per_device_train_batch_size must be at least 2 for loss_type='kto', got {self.mismatch_group}: the KL estimate needs other rows. Raise it, or use loss_type='apo_zero_unpaired'."
+                f"per_device_train_batch_size must be at least 2 for loss_type='kto', got {self.mismatch_group}: the "
+                "KL estimate needs other rows. Raise it, or use loss_type='apo_zero_unpaired'."
             )
         if self.max_length is not None and self.max_length < 3:
             raise ValueError(f"max_length must be >= 3 (begin, one token, eos), got {self.max_length}.")
@@ -146,14 +147,15 @@ def _row_type(columns: Sequence[str], row: Mapping[str, Any], settings: Unpaired
     if set(TOKEN_COLUMNS) <= set(columns):
         needed = ("label", *([EMBEDDING_COLUMN] if settings.embedding_tokenizer is not None else []))
         if not set(needed) <= set(columns):
-            takes = f"'label' (true where the completion is desirable), and for BCO's embedding_tokenizer {EMBEDDING_COLUMN!r}"
-            raise wrong_columns(columns, name, takes=takes, needed=needed)
+            takes = "'label' (true where the completion is desirable), and for BCO's embedding_tokenizer"
+            raise wrong_columns(columns, name, takes=f"{takes} {EMBEDDING_COLUMN!r}", needed=needed)
         return RowType("tokens", TOKEN_COLUMNS)
     if set(SIDES) <= set(columns):
         return pair_row_type(columns, row, name=name)
     if not {"prompt", "completion", "label"} <= set(columns):
-        takes = "'prompt', 'completion' and 'label', pairs, or tokenized 'prompt_input_ids', 'completion_input_ids' and 'label'"
-        raise wrong_columns(columns, name, takes=takes, needed=("prompt", "completion", "label"))
+        takes = "'prompt', 'completion' and 'label', pairs, or tokenized 'prompt_input_ids', 'completion_input_ids'"
+        needed = ("prompt", "completion", "label")
+        raise wrong_columns(columns, name, takes=f"{takes} and 'label'", needed=needed)
     turns = maybe_convert_to_chatml(dict(row))
     is_chat = is_conversational({key: turns.get(key) for key in ("prompt", "completion")})
     return RowType("messages" if is_chat else "text", ("completion",))
@@ -172,7 +174,8 @@ class CompletionLengths(PairLengths):
     def cut(self, prompt: Ids, completions: list[Ids]) -> list[Side]:
         """The prompt and the completion, cut; of the completion nothing but its eos may be left.
 
-        >>> CompletionLengths(7, 2, truncation_order="prompt_first", begin=1, eos=2).cut([1, 5, 6, 7], [[8, 9, 9, 9, 2]])
+        >>> lengths = CompletionLengths(7, 2, truncation_order="prompt_first", begin=1, eos=2)
+        >>> lengths.cut([1, 5, 6, 7], [[8, 9, 9, 9, 2]])
         [Side(prompt=[1, 6, 7], completion=[8, 9, 9, 2])]
         """
         (completion,) = completions
@@ -356,8 +359,9 @@ def _warn_of_balance(report: PreparationReport, settings: UnpairedPreparation) -
         low, high = (bound * bad / good for bound in BALANCED)
         if not low * counterweight <= weight <= high * counterweight:
             logger.warning(
-                "%s dataset: %d desirable rows of weight %g and %d undesirable ones of weight %g; desirable_weight x rows over "
-                "undesirable_weight x rows should be 1 to 4/3 (KTO, arXiv:2402.01306). Set desirable_weight to %.4g to %.4g, or "
-                "undesirable_weight to %.4g to %.4g.",
-                name, good, weight, bad, counterweight, low * counterweight, high * counterweight, weight / high, weight / low,
+                "%s dataset: %d desirable rows of weight %g and %d undesirable ones of weight %g; desirable_weight x "
+                "rows over undesirable_weight x rows should be 1 to 4/3 (KTO, arXiv:2402.01306). Set desirable_weight "
+                "to %.4g to %.4g, or undesirable_weight to %.4g to %.4g.",
+                name, good, weight, bad, counterweight,
+                low * counterweight, high * counterweight, weight / high, weight / low,
             )  # fmt: skip

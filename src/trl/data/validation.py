@@ -165,7 +165,9 @@ def check_label(value: Any, place: Place) -> bool:
         raise place.error("None", "true or false", "Fill it in or filter the row out.")
     remedy = "Map it to True where the completion (or step) is good, and to False elsewhere."
     if isinstance(value, int) and value in (0, 1):
-        remedy = "Convert the column with dataset.cast_column (to Value('bool'), or a list of it), or the values with bool()."
+        remedy = (
+            "Convert the column with dataset.cast_column (to Value('bool'), or a list of it), or values with bool()."
+        )
     raise place.mistyped(value, "true or false", remedy)
 
 

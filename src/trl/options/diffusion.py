@@ -25,7 +25,8 @@ class DiffusionOptions(LoopOptions):
     num_checkpoint_limit: int = option(5, "Checkpoints kept, where project_kwargs has no total_limit.", ">= 1")
     mixed_precision: MixedPrecision | None = option(
         "fp16",
-        "fp16, bf16 or no. None: as `accelerate launch` says, else no. fp16 becomes no where there is no GPU, with a warning.",
+        "fp16, bf16 or no. None: as `accelerate launch` says, else no. fp16 becomes no where there is no GPU, with a "
+        "warning.",
     )
     allow_tf32: bool = option(True, "Let matrix products on NVIDIA GPUs use TF32.")
     resume_from: str = option("", "A checkpoint_N folder, or one that has some: the last whole one. '': start anew.")

@@ -10,7 +10,8 @@ VLLMMode = Literal["server", "colocate", "async_server"]
 VLLMModelImpl = Literal["vllm", "transformers"]
 AgentSampling = Literal["own", "agent", "strict"]
 AGENT_SETTINGS = (
-    "agent_sampling", "agent_host", "agent_concurrency", "agent_deadline", "agent_max_turns", "agent_max_tokens", "agent_keep_sessions",
+    "agent_sampling", "agent_host", "agent_concurrency", "agent_deadline", "agent_max_turns", "agent_max_tokens",
+    "agent_keep_sessions",
 )  # fmt: skip
 TOOL_SETTINGS = ("max_tool_calling_iterations", "tool_deadline")
 

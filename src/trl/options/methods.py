@@ -41,7 +41,8 @@ class PromptFirstOptions(PreferenceOptions):
 
     max_prompt_length: int | None = shared(
         "max_prompt_length",
-        help="Length of a prompt, in tokens, where it and its completion exceed max_length (at most half of that by default); completions keep the rest. None: no limit.",
+        help="Length of a prompt, in tokens, where it and its completion exceed max_length (at most half of that by "
+        "default); completions keep the rest. None: no limit.",
     )
     max_completion_length: int | None = shared(
         "max_completion_length", help="Longest completion of an encoder-decoder, in tokens. None: no limit."

@@ -22,8 +22,9 @@ class SharedFields:
     model_init_kwargs: dict[str, Any] | str | None = option(None, "Arguments of from_pretrained.")
     weights: Weights | None = option(
         None,
-        "'bf16+residual': train exactly as float32 weights with a bfloat16 forward, in 14 bytes per weight, not 16 (8 with "
-        "optim='adamw_8bit'): bfloat16 weights and gradients, and in the optimizer's state what rounding takes away.",
+        "'bf16+residual': train exactly as float32 weights with a bfloat16 forward, in 14 bytes per weight, not 16 (8 "
+        "with optim='adamw_8bit'): bfloat16 weights and gradients, and in the optimizer's state what rounding takes "
+        "away.",
     )
     model_adapter_name: str | None = option(None, "Adapter that is trained, in a model with several.")
     ref_adapter_name: str | None = option(None, "Adapter that is the reference. None: no adapter.")
@@ -47,8 +48,9 @@ class SharedFields:
     )
     teacher_model_server_url: Mapping[str, str] | str | None = option(
         None,
-        "Address of an OpenAI-style server (vLLM) with the teacher; several by the names in the rows' column `teacher`, as a "
-        "dict or JSON object. Needs temperature=1. teacher_model_name_or_path is then the name of the served model.",
+        "Address of an OpenAI-style server (vLLM) with the teacher; several by the names in the rows' column "
+        "`teacher`, as a dict or JSON object. Needs temperature=1. teacher_model_name_or_path is then the name of the "
+        "served model.",
     )
     teacher_top_k: int = option(20, "How many of its most likely tokens a server gives per token.", ">= 1")
     teacher_server_timeout: float = option(

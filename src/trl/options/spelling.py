@@ -83,10 +83,10 @@ _STANDS_FOR = {
 }
 # Options that configs lack have another place in Python.
 _OF_COMMANDS = (
-    "model_name_or_path model_revision attn_implementation dtype use_peft lora_r lora_alpha lora_dropout lora_target_modules "
-    "lora_modules_to_save use_dora use_rslora load_in_4bit load_in_8bit dataset_name dataset_config dataset_train_split "
-    "dataset_test_split test_split_size column_mapping reward_funcs ref_model_name_or_path reward_model_name_or_path "
-    "teacher_model_name_or_path"
+    "model_name_or_path model_revision attn_implementation dtype use_peft lora_r lora_alpha lora_dropout "
+    "lora_target_modules lora_modules_to_save use_dora use_rslora load_in_4bit load_in_8bit dataset_name "
+    "dataset_config dataset_train_split dataset_test_split test_split_size column_mapping reward_funcs "
+    "ref_model_name_or_path reward_model_name_or_path teacher_model_name_or_path"
 )
 OF_COMMANDS = {*_OF_COMMANDS.split()}
 OTHER_NAMES = {name: meaning for meaning, names in _STANDS_FOR.items() for name in names.split()}
