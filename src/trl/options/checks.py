@@ -179,12 +179,12 @@ def kinds(config_class: type) -> dict[str, Kind]:
 
 def _kind(item: dataclasses.Field, hint: Any) -> Kind:
     members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    words = next((get_args(each) for each in members if get_origin(each) is Literal), ())
-    lists = [get_args(each)[0] for each in members if get_origin(each) is list]
-    number = next((each for each in lists if each in _READERS), None)
+    words = next((get_args(member) for member in members if get_origin(member) is Literal), ())
+    lists = [get_args(member)[0] for member in members if get_origin(member) is list]
+    number = next((member for member in lists if member in _READERS), None)
     is_list = number is not None
     if not (is_list or words or str in members):
-        number = next((each for each in _READERS if each in members), None)
+        number = next((member for member in _READERS if member in members), None)
     choices = item.metadata.get("choices", () if str in members else words)
     is_ours = item.name not in _INHERITED_NAMES
     return Kind(
@@ -193,7 +193,7 @@ def _kind(item: dataclasses.Field, hint: Any) -> Kind:
         is_list,
         type(None) in members,
         tuple(choices) if is_ours and choices and "help" in item.metadata else (),
-        is_ours and str in members and any(get_origin(each) is dict for each in members),
+        is_ours and str in members and any(get_origin(member) is dict for member in members),
     )
 
 
@@ -268,18 +268,18 @@ def _is_within(number: float, bounds: str) -> bool:
     return low < number < high or (has_low and number == low) or (has_high and number == high)
 
 
-def _refusal(field: Kind, bounds: str, given: Any) -> str:
+def _refusal(field: Kind, bounds: str, value: Any) -> str:
     item = field.item
     low, high, has_low, has_high = _interval(bounds)
-    is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     kind = "a whole number" if field.reader is int and bounds != "[0, inf)" else ""
-    if not kind and not (is_number and math.isfinite(given)):
+    if not kind and not (is_number and math.isfinite(value)):
         kind = "a number" if has_high and math.isinf(high) else "a finite number"
     limits = "" if math.isinf(low) else f"{'>=' if has_low else '>'} {low:g}"
     allowed = f"{kind} {limits if math.isinf(high) else f'in {bounds}'}".strip()
     others = [str(_SENTINELS[item.name])] if item.name in _SENTINELS else []
     others += ["None"] if field.takes_none and declaration(item).bounds else []
-    shown = f"{given}" if is_number else f"{given!r} ({type(given).__name__})"
+    shown = f"{value}" if is_number else f"{value!r} ({type(value).__name__})"
     text = f"{item.name} must be {' or '.join([allowed, *others])}, got {shown}."
     return f"{text} {item.metadata['help']} Default: {item.default}." if declaration(item).bounds else text
 

@@ -37,11 +37,11 @@ def same(owner: type, name: str, *default: Any, **metadata: Any) -> Any:
 
     `metadata` replaces parts of it, such as `help`.
     """
-    found = next(field for field in dataclasses.fields(owner) if field.name == name)
-    is_made = found.default_factory is not dataclasses.MISSING
-    (value,) = default or ((found.default_factory if is_made else found.default),)
-    declared = dataclasses.replace(declaration(found), module=owner.__module__)
-    return _field(value, declared, {**found.metadata, **metadata})
+    original = next(field for field in dataclasses.fields(owner) if field.name == name)
+    is_made = original.default_factory is not dataclasses.MISSING
+    (value,) = default or ((original.default_factory if is_made else original.default),)
+    declared = dataclasses.replace(declaration(original), module=owner.__module__)
+    return _field(value, declared, {**original.metadata, **metadata})
 
 
 def moved(
@@ -138,10 +138,10 @@ def _move_legacy(config: Any) -> None:
         setattr(config, item.name, item.default)
         moved = value if value_of is None else value_of(config, value)
         if target is not None and moved is not None:
-            given = getattr(config, target)
-            if value_of is None and given not in (getattr(type(config), target, None), moved):
+            current = getattr(config, target)
+            if value_of is None and current not in (getattr(type(config), target, None), moved):
                 raise ValueError(
-                    f"{target}={given!r} and {item.name}={value!r}, its older name, disagree. Set {target} only."
+                    f"{target}={current!r} and {item.name}={value!r}, its older name, disagree. Set {target} only."
                 )
             setattr(config, target, moved)
         places.append(f"{item.name} -> {target or f'nothing, {declared.reason}'}")

@@ -103,8 +103,8 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     spellings = {entry.replace("-", "_").lower(): entry for entry in known}
     wanted = _plain(name)
     alike = difflib.get_close_matches(wanted, spellings, n=1)
-    initials = [each for each in spellings if "".join(word[:1] for word in each.split("_")) == wanted]
-    longer = [each for each in spellings if wanted and f"_{wanted}" in f"_{each}"]
+    initials = [spelling for spelling in spellings if "".join(word[:1] for word in spelling.split("_")) == wanted]
+    longer = [spelling for spelling in spellings if wanted and f"_{wanted}" in f"_{spelling}"]
     return [spellings[match] for match in dict.fromkeys([*alike, *initials, *longer])][:MOST]
 
 

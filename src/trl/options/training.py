@@ -101,7 +101,7 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
             raise ValueError(
                 f"num_train_epochs must be > 0 or max_steps >= 1, got {self.num_train_epochs}, {self.max_steps}."
             )
-        strategies = [getattr(each, "value", each) for each in (self.eval_strategy, self.save_strategy)]
+        strategies = [getattr(strategy, "value", strategy) for strategy in (self.eval_strategy, self.save_strategy)]
         if self.load_best_model_at_end and strategies[1] != "best" and len(set(strategies)) > 1:
             raise ValueError(
                 "load_best_model_at_end needs an evaluation for every saved model, got eval_strategy={!r}, "
