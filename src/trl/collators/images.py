@@ -96,27 +96,27 @@ def prompt_inputs(
     """
     texts, images = [prompt.text for prompt in prompts], [prompt.images for prompt in prompts]
     made, _ = processed(reader.processor, texts, images, adds_special=reader.adds_special)
-    found: dict[str, Tensor] = {}
+    inputs: dict[str, Tensor] = {}
     for name, value in made.items():
         if name in _TOKENS:
             continue
         if not is_per_token(name, value, made):
-            found[name] = value
+            inputs[name] = value
             continue
-        found[name] = value.new_zeros(len(prompts), width, *value.shape[2:])
+        inputs[name] = value.new_zeros(len(prompts), width, *value.shape[2:])
         for row, (prompt, end) in enumerate(zip(prompts, ends, strict=True)):
             real = made["attention_mask"][row] != 0
-            own = value[row][real][reader.own_tokens(made["input_ids"][row][real].tolist(), prompt.text)]
-            found[name][row, end - prompt.length : end] = own[len(own) - prompt.length :]
-    return found
+            values = value[row][real][reader.own_tokens(made["input_ids"][row][real].tolist(), prompt.text)]
+            inputs[name][row, end - prompt.length : end] = values[len(values) - prompt.length :]
+    return inputs
 
 
 def prompt_tokens(reader: ImagePrompts, text: str, images: list[Any]) -> tuple[list[int], list[bool]]:
     """A prompt's token ids, with those of its images, and which of them are images'."""
     made, is_image = processed(reader.processor, [text], [images], adds_special=reader.adds_special)
     ids = made["input_ids"][0].tolist()
-    own = reader.own_tokens(ids, text)
-    return ids[own], is_image[0][own].tolist()
+    kept = reader.own_tokens(ids, text)
+    return ids[kept], is_image[0][kept].tolist()
 
 
 def image_tokens(processor: Any, config: Any) -> tuple[int, ...]:
@@ -173,20 +173,20 @@ class _ImageCollator(DataCollatorMixin):
         columns = SIDES if isinstance(rows, ImagePairs) else (rows.column or rows.row_type.columns[0],)
         halves, images, places = [], [], []
         for index, row in enumerate(examples):
-            own = rows.images(row, index)
-            halves += rows.halves(row, index, own)
-            images += [own] * len(columns)
+            pictures = rows.images(row, index)
+            halves += rows.halves(row, index, pictures)
+            images += [pictures] * len(columns)
             places += [rows.place(index, column) for column in columns]
         texts = ["".join(half) for half in halves]
         batch, is_image = processed(self.processor, texts, images, adds_special=rows.adds_special)
         starts = torch.zeros(len(texts), dtype=torch.int64)
         if self.completions_only(rows):
             ids = [row[mask != 0] for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
-            found = [
-                self._start(row.tolist(), half, own, rows.adds_special)
-                for row, half, own in zip(ids, halves, images, strict=True)
+            starts = [
+                self._start(row.tolist(), half, pictures, rows.adds_special)
+                for row, half, pictures in zip(ids, halves, images, strict=True)
             ]
-            starts = torch.tensor(found)
+            starts = torch.tensor(starts)
         is_prompt = torch.arange(is_image.shape[1]) < starts[:, None]
         is_padding = batch["attention_mask"] == 0
         batch["labels"] = batch["input_ids"].masked_fill(is_image | is_padding | is_prompt, IGNORED)
@@ -224,11 +224,11 @@ class _ImageCollator(DataCollatorMixin):
                 )
         padding = getattr(text_tokenizer(self.processor), "pad_token_id", None) or 0
         fill = {"input_ids": padding, "labels": IGNORED}
-        found = dict(batch)
+        trimmed = dict(batch)
         for name, value in batch.items():
             if is_per_token(name, value, batch):
-                rows = [row[own] for row, own in zip(value, kept, strict=True)]
-                found[name] = pad(rows, fill.get(name, 0), pad_to_multiple_of=self.pad_to_multiple_of)
+                rows = [row[stays] for row, stays in zip(value, kept, strict=True)]
+                trimmed[name] = pad(rows, fill.get(name, 0), pad_to_multiple_of=self.pad_to_multiple_of)
         if cut := int((kept != mask).any(dim=1).sum()):
             if not self.rows_cut:
                 logger.warning(
@@ -236,10 +236,10 @@ class _ImageCollator(DataCollatorMixin):
                 )
             self.rows_cut += cut
             # The first token's label does not count: nothing predicts it.
-            untrained = (found["labels"][:, 1:] == IGNORED).all(dim=1).nonzero()[:, 0].tolist()
+            untrained = (trimmed["labels"][:, 1:] == IGNORED).all(dim=1).nonzero()[:, 0].tolist()
             if untrained:
                 self.report_untrained([places[row] for row in untrained])
-        return found
+        return trimmed
 
     def report_untrained(self, places: list[Place]) -> None:
         """Called with the places of rows that lost all trained tokens: warns."""

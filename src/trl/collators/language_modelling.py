@@ -95,8 +95,8 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
 def _sequence_lengths(rows: Sequence[Row], ids: list[Tensor]) -> list[int]:
     lengths: list[int] = []
     for index, (row, row_ids) in enumerate(zip(rows, ids, strict=True)):
-        own = row.get("seq_lengths")
-        parts = [len(row_ids)] if own is None else as_ids(own).tolist()
+        documents = row.get("seq_lengths")
+        parts = [len(row_ids)] if documents is None else as_ids(documents).tolist()
         if sum(parts) != len(row_ids):
             raise ValueError(
                 f"row {index} of the batch: seq_lengths add up to {sum(parts)}, but there are {len(row_ids)} tokens."

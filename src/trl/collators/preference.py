@@ -282,14 +282,14 @@ def as_pair_batch(batch: Mapping[str, Any], *, prefix_sharing: bool) -> Mapping[
     pairs = list(zip(*sides, strict=True))
     if prefix_sharing and all(torch.equal(chosen[0], rejected[0]) for chosen, rejected in pairs):
         rows = [(chosen[0], [chosen[1], rejected[1]]) for chosen, rejected in pairs]
-        found = completion_batch(rows, prefix_sharing=True)
+        packed = completion_batch(rows, prefix_sharing=True)
     else:
-        each = [(prompt, [completion]) for pair in pairs for prompt, completion in pair]
-        found = completion_batch(each, prefix_sharing=False)
-    found["rows"] = torch.arange(len(pairs))
+        singles = [(prompt, [completion]) for pair in pairs for prompt, completion in pair]
+        packed = completion_batch(singles, prefix_sharing=False)
+    packed["rows"] = torch.arange(len(pairs))
     if REFERENCE_COLUMNS[0] in batch:
-        found["ref_logps"] = torch.stack([batch[name] for name in REFERENCE_COLUMNS], dim=1).flatten()
-    return {name: value.to(batch["chosen_input_ids"].device) for name, value in found.items()}
+        packed["ref_logps"] = torch.stack([batch[name] for name in REFERENCE_COLUMNS], dim=1).flatten()
+    return {name: value.to(batch["chosen_input_ids"].device) for name, value in packed.items()}
 
 
 def _cut_by_labels(batch: Mapping[str, Any], name: str) -> list[tuple[Tensor, Tensor]]:
@@ -309,8 +309,8 @@ def with_prompts_scored(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     They belong to sequence 2i, in front of its completion. `prompt_tokens (B,)` says how many of a sequence's scored
     tokens they are: all but the prompt's first, which nothing predicts. A batch that has it is returned as it is.
 
-    >>> found = with_prompts_scored(completion_batch([([4, 5, 6], [[7], [8]])], prefix_sharing=True))
-    >>> found["scored_target"].tolist(), found["scored_sequence"].tolist(), found["prompt_tokens"].tolist()
+    >>> batch = with_prompts_scored(completion_batch([([4, 5, 6], [[7], [8]])], prefix_sharing=True))
+    >>> batch["scored_target"].tolist(), batch["scored_sequence"].tolist(), batch["prompt_tokens"].tolist()
     ([5, 6, 7, 8], [0, 0, 0, 1], [2])
     """
     if "prompt_tokens" in batch:

@@ -195,9 +195,9 @@ def as_reward_batch(batch: Mapping[str, Any], *, prefix_sharing: bool) -> Mappin
     check_columns(batch, columns)
     pairs = list(zip(*(real_tokens(batch, column) for column in columns), strict=True))
     check_filled(pairs)
-    found = group_batch(pairs, prefix_sharing=prefix_sharing)
-    found = {name: value.to(batch[columns[0]].device) for name, value in found.items()}
-    return {**found, "margin": batch["margin"]} if batch.get("margin") is not None else found
+    packed = group_batch(pairs, prefix_sharing=prefix_sharing)
+    packed = {name: value.to(batch[columns[0]].device) for name, value in packed.items()}
+    return {**packed, "margin": batch["margin"]} if batch.get("margin") is not None else packed
 
 
 def _in_turn(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def real_tokens(batch: Mapping[str, Any], column: str, *, labels: Tensor | None 
     ids = batch[column]
     shown = batch.get(mask_of(column), torch.ones_like(ids)).bool()
     shown = shown if labels is None else shown & labels.ne(IGNORED)
-    return [row[own] for row, own in zip(ids, shown, strict=True)]
+    return [row[real] for row, real in zip(ids, shown, strict=True)]
 
 
 def mask_of(column: str) -> str:

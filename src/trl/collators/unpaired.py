@@ -72,8 +72,8 @@ def single_completions(batch: Mapping[str, Any], number: int, *, of: int) -> dic
     [[5, 8]]
     """
     if "decoder_labels" in batch:
-        own = {name: batch[name][number::of] for name in ("decoder_labels", "decoder_prompt")}
-        return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], **own}
+        sides = {name: batch[name][number::of] for name in ("decoder_labels", "decoder_prompt")}
+        return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], **sides}
     if "attention_mask" in batch:
         return {name: batch[name][number::of] for name in ("input_ids", "attention_mask", "labels")}
     tokens = _tokens_of(batch, number, of)
@@ -106,10 +106,10 @@ def as_unpaired_batch(batch: Mapping[str, Any], *, prefix_sharing: bool, mismatc
     # labels, if given, are -100 on a prompt
     parts = [real_tokens(batch, x, labels=batch.get(x.replace("_input_ids", "_labels"))) for x in names]
     prompted = [(prompt, completions) for prompt, *completions in zip(*parts, strict=True)]
-    found = completion_batch(prompted, prefix_sharing=prefix_sharing)
-    found["label"] = torch.as_tensor(batch["label"]).bool()
+    packed = completion_batch(prompted, prefix_sharing=prefix_sharing)
+    packed["label"] = torch.as_tensor(batch["label"]).bool()
     for column, name in REFERENCE_NAMES.items():
         if column in batch:
-            found[name] = torch.as_tensor(batch[column])
+            packed[name] = torch.as_tensor(batch[column])
     device = batch["prompt_input_ids"].device
-    return {name: value.to(device) for name, value in found.items()}
+    return {name: value.to(device) for name, value in packed.items()}
