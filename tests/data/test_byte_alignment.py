@@ -105,14 +105,14 @@ def test_every_byte_is_in_one_span_of_both(student: str, teacher: str) -> None:
         for number in range(found.count):
             own, other = (
                 b"".join(token for token, span in zip(tokens, spans, strict=True) if span == number)
-                for tokens, spans in zip(sides, (found.own, found.other), strict=True)
+                for tokens, spans in zip(sides, (found.left, found.right), strict=True)
             )
             assert own == other != b""
-        assert found.own.min() >= 0 and found.other.min() >= 0
+        assert found.left.min() >= 0 and found.right.min() >= 0
         own_ends, other_ends = ({int(end) for end in np.cumsum([len(x) for x in side])} for side in sides)
         assert found.count == len(own_ends & other_ends)
         if student == teacher:
-            assert found.own.tolist() == list(range(len(sides[0])))
+            assert found.left.tolist() == list(range(len(sides[0])))
 
 
 @cache
@@ -122,24 +122,24 @@ def vocabulary_bytes_of(kind: str) -> list[bytes]:
 
 def test_what_follows_a_difference_is_in_no_span() -> None:
     found = align([b"ab", b"cd", b"e"], [b"a", b"b", b"cx", b"e"])
-    assert (found.own.tolist(), found.other.tolist(), found.count) == ([0, -1, -1], [0, 0, -1, -1], 1)
+    assert (found.left.tolist(), found.right.tolist(), found.count) == ([0, -1, -1], [0, 0, -1, -1], 1)
     assert align([b"a"], [b"b"]).count == 0
-    assert align([], [b"b"]).other.tolist() == [-1]
+    assert align([], [b"b"]).right.tolist() == [-1]
 
 
 def test_texts_between_templates_are_aligned_each_with_the_stop_behind_it() -> None:
     own, other = [b"<u>", b"ab", STOP, b"!"], [b"[", b"a", b"b", STOP]
     found = align(own, other, [b"ab"])
-    assert (found.own.tolist(), found.other.tolist(), found.count) == ([-1, 0, 1, -1], [-1, 0, 0, 1], 2)
+    assert (found.left.tolist(), found.right.tolist(), found.count) == ([-1, 0, 1, -1], [-1, 0, 0, 1], 2)
     found = align(own, other, [b"ab"], stops=False)
-    assert (found.own.tolist(), found.other.tolist(), found.count) == ([-1, 0, -1, -1], [-1, 0, 0, -1], 1)
+    assert (found.left.tolist(), found.right.tolist(), found.count) == ([-1, 0, -1, -1], [-1, 0, 0, -1], 1)
     found = align([b"x", b"<a", b"b"], [b"x", b"a", b"b"], [b"x", b"ab"])  # one token reaches over a beginning
-    assert (found.own.tolist(), found.other.tolist(), found.count) == ([0, -1, 1], [0, -1, 1], 2)
+    assert (found.left.tolist(), found.right.tolist(), found.count) == ([0, -1, 1], [0, -1, 1], 2)
 
 
 def test_tokens_without_bytes_belong_to_the_span_before() -> None:
     found = align([b"a", b"", b"b"], [b"ab"])
-    assert (found.own.tolist(), found.other.tolist()) == ([0, 0, 0], [0])
+    assert (found.left.tolist(), found.right.tolist()) == ([0, 0, 0], [0])
 
 
 def test_shared_tokens_have_the_same_bytes() -> None:

@@ -36,15 +36,15 @@ def vocabulary_bytes(tokenizer: Any) -> list[bytes]:
             token = token.replace("▁", " ")
         return token.encode()
 
-    found = [of_token(token) for token in tokenizer.convert_ids_to_tokens(range(len(tokenizer)))]
+    pieces = [of_token(token) for token in tokenizer.convert_ids_to_tokens(range(len(tokenizer)))]
     ids = tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"]
     text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    if b"".join(found[token] for token in ids).removeprefix(b" ") != text.encode().removeprefix(b" "):
+    if b"".join(pieces[token] for token in ids).removeprefix(b" ") != text.encode().removeprefix(b" "):
         raise ValueError(
             f"{type(tokenizer).__name__} must be byte-level BPE or SentencePiece. Use a teacher and a student of one "
             "tokenizer."
         )
-    return found
+    return pieces
 
 
 def _byte_of_char() -> dict[str, int]:
@@ -61,17 +61,17 @@ STOP = b"\xff<stop>\xff"
 class Alignment(NamedTuple):
     """Spans of tokens of two tokenizers that cover the same bytes.
 
-    `own (S,)` and `other (S',)`, int64: the span of each token, -1 for tokens in none. Spans are as short as they can
+    `left (S,)` and `right (S',)`, int64: the span of each token, -1 for tokens in none. Spans are as short as they can
     be and have rising numbers, `count` of them.
     """
 
-    own: np.ndarray
-    other: np.ndarray
+    left: np.ndarray
+    right: np.ndarray
     count: int
 
 
 def align(
-    own: Sequence[bytes], other: Sequence[bytes], texts: Sequence[bytes] | None = None, *, stops: bool = True
+    left: Sequence[bytes], right: Sequence[bytes], texts: Sequence[bytes] | None = None, *, stops: bool = True
 ) -> Alignment:
     """The shortest spans of tokens with the same bytes; every byte of what both have in common is in one span.
 
@@ -81,14 +81,14 @@ def align(
     a text is in none.
 
     >>> align([b"ab", b"c", b"d"], [b"a", b"bc", b"d"])
-    Alignment(own=array([0, 0, 1]), other=array([0, 0, 1]), count=2)
-    >>> align([b"<", b"ab", b">"], [b"(", b"a", b"b"], [b"ab"]).other
+    Alignment(left=array([0, 0, 1]), right=array([0, 0, 1]), count=2)
+    >>> align([b"<", b"ab", b">"], [b"(", b"a", b"b"], [b"ab"]).right
     array([-1,  0,  0])
     """
-    wholes = [b"".join(tokens) for tokens in (own, other)]
-    ends = [np.cumsum([len(token) for token in tokens], dtype=np.int64) for tokens in (own, other)]
-    starts = [np.concatenate([[0], each])[:-1] for each in ends]
-    found = [np.full(len(tokens), -1, np.int64) for tokens in (own, other)]
+    wholes = [b"".join(tokens) for tokens in (left, right)]
+    ends = [np.cumsum([len(token) for token in tokens], dtype=np.int64) for tokens in (left, right)]
+    starts = [np.concatenate([[0], end])[:-1] for end in ends]
+    spans_of = [np.full(len(tokens), -1, np.int64) for tokens in (left, right)]
     if texts is None or wholes[0] == wholes[1]:
         texts = [wholes[0][: common_prefix_length(*wholes)]]
     count, read = 0, [0, 0]
@@ -100,27 +100,27 @@ def align(
             text += STOP
         read = [place + len(text) for place in places]
         inside = [(s >= p) & (e <= last) for s, e, p, last in zip(starts, ends, places, read, strict=True)]
-        borders = [np.union1d(s[own], e[own]) - p for s, e, own, p in zip(starts, ends, inside, places, strict=True)]
+        borders = [np.union1d(s[part], e[part]) - p for s, e, part, p in zip(starts, ends, inside, places, strict=True)]
         common = np.intersect1d(borders[0], borders[1])
-        for side, end, part, place in zip(found, ends, inside, places, strict=True):
+        for side, end, part, place in zip(spans_of, ends, inside, places, strict=True):
             spans = np.searchsorted(common, end[part] - place) - 1
             side[part] = np.where((spans >= 0) & (spans < len(common) - 1), spans + count, -1)
         count += max(len(common) - 1, 0)
     if not stops:
-        for side, tokens in zip(found, (own, other), strict=True):
+        for side, tokens in zip(spans_of, (left, right), strict=True):
             side[[token == STOP for token in tokens]] = -1
-    return Alignment(*found, count=len(np.unique(found[0][found[0] >= 0])))
+    return Alignment(*spans_of, count=len(np.unique(spans_of[0][spans_of[0] >= 0])))
 
 
-def shared_tokens(own: Sequence[bytes], other: Sequence[bytes]) -> tuple[list[int], list[int]]:
+def shared_tokens(left: Sequence[bytes], right: Sequence[bytes]) -> tuple[list[int], list[int]]:
     """The ids of the tokens with the same bytes (not empty) in both vocabularies, in the order of the first.
 
     >>> shared_tokens([b"a", b"b", b"ab"], [b"ab", b"c", b"a"])
     ([0, 2], [2, 0])
     """
-    place = {token: number for number, token in reversed(list(enumerate(other))) if token}
+    place = {token: number for number, token in reversed(list(enumerate(right))) if token}
     seen: dict[bytes, int] = {}
-    for number, token in enumerate(own):
+    for number, token in enumerate(left):
         if token in place:
             seen.setdefault(token, number)
     return list(seen.values()), [place[token] for token in seen]

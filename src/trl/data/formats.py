@@ -300,8 +300,8 @@ def last_turn_as_completion(dataset: Dataset | IterableDataset) -> Dataset | Ite
     if not names:
         return dataset
     removed = [name for name in (names[0], "prompt") if name in column_names(dataset)]
-    given: Any = dataset
-    return given.map(_split_last_turn, batched=True, remove_columns=removed, fn_kwargs={"column": names[0]})
+    rows: Any = dataset
+    return rows.map(_split_last_turn, batched=True, remove_columns=removed, fn_kwargs={"column": names[0]})
 
 
 def _split_last_turn(rows: dict[str, list[Any]], column: str) -> dict[str, list[Any]]:

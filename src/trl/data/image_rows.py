@@ -63,10 +63,10 @@ def image_column(columns: Sequence[str]) -> str | None:
     >>> image_column(["messages", "images"])
     'images'
     """
-    found = [column for column in IMAGE_COLUMNS if column in columns]
-    if len(found) == 2:
+    image_columns = [column for column in IMAGE_COLUMNS if column in columns]
+    if len(image_columns) == 2:
         raise ValueError("the rows have the columns 'images' and 'image'. Put all images into 'images'.")
-    return found[0] if found else None
+    return image_columns[0] if image_columns else None
 
 
 def has_images(*datasets: Any) -> bool:
@@ -131,8 +131,8 @@ class ImageRows:
             if image is None:
                 raise place.error(f"image {number} is None", "an image", "Leave it out of the list.")
             if not is_valid_image(image):
-                given = f"image {number} is of type {type(image).__name__}"
-                raise place.error(given, "a PIL image", CAST[column], TypeError)
+                fault = f"image {number} is of type {type(image).__name__}"
+                raise place.error(fault, "a PIL image", CAST[column], TypeError)
         return list(images)
 
     def turns(self, row: Mapping[str, Any], index: int) -> list[Turns]:
@@ -157,12 +157,12 @@ class ImageRows:
 
         Raises: ValueError or TypeError naming row and column.
         """
-        found = []
+        texts = []
         for turns in self.turns(row, index):
             if not self.row_type.is_chat:
                 halves, place = TextHalves(*turns[1:]), self.place(index, self.column or turns.column)
                 self._check_count(halves, images, place)
-                found.append(self._closed(halves))
+                texts.append(self._closed(halves))
                 continue
             place = self.place(index, turns.column)
             with self.place(index, self.column or self.row_type.columns[0]).named():
@@ -170,9 +170,9 @@ class ImageRows:
             if is_rendered:
                 inputs = template_inputs(row, self.place(index, "tools"), tools=self.tools)
                 with place.named():
-                    found.append(self._rendered(Chat(placed, *inputs), len(turns.prompt)))
-                self._check_count(found[-1], images, place)
-        return found
+                    texts.append(self._rendered(Chat(placed, *inputs), len(turns.prompt)))
+                self._check_count(texts[-1], images, place)
+        return texts
 
     def _rendered(self, chat: Chat, prompt_length: int) -> TextHalves:
         if not prompt_length:
@@ -182,15 +182,15 @@ class ImageRows:
 
     def _check_count(self, halves: TextHalves, images: list[Any], place: Place) -> None:
         placeholder = str(getattr(self.processor, "image_token", None) or "")
-        found = sum(half.count(placeholder) for half in halves) if placeholder else len(images)
-        if found != len(images):
+        placeholders = sum(half.count(placeholder) for half in halves) if placeholder else len(images)
+        if placeholders != len(images):
             remedy = (
                 "Let the processor's own chat template write them."
                 if self.row_type.is_chat
                 else "Write one for each image."
             )
-            given = f"{len(images)} images for {found} placeholders {placeholder!r} in the text"
-            raise place.error(given, "as many", remedy)
+            fault = f"{len(images)} images for {placeholders} placeholders {placeholder!r} in the text"
+            raise place.error(fault, "as many", remedy)
 
     def _closed(self, halves: TextHalves) -> TextHalves:
         """Plain text ends with the eos token, and begins with one begin token where the tokenizer writes it too."""
@@ -288,10 +288,10 @@ def check_image_rows(
     equal, seen = 0, ""
     if _is_stored(dataset):
         counts = stored_images(dataset, rows.column, name=rows.dataset_name)
-        given: Any = zip(_texts(dataset), ([_ANY_IMAGE] * count for count in counts), strict=True)
+        rows_and_images: Any = zip(_texts(dataset), ([_ANY_IMAGE] * count for count in counts), strict=True)
     else:
-        seen, given = "first ", ((row, None) for row in dataset.take(ROWS_RENDERED))
-    for index, (row, images) in enumerate(given):
+        seen, rows_and_images = "first ", ((row, None) for row in dataset.take(ROWS_RENDERED))
+    for index, (row, images) in enumerate(rows_and_images):
         images = rows.images(row, index) if images is None else images
         rows.halves(row, index, images, is_rendered=index < ROWS_RENDERED)
         equal += isinstance(rows, ImagePairs) and row["chosen"] == row["rejected"]
@@ -333,7 +333,7 @@ def stored_images(dataset: Dataset, column: str | None, *, name: str) -> list[in
     if column is None:
         return [0] * len(dataset)
     _check_feature(dataset.features[column], Place(name, 0, column))
-    found: list[int] = []
+    counts: list[int] = []
     for table in dataset.select_columns(column).with_format("arrow").iter(batch_size=1000):
         cells: Any = table[column]  # type: ignore[index]
         cells = cells.combine_chunks() if isinstance(cells, pa.ChunkedArray) else cells
@@ -341,19 +341,19 @@ def stored_images(dataset: Dataset, column: str | None, *, name: str) -> list[in
         lengths = pc.list_value_length(cells).to_pylist() if is_list else [1] * len(cells)  # type: ignore[attr-defined]
         sources = iter(_sources(cells.flatten() if is_list else cells))
         for length in lengths:
-            place = Place(name, len(found), column)
-            own = [next(sources) for _ in range(length or 0)]
-            if length is None or (not is_list and own == [None]):
+            place = Place(name, len(counts), column)
+            paths = [next(sources) for _ in range(length or 0)]
+            if length is None or (not is_list and paths == [None]):
                 raise place.error("None", EXPECTED[column], WITHOUT[column])
-            for index, source in enumerate(own):
+            for index, source in enumerate(paths):
                 if source is None:
                     raise place.error(f"image {index} is None", "an image", "Leave it out of the list.")
                 if source and "://" not in source and not os.path.isfile(source):
                     raise FileNotFoundError(
                         f"{place}: there is no file {source!r} (relative paths start at the working directory)."
                     )
-            found.append(length)
-    return found
+            counts.append(length)
+    return counts
 
 
 def _sources(images: Any) -> list[str | None]:
@@ -370,5 +370,5 @@ def _check_feature(feature: Any, place: Place) -> None:
     is_empty = str(getattr(inner, "dtype", "")) == "null"
     is_list = inner is not feature or place.column == "image" or is_empty
     if not is_list or not (is_empty or (isinstance(inner, Image) and inner.decode)):
-        given = f"values of type {feature}"
-        raise place.error(given, EXPECTED[place.column], CAST[place.column], TypeError)
+        fault = f"values of type {feature}"
+        raise place.error(fault, EXPECTED[place.column], CAST[place.column], TypeError)

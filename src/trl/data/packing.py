@@ -67,20 +67,20 @@ def pack_dataset(
     features, as_arrow = without_list_sizes(dataset.features), dataset.with_format("arrow")
     if features is not None and strategy == "bfd":
         features["seq_lengths"] = List(Value("int64"))
-    given = {"seq_length": seq_length, "strategy": strategy}
+    settings = {"seq_length": seq_length, "strategy": strategy}
     options = {name: value for name, value in (map_kwargs or {}).items() if name != "num_proc"}
     if any(isinstance(getattr(kind, "feature", None), List) for kind in (features or {}).values()):
         options.setdefault("batch_size", 1000)  # of large rows
     if not isinstance(dataset, Dataset):
         size = options.get("batch_size", 1000)
-        rows: Any = as_arrow.map(pack_table, batched=True, batch_size=size, features=features, fn_kwargs=given)
+        rows: Any = as_arrow.map(pack_table, batched=True, batch_size=size, features=features, fn_kwargs=settings)
         return restore_format(rows, dataset)
     if not len(dataset):
         _check_columns(cast(Any, as_arrow)[:])
         rows = Dataset.from_dict({name: [] for name in features or ()}, features=features)
     else:
         options = {"batch_size": ROWS_AT_ONCE, **options, "remove_columns": dataset.column_names}
-        rows = as_arrow.map(pack_table, batched=True, features=features, fn_kwargs=given, **options)
+        rows = as_arrow.map(pack_table, batched=True, features=features, fn_kwargs=settings, **options)
     return restore_format(rows, dataset)
 
 
@@ -96,7 +96,7 @@ def pack_table(table: pa.Table, seq_length: int, strategy: str) -> pa.Table:
     packed, kinds = STRATEGIES[strategy](columns, seq_length), {"seq_lengths": pa.list_(pa.int64())}
     kinds |= {name: table.schema.field(name).type for name in table.column_names}
     rows = packed.pop(ROWS, None)
-    found: dict[str, Any] = {name: write_ragged(ragged, kinds[name]) for name, ragged in packed.items()}
+    written: dict[str, Any] = {name: write_ragged(ragged, kinds[name]) for name, ragged in packed.items()}
     for name in nested:
         if rows is None:
             raise ValueError(f"column {name!r} has lists of lists, which strategy {strategy!r} cannot cut. Use 'bfd'.")
@@ -105,8 +105,8 @@ def pack_table(table: pa.Table, seq_length: int, strategy: str) -> pa.Table:
         joined = pc.list_slice(whole.take(pa.array(rows.values)), 0, seq_length)  # type: ignore[attr-defined]
         ends = np.append(0, pc.list_value_length(joined).to_numpy().cumsum())[rows.offsets]  # type: ignore[attr-defined]
         packed_lists = pa.LargeListArray.from_arrays(ends, joined.flatten())
-        found[name] = packed_lists if pa.types.is_large_list(kind) else packed_lists.cast(pa.list_(kind.value_type))
-    return pa.table(found)
+        written[name] = packed_lists if pa.types.is_large_list(kind) else packed_lists.cast(pa.list_(kind.value_type))
+    return pa.table(written)
 
 
 class Bins(NamedTuple):
@@ -131,15 +131,15 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Bins:
     spaces: list[int] = []  # of the open bins, ascending
     opened = 0
     for place, length in enumerate(lengths[order].tolist()):
-        found = bisect_left(spaces, length)
-        if found == len(spaces):
+        fit = bisect_left(spaces, length)
+        if fit == len(spaces):
             space, bin_index = capacity, opened
             opened += 1
         else:
-            space = spaces[found]
+            space = spaces[fit]
             bin_index = open_bins[space].popleft()
             if not open_bins[space]:
-                del spaces[found]
+                del spaces[fit]
         bin_of[place] = bin_index
         if left := space - length:
             if not open_bins[left]:
@@ -159,7 +159,7 @@ def _pack_bfd(columns: dict[str, Ragged], seq_length: int) -> dict[str, Ragged]:
     sizes = lengths[rows]
     ends = np.concatenate([[0], sizes.cumsum()])[bins.offsets]
     rows_list, sizes_list = rows.tolist(), sizes.tolist()
-    packed = {name: Ragged(gather_rows(each, rows_list, sizes_list), ends) for name, each in columns.items()}
+    packed = {name: Ragged(gather_rows(column, rows_list, sizes_list), ends) for name, column in columns.items()}
     return {**packed, "seq_lengths": Ragged(sizes, bins.offsets), ROWS: Ragged(rows, bins.offsets)}
 
 
@@ -202,8 +202,8 @@ def _check_nested(name: str, column: pa.ChunkedArray, tokens: np.ndarray, seq_le
     wrong = np.flatnonzero((counts < 0) | ((tokens > seq_length) & (counts != tokens)))
     if len(wrong):
         row = int(wrong[0])
-        given = "None" if counts[row] < 0 else f"{counts[row]} lists for {tokens[row]} tokens"
+        fault = "None" if counts[row] < 0 else f"{counts[row]} lists for {tokens[row]} tokens"
         raise ValueError(
-            f"column {name!r}, row {row}: {given}, expected lists, one per token in rows longer than "
+            f"column {name!r}, row {row}: {fault}, expected lists, one per token in rows longer than "
             f"seq_length={seq_length}. Correct or shorten the row."
         )

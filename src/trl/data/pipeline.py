@@ -153,14 +153,14 @@ class Vocabulary(NamedTuple):
     words: str
 
 
-def allowed_ids(processing_class: ProcessingClass, rows: int | None, *, given: bool) -> Vocabulary | None:
+def allowed_ids(processing_class: ProcessingClass, rows: int | None, *, is_tokenized: bool) -> Vocabulary | None:
     """The allowed token ids, None where the tokenizer makes them and the model embeds all that it makes.
 
-    `rows`: how many token ids the model embeds (None: as many as the tokenizer has); `given`: whether the rows came as
+    `rows`: how many token ids the model embeds (None: as many as the tokenizer has); `is_tokenized`: the rows came as
     tokens.
     """
     tokens = len(text_tokenizer(processing_class))
-    if not given and (rows is None or tokens <= rows):
+    if not is_tokenized and (rows is None or tokens <= rows):
         return None
     if rows is None:
         return Vocabulary(tokens, f"the tokenizer has {tokens} tokens")
@@ -219,7 +219,7 @@ class RowKind(ABC):
         return {name: [row.get(name, 0) for row in finished] for name in (*self.features, *self.counts)}
 
     @abstractmethod
-    def rows(self, given: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
+    def rows(self, rows: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
         """The finished rows, with their counts (0 where one is missing)."""
 
     @property
@@ -351,9 +351,9 @@ class Counting:
             which = "The first {} rows are all" if self.report.is_streaming else "All {} rows are"
             row = {name: int(values[index]) for name, values in numbers.items()}
             rest = f" {which.format(len(bad))} like this." if is_all else ""
-            column, given, expected, remedy = self.kind.complaint(row)
+            column, fault, expected, remedy = self.kind.complaint(row)
             place = Place(self.report.dataset_name, row["row"], column)
-            raise place.error(given, expected, remedy + rest)
+            raise place.error(fault, expected, remedy + rest)
         kept = np.flatnonzero(~untrained) if self.policy == "drop" else np.arange(len(untrained))
         self.report.add(numbers, kept)
         return kept

@@ -124,7 +124,7 @@ def _prepared(
     kind = make(
         reader,
         settings.lengths,
-        allowed_ids(processing_class, settings.vocab_size, given=row_type.kind == "tokens"),
+        allowed_ids(processing_class, settings.vocab_size, is_tokenized=row_type.kind == "tokens"),
         settings.add_special_tokens,
         tuple(column for column in make.given_numbers if column in columns),
     )
@@ -189,19 +189,23 @@ class PairTokenizer(RowKind):
         ids: dict[str, Any] = dict.fromkeys(self.columns, List(Value("int32")))
         return ids | dict.fromkeys(self.kept_numbers, Value("float32"))
 
-    def rows(self, given: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
-        each = dict(zip(indices, given, strict=True))
+    def rows(self, rows: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
+        rows_by_index = dict(zip(indices, rows, strict=True))
         is_given = self.reader.row_type.kind == "tokens"
-        tokens = [self._given(row, index) for index, row in each.items()] if is_given else self._tokenized(each)
-        found = [self._cut(row) for row in tokens]
-        for row in found:
+        tokens = (
+            [self._given(row, index) for index, row in rows_by_index.items()]
+            if is_given
+            else self._tokenized(rows_by_index)
+        )
+        cut_rows = [self._cut(row) for row in tokens]
+        for row in cut_rows:
             for column in self.columns if not is_given else ():
                 place = self.reader.place(row["row"], column.removeprefix("whole_").removesuffix("_input_ids"))
                 check_ids(row.get(column) or [], self.vocabulary, place, may_be_empty=True)  # empty ones are counted
             for column in self.kept_numbers:
                 place = self.reader.place(row["row"], column)
-                row[column] = check_number(each[row["row"]][column], place)
-        return found
+                row[column] = check_number(rows_by_index[row["row"]][column], place)
+        return cut_rows
 
     def _answers(self, row: dict[str, Any], index: int) -> list[Answers]:
         """The texts of a row of text or messages, each prompt once."""
@@ -213,24 +217,24 @@ class PairTokenizer(RowKind):
         return [Answers(index, shared, answers, has_boundary, {"repeated_prompts": int(is_repeated)})]
 
     def _tokenized(self, rows: Mapping[int, dict[str, Any]]) -> list[Tokens]:
-        read = [each for index, row in rows.items() for each in self._answers(row, index)]
+        read = [texts for index, row in rows.items() for texts in self._answers(row, index)]
         splits = tokenize_split(
             text_tokenizer(self.reader.processing_class),
-            [(each.prompt, each.answers) for each in read],
+            [(texts.prompt, texts.answers) for texts in read],
             add_special_tokens=self.add_special_tokens and not self.reader.row_type.is_chat,
             adds_eos=self.reader.needs_prompt or not self.reader.row_type.is_chat,
             is_chat=self.reader.row_type.is_chat,
             is_encoder_decoder=self.lengths.is_encoder_decoder,
         )
-        found = []
-        for each, split in zip(read, splits, strict=True):
+        tokens = []
+        for texts, split in zip(read, splits, strict=True):
             counts = {
-                "shifted_rows": split.shifted * each.has_boundary,
+                "shifted_rows": split.shifted * texts.has_boundary,
                 "removed_begin_tokens": split.removed_begin_tokens,
-                "empty_completions": int(not all(each.answers)),
+                "empty_completions": int(not all(texts.answers)),
             }
-            found.append(Tokens(each.row, split.prompt, split.completions, more={**counts, **each.more}))
-        return found
+            tokens.append(Tokens(texts.row, split.prompt, split.completions, more={**counts, **texts.more}))
+        return tokens
 
     def _check_given(self, row: dict[str, Any], index: int) -> None:
         for column in (*self.reader.row_type.columns, PAIR_COLUMNS[0]):
@@ -246,16 +250,18 @@ class PairTokenizer(RowKind):
 
     def _cut(self, tokens: Tokens) -> dict[str, Any]:
         """The finished columns of a row, with its counts."""
-        own = tokens.prompt if tokens.own_prompt is None else tokens.own_prompt
-        sides = [Side(prompt, c) for prompt, c in zip((tokens.prompt, own), tokens.completions, strict=True)]
+        rejected_prompt = tokens.prompt if tokens.own_prompt is None else tokens.own_prompt
+        sides = [
+            Side(prompt, c) for prompt, c in zip((tokens.prompt, rejected_prompt), tokens.completions, strict=True)
+        ]
         with self.reader.place(tokens.row, PAIR_COLUMNS[0]).named():
             if tokens.own_prompt is None:
                 cut = self.lengths.cut(tokens.prompt, tokens.completions)
             else:
                 cut = [self.lengths.cut(side.prompt, [side.completion])[0] for side in sides]
         chosen, rejected = cut if self.lengths.is_encoder_decoder else map(with_context, cut)
-        own = rejected.prompt if rejected.prompt != chosen.prompt else None
-        ids = (chosen.prompt, chosen.completion, rejected.completion, own)
+        rejected_prompt = rejected.prompt if rejected.prompt != chosen.prompt else None
+        ids = (chosen.prompt, chosen.completion, rejected.completion, rejected_prompt)
         lost = [[len(a) - len(b) for a, b in zip(*pair, strict=True)] for pair in zip(sides, cut, strict=True)]
         return {
             **dict(zip(self.columns, ids, strict=True)),
@@ -265,15 +271,15 @@ class PairTokenizer(RowKind):
             # Of the prompt, which is counted once, as many as the side that lost more of it.
             "removed_tokens": max(prompt for prompt, _ in lost) + sum(completion for _, completion in lost),
             "untrained_rows": int(not (chosen.completion and rejected.completion)),
-            "equal_rows": int(own is None and chosen.completion == rejected.completion),
+            "equal_rows": int(rejected_prompt is None and chosen.completion == rejected.completion),
             "promptless_rows": int(any(not side.prompt for side in cut)),
         }
 
     def complaint(self, numbers: Mapping[str, int]) -> tuple[str, str, str, str]:
         what = "one of the two completions" if numbers["untrained_rows"] else "the prompt before one of them"
         remedy = "Raise max_length, lower max_prompt_length or max_completion_length, or filter the row out."
-        given = f"truncation (max_length {self.lengths.max_length}) leaves no token of {what}"
-        return "chosen_input_ids", given, "at least one", remedy
+        fault = f"truncation (max_length {self.lengths.max_length}) leaves no token of {what}"
+        return "chosen_input_ids", fault, "at least one", remedy
 
 
 @dataclass(frozen=True)
@@ -293,8 +299,8 @@ class RewardTokenizer(PairTokenizer):
     }
 
     def _cut(self, tokens: Tokens) -> dict[str, Any]:
-        own = tokens.prompt if tokens.own_prompt is None else tokens.own_prompt
-        chosen, rejected = tokens.prompt + tokens.completions[0], own + tokens.completions[1]
+        rejected_prompt = tokens.prompt if tokens.own_prompt is None else tokens.own_prompt
+        chosen, rejected = tokens.prompt + tokens.completions[0], rejected_prompt + tokens.completions[1]
         longest, limit = max(len(chosen), len(rejected)), self.lengths.max_length
         return {
             **tokens.more,

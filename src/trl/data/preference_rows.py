@@ -145,8 +145,8 @@ class PairReader:
         if not self.needs_prompt:
             return Pair(head._replace(messages=[]), chosen, rejected)
         if not shared:
-            given = "the first message is not that of 'rejected', or the assistant's only one"
-            raise self._unshared(index, given)
+            fault = "the first message is not that of 'rejected', or the assistant's only one"
+            raise self._unshared(index, fault)
         return Pair(head._replace(messages=chosen[:shared]), chosen[shared:], rejected[shared:])
 
     def _after_prompt(self, prompt: Chat, chosen: list[Message], rejected: list[Message], index: int) -> Pair:
@@ -162,22 +162,22 @@ class PairReader:
         """A prompt of text beside conversations must be one that they begin with."""
         texts = [text for text in map(_text_of, shared) if text]
         if not any(text in prompt or prompt.strip() in text for text in texts):
-            given = f"{prompt[:40]!r} is not what the conversations begin with"
+            fault = f"{prompt[:40]!r} is not what the conversations begin with"
             remedy = 'Write it as messages ([{"role": "user", "content": ...}]), or remove the column.'
-            raise self.place(index, "prompt").error(given, "their prompt", remedy)
+            raise self.place(index, "prompt").error(fault, "their prompt", remedy)
 
-    def _unshared(self, index: int, given: str) -> Exception:
+    def _unshared(self, index: int, fault: str) -> Exception:
         remedy = "Begin them with it, or give it in a column 'prompt'."
-        return self.place(index, "chosen").error(given, "both to begin with their prompt", remedy)
+        return self.place(index, "chosen").error(fault, "both to begin with their prompt", remedy)
 
 
 def check_role(answer: list[Message], place: Place) -> None:
     """Raise ValueError for an answer to a prompt that begins as a whole conversation does."""
     role = answer[0]["role"]
     if role in NOT_ANSWERING:
-        given = f"role {role!r}, as a whole conversation begins"
+        fault = f"role {role!r}, as a whole conversation begins"
         remedy = "Give the answer only, and what comes before it in the column 'prompt'."
-        raise place._replace(message=0).error(given, "the assistant's answer to 'prompt'", remedy)
+        raise place._replace(message=0).error(fault, "the assistant's answer to 'prompt'", remedy)
 
 
 def _text_of(message: Message) -> str:

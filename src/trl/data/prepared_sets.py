@@ -51,12 +51,12 @@ class DataSets(ABC):
 
     def is_prepared(self, dataset: Any) -> bool:
         """Whether a set is ready for the collator."""
-        return any(dataset is each for each in self._own)
+        return any(dataset is own_set for own_set in self._own)
 
     def _kept(self, dataset: Any, name: str, *, is_training: bool = False) -> Any:
-        found = self.prepared(dataset, name, is_training=is_training)
-        self._own = (*self._own, found)
-        return found
+        prepared = self.prepared(dataset, name, is_training=is_training)
+        self._own = (*self._own, prepared)
+        return prepared
 
     @abstractmethod
     def prepared(self, dataset: Any, name: str, *, is_training: bool = False) -> Any:

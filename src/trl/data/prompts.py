@@ -116,13 +116,13 @@ class PromptTokenizer(RowKind):
     def features(self) -> dict[str, Any]:
         return {PROMPT_IDS: List(Value("int32"))}
 
-    def rows(self, given: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
+    def rows(self, rows: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
         column = PROMPT_IDS if self.is_given else "prompt"
         places = [Place(self.dataset_name, index, column) for index in indices]
         if self.is_given:
-            prompts = [list(row[PROMPT_IDS] or []) for row in given]
+            prompts = [list(row[PROMPT_IDS] or []) for row in rows]
         else:
-            texts = [self._text(row, place) for row, place in zip(given, places, strict=True)]
+            texts = [self._text(row, place) for row, place in zip(rows, places, strict=True)]
             tokenizer = text_tokenizer(self.processing_class)
             prompts = [ids for ids, _ in encode_open(tokenizer, texts, add_special_tokens=not self.is_chat)]
         prompts = [prompt[-(self.settings.keep or 0) :] for prompt in prompts]
@@ -184,8 +184,8 @@ class PromptSets:
                 raise place.error(kinds[odd[0]], expected, remedy, TypeError)
             dataset = Dataset.from_list(dataset)
         if not isinstance(dataset, Dataset):
-            given = "None" if dataset is None else f"of type {type(dataset).__name__}"
-            raise TypeError(f"{name} dataset is {given}, expected a Dataset. Use Dataset.from_list(rows).")
+            fault = "None" if dataset is None else f"of type {type(dataset).__name__}"
+            raise TypeError(f"{name} dataset is {fault}, expected a Dataset. Use Dataset.from_list(rows).")
         with PartialState().main_process_first():
             prepared = self.prepared(dataset, name)
         self._warn_of_short_room(prepared, name)
@@ -217,11 +217,11 @@ class PromptSets:
         refuse_images(dataset, name=name)
         return prepare_prompts(dataset, self.processing_class, self.settings, name=name)
 
-    def every(self, given: Any) -> Any:
+    def every(self, datasets: Any) -> Any:
         """An evaluation set, or each of several by name; None for none."""
-        if isinstance(given, dict):
-            return {name: self(part, name) for name, part in given.items()}
-        return None if given is None else self(given, "eval")
+        if isinstance(datasets, dict):
+            return {name: self(part, name) for name, part in datasets.items()}
+        return None if datasets is None else self(datasets, "eval")
 
     def _warn_of_short_room(self, dataset: Dataset, name: str) -> None:
         if self.context_length is None or self._room is None:

@@ -195,11 +195,11 @@ def truncate_rows(
     is_stored = isinstance(dataset, Dataset)
     if is_stored and not len(dataset):
         return dataset
-    given = {"max_length": max_length, "keep_end": keep_end}
+    settings = {"max_length": max_length, "keep_end": keep_end}
     if not is_stored and dataset.features is None:  # a stream whose rows need not be alike
-        return restore_format(dataset.with_format(None).map(_cut_row, fn_kwargs=given), dataset)
+        return restore_format(dataset.with_format(None).map(_cut_row, fn_kwargs=settings), dataset)
     options: dict[str, Any] = dict(map_kwargs or {}) if is_stored else {"batch_size": STREAM_BATCH}
-    options |= {"features": without_list_sizes(dataset.features), "fn_kwargs": given}
+    options |= {"features": without_list_sizes(dataset.features), "fn_kwargs": settings}
     cut: Any = dataset.with_format("arrow").map(truncate_table, batched=True, **options)
     return restore_format(cut, dataset)
 

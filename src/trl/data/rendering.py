@@ -59,11 +59,11 @@ def read_tools(tools: Any) -> list[dict | Callable] | None:
         return None
     if not isinstance(tools, list | tuple):
         raise TypeError(f"tools must be a list of JSON schemas or functions, got {type(tools).__name__}.")
-    found = [_parsed(tool) for tool in tools]
-    for tool in found:
+    parsed = [_parsed(tool) for tool in tools]
+    for tool in parsed:
         if not isinstance(tool, Mapping) and not callable(tool):
             raise TypeError(f"tools must be JSON schemas (dicts) or functions, got {type(tool).__name__}.")
-    return [remove_none_values(tool) if isinstance(tool, Mapping) else tool for tool in found] or None
+    return [remove_none_values(tool) if isinstance(tool, Mapping) else tool for tool in parsed] or None
 
 
 def _parsed(value: Any) -> Any:

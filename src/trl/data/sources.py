@@ -109,8 +109,8 @@ def _local_files(place: Path, data_files: DataFiles) -> list[Path]:
         return sorted(file for file in place.rglob("*") if file.suffix.lower() in BUILDERS)
     groups = data_files.values() if isinstance(data_files, Mapping) else [data_files or []]
     named = [Path(name).expanduser() for group in groups for name in ([group] if isinstance(group, str) else group)]
-    found = [file if file.is_file() else place / file for file in named]
-    return [file for file in found if file.is_file()]
+    files = [file if file.is_file() else place / file for file in named]
+    return [file for file in files if file.is_file()]
 
 
 def _is_utf8(file: Path, *, most: int | None) -> bool:
@@ -215,10 +215,10 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
         raise ValueError("a mixture needs at least 1 data set, got 0. List them under `datasets:`.")
     parts = [_load_part(source, mixture_config.streaming) for source in sources]
     columns = [sorted(column_names(part)) for part in parts]
-    for source, own in zip(sources, columns, strict=True):
-        if own != columns[0]:
+    for source, names in zip(sources, columns, strict=True):
+        if names != columns[0]:
             raise ValueError(
-                f"{sources[0].path!r} has the columns {columns[0]}, {source.path!r} {own}: choose common ones with "
+                f"{sources[0].path!r} has the columns {columns[0]}, {source.path!r} {names}: choose common ones with "
                 "`columns`."
             )
     combined = concatenate_datasets(parts)

@@ -99,7 +99,7 @@ def check_step_inputs(
                 f"{name} must be batch_size={batch_size} tensors, got {len(rows)}. Use drop_last=True, or set "
                 "batch_size."
             )
-    found = []
+    inputs = []
     for index, (query, answer) in enumerate(zip(queries, responses, strict=True)):
         query = token_row(f"queries[{index}]", query, device, vocabulary=limits.vocabulary)
         answer = token_row(f"responses[{index}]", answer, device, vocabulary=limits.vocabulary)
@@ -114,11 +114,11 @@ def check_step_inputs(
                 f"queries[{index}] and responses[{index}] have {length} tokens, the context length is "
                 f"{limits.context_length}."
             )
-        found.append((query, answer, mask))
-    if sum(int(mask.sum()) for _, _, mask in found) < 2:
+        inputs.append((query, answer, mask))
+    if sum(int(mask.sum()) for _, _, mask in inputs) < 2:
         raise ValueError("responses must have at least 2 tokens together, got 1. Raise batch_size.")
-    found_queries, answers, kept = map(list, zip(*found, strict=True))
-    return StepInputs(found_queries, answers, kept, _scores(scores, len(found), device))
+    all_queries, answers, kept = map(list, zip(*inputs, strict=True))
+    return StepInputs(all_queries, answers, kept, _scores(scores, len(inputs), device))
 
 
 def check_queries(queries: Any, limits: TokenLimits) -> list[Tensor]:
@@ -127,7 +127,7 @@ def check_queries(queries: Any, limits: TokenLimits) -> list[Tensor]:
     Raises: TypeError or ValueError for one that is empty, holds no token ids of the model, or leaves no room in its
     context.
     """
-    found = []
+    rows = []
     for index, row in enumerate(queries):
         device = row.device if isinstance(row, Tensor) else "cpu"
         query = token_row(f"queries[{index}]", row, device, vocabulary=limits.vocabulary)
@@ -136,23 +136,23 @@ def check_queries(queries: Any, limits: TokenLimits) -> list[Tensor]:
             raise ValueError(
                 f"queries[{index}] has {len(query)} tokens, the context length is {limits.context_length}. Truncate it."
             )
-        found.append(query)
-    return found
+        rows.append(query)
+    return rows
 
 
 def _scores(scores: Any, count: int, device: torch.device) -> Tensor:
     """Scores as float32 `(count,)`: numbers, tensors of one element, or one tensor of all."""
     if len(scores) != count:
         raise ValueError(f"scores must be {count}, one per response, got {len(scores)}.")
-    found = []
+    numbers = []
     for index, score in enumerate(scores):
         if isinstance(score, bool) or not (isinstance(score, (int, float)) or hasattr(score, "item")):
             raise TypeError(f"scores[{index}] must be a tensor or a number, got {type(score).__name__}.")
         tensor = torch.as_tensor(score)
         if tensor.ndim > 1 or tensor.numel() != 1:
             raise ValueError(f"scores[{index}] must be one number, got shape {tuple(tensor.shape)}.")
-        found.append(tensor.detach().reshape(()).to(device, torch.float32))
-    table = torch.stack(found)
+        numbers.append(tensor.detach().reshape(()).to(device, torch.float32))
+    table = torch.stack(numbers)
     if wrong := (~torch.isfinite(table)).nonzero()[:, 0].tolist():
         raise ValueError(f"scores must be finite, got {table[wrong[0]].item()} (rows {wrong}).")
     return table
@@ -190,9 +190,9 @@ class StepRows:
             raise ValueError(f"step takes input_ids or texts, got {both}. Give one of them.")
         of_tokens = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
         unread = {"texts_labels": texts_labels} if texts is None else of_tokens
-        if given := [name for name, value in unread.items() if value is not None]:
+        if superfluous := [name for name, value in unread.items() if value is not None]:
             other = "input_ids" if texts is None else "texts"
-            raise ValueError(f"{', '.join(given)} cannot be given with {other}. Leave it out.")
+            raise ValueError(f"{', '.join(superfluous)} cannot be given with {other}. Leave it out.")
         if texts is None:
             ids, name, targets = self._read("input_ids", input_ids), "labels", labels
         else:
@@ -203,24 +203,24 @@ class StepRows:
         masks = [None] * len(ids)
         if attention_mask is not None:
             masks = self._read("attention_mask", attention_mask, len(ids))
-        each = zip(ids, targets, masks, strict=True)
-        return [self._row(number, name, *row) for number, row in enumerate(each)]
+        inputs = zip(ids, targets, masks, strict=True)
+        return [self._row(number, name, *row) for number, row in enumerate(inputs)]
 
-    def _read(self, name: str, given: Any, count: int | None = None) -> list[Tensor]:
+    def _read(self, name: str, rows: Any, count: int | None = None) -> list[Tensor]:
         """Rows of token ids from texts, or from lists or tensors of numbers."""
-        is_text, is_rows = name.startswith("texts"), isinstance(given, (Tensor, Sequence))
-        if not is_rows or isinstance(given, str) or not len(given):
-            kind, got = "text" if is_text else "tensor", f"{given!r:.40}" if is_rows else type(given).__name__
+        is_text, is_rows = name.startswith("texts"), isinstance(rows, (Tensor, Sequence))
+        if not is_rows or isinstance(rows, str) or not len(rows):
+            kind, got = "text" if is_text else "tensor", f"{rows!r:.40}" if is_rows else type(rows).__name__
             raise TypeError(f"{name} must be a list of at least 1 {kind}, got {got}. Put the rows in a list.")
-        if count is not None and len(given) != count:
-            raise ValueError(f"{name} has {len(given)} rows, expected {count}, one for each input.")
+        if count is not None and len(rows) != count:
+            raise ValueError(f"{name} has {len(rows)} rows, expected {count}, one for each input.")
         if not is_text:
             is_mask = name == "attention_mask"
-            return [token_row(f"{name}[{number}]", row, is_mask=is_mask) for number, row in enumerate(given)]
-        for number, text in enumerate(given):
+            return [token_row(f"{name}[{number}]", row, is_mask=is_mask) for number, row in enumerate(rows)]
+        for number, text in enumerate(rows):
             if not isinstance(text, str) or not text:
                 raise TypeError(f"{name}[{number}] must be a text, got {text!r:.40}. Leave the row out.")
-        return [torch.tensor(ids, dtype=torch.int64) for ids, _ in encode_closed(self.tokenizer, list(given))]
+        return [torch.tensor(ids, dtype=torch.int64) for ids, _ in encode_closed(self.tokenizer, list(rows))]
 
     def _row(self, number: int, name: str, row: Tensor, target: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
         others = {"attention_mask": mask, name: None if self.is_encoder_decoder else target}
@@ -231,8 +231,8 @@ class StepRows:
             target = target if self.is_encoder_decoder else target[mask != 0]
             row = row[mask != 0]
         labels = self._cut_target(target)
-        own = labels if self.is_encoder_decoder else labels[1:]  # nothing predicts a decoder's first token
-        if not (own != IGNORED).any():
+        predicted = labels if self.is_encoder_decoder else labels[1:]  # nothing predicts a decoder's first token
+        if not (predicted != IGNORED).any():
             was_cut = len(target) > len(labels)
             cut = f" after it was cut from {len(target)} to {len(labels)}" if was_cut else ""
             raise ValueError(f"row {number} has no trained token{cut}. Change labels, or raise max_length.")
@@ -271,8 +271,8 @@ class ShuffledShares(Sampler[int]):
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order = torch.randperm(self.rows, generator=generator)
         used = order[: self.batches * self.batch_size * self.processes]
-        own = used.view(self.batches, self.processes, self.batch_size)[self.first_batch :, self.rank]
-        yield from own.flatten().tolist()
+        local_rows = used.view(self.batches, self.processes, self.batch_size)[self.first_batch :, self.rank]
+        yield from local_rows.flatten().tolist()
 
 
 class QueryLoader(DataLoader):
@@ -283,9 +283,11 @@ class QueryLoader(DataLoader):
     """
 
     def __init__(self, dataset: Any, shares: ShuffledShares, *, collate_fn: Callable, device: torch.device) -> None:
-        own = torch.Generator()  # each pass, a resumed one too, would draw from the global one
+        unused_generator = torch.Generator()  # each pass, a resumed one too, would draw from the global one
         size = shares.batch_size
-        super().__init__(dataset, size, sampler=shares, collate_fn=collate_fn, drop_last=True, generator=own)
+        super().__init__(
+            dataset, size, sampler=shares, collate_fn=collate_fn, drop_last=True, generator=unused_generator
+        )
         self.shares, self.device = shares, device
         self.epoch, self.position = 0, 0
         self._resumed = False
@@ -347,12 +349,12 @@ def lists_of_columns(rows: list[Any]) -> Any:
     """
     if not isinstance(rows[0], dict):
         return torch.utils.data.default_collate(rows)
-    found = {name: [row[name] for row in rows] for name in rows[0]}
-    for values in found.values():
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    for values in columns.values():
         for place, value in enumerate(values):
             if isinstance(value, list) and value and all(type(item) is int for item in value):
                 values[place] = torch.tensor(value)
-    return found
+    return columns
 
 
 def _with_used_columns(dataset: datasets.Dataset, model: Any) -> datasets.Dataset:

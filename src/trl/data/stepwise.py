@@ -77,13 +77,13 @@ class StepwiseTokenizer(RowKind):
     def features(self) -> dict[str, Any]:
         return {"input_ids": List(Value("int32")), "labels": List(Value("int8"))}
 
-    def rows(self, given: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
-        found = []
-        for row, index in zip(given, indices, strict=True):
+    def rows(self, rows: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
+        finished = []
+        for row, index in zip(rows, indices, strict=True):
             made = row if self.is_given else self._tokenized(row, index)
             check_ids(made["input_ids"], self.vocabulary, Place(self.dataset_name, index, "input_ids"))
-            found.append(self._cut(row, index) if self.is_given else made)
-        return found
+            finished.append(self._cut(row, index) if self.is_given else made)
+        return finished
 
     def _tokenized(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
         _check_row(row, index, self.dataset_name)
@@ -114,8 +114,8 @@ class StepwiseTokenizer(RowKind):
     def _cut(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
         ids, labels, place = row["input_ids"], row["labels"], Place(self.dataset_name, index, "labels")
         if labels is None or len(labels) != len(ids):
-            given = f"{len(labels or [])} labels for {len(ids)} tokens in 'input_ids'"
-            raise place.error(given, "as many", "Give each token its class, or -100.")
+            fault = f"{len(labels or [])} labels for {len(ids)} tokens in 'input_ids'"
+            raise place.error(fault, "as many", "Give each token its class, or -100.")
         classes = range(self.settings.num_labels)
         for label in labels:
             if type(label) is not int or not (label == IGNORED or label in classes):
@@ -152,8 +152,8 @@ def _check_row(row: Mapping[str, Any], index: int, name: str) -> None:
     if not isinstance(labels, list | tuple):
         raise place.mistyped(labels, "a list of true or false for each step", "Give each step its label.")
     if len(labels) != len(steps):
-        given = f"{len(labels)} labels for {len(steps)} steps in 'completions'"
-        raise place.error(given, "as many", "Give each step its label, or filter the row out.")
+        fault = f"{len(labels)} labels for {len(steps)} steps in 'completions'"
+        raise place.error(fault, "as many", "Give each step its label, or filter the row out.")
     for number, label in enumerate(labels):
         check_label(label, Place(name, index, f"labels[{number}]"))
 
@@ -201,6 +201,6 @@ def prepare_stepwise_dataset(
             "or tokenized 'input_ids' and 'labels'"
         )
         raise wrong_columns(columns, name, takes=takes, needed=needed)
-    vocabulary = allowed_ids(processing_class, settings.vocab_size, given=is_given)
+    vocabulary = allowed_ids(processing_class, settings.vocab_size, is_tokenized=is_given)
     kind = StepwiseTokenizer(processing_class, settings, name, vocabulary, is_given)
     return prepare_rows(dataset, kind, settings, name=name)

@@ -61,7 +61,7 @@ def trained_tokens(dataset: Dataset, *, completion_only: bool = True) -> np.ndar
 
 
 def check_teacher_columns(
-    given: Any,
+    source: Any,
     dataset: Any,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -79,9 +79,9 @@ def check_teacher_columns(
             f"{name} dataset: no columns {' and '.join(TEACHER_COLUMNS)}, which the training rows have in place of a "
             "teacher. Write them with `trl teach`, or pass teacher_model."
         )
-    if not isinstance(dataset, Dataset) or not isinstance(given, Dataset):
+    if not isinstance(dataset, Dataset) or not isinstance(source, Dataset):
         return
-    texts = given.unique(TEACHER_SETTINGS) if TEACHER_SETTINGS in given.column_names else []
+    texts = source.unique(TEACHER_SETTINGS) if TEACHER_SETTINGS in source.column_names else []
     for settings in (json.loads(text) for text in texts if text is not None):
         if settings["tokenizer"] != vocabulary_hash(tokenizer):
             raise ValueError(
@@ -95,8 +95,8 @@ def check_teacher_columns(
                 f"{settings['temperature']}. Set that temperature, or run `trl teach` again with --temperature "
                 f"{temperature}."
             )
-    if max_length is not None and "input_ids" in given.column_names and "seq_lengths" not in given.column_names:
-        longest = int(list_lengths(given, "input_ids").max())
+    if max_length is not None and "input_ids" in source.column_names and "seq_lengths" not in source.column_names:
+        longest = int(list_lengths(source, "input_ids").max())
         if longest > max_length:
             raise ValueError(
                 f"max_length={max_length} truncates rows with teacher columns, the longest has {longest} tokens. Set "
@@ -104,10 +104,10 @@ def check_teacher_columns(
             )
     trained = trained_tokens(dataset, completion_only=completion_only)
     for column in TEACHER_COLUMNS:
-        found = list_lengths(dataset, column)
-        if len(wrong := np.flatnonzero(found != trained)):
+        entries = list_lengths(dataset, column)
+        if len(wrong := np.flatnonzero(entries != trained)):
             raise ValueError(
-                f"{name} dataset, row {wrong[0]}: {column} has {found[wrong[0]]} entries for {trained[wrong[0]]} "
+                f"{name} dataset, row {wrong[0]}: {column} has {entries[wrong[0]]} entries for {trained[wrong[0]]} "
                 f"trained tokens ({len(wrong)} such rows). The rows were truncated or prepared with other settings. "
                 "Use those of `trl teach` (max_length and the losses' masks; they are in its teacher.json)."
             )
@@ -116,8 +116,8 @@ def check_teacher_columns(
 def check_teacher_names(dataset: Any, teachers: Sequence[str], *, name: str) -> None:
     """Raise ValueError unless the column `teacher` of stored rows names one of several teachers in each."""
     if isinstance(dataset, Dataset):
-        for found in dataset.unique(TEACHER) if TEACHER in dataset.column_names else [None]:
-            teacher_number(found, teachers, f"{name} dataset")
+        for teacher in dataset.unique(TEACHER) if TEACHER in dataset.column_names else [None]:
+            teacher_number(teacher, teachers, f"{name} dataset")
 
 
 def teacher_number(name: Any, teachers: Sequence[str], place: str) -> int:
@@ -158,12 +158,12 @@ class WithTeacherColumns:
             }
         if not all(row.get(name) is not None for row in rows for name in TEACHER_COLUMNS):
             return batch
-        found = [self._read(row, number) for number, row in enumerate(rows) if len(row[TEACHER_COLUMNS[0]])]
-        if len(sizes := {ids.shape[-1] for ids, _ in found}) > 1:
+        tables = [self._read(row, number) for number, row in enumerate(rows) if len(row[TEACHER_COLUMNS[0]])]
+        if len(sizes := {ids.shape[-1] for ids, _ in tables}) > 1:
             raise ValueError(
                 f"the rows of a batch have {sorted(sizes)} teacher tokens per position. Use one top_k for all."
             )
-        columns, labels = concatenated(found), batch["labels"]
+        columns, labels = concatenated(tables), batch["labels"]
         shown = batch["attention_mask"][:, :-1].bool() if "attention_mask" in batch else True
         trained = int(((labels[:, 1:] != IGNORED) & shown).sum())
         if trained != len(columns[TEACHER_COLUMNS[0]]):
@@ -191,8 +191,8 @@ class WithTeacherColumns:
 def concatenated(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, torch.Tensor]:
     """Token ids and log-probs of rows, `(K_i, k)` each, as a batch's columns."""
     columns = zip(*parts, strict=True) if parts else ([np.zeros((0, 1), np.int64)], [np.zeros((0, 1))])
-    each = zip(TEACHER_COLUMNS, columns, strict=True)
-    return {name: torch.from_numpy(np.concatenate(column)) for name, column in each}
+    named_columns = zip(TEACHER_COLUMNS, columns, strict=True)
+    return {name: torch.from_numpy(np.concatenate(column)) for name, column in named_columns}
 
 
 _EXPECTED = f"{' and '.join(TEACHER_COLUMNS)} must have k token ids and log-probs for each trained token, (K, k)"

@@ -164,12 +164,12 @@ def _renders_alike(
     tokenizer: PreTrainedTokenizerBase, candidate: str, messages: list[Message], tools: list | None
 ) -> bool:
     opens = messages[-1]["role"] == "user"
-    given = {"chat_template": candidate}
+    variables = {"chat_template": candidate}
     try:
-        own = render(tokenizer, Chat(messages, tools), add_generation_prompt=opens)
+        text = render(tokenizer, Chat(messages, tools), add_generation_prompt=opens)
     except TemplateRefusal:
         return False
-    return own == render(tokenizer, Chat(messages, tools, given), add_generation_prompt=opens)
+    return text == render(tokenizer, Chat(messages, tools, variables), add_generation_prompt=opens)
 
 
 # How Qwen-style text reads as a message, in the language of transformers' response parser.

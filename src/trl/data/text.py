@@ -108,7 +108,7 @@ def prepare_sft_dataset(
         add_special_tokens=settings.add_special_tokens,
         max_length=None if loses_none else settings.max_length,
         keep_end=settings.keep_end,
-        vocabulary=allowed_ids(processing_class, settings.vocab_size, given=is_given),
+        vocabulary=allowed_ids(processing_class, settings.vocab_size, is_tokenized=is_given),
         prompts_alone=settings.prompts_alone and row_type.has_completion and not settings.assistant_only_loss,
     )
     if is_given:
@@ -190,13 +190,13 @@ class RowFormatter:
 
     def __call__(self, row: dict[str, Any], index: int) -> dict[str, str]:
         failure, text = None, None
-        for given in (row, {column: [value] for column, value in row.items()}):
+        for argument in (row, {column: [value] for column, value in row.items()}):
             try:
-                text = self.formatting_func(given)
+                text = self.formatting_func(argument)
             except (IndexError, KeyError, TypeError) as error:
                 failure = failure or error
                 continue
-            if given is not row and isinstance(text, list) and len(text) == 1:
+            if argument is not row and isinstance(text, list) and len(text) == 1:
                 text = text[0]
             if isinstance(text, str):
                 return {self.text_field: text}
@@ -245,18 +245,18 @@ class SFTTokenizer(RowKind):
         made |= {PROMPT_ALONE: List(Value("int32"))} if self.prompts_alone else {}
         return {"input_ids": List(Value("int32")), **made}
 
-    def rows(self, given: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
+    def rows(self, rows: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
         if self.columns is not None:
-            return [{**row, "seq_lengths": row.get("seq_lengths") or [len(row["input_ids"])]} for row in given]
+            return [{**row, "seq_lengths": row.get("seq_lengths") or [len(row["input_ids"])]} for row in rows]
         places = [Place(self.dataset_name, index, self.row_type.columns[-1]) for index in indices]
-        return self._chats(given, places) if self.row_type.is_chat else self._texts(given, places)
+        return self._chats(rows, places) if self.row_type.is_chat else self._texts(rows, places)
 
     def _texts(self, rows: list[dict], places: list[Place]) -> list[dict[str, Any]]:
         columns: list[list[str]] = []
         for column in self.row_type.columns:
-            own = [place._replace(column=column) for place in places]
+            column_places = [place._replace(column=column) for place in places]
             read = partial(read_text, self.processing_class, may_be_empty=column != self.row_type.columns[-1])
-            columns.append([read(row, place) for row, place in zip(rows, own, strict=True)])
+            columns.append([read(row, place) for row, place in zip(rows, column_places, strict=True)])
         if self.row_type.has_completion:
             return self._halves(list(zip(*columns, strict=True)))
         tokenizer = text_tokenizer(self.processing_class)
@@ -309,8 +309,8 @@ class SFTTokenizer(RowKind):
                 {**row, "unstopped_rows": int(stop_tokens.end_in(text) is None)}
                 for row, (_, text) in zip(made, texts, strict=True)
             ]
-        each = zip(made, chats, places, strict=True)
-        return [self._with_assistant_mask(row, chat, place, stop_tokens) for row, chat, place in each]
+        chat_rows = zip(made, chats, places, strict=True)
+        return [self._with_assistant_mask(row, chat, place, stop_tokens) for row, chat, place in chat_rows]
 
     def _with_assistant_mask(
         self, row: dict[str, Any], chat: Chat, place: Place, stop_tokens: StopTokens
@@ -339,18 +339,18 @@ class SFTTokenizer(RowKind):
         Raises: ValueError naming the row whose mask has another length than its `input_ids`.
         """
         names = columns.column_names if isinstance(columns, pa.Table) else list(columns)
-        found = {
+        columns_read = {
             name: self._ragged(columns[name], Place(self.dataset_name, first_row, name))
             for name in ("input_ids", *MASKS)
             if name in names
         }
-        ids = found.pop("input_ids")
+        ids = columns_read.pop("input_ids")
         trained, lengths = np.ones(len(ids.values), dtype=bool), ids.lengths
-        for name, mask in found.items():
+        for name, mask in columns_read.items():
             for row in np.flatnonzero(lengths != mask.lengths).tolist():
-                given = f"{mask.lengths[row]} values for {lengths[row]} tokens in 'input_ids'"
+                fault = f"{mask.lengths[row]} values for {lengths[row]} tokens in 'input_ids'"
                 place = Place(self.dataset_name, first_row + row, name)
-                raise place.error(given, "as many", "Give one value for each token.")
+                raise place.error(fault, "as many", "Give one value for each token.")
             trained &= (mask.values != -100) if name == "labels" else (mask.values == 1)
         kept = lengths if self.max_length is None else np.minimum(lengths, self.max_length)
         sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(trained, dtype=np.int64)])
@@ -374,8 +374,8 @@ class SFTTokenizer(RowKind):
         if not is_number_list(kind) or not pa.types.is_integer(kind.value_type):
             remedy = "Tokenize the text, or rename the column."
             raise first.error(f"values of type {kind}", "lists of integers", remedy, TypeError)
-        found = read_ragged(column, first.column)
+        ragged = read_ragged(column, first.column)
         if first.column in ("input_ids", "labels") and self.vocabulary:
-            for index, row in enumerate(np.split(found.values, found.offsets[1:-1]), start=first.row):
+            for index, row in enumerate(np.split(ragged.values, ragged.offsets[1:-1]), start=first.row):
                 check_ids(row, self.vocabulary, first._replace(row=index))
-        return found
+        return ragged

@@ -190,8 +190,8 @@ def tokenize_split(
     wholes = iter(encoded([prompt + answer for prompt, answers in rows for answer in answers], close))
     splits = []
     for prompt, answers in rows:
-        own, (head, _) = [next(wholes) for _ in answers], heads[prompt]
-        boundary = min(common_prefix_length(head, ids) for ids, _ in own)
-        completions = [ids[boundary:] for ids, _ in own]
-        splits.append(Split(head[:boundary], completions, int(boundary < len(head)), own[0][1], head))
+        wholes_of_prompt, (head, _) = [next(wholes) for _ in answers], heads[prompt]
+        boundary = min(common_prefix_length(head, ids) for ids, _ in wholes_of_prompt)
+        completions = [ids[boundary:] for ids, _ in wholes_of_prompt]
+        splits.append(Split(head[:boundary], completions, int(boundary < len(head)), wholes_of_prompt[0][1], head))
     return splits

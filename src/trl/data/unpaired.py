@@ -104,7 +104,7 @@ def prepare_unpaired_dataset(
     kind = UnpairedTokenizer(
         reader,
         lengths,
-        allowed_ids(processing_class, settings.vocab_size, given=is_given),
+        allowed_ids(processing_class, settings.vocab_size, is_tokenized=is_given),
         settings.add_special_tokens,
         () if is_paired else tuple(column for column in REFERENCE_LOGPS if column in columns),
         embedding_tokenizer=None if is_given else settings.embedding_tokenizer,
@@ -127,8 +127,8 @@ def prepare_unpaired_dataset(
         logger.warning(text, name, group)
     features = None
     if rows.features is not None:
-        own = {column: kind for column, kind in rows.features.items() if column not in WHOLE}
-        features = Features({**own, **dict.fromkeys(KL_COLUMNS, List(Value("int32")))})
+        kept_features = {column: kind for column, kind in rows.features.items() if column not in WHOLE}
+        features = Features({**kept_features, **dict.fromkeys(KL_COLUMNS, List(Value("int32")))})
     rows = rows.map(
         Mismatching(lengths, group, same_label=is_paired),
         batched=True,
@@ -238,11 +238,11 @@ class UnpairedTokenizer(PairTokenizer):
             has_boundary, labels = True, (check_label(row.get("label"), reader.place(index, "label")),)
             halves = [self._halves(row, index)]
         is_equal = len(halves) == 2 and halves[0] == halves[1]
-        found = []
+        rows = []
         for label, (prompt, completion) in zip(labels, halves, strict=True):
             more = {"label": label, "equal_rows": int(is_equal and not label), **self._embedded(prompt)}
-            found.append(Answers(index, prompt, [completion], has_boundary, more))
-        return found
+            rows.append(Answers(index, prompt, [completion], has_boundary, more))
+        return rows
 
     def _halves(self, row: dict[str, Any], index: int) -> tuple[str, str]:
         """Prompt and completion of a row as text."""
@@ -293,11 +293,11 @@ class UnpairedTokenizer(PairTokenizer):
         }
 
     def complaint(self, numbers: Mapping[str, int]) -> tuple[str, str, str, str]:
-        given = (
+        fault = (
             f"the prompt fills max_length {self.lengths.max_length}, so truncation leaves no token of the completion"
         )
         remedy = "Set or lower max_prompt_length, raise max_length, or filter the row out."
-        return TOKEN_COLUMNS[1], given, "at least one", remedy
+        return TOKEN_COLUMNS[1], fault, "at least one", remedy
 
 
 @dataclass(frozen=True)
@@ -320,11 +320,11 @@ class Mismatching:
             for column, name in zip(WHOLE, TOKEN_COLUMNS, strict=True)
         )
         others = partners(batch["label"], self.group, same_label=self.same_label)
-        sides = [self.lengths.cut_one(*each) for each in zip(prompts, (completions[i] for i in others), strict=True)]
-        own = zip(sides, batch["prompt_input_ids"], strict=True)
+        sides = [self.lengths.cut_one(*texts) for texts in zip(prompts, (completions[i] for i in others), strict=True)]
+        cut_rows = zip(sides, batch["prompt_input_ids"], strict=True)
         return {
             KL_COLUMNS[0]: [side.completion for side in sides],
-            KL_COLUMNS[1]: [None if side.prompt == prompt else side.prompt for side, prompt in own],
+            KL_COLUMNS[1]: [None if side.prompt == prompt else side.prompt for side, prompt in cut_rows],
         }
 
 
@@ -338,14 +338,14 @@ def partners(labels: Sequence[bool], group: int, *, same_label: bool = False) ->
     >>> partners([True, False, True, False], 4, same_label=True)
     [2, 3, 0, 1]
     """
-    found = []
+    others = []
     for row, label in enumerate(labels):
         start = row - row % group
         size = min(group, len(labels) - start)
         before = [start + (row - start - step) % size for step in range(1, size)] or [row]
         alike = (other for other in before if not same_label or labels[other] == label)
-        found.append(next(alike, before[0]))
-    return found
+        others.append(next(alike, before[0]))
+    return others
 
 
 def _warn_of_balance(report: PreparationReport, settings: UnpairedPreparation) -> None:

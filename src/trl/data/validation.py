@@ -44,9 +44,9 @@ class Place(NamedTuple):
         message = "" if self.message is None else f", message {self.message}"
         return f"{rows}, column {self.column!r}{message}"
 
-    def error(self, given: str, expected: str, remedy: str, kind: type[Exception] = ValueError) -> Exception:
+    def error(self, fault: str, expected: str, remedy: str, kind: type[Exception] = ValueError) -> Exception:
         """The error for a value here: what was given, what was expected, what to do."""
-        return kind(f"{self}: {given}, expected {expected}. {remedy}")
+        return kind(f"{self}: {fault}, expected {expected}. {remedy}")
 
     def mistyped(self, value: Any, expected: str, remedy: str) -> Exception:
         """The error for a value of another type."""
@@ -213,8 +213,8 @@ def check_answer(messages: Sequence[Message], place: Place) -> None:
     if isinstance(said.get("content"), list):
         said["content"] = [part for part in said["content"] if part["type"] != "text" or part.get("text")]
     if not any(said.values()):
-        given = f"the last message is an empty answer (content {messages[-1].get('content')!r})"
-        raise place.error(given, "text to train on", "Filter the row out.")
+        fault = f"the last message is an empty answer (content {messages[-1].get('content')!r})"
+        raise place.error(fault, "text to train on", "Filter the row out.")
 
 
 def _check_message(message: Any, place: Place, roles: frozenset[str]) -> Message:
@@ -230,12 +230,12 @@ def _check_message(message: Any, place: Place, roles: frozenset[str]) -> Message
         raise place.error(f"unknown role {role!r}", known, hint)
     content = message.get("content")
     if content is None and not message.get("tool_calls"):
-        given = "content is None" if "content" in message else "no 'content'"
+        fault = "content is None" if "content" in message else "no 'content'"
         expected = "text (only messages with 'tool_calls' may go without)"
-        raise place.error(given, expected, "Fill it in or filter the row out.")
+        raise place.error(fault, expected, "Fill it in or filter the row out.")
     if content is not None and not isinstance(content, str | list):
-        given = f"content {content!r} is of type {type(content).__name__}"
-        raise place.error(given, "a string or a list of parts", "Convert it with str().", TypeError)
+        fault = f"content {content!r} is of type {type(content).__name__}"
+        raise place.error(fault, "a string or a list of parts", "Convert it with str().", TypeError)
     for part in content if isinstance(content, list) else []:
         if not isinstance(part, Mapping) or "type" not in part:
             remedy = 'Write text as {"type": "text", "text": ...}.'
@@ -258,9 +258,9 @@ def check_sft_settings(
     masks = set(columns) if given_tokens else set()
     has_completions = row_type.has_completion or bool({"completion_mask", "labels"} & masks)
     if completion_only_loss and (is_formatted or not has_completions):
-        given = "completion_only_loss=True" + (" with a formatting_func" if is_formatted else "")
+        fault = "completion_only_loss=True" + (" with a formatting_func" if is_formatted else "")
         remedy = "Drop formatting_func, or unset completion_only_loss." if is_formatted else "Or unset it."
-        raise place.error(given, "'prompt' and 'completion' columns", remedy)
+        raise place.error(fault, "'prompt' and 'completion' columns", remedy)
     if assistant_only_loss and not (row_type.is_chat or "assistant_masks" in masks):
         expected = "conversations, or tokens with 'assistant_masks'"
         raise place.error("assistant_only_loss=True", expected, "Or set assistant_only_loss=False.")
@@ -275,11 +275,11 @@ def check_tokenizer(
     """
     if is_chat and not template_source(processing_class):
         remedy = "Set chat_template_path in the config, tokenizer.chat_template, or give text."
-        given = "conversational data, but the tokenizer has no chat template"
-        raise place.error(given, "one", remedy)
+        fault = "conversational data, but the tokenizer has no chat template"
+        raise place.error(fault, "one", remedy)
     if needs_eos and text_tokenizer(processing_class).eos_token is None:
-        given = "the tokenizer has no eos token, so the model would not learn to stop"
-        raise place.error(given, "one", "Set tokenizer.eos_token to a token of its vocabulary.")
+        fault = "the tokenizer has no eos token, so the model would not learn to stop"
+        raise place.error(fault, "one", "Set tokenizer.eos_token to a token of its vocabulary.")
     warn_of_unread_tools(dataset, processing_class, name=place.dataset, is_chat=is_chat, tools=tools)
 
 
@@ -292,11 +292,11 @@ def warn_of_unread_tools(
     """
     if is_chat and re.search(r"\btools\b", template_source(processing_class, tools=[{}])):
         return
-    given = [tools]
+    all_tools = [tools]
     if not tools and is_chat and "tools" in column_names(dataset):
         is_stored = isinstance(dataset, Dataset)
-        given = dataset.with_format(None)["tools"] if is_stored else [next(iter(dataset)).get("tools")]
-    if any(own and own not in ("[]", "null") for own in given):
+        all_tools = dataset.with_format(None)["tools"] if is_stored else [next(iter(dataset)).get("tools")]
+    if any(row_tools and row_tools not in ("[]", "null") for row_tools in all_tools):
         logger.warning(
             "%s dataset: the prompts do not show the rows' tools, because %s. Choose another chat template.",
             name,
