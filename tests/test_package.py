@@ -109,7 +109,7 @@ def test_extras_have_the_names_of_trl_too():
 def built(tmp_path_factory) -> Path:
     """A folder with a wheel and a source distribution of this tree."""
     pytest.importorskip(
-        "setuptools", minversion="77", reason="setuptools>=77 builds the package: pip install trl[test]"
+        "setuptools", minversion="77", reason="setuptools>=77 builds the package: pip install 'trl[test]'"
     )
     tree, folder = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("built")
     for part in PARTS:

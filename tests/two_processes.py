@@ -51,7 +51,7 @@ def launch(module: str, *arguments: str, timeout: int = 400, beside: Sequence[Pr
 def need_deepspeed(how: str) -> None:
     """Skip a test of ZeRO ("zero2", "zero3") where DeepSpeed is not installed."""
     if how.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed: pip install trl[deepspeed]")
+        pytest.skip("deepspeed is not installed: pip install 'trl[deepspeed]'")
 
 
 def ending(module: str, *arguments: str, timeout: int = 400) -> tuple[int, str]:

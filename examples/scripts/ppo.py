@@ -41,7 +41,7 @@ class Arguments:
 
     tiny: bool = field(default=False, metadata={"help": "Train a small model of random weights on built-in words."})
     control: bool = field(default=False, metadata={"help": "Let each query say which mood is wanted."})
-    use_peft: bool = field(default=False, metadata={"help": "Train a LoRA adapter (`pip install trl[peft]`)."})
+    use_peft: bool = field(default=False, metadata={"help": "Train a LoRA adapter (`pip install 'trl[peft]'`)."})
     use_seq2seq: bool = field(default=False, metadata={"help": "The model is an encoder-decoder."})
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the model."})
     output_dir: str = field(default="runs/sentiment", metadata={"help": "Folder for the trained model."})

@@ -4,7 +4,7 @@
         --steps 100 --output_dir runs/adapters
 
 `--reward_model` is an adapter that `RewardTrainer` trained over the same base (LoRA, task type SEQ_CLS); `--query_dataset` has a
-column `query`. `--load_in_4bit` quantises the base. Adapters need `pip install trl[peft]`.
+column `query`. `--load_in_4bit` quantises the base. Adapters need `pip install 'trl[peft]'`.
 
 Without a model or data at hand, `--tiny` trains both adapters over a one-layer Llama of random weights: the first on pairs, with `RewardTrainer`, the second by PPO.
 """

@@ -77,7 +77,7 @@ SFT = {
     "no messages": Bad(says(), ValueError, "row 1, column 'messages'"),
     "message that is text": Bad([{"messages": ["Hello"]}], TypeError, "row 0, column 'messages', message 0"),
     "no role": Bad(says({"content": "a"}), ValueError, "row 1, column 'messages', message 0"),
-    "misspelt role": Bad(says(ASK, {"role": "assitant", "content": "a"}), ValueError, "Did you mean 'assistant'?"),
+    "misspelt role": Bad(says(ASK, {"role": "assitant", "content": "a"}), ValueError, "Did you mean assistant?"),
     "unknown speaker": Bad([{"conversations": [{"from": "wizard", "value": "a"}]}], ValueError, "message 0: unknown role 'wizard'"),
     "None as content": Bad(says(ASK, {"role": "assistant", "content": None}), ValueError, "row 1, column 'messages', message 1"),
     "number as content": Bad([{"messages": [{"role": "user", "content": 3}]}], TypeError, "row 0, column 'messages', message 0"),

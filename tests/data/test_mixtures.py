@@ -79,7 +79,7 @@ def test_the_argument_parser_takes_it():
         (
             {"datasets": [{"pth": "x"}]},
             ValueError,
-            r"datasets\[0\] has the unknown key 'pth'.*Did you mean 'path'\?",
+            r"datasets\[0\] has the unknown key 'pth'.*Did you mean path\?",
         ),
         ({"datasets": [{"path": "x"}, {"name": "x"}]}, ValueError, r"datasets\[1\] has no `path`"),
         ({"datasets": ["x"]}, TypeError, r"datasets\[0\] must be a mapping"),

@@ -17,7 +17,7 @@ from trl.generation.transformers.engine import TransformersEngine
 from trl.generation.vllm.backend import BackendDied, NoChannel
 from trl.generation.vllm.engine import PolicyCopy
 
-pytest.importorskip("fastapi", reason="the server of vLLM needs fastapi and uvicorn: pip install trl[test]")
+pytest.importorskip("fastapi", reason="the server of vLLM needs fastapi and uvicorn: pip install 'trl[test]'")
 
 from trl.generation.serving.app import GenerationServer
 

@@ -237,7 +237,7 @@ def test_adapters_that_are_no_sum_are_refused():
 
 @pytest.mark.skipif(INSTALLED, reason="vLLM is installed")
 def test_a_missing_package_is_named():
-    with pytest.raises(ImportError, match=r"pip install trl\[vllm\]"):
+    with pytest.raises(ImportError, match=r"pip install 'trl\[vllm\]'"):
         VLLMEngine(model())
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from trl.generation.vllm.backend import BackendDied, NoChannel
 
-pytest.importorskip("fastapi", reason="the server of vLLM needs fastapi and uvicorn: pip install trl[test]")
+pytest.importorskip("fastapi", reason="the server of vLLM needs fastapi and uvicorn: pip install 'trl[test]'")
 
 from trl.generation.serving.app import GenerateBody, GenerationServer
 

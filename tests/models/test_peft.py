@@ -69,7 +69,7 @@ def test_config_from_the_command_line():
 
 def test_missing_peft_names_the_extra(monkeypatch):
     monkeypatch.setattr("trl.models.peft.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install trl\[peft\]"):
+    with pytest.raises(ImportError, match=r"pip install 'trl\[peft\]'"):
         get_peft_config(model_args())
     assert not is_peft_model(tiny_model("llama"))
 

@@ -159,7 +159,7 @@ def test_data_that_cannot_be_told_apart_is_refused() -> None:
 
 def test_without_scikit_learn_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.linear_model", None)
-    with pytest.raises(ImportError, match=r"pip install trl\[bco\]"):
+    with pytest.raises(ImportError, match=r"pip install 'trl\[bco\]'"):
         density()
 
 

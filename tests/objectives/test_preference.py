@@ -230,7 +230,7 @@ def test_weight_of_the_likelihood():
 
 
 def test_unknown_names_list_the_known_ones():
-    with pytest.raises(ValueError, match=r"unknown loss_type 'sigmod'; known are 'aot'.*Did you mean 'sigmoid'\?"):
+    with pytest.raises(ValueError, match=r"unknown loss_type 'sigmod'; known are 'aot'.*Did you mean sigmoid\?"):
         check_losses(["sigmod"], None, PairOptions())
 
 

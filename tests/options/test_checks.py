@@ -205,8 +205,41 @@ def test_prefetching_without_workers_is_refused(tmp_path):
 
 def test_deepspeed_without_its_package_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setattr("trl.options.training.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install trl\[deepspeed\]"):
+    with pytest.raises(ImportError, match=r"pip install 'trl\[deepspeed\]'"):
         SFTConfig(str(tmp_path), deepspeed={"zero_optimization": {"stage": 2}})
+
+
+def test_the_best_model_needs_an_evaluation_at_each_save(tmp_path):
+    def config(**steps):
+        return SFTConfig(str(tmp_path), eval_strategy="steps", load_best_model_at_end=True, report_to="none", **steps)
+
+    with pytest.raises(
+        ValueError, match=r"save_steps to be a multiple of eval_steps, got 5 and 3\. Set save_steps to 3\."
+    ):
+        config(save_steps=5, eval_steps=3)
+    with pytest.raises(ValueError, match=r"got 5 and 10 \(of logging_steps\)"):
+        config(save_steps=5)
+    with pytest.raises(ValueError, match=r"got 0\.2 and 3"):
+        config(save_steps=0.2, eval_steps=3)
+    assert [config(save_steps=6, eval_steps=3).save_steps, config(save_steps=0.3, eval_steps=0.1).save_steps] == [
+        6,
+        0.3,
+    ]
+
+
+def test_evaluations_that_are_never_made_are_told(tmp_path):
+    with pytest.warns(UserWarning, match=r"eval_steps=10 has no effect with eval_strategy='no'\. Set it to 'steps'"):
+        SFTConfig(str(tmp_path), eval_steps=10)
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "paged_lion_32bit"])
+def test_an_optimiser_of_bitsandbytes_without_it(tmp_path, monkeypatch, name):
+    monkeypatch.setattr("trl.options.training.find_spec", lambda package: None)
+    with pytest.raises(
+        ImportError, match=rf"optim='{name}' needs bitsandbytes\. Run `pip install 'trl\[quantization\]'`"
+    ):
+        SFTConfig(str(tmp_path), optim=name)
+    assert SFTConfig(str(tmp_path), optim="adamw_torch").optim == "adamw_torch"
 
 
 @pytest.mark.parametrize(

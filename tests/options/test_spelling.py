@@ -9,6 +9,7 @@ import pickle
 import pytest
 from transformers import HfArgumentParser
 
+import trl
 from trl import DPOConfig, GRPOConfig, ModelConfig, ScriptArguments, SFTConfig
 from trl.cli.main import COMMANDS, main
 from trl.options.groups import OptionGroup
@@ -84,6 +85,14 @@ def test_a_misspelt_keyword_of_a_config(config, name, hint):
         config(**{name: 1})
     message = str(error.value)
     assert f"{config.__name__} got an unexpected keyword argument {name!r}. {hint}" in message
+
+
+@pytest.mark.parametrize(
+    "trainer", ["GRPOTrainer", "OnlineDPOTrainer", "NashMDTrainer", "XPOTrainer", "DistillationTrainer", "DDPOTrainer"]
+)
+def test_a_misspelt_keyword_of_a_trainer_names_the_public_class(trainer):
+    with pytest.raises(TypeError, match=f"^{trainer} got an unexpected keyword argument 'proces_class'"):
+        getattr(trl, trainer)(proces_class=1)
 
 
 def test_all_misspelt_keywords_are_reported():

@@ -122,7 +122,7 @@ def test_trackers_that_are_unknown_or_not_installed_are_refused(monkeypatch):
         check_trackers(["mlflow", "tensorbord"])
     with pytest.raises(ImportError, match=r"`pip install wandb`, or name one that is installed \(mlflow\)"):
         check_trackers("wandb")
-    with pytest.raises(ImportError, match=r"report_to='trackio' .* `pip install trl\[tracking\]`"):
+    with pytest.raises(ImportError, match=r"report_to='trackio' .* `pip install 'trl\[tracking\]'`"):
         check_trackers(["trackio"])
 
 

@@ -264,7 +264,7 @@ def test_a_missing_key_or_package_is_said(monkeypatch):
     with pytest.raises(ValueError, match="OPENAI_API_KEY is not set"):
         OpenAIPairwiseJudge()
     monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(ImportError, match=r"pip install trl\[judges\]"):
+    with pytest.raises(ImportError, match=r"pip install 'trl\[judges\]'"):
         OpenAIPairwiseJudge()
 
 

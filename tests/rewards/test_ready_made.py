@@ -126,7 +126,7 @@ def test_a_forked_process_compares_for_itself():
 
 def test_without_math_verify_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(ready_made, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install trl\[math\]"):
+    with pytest.raises(ImportError, match=r"pip install 'trl\[math\]'"):
         MathProcess().is_equal("1", r"\boxed{1}")
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -205,4 +206,18 @@ def test_what_cannot_be_merged_is_one_message(tmp_path, model_path, adapter_path
         json.dumps({**config, "base_model_name_or_path": "/no/such/base"})
     )
     assert "There is no folder '/no/such/base'" in said(str(tmp_path / "lost"), "--out", str(tmp_path / "out"))
+    assert "If the base model has moved, name its place with --base." in said(
+        str(tmp_path / "lost"), "--out", str(tmp_path / "out")
+    )
     assert not (tmp_path / "out").exists()
+
+
+def test_a_base_that_has_moved_is_named(tmp_path, model_path):
+    shutil.copytree(model_path, tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    (tmp_path / "base").rename(tmp_path / "elsewhere")
+    line = ["merge", str(tmp_path / "adapter"), "--out", str(tmp_path / "out")]
+    assert main(line) == 2
+    assert main([*line, "--base", str(tmp_path / "elsewhere")]) == 0
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template

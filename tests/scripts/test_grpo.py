@@ -111,6 +111,10 @@ def test_a_stream_is_trained_on_and_evaluated(run, name, tmp_path, capsys):
         ("--reward_funcs think_format_reward --num_generations 1", "num_generations must be a whole number >= 2, got 1"),
         ("--reward_funcs think_format_reward --column_mapping wanted=solution", "prompt"),
         ("--reward_funcs rewards_of_mine.as_wanted --column_mapping question=prompt wanted=word", "needs ['wanted']"),
+        (
+            "--reward_funcs accuracy_reward --column_mapping question=prompt wanted=answer",
+            "needs ['solution'], the data set has the columns ['answer']. Rename one: --column_mapping answer=solution.",
+        ),
         ("--reward_funcs think_format_reward --reward_function x", "--reward_function. Did you mean --reward_funcs?"),
     ],
 )  # fmt: skip

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +44,14 @@ def test_streaming(file):
 def test_a_missing_test_split_lists_those_there_are_and_the_way_out(file):
     with pytest.raises(ValueError, match=r"dataset_test_split: .*'test'.*\['train'\].*eval_strategy"):
         load(ScriptArguments(file), evaluate=True)
+
+
+def test_files_and_folders_without_the_configuration(file):
+    with pytest.raises(ValueError, match=r"dataset_config 'main' is not in .*: a file has none. Leave it out."):
+        load(ScriptArguments(file, dataset_config="main"))
+    folder = str(Path(file).parent)
+    with pytest.raises(ValueError, match=r"dataset_config 'main' is not in .*leave it out: BuilderConfig"):
+        load(ScriptArguments(folder, dataset_config="main"))
 
 
 def test_mixtures(file):

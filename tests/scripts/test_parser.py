@@ -187,7 +187,10 @@ def test_wrong_types_on_the_command_line_exit_with_2_and_no_usage(run, capsys):
     with pytest.raises(SystemExit) as stop:
         run("--path", "m", "--steps", "many")
     assert stop.value.code == 2
-    assert capsys.readouterr().err.splitlines()[0] == "toy: error: argument --steps: invalid int value: 'many'"
+    assert capsys.readouterr().err.startswith("toy: error: argument --steps: must be a whole number, got 'many'.\n")
+    with pytest.raises(SystemExit):
+        run("--path", "m", "--use_adapter", "maybe")
+    assert ": must be true or false, got 'maybe'." in capsys.readouterr().err
 
 
 def test_a_field_must_not_be_called_config():

@@ -112,4 +112,4 @@ def test_a_missing_extra_is_one_message():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 2 and "Traceback" not in run.stderr
-    assert "trl serve: error: A server needs uvicorn. Run `pip install trl[serve]`." in run.stderr
+    assert "trl serve: error: A server needs uvicorn. Run `pip install 'trl[serve]'`." in run.stderr

@@ -108,6 +108,13 @@ BAD = [
     ("sft", "--push_to_hub true", "HF_HUB_OFFLINE"),
     ("sft", f"--output_dir {__file__}", "is a file"),
     ("sft", "--optim galore_adamw", "galore_torch"),
+    ("sft", "--dataset_config main", "rows.jsonl': a file has none. Leave it out."),
+    (
+        "sft",
+        "--load_in_4bit true",
+        "quantised weights (load_in_4bit, load_in_8bit) are not trained, and there is no adapter.",
+    ),
+    ("dpo", "--loss_type dpo", "Did you mean sigmoid? (the loss of the paper.)"),
     ("sft", "--learning_rate -1e-4", "learning_rate must be >= 0, got -0.0001."),
     (
         "sft",

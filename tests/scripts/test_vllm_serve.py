@@ -14,7 +14,7 @@ from trl.generation.serving.connection import VARIABLE, client_token, server_tok
 from trl.scripts.vllm_serve import ServeArguments, make_parser
 
 needs_fastapi = pytest.mark.skipif(
-    find_spec("fastapi") is None, reason="needs fastapi and uvicorn: pip install trl[test]"
+    find_spec("fastapi") is None, reason="needs fastapi and uvicorn: pip install 'trl[test]'"
 )
 
 

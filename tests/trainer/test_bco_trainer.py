@@ -127,7 +127,7 @@ def test_bad_settings(settings, message):
 
 def test_without_scikit_learn(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.linear_model", None)
-    with pytest.raises(ImportError, match=r"pip install trl\[bco\]"):
+    with pytest.raises(ImportError, match=r"pip install 'trl\[bco\]'"):
         make(**MATCHED)
 
 

@@ -289,7 +289,7 @@ def test_they_need_no_server(monkeypatch):
         monkeypatch.setitem(sys.modules, f"trl.{name}", None)
     assert trained()[2]["agent/failures/raised"] == 0
     monkeypatch.setattr(group_setup, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install trl\[serve\]"):
+    with pytest.raises(ImportError, match=r"pip install 'trl\[serve\]'"):
         agents()
 
 

@@ -3,7 +3,7 @@
     python examples/scripts/evals/judge_tldr.py --model_name_or_path vwxyzjn/ppo_tldr --judge_model gpt-4o-mini \
         --num_examples 1000
 
-`gpt-` models are reached through OpenAI's API (`pip install trl[judges]`), all others through the Hub's. Without `--judge_model` a
+`gpt-` models are reached through OpenAI's API (`pip install 'trl[judges]'`), all others through the Hub's. Without `--judge_model` a
 summary wins that shares more words with its post.
 """
 

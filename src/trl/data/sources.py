@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -19,6 +18,7 @@ from trl.data.formats import column_names
 from trl.data.hub import HubUnreachable, loading_from_hub, may_be_on_hub
 from trl.options.checks import read_text_values
 from trl.options.groups import OptionGroup, option
+from trl.options.spelling import did_you_mean
 
 AnyDataset = Dataset | DatasetDict | IterableDataset | IterableDatasetDict
 DataFiles = str | Sequence[str] | Mapping[str, Any] | None
@@ -56,6 +56,8 @@ def load_source(
             raise ValueError(f"split {split!r} is not in {path!r}: there are {known}. Choose one of these.")
         return loaded if split is None else loaded[split]
     if place.is_file():
+        if name is not None:
+            raise ValueError(f"dataset_config {name!r} is not in {path!r}: a file has none. Leave it out.")
         data_files = {"train": str(place)}
     files = _local_files(place, data_files)
     if empty := [file for file in files if file.stat().st_size == 0]:
@@ -83,6 +85,10 @@ def load_source(
         _refuse_broken_lines(files)
         raise ValueError(f"{path!r} could not be read: {error.__cause__ or error} Repair it.") from error
     except ValueError as error:
+        if name is not None and str(error).startswith("BuilderConfig"):
+            raise ValueError(
+                f"dataset_config {name!r} is not in {path!r}. Choose another, or leave it out: {error}"
+            ) from error
         if split is None or not str(error).startswith(("Unknown split", "Bad split")):
             raise
         raise ValueError(f"split {split!r} is not in {path!r}: {error} Choose one of these.") from error
@@ -238,9 +244,8 @@ def _read_config(index: int, source: DatasetConfig | Mapping[str, Any]) -> Datas
     if not isinstance(source, Mapping):
         raise TypeError(f"{place} must be a mapping with at least `path`, got {source!r}.")
     for key in (key for key in source if key not in known):
-        near = difflib.get_close_matches(str(key), known, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else "Remove it."
-        raise ValueError(f"{place} has the unknown key {key!r}, known are {known}. {hint}")
+        hint = did_you_mean(str(key), known) or " Remove it."
+        raise ValueError(f"{place} has the unknown key {key!r}, known are {known}.{hint}")
     if "path" not in source:
         raise ValueError(f"{place} has no `path`, only {sorted(source)}. Add the file, folder or name.")
     return DatasetConfig(**source)

@@ -1,7 +1,6 @@
 """Texts and conversations of rows -> token ids, and the boundary between prompt and completion."""
 
 import copy
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from trl.data.formats import (
 )
 from trl.data.rendering import Chat, ProcessingClass, read_tools, template_source, text_tokenizer
 from trl.data.validation import Place, accepted_roles, check_messages, check_text
+from trl.options.spelling import did_you_mean
 
 Ids = list[int]
 
@@ -30,10 +30,9 @@ def with_eos(processing_class: ProcessingClass, eos_token: str | None) -> Proces
         return processing_class
     known = text_tokenizer(processing_class).get_vocab()
     if eos_token not in known:
-        near = difflib.get_close_matches(eos_token, list(known), n=1)
         raise ValueError(
-            f"eos_token {eos_token!r} is not in the vocabulary. Add it with tokenizer.add_special_tokens "
-            f"first.{f' Did you mean {near[0]!r}?' if near else ''}"
+            f"eos_token {eos_token!r} is not in the vocabulary. Add it with tokenizer.add_special_tokens first."
+            f"{did_you_mean(eos_token, known)}"
         )
     changed = copy.deepcopy(processing_class)
     text_tokenizer(changed).eos_token = eos_token

@@ -1,6 +1,5 @@
 """Checks of rows: the type of a data set's rows, and the values in them, each named by its place in errors."""
 
-import difflib
 import logging
 import math
 import re
@@ -20,6 +19,7 @@ from trl.data.formats import (
     remove_none_values,
 )
 from trl.data.rendering import Message, ProcessingClass, template_source, text_tokenizer
+from trl.options.spelling import did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def sft_row_type(columns: Sequence[str], first_row: Mapping[str, Any], *, text_f
 
 
 _PROMPTS = ("prompt", "instruction", "question", "query", "problem", "input")
-_COMPLETIONS = ("completion", "output", "answer", "response", "solution")
+COMPLETIONS = ("completion", "output", "answer", "response", "solution")
 
 
 def renaming(columns: Sequence[str]) -> str:
@@ -110,7 +110,7 @@ def renaming(columns: Sequence[str]) -> str:
     >>> renaming(["question", "answer"])
     'Rename them: --column_mapping question=prompt answer=completion'
     """
-    prompt, completion = (next((name for name in names if name in columns), "") for names in (_PROMPTS, _COMPLETIONS))
+    prompt, completion = (next((name for name in names if name in columns), "") for names in (_PROMPTS, COMPLETIONS))
     if not prompt or not completion:
         return ""
     names = {prompt: "prompt", completion: "completion"}
@@ -151,7 +151,9 @@ def check_text(value: Any, place: Place, *, may_be_empty: bool = False) -> str:
         remedy = "Do not mix the standard and the conversational format; convert one into the other."
         raise place.error("a list", "a string as in the other columns and rows", remedy, TypeError)
     if not isinstance(value, str):
-        raise place.mistyped(value, "a string", "Convert it with str().")
+        # A column of numbers in a CSV file is read as numbers, without their leading zeros.
+        remedy = f"Convert it with str(), a whole column with rows.cast_column({place.column!r}, Value('string'))."
+        raise place.mistyped(value, "a string", remedy)
     if not value and not may_be_empty:
         raise place.error("an empty string", "text to train on", "Filter the row out.")
     return value
@@ -225,8 +227,7 @@ def _check_message(message: Any, place: Place, roles: frozenset[str]) -> Message
     if not isinstance(role, str):
         raise place.error(f"no 'role' (keys: {sorted(remove_none_values(message))})", known, "Add it.")
     if role not in roles:
-        near = difflib.get_close_matches(role, KNOWN_ROLES, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else "Rename it, or use a chat template that knows it."
+        hint = did_you_mean(role, KNOWN_ROLES).strip() or "Rename it, or use a chat template that knows it."
         raise place.error(f"unknown role {role!r}", known, hint)
     content = message.get("content")
     if content is None and not message.get("tool_calls"):

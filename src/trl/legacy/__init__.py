@@ -7,11 +7,12 @@ Programs of that time gave a trainer what belongs to its config today, and `Trai
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from trl.options.spelling import did_you_mean
 from trl.options.training import TrainingDefaults, require_set_up, wrong_config
@@ -126,13 +127,6 @@ def move_arguments(
     return found
 
 
-# What trainers take today, for suggestions.
-_TRAINER_ARGUMENTS = (
-    "model", "args", "train_dataset", "eval_dataset", "processing_class", "peft_config", "ref_model", "data_collator", "callbacks",
-    "compute_metrics", "optimizers",
-)  # fmt: skip
-
-
 def _check_known(older: Mapping[str, Any], config_class: type) -> None:
     known = next((_KNOWN[kind.__name__] for kind in config_class.__mro__ if kind.__name__ in _KNOWN), ())
     fields = [field.name for field in dataclasses.fields(config_class)]  # type: ignore[arg-type]
@@ -140,7 +134,8 @@ def _check_known(older: Mapping[str, Any], config_class: type) -> None:
         if name in fields:
             advice = f" It is a field of {config_class.__name__}: set it there."
         else:
-            advice = did_you_mean(name, _TRAINER_ARGUMENTS) or did_you_mean(name, [*known, *fields])
+            arguments = (*inspect.signature(Trainer.__init__).parameters, "peft_config", "ref_model")
+            advice = did_you_mean(name, arguments) or did_you_mean(name, [*known, *fields])
             advice = advice or f" Settings are fields of {config_class.__name__}."
         raise TypeError(f"unexpected keyword argument {name!r}.{advice}")
 

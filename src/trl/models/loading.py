@@ -68,7 +68,7 @@ def create_model_from_path(
         folder = Path(model_id)
         has_config = (folder / "config.json").is_file()
         if (folder / "adapter_config.json").is_file() and not has_config:
-            return _load_adapter(model_id, architecture, kwargs)
+            return load_adapter(model_id, architecture, kwargs)
         elsewhere = any(kwargs.get(key) is not None for key in ("config", "subfolder", "gguf_file"))
         if folder.is_dir() and not (has_config or elsewhere):
             raise FileNotFoundError(f"'{model_id}' has no config.json, expected a saved model.")
@@ -271,12 +271,15 @@ def _check_safetensors(folder: Path) -> None:
     )
 
 
-def _load_adapter(model_id: str, architecture: Any | None, kwargs: dict[str, Any]) -> Any:
-    """The base model of a folder with a PEFT adapter and no model of its own, with the adapter on top."""
+def load_adapter(model_id: str, architecture: Any | None, kwargs: dict[str, Any], base: str | None = None) -> Any:
+    """The base model of a folder with a PEFT adapter and no model of its own, with the adapter on top.
+
+    `base` is where the base lies now (None: where the adapter names it).
+    """
     require_peft()
     from peft import PeftConfig, PeftModel
 
-    base = PeftConfig.from_pretrained(model_id).base_model_name_or_path
+    base = base or PeftConfig.from_pretrained(model_id).base_model_name_or_path
     if not base:
         raise ValueError(f"The adapter in '{model_id}' names no base. Use PeftModel.from_pretrained.")
     model = create_model_from_path(base, architecture, **kwargs)

@@ -23,7 +23,7 @@ _EMBEDDINGS_AND_HEADS = ("lm_head", "embed_tokens", "wte", "wpe", "score")
 def require_peft() -> None:
     """Raise `ImportError` with the install command if PEFT is missing."""
     if find_spec("peft") is None:
-        raise ImportError("Adapters need the peft package. Install it with `pip install trl[peft]`.")
+        raise ImportError("Adapters need the peft package. Install it with `pip install 'trl[peft]'`.")
 
 
 def get_peft_config(model_args: Any) -> "PeftConfig | None":
@@ -217,7 +217,7 @@ def get_quantization_config(model_args: Any) -> "BitsAndBytesConfig | None":
     if not (model_args.load_in_4bit or model_args.load_in_8bit):
         return None
     if find_spec("bitsandbytes") is None:
-        raise ImportError("4-bit and 8-bit loading need bitsandbytes: `pip install trl[quantization]`.")
+        raise ImportError("load_in_4bit and load_in_8bit need bitsandbytes. Run `pip install 'trl[quantization]'`.")
     from transformers import BitsAndBytesConfig
 
     if model_args.load_in_8bit:

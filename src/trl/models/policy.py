@@ -100,6 +100,13 @@ def set_up_policy(
         loaded = prepare_peft_model(loaded, peft_config, args)
         if classifier is not None:
             check_trained_head(loaded)
+    has_adapter = is_peft_model(loaded) or getattr(loaded, "_hf_peft_config_loaded", False)
+    quantizer = getattr(loaded, "hf_quantizer", None)
+    if trained and is_quantized(loaded) and not (has_adapter or getattr(quantizer, "is_qat_trainable", False)):
+        raise ValueError(
+            "quantised weights (load_in_4bit, load_in_8bit) are not trained, and there is no adapter. Set peft_config, "
+            "with commands --use_peft true, or load the model without quantisation."
+        )
     if keeps_residuals:
         to_bfloat16(loaded)
     if getattr(args, "disable_dropout", False):

@@ -55,7 +55,7 @@ def _logistic_regression() -> Any:
     try:
         from sklearn.linear_model import LogisticRegression
     except ImportError as error:
-        raise ImportError("embedding_func needs scikit-learn. Run `pip install trl[bco]`.") from error
+        raise ImportError("embedding_func needs scikit-learn. Run `pip install 'trl[bco]'`.") from error
     return LogisticRegression
 
 

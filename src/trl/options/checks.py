@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import difflib
 import functools
 import json
 import math
@@ -17,6 +16,7 @@ from transformers import TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
 from trl.options.secrets import redacted
+from trl.options.spelling import did_you_mean
 
 Reader = Callable[[str], Any]
 Entry = TypeVar("Entry")
@@ -75,13 +75,12 @@ def lookup(table: Mapping[str, Entry], name: str, what: str) -> Entry:
     2
     >>> lookup({"nll": 1, "dft": 2}, "nl", "loss_type")
     Traceback (most recent call last):
-    ValueError: unknown loss_type 'nl'; known are 'dft', 'nll'. Did you mean 'nll'?
+    ValueError: unknown loss_type 'nl'; known are 'dft', 'nll'. Did you mean nll?
     """
     if name in table:
         return table[name]
-    close = difflib.get_close_matches(str(name), table, n=1)
-    remedy = f"Did you mean {close[0]!r}?" if close else "Use one of these."
-    raise ValueError(f"unknown {what} {name!r}; known are {', '.join(map(repr, sorted(table)))}. {remedy}")
+    remedy = did_you_mean(str(name), table) or " Use one of these."
+    raise ValueError(f"unknown {what} {name!r}; known are {', '.join(map(repr, sorted(table)))}.{remedy}")
 
 
 def json_object(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:

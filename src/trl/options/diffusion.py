@@ -58,4 +58,4 @@ class DiffusionOptions(LoopOptions):
         """Raise on bad values."""
         super().check()
         if self.train_use_8bit_adam and not is_bitsandbytes_available():
-            raise ImportError("train_use_8bit_adam needs bitsandbytes. Run `pip install trl[quantization]`.")
+            raise ImportError("train_use_8bit_adam needs bitsandbytes. Run `pip install 'trl[quantization]'`.")

@@ -1,10 +1,11 @@
 """Option groups: how a field is declared with its bounds, and how a config takes a field from elsewhere."""
 
 import dataclasses
+import functools
 import inspect
 import textwrap
 from collections.abc import Callable
-from typing import Any, Literal, Self, TypeVar, get_args, get_origin
+from typing import Any, Literal, ParamSpec, Self, TypeVar, get_args, get_origin
 
 from trl.options.checks import (
     DECLARATIONS,
@@ -19,6 +20,7 @@ from trl.options.checks import (
 from trl.options.spelling import OF_COMMANDS, OTHER_NAMES, did_you_mean
 
 Config = TypeVar("Config", bound=type)
+Parameters = ParamSpec("Parameters")
 
 
 def option(default: Any, help: str, bounds: str = "", *, needs: str = "", flag: bool = False, **metadata: Any) -> Any:
@@ -88,7 +90,7 @@ class OptionGroup:
     def __new__(cls, *values: Any, **options: Any) -> Self:
         """An instance before `__init__`, which has the options. Raises: TypeError for names that it does not take."""
         if unknown := [name for name in options if name not in cls.__dataclass_fields__]:  # type: ignore[attr-defined]
-            _refuse_unknown(cls, unknown)
+            _refuse_unknown(cls, cls.__init__, unknown)
         return super().__new__(cls)
 
     def check(self) -> None:
@@ -109,9 +111,20 @@ class OptionGroup:
         _warn_of_unread(self)
 
 
-def _refuse_unknown(config_class: type, names: list[str]) -> None:
+def names_checked(init: Callable[Parameters, None]) -> Callable[Parameters, None]:
+    """A constructor that refuses unknown keyword arguments by the name of the class of the object, with suggestions."""
+
+    @functools.wraps(init)
+    def checked(*values: Parameters.args, **options: Parameters.kwargs) -> None:
+        _refuse_unknown(type(values[0]), init, list(options))
+        init(*values, **options)
+
+    return checked
+
+
+def _refuse_unknown(owner: type, init: Callable[..., None], names: list[str]) -> None:
     """Raise TypeError for names that the constructor does not take, with what may be meant by each."""
-    parameters = inspect.signature(config_class.__init__).parameters
+    parameters = inspect.signature(init).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
     messages = []
@@ -122,7 +135,7 @@ def _refuse_unknown(config_class: type, names: list[str]) -> None:
             hint = (
                 f" {target} is an option of commands: in Python a field of ModelConfig, or an argument of the trainer."
             )
-        messages.append(f"{config_class.__name__} got an unexpected keyword argument {name!r}.{hint}")
+        messages.append(f"{owner.__name__} got an unexpected keyword argument {name!r}.{hint}")
     if messages:
         raise TypeError("\n".join(messages))
 

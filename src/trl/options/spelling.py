@@ -89,6 +89,7 @@ _OF_COMMANDS = (
     "ref_model_name_or_path reward_model_name_or_path teacher_model_name_or_path"
 )
 OF_COMMANDS = {*_OF_COMMANDS.split()}
+_VALUES = dict.fromkeys(("dpo", "bce", "logistic"), "sigmoid: the loss of the paper")  # not of options
 OTHER_NAMES = {name: meaning for meaning, names in _STANDS_FOR.items() for name in names.split()}
 
 
@@ -97,12 +98,18 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 
     >>> nearest("--sise", ["size", "steps"]), nearest("epoch", ["num_train_epochs"]), nearest("x", ["size"])
     (['size'], ['num_train_epochs'], [])
+    >>> nearest("adamm", ["adalomo", "adamw_torch"])
+    ['adamw_torch']
     >>> nearest("lr", ["lr_scheduler_type", "learning_rate"])
     ['learning_rate', 'lr_scheduler_type']
     """
     spellings = {entry.replace("-", "_").lower(): entry for entry in known}
     wanted = _plain(name)
     alike = difflib.get_close_matches(wanted, spellings, n=1)
+    first_words = {spelling.partition("_")[0]: spelling for spelling in reversed(spellings)}
+    begins = [first_words[word] for word in difflib.get_close_matches(wanted, first_words, n=1, cutoff=0.8)]
+    if begins and not first_words.get(wanted) and not difflib.get_close_matches(wanted, alike, cutoff=0.75):
+        alike = begins
     initials = [spelling for spelling in spellings if "".join(word[:1] for word in spelling.split("_")) == wanted]
     longer = [spelling for spelling in spellings if wanted and f"_{wanted}" in f"_{spelling}"]
     return [spellings[match] for match in dict.fromkeys([*alike, *initials, *longer])][:MOST]
@@ -115,7 +122,7 @@ def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     (' Did you mean --max_length?', ' Did you mean size?')
     """
     names = list(known)
-    option, _, note = OTHER_NAMES.get(_plain(name), "").partition(": ")
+    option, _, note = (_VALUES | OTHER_NAMES).get(_plain(name), "").partition(": ")
     if option in names:
         return f" Did you mean {prefix}{option}?{f' ({note}.)' if note else ''}"
     if note and not option and "output_dir" in names:

@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 from transformers.utils import is_torch_bf16_gpu_available
 
-from trl.options.checks import json_object
+from trl.options.checks import json_object, warn_caller
 from trl.options.groups import OptionGroup, moved, option, same
 from trl.options.model import DTYPES
 from trl.options.secrets import redacted, unwritten
@@ -107,13 +107,22 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
                 "load_best_model_at_end needs an evaluation for every saved model, got eval_strategy={!r}, "
                 "save_strategy={!r}. Set both to 'steps' or 'epoch', or save_strategy to 'best'.".format(*strategies)
             )
-        names = [name.value for name in OptimizerNames]
-        if getattr(self.optim, "value", self.optim) not in names:
-            raise ValueError(
-                f"optim must be an optimiser of transformers, got {self.optim!r}.{did_you_mean(self.optim, names)}"
-            )
+        if self.load_best_model_at_end and strategies == ["steps", "steps"]:
+            evaluated = self.eval_steps or self.logging_steps
+            if (self.save_steps < 1) != (evaluated < 1) or round(self.save_steps * 1e6) % round(evaluated * 1e6):
+                raise ValueError(
+                    f"load_best_model_at_end needs save_steps to be a multiple of eval_steps, got {self.save_steps:g} and "
+                    f"{evaluated:g}{'' if self.eval_steps else ' (of logging_steps)'}. Set save_steps to {evaluated:g}."
+                )
+        if self.eval_steps and strategies[0] == "no":
+            warn_caller(f"eval_steps={self.eval_steps:g} has no effect with eval_strategy='no'. Set it to 'steps'.")
+        names, name = [name.value for name in OptimizerNames], str(getattr(self.optim, "value", self.optim))
+        if name not in names:
+            raise ValueError(f"optim must be an optimiser of transformers, got {name!r}.{did_you_mean(name, names)}")
+        if name.endswith("bit") and find_spec("bitsandbytes") is None:
+            raise ImportError(f"optim={name!r} needs bitsandbytes. Run `pip install 'trl[quantization]'`.")
         if self.deepspeed and find_spec("deepspeed") is None:
-            raise ImportError("deepspeed needs the deepspeed package. Run `pip install trl[deepspeed]`.")
+            raise ImportError("deepspeed needs the deepspeed package. Run `pip install 'trl[deepspeed]'`.")
 
     def __post_init__(self) -> None:
         self.settle()

@@ -18,6 +18,8 @@ except ImportError:  # Windows
 
 LogFormat = Literal["auto", "lines", "dict"]
 Item = TypeVar("Item")
+# First, best and last value of each metric, by the prefix of the evaluation ("" for training).
+Table = dict[str, dict[str, tuple[float, float, float]]]
 BAR_DELAY = 2.0  # seconds before a bar is shown
 MOST_SHOWN = 3  # metrics on a line
 COLUMNS = 80  # a longer line loses the last of its metrics
@@ -87,24 +89,25 @@ def _value(value: float) -> str:
 
 
 class RunLines(ProgressCallback, PrinterCallback):
-    """One aligned line per log, and a table of first, best and last at the end of the run; on the main process only.
+    """One aligned line per log, and a table of first, best and last at the end; on the main process only.
 
-    It stands in the place of the callbacks of transformers that it inherits from, so that removing either removes it. A
-    bar of an evaluation is shown on a terminal after two seconds, unless `disable_tqdm`.
+    It stands in the place of the callbacks of transformers that it inherits from, so that removing either removes it.
+    An evaluation has a bar on a terminal after two seconds, unless `disable_tqdm`.
     """
 
     def __init__(self, counted: Literal["tokens", "images"] = "tokens") -> None:
         super().__init__()
         self.counted, self.rate = counted, {"tokens": "tok/s", "images": "img/s"}[counted]
-        self.series: dict[str, dict[str, list[float]]] = {"": {}}
+        self.began: float | None = None  # None: not in a run
+        self.last_time, self.first_step = 0.0, 0
+        self.last_tokens: float | None = None
+        self.saved: str | None = None
+        self.table: Table = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock; the steps of a resumed run go on from its checkpoint."""
         self.began = self.last_time = time.perf_counter()
-        self.first_step = state.global_step
-        self.last_tokens: float | None = None
-        self.saved: str | None = None
-        self.series = {"": {}}
+        self.first_step, self.last_tokens, self.saved, self.table = state.global_step, None, None, {}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Lines replace the bar of the steps."""
@@ -121,13 +124,11 @@ class RunLines(ProgressCallback, PrinterCallback):
         self.prediction_bar.update(1)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Print a log of training or evaluation; other logs, which have none of the numbers, are printed as they
-        are.
-        """
+        """Print a log of training or evaluation as a line, and one that has none of the numbers as it is."""
         if not state.is_world_process_zero or not logs:
             return
-        if "train_loss" in logs and hasattr(self, "began"):  # the summary of a run
-            self._summarize(logs)
+        if "train_loss" in logs and self.began is not None:  # the summary of a run
+            self._summarize(logs, time.perf_counter() - self.began)
             return
         training = metric_cells(logs)
         prefixes = [name.removesuffix("runtime") for name in logs if name.endswith("_runtime")]
@@ -139,8 +140,7 @@ class RunLines(ProgressCallback, PrinterCallback):
         steps = "" if state.max_steps == sys.maxsize else f"/{state.max_steps}"
         width = len(steps) - 1 if steps else 4
         if not training:
-            if hasattr(self, "began"):  # tokens per second are those of training
-                self.last_time += logs[f"{prefixes[0]}runtime"]
+            self.last_time += logs[f"{prefixes[0]}runtime"]  # tokens per second are those of training
             self._keep(logs, prefixes[0])
             _print("  ".join([f"{prefixes[0][:-1]:>{2 * width + 1}}", *cells]))
             return
@@ -160,11 +160,13 @@ class RunLines(ProgressCallback, PrinterCallback):
     def _keep(self, logs: Mapping[str, Any], prefix: str = "") -> None:
         for name in SHOWN:
             if isinstance(value := logs.get(prefix + name), int | float):
-                self.series.setdefault(prefix, {}).setdefault(name, []).append(float(value))
+                metrics = self.table.setdefault(prefix, {})
+                first, best, _ = metrics.get(name, (value, value, value))
+                metrics[name] = (first, (max if name in RISING else min)(best, value), value)
 
     def _pace(self, state: Any, logs: Mapping[str, Any]) -> list[str]:
         """Tokens or images per second since the last line, memory, and the time left at the pace of this run."""
-        if not hasattr(self, "began"):  # logged before the run
+        if self.began is None:  # logged before the run
             return []
         now, cells = time.perf_counter(), []
         tokens = logs.get(f"num_{self.counted}")
@@ -182,13 +184,12 @@ class RunLines(ProgressCallback, PrinterCallback):
             cells.append(f"{duration((now - self.began) / done * (state.max_steps - state.global_step))} left")
         return cells
 
-    def _summarize(self, logs: Mapping[str, Any]) -> None:
-        for row in summary_rows(self.series):
+    def _summarize(self, logs: Mapping[str, Any], seconds: float) -> None:
+        for row in summary_rows(self.table):
             _print(row)
-        facts = [f"time {duration(time.perf_counter() - self.began)}"]
-        tokens = logs.get(f"num_{self.counted}", self.last_tokens)
-        if tokens is not None:
-            facts.append(f"{self.counted} {short_number(tokens)}")
+        facts = [f"time {duration(seconds)}"]
+        if (count := logs.get(f"num_{self.counted}", self.last_tokens)) is not None:
+            facts.append(f"{self.counted} {short_number(count)}")
         if memory := peak_memory():
             facts.append(f"peak memory {memory / 2**30:.1f}G")
         _print("   ".join(facts))
@@ -202,25 +203,19 @@ def long_bar(items: Iterable[Item], title: str, is_shown: bool = True) -> Iterab
     return tqdm(items, desc=title, leave=False, dynamic_ncols=True, delay=BAR_DELAY, disable=disable)
 
 
-def summary_rows(series: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
-    """The table at the end, with first, best and last value of each metric of training ("") and of each evaluation, by
-    prefix.
+def summary_rows(table: Table) -> list[str]:
+    """The table at the end. Only the leading number of training, and of each evaluation, has a best.
 
-    Only a leading number has a best.
-
-    >>> print("\\n".join(summary_rows({"": {"loss": [3.0, 1.0, 2.0], "entropy": [0.1, 0.4]}, "eval_": {"loss": [2.0]}})))
-                   first     best     last
-    loss           3.000    1.000    2.000
-    entropy        0.100        -    0.400
-    eval loss      2.000    2.000    2.000
+    >>> print("\\n".join(summary_rows({"": {"loss": (3.0, 1.0, 2.0), "entropy": (0.1, 0.1, 0.4)}})))
+                 first     best     last
+    loss         3.000    1.000    2.000
+    entropy      0.100        -    0.400
     """
-    rows = list[tuple[str, ...]]()
-    for prefix, metrics in series.items():
-        names = [name for name in SHOWN if name in metrics][: MOST_SHOWN - 1]
-        for index, (name, values) in enumerate((name, metrics[name]) for name in names):
-            best = "-" if index else _value(max(values) if name in RISING else min(values))
-            label = f"{prefix[:-1]} {SHOWN[name]}".strip()
-            rows.append((label, _value(values[0]), best, _value(values[-1])))
+    rows = []
+    for prefix, metrics in sorted(table.items()):  # training first
+        for index, name in enumerate([name for name in SHOWN if name in metrics][: MOST_SHOWN - 1]):
+            first, best, last = map(_value, metrics[name])
+            rows.append((f"{prefix[:-1]} {SHOWN[name]}".strip(), first, "-" if index else best, last))
     width = max((len(label) for label, *_ in rows), default=0) + 2
     heads = [("", "first", "best", "last")] if rows else []
     return [f"{label:<{width}}" + "".join(f"{cell:>9}" for cell in cells) for label, *cells in [*heads, *rows]]
@@ -255,9 +250,8 @@ def use_run_lines(handler: Any, user_callbacks: Sequence[Any], args: Any) -> Non
     `log_format="dict"`, in notebooks unless it is "lines", and where the user has a callback of that kind.
     """
     kinds = (PrinterCallback, ProgressCallback)
-    has_other = any(
-        isinstance(each, kinds) or (isinstance(each, type) and issubclass(each, kinds)) for each in user_callbacks
-    )
+    types = [callback if isinstance(callback, type) else type(callback) for callback in user_callbacks]
+    has_other = any(issubclass(kind, kinds) for kind in types)
     log_format: LogFormat = getattr(args, "log_format", "dict")
     if log_format == "dict" or has_other:
         return

@@ -34,7 +34,7 @@ def check_trackers(report_to: str | Iterable[str] | None) -> None:
         if name not in known:
             raise ValueError(f"report_to must name trackers ({', '.join(known)}), 'all' or 'none', got {name!r}.")
         if name not in installed and name not in _NOT_LOOKED_FOR:
-            package = "trl[tracking]" if name in ("tensorboard", "trackio") else name
+            package = "'trl[tracking]'" if name in ("tensorboard", "trackio") else name
             others = f"name one that is installed ({', '.join(installed)})" if installed else "leave it out"
             raise ImportError(
                 f"report_to={name!r} needs a package that is not installed. Install it with `pip install {package}`, or "

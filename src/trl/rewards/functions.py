@@ -10,11 +10,12 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from trl.data.validation import COMPLETIONS
+from trl.options.spelling import did_you_mean
 from trl.rewards.judges import BaseJudge, BaseRankJudge
 from trl.rewards.result import RewardInputs
 
@@ -74,9 +75,11 @@ class FunctionSource:
             and name not in given
         ]
         if missing:
+            remedy = "Add them, or give the arguments a default."
+            if missing == ["solution"] and (answers := [name for name in COMPLETIONS if name in columns]):
+                remedy = f"Rename one: --column_mapping {answers[0]}=solution."
             raise ValueError(
-                f"reward function {self.name!r} needs {missing}, the data set has the columns {sorted(columns)}. Add them, or "
-                "give the arguments a default."
+                f"reward function {self.name!r} needs {missing}, the data set has the columns {sorted(columns)}. {remedy}"
             )
 
 
@@ -247,8 +250,7 @@ def _imported(module_name: str, refused: Callable[[str], ValueError]) -> Any:
 
 def _unknown(name: str, reason: str = "") -> ValueError:
     known = (*READY_MADE, SOFT_OVERLONG)
-    close = get_close_matches(name.rpartition(".")[2], known, n=1)
-    guess = f" Did you mean {close[0]}?" if close else ""
+    guess = did_you_mean(name.rpartition(".")[2], known)
     return ValueError(
         f"reward function {name!r} is unknown.{reason}{guess} Known are {', '.join(known)}; others are given as 'module.function', "
         "reward models as a folder or 'owner/name'."

@@ -343,7 +343,7 @@ def _openai_client(timeout: float) -> Any:
         openai: Any = import_module("openai")
     except ImportError as error:
         raise ImportError(
-            "OpenAIPairwiseJudge needs the openai package. Install it with `pip install trl[judges]`."
+            "OpenAIPairwiseJudge needs the openai package. Install it with `pip install 'trl[judges]'`."
         ) from error
     if not os.environ.get("OPENAI_API_KEY"):
         raise ValueError("OPENAI_API_KEY is not set, which OpenAIPairwiseJudge needs. Set it, or pass a client.")

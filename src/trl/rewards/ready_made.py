@@ -164,7 +164,7 @@ class MathProcess:
         if self._process is not None and self._owner == os.getpid() and self._process.poll() is None:
             return self._process
         if find_spec("math_verify") is None:
-            raise ImportError("accuracy rewards need math-verify. Install it with `pip install trl[math]`.")
+            raise ImportError("accuracy rewards need math-verify. Install it with `pip install 'trl[math]'`.")
         self._owner = os.getpid()
         paths = (str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH"))  # this package first
         path = os.pathsep.join(part for part in paths if part)

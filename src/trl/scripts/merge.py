@@ -16,6 +16,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("adapter", metavar="ADAPTER", help="folder of a PEFT adapter that names its base")
     parser.add_argument("--out", metavar="DIR", required=True, help="new folder for the merged model and its tokenizer")
+    parser.add_argument("--base", metavar="MODEL", help="base model, where it is no longer where the adapter names it")
     return parser
 
 
@@ -26,17 +27,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(argv)
     try:
-        merge(options.adapter, options.out)
+        merge(options.adapter, options.out, options.base)
     except (ValueError, OSError, ImportError) as error:
         return report(parser.prog, error)
     print(f"Merged model saved in {options.out}")
     return 0
 
 
-def merge(adapter: str, out: str) -> None:
+def merge(adapter: str, out: str, base: str | None = None) -> None:
     """Save the base model of an adapter, in its own dtype and with the adapter added, and the tokenizer, in `out`.
 
-    Raises: ValueError for a folder without an adapter, an adapter that cannot be merged and an `out` that is not empty.
+    `base` is where the base lies now (None: where the adapter names it).
+
+    Raises: ValueError for a folder without an adapter, an adapter that cannot be merged and an `out` that is not empty;
+    FileNotFoundError for a base that is not there.
     """
     if not (Path(adapter) / "adapter_config.json").is_file():
         raise ValueError(f"'{adapter}' has no adapter_config.json, expected the folder of a saved adapter.")
@@ -44,7 +48,7 @@ def merge(adapter: str, out: str) -> None:
         raise ValueError(f"out must be a new or empty folder, got '{out}'. Name another one.")
     from peft import PeftConfig
 
-    from trl.models.loading import create_model_from_path, load_processing_class
+    from trl.models.loading import load_adapter, load_processing_class
     from trl.models.peft import merged_base
     from trl.models.setup import REWARD_MODEL, STEP_CLASSIFIER
 
@@ -52,9 +56,12 @@ def merge(adapter: str, out: str) -> None:
     kinds = {kind.task_type: kind for kind in (REWARD_MODEL, STEP_CLASSIFIER)}
     kind = kinds.get(str(getattr(config.task_type, "value", config.task_type)))
     labels: dict[str, Any] = {"num_labels": kind.labels} if kind else {}
-    model: Any = create_model_from_path(adapter, kind and kind.auto, **labels)
-    base = merged_base(model)
+    try:
+        model: Any = load_adapter(adapter, kind and kind.auto, labels, base)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error} If the base model has moved, name its place with --base.") from error
+    merged = merged_base(model)
     has_tokenizer = (Path(adapter) / "tokenizer_config.json").is_file()
-    tokenizer = load_processing_class(adapter if has_tokenizer else str(config.base_model_name_or_path))
-    base.save_pretrained(out)
+    tokenizer = load_processing_class(adapter if has_tokenizer else str(base or config.base_model_name_or_path))
+    merged.save_pretrained(out)
     tokenizer.save_pretrained(out)

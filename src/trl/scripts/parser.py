@@ -105,6 +105,14 @@ class TrlParser(PlainParser, HfArgumentParser):
             warnings.warn("Ignored: " + " ".join(messages), stacklevel=3)
         self.parse_known_args(args)
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)  # type: ignore[misc]
+        except argparse.ArgumentError as error:
+            if action.type in KIND_NAMES:
+                error.message = f"must be {KIND_NAMES[action.type]}, got {arg_string!r}."
+            raise
+
     def _take_defaults(self, config: ConfigFile | None, args: list[str]) -> tuple[list[str], list[str]]:
         """Take the file's options as defaults; returns the unknown ones as strings, and the faults of the others."""
         if config is None:

@@ -15,7 +15,6 @@ from trl.data.rendering import text_tokenizer
 from trl.models.loading import save_dtype
 from trl.models.residuals import keep_residuals
 from trl.options.secrets import redacted
-from trl.reporting.run_lines import RunLines
 from trl.reporting.tables import open_console
 
 _MOST_TOKENS = 400  # of a sequence; of longer ones the ends are shown
@@ -23,7 +22,6 @@ _TASKS = {
     "ForCausalLM": "text-generation", "LMHeadModel": "text-generation", "ForConditionalGeneration": "image-text-to-text",
     "ForSequenceClassification": "text-classification", "ForTokenClassification": "token-classification",
 }  # fmt: skip
-BOOKKEEPING = ("epoch", "step", "total_flos", "learning_rate", "grad_norm", "step_time", "num_tokens")
 _NOT_SHOWN = (
     "accelerator_config", "gradient_checkpointing_kwargs", "dataloader_pin_memory",  # filled in by transformers
     "generation_batch_size",  # follows from steps_per_generation
@@ -164,7 +162,7 @@ def _optimizer_size(trainer: Any, trained: Sequence[torch.Tensor]) -> int:
 def finish(trainer: Any, *, dataset_name: str | None, command: str, newest: Path | None) -> None:
     """Save the model (and push it), print where it is, how to use it and how to resume, and end the process group.
 
-    Without the table of `RunLines` the last metrics are printed too. `newest` is the run's newest checkpoint.
+    `newest` is the run's newest checkpoint.
     """
     args = trainer.args
     trainer.save_model(args.output_dir)
@@ -175,11 +173,9 @@ def finish(trainer: Any, *, dataset_name: str | None, command: str, newest: Path
         if args.load_best_model_at_end and state.best_model_checkpoint:
             name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
             place += f": that of step {state.best_global_step}, the best ({name} {state.best_metric:.4g})"
-        has_table = any(isinstance(each, RunLines) for each in trainer.callback_handler.callbacks)
-        metrics = [] if has_table else last_metrics(state.log_history)
         finished = state.global_step >= state.max_steps  # not one that a signal stopped
         hint = resume_hint(newest, args, command=command, finished=finished)
-        print("\n".join([place, *usage(trainer), *metrics, hint]))
+        print("\n".join([place, *usage(trainer), hint]))
     trainer.accelerator.end_training()
 
 
@@ -199,41 +195,6 @@ def usage(trainer: Any) -> list[str]:
         *([] if chats else ["  from transformers import pipeline"]),
         f"  {load}{bases[0] if bases else ''}",
     ]
-
-
-def last_metrics(log_history: list[dict[str, Any]]) -> list[str]:
-    """A line each for the last log of training, the last evaluation (of all sets) and the whole run: its step and
-    measures.
-    """
-    titles = {"training": "Last training log", "evaluation": "Last evaluation", "run": "Whole run"}
-    lines = []
-    for kind, title in titles.items():
-        entries = [entry for entry in log_history if kind_of(entry) == kind and measures(entry)]
-        if entries:
-            step = entries[-1].get("step")
-            last = [measures(entry) for entry in entries if entry.get("step") == step]
-            found = {name: value for each in last for name, value in each.items()}
-            shown = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
-            lines.append(f"{title} (step {step}): {shown}")
-    return lines
-
-
-def kind_of(entry: dict[str, Any]) -> str:
-    """What a log is about: "training", "evaluation" or the whole "run"."""
-    if "train_loss" in entry:
-        return "run"
-    return "evaluation" if any(name.startswith("eval_") for name in entry) else "training"
-
-
-def measures(entry: dict[str, Any]) -> dict[str, float]:
-    """The measures of quality in a log; not those of speed, nor bookkeeping."""
-    return {
-        name: value
-        for name, value in entry.items()
-        if isinstance(value, (int, float))
-        and name.removeprefix("eval_") not in BOOKKEEPING
-        and not name.endswith(("_runtime", "_per_second"))
-    }
 
 
 def resume_hint(newest: Path | None, args: Any, *, command: str, finished: bool) -> str:

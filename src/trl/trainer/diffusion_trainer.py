@@ -30,6 +30,7 @@ from trl.models.diffusion.stable_diffusion import (
 from trl.models.step_state import load_step_state, save_step_state
 from trl.models.switches import disable_dropout_in_model
 from trl.options.diffusion import DiffusionOptions
+from trl.options.groups import names_checked
 from trl.options.training import wrong_config
 from trl.reporting.deadlines import AsyncCalls
 from trl.reporting.model_card import HERE, Paper, card_of_run
@@ -71,6 +72,7 @@ class DiffusionTrainer:
     _config_class: ClassVar[type[DiffusionOptions]] = DiffusionOptions
     config: Any
 
+    @names_checked
     def __init__(
         self,
         config: Any,

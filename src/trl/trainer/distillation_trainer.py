@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from trl.agents.tool_loop import tool_metrics
 from trl.objectives.distillation import Divergence, TeacherLoss
+from trl.options.groups import names_checked
 from trl.options.training import config_or_default
 from trl.reporting.model_card import Paper
 from trl.rollouts.experience import SCORES, TRAINED, Experience
@@ -121,6 +122,7 @@ class DistillationTrainer(OnlineTrainer):
     method_type: ClassVar[type[GroupMethod]] = DistillationMethod
     config_type: ClassVar[type[RolloutTraining]] = DistillationConfig
 
+    @names_checked
     def __init__(
         self,
         model: str | nn.Module | PreTrainedModel,

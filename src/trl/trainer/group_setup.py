@@ -288,7 +288,7 @@ def agent_completer(
     if given := [name for name, each in other.items() if each]:
         raise ValueError(f"{name} cannot be combined with {', '.join(given)}. Leave one of them out.")
     if agent is not None and not (find_spec("fastapi") and find_spec("uvicorn")):
-        raise ImportError("agent needs a server. Install it with `pip install trl[serve]`.")
+        raise ImportError("agent needs a server. Install it with `pip install 'trl[serve]'`.")
     if agent is not None:
         check_host(args.agent_host)
     kwargs: Any = {"template_kwargs": args.chat_template_kwargs}

@@ -26,6 +26,7 @@ from trl.models.scoring.causal import Scored
 from trl.objectives.online_preference import RankedPairs, by_epoch, ranked_pairs, sequence_metrics
 from trl.objectives.pairs import PairScores
 from trl.objectives.preference import preference_terms
+from trl.options.groups import names_checked
 from trl.options.training import config_or_default
 from trl.reporting.model_card import Paper
 from trl.rewards.judge_source import comparison_source
@@ -169,6 +170,7 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
     config_type: ClassVar[type[GroupTraining]] = OnlineDPOConfig
     has_opponent: ClassVar[bool] = False
 
+    @names_checked
     def __init__(
         self,
         model: str | nn.Module | PreTrainedModel | None = None,

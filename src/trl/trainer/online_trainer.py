@@ -35,6 +35,7 @@ from trl.models.scoring.head import LossOf, ScoreOptions
 from trl.models.scoring.values import PolicyValueScorer
 from trl.models.switches import undisturbed, without_ddp
 from trl.objectives.group_policy import EXTREMES
+from trl.options.groups import names_checked
 from trl.options.training import config_or_default
 from trl.reporting.run_lines import RunLines, print_sample
 from trl.rewards.models import place_reward_models
@@ -111,6 +112,7 @@ class OnlineTrainer(BaseTrainer):
     _resumed_from: str | None = None
     _random_state_of: str | None = None
 
+    @names_checked
     def __init__(
         self,
         model: str | nn.Module | PreTrainedModel,

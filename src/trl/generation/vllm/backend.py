@@ -63,7 +63,7 @@ class BackendDied(RuntimeError):
 def check_vllm(needed_by: str = "use_vllm") -> None:
     """Raise ImportError without vLLM."""
     if find_spec("vllm") is None:
-        raise ImportError(f"{needed_by} needs the vllm package. Install it with `pip install trl[vllm]`.")
+        raise ImportError(f"{needed_by} needs the vllm package. Install it with `pip install 'trl[vllm]'`.")
 
 
 def make_llm(served: ServedModel, extension: str) -> Any:

@@ -28,7 +28,7 @@ def import_diffusers() -> Any:
         import diffusers
     except ImportError as error:
         raise ImportError(
-            "Diffusion models need diffusers. Install it with `pip install trl[diffusers,peft]`."
+            "Diffusion models need diffusers. Install it with `pip install 'trl[diffusers,peft]'`."
         ) from error
     return diffusers
 

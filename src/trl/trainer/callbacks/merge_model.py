@@ -27,7 +27,7 @@ _DTYPES = ("float16", "bfloat16", "float32", "float64", "None")  # which mergeki
 
 def _require_mergekit() -> None:
     if not is_mergekit_available():
-        raise ImportError("Merging models needs the mergekit package. Install it with `pip install trl[merge]`.")
+        raise ImportError("Merging models needs the mergekit package. Install it with `pip install 'trl[merge]'`.")
 
 
 class MergeConfig:
