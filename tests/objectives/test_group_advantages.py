@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from trl.objectives.group_advantages import (
+    ADVANTAGES,
+    OF_SCALE,
     SMALLEST_STD,
     batch_deviation,
     best_of_groups,
+    estimated,
     group_moments,
     group_relative,
     has_no_variance,
@@ -136,3 +139,31 @@ def test_normalized_is_centred():
 def test_best_of_groups_names_rows_without_a_score():
     with pytest.raises(ValueError, match="NaN in row 1"):
         best_of_groups(torch.tensor([0.0, NAN, NAN, 1.0]), 2, 1)
+
+
+# ---- the table of estimators
+
+
+def test_each_value_of_scale_rewards_is_a_row():
+    for scale, name in OF_SCALE.items():
+        assert torch.equal(estimated(name, REWARDS, 3), group_relative(REWARDS, 3, scale=scale))
+    assert torch.equal(estimated("leave_one_out", REWARDS, 3), leave_one_out(REWARDS, 3))
+    assert set(ADVANTAGES) == {*OF_SCALE.values(), "leave_one_out"}
+
+
+def test_a_function_is_an_estimator_and_completions_without_a_reward_get_none():
+    def above_median(rewards, group_size):
+        return rewards - rewards.view(-1, group_size).nanmedian(dim=1).values.repeat_interleave(group_size)
+
+    close(estimated(above_median, REWARDS, 3), [-1, 0, 4, 0, 0, 3])
+    close(estimated(above_median, torch.tensor([1.0, NAN, 6.0]), 3), [0, 0, 5])
+
+
+@pytest.mark.parametrize(
+    "function", [lambda rewards, size: rewards.view(-1, size).mean(dim=1), lambda rewards, size: rewards / 0]
+)
+def test_an_estimator_returns_one_finite_number_per_reward(function):
+    with pytest.raises(ValueError, match=r"advantage_estimator must return 6 finite numbers, one per reward, got"):
+        estimated(function, REWARDS, 3)
+    with pytest.raises(ValueError, match=r"unknown advantage_estimator 'leave_one'; .*Did you mean 'leave_one_out'"):
+        estimated("leave_one", REWARDS, 3)

@@ -11,7 +11,8 @@ from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.grpo_runs import even_tokens, logs, make, prompts, run
 from trl.models.scoring.head import ScoreOptions
-from trl.rollouts.experience import ADVANTAGE, OLD, REF, SAMPLING_LOGPS, SCORES, TRAINED
+from trl.objectives.group_advantages import estimated
+from trl.rollouts.experience import ADVANTAGE, OLD, REF, REWARD, SAMPLING_LOGPS, SCORES, TRAINED
 from trl.rollouts.maker import split_begun
 
 
@@ -26,6 +27,26 @@ def test_the_old_and_the_reference_log_probs_are_those_of_the_policy_itself():
     torch.testing.assert_close(found[REF], found[OLD], rtol=0, atol=1e-10)
     advantages = window(trainer).per_row[ADVANTAGE].view(-1, 4)
     torch.testing.assert_close(advantages.sum(dim=1), torch.zeros(2, dtype=torch.float64), rtol=0, atol=1e-9)
+
+
+def above_median(rewards, group_size):
+    return rewards - rewards.view(-1, group_size).median(dim=1).values.repeat_interleave(group_size)
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_a_trainer_takes_an_advantage_estimator(method, tmp_path):
+    for estimator in ("leave_one_out", above_median):
+        trainer, _ = make(method, advantage_estimator=estimator)
+        rows = window(trainer).per_row
+        torch.testing.assert_close(rows[ADVANTAGE], estimated(estimator, rows[REWARD], 4), rtol=0, atol=1e-12)
+    settings = {"advantage_estimator": above_median, "save_strategy": "steps", "save_steps": 2, "folder": str(tmp_path)}
+    whole, _ = run(method, **settings)
+    resumed, _ = make(method, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for own, again in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(own, again)
+    other, _ = run(method)
+    assert not all(map(torch.equal, whole.model.parameters(), other.model.parameters()))
 
 
 def test_a_cut_distribution_is_scored_again_and_corrected():

@@ -7,7 +7,8 @@ one after another. NaN is no opinion: such a completion counts in no mean, and i
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -89,6 +90,43 @@ SCALES: dict[str, Callable[[Tensor, GroupMoments], Tensor | None]] = {
     "batch": lambda rewards, found: batch_deviation(rewards),
     "none": lambda rewards, found: None,
 }
+
+
+class AdvantageEstimator(Protocol):
+    """The advantage of each completion, `(N,) -> (N,)`, from the rewards of the groups of one prompt each, in order.
+
+    A reward is NaN where no source scored the completion; its advantage is set to 0, whatever is returned.
+    """
+
+    def __call__(self, rewards: Tensor, group_size: int, /) -> Tensor: ...
+
+
+ADVANTAGES: dict[str, AdvantageEstimator] = {
+    "scaled_by_group": group_relative,
+    "scaled_by_batch": partial(group_relative, scale="batch"),
+    "unscaled": partial(group_relative, scale="none"),
+    "leave_one_out": leave_one_out,
+}
+OF_SCALE: dict[str, str] = {"group": "scaled_by_group", "batch": "scaled_by_batch", "none": "unscaled"}
+"""The row of each value of `scale_rewards`."""
+
+
+def estimated(estimator: str | AdvantageEstimator, rewards: Tensor, group_size: int) -> Tensor:
+    """Advantages `(N,)` by a row of `ADVANTAGES` or by a function.
+
+    Raises ValueError for an unknown name, and for a result that is not N finite numbers.
+
+    >>> estimated(lambda rewards, group_size: rewards - 1, torch.tensor([1.0, 3.0, float("nan")]), 3)
+    tensor([0., 2., 0.])
+    """
+    function = lookup(ADVANTAGES, estimator, "advantage_estimator") if isinstance(estimator, str) else estimator
+    advantages = torch.as_tensor(function(rewards, group_size))
+    if advantages.shape != rewards.shape or not _known(rewards, advantages).isfinite().all():
+        raise ValueError(
+            f"advantage_estimator must return {len(rewards)} finite numbers, one per reward, got shape "
+            f"{tuple(advantages.shape)}: {advantages.flatten()[:8].tolist()}. Rewards without a score are NaN: leave them out of sums."
+        )
+    return _known(rewards, advantages)
 
 
 def batch_deviation(rewards: Tensor) -> Tensor:

@@ -1,11 +1,13 @@
 """Configuration of group relative policy optimisation."""
 
+import inspect
+import pickle
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, get_args
 
 from transformers import TrainingArguments
 
-from trl.objectives.group_advantages import SCALES
+from trl.objectives.group_advantages import ADVANTAGES, OF_SCALE, SCALES, AdvantageEstimator, Scale
 from trl.objectives.group_policy import LOSS_TYPES, GroupOptions
 from trl.objectives.group_ratios import RATIOS, RatioLevel
 from trl.objectives.sampler_correction import CorrectionMode
@@ -128,6 +130,21 @@ class GroupTraining(ReferenceSync, RolloutTraining):
         return GroupOptions(epsilon=self.epsilon, epsilon_high=self.epsilon_high, beta=self.beta)
 
 
+def check_estimator(estimator: str | AdvantageEstimator) -> None:
+    """Raise ValueError for an unknown name, TypeError for what is no function, or one that a checkpoint cannot name."""
+    if isinstance(estimator, str):
+        lookup(ADVANTAGES, estimator, "advantage_estimator")
+        return
+    try:
+        pickle.dumps(estimator)
+        inspect.signature(estimator).bind(None, 2)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            "advantage_estimator must be a function of (rewards, group_size) at the top level of a module, because "
+            f"checkpoints save the config, got {estimator!r} ({error})."
+        ) from None
+
+
 @documented
 @dataclass
 class GRPOConfig(GroupTraining):
@@ -162,6 +179,11 @@ class GRPOConfig(GroupTraining):
         "group",
         "Divide advantages by the standard deviation of the rewards of the 'group' (or True), of the 'batch', or 'none' "
         "(or False).",
+    )
+    advantage_estimator: str | None | AdvantageEstimator = option(  # noqa: RUF036 (HfArgumentParser looks for None there)
+        None,
+        "Function of rewards (N,) and group size that returns advantages (N,), or its name: 'scaled_by_group', "
+        "'scaled_by_batch', 'unscaled', 'leave_one_out'. None: as scale_rewards says.",
     )
     delta: float | None = option(
         None,
@@ -220,6 +242,9 @@ class GRPOConfig(GroupTraining):
         lookup(LOSS_TYPES, self.loss_type, "loss_type")
         lookup(RATIOS, self.importance_sampling_level, "importance_sampling_level")
         lookup(SCALES, self.scale_rewards, "scale_rewards")
+        if self.advantage_estimator is not None:
+            check_estimator(self.advantage_estimator)
+            warn_unread(self, ["scale_rewards"], "with an advantage_estimator. Leave it out")
         super().check()
         if self.loss_type == "dr_grpo" and self.max_completion_length is None:
             raise ValueError(
@@ -252,6 +277,16 @@ class GRPOConfig(GroupTraining):
                 f"loss_type='cispo' takes epsilon_high={bound} as the largest weight of a token, expected more than 1: here every "
                 "token's gradient is cut to that. Set epsilon_high to 5.0, say."
             )
+
+    @property
+    def estimator(self) -> str | AdvantageEstimator:
+        """The advantage estimator, or its name."""
+        return self.advantage_estimator or OF_SCALE[self.scale_rewards]
+
+    @property
+    def reward_scale(self) -> Scale:
+        """What the logged deviation of rewards is over: the batch where advantages are scaled by that."""
+        return "batch" if self.estimator == OF_SCALE["batch"] else "group"
 
     def group_options(self) -> GroupOptions:
         """The settings that the loss takes."""

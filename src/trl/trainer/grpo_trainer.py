@@ -13,7 +13,7 @@ from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import LossOf, ScoreOptions
 from trl.models.switches import undisturbed
 from trl.objectives.distillation import reverse_kl_advantages
-from trl.objectives.group_advantages import group_relative
+from trl.objectives.group_advantages import estimated
 from trl.objectives.group_policy import (
     LOSS_TYPES,
     divisor_share,
@@ -56,7 +56,7 @@ class GRPOMethod(GroupMethod):
 
     def __init__(self, args: GRPOConfig) -> None:
         super().__init__(args)
-        self.reward_scale = args.scale_rewards  # type: ignore[assignment]
+        self.reward_scale = args.reward_scale
         self.needs_teacher = self.scores_teacher = args.teacher_kl_coef != 0
 
     @property
@@ -65,7 +65,7 @@ class GRPOMethod(GroupMethod):
         return LOSS_TYPES[self.settings.loss_type].ratios is not None
 
     def rewards_and_advantages(self, rows: Mapping[str, Tensor], group_size: int) -> tuple[Tensor, Tensor]:
-        return rows[SCORES], group_relative(rows[SCORES], group_size, scale=self.reward_scale)
+        return rows[SCORES], estimated(self.args.estimator, rows[SCORES], group_size)
 
     def with_teacher(self, experience: Experience) -> Experience:
         """With an advantage of each token, to which the teacher's and the policy's log-probs add."""

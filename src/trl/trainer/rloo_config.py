@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, fields
 
+from trl.objectives.group_advantages import AdvantageEstimator
 from trl.options.checks import warn_caller
 from trl.options.groups import documented, moved, option, same
-from trl.trainer.grpo_config import GroupTraining
+from trl.trainer.grpo_config import GroupTraining, GRPOConfig, check_estimator
 from trl.trainer.ppo_config import EpisodeOptions, OnPolicyConfig
 
 _DEFAULTS = {
@@ -90,6 +91,13 @@ class RLOOConfig(OlderRLOO, GroupTraining):
 
     beta: float = same(GroupTraining, "beta", 0.05)
     num_generations: int | None = same(GroupTraining, "num_generations", 2)
+    advantage_estimator: str | None | AdvantageEstimator = same(  # noqa: RUF036
+        GRPOConfig,
+        "advantage_estimator",
+        "leave_one_out",
+        help="Function of rewards (N,) and group size that returns advantages (N,), or its name: 'leave_one_out', "
+        "'scaled_by_group', 'scaled_by_batch', 'unscaled'.",
+    )
     max_prompt_length: int | None = same(GroupTraining, "max_prompt_length", 512)
     normalize_advantages: bool = option(
         False, "Normalise the advantages of all completions generated at once to mean 0 and deviation 1."
@@ -101,6 +109,7 @@ class RLOOConfig(OlderRLOO, GroupTraining):
 
     def check(self) -> None:
         super().check()
+        check_estimator(self.advantage_estimator)
         bounds = self.reward_clip_range
         if bounds is None:
             return

@@ -12,7 +12,7 @@ from trl._lazy import attach
 from trl.legacy import move_arguments
 from trl.legacy.rloo import in_older_order, older_reward, with_sizes_of_run
 from trl.models.scoring.causal import Scored
-from trl.objectives.group_advantages import leave_one_out, normalized, reward_statistics
+from trl.objectives.group_advantages import estimated, normalized, reward_statistics
 from trl.objectives.group_policy import sequence_policy_loss
 from trl.objectives.kl import k1
 from trl.options.training import config_or_default
@@ -63,7 +63,7 @@ class RLOOMethod(GroupMethod):
         rewards = self.given_rewards(rows)
         if self.has_reference:
             rewards = rewards - self.args.beta * rows[KL].to(rewards.dtype)
-        advantages = leave_one_out(rewards, group_size)
+        advantages = estimated(self.args.advantage_estimator, rewards, group_size)
         if self.args.normalize_advantages:
             advantages = normalized(advantages, ~rewards.isnan())
         return rewards, advantages

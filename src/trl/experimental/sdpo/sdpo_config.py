@@ -10,6 +10,7 @@ from trl.trainer.grpo_config import GRPOConfig
 
 _OF_POLICY = {
     "epsilon", "epsilon_high", "delta", "loss_type", "importance_sampling_level", "scale_rewards",
+    "advantage_estimator",
     "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_cap",
 }  # fmt: skip
 _OF_SUCCESSES = {

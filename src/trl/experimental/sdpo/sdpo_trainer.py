@@ -51,7 +51,7 @@ class SDPOMethod(SelfDistillationMethod):
 
     def __init__(self, args: SDPOConfig) -> None:
         super().__init__(args)
-        self.policy, self.reward_scale = GRPOMethod(args), args.scale_rewards  # type: ignore[assignment]
+        self.policy, self.reward_scale = GRPOMethod(args), args.reward_scale
         self.has_policy_loss = args.distillation_weight < 1
         if self.has_policy_loss:
             self.units: tuple[Unit, ...] = ("token", "group")  # of the divergence, of GRPO  # type: ignore[misc]
