@@ -18,6 +18,7 @@ LAYERS = (
     ("generation", "rewards"),
     ("rollouts",),
     ("agents",),
+    ("methods",),
     ("trainer", "legacy"),
     ("experimental",),
     ("scripts", "cli"),
@@ -30,6 +31,8 @@ _WITHIN = {
     ("cli", "scripts"),
     ("scripts", "cli"),
 }
+_TYPES = re.compile(r"trl\.trainer\.\w+_config")
+"""Configs: methods name those whose settings they read as types, in a block of `TYPE_CHECKING`."""
 EVERYWHERE = {"_lazy", "_names", "__version__"}  # fine at any level
 
 BANNED_NAMES = ("utils.py", "helpers.py", "common.py")
@@ -71,14 +74,20 @@ def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
 
 
+def type_checking_lines(path: Path) -> set[int]:
+    """The lines of blocks under `if TYPE_CHECKING`."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    blocks = (node for node in nodes if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    return {line for block in blocks for line in range(block.lineno, (block.end_lineno or 0) + 1)}
+
+
 def place(folder_or_file: str) -> str:
     return folder_or_file.removesuffix(".py")
 
 
 def upward_imports(path: Path) -> list[str]:
     """Every import of `path` that the order of `LAYERS` does not allow, as `file:line imports name`."""
-    here = place(path.relative_to(PACKAGE).parts[0])
-    bad = []
+    here, bad, typed = place(path.relative_to(PACKAGE).parts[0]), [], type_checking_lines(path)
     for line, name in imported_modules(path):
         parts = name.split(".")
         if parts[0] != "trl" or len(parts) < 2:
@@ -86,6 +95,8 @@ def upward_imports(path: Path) -> list[str]:
         there = parts[1]
         if there not in LEVEL:
             allowed = there in EVERYWHERE
+        elif here == "methods" and line in typed and _TYPES.fullmatch(name):
+            allowed = True
         elif here in LEVEL:
             allowed = here == there or LEVEL[there] < LEVEL[here] or (here, there) in _WITHIN
         else:
@@ -134,6 +145,8 @@ def test_no_files_import_each_other_in_a_circle():
         ("models/x.py", "import trl.trainer.utils", ["trl.trainer.utils"]),
         ("models/x.py", "from trl import SFTTrainer", ["trl.SFTTrainer"]),
         ("models/x.py", "import_module('trl.trainer.sft_trainer')", ["trl.trainer.sft_trainer"]),
+        ("methods/x.py", "from trl.trainer.dpo_config import DPOConfig", ["trl.trainer.dpo_config"]),
+        ("methods/x.py", "if TYPE_CHECKING:\n    from trl.trainer.dpo_config import DPOConfig", []),
         ("models/x.py", "from .attention import a\nfrom trl.data.formats import b\nimport torch", []),
     ],
 )

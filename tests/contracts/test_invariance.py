@@ -4,6 +4,7 @@ float64 throughout. Gradients agree to 1e-10 of the step's largest, metrics of r
 """
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ import torch
 from tests.contracts.methods import EVERY, FAMILIES, ROWS, Found, metrics_of, trained
 from tests.trainer.group_methods import EVALUATED
 from tests.two_processes import launch
+from trl.methods.method import Scoring
 from trl.models.scoring import base, causal
+from trl.models.scoring.head import ScoreOptions
 from trl.tensors import heads
 from trl.trainer import online_trainer
 
@@ -27,6 +30,10 @@ class SmallChunks:
         return (3, 3)[place]
 
 
+def scored_first(self, batch, wants=None, logps=Scoring.logps):
+    return logps(self, batch, replace(wants or ScoreOptions(), loss_of=None))
+
+
 SMALL_CHUNKS = SmallChunks()
 PATCHES: dict[str, tuple[Any, str, Any]] = {
     "padded": (base, "packed_unsupported", lambda core: "this test wants padded rows"),
@@ -34,7 +41,7 @@ PATCHES: dict[str, tuple[Any, str, Any]] = {
     "small chunks": (heads, "CPU_CHUNK_ROWS", SMALL_CHUNKS),
     "scored by the trainer": (online_trainer.OnlineTrainer, "sampler_is_exact", property(lambda self: False)),
     # Back through the head after the objective, as where its gradient is not local to a token.
-    "scored first": (online_trainer.OnlineTrainer, "token_losses", lambda self, experience: None),
+    "scored first": (Scoring, "logps", scored_first),
 }
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from trl.methods.method import Method
 from trl.trainer.base_trainer import BaseTrainer
-from trl.trainer.method import Method
 
 TRAINERS = Path(importlib.import_module("trl.trainer").__file__ or "").parent
+SOURCE = TRAINERS.parent
 ROWS = ("sft", "dpo", "kto", "bco", "cpo", "orpo", "reward", "prm")
 RECORDED = {
     "kto_loss",
@@ -50,10 +51,28 @@ def test_a_trainer_defines_no_loss(file):
 
 @pytest.mark.parametrize("name", [*ROWS, *ONLINE])
 def test_every_method_is_an_object_without_a_trainer(name):
-    module = importlib.import_module(f"trl.trainer.{name}_trainer")
-    kinds = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__]
-    methods = [each for each in kinds if issubclass(each, Method)]
-    trainers = [each for each in kinds if issubclass(each, BaseTrainer)]
-    assert len(methods) == len(trainers) == 1
-    assert "compute_loss" not in vars(trainers[0]) or name == "sft"  # whose users give losses of logits
-    assert len([each for each in trainers[0].__mro__ if each.__module__.startswith("trl.")]) <= 5
+    found = [
+        [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__]
+        for module in (
+            importlib.import_module(f"trl.{place}") for place in (f"methods.{name}", f"trainer.{name}_trainer")
+        )
+    ]
+    assert any(issubclass(each, Method) for each in found[0])
+    assert not any(issubclass(each, Method) for each in found[1])
+    (trainer,) = (each for each in found[1] if issubclass(each, BaseTrainer))
+    assert "compute_loss" not in vars(trainer)
+    assert len([each for each in trainer.__mro__ if each.__module__.startswith("trl.")]) <= 5
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: path.stem)
+def test_one_protocol(path):
+    """A step's terms come from `score` and `terms` of a method: no trainer but the base has an `outcome`."""
+    kinds = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ClassDef)]
+    found = [
+        kind.name
+        for kind in kinds
+        if "Trainer" in kind.name
+        for part in kind.body
+        if getattr(part, "name", "") == "outcome"
+    ]
+    assert set(found) <= {"BaseTrainer"}

@@ -12,10 +12,10 @@ from tests.tiny import tiny_model
 from tests.trainer.grpo_runs import SETTINGS, even_tokens, prompts
 from tests.trainer.resume_worker import tokenizer
 from trl import GRPOConfig
+from trl.methods.online import GroupMethod
 from trl.rollouts.experience import ADVANTAGE, REF, SCORES, TRAINED
 from trl.tensors.reduce import LossTerms, weighted, where_counted
 from trl.tensors.sequences import sum_by_sequence
-from trl.trainer.online_method import GroupMethod
 from trl.trainer.online_trainer import OnlineTrainer
 
 
@@ -27,7 +27,7 @@ class OnlineDPOMethod(GroupMethod):
         sign = (first - second).sign()
         return rows[SCORES], torch.stack([sign, -sign], dim=1).flatten()
 
-    def objective(self, experience, scored, context):
+    def objective(self, experience, scored, step):
         log_ratios = where_counted(scored.logps - experience.per_token[REF], experience.per_token[TRAINED])
         rows = sum_by_sequence(log_ratios, experience.completions.row_index, len(experience)).view(-1, 2)
         sign = experience.per_row[ADVANTAGE].view(-1, 2)[:, 0]

@@ -28,21 +28,17 @@ from trl.legacy.pair_methods import (
     whole_sequences,
     with_losses,
 )
+from trl.methods.method import CONTEXT, Outcome
 from trl.models.packed.layout import scored_sequences
 from trl.models.policy import make_scorer
 from trl.models.scoring.causal import Scored, mean_logits
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.pairs import PairScores, pair_metrics
-from trl.objectives.preference import (
-    PAIR_LOSSES,
-    nll_coefficient,
-    preference_terms,
-)
+from trl.objectives.preference import PAIR_LOSSES, nll_coefficient, preference_terms
 from trl.options.checks import lookup
 from trl.reporting.metrics import Processes
 from trl.tensors.reduce import LossTerms
 from trl.tensors.sequences import split_pairs, tokens_by_sequence
-from trl.trainer.method import CONTEXT, Outcome
 
 PairLosses = tuple[Tensor, Tensor, Tensor]
 _OLDER_LOGPS = (
@@ -80,7 +76,7 @@ class LegacyDPOMethods:
             found |= dict(zip(REFERENCE_COLUMNS, split_pairs(batch["ref_logps"]), strict=True))
         return found
 
-    def recorded_outcome(self: Any, model: nn.Module, batch: dict[str, Any], scored: Scored) -> Outcome:
+    def recorded_outcome(self: Any, batch: dict[str, Any], scored: Scored) -> Outcome:
         """The outcome with losses and rewards of an overridden `dpo_loss`: one call for each `loss_type`, or a single
         one where it takes no such argument. Its own loss includes that of "sft".
         """

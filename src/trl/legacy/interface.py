@@ -60,7 +60,7 @@ NOT_CALLED_OF_PROMPTS: NotCalled = {
     **dict.fromkeys(("tokenize_row", "process_vision_row"), NOT_CALLED["tokenize_row"]),
 }
 NOT_CALLED_OF_GKD: NotCalled = {
-    "generalized_jsd_loss": (("score_learned",), "Override score_learned(model, batch)"),
+    "generalized_jsd_loss": (("outcome",), "Override outcome(model, batch)"),
     "generate_on_policy_outputs": (("get_batch_samples",), "Override get_batch_samples"),
 }
 NOT_CALLED_OF_REPLAY: NotCalled = {**NOT_CALLED_OF_GROUPS, **dict.fromkeys(

@@ -13,19 +13,54 @@ from torch import Tensor, nn
 from trl.collators.preference import DPODataCollatorWithPadding
 from trl.collators.unpaired import REFERENCE_NAMES
 from trl.data.formats import common_prefix_length
+from trl.legacy.interface import GIVEN, WHOLE_BATCH, call_with, takes
+from trl.methods.method import Method, Outcome, Scoring, Step
 from trl.models.packed.layout import padded_rows, row_count, scored_sequences
 from trl.models.reference import AdapterReference
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import ScoreOptions
-from trl.models.switches import undisturbed
+from trl.models.switches import holding, undisturbed
 from trl.objectives.preference import chosen_nll
 from trl.objectives.unpaired import UnpairedScores, unpaired_metrics
 from trl.tensors.padding import IGNORED, pad_to_length
 from trl.tensors.reduce import LossTerms, Weighted, count_units, reduce_terms, weighted
 from trl.tensors.sequences import sum_by_sequence, tokens_by_sequence
-from trl.trainer.method import Outcome
 
 SIDES = ("chosen", "rejected")
+
+
+class OverriddenBatch(Method):
+    """The loss of an overridden `get_batch_loss_metrics` of a trainer, which logs through `store_metrics`."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.method = trainer, trainer.method
+
+    def score(self, batch: Mapping[str, Any], scoring: Scoring) -> Tensor:
+        trainer, step = self.trainer, scoring.step
+        own = next(name for name in WHOLE_BATCH if trainer.overridden(name))
+        name, mode = own if own in WHOLE_BATCH[:2] else WHOLE_BATCH[0], "train" if step.training else "eval"
+        takes_do_train = takes(trainer._own_methods[name], "do_train")  # BCO's
+        given: dict[str, Any] = {"do_train": step.training} if takes_do_train else {"train_eval": mode}
+        with holding(trainer, "_is_counted", step.plan is not None):
+            loss, metrics = call_with(getattr(trainer, name), scoring.model, batch.get(GIVEN, batch), **given)
+        with holding(trainer, "_rows_stored", float(self.method.count(batch)[0])):
+            trainer.store_metrics(metrics, train_eval=mode)
+        return loss
+
+    def terms(self, batch: Mapping[str, Any], scored: Tensor, step: Step) -> Outcome:
+        values = scored.reshape(1).expand(int(self.method.count(batch)[0]))
+        return Outcome([LossTerms(values, torch.ones_like(values), self.method.units[0], {})], None, None)
+
+
+class OverriddenLoss(Method):
+    """The method of a trainer with the losses of an overridden `dpo_loss`, `kto_loss`, ..."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.learned, self.wants = trainer, trainer.method.learned, trainer.method.wants
+
+    def terms(self, batch: Mapping[str, Any], scored: Scored, step: Step) -> Outcome:
+        with holding(self.trainer, "_is_counted", step.plan is not None):
+            return self.trainer.recorded_outcome(batch, scored)
 
 
 def concatenated_inputs(
@@ -289,7 +324,7 @@ def forward(
     batch = dict(self.take_batch(batch))
     scored, logits = _with_logits(self, "forward", model, self.method.learned(batch))
     logps = sum_by_sequence(scored.logps, scored.positions.sequence, row_count(batch))
-    mismatched = self.method.mismatched_logps(batch, self.step_of(batch)) if self.mismatched else None
+    mismatched = self.method.mismatched_logps(batch, self.scoring(model, batch)) if self.mismatched else None
     chosen = batch["label"]
     return logps[chosen], logps[~chosen], logits[chosen], logits[~chosen], mismatched
 
@@ -318,7 +353,7 @@ def unpaired_columns(self: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     return {**DPODataCollatorWithPadding(self.scorer.pad_token_id)(rows), **known}
 
 
-def unpaired_outcome(self: Any, model: nn.Module, batch: dict[str, Any], scored: Scored) -> Outcome:
+def unpaired_outcome(self: Any, batch: dict[str, Any], scored: Scored) -> Outcome:
     """The outcome with losses and rewards of an overridden `kto_loss` or `bco_loss`."""
     scores = self.method.scores(batch, scored)
     kinds = scores.desirable, ~scores.desirable

@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
@@ -46,18 +45,18 @@ from trl.data.rendering import run_date_of
 from trl.data.streaming import RepeatedStream, StreamRounds, is_streaming
 from trl.legacy import move_onto_config
 from trl.legacy.interface import GIVEN, LegacyInterface, call_with
+from trl.methods.method import CONTEXT, LOSS_PARTS, Context, Method, Outcome, Scoring, Step
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.models.loading import cast_state, load_saved_weights, name_dtype, save_dtype
 from trl.models.packed.layout import FILLS_UP, count_sequence_tokens, count_tokens
 from trl.models.policy import Policy, set_up_policy
 from trl.models.reference import FrozenModel, attach_reference
 from trl.models.residuals import check_residuals, clip_gradients, keep_residuals
-from trl.models.scoring.causal import Scored, Scorer
-from trl.models.scoring.head import ScoreOptions
+from trl.models.scoring.causal import Scorer
 from trl.models.scoring.values import PolicyValueScorer
 from trl.models.setup import ClassifierKind
 from trl.models.step_state import own_rng_states
-from trl.models.switches import holding, undisturbed, without_ddp
+from trl.models.switches import holding
 from trl.options.checks import warn_unread
 from trl.options.methods import SYNC_SETTINGS
 from trl.options.secrets import unwritten
@@ -80,7 +79,6 @@ from trl.trainer.inherited import (
     rounds_of,
     settle_inherited,
 )
-from trl.trainer.method import CONTEXT, LOSS_PARTS, Context, Method, Outcome, Step
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +101,7 @@ class BaseTrainer(LegacyInterface, Trainer):
 
     scorer: Scorer | PolicyValueScorer
     reference: Any = None
+    teacher: Any = None
     ref_model: nn.Module | None  # the reference, where it is a model of its own
     aux_loss_coef: float  # of the model's config
     _moved_reference: FrozenModel | None = None  # a reference that a callback moves: part of checkpoints
@@ -224,30 +223,12 @@ class BaseTrainer(LegacyInterface, Trainer):
         """Called with all micro-batches of an optimiser step before the first is trained on: puts what the method must
         know of the whole step into each.
         """
-        contexts = self.method.prepare(batches, self.step_of({}))
-        for batch, context in zip(batches, contexts, strict=True):
+        plans = self.method.plan(batches, self.scoring())
+        for batch, context in zip(batches, plans, strict=True):
             if context is not None:
                 batch[CONTEXT] = context = Context(context)
                 if GIVEN in batch:
                     batch[GIVEN] = {**batch[GIVEN], CONTEXT: context}
-
-    def step_of(self, batch: Mapping[str, Any]) -> Step:
-        """What the method is given of the step that a batch belongs to."""
-        training = self.mode == "train"
-
-        @torch.no_grad()
-        def score_again(batch: Mapping[str, Any]) -> Scored:
-            model = without_ddp(self.model_wrapped)  # type: ignore[arg-type]
-            with undisturbed(model):
-                return self.score(model, batch)
-
-        return Step(
-            training,
-            Processes(self.accelerator),
-            score_again,
-            self.add_reference,
-            context=batch[CONTEXT].value if CONTEXT in batch else None,
-        )
 
     def add_reference(self, batch: dict[str, Any]) -> None:
         """Put the reference's log-probs into the batch, if the method has a reference and they are not there yet."""
@@ -320,11 +301,6 @@ class BaseTrainer(LegacyInterface, Trainer):
             require_finite(self, "the gradient's norm", float(norm))
         return norm
 
-    def score(self, model: nn.Module, inputs: Mapping[str, Any], options: ScoreOptions | None = None) -> Scored:
-        """The scoring forward under this run's precision."""
-        with self.accelerator.autocast():
-            return self.scorer.score(model, inputs, options)
-
     # ---- the loss
 
     def outcome(
@@ -335,15 +311,22 @@ class BaseTrainer(LegacyInterface, Trainer):
         `step`: the step's number of each kind of unit, None for a batch by itself. `with_outputs`: predictions are
         needed.
         """
-        self.add_reference(batch)
-        return self.method.terms(batch, self.score_learned(model, batch), self.step_of(batch))
+        scoring = self.scoring(model, batch, counts=step, outputs=with_outputs)
+        method = self.trained_method(scoring.step)
+        return method.terms(batch, method.score(batch, scoring), scoring.step)
 
-    def score_learned(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:
-        """What the method learns from a batch: log-probs with gradient, and what else it takes from the scoring
-        forward.
-        """
-        options = self.method.options(statistics=self.statistics_due())
-        return self.score(model, self.method.learned(batch), replace(options, loss_of=self.method.local(batch)))
+    def trained_method(self, step: Step) -> Method:
+        """The method of a batch; an overridden loss of older programs stands in for it."""
+        return self.method
+
+    def scoring(self, model: nn.Module | None = None, batch: Mapping[str, Any] = {}, **given: Any) -> Scoring:
+        """What the method is handed for a batch: the models, and the step that it belongs to with what is `given`."""
+        plan = batch[CONTEXT].value if CONTEXT in batch else None
+        training, processes = self.mode == "train", Processes(self.accelerator)
+        step = Step(training, processes, plan, statistics=self.statistics_due(), **given)
+        model = self.model_wrapped if model is None else model
+        assert model is not None
+        return Scoring(model, self.scorer, self.accelerator, step, self.add_reference, self.teacher)
 
     def compute_loss(
         self,

@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    EvalPrediction,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-    TrainerCallback,
-)
+from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from trl._lazy import attach
-from trl.collators.unpaired import EMBEDDING_COLUMN, EMBEDDING_MASK
 from trl.legacy.interface import call_with
 from trl.legacy.pair_methods import rewards_by_kind, scores_by_kind
-from trl.models.packed.layout import row_count
+from trl.methods.bco import BCOMethod
+from trl.methods.method import CONTEXT, Context
 from trl.models.prompt_density import EmbeddingFunction, PromptDensity
-from trl.models.switches import holding
-from trl.objectives.unpaired import UnpairedScores, bco_terms, udm_weights
-from trl.reporting.metrics import Processes, RunningMean
+from trl.objectives.unpaired import bco_terms
+from trl.reporting.metrics import Processes
 from trl.reporting.model_card import Paper
 from trl.tensors.moments import RunningMoments
-from trl.tensors.reduce import LossTerms
 from trl.trainer.bco_config import BCOConfig
-from trl.trainer.method import CONTEXT, Context, Outcome, Step, counted
-from trl.trainer.unpaired import AnyDataset, UnpairedMethod, UnpairedTrainer
+from trl.trainer.unpaired import AnyDataset, UnpairedTrainer
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
@@ -38,63 +29,6 @@ RUNNING_NAME = "running.json"
 """A checkpoint's file with the mean reward of the run so far, for programs that read it; `std` and `var` are not
 known.
 """
-
-
-class BCOMethod(UnpairedMethod):
-    """The mathematics of BCO; `density` weighs undesirable rows by their prompts."""
-
-    args: BCOConfig
-    mean_reward: RunningMean
-
-    def __init__(self, args: BCOConfig, density: PromptDensity | None) -> None:
-        super().__init__(args)
-        self.density, self.mean_reward = density, RunningMean()
-
-    def prepare(self, batches: Sequence[Mapping[str, Any]], step: Step) -> Sequence[Any]:
-        """Count the rewards of the whole step, on all processes; those of a single micro-batch come with its loss."""
-        if len(batches) == 1:
-            return [None]
-        sums = []
-        for batch in batches:
-            step.add_reference(batch)
-            scores = self.scores(batch, step.score(self.learned(batch)))
-            sums.append(counted(batch, self.args.beta * scores.ratios))
-        self.mean_reward.add(step.processes.sum(sums))
-        return ["counted"] * len(batches)
-
-    def delta(self) -> Tensor:
-        """The mean reward of the run so far, 0-dim."""
-        return torch.tensor(self.mean_reward.value, dtype=torch.float64)
-
-    def count_rewards(self, scores: UnpairedScores, processes: Processes, batch: Mapping[str, Any] = {}) -> None:
-        """Let the rewards of completions move delta. All processes must call it."""
-        self.mean_reward.add(processes.sum([counted(batch, self.args.beta * scores.ratios)]))
-
-    def loss(self, batch: Mapping[str, Any], scores: UnpairedScores, step: Step) -> LossTerms:
-        """Losses against delta, which evaluations do not move."""
-        if step.training and step.context is None:
-            self.count_rewards(scores, step.processes, batch)
-        weights = self.undesirable_weights(self.embeddings(batch))
-        delta = self.delta().to(scores.logps)
-        return bco_terms(scores, beta=self.args.beta, delta=delta, undesirable_weights=weights)
-
-    # ---- underlying-distribution matching
-
-    def embeddings(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """The embedding `(B, H)` of each row's prompt."""
-        if self.density is None:
-            return None
-        rows = row_count(batch)
-        prompts = zip(batch[EMBEDDING_COLUMN][:rows], batch[EMBEDDING_MASK][:rows].bool(), strict=True)
-        return self.density.embed([ids[real].tolist() for ids, real in prompts], batch["label"].device)
-
-    def undesirable_weights(self, embeddings: Tensor | None) -> Tensor | None:
-        """The density ratio `(B,)` of embedded prompts."""
-        if embeddings is None or self.density is None:
-            return None
-        assert self.density.classifier is not None
-        probability = self.density.classifier.probability(embeddings)
-        return udm_weights(probability, min_ratio=self.args.min_density_ratio, max_ratio=self.args.max_density_ratio)
 
 
 class BCOTrainer(UnpairedTrainer):
@@ -205,7 +139,7 @@ class BCOTrainer(UnpairedTrainer):
         scores = scores_by_kind(
             policy_chosen_logps, policy_rejected_logps, reference_chosen_logps, reference_rejected_logps
         )
-        if do_train and not self._rewards_count:
+        if do_train and not self._is_counted:
             self.method.count_rewards(scores, Processes(self.accelerator))
         delta = self.method.delta().to(scores.logps)
         weights = self.method.undesirable_weights(rejected_embeddings)
@@ -213,13 +147,6 @@ class BCOTrainer(UnpairedTrainer):
             weights = torch.cat([weights.new_ones(len(policy_chosen_logps)), weights])
         losses = bco_terms(scores, beta=self.args.beta, delta=delta, undesirable_weights=weights).values
         return losses, *rewards_by_kind(scores, self.args.beta), delta
-
-    _rewards_count = False  # those of the batch at hand, already
-
-    def outcome(self, model: nn.Module, batch: Any, **given: Any) -> Outcome:
-        """The terms of a batch; rewards that `prepare_step` counted do not count again."""
-        with holding(self, "_rewards_count", CONTEXT in batch):
-            return super().outcome(model, batch, **given)
 
     def call_loss_method(self, batch: dict[str, Any], policy: Any, reference: Any) -> Any:
         """What an overridden `bco_loss` gives for a batch; rewards that count already as part of a step do not move

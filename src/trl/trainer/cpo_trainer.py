@@ -6,32 +6,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from trl.objectives.pairs import PairScores, power_ratio
-from trl.objectives.preference import CPO_LOSSES, cpo_terms
+from trl.methods.cpo import CPOMethod
+from trl.methods.reference_free import ReferenceFreeMethod
+from trl.objectives.pairs import PairScores
 from trl.reporting.model_card import Paper
-from trl.tensors.reduce import LossTerms
 from trl.trainer.cpo_config import CPOConfig
-from trl.trainer.reference_free_trainer import ReferenceFreeMethod, ReferenceFreeTrainer
-
-
-class CPOMethod(ReferenceFreeMethod):
-    """The mathematics of CPO, SimPO and AlphaPO."""
-
-    args: CPOConfig
-
-    @property
-    def per_token(self) -> bool:  # type: ignore[override]
-        return CPO_LOSSES[self.args.loss_type].per_token
-
-    @property
-    def nll_coefficient(self) -> float:  # type: ignore[override]
-        return self.args.cpo_alpha
-
-    def loss(self, scores: PairScores) -> LossTerms:
-        return cpo_terms(scores, self.args.loss_type, self.args.options())
-
-    def rewards(self, logps: Tensor) -> Tensor:
-        return super().rewards(power_ratio(logps, self.args.alpha))
+from trl.trainer.reference_free_trainer import ReferenceFreeTrainer
 
 
 class CPOTrainer(ReferenceFreeTrainer):

@@ -2,90 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
-from trl.agents.tool_loop import tool_metrics
-from trl.objectives.distillation import Divergence, TeacherLoss
+from trl.methods.distillation import DistillationMethod
 from trl.options.groups import names_checked
 from trl.options.training import config_or_default
 from trl.reporting.model_card import Paper
-from trl.rollouts.experience import SCORES, TRAINED, Experience
-from trl.rollouts.measures import measured_lengths
-from trl.tensors.reduce import LossTerms, Weighted, weighted
-from trl.tensors.vocabulary_loss import Losses, VocabularyLoss
 from trl.trainer.distillation_config import DistillationConfig
-from trl.trainer.grpo_config import RolloutTraining
-from trl.trainer.method import Outcome
-from trl.trainer.online_method import GroupMethod, OnlineMethod, StepContext
 from trl.trainer.online_trainer import AnyDataset, OnlineTrainer
-
-
-@dataclass(frozen=True)
-class WithEntropy(TeacherLoss):
-    """A loss, and beside it the student's entropy, in nats."""
-
-    loss: TeacherLoss
-
-    def of_logits(self, student: Tensor, teacher: Tensor) -> Losses:
-        values = self.loss.of_logits(student, teacher)
-        return (values, _entropies(student)) if isinstance(values, Tensor) else values
-
-    def of_top_k(self, student: Tensor, tokens: Tensor, teacher_logps: Tensor) -> Losses:
-        values = self.loss.of_top_k(student, tokens, teacher_logps)
-        return (values, _entropies(student)) if isinstance(values, Tensor) else values
-
-
-def _entropies(logits: Tensor) -> Tensor:
-    """`(C, V) -> (C, 1)`."""
-    p = logits.detach().softmax(-1)
-    return -torch.xlogy(p, p).sum(-1, keepdim=True)
-
-
-class DistillationMethod(GroupMethod):
-    """The divergence of student and teacher at each completion token, without rewards."""
-
-    args: DistillationConfig
-    needs_teacher, scores_reference = True, False
-    divisor = OnlineMethod.divisor  # tokens
-
-    @property
-    def loss(self) -> TeacherLoss:
-        """The divergence of a token."""
-        return Divergence(self.args.beta)
-
-    def token_weights(self, experience: Experience) -> Tensor:
-        """What each completion token counts, `(K,)`."""
-        trained = experience.per_token[TRAINED]
-        return trained.to(torch.float32 if trained.device.type == "mps" else torch.float64)
-
-    def needs_old(self, experience: Experience) -> bool:
-        return False
-
-    def rewards_and_advantages(self, rows: Mapping[str, Tensor], group_size: int) -> tuple[Tensor, Tensor]:
-        return rows[SCORES], torch.zeros_like(rows[SCORES])
-
-    def signals(self, experience: Experience) -> Tensor:
-        return torch.ones(len(experience.completions.values))
-
-    def objective(  # type: ignore[override]
-        self, experience: Experience, scored: VocabularyLoss, context: StepContext
-    ) -> list[LossTerms]:
-        trained = experience.per_token[TRAINED]
-        metrics: dict[str, Weighted] = {}
-        if scored.statistics is not None and scored.statistics.shape[1]:
-            metrics["entropy"] = weighted(scored.statistics[:, 0], trained)
-        return [LossTerms(scored.values, trained.to(scored.values.dtype), "token", metrics)]
-
-    def metrics(
-        self, rows: Mapping[str, Tensor], sources: Sequence[str], group_size: int, *, share: float
-    ) -> dict[str, Weighted]:
-        return {**measured_lengths(rows, share=share), **tool_metrics(rows, share=share)}
 
 
 class DistillationTrainer(OnlineTrainer):
@@ -119,8 +47,8 @@ class DistillationTrainer(OnlineTrainer):
     _paper = Paper("On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes", "2306.13649")
     args: DistillationConfig
     method: DistillationMethod
-    method_type: ClassVar[type[GroupMethod]] = DistillationMethod
-    config_type: ClassVar[type[RolloutTraining]] = DistillationConfig
+    method_type = DistillationMethod
+    config_type = DistillationConfig
 
     @names_checked
     def __init__(
@@ -159,24 +87,3 @@ class DistillationTrainer(OnlineTrainer):
             tools=tools,
             teacher_model=teacher_model,
         )
-
-    def outcome(self, model: nn.Module, batch: Mapping[str, Any], **given: Any) -> Outcome:
-        """The divergence at the completion tokens of a micro-batch."""
-        inputs = dict(batch)
-        experience: Experience = inputs.pop("experience").to(self.args.device)
-        found = self.learn(model, inputs, experience)
-        terms = self.method.objective(experience, found, self.context)
-        local = found.total if torch.is_grad_enabled() else None  # evaluations report the terms
-        return Outcome(terms, None, None, found.aux_loss, local=local)
-
-    def learn(self, model: nn.Module, inputs: dict[str, Any], experience: Experience) -> VocabularyLoss:
-        """The divergence of some rows."""
-        return self.from_teacher(model, inputs, self.method.token_weights(experience))
-
-    def from_teacher(self, model: nn.Module, inputs: dict[str, Any], weights: Tensor) -> VocabularyLoss:
-        """The divergence, times the `weights` `(K,)` of the tokens."""
-        loss = WithEntropy(self.method.loss) if self.statistics_due() else self.method.loss
-        with self.accelerator.autocast():
-            return self.teacher.divergence(
-                self.scorer, model, inputs, loss, temperature=self.sampling.temperature, weights=weights
-            )

@@ -33,39 +33,17 @@ from trl.generation.transformers.engine import TransformersEngine, context_lengt
 from trl.generation.transformers.requests import stop_tokens
 from trl.legacy.distillation_methods import generalized_jsd_loss, generate_on_policy_outputs
 from trl.legacy.interface import NOT_CALLED_OF_GKD
+from trl.methods.gkd import GKDMethod
 from trl.models.packed.layout import IGNORED
 from trl.models.parts import causal_core, embedded_tokens
 from trl.models.setup import check_positions
 from trl.models.teacher import ColumnTeacher, Teacher, TeacherByRow, make_teacher
-from trl.objectives.distillation import Divergence
 from trl.reporting.model_card import Paper
-from trl.tensors.reduce import LossTerms
-from trl.tensors.vocabulary_loss import VocabularyLoss
-from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.gkd_config import GKDConfig
-from trl.trainer.method import Outcome, Step
 from trl.trainer.sft_data import SFTDatasets, sequence_lengths
-from trl.trainer.sft_trainer import SFTMethod, SFTTrainer
+from trl.trainer.sft_trainer import SFTTrainer
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
-
-
-class GKDMethod(SFTMethod):
-    """The divergence of student and teacher at each trained token (arXiv:2306.13649, eq. 1)."""
-
-    def __init__(self, args: GKDConfig) -> None:
-        super().__init__("nll")
-        self.args = args
-
-    @property
-    def loss(self) -> Divergence:
-        """The loss of a token; `beta` may change during a run."""
-        return Divergence(self.args.beta)
-
-    def terms(self, batch: Mapping[str, Any], scored: VocabularyLoss, step: Step) -> Outcome:  # type: ignore[override]
-        """The divergence of each trained token."""
-        terms = LossTerms(scored.values, torch.ones_like(scored.values), "token", {})
-        return Outcome([terms], None, None, scored.aux_loss, local=scored.total)
 
 
 class Writer(NamedTuple):
@@ -389,21 +367,3 @@ class GKDTrainer(SFTTrainer):
         if isinstance(self.teacher, TeacherServers) and batches:
             batches = self.teacher.filled(batches, self.scorer.padded_inputs)
         return super().get_batch_samples(iter(batches), num_batches, device)
-
-    def score_learned(self, model: nn.Module, batch: Mapping[str, Any]) -> VocabularyLoss:
-        """The divergence from the teacher's distributions."""
-        with self.accelerator.autocast():
-            return self.teacher.divergence(
-                self.scorer, model, batch, self.method.loss, temperature=self.args.temperature
-            )
-
-    def outcome(
-        self, model: nn.Module, batch: Any, *, step: Tensor | None = None, with_outputs: bool = False
-    ) -> Outcome:
-        """The terms of a batch; predictions are the logits of padded rows."""
-        found = BaseTrainer.outcome(self, model, batch)  # SFT's knows losses of logits
-        if not with_outputs:
-            return found
-        with torch.no_grad(), self.accelerator.autocast():
-            _, logits = self.scorer.score_with_logits(model, self.method.learned(batch))
-        return found._replace(predictions=logits, labels=self.scorer.padded_inputs(batch)["labels"])

@@ -2,141 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from trl._lazy import attach
-from trl.models.scoring.causal import Scored
-from trl.models.scoring.head import LossOf, ScoreOptions
-from trl.models.switches import undisturbed
-from trl.objectives.distillation import reverse_kl_advantages
-from trl.objectives.group_advantages import estimated
-from trl.objectives.group_policy import (
-    LOSS_TYPES,
-    divisor_share,
-    entropy_threshold,
-    group_policy_loss,
-    soft_gate,
-    token_losses,
-)
-from trl.objectives.sampler_correction import correction, correction_extremes, correction_metrics
+from trl.methods.grpo import GRPOMethod
+from trl.models.scoring.head import ScoreOptions
+from trl.objectives.group_policy import entropy_threshold, soft_gate
 from trl.reporting.model_card import Paper
-from trl.rollouts.experience import (
-    ADVANTAGE,
-    CHOSEN,
-    CORRECTION,
-    MEAN_LENGTH,
-    OLD,
-    SAMPLING_KEPT,
-    SAMPLING_LOGPS,
-    SCORES,
-    STUDENT,
-    TEACHER,
-    TRAINED,
-    Experience,
-    concatenate,
-)
-from trl.rollouts.token_counts import token_advantages
-from trl.tensors.reduce import LossTerms, Weighted, weighted, where_counted
-from trl.trainer.grpo_config import GroupTraining, GRPOConfig
-from trl.trainer.online_method import Corrected, GroupMethod, StepContext
+from trl.rollouts.experience import CHOSEN, TRAINED, concatenate
+from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.online_trainer import OnlineTrainer
 from trl.trainer.online_trainer import RolloutFunc as RolloutFunc
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
-
-
-class GRPOMethod(GroupMethod):
-    """Advantages relative to the group, the loss of `loss_type`, and the correction of the sampler's mismatch."""
-
-    args: GRPOConfig
-
-    def __init__(self, args: GRPOConfig) -> None:
-        super().__init__(args)
-        self.reward_scale = args.reward_scale
-        self.needs_teacher = self.scores_teacher = args.teacher_kl_coef != 0
-
-    @property
-    def has_sequence_weights(self) -> bool:
-        """Whether the loss type weighs each token by the ratio of its sequence (VESPO)."""
-        return LOSS_TYPES[self.settings.loss_type].ratios is not None
-
-    def rewards_and_advantages(self, rows: Mapping[str, Tensor], group_size: int) -> tuple[Tensor, Tensor]:
-        return rows[SCORES], estimated(self.args.estimator, rows[SCORES], group_size)
-
-    def with_teacher(self, experience: Experience) -> Experience:
-        """With an advantage of each token, to which the teacher's and the policy's log-probs add."""
-        if not self.scores_teacher:
-            return experience
-        gaps = from_teacher(experience)
-        advantages = token_advantages(experience) + self.teacher_advantages(experience, gaps)
-        return experience.with_tokens(**{ADVANTAGE: advantages})
-
-    def teacher_advantages(self, experience: Experience, gaps: Tensor) -> Tensor:
-        """Of `gaps (K,)`, log q - log p, which are 0 where nothing is trained."""
-        return self.args.teacher_kl_coef * gaps
-
-    def token_metrics(self, experience: Experience) -> dict[str, Weighted]:
-        """With a teacher, `teacher_kl`: the estimate of the policy's divergence from it, in nats per token."""
-        if not self.scores_teacher:
-            return {}
-        return {"teacher_kl": weighted(-from_teacher(experience), experience.per_token[TRAINED])}
-
-    def needs_old(self, experience: Experience) -> bool:
-        return self.scores_teacher or self._corrects(experience)
-
-    def _corrects(self, experience: Experience) -> bool:
-        return self.args.vllm_importance_sampling_correction and SAMPLING_LOGPS in experience.per_token
-
-    def corrected(self, experience: Experience, *, is_exact: bool, counted: Tensor) -> Corrected | None:
-        """With importance weights, or, for a loss with weights of sequences, with the sampler's log-probs as the old
-        ones.
-        """
-        if is_exact or not self._corrects(experience) or OLD not in experience.per_token:
-            return None
-        row, old = experience.completions.row_index, experience.per_token[OLD]
-        mask = experience.per_token[TRAINED] & counted[row]
-        sampling = experience.per_token[SAMPLING_LOGPS] + experience.per_token.get(SAMPLING_KEPT, 0.0)
-        sampling = sampling.to(old.dtype)
-        mode: Any = self.args.vllm_importance_sampling_mode
-        cap = self.args.vllm_importance_sampling_cap
-        found = correction(old, sampling, mask, row, len(experience), mode=mode, cap=cap)
-        columns = {OLD: sampling} if self.has_sequence_weights else {CORRECTION: found.factors}
-        measured = correction_metrics(found, mask), correction_extremes(found, mask)
-        return Corrected(experience.with_tokens(**columns), *measured)
-
-    def old_logps(self, experience: Experience, context: StepContext) -> Tensor | None:
-        if self.has_sequence_weights and not context.is_exact and self._corrects(experience):
-            return experience.per_token[OLD]  # the sampler's
-        return super().old_logps(experience, context)
-
-    def objective(self, experience: Experience, scored: Scored, context: StepContext) -> list[LossTerms]:
-        tokens = self.tokens(experience, context)
-        return [group_policy_loss(scored.logps, tokens, self.settings, entropies=scored.entropies)]
-
-    def token_losses(self, experience: Experience, context: StepContext) -> LossOf | None:
-        return token_losses(self.tokens(experience, context), self.settings)
-
-    def divisor(self, experience: Experience) -> Tensor:
-        return divisor_share(
-            self.settings.loss_type,
-            experience.per_token[TRAINED],
-            len(experience),
-            rollout_tokens=experience.per_row[MEAN_LENGTH][0],
-            longest=self.args.max_completion_length or 0,
-        )
-
-
-def from_teacher(experience: Experience) -> Tensor:
-    """How much more likely the teacher finds each sampled token, `log q - log p`, `(K,)`; 0 where nothing is
-    trained.
-    """
-    columns = experience.per_token
-    gaps = reverse_kl_advantages(columns.get(STUDENT, columns[OLD]), columns[TEACHER])
-    return where_counted(gaps, columns[TRAINED])
 
 
 class GRPOTrainer(OnlineTrainer):
@@ -182,8 +63,8 @@ class GRPOTrainer(OnlineTrainer):
     _name: ClassVar[str] = "GRPO"
     _paper = Paper("DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", "2402.03300")
     args: GRPOConfig
-    method_type: ClassVar[type[GroupMethod]] = GRPOMethod
-    config_type: ClassVar[type[GroupTraining]] = GRPOConfig
+    method_type = GRPOMethod
+    config_type = GRPOConfig
 
     # ---- the tokens with the highest entropies
 
@@ -192,14 +73,13 @@ class GRPOTrainer(OnlineTrainer):
         super().prepare_step(batches)
         if self.args.top_entropy_quantile >= 1:
             return
-        options, entropies = ScoreOptions(entropy="scored", temperature=self.sampling.temperature), []
-        with torch.no_grad(), undisturbed(self.model_wrapped):  # type: ignore[arg-type]
-            for batch in batches:
-                inputs: Any = self._prepare_inputs({**batch})
-                count = len(inputs.pop("experience").completions.values)
-                found = self.score(self.model_wrapped, inputs, options).entropies  # type: ignore[arg-type]
-                assert found is not None
-                entropies.append(found[:count].cpu())
+        scoring, entropies = self.scoring(), []
+        for batch in batches:
+            inputs: Any = self._prepare_inputs({**batch})
+            count = len(inputs.pop("experience").completions.values)
+            found = scoring.frozen_logps(inputs, ScoreOptions(entropy="scored")).entropies
+            assert found is not None
+            entropies.append(found[:count].cpu())
         masks = [batch["experience"].per_token[TRAINED] for batch in batches]
         every = torch.cat(entropies), torch.cat(masks)
         chosen = self.get_high_entropy_mask(*every, 1 - self.args.top_entropy_quantile)

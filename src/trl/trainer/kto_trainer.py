@@ -2,63 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
-import torch
 from torch import Tensor
 
-from trl.collators.unpaired import single_completions
 from trl.legacy.pair_methods import rewards_by_kind, scores_by_kind
-from trl.models.packed.layout import row_count
-from trl.objectives.unpaired import UnpairedScores, kl_estimate, kto_terms
+from trl.methods.kto import KTOMethod
+from trl.objectives.unpaired import kl_estimate, kto_terms
 from trl.reporting.model_card import Paper
-from trl.tensors.reduce import LossTerms, Weighted, weighted
-from trl.tensors.sequences import sum_by_sequence
+from trl.tensors.reduce import weighted
 from trl.trainer.kto_config import KTOConfig
-from trl.trainer.method import Step, counted
-from trl.trainer.unpaired import UnpairedMethod, UnpairedTrainer
+from trl.trainer.unpaired import UnpairedTrainer
 
 RUNNING_NAME = "running.pt"  # the recorded name; no checkpoint has it: KTO keeps nothing from step to step
-
-
-class KTOMethod(UnpairedMethod):
-    """The mathematics of KTO; with two completions per row, losses are compared with the KL of the mismatched ones."""
-
-    args: KTOConfig
-
-    def prepare(self, batches: Sequence[Mapping[str, Any]], step: Step) -> Sequence[Any]:
-        """Estimate the KL of the whole step, on all processes, from its mismatched completions.
-
-        The losses are not linear in it, so it must be known before the first backward pass: the policy scores the
-        mismatched completions in passes of their own.
-        """
-        if self.completions_per_row == 1:
-            return [None] * len(batches)
-        total = step.processes.sum([self._kl_sum(batch, step) for batch in batches])
-        return [kl_estimate(total)] * len(batches)
-
-    def mismatched_logps(self, batch: Mapping[str, Any], step: Step) -> Tensor:
-        """The policy's log-probs `(B,)` of the mismatched completions, without gradient."""
-        scored = step.score(single_completions(batch, 1, of=2))
-        return sum_by_sequence(scored.logps, scored.positions.sequence, row_count(batch))
-
-    def _kl_sum(self, batch: Mapping[str, Any], step: Step) -> Weighted:
-        step.add_reference(batch)
-        logps = self.mismatched_logps(batch, step)
-        return counted(batch, logps - batch["ref_kl_logps"].to(logps))
-
-    def loss(self, batch: Mapping[str, Any], scores: UnpairedScores, step: Step) -> LossTerms:
-        """Losses against the KL of the step or, in an evaluation, of the batch (of all processes)."""
-        kl = step.context
-        if self.completions_per_row == 1:
-            kl = torch.zeros_like(scores.logps[0])
-        elif kl is None:
-            own = self._kl_sum(batch, step)
-            if not step.training:
-                own = step.processes.sum([own])
-            kl = kl_estimate(own)
-        return kto_terms(scores, kl=kl, **self.args.loss_options())
 
 
 class KTOTrainer(UnpairedTrainer):
@@ -144,5 +100,5 @@ class KTOTrainer(UnpairedTrainer):
 
     def call_loss_method(self, batch: dict[str, Any], policy: Any, reference: Any) -> Any:
         """What an overridden `kto_loss` gives for a batch, with the mismatched completions of that batch."""
-        logps = self.method.mismatched_logps(batch, self.step_of(batch)) if self.mismatched else None
+        logps = self.method.mismatched_logps(batch, self.scoring()) if self.mismatched else None
         return cast(Any, self.kto_loss)(*policy, logps, *reference, batch.get("ref_kl_logps"))

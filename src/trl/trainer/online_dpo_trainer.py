@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from transformers import (
-    EvalPrediction,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-    TrainerCallback,
-)
+from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from trl._lazy import attach
 from trl.data.image_rows import has_images
@@ -22,117 +15,16 @@ from trl.generation.engine import Engine
 from trl.generation.transformers.mixture import MixtureEngine, TurnsEngine
 from trl.legacy.interface import NOT_CALLED_OF_PROMPTS
 from trl.legacy.text_data import LegacyPromptRows
-from trl.models.scoring.causal import Scored
-from trl.objectives.online_preference import RankedPairs, by_epoch, ranked_pairs, sequence_metrics
-from trl.objectives.pairs import PairScores
-from trl.objectives.preference import preference_terms
+from trl.methods.online_dpo import OnlineDPOMethod
 from trl.options.groups import names_checked
 from trl.options.training import config_or_default
 from trl.reporting.model_card import Paper
 from trl.rewards.judge_source import comparison_source
 from trl.rewards.judges import BasePairwiseJudge
-from trl.rewards.managed_judge import ManagedJudge
-from trl.rewards.result import RewardInputs
-from trl.rollouts.experience import REF, SCORES, STOPPED, TRAINED, Experience
-from trl.tensors.reduce import LossTerms, Weighted, weighted, where_counted
-from trl.tensors.sequences import sum_by_sequence
-from trl.trainer.grpo_config import GroupTraining
 from trl.trainer.online_dpo_config import OnlineDPOConfig
-from trl.trainer.online_method import GroupMethod, StepContext
 from trl.trainer.online_trainer import AnyDataset, OnlineTrainer
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
-
-
-class OnlineDPOMethod(GroupMethod):
-    """A loss of `PAIR_LOSSES` on pairs of a prompt's completions whose scores differ (Guo et al. 2024,
-    arXiv:2402.04792).
-    """
-
-    args: OnlineDPOConfig
-    pairs_rows = True
-    judge: ManagedJudge | None = None
-    """Scores are its shares of won comparisons; None: sums of rewards."""
-    epoch: Callable[[], float]
-    reference_share: float = 1.0
-    """Of the opponent, where there is one."""
-
-    @property
-    def beta(self) -> float:
-        """Of the present epoch."""
-        return by_epoch(self.args.beta, self.epoch())
-
-    @property
-    def is_judged(self) -> bool:
-        """Whether the scores are a judge's."""
-        return self.judge is not None
-
-    def token_metrics(self, experience: Experience) -> dict[str, Weighted]:
-        return {} if self.judge is None else self.judge.agreement()
-
-    def apply_rewards(
-        self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool
-    ) -> Experience:
-        """With the penalty on completions without an end token; those that are masked for it are in no pair."""
-        if self.args.missing_eos_penalty is not None and not self.is_judged:
-            scores = scores - self.args.missing_eos_penalty * (~experience.per_row[STOPPED].bool()).to(scores)
-        if self.args.mask_truncated_completions:
-            scores = torch.where(experience.per_row[STOPPED].bool(), scores, torch.nan)
-        return super().apply_rewards(experience, scores, inputs, training=training)
-
-    def needs_old(self, experience: Experience) -> bool:
-        return False
-
-    def pairs(self, scores: Tensor) -> RankedPairs:
-        """The pairs of whole groups with these scores `(B,)`."""
-        return ranked_pairs(scores, self.group_size, selection=self.args.pair_selection, ties=self.args.tie_policy)
-
-    @property
-    def group_size(self) -> int:
-        return self.args.num_generations or 2
-
-    def rewards_and_advantages(self, rows: Mapping[str, Tensor], group_size: int) -> tuple[Tensor, Tensor]:
-        """The scores, and the weight of each completion: positive for chosen ones."""
-        scores = rows[SCORES]
-        pairs, weights = self.pairs(scores), torch.zeros_like(scores)
-        weights.index_add_(0, pairs.chosen, pairs.weights).index_add_(0, pairs.rejected, -pairs.weights)
-        return scores, weights
-
-    def divisor(self, experience: Experience) -> Tensor:
-        return self.pairs(experience.per_row[SCORES]).weights.sum().round().long()
-
-    def objective(self, experience: Experience, scored: Scored, context: StepContext) -> list[LossTerms]:
-        policy, reference = self.sums(experience, scored.logps)
-        terms = self.pair_terms(experience, self.pairs(experience.per_row[SCORES]), policy, reference)
-        return [terms._replace(metrics={**terms.metrics, **self.row_metrics(experience, policy, reference)})]
-
-    def sums(self, experience: Experience, logps: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probs of policy and reference of each completion, `(B,)` each; without tools' tokens."""
-        mask, row = experience.per_token[TRAINED], experience.completions.row_index
-        policy, reference = (
-            sum_by_sequence(where_counted(values, mask), row, len(experience))
-            for values in (logps, experience.per_token[REF].to(logps))
-        )
-        return policy, reference
-
-    def pair_terms(self, experience: Experience, pairs: RankedPairs, policy: Tensor, reference: Tensor) -> LossTerms:
-        """The loss of each pair, with its metrics; `ipo` compares sums over tokens, as its paper does."""
-        scores, (chosen, rejected, weights) = experience.per_row[SCORES], pairs
-        found = PairScores(policy[chosen], policy[rejected], reference[chosen], reference[rejected])
-        beta = self.beta
-        terms = preference_terms(
-            found, [self.args.loss_type], self.args.pair_options(beta), pair_weights=weights.to(policy)
-        )
-        metrics = {**terms.metrics, "beta": weighted(torch.tensor([beta]))}
-        if not self.is_judged:
-            metrics["objective/scores_margin"] = weighted(scores[chosen] - scores[rejected])
-        return terms._replace(metrics=metrics)
-
-    def row_metrics(self, experience: Experience, policy: Tensor, reference: Tensor) -> dict[str, Weighted]:
-        """Means over completions."""
-        scores = experience.per_row[SCORES]
-        found = sequence_metrics(policy, reference, scores, beta=self.beta, with_scores=not self.is_judged)
-        return {**found, "val/contain_eos_token": weighted(experience.per_row[STOPPED].bool())}
 
 
 class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
@@ -166,8 +58,8 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
     _not_called = NOT_CALLED_OF_PROMPTS
     args: OnlineDPOConfig
     method: OnlineDPOMethod
-    method_type: ClassVar[type[GroupMethod]] = OnlineDPOMethod
-    config_type: ClassVar[type[GroupTraining]] = OnlineDPOConfig
+    method_type = OnlineDPOMethod
+    config_type = OnlineDPOConfig
     has_opponent: ClassVar[bool] = False
 
     @names_checked

@@ -26,15 +26,16 @@ from trl.generation.transformers.engine import TransformersEngine
 from trl.generation.vllm.engine import PolicyCopy
 from trl.generation.vllm.server_engine import VLLMServerEngine
 from trl.legacy.interface import NOT_CALLED_OF_GROUPS
+from trl.methods.method import Scoring
+from trl.methods.online import EQUAL_REWARDS, ROLLOUT, GroupMethod
 from trl.models.parts import causal_core, check_decoder_only, embedded_tokens
 from trl.models.policy import set_up_policy
 from trl.models.reference import Reference
 from trl.models.scoring.base import shares_prefix
 from trl.models.scoring.causal import Scored
-from trl.models.scoring.head import LossOf, ScoreOptions
+from trl.models.scoring.head import ScoreOptions
 from trl.models.scoring.values import PolicyValueScorer
 from trl.models.switches import undisturbed, without_ddp
-from trl.objectives.group_policy import EXTREMES
 from trl.options.groups import names_checked
 from trl.options.training import config_or_default
 from trl.reporting.run_lines import RunLines, print_sample
@@ -66,8 +67,6 @@ from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.group_images import PromptImages
 from trl.trainer.grpo_config import GroupTraining, RolloutTraining
 from trl.trainer.inherited import settle_inherited
-from trl.trainer.method import Outcome
-from trl.trainer.online_method import EQUAL_REWARDS, GroupMethod, StepContext
 from trl.trainer.samples import ShownCompletions
 
 logger = logging.getLogger(__name__)
@@ -101,7 +100,6 @@ class OnlineTrainer(BaseTrainer):
     rewards: RewardSources
     sizes: RolloutSizes
     reference: Reference | None = None
-    teacher: Any = None
     images: PromptImages | None = None
     shares_prefix: bool = False
     evaluation_group: int = 1  # completions of each evaluation prompt
@@ -294,21 +292,14 @@ class OnlineTrainer(BaseTrainer):
 
     def objective(self, experience: Experience, scored: Scored) -> Sequence[LossTerms]:
         """The terms of a micro-batch's loss."""
-        return self.method.objective(experience, scored, self.context)
+        return self.method.objective(experience, scored, self.scoring().step)
 
-    def token_losses(self, experience: Experience) -> LossOf | None:
-        """The method's loss of each token; None where `objective` is overridden."""
-        kinds = type(self.method).__mro__
-        first = next(vars(kind) for kind in kinds if {"objective", "token_losses"} & vars(kind).keys())
-        if self.overridden("objective") or "token_losses" not in first:  # of another objective, perhaps
-            return None
-        return self.method.token_losses(experience, self.context)
-
-    @property
-    def context(self) -> StepContext:
-        """Of the current micro-batch."""
+    def scoring(self, model: nn.Module | None = None, batch: Mapping[str, Any] = {}, **given: Any) -> Scoring:
+        """With the temperature of the log-probs that are learned, and an overridden `objective`."""
+        objective = self.objective if self.overridden("objective") else None
         is_first = self.mode == "train" and self.state.global_step % self.sizes.steps == 0
-        return StepContext(is_first, self.sampler_is_exact)
+        given |= {"objective": objective, "is_first": is_first, "is_exact": self.sampler_is_exact}
+        return replace(super().scoring(model, batch, **given), temperature=self.scoring_temperature)
 
     def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
         """The metrics of a rollout batch, or of completions of an evaluation, of which these rows are a `share`."""
@@ -499,27 +490,20 @@ class OnlineTrainer(BaseTrainer):
 
     def micro_batch(self, experience: Experience) -> dict[str, Any]:
         """The input of `compute_loss`: a batch of some rows, and the rows."""
-        return {**self.batch_of(experience), "experience": experience}
+        return {**self.batch_of(experience), ROLLOUT: experience}
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """A batch and its rows on the device."""
+        inputs = super()._prepare_inputs(inputs)
+        if isinstance(inputs, dict) and ROLLOUT in inputs:
+            inputs[ROLLOUT] = inputs[ROLLOUT].to(self.args.device)
+        return inputs
 
     def batch_of(self, experience: Experience) -> dict[str, Any]:
         """The models' inputs for some rows; the scored tokens are those of the completions, in order."""
         if self.images is not None:
             return self.images.batch(experience)
         return experience.as_batch(prefix_sharing=self.shares_prefix)
-
-    def outcome(self, model: nn.Module, batch: Mapping[str, Any], **given: Any) -> Outcome:
-        """The terms of a micro-batch."""
-        inputs = dict(batch)
-        experience: Experience = inputs.pop("experience").to(self.args.device)
-        losses = self.token_losses(experience) if torch.is_grad_enabled() else None
-        options = self.method.options(statistics=self.statistics_due())
-        options = replace(options, temperature=self.scoring_temperature, loss_of=losses)
-        scored = self.score(model, inputs, options)
-        terms = self.objective(experience, scored)
-        means = {name: value.mean for each in terms for name, value in each.metrics.items()}
-        extremes = {name: means[source] for name, source in EXTREMES.items() if source in means}
-        predictions, labels = scored.logps.detach(), scored.positions.sequence
-        return Outcome(terms, predictions, labels, scored.aux_loss, local=scored.total, extremes=extremes)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log; with a training loss also token counts and, with `log_completions`, completions."""

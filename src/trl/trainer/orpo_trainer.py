@@ -6,24 +6,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from trl.methods.orpo import ORPOMethod
+from trl.methods.reference_free import ReferenceFreeMethod
 from trl.objectives.pairs import PairScores
-from trl.objectives.preference import orpo_terms
 from trl.reporting.model_card import Paper
-from trl.tensors.reduce import LossTerms
 from trl.trainer.orpo_config import ORPOConfig
-from trl.trainer.reference_free_trainer import ReferenceFreeMethod, ReferenceFreeTrainer
-
-
-class ORPOMethod(ReferenceFreeMethod):
-    """The mathematics of ORPO."""
-
-    args: ORPOConfig
-    scores_prompts: ClassVar[bool] = True
-    per_token = True
-    nll_coefficient = 1.0
-
-    def loss(self, scores: PairScores) -> LossTerms:
-        return orpo_terms(scores, beta=self.args.beta)
+from trl.trainer.reference_free_trainer import ReferenceFreeTrainer
 
 
 class ORPOTrainer(ReferenceFreeTrainer):

@@ -16,17 +16,16 @@ from trl.collators.preference import PairCollator
 from trl.data.pipeline import Preparation
 from trl.data.preference import PreferencePreparation, prepare_preference_dataset
 from trl.data.prepared_sets import DataSets, Prepare, PreparedSets
-from trl.legacy.interface import GIVEN, LOSSES, NOT_CALLED, REFERENCES, WHOLE_BATCH, call_with, takes
+from trl.legacy import pair_methods
+from trl.legacy.interface import GIVEN, LOSSES, NOT_CALLED, REFERENCES, WHOLE_BATCH
+from trl.methods.method import Method, Outcome, Step
 from trl.models.parts import embedded_tokens
 from trl.models.policy import Policy
 from trl.models.reference import Reference
 from trl.models.scoring.head import ScoreOptions
 from trl.models.setup import check_positions, pad_token_id
-from trl.models.switches import holding
 from trl.reporting.metrics import MetricSums
-from trl.tensors.reduce import LossTerms
 from trl.trainer.base_trainer import BaseTrainer
-from trl.trainer.method import Outcome as Outcome
 from trl.trainer.precompute import ReferencePass, has_reference_columns, precompute_ref_log_probs
 from trl.trainer.samples import log_evaluation_samples
 
@@ -96,32 +95,17 @@ class PreferenceTrainer(BaseTrainer):
         """The columns that the method's batches had at 0.26, padded, of a batch of the trainer's own collator."""
         return {}
 
-    def outcome(
-        self, model: nn.Module, batch: Any, *, step: Tensor | None = None, with_outputs: bool = False
-    ) -> Outcome:
-        """The terms of a batch: of an overridden `get_batch_loss_metrics` (within a step; it logs through
-        `store_metrics`), with the losses of an overridden method such as `dpo_loss`, or the method's.
-        """
-        own = [name for name in WHOLE_BATCH if self.overridden(name)]
-        if not own or step is None:
-            if not self.overridden(*LOSSES):
-                return super().outcome(model, batch, step=step, with_outputs=with_outputs)
-            self.add_reference(batch)
-            return self.recorded_outcome(model, batch, self.score_learned(model, batch))
-        name = own[0] if own[0] in WHOLE_BATCH[:2] else WHOLE_BATCH[0]
-        mode: dict[str, Any] = {"train_eval": self.mode}
-        if takes(self._own_methods[name], "do_train"):  # BCO's
-            mode = {"do_train": self.mode == "train"}
-        loss, metrics = call_with(getattr(self, name), model, batch.get(GIVEN, batch), **mode)
-        rows = self.method.count(batch)[:1]
-        with holding(self, "_rows_stored", float(rows)):
-            self.store_metrics(metrics, train_eval=self.mode)  # type: ignore[attr-defined]
-        values = loss.reshape(1).expand(int(rows))
-        return Outcome([LossTerms(values, torch.ones_like(values), self.method.units[0], {})], None, None)
+    def trained_method(self, step: Step) -> Method:
+        """That of an overridden `get_batch_loss_metrics` (within a step), or of an overridden loss such as
+        `dpo_loss`."""
+        if step.counts is not None and self.overridden(*WHOLE_BATCH):
+            return pair_methods.OverriddenBatch(self)
+        return pair_methods.OverriddenLoss(self) if self.overridden(*LOSSES) else self.method
 
     _rows_stored = 1.0  # of what `store_metrics` is given
+    _is_counted = False  # rewards of the batch at hand move no mean again
 
-    def recorded_outcome(self, model: nn.Module, batch: dict[str, Any], scored: Any) -> Outcome:
+    def recorded_outcome(self, batch: dict[str, Any], scored: Any) -> Outcome:
         """The outcome with the losses of the overridden method."""
         raise TypeError(f"{type(self).__name__} must override recorded_outcome.")
 

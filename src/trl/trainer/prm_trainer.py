@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset, IterableDataset
@@ -13,43 +13,15 @@ from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBas
 
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.data.stepwise import StepwisePreparation, prepare_stepwise_dataset, tokenize_stepwise_row
-from trl.models.packed.layout import IGNORED, is_packed
+from trl.methods.prm import PRMMethod
+from trl.models.packed.layout import is_packed
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.setup import STEP_CLASSIFIER
-from trl.objectives.reward_modelling import step_classification
 from trl.reporting.model_card import Paper
-from trl.tensors.reduce import Unit, weighted
-from trl.trainer.method import Method, Outcome, Step
 from trl.trainer.preference_trainer import PreferenceTrainer, row_sets
 from trl.trainer.prm_config import PRMConfig
 
 AnyDataset = Dataset | IterableDataset
-
-
-class StepLogits(NamedTuple):
-    """Logits `(K, 2)` and classes `(K,)` of labelled steps; predictions `(..., 2)` and labels `(...)`."""
-
-    logits: Tensor
-    classes: Tensor
-    predictions: Tensor
-    labels: Tensor
-
-
-class PRMMethod(Method):
-    """The mathematics of process reward models."""
-
-    units: ClassVar[tuple[Unit, ...]] = ("token",)
-
-    def count(self, batch: Mapping[str, Any]) -> Tensor:
-        """How many labelled steps a batch has."""
-        return _is_labelled(batch).sum()[None]
-
-    def terms(self, batch: Mapping[str, Any], scored: StepLogits, step: Step) -> Outcome:
-        """The loss of a batch's labelled steps."""
-        terms = step_classification(scored.logits, scored.classes)
-        accuracy = weighted(scored.logits.argmax(dim=-1) == scored.classes)
-        terms = terms._replace(metrics={**terms.metrics, "accuracy": accuracy})
-        return Outcome([terms], scored.predictions, scored.labels)
 
 
 class PRMTrainer(PreferenceTrainer):
@@ -141,28 +113,3 @@ class PRMTrainer(PreferenceTrainer):
         if batch.get("attention_mask") is None:
             return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
         return batch
-
-    # ---- the scores
-
-    def score_learned(self, model: nn.Module, batch: Mapping[str, Any]) -> StepLogits:
-        """Logits of the labelled steps; in evaluations those of every token, which are predictions."""
-        if self.mode == "train":
-            logits, labels = self._score(model, batch)
-            return StepLogits(logits, labels, logits, labels)
-        is_real, is_labelled = batch["attention_mask"].bool(), _is_labelled(batch)
-        every, _ = self._score(model, {**batch, "labels": torch.where(is_real, 0, IGNORED)})
-        predictions = every.new_zeros(*is_real.shape, every.shape[-1])
-        predictions[is_real] = every
-        labels = torch.where(is_labelled, batch["labels"], IGNORED)
-        return StepLogits(predictions[is_labelled], labels[is_labelled], predictions, labels)
-
-    def _score(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Logits `(K, 2)`, at least in float32, and classes `(K,)` of the labelled tokens, row by row."""
-        with self.accelerator.autocast():
-            logits, labels = self.scorer.score_tokens(model, batch)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)), labels
-
-
-def _is_labelled(batch: Mapping[str, Any]) -> Tensor:
-    """Bool `(B, T)`: real tokens that carry the class of a step."""
-    return (batch["labels"] != IGNORED) & batch["attention_mask"].bool()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -10,19 +10,18 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from pandas import DataFrame
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from trl._lazy import attach
 from trl.collators.reward import REWARD_COLUMNS, RewardCollator, as_reward_batch
 from trl.data.preference import RewardPreparation, prepare_reward_dataset
-from trl.models.packed.layout import padded_rows, row_count
+from trl.methods.reward import RewardMethod
+from trl.models.packed.layout import padded_rows
 from trl.models.scoring.base import shares_prefix
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.setup import REWARD_MODEL
 from trl.models.switches import in_eval_mode
-from trl.objectives.reward_modelling import bradley_terry
-from trl.trainer.method import Method, Outcome, Step
 from trl.trainer.preference_trainer import PreferenceTrainer, row_sets
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.samples import show_table
@@ -30,29 +29,6 @@ from trl.trainer.samples import show_table
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
 AnyDataset = Dataset | IterableDataset
-
-
-class RewardMethod(Method):
-    """The mathematics of reward models: Bradley-Terry on the rewards `(B, 2)` of pairs."""
-
-    def __init__(self, args: RewardConfig) -> None:
-        self.args = args
-
-    def count(self, batch: Mapping[str, Any]) -> Tensor:
-        """How many pairs a batch has."""
-        return torch.tensor([row_count(batch, per_row=2)])
-
-    def terms(self, batch: Mapping[str, Any], scored: Tensor, step: Step) -> Outcome:
-        """The loss of a batch's pairs."""
-        margin = batch.get("margin")
-        terms = bradley_terry(
-            *scored.unbind(dim=1),
-            margin=None if margin is None else margin.to(scored),
-            center_coefficient=self.args.center_rewards_coefficient,
-        )
-        labels = torch.zeros(len(scored), dtype=torch.int64, device=scored.device)
-        smallest, largest = scored.detach().aminmax()
-        return Outcome([terms], scored, labels, extremes={"min_reward": smallest, "max_reward": largest})
 
 
 class RewardTrainer(PreferenceTrainer):
@@ -146,15 +122,6 @@ class RewardTrainer(PreferenceTrainer):
         }
         return {**found, **sides, **({"margin": own["margin"]} if "margin" in own else {})}
 
-    def rewards(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        """Rewards `(B, 2)` of the preferred and the other sequence of each pair, at least in float32."""
-        with self.accelerator.autocast():
-            scores = self.scorer.score(model, batch)
-        return scores.to(torch.promote_types(scores.dtype, torch.float32)).view(-1, 2)
-
-    def score_learned(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        return self.rewards(model, batch)
-
     # ---- samples
 
     def evaluate(self, *args: Any, num_print_samples: int | None = None, **kwargs: Any) -> dict[str, float]:
@@ -178,7 +145,8 @@ class RewardTrainer(PreferenceTrainer):
         with torch.no_grad(), in_eval_mode(model):
             for given in self.get_eval_dataloader(dataset):
                 batch = self.take_batch(given)
-                pairs = [[round(v, 4) for v in pair] for pair in self.rewards(model, batch).double().tolist()]
+                rewards = self.method.score(batch, self.scoring(model))
+                pairs = [[round(v, 4) for v in pair] for pair in rewards.double().tolist()]
                 padded = self.scorer.padded_inputs(batch)
                 real = zip(padded["input_ids"], padded["attention_mask"].bool(), strict=True)
                 texts = self._tokenizer.batch_decode([ids[mask].tolist() for ids, mask in real])

@@ -2,98 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from trl._lazy import attach
 from trl.legacy import move_arguments
 from trl.legacy.rloo import in_older_order, older_reward, with_sizes_of_run
-from trl.models.scoring.causal import Scored
-from trl.objectives.group_advantages import estimated, normalized, reward_statistics
-from trl.objectives.group_policy import sequence_policy_loss
-from trl.objectives.kl import k1
+from trl.methods.rloo import RLOOMethod
 from trl.options.training import config_or_default
 from trl.reporting.model_card import Paper
-from trl.rewards.result import RewardInputs
-from trl.rollouts.experience import OLD, REF, SCORES, TRAINED, Experience
-from trl.rollouts.maker import less_penalty
-from trl.tensors.reduce import LossTerms, Weighted, weighted, where_counted
-from trl.tensors.sequences import sum_by_sequence
-from trl.trainer.grpo_config import GroupTraining
-from trl.trainer.online_method import EQUAL_REWARDS, GroupMethod, StepContext
 from trl.trainer.online_trainer import AnyDataset, OnlineTrainer, RolloutFunc
 from trl.trainer.rloo_config import RLOOConfig
 from trl.trainer.samples import SampleTables, ShowSamples
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
-
-KL = "kl"
-
-
-class RLOOMethod(GroupMethod):
-    """Rewards less the KL penalty, advantages over the mean of the others, the clipped surrogate of whole
-    completions.
-    """
-
-    args: RLOOConfig
-    eos_token_id: int | None = None
-
-    def apply_rewards(
-        self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool
-    ) -> Experience:
-        """The score, less `missing_eos_penalty` for a completion without its end token."""
-        scores = less_penalty(scores, experience, self.args.missing_eos_penalty, token=self.eos_token_id)
-        return super().apply_rewards(experience, scores, inputs, training=training)
-
-    def needs_old(self, experience: Experience) -> bool:
-        return self.has_reference
-
-    def with_penalties(self, experience: Experience) -> Experience:
-        """With the divergence of each completion from the reference."""
-        if not self.has_reference:
-            return experience
-        gaps = where_counted(_log_ratios(experience), experience.per_token[TRAINED])
-        kl = sum_by_sequence(gaps, experience.completions.row_index, len(experience))
-        return experience.with_rows(**{KL: kl})
-
-    def rewards_and_advantages(self, rows: Mapping[str, Tensor], group_size: int) -> tuple[Tensor, Tensor]:
-        rewards = self.given_rewards(rows)
-        if self.has_reference:
-            rewards = rewards - self.args.beta * rows[KL].to(rewards.dtype)
-        advantages = estimated(self.args.advantage_estimator, rewards, group_size)
-        if self.args.normalize_advantages:
-            advantages = normalized(advantages, ~rewards.isnan())
-        return rewards, advantages
-
-    def given_rewards(self, rows: Mapping[str, Tensor]) -> Tensor:
-        bounds = self.args.reward_clip_range
-        return rows[SCORES] if bounds is None else rows[SCORES].clamp(*bounds)
-
-    def objective(self, experience: Experience, scored: Scored, context: StepContext) -> list[LossTerms]:
-        tokens = self.tokens(experience, context)
-        return [sequence_policy_loss(scored.logps, tokens, self.settings, entropies=scored.entropies)]
-
-    def metrics(
-        self, rows: Mapping[str, Tensor], sources: Sequence[str], group_size: int, *, share: float
-    ) -> dict[str, Weighted]:
-        """With the share of completions whose group was given equal rewards, which differ by the KL penalty alone."""
-        metrics = super().metrics(rows, sources, group_size, share=share)
-        if not self.has_reference:
-            return metrics
-        equal = reward_statistics(self.given_rewards(rows), group_size)["frac_reward_zero_std"]
-        return {**metrics, EQUAL_REWARDS: Weighted(equal.total * share, equal.count * share)}
-
-    def token_metrics(self, experience: Experience) -> dict[str, Weighted]:
-        """The divergence per token, `kl`."""
-        trained = experience.per_token[TRAINED]
-        return {KL: weighted(_log_ratios(experience), trained)} if self.has_reference else {}
-
-
-def _log_ratios(experience: Experience) -> Tensor:
-    return k1(experience.per_token[OLD], experience.per_token[REF])
 
 
 class RLOOTrainer(SampleTables, OnlineTrainer):
@@ -120,8 +45,8 @@ class RLOOTrainer(SampleTables, OnlineTrainer):
     )
     args: RLOOConfig
     method: RLOOMethod
-    method_type: ClassVar[type[GroupMethod]] = RLOOMethod
-    config_type: ClassVar[type[GroupTraining]] = RLOOConfig
+    method_type = RLOOMethod
+    config_type = RLOOConfig
 
     @in_older_order
     def __init__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -23,16 +23,11 @@ from trl.collators.images import DataCollatorForVisionLanguageModeling
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.data.image_rows import has_images
 from trl.legacy.interface import takes
-from trl.models.packed.layout import IGNORED, count_scored, padded_batch
+from trl.methods.sft import LogitsMethod, SFTMethod
 from trl.models.parts import check_decoder_only
-from trl.models.scoring.causal import Scored, Scorer
-from trl.models.scoring.head import LossOf, ScoreOptions
-from trl.objectives.language_modelling import LOSS_TYPES
-from trl.options.checks import lookup
-from trl.tensors.reduce import LossTerms, Unit, weighted
+from trl.models.scoring.causal import Scorer
 from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.images import TEXT_COLUMNS, image_sets
-from trl.trainer.method import Method, Outcome, Step
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_data import SFTDatasets, check_collator
 
@@ -42,47 +37,6 @@ logger = logging.getLogger(__name__)
 
 AnyDataset = Dataset | IterableDataset
 EvalDatasets = AnyDataset | dict[str, AnyDataset]
-
-
-class SFTMethod(Method):
-    """The mathematics of supervised fine-tuning: a loss of each trained token."""
-
-    units: ClassVar[tuple[Unit, ...]] = ("token",)
-
-    def __init__(self, loss_type: str) -> None:
-        self.objective = lookup(LOSS_TYPES, loss_type, "loss_type")
-
-    def options(self, *, statistics: bool) -> ScoreOptions:
-        """With the accuracy, and the entropy of all tokens."""
-        return ScoreOptions(entropy="all" if statistics else "none", correct=True)
-
-    def count(self, batch: Mapping[str, Any]) -> Tensor:
-        """How many tokens a batch trains. Raises ValueError for a batch without labels."""
-        if "decoder_labels" in batch:
-            return (batch["decoder_labels"] != IGNORED).sum().view(1)
-        if batch.get("labels") is None and "scored_target" not in batch:
-            raise ValueError(
-                f"a batch has {sorted(batch)}, expected 'labels' too (-100 where nothing is trained). Let the "
-                "data_collator add them, or leave data_collator out."
-            )
-        return count_scored(batch).view(1)
-
-    def local(self, batch: Mapping[str, Any]) -> LossOf:
-        """The objective, whose gradient is taken in the scoring forward."""
-        return lambda logps, _: self._losses(logps)
-
-    def _losses(self, logps: Tensor) -> Tensor:
-        terms = self.objective(logps, torch.ones_like(logps))
-        return terms.values * terms.weights
-
-    def terms(self, batch: Mapping[str, Any], scored: Scored, step: Step) -> Outcome:
-        """The loss of each trained token."""
-        metrics = {} if scored.entropy is None else {"entropy": scored.entropy}
-        if scored.correct is not None:
-            metrics["mean_token_accuracy"] = weighted(scored.correct)
-        values = self._losses(scored.logps)
-        terms = LossTerms(values, torch.ones_like(values), "token", metrics)
-        return Outcome([terms], None, None, scored.aux_loss, local=scored.total)
 
 
 class SFTTrainer(BaseTrainer):
@@ -173,6 +127,8 @@ class SFTTrainer(BaseTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
+        if compute_loss_func is not None or self.label_smoother is not None:
+            self.method = LogitsMethod(args.loss_type, compute_loss_func, self.label_smoother)
         check_collator(self.data_collator, self.train_dataset, args)
 
     # ---- what a variant may do otherwise
@@ -189,41 +145,6 @@ class SFTTrainer(BaseTrainer):
             padding_free=self._padding_free,
             pad_to_multiple_of=args.pad_to_multiple_of,
         )
-
-    # ---- the loss
-
-    def outcome(
-        self, model: nn.Module, batch: Any, *, step: Tensor | None = None, with_outputs: bool = False
-    ) -> Outcome:
-        """The terms of a batch, in a step of the user's own loss or label smoothing where there is one; predictions are
-        the logits, and labels those, of padded rows.
-        """
-        takes_logits = self.compute_loss_func is not None or self.label_smoother is not None
-        is_own = step is not None and takes_logits
-        if not (is_own or with_outputs):
-            return super().outcome(model, batch)
-        options = self.method.options(statistics=self.statistics_due())
-        labels = self.scorer.padded_inputs(batch)["labels"]
-        if step is None or not takes_logits:
-            with self.accelerator.autocast():
-                scored, logits = self.scorer.score_with_logits(model, batch, options)
-            found = self.method.terms(batch, scored, self.step_of(batch))
-            return found._replace(predictions=logits, labels=labels)
-        rows = padded_batch(batch, pad_token_id=self.scorer.pad_token_id)
-        with self.accelerator.autocast():
-            outputs = self.scorer.outputs(model, rows)
-        logits = self.scorer.row_logits(outputs, rows)
-        with torch.no_grad():
-            scored = self.scorer.score_outputs(outputs, rows, options)
-        found = self.method.terms(batch, scored, self.step_of(batch))
-        if self.compute_loss_func is not None:
-            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=step[0])
-            found = found._replace(aux_loss=None)
-        else:
-            loss = self.label_smoother({"logits": logits}, labels, shift_labels=True, num_items_in_batch=step[0])  # type: ignore[misc]  # fmt: skip
-        total = loss.to(torch.promote_types(loss.dtype, torch.float32)) * step
-        terms = found.terms[0]._replace(values=total, weights=torch.ones_like(total))
-        return found._replace(terms=[terms], predictions=logits, labels=labels)
 
     def labels_of(self, batch: Any) -> Tensor:
         """The labels of the padded rows."""

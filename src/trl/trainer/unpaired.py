@@ -8,16 +8,9 @@ from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
-from transformers import (
-    EvalPrediction,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-    TrainerCallback,
-)
+from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from trl.collators.unpaired import (
     EMBEDDING_COLUMN,
@@ -27,87 +20,21 @@ from trl.collators.unpaired import (
     UnpairedCollator,
     as_unpaired_batch,
     completion_columns,
-    single_completions,
 )
 from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
 from trl.legacy import pair_methods
 from trl.legacy.interface import GIVEN, NOT_CALLED_OF_UNPAIRED
-from trl.models.packed.layout import row_count
+from trl.methods.unpaired import UnpairedMethod
 from trl.models.policy import is_encoder_decoder
 from trl.models.reference import make_reference
 from trl.models.scoring.base import shares_prefix
-from trl.models.scoring.causal import Scored, Scorer
-from trl.models.scoring.head import ScoreOptions
+from trl.models.scoring.causal import Scorer
 from trl.models.setup import pad_token_id
-from trl.objectives.unpaired import UnpairedScores
-from trl.tensors.reduce import LossTerms, Unit, weighted
-from trl.tensors.sequences import sum_by_sequence
-from trl.trainer.method import Method, Outcome, Step
 from trl.trainer.preference_trainer import PreferenceTrainer, pair_sets
 
 logger = logging.getLogger(__name__)
 
 AnyDataset = Dataset | IterableDataset
-
-
-class UnpairedMethod(Method):
-    """What the mathematics of KTO and BCO share: single completions, with the reference's log-probs in `ref_logps`.
-
-    With two `completions_per_row`, of sequences 2i and 2i + 1 of a batch the first is row i's own, the second is
-    mismatched.
-    """
-
-    units: ClassVar[tuple[Unit, ...]] = ("sequence",)
-
-    def __init__(self, args: Any, *, completions_per_row: int = 1) -> None:
-        self.args, self.completions_per_row = args, completions_per_row
-
-    def options(self, *, statistics: bool) -> ScoreOptions:
-        """With the mean logits."""
-        return ScoreOptions(mean_logits=True)
-
-    def count(self, batch: Mapping[str, Any]) -> Tensor:
-        """How many rows a batch has."""
-        return torch.tensor([row_count(batch)])
-
-    def learned(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The rows' own completions."""
-        return single_completions(batch, 0, of=self.completions_per_row)
-
-    def scores(self, batch: Mapping[str, Any], scored: Scored) -> UnpairedScores:
-        """Log-probs of policy and reference of a batch's own completions."""
-        logps = sum_by_sequence(scored.logps, scored.positions.sequence, row_count(batch))
-        return UnpairedScores(logps, batch["ref_logps"].to(logps), batch["label"])
-
-    def totals(self, batch: Mapping[str, Any], scored: Scored) -> Tensor:
-        """Log-prob of each completion of a batch, the mismatched ones too."""
-        count = row_count(batch) * self.completions_per_row
-        return sum_by_sequence(scored.logps, scored.positions.sequence, count)
-
-    def loss(self, batch: Mapping[str, Any], scores: UnpairedScores, step: Step) -> LossTerms:
-        """The loss of each completion, with its metrics."""
-        raise TypeError(f"{type(self).__name__} must override loss.")
-
-    def terms(self, batch: Mapping[str, Any], scored: Scored, step: Step) -> Outcome:
-        """The losses of a batch's completions; predictions are their rewards `(B,)`, labels 1 where desirable."""
-        scores = self.scores(batch, scored)
-        return self.outcome(self.loss(batch, scores, step), scores, scored)
-
-    def outcome(self, terms: LossTerms, scores: UnpairedScores, scored: Scored) -> Outcome:
-        """Terms of completions with the metrics of logits, and the rewards."""
-        metrics = dict(terms.metrics)
-        if scored.mean_logits is not None:
-            is_chosen = scores.desirable[scored.positions.sequence]
-            for name, mask in (("chosen", is_chosen), ("rejected", ~is_chosen)):
-                metrics[f"logits/{name}"] = weighted(scored.mean_logits, mask)
-        labels = scores.desirable.to(torch.int64)
-        return Outcome([terms._replace(metrics=metrics)], self.args.beta * scores.ratios, labels, scored.aux_loss)
-
-    def derived(self, means: dict[str, float]) -> dict[str, float]:
-        """With `rewards/margins`: the difference of the mean rewards of the two kinds."""
-        if "rewards/chosen" not in means or "rewards/rejected" not in means:
-            return means
-        return {**means, "rewards/margins": means["rewards/chosen"] - means["rewards/rejected"]}
 
 
 class UnpairedTrainer(PreferenceTrainer):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from trl.experimental.gfpo.gfpo_config import GFPOConfig
+from trl.methods.grpo import GRPOMethod
 from trl.objectives.group_advantages import best_of_groups
 from trl.options.training import config_or_default
 from trl.reporting.model_card import Paper
@@ -18,9 +19,7 @@ from trl.rewards.result import RewardInputs
 from trl.rollouts.experience import FILTERED, LENGTH, SCORES, Experience
 from trl.rollouts.schedule import RolloutSizes
 from trl.tensors.reduce import Weighted, weighted
-from trl.trainer.grpo_config import GroupTraining
-from trl.trainer.grpo_trainer import GRPOMethod, GRPOTrainer
-from trl.trainer.online_method import GroupMethod
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 GroupFilterFunc = Callable[..., Any]
 """`func(group_completions=, group_rewards=, **columns)`: for every group a list of one score per completion."""
@@ -89,8 +88,8 @@ class GFPOTrainer(GRPOTrainer):
     _name: ClassVar[str] = "GFPO"
     _paper = Paper("Sample More to Think Less: Group Filtered Policy Optimization for Concise Reasoning", "2508.09726")
     args: GFPOConfig
-    method_type: ClassVar[type[GroupMethod]] = GFPOMethod
-    config_type: ClassVar[type[GroupTraining]] = GFPOConfig
+    method_type = GFPOMethod
+    config_type = GFPOConfig
     method: GFPOMethod
 
     def __init__(

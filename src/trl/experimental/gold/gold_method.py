@@ -12,15 +12,18 @@ from torch import Tensor
 from trl.data.byte_alignment import shared_tokens
 from trl.experimental.gold.gold_config import GOLDConfig
 from trl.experimental.gold.gold_data import Pairing
+from trl.methods.gkd import GKDMethod
+from trl.methods.method import Batch, Outcome, Scoring, Step
+from trl.methods.sft import TextScores
 from trl.models.packed.layout import IGNORED, TEACHER_BATCH
 from trl.objectives.cross_vocabulary import Vocabularies, cross_vocabulary, span_measures
 from trl.tensors import heads
 from trl.tensors.reduce import LossTerms, Unit, weighted
 from trl.tensors.statistics import selective_log_softmax
 from trl.tensors.vocabulary_loss import VocabularyLoss
-from trl.trainer.gkd_trainer import GKDMethod
-from trl.trainer.method import Outcome, Step
 
+ON_POLICY = "on_policy"
+"""The entry of a batch with completions of the student."""
 TOKEN_WEIGHT = "token_weight"
 """The entry of a batch with the step's number of spans over that of its tokens."""
 
@@ -69,6 +72,22 @@ def chunks_of_spans(own: Spans, other: Spans, size: int) -> list[tuple[slice, sl
     return found
 
 
+def by_policy(outcome: Outcome, batch: Batch) -> Outcome:
+    """With the mean loss of completions of the student, or of others."""
+    first, *rest = outcome.terms
+    name = "on_policy_loss" if ON_POLICY in batch else "off_policy_loss"
+    metrics = {**first.metrics, name: weighted(first.values)}
+    return outcome._replace(terms=[first._replace(metrics=metrics), *rest])
+
+
+class SameTokensMethod(GKDMethod):
+    """GKD with the mean losses of completions of the student, and of others."""
+
+    def terms(self, batch: Batch, scored: TextScores, step: Step) -> Outcome:
+        outcome = super().terms(batch, scored, step)
+        return by_policy(outcome, batch) if step.training else outcome
+
+
 class GOLDMethod(GKDMethod):
     """The distance from the teacher over spans of tokens with the same bytes, and the cross-entropy: means over the
     step.
@@ -85,7 +104,7 @@ class GOLDMethod(GKDMethod):
         weights = args.uld_hybrid_matched_weight, args.uld_hybrid_unmatched_weight
         self.weights: Any = (share, 1 - share) if None in weights else weights
 
-    def sides(self, batch: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+    def sides(self, batch: Batch) -> list[dict[str, Tensor]]:
         """The student's and the teacher's rows, with labels of the tokens in spans; for cross-entropy all of the
         student's.
         """
@@ -99,20 +118,32 @@ class GOLDMethod(GKDMethod):
             found.append({**inputs, "labels": rows["labels"].where(kept, IGNORED)})
         return found
 
-    def count(self, batch: Mapping[str, Any]) -> Tensor:
+    def count(self, batch: Batch) -> Tensor:
         """Spans, and scored tokens."""
         first = scored_spans(self.sides(batch)[0], batch["spans"]).first
         return torch.stack([first.sum(), torch.tensor(len(first), device=first.device)])
 
-    def learned(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    def learned(self, batch: Batch) -> Batch:
         """The student's rows."""
         return {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
 
-    def terms(self, batch: Mapping[str, Any], scored: VocabularyLoss, step: Step) -> Outcome:  # type: ignore[override]
+    def divergence(self, batch: Batch, scoring: Scoring) -> VocabularyLoss:
+        """The distances of spans; tokens weigh as much as the step's numbers of spans and tokens say."""
+        counts, teacher = scoring.step.counts, scoring.teacher
+        if counts is not None and self.args.uld_crossentropy_weight:
+            batch = {**batch, TOKEN_WEIGHT: int(counts[0]) / int(counts[1])}
+        loss = SpanLoss(self, batch)
+        assert teacher is not None
+        reads = teacher.reads(scoring.model, {**loss.rows[0], TEACHER_BATCH: loss.rows[1]})
+        with scoring.accelerator.autocast():
+            return scoring.scorer.over_chunks(scoring.model, loss.rows[0], loss, parts=loss.parts, **reads)
+
+    def terms(self, batch: Batch, scored: TextScores, step: Step) -> Outcome:
         """The distance of each span, and the cross-entropy of each token."""
         args, first = self.args, scored_spans(self.sides(batch)[0], batch["spans"]).first
-        assert scored.statistics is not None
-        nll, distance, matched, unmatched = scored.statistics.unbind(1)
+        loss: VocabularyLoss = scored.tokens
+        assert loss.statistics is not None
+        nll, distance, matched, unmatched = loss.statistics.unbind(1)
         metrics = {}
         if self.vocabularies is not None:
             metrics = {"matched_loss": weighted(matched[first]), "unmatched_loss": weighted(unmatched[first])}
@@ -122,13 +153,15 @@ class GOLDMethod(GKDMethod):
             LossTerms(nll, torch.ones_like(nll), "token", {}),
         ]
         # An evaluation divides each by its own number: its batches have no common weight of a token.
-        return Outcome(terms, None, None, scored.aux_loss, local=scored.total if step.training else None)
+        local = loss.total if step.training else None
+        outcome = Outcome(terms, scored.logits, scored.labels, loss.aux_loss, local=local)
+        return by_policy(outcome, batch) if step.training else outcome
 
 
 class SpanLoss:
     """The loss of a batch's chunks, for `over_chunks`, and the `parts` of both sides' `rows` that they are."""
 
-    def __init__(self, method: GOLDMethod, batch: Mapping[str, Any], size: int | None = None) -> None:
+    def __init__(self, method: GOLDMethod, batch: Batch, size: int | None = None) -> None:
         self.method, self.rows = method, method.sides(batch)
         self.own, self.other = (
             scored_spans(rows, given["spans"])

@@ -15,15 +15,8 @@ from trl._lazy import attach
 from trl.data.rendering import text_tokenizer
 from trl.data.text import PROMPT_ALONE
 from trl.experimental.gold.gold_config import GOLDConfig
-from trl.experimental.gold.gold_data import (
-    COLUMNS,
-    PROMPTS_ALONE,
-    THEIRS,
-    GOLDDatasets,
-    PairedCollator,
-    Pairing,
-)
-from trl.experimental.gold.gold_method import TOKEN_WEIGHT, GOLDMethod, SpanLoss
+from trl.experimental.gold.gold_data import COLUMNS, PROMPTS_ALONE, THEIRS, GOLDDatasets, PairedCollator, Pairing
+from trl.experimental.gold.gold_method import ON_POLICY, GOLDMethod, SameTokensMethod
 from trl.experimental.gold.methods import print_prompt_completions_sample_uld
 from trl.generation.engine import Generated, Sampling
 from trl.generation.transformers.engine import without_wrappers
@@ -35,14 +28,10 @@ from trl.models.reference import FrozenModel
 from trl.models.setup import pad_token_id
 from trl.models.teacher import FrozenTeacher, Teacher, load_teacher
 from trl.reporting.model_card import Paper
-from trl.tensors.reduce import weighted
 from trl.trainer.gkd_trainer import GKDDatasets, GKDTrainer, Writer, completed, prompts_of
 from trl.trainer.group_setup import check_engine, engine_of, sampling_of, with_served_window
-from trl.trainer.method import Outcome
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
-
-ON_POLICY = "on_policy"
 
 
 class GOLDTrainer(GKDTrainer):
@@ -131,6 +120,8 @@ class GOLDTrainer(GKDTrainer):
                         "the tokenizer that belongs to the model."
                     )
             self.method = GOLDMethod(self.args, self.pairing, sizes)
+        else:
+            self.method = SameTokensMethod(self.args)
 
     def _sets_class(self, args: Any, policy: Policy, *, formatting_func: Any = None) -> GKDDatasets:  # type: ignore[override]
         """The data sets, which a teacher with another tokenizer reads too."""
@@ -221,33 +212,6 @@ class GOLDTrainer(GKDTrainer):
             names = {column: plain for column, plain in names.items() if column in dataset.column_names}
             rows = dataset.select_columns(list(names)).rename_columns(names if name else {})
             self.check_side(rows, [model] if writes else [], model)
-
-    # ---- the loss
-
-    def score_learned(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:
-        """The distances of spans, or without `use_uld_loss` the divergence of tokens."""
-        if not isinstance(self.method, GOLDMethod):
-            return super().score_learned(model, batch)
-        loss = SpanLoss(self.method, batch)
-        reads = self.teacher.reads(model, {**loss.rows[0], TEACHER_BATCH: loss.rows[1]})
-        with self.accelerator.autocast():
-            return self.scorer.over_chunks(model, loss.rows[0], loss, parts=loss.parts, **reads)
-
-    def outcome(
-        self, model: nn.Module, batch: Any, *, step: Tensor | None = None, with_outputs: bool = False
-    ) -> Outcome:
-        """The terms of a batch, whose tokens weigh as much as the step's numbers of spans and tokens say, with the mean
-        loss of completions of the student, or of others.
-        """
-        if step is not None and isinstance(self.method, GOLDMethod) and self.args.uld_crossentropy_weight:
-            batch = {**batch, TOKEN_WEIGHT: int(step[0]) / int(step[1])}
-        found = super().outcome(model, batch, step=step, with_outputs=with_outputs)
-        if self.mode != "train":
-            return found
-        first, *rest = found.terms
-        name = "on_policy_loss" if ON_POLICY in batch else "off_policy_loss"
-        metrics = {**first.metrics, name: weighted(first.values)}
-        return found._replace(terms=[first._replace(metrics=metrics), *rest])
 
 
 def _tokenizer_of(args: Any, teacher: Any) -> PreTrainedTokenizerBase:

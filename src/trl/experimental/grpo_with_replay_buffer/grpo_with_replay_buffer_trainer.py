@@ -8,10 +8,10 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from trl.experimental.grpo_with_replay_buffer.grpo_with_replay_buffer_config import (
-    GRPOWithReplayBufferConfig,
-)
+from trl.experimental.grpo_with_replay_buffer.grpo_with_replay_buffer_config import GRPOWithReplayBufferConfig
 from trl.legacy.interface import NOT_CALLED_OF_REPLAY
+from trl.methods.grpo import GRPOMethod
+from trl.methods.method import Step
 from trl.objectives.group_advantages import group_moments, has_no_variance
 from trl.rollouts.experience import MEAN_LENGTH, OLD, REPLAYED, SCORES, Experience, concatenate
 from trl.rollouts.measures import sampled_lengths
@@ -19,9 +19,7 @@ from trl.rollouts.replay import GroupBuffer
 from trl.rollouts.replay import ReplayBuffer as ReplayBuffer
 from trl.rollouts.schedule import replayed_groups, rows_of_groups
 from trl.tensors.reduce import Weighted
-from trl.trainer.grpo_config import GroupTraining
-from trl.trainer.grpo_trainer import GRPOMethod, GRPOTrainer
-from trl.trainer.online_method import GroupMethod, StepContext
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 
 class ReplayMethod(GRPOMethod):
@@ -30,9 +28,9 @@ class ReplayMethod(GRPOMethod):
     def needs_old(self, experience: Experience) -> bool:
         return True  # a group may be replayed much later
 
-    def old_logps(self, experience: Experience, context: StepContext) -> Tensor | None:
+    def old_logps(self, experience: Experience, step: Step) -> Tensor | None:
         replays = REPLAYED in experience.per_row and bool(experience.per_row[REPLAYED].any())
-        return experience.per_token[OLD] if replays else super().old_logps(experience, context)
+        return experience.per_token[OLD] if replays else super().old_logps(experience, step)
 
 
 class GRPOWithReplayBufferTrainer(GRPOTrainer):
@@ -55,8 +53,8 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
     _name: ClassVar[str] = "GRPO with replay buffer"
     _not_called = NOT_CALLED_OF_REPLAY
     args: GRPOWithReplayBufferConfig
-    method_type: ClassVar[type[GroupMethod]] = ReplayMethod
-    config_type: ClassVar[type[GroupTraining]] = GRPOWithReplayBufferConfig
+    method_type = ReplayMethod
+    config_type = GRPOWithReplayBufferConfig
 
     def begin_rollouts(self, *parts: Any, **settings: Any) -> None:
         """With an empty buffer."""

@@ -4,7 +4,7 @@ ones'.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,15 +12,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from trl.experimental.minillm.minillm_config import MiniLLMConfig
+from trl.methods.grpo import GRPOMethod
+from trl.methods.method import Batch, Outcome, Scoring, Step
+from trl.methods.online import ROLLOUT
+from trl.models.scoring.causal import Scored
 from trl.objectives.distillation import Divergence, discounted_advantages
 from trl.objectives.group_policy import LOSS_TYPES
 from trl.reporting.model_card import Paper
 from trl.rollouts.experience import MEAN_LENGTH, TRAINED, Experience
 from trl.tensors.reduce import LossTerms, weighted
-from trl.trainer.grpo_config import RolloutTraining
-from trl.trainer.grpo_trainer import GRPOMethod, GRPOTrainer
-from trl.trainer.method import Outcome
-from trl.trainer.online_method import GroupMethod
+from trl.tensors.vocabulary_loss import VocabularyLoss
+from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.online_trainer import AnyDataset, RolloutFunc
 
 
@@ -58,14 +60,36 @@ class MiniLLMMethod(GRPOMethod):
         found = super().signals(experience)
         return torch.ones_like(found) if self.single_step else found
 
-    def token_weight(self, experience: Experience) -> Tensor:
-        """What a token of the exact part counts, 0-dim, so that the loss has its mean over the tokens of a rollout
-        batch, whatever the loss type divides by.
+    def exact_weight(self, experience: Experience) -> Tensor:
+        """What a token of the exact part counts, 0-dim: the loss has `teacher_kl_coef` times its mean over the tokens
+        of a rollout batch, whatever the loss type divides by.
         """
         share = self.divisor(experience)
         if LOSS_TYPES[self.settings.loss_type].over == "tokens":
-            return torch.ones_like(share)
-        return share / (len(experience) * experience.per_row[MEAN_LENGTH][0])
+            return self.args.teacher_kl_coef * torch.ones_like(share)
+        return self.args.teacher_kl_coef * (share / (len(experience) * experience.per_row[MEAN_LENGTH][0]))
+
+    def score(self, batch: Batch, scoring: Scoring) -> tuple[Scored, VocabularyLoss | None]:
+        """What GRPO scores, and the exact divergence at each token."""
+        scored, experience = super().score(batch, scoring), batch[ROLLOUT]
+        if not self.single_step:
+            return scored, None
+        weights = experience.per_token[TRAINED] * self.exact_weight(experience)
+        temperature = self.args.kd_temperature
+        return scored, scoring.divergence(
+            self.learned(batch), Divergence(1.0), weights=weights, temperature=temperature
+        )
+
+    def terms(self, batch: Batch, scored: tuple[Scored, VocabularyLoss | None], step: Step) -> Outcome:
+        """GRPO's terms, and the divergence."""
+        outcome, exact, experience = super().terms(batch, scored[0], step), scored[1], batch[ROLLOUT]
+        if exact is None:
+            return outcome
+        trained = experience.per_token[TRAINED]
+        measured = {"teacher_kl": weighted(exact.values / self.exact_weight(experience), trained)}
+        terms = LossTerms(exact.values, trained.to(exact.values.dtype), outcome.terms[0].per, measured)
+        local = exact.total if outcome.local is None else outcome.local + exact.total
+        return outcome._replace(terms=[*outcome.terms, terms], local=local if torch.is_grad_enabled() else None)
 
 
 class MiniLLMTrainer(GRPOTrainer):
@@ -86,8 +110,8 @@ class MiniLLMTrainer(GRPOTrainer):
     _paper = Paper("MiniLLM: Knowledge Distillation of Large Language Models", "2306.08543")
     args: MiniLLMConfig
     method: MiniLLMMethod
-    method_type: ClassVar[type[GroupMethod]] = MiniLLMMethod
-    config_type: ClassVar[type[RolloutTraining]] = MiniLLMConfig
+    method_type = MiniLLMMethod
+    config_type = MiniLLMConfig
 
     def __init__(
         self,
@@ -109,26 +133,3 @@ class MiniLLMTrainer(GRPOTrainer):
             model, dummy_reward_func if reward_funcs is None else reward_funcs, args, train_dataset, eval_dataset,
             processing_class, reward_processing_classes, callbacks, optimizers, peft_config, tools, rollout_func, teacher_model,
         )  # fmt: skip
-
-    def outcome(self, model: nn.Module, batch: Mapping[str, Any], **given: Any) -> Outcome:
-        """GRPO's terms, and the exact divergence at each token."""
-        found = super().outcome(model, batch, **given)
-        if not self.method.single_step:
-            return found
-        inputs = dict(batch)
-        experience: Experience = inputs.pop("experience").to(self.args.device)
-        trained = experience.per_token[TRAINED]
-        weight = self.args.teacher_kl_coef * self.method.token_weight(experience)
-        with self.accelerator.autocast():
-            exact = self.teacher.divergence(
-                self.scorer,
-                model,
-                inputs,
-                Divergence(beta=1.0),
-                temperature=self.args.kd_temperature,
-                weights=trained * weight,
-            )
-        measured = {"teacher_kl": weighted(exact.values / weight, trained)}
-        terms = LossTerms(exact.values, trained.to(exact.values.dtype), found.terms[0].per, measured)
-        local = exact.total if found.local is None else found.local + exact.total
-        return found._replace(terms=[*found.terms, terms], local=local if torch.is_grad_enabled() else None)

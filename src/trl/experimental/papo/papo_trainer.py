@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -10,16 +11,16 @@ import torch
 from trl.data.image_rows import has_images
 from trl.experimental.papo.image_masks import masked_image
 from trl.experimental.papo.papo_config import PAPOConfig
+from trl.methods.grpo import GRPOMethod
+from trl.methods.method import Batch, Step
 from trl.models.scoring.causal import Scored
-from trl.models.scoring.head import LossOf, ScoreOptions
+from trl.models.scoring.head import ScoreOptions
 from trl.objectives.group_policy import PerceptionOptions, perception_loss
 from trl.reporting.model_card import Paper
 from trl.rollouts.experience import Experience
 from trl.tensors.reduce import LossTerms
 from trl.trainer.group_images import set_and_row
-from trl.trainer.grpo_config import GroupTraining
-from trl.trainer.grpo_trainer import GRPOMethod, GRPOTrainer
-from trl.trainer.online_method import GroupMethod, StepContext
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 _MASKS, _EVALUATION_MASKS = 0x9A90, 0x9A91  # random streams of their own
 
@@ -33,24 +34,23 @@ class PAPOMethod(GRPOMethod):
         super().__init__(args)
         self.perception = PerceptionOptions(args.perception_loss_weight, args.der_loss_weight1, args.der_loss_weight2)
 
-    def options(self, *, statistics: bool) -> ScoreOptions:
-        return super().options(statistics=statistics or self.perception.needs_entropies)
+    def wants(self, batch: Batch, step: Step) -> ScoreOptions:
+        """Without a loss of tokens: of each, both log-probs count."""
+        wants = super().wants(batch, replace(step, statistics=step.statistics or self.perception.needs_entropies))
+        return replace(wants, loss_of=None)
 
-    def objective(self, experience: Experience, scored: Scored, context: StepContext) -> list[LossTerms]:
+    def objective(self, experience: Experience, scored: Scored, step: Step) -> list[LossTerms]:
         own, masked = (_half(scored, number, len(experience.completions.values)) for number in (0, 1))
         perception = perception_loss(
             own.logps,
             masked.logps,
-            self.tokens(experience, context),
+            self.tokens(experience, step),
             self.perception,
             loss_type=self.settings.loss_type,
             entropies=own.entropies,
             masked_entropies=masked.entropies,
         )
-        return [*super().objective(experience, own, context), perception]
-
-    def token_losses(self, experience: Experience, context: StepContext) -> LossOf | None:
-        return None  # of a token, both log-probs count
+        return [*super().objective(experience, own, step), perception]
 
 
 class PAPOTrainer(GRPOTrainer):
@@ -72,8 +72,8 @@ class PAPOTrainer(GRPOTrainer):
     _name: ClassVar[str] = "PAPO"
     _paper = Paper("Perception-Aware Policy Optimization for Multimodal Reasoning", "2507.06448")
     args: PAPOConfig
-    method_type: ClassVar[type[GroupMethod]] = PAPOMethod
-    config_type: ClassVar[type[GroupTraining]] = PAPOConfig
+    method_type = PAPOMethod
+    config_type = PAPOConfig
 
     def begin_rollouts(self, *parts: Any, **settings: Any) -> None:
         """Raises ValueError for prompts without images."""

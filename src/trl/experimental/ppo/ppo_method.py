@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from trl.experimental.ppo.ppo_config import PPOConfig
+from trl.methods.method import Batch, Step
+from trl.methods.online import ROLLOUT, OnlineMethod
 from trl.models.scoring.causal import Scored
-from trl.models.scoring.head import LossOf
+from trl.models.scoring.head import ScoreOptions
 from trl.objectives.advantages import TokenRewards, rollout_metrics, token_rewards
 from trl.objectives.kl import kl_penalty, probability_ratio
 from trl.objectives.ppo import clipped_surrogate, ppo_losses, whitened_estimates
@@ -20,7 +22,6 @@ from trl.rollouts.maker import less_penalty
 from trl.tensors.moments import over_processes
 from trl.tensors.ragged import Ragged
 from trl.tensors.reduce import LossTerms, Weighted, weighted, where_counted
-from trl.trainer.online_method import OnlineMethod, StepContext
 
 ADVANTAGES = "advantages"
 
@@ -81,7 +82,7 @@ class PPOMethod(OnlineMethod):
         found = rollout_metrics(rewards, kl, logps, experience.per_row[SCORES].to(logps.dtype), trained)
         return {f"objective/{name}": found[f"objective/{name}"] for name in _OBJECTIVE}
 
-    def objective(self, experience: Experience, scored: Scored, context: StepContext) -> list[LossTerms]:
+    def objective(self, experience: Experience, scored: Scored, step: Step) -> list[LossTerms]:
         """The clipped losses of policy and value function, under the documented names of their metrics."""
         columns, mask = experience.per_token, experience.per_token[TRAINED]
         assert scored.values is not None
@@ -110,8 +111,9 @@ class PPOMethod(OnlineMethod):
             means["val/ratio_var"] = max(square - (means["val/ratio"] - 1) ** 2, 0.0)
         return means
 
-    def token_losses(self, experience: Experience, context: StepContext) -> LossOf:
-        """The policy's loss."""
+    def wants(self, batch: Batch, step: Step) -> ScoreOptions:
+        """With the policy's loss of each token."""
+        experience: Experience = batch[ROLLOUT]
 
         def losses(logps: Tensor, which: slice) -> Tensor:
             old, advantages, mask = (experience.per_token[name][which] for name in (OLD, ADVANTAGES, TRAINED))
@@ -119,4 +121,4 @@ class PPOMethod(OnlineMethod):
             terms = clipped_surrogate(logps, *rollout, mask, cliprange=self.args.cliprange)
             return where_counted(terms.values, terms.weights) * terms.weights
 
-        return losses
+        return replace(super().wants(batch, step), loss_of=losses)

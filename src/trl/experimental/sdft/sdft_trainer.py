@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from datasets import Dataset
@@ -15,9 +15,11 @@ from trl.data.formats import is_list_of_dicts_with, maybe_convert_to_chatml
 from trl.data.prompts import PROMPT_IDS, PromptPreparation, PromptTokenizer
 from trl.data.rendering import ProcessingClass
 from trl.experimental.sdft.sdft_config import SDFTConfig, SelfDistillation, filled
+from trl.methods.distillation import DistillationMethod
+from trl.methods.method import Batch, Scoring, Step
+from trl.methods.online import ROLLOUT
 from trl.models.packed.layout import TEACHER_BATCH
 from trl.models.scoring.head import ScoreOptions
-from trl.models.switches import undisturbed, without_ddp
 from trl.objectives.distillation import Divergence, TeacherLoss, top_k_divergence
 from trl.objectives.kl import LARGEST_LOG_RATIO
 from trl.reporting.model_card import Paper
@@ -29,9 +31,7 @@ from trl.tensors.reduce import LossTerms, weighted
 from trl.tensors.sequences import positions_in_sequence, tokens_by_sequence
 from trl.tensors.vocabulary_loss import VocabularyLoss
 from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
-from trl.trainer.distillation_trainer import DistillationMethod, DistillationTrainer
-from trl.trainer.grpo_config import RolloutTraining
-from trl.trainer.online_method import GroupMethod, StepContext
+from trl.trainer.distillation_trainer import DistillationTrainer
 from trl.trainer.online_trainer import AnyDataset, OnlineTrainer
 
 CONTEXT = "privileged_context"
@@ -89,10 +89,31 @@ class SelfDistillationMethod(DistillationMethod):
         row = experience.completions.row_index[self.distilled(experience)]
         return (tokens_by_sequence(row, len(experience)) > 0).sum()
 
-    def objective(  # type: ignore[override]
-        self, experience: Experience, scored: VocabularyLoss, context: StepContext
-    ) -> list[LossTerms]:
-        (terms,) = super().objective(experience, scored, context)
+    def score(self, batch: Batch, scoring: Scoring) -> VocabularyLoss:
+        """The divergence; tokens that were sampled by an earlier student have importance weights."""
+        experience, inputs, clip = batch[ROLLOUT], self.learned(batch), self.args.distillation_is_clip
+        weights = self.token_weights(experience)
+        if clip is not None and OLD in experience.per_token and not scoring.step.is_first:
+            gaps = scoring.frozen_logps(inputs).logps - experience.per_token[OLD]
+            ratios = gaps.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp().clamp(max=clip)
+            weights = weights * ratios
+        if self.args.distillation_mode != "sampled_token":
+            return self.from_teacher(batch, scoring, weights)
+        options, teacher = ScoreOptions(temperature=scoring.temperature), cast(Any, scoring.teacher)
+        theirs = teacher.reference.score(
+            scoring.model, inputs[TEACHER_BATCH], lambda scorer, own, rows: scorer.score(own, rows, options).logps
+        )
+
+        def losses(logps: Tensor, which: slice) -> Tensor:
+            return weights[which] * (logps.detach() - theirs[which]) * logps
+
+        scored = scoring.logps(inputs, ScoreOptions(loss_of=losses))
+        values = weights * (scored.logps.detach() - theirs)
+        total = (values * scored.logps).sum() if scored.total is None else scored.total
+        return VocabularyLoss(total, values, scored.aux_loss)
+
+    def objective(self, experience: Experience, scored: VocabularyLoss, step: Step) -> list[LossTerms]:
+        (terms,) = super().objective(experience, scored, step)
         weights, name = self.token_weights(experience), "self_distillation/distillation_loss"
         values = weighted(torch.where(weights > 0, scored.values / weights, 0.0), weights)
         return [terms._replace(metrics={**terms.metrics, name: values})]
@@ -231,30 +252,6 @@ class SelfDistillationTrainer(DistillationTrainer):
             self.add_callback(SyncRefModelCallback(None, self.accelerator, alpha=rate, every=every))
         super().settle_reference()
 
-    def learn(self, model: nn.Module, inputs: dict[str, Any], experience: Experience) -> VocabularyLoss:
-        """The divergence; tokens that were sampled by an earlier student have importance weights."""
-        weights, clip = self.method.token_weights(experience), self.args.distillation_is_clip
-        options = ScoreOptions(temperature=self.sampling.temperature)
-        if clip is not None and OLD in experience.per_token and not self.context.is_first:
-            with torch.no_grad(), undisturbed(self.model_wrapped):  # type: ignore[arg-type]
-                present = self.score(without_ddp(self.model_wrapped), inputs, options).logps  # type: ignore[arg-type]
-            gaps = present - experience.per_token[OLD]
-            ratios = gaps.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp().clamp(max=clip)
-            weights = weights * ratios
-        if self.args.distillation_mode != "sampled_token":
-            return self.from_teacher(model, inputs, weights)
-        theirs = self.teacher.reference.score(
-            model, inputs[TEACHER_BATCH], lambda scorer, own, rows: scorer.score(own, rows, options).logps
-        )
-
-        def losses(logps: Tensor, which: slice) -> Tensor:
-            return weights[which] * (logps.detach() - theirs[which]) * logps
-
-        scored = self.score(model, inputs, replace(options, loss_of=losses))
-        values = weights * (scored.logps.detach() - theirs)
-        total = (values * scored.logps).sum() if scored.total is None else scored.total
-        return VocabularyLoss(total, values, scored.aux_loss)
-
 
 class SDFTTrainer(SelfDistillationTrainer):
     """Trainer of self-distillation fine-tuning (arXiv:2601.19897).
@@ -273,8 +270,8 @@ class SDFTTrainer(SelfDistillationTrainer):
     _paper = Paper("Self-Distillation Enables Continual Learning", "2601.19897")
     args: SDFTConfig  # type: ignore[assignment]
     method: SDFTMethod
-    method_type: ClassVar[type[GroupMethod]] = SDFTMethod
-    config_type: ClassVar[type[RolloutTraining]] = SDFTConfig
+    method_type = SDFTMethod
+    config_type = SDFTConfig
 
     def __init__(
         self,

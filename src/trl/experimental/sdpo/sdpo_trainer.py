@@ -9,27 +9,22 @@ from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import gather_object
-from torch import Tensor, nn
+from torch import Tensor
 
 from trl.experimental.sdft.sdft_config import filled
-from trl.experimental.sdft.sdft_trainer import (
-    CONTEXT,
-    SelfDistillationMethod,
-    SelfDistillationTrainer,
-    extended,
-)
+from trl.experimental.sdft.sdft_trainer import CONTEXT, SelfDistillationMethod, SelfDistillationTrainer, extended
 from trl.experimental.sdpo.sdpo_config import SDPOConfig
-from trl.models.scoring.head import ScoreOptions
+from trl.methods.grpo import GRPOMethod
+from trl.methods.method import Batch, Outcome, Scoring, Step
+from trl.methods.online import ROLLOUT, Corrected
+from trl.models.scoring.causal import Scored
 from trl.objectives.group_advantages import group_moments
 from trl.reporting.model_card import Paper
 from trl.rewards.result import RewardInputs, source_means
 from trl.rollouts.experience import ADVANTAGE, FILTERED, SCORES, Experience
 from trl.rollouts.measures import measured_groups
 from trl.tensors.reduce import Unit, Weighted, reduce_terms, weighted
-from trl.trainer.grpo_config import RolloutTraining
-from trl.trainer.grpo_trainer import GRPOMethod
-from trl.trainer.method import Outcome
-from trl.trainer.online_method import Corrected, GroupMethod
+from trl.tensors.vocabulary_loss import VocabularyLoss
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +58,25 @@ class SDPOMethod(SelfDistillationMethod):
     def token_weights(self, experience: Experience) -> Tensor:
         return self.args.distillation_weight * super().token_weights(experience)
 
-    def count(self, batch: Mapping[str, Any]) -> Tensor:
+    def count(self, batch: Batch) -> Tensor:
         own = super().count(batch)
         return torch.cat([own, self.policy.count(batch)]) if self.has_policy_loss else own
+
+    def score(self, batch: Batch, scoring: Scoring) -> tuple[VocabularyLoss, Scored | None]:  # type: ignore[override]
+        """The divergence, and the log-probs of GRPO's loss."""
+        divergence = super().score(batch, scoring)
+        return divergence, scoring.logps(self.learned(batch)) if self.has_policy_loss else None
+
+    def terms(self, batch: Batch, scored: tuple[VocabularyLoss, Scored | None], step: Step) -> Outcome:
+        """The divergence, and the loss of GRPO beside it."""
+        outcome, experience = super().terms(batch, scored[0], step), batch[ROLLOUT]
+        if scored[1] is None:
+            return outcome
+        (terms,) = self.policy.objective(experience, scored[1], step)
+        loss = Weighted(reduce_terms(terms, 1.0).detach(), self.policy.divisor(experience))
+        values, metrics = (1 - self.args.distillation_weight) * terms.values, {f"{PREFIX}policy_loss": loss}
+        terms = terms._replace(values=values, per="group", metrics={**terms.metrics, **metrics})
+        return outcome._replace(terms=[*outcome.terms, terms])
 
     def needs_old(self, experience: Experience) -> bool:
         return self.has_policy_loss and self.policy.needs_old(experience)
@@ -126,8 +137,8 @@ class SDPOTrainer(SelfDistillationTrainer):
     _paper = Paper("Reinforcement Learning via Self-Distillation", "2601.20802")
     args: SDPOConfig
     method: SDPOMethod
-    method_type: ClassVar[type[GroupMethod]] = SDPOMethod
-    config_type: ClassVar[type[RolloutTraining]] = SDPOConfig
+    method_type = SDPOMethod
+    config_type = SDPOConfig
 
     def check_rows(self, dataset: Any, name: str, args: Any, columns: Sequence[str] = ()) -> None:
         """Each row has a prompt, and a column of feedback if it is to be shown."""
@@ -188,20 +199,6 @@ class SDPOTrainer(SelfDistillationTrainer):
             if every and count and count % every == 0:
                 logger.warning("In the last %d rollout batches %s.", count, what)
         return found
-
-    def outcome(self, model: nn.Module, batch: Mapping[str, Any], **given: Any) -> Outcome:
-        """The divergence, and the loss of GRPO beside it."""
-        found, share = super().outcome(model, batch), 1 - self.args.distillation_weight
-        if not self.method.has_policy_loss:
-            return found
-        policy, experience = self.method.policy, batch["experience"].to(self.args.device)
-        inputs = {name: value for name, value in batch.items() if name != "experience"}
-        scored = self.score(model, inputs, ScoreOptions(temperature=self.sampling.temperature))
-        (terms,) = policy.objective(experience, scored, self.context)
-        loss = Weighted(reduce_terms(terms, 1.0).detach(), policy.divisor(experience))
-        metrics = {**terms.metrics, f"{PREFIX}policy_loss": loss}
-        terms = terms._replace(values=share * terms.values, per="group", metrics=metrics)
-        return found._replace(terms=[*found.terms, terms])
 
 
 def teacher_prompt(args: SDPOConfig, prompt: Any, solution: str | None, feedback: str | None) -> Any:

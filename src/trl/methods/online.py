@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trl.agents.tool_loop import tool_metrics
+from trl.methods.method import Batch, Method, Outcome, Scoring, Step
 from trl.models.scoring.causal import Scored
-from trl.models.scoring.head import LossOf, ScoreOptions
+from trl.models.scoring.head import ScoreOptions
 from trl.objectives.group_advantages import Scale, has_no_variance
-from trl.objectives.group_policy import GroupOptions, GroupTokens
+from trl.objectives.group_policy import EXTREMES, GroupOptions, GroupTokens
 from trl.rewards.result import RewardInputs
 from trl.rollouts.experience import (
     CHOSEN,
@@ -30,21 +32,13 @@ from trl.rollouts.experience import (
 from trl.rollouts.measures import agent_metrics, measured_groups
 from trl.rollouts.token_counts import token_advantages
 from trl.tensors.reduce import LossTerms, Unit, Weighted
-from trl.trainer.grpo_config import GroupTraining, RolloutTraining
-from trl.trainer.method import Method
+
+if TYPE_CHECKING:
+    pass
 
 EQUAL_REWARDS = "frac_given_reward_zero_std"
-
-
-class StepContext(NamedTuple):
-    """The context of a micro-batch's loss.
-
-    `is_first`: in training, the policy has not been updated since the rollout. `is_exact`: the log-probs of sampling
-    are those of the scoring forward.
-    """
-
-    is_first: bool
-    is_exact: bool
+ROLLOUT = "experience"
+"""The entry of a batch that holds its rows, an `Experience`."""
 
 
 class OnlineMethod(Method):
@@ -77,22 +71,45 @@ class OnlineMethod(Method):
         """Whether the first optimiser step on a rollout batch needs `old_logps`; later ones always do."""
         return True
 
-    def options(self, *, statistics: bool) -> ScoreOptions:
-        return ScoreOptions(entropy="scored" if statistics else "none")
+    def __init_subclass__(cls, **settings: Any) -> None:
+        """The loss of tokens that a method `wants` is that of its `objective`: another one has none, or says it."""
+        super().__init_subclass__(**settings)
+        if "objective" in vars(cls):
+            cls.is_local = "wants" in vars(cls)
 
-    def count(self, batch: Mapping[str, Any]) -> Tensor:
-        return self.divisor(batch["experience"]).view(1)
+    is_local: ClassVar[bool] = False
+
+    def wants(self, batch: Batch, step: Step) -> ScoreOptions:
+        return ScoreOptions(entropy="scored" if step.statistics else "none")
+
+    def count(self, batch: Batch) -> Tensor:
+        return self.divisor(batch[ROLLOUT]).view(1)
+
+    def learned(self, batch: Batch) -> Batch:
+        return {name: value for name, value in batch.items() if name != ROLLOUT}
+
+    def score(self, batch: Batch, scoring: Scoring) -> Any:
+        """The log-probs of completion tokens: without gradient where their loss is taken in the same pass."""
+        wants, step = self.wants(batch, scoring.step), scoring.step
+        if not self.is_local or step.objective is not None or not torch.is_grad_enabled():
+            wants = replace(wants, loss_of=None)
+        return scoring.logps(self.learned(batch), wants)
 
     @abstractmethod
-    def objective(self, experience: Experience, scored: Scored, context: StepContext) -> list[LossTerms]:
+    def objective(self, experience: Experience, scored: Any, step: Step) -> Sequence[LossTerms]:
         """The terms of a micro-batch's loss, each over the step's sum of `divisor`."""
 
-    def token_losses(self, experience: Experience, context: StepContext) -> LossOf | None:
-        """The loss of each token, where it follows from the token's own log-prob; None where it does not.
-
-        The head's gradient is then taken in the scoring forward, and `objective` has log-probs without gradient.
-        """
-        return None
+    def terms(self, batch: Batch, scored: Any, step: Step) -> Outcome:
+        """Those of the objective, and the extremes of what it measures; predictions are the log-probs."""
+        rows = batch[ROLLOUT]
+        terms = self.objective(rows, scored, step) if step.objective is None else step.objective(rows, scored)
+        means = {name: value.mean for part in terms for name, value in part.metrics.items()}
+        extremes = {name: means[source] for name, source in EXTREMES.items() if source in means}
+        local = scored.total if torch.is_grad_enabled() else None  # evaluations report the terms
+        predictions, labels = None, None
+        if isinstance(scored, Scored):
+            predictions, labels = scored.logps.detach(), scored.positions.sequence
+        return Outcome(terms, predictions, labels, scored.aux_loss, local=local, extremes=extremes)
 
     def divisor(self, experience: Experience) -> Tensor:
         """The share of these rows in the number that an optimiser step's loss is divided by, 0-dim."""
@@ -117,14 +134,12 @@ class GroupMethod(OnlineMethod):
 
     reward_scale: Scale = "group"
 
-    def __init__(self, args: RolloutTraining) -> None:
+    def __init__(self, args: Any) -> None:
         self.args = args
-        self.has_reference = isinstance(args, GroupTraining) and args.beta != 0
 
     @property
     def settings(self) -> GroupOptions:
         """The settings of the loss, as the config has them now."""
-        assert isinstance(self.args, GroupTraining)
         return self.args.group_options()
 
     def apply_rewards(
@@ -190,11 +205,11 @@ class GroupMethod(OnlineMethod):
 
     # ---- of a micro-batch
 
-    def tokens(self, experience: Experience, context: StepContext) -> GroupTokens:
+    def tokens(self, experience: Experience, step: Step) -> GroupTokens:
         """The columns of a micro-batch; a column `advantage` per token precedes that per row."""
         columns, sequence = experience.per_token, experience.completions.row_index
         return GroupTokens(
-            self.old_logps(experience, context),
+            self.old_logps(experience, step),
             token_advantages(experience),
             columns[TRAINED],
             sequence,
@@ -204,11 +219,11 @@ class GroupMethod(OnlineMethod):
             columns.get(CHOSEN),
         )
 
-    def old_logps(self, experience: Experience, context: StepContext) -> Tensor | None:
+    def old_logps(self, experience: Experience, step: Step) -> Tensor | None:
         """The denominator of ratios, `(K,)`; None for the policy that is being scored, in the first step on a rollout
         batch: there dropout and the rounding of another layout are no change of the policy.
         """
-        return None if context.is_first else experience.per_token.get(OLD)
+        return None if step.is_first else experience.per_token.get(OLD)
 
     def divisor(self, experience: Experience) -> Tensor:
         return torch.tensor(len(experience))

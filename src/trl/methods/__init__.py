@@ -1,0 +1,1 @@
+"""The mathematics of training methods, without trainers."""
