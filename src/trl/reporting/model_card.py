@@ -171,11 +171,7 @@ def generate_model_card(
 
 
 def card_of_trainer(
-    trainer: Any,
-    *,
-    model_name: str | None = None,
-    dataset_name: str | None = None,
-    tags: str | list[str] | None = None,
+    trainer: Any, *, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
 ) -> ModelCard:
     """The model card of a trainer's run, from its model, arguments and state.
 

@@ -92,12 +92,7 @@ def log_table_to_comet_experiment(name: str, table: Any) -> None:
 
 
 def log_table(
-    name: str,
-    table: Any,
-    report_to: Iterable[str],
-    *,
-    step: int | None = None,
-    tensorboard_writer: Any = None,
+    name: str, table: Any, report_to: Iterable[str], *, step: int | None = None, tensorboard_writer: Any = None
 ) -> list[str]:
     """Send a `pandas.DataFrame` to every tracker in `report_to` that has an active run and can show tables.
 

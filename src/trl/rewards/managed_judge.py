@@ -102,11 +102,7 @@ class ManagedJudge(BasePairwiseJudge):
             self._stored(())  # raises now for a file that cannot be used
 
     def judge(
-        self,
-        prompts: list[str],
-        completions: list[list[str]],
-        shuffle_order: bool = True,
-        return_scores: bool = False,
+        self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True, return_scores: bool = False
     ) -> list[int | float]:
         """0 or 1 for each pair, 0.5 for a tie, -1 for no answer.
 

@@ -21,13 +21,7 @@ from trl.models.loading import get_config_model_id, load_processing_class
 from trl.models.parts import causal_core, embedded_tokens
 from trl.models.reference import FrozenModel
 from trl.models.scoring.classifier import ClassificationScorer
-from trl.models.setup import (
-    REWARD_MODEL,
-    check_processing_class,
-    load_classifier,
-    pad_token_id,
-    table_of_positions,
-)
+from trl.models.setup import REWARD_MODEL, check_processing_class, load_classifier, pad_token_id, table_of_positions
 from trl.models.switches import in_eval_mode
 from trl.rewards.result import RewardError, RewardInputs, rows_by_prompt
 
@@ -159,8 +153,7 @@ class ModelSource:
         if policy is self.tokenizer or policy.get_vocab() == self.tokenizer.get_vocab():
             return True
         logger.warning(
-            "Reward model %r has another tokenizer than the policy: texts are tokenised again by its own.",
-            self.name,
+            "Reward model %r has another tokenizer than the policy: texts are tokenised again by its own.", self.name
         )
         return False
 

@@ -83,8 +83,7 @@ class DPOScriptArguments(CommandArguments):
 
     ref_model_name_or_path: str | None = option(None, "Reference model. None: the model before training.")
     dialogue_marker: str | None = option(
-        None,
-        "For dialogues as text: what opens the assistant's turns, such as 'Assistant:'. Prompts end there.",
+        None, "For dialogues as text: what opens the assistant's turns, such as 'Assistant:'. Prompts end there."
     )
 
 

@@ -44,11 +44,7 @@ def model_init_kwargs(model_args: ModelConfig, explicit: dict[str, Any] | str | 
 
 
 def load_train_and_eval(
-    script_args: ScriptArguments,
-    dataset_args: "DatasetMixtureConfig",
-    *,
-    renames: Mapping[str, str],
-    evaluate: bool,
+    script_args: ScriptArguments, dataset_args: "DatasetMixtureConfig", *, renames: Mapping[str, str], evaluate: bool
 ) -> tuple[Any, Any]:
     """The training dataset, and the evaluation dataset if `evaluate` (else None), columns renamed.
 

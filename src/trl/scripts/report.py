@@ -191,10 +191,7 @@ def usage(trainer: Any) -> list[str]:
     adapters = getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {})
     bases = [f"  # an adapter of {each.base_model_name_or_path}" for each in adapters.values()]
     load = f"trl chat {folder}" if chats else f'model = pipeline("{task}", "{folder}")'
-    return [
-        *([] if chats else ["  from transformers import pipeline"]),
-        f"  {load}{bases[0] if bases else ''}",
-    ]
+    return [*([] if chats else ["  from transformers import pipeline"]), f"  {load}{bases[0] if bases else ''}"]
 
 
 def resume_hint(newest: Path | None, args: Any, *, command: str, finished: bool) -> str:

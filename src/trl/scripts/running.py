@@ -38,11 +38,7 @@ def reporting_input_errors() -> Iterator[None]:
 
 
 def run_script(
-    parser: TrlParser,
-    main: Callable[..., Any],
-    args: Sequence[str] | None = None,
-    *,
-    config: ConfigFile | None = None,
+    parser: TrlParser, main: Callable[..., Any], args: Sequence[str] | None = None, *, config: ConfigFile | None = None
 ) -> int:
     """Parse `args` (those of the process if None), call `main` with the dataclasses, and return the exit status.
 

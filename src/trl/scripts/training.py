@@ -221,10 +221,7 @@ COMMANDS = {
         "--judge JUDGE",
     ),
     "xpo": TrainingCommand(
-        "XPO",
-        "XPO: online DPO against the reference's completions, with optimism.",
-        rewards_or_judge,
-        "--judge JUDGE",
+        "XPO", "XPO: online DPO against the reference's completions, with optimism.", rewards_or_judge, "--judge JUDGE"
     ),
     "rloo": TrainingCommand(
         "RLOO",

@@ -149,10 +149,7 @@ def teacher_inputs(run: Run) -> dict[str, Any]:
 
 def distillation_inputs(run: Run) -> dict[str, Any]:
     """Prompts, and the teacher."""
-    return {
-        "teacher_model": run.teacher,
-        "train_dataset": Dataset.from_list(run.task.train).select_columns("prompt"),
-    }
+    return {"teacher_model": run.teacher, "train_dataset": Dataset.from_list(run.task.train).select_columns("prompt")}
 
 
 def ppo_inputs(run: Run) -> dict[str, Any]:

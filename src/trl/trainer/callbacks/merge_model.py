@@ -246,10 +246,7 @@ class MergeModelCallback(TrainerCallback):
         if self.push_to_hub:
             name = args.hub_model_id or Path(args.output_dir).name
             upload_model_to_hf(
-                str(merged),
-                f"{name}_{checkpoint.name}_merged",
-                private=args.hub_private_repo,
-                token=args.hub_token,
+                str(merged), f"{name}_{checkpoint.name}_merged", private=args.hub_private_repo, token=args.hub_token
             )
 
 

@@ -128,12 +128,7 @@ class WinRateCallback(TrainerCallback):
     def _metrics(self, shares: list[float | None]) -> dict[str, float]:
         wins = [None if share is None else 0.5 if share == 0.5 else float(share > 0.5) for share in shares]
         found = win_rate(wins)
-        logs = {
-            "": found.rate,
-            "_low": found.low,
-            "_high": found.high,
-            "_unanswered": found.unanswered / len(shares),
-        }
+        logs = {"": found.rate, "_low": found.low, "_high": found.high, "_unanswered": found.unanswered / len(shares)}
         metrics = {f"eval_win_rate{name}": value for name, value in logs.items()}
         return metrics | ({"eval_avg_win_prob": win_rate(shares).rate} if "return_scores" in self.options else {})
 
