@@ -42,5 +42,6 @@ class ServedJudge(BasePairwiseJudge):
         )
         shown = self.tokenizer.batch_decode(found["completion_ids"], skip_special_tokens=True)
         return [
-            pair.given(int(answer)) if answer in ("0", "1") else -1 for pair, answer in zip(pairs, shown, strict=True)
+            pair.original(int(answer)) if answer in ("0", "1") else -1
+            for pair, answer in zip(pairs, shown, strict=True)
         ]

@@ -1,6 +1,4 @@
-"""Reward functions, `func(prompts=, completions=, completion_ids=, trainer_state=, **columns)`, plain or async; those
-of a name.
-"""
+"""Reward functions, `func(prompts=, completions=, completion_ids=, **columns)`, plain or async, also by their names."""
 
 from __future__ import annotations
 
@@ -12,12 +10,15 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from trl.data.validation import COMPLETIONS
 from trl.options.spelling import did_you_mean
-from trl.rewards.judges import BaseJudge, BaseRankJudge
+from trl.rewards.judges import BaseJudge, BasePairwiseJudge, BaseRankJudge
 from trl.rewards.result import RewardInputs
+
+Function = Callable[..., Any]  # of keyword arguments; returns a number, or None, for each completion
 
 READY_MADE = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 SOFT_OVERLONG = "get_soft_overlong_punishment"
@@ -37,7 +38,7 @@ class FunctionSource:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Function,
         *,
         name: str | None = None,
         deadline: float | None = None,
@@ -66,20 +67,21 @@ class FunctionSource:
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise ValueError if the function needs an argument that is neither a column nor given by the trainer."""
-        given = {"prompts", "completions", "completion_ids", "trainer_state", *_ON_REQUEST, *columns}
+        available = {"prompts", "completions", "completion_ids", "trainer_state", *_ON_REQUEST, *columns}
         missing = [
             name
             for name, parameter in self._parameters.items()
             if parameter.default is parameter.empty
             and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-            and name not in given
+            and name not in available
         ]
         if missing:
             remedy = "Add them, or give the arguments a default."
             if missing == ["solution"] and (answers := [name for name in COMPLETIONS if name in columns]):
                 remedy = f"Rename one: --column_mapping {answers[0]}=solution."
             raise ValueError(
-                f"reward function {self.name!r} needs {missing}, the data set has the columns {sorted(columns)}. {remedy}"
+                f"reward function {self.name!r} needs {missing}, the data set has the columns {sorted(columns)}. "
+                + remedy
             )
 
 
@@ -91,8 +93,8 @@ def column_reward(name: str) -> FunctionSource:
 def _copied(value: Any) -> Any:
     """Copies of lists and dicts at any depth; other values as they are."""
     if isinstance(value, (list, tuple)):
-        return [_copied(each) for each in value]
-    return {key: _copied(each) for key, each in value.items()} if isinstance(value, dict) else value
+        return [_copied(item) for item in value]
+    return {key: _copied(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def accepted(every: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
@@ -102,7 +104,7 @@ def accepted(every: Mapping[str, Any], parameters: Mapping[str, inspect.Paramete
     return {name: value for name, value in every.items() if name in parameters}
 
 
-def name_of(function: Callable[..., Any]) -> str:
+def name_of(function: Function) -> str:
     """The name of a function, method, partial or callable object.
 
     >>> name_of(functools.partial(len)), name_of([].append), name_of(functools.partial(functools.partial(max)))
@@ -112,13 +114,13 @@ def name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", None) or type(function).__name__
 
 
-def _without_partial(function: Any) -> Any:
+def _without_partial(function: Function) -> Function:
     while isinstance(function, functools.partial):
         function = function.func
     return function
 
 
-def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def parameters_of(function: Function) -> Mapping[str, inspect.Parameter]:
     """Its parameters by name; `**columns` if it has no signature.
 
     Raises: TypeError for a function without parameters, or with positional-only ones.
@@ -127,7 +129,7 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return {"columns": inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)}
-    if not parameters or any(each.kind is each.POSITIONAL_ONLY for each in parameters.values()):
+    if not parameters or any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters.values()):
         raise TypeError(
             f"reward function {name_of(function)!r} must take keyword arguments. Write it as "
             "`def f(prompts, completions, **kwargs)`."
@@ -138,16 +140,15 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
 # --- by name, as given on a command line
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> dict[str, Function | str]:
     """`reward_funcs_registry`: the ready-made functions by name, imported on first use."""
     if name != "reward_funcs_registry":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return {known: _resolve(known) for known in (*READY_MADE, SOFT_OVERLONG)}
 
 
-def resolve_reward_funcs(names: Sequence[str]) -> list[Callable[..., Any] | str]:
-    """Reward functions and judges by name or dotted path; paths and Hub names of reward models are returned as they
-    are.
+def resolve_reward_funcs(names: Sequence[str]) -> list[Function | str]:
+    """Reward functions and judges by name or dotted path; folders and Hub names of reward models stay as they are.
 
     Known names are those of `trl.rewards`; `get_soft_overlong_punishment` takes its lengths in brackets, for example
     `get_soft_overlong_punishment(max_completion_len=512,soft_punish_cache=64)`, by default 1280 and 256. A dotted path
@@ -159,7 +160,7 @@ def resolve_reward_funcs(names: Sequence[str]) -> list[Callable[..., Any] | str]
     return [_resolve(name) for name in names]
 
 
-def resolve_judge(name: str) -> Any:
+def resolve_judge(name: str) -> BasePairwiseJudge:
     """A pairwise judge: pair_rm, openai, hf or random, or a dotted path as in `resolve_reward_funcs`.
 
     Raises: ValueError for another name.
@@ -183,27 +184,27 @@ def resolve_judge(name: str) -> Any:
         raise refused()
     module_name, _, attribute = name.rpartition(".")
     module = _imported(module_name, refused)
-    found: Any = getattr(module, attribute, None)
-    if not _is_judge(found):
+    judge: Any = getattr(module, attribute, None)
+    if not _is_judge(judge):
         there = sorted(n for n, v in vars(module).items() if _is_judge(v))
         raise refused(f" It is no class of a judge. Module {module_name!r} has {there}.")
-    return found()
+    return judge()
 
 
-def _resolve(name: str) -> Callable[..., Any] | str:
+def _resolve(name: str) -> Function | str:
     if name in READY_MADE:
         return getattr(import_module("trl.rewards"), name)
     if name.partition("(")[0] == SOFT_OVERLONG:
         from trl.rewards.ready_made import get_soft_overlong_punishment
 
         lengths = re.sub(r"\s*([(),=])\s*", r"\1", name.removeprefix(SOFT_OVERLONG) or "(1280,256)")
-        given = _LENGTHS.fullmatch(_SWAPPED.sub(r"(\2,\1)", lengths))
-        if given is None:
+        match = _LENGTHS.fullmatch(_SWAPPED.sub(r"(\2,\1)", lengths))
+        if match is None:
             raise ValueError(
                 f"reward function {name!r} cannot be read, expected "
                 f"{SOFT_OVERLONG}(max_completion_len=1280,soft_punish_cache=256), quoted in the shell."
             )
-        return get_soft_overlong_punishment(int(given[1]), int(given[2]))
+        return get_soft_overlong_punishment(int(match[1]), int(match[2]))
     if Path(name).expanduser().is_dir():
         return name
     if name.partition(":")[0].endswith(".py"):
@@ -217,25 +218,25 @@ def _resolve(name: str) -> Callable[..., Any] | str:
     raise _unknown(name)
 
 
-def _function(path: str) -> Any:
+def _function(path: str) -> Function:
     module_name, _, attribute = path.rpartition(".")
     module = _imported(module_name, functools.partial(_unknown, path))
-    found: Any = getattr(module, attribute, None)
-    if _is_judge(found):
-        return found()
-    if isinstance(found, type) or not callable(found):
+    function: Any = getattr(module, attribute, None)
+    if _is_judge(function):
+        return function()
+    if isinstance(function, type) or not callable(function):
         others = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
         raise ValueError(
             f"reward function {path!r} is no function, and no class of a judge. Module {module_name!r} has {others}."
         )
-    return found
+    return function
 
 
-def _is_judge(found: Any) -> bool:
-    return isinstance(found, type) and issubclass(found, (BaseJudge, BaseRankJudge))
+def _is_judge(candidate: object) -> bool:
+    return isinstance(candidate, type) and issubclass(candidate, (BaseJudge, BaseRankJudge))
 
 
-def _imported(module_name: str, refused: Callable[[str], ValueError]) -> Any:
+def _imported(module_name: str, refused: Callable[[str], ValueError]) -> ModuleType:
     here = os.getcwd()
     sys.path.insert(0, here)
     try:
@@ -252,6 +253,6 @@ def _unknown(name: str, reason: str = "") -> ValueError:
     known = (*READY_MADE, SOFT_OVERLONG)
     guess = did_you_mean(name.rpartition(".")[2], known)
     return ValueError(
-        f"reward function {name!r} is unknown.{reason}{guess} Known are {', '.join(known)}; others are given as 'module.function', "
-        "reward models as a folder or 'owner/name'."
+        f"reward function {name!r} is unknown.{reason}{guess} Known are {', '.join(known)}; others are given as "
+        "'module.function', reward models as a folder or 'owner/name'."
     )

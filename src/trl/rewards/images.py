@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import io
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -15,6 +15,11 @@ from torch import Tensor, nn
 
 from trl.rewards.functions import FunctionSource, accepted
 from trl.rewards.result import RewardInputs
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from trl.rewards.source import RewardFunc
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 CLIP = "openai/clip-vit-large-patch14"
@@ -64,33 +69,31 @@ class AestheticScorer(nn.Module):
         shape = [max(round(side * scale), size) for side in images.shape[-2:]]
         images = nn.functional.interpolate(images, shape, mode="bilinear", antialias=True)
         top, left = ((side - size) // 2 for side in shape)
-        mean, std = (images.new_tensor(each).view(1, 3, 1, 1) for each in (CLIP_MEAN, CLIP_STD))
+        mean, std = (images.new_tensor(channels).view(1, 3, 1, 1) for channels in (CLIP_MEAN, CLIP_STD))
         pixels = (images[..., top : top + size, left : left + size] - mean) / std
         features = self.clip.visual_projection(self.clip.vision_model(pixel_values=pixels).pooler_output)
         return self.mlp(features / features.norm(dim=-1, keepdim=True)).squeeze(1)
 
 
-def aesthetic_scorer(hub_model_id: str, model_filename: str) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
-    """A reward function `(images, prompts, metadata) -> (scores, {})` of the `AestheticScorer`, for AlignProp and
-    DDPO.
-    """
+def aesthetic_scorer(hub_model_id: str, model_filename: str) -> Callable[..., tuple[Tensor, dict]]:
+    """A reward function `(images, prompts, metadata) -> (scores, {})` of the `AestheticScorer`."""
     scorer = AestheticScorer(dtype=torch.float32, model_id=hub_model_id, model_filename=model_filename)
 
-    def aesthetic_score(images: Tensor, prompts: Any = None, metadata: Any = None) -> tuple[Tensor, dict]:
+    def aesthetic_score(images: Tensor, prompts: object = None, metadata: object = None) -> tuple[Tensor, dict]:
         return scorer.to(images.device)(images), {}
 
     return aesthetic_score
 
 
-def as_picture(image: Tensor) -> Any:
+def as_picture(image: Tensor) -> Image:
     """A `PIL.Image.Image` of an image `(3, H, W)` in 0..1."""
-    from PIL import Image
+    from PIL.Image import fromarray
 
     pixels = (image.detach().float().clamp(0, 1) * 255).round().byte().permute(1, 2, 0)
-    return Image.fromarray(pixels.cpu().numpy())
+    return fromarray(pixels.cpu().numpy())
 
 
-def jpeg_kilobytes(images: Any) -> list[float]:
+def jpeg_kilobytes(images: Iterable[Tensor]) -> list[float]:
     """The size of each image as a JPEG of quality 95, in kB; `(B, 3, H, W)` in 0..1, or a list of images."""
     sizes = []
     for image in images:
@@ -100,7 +103,9 @@ def jpeg_kilobytes(images: Any) -> list[float]:
     return sizes
 
 
-def jpeg_compressibility(images: Any, prompts: Any = None, metadata: Any = None) -> tuple[list[float], dict]:
+def jpeg_compressibility(
+    images: Iterable[Tensor], prompts: object = None, metadata: object = None
+) -> tuple[list[float], dict]:
     """A reward function for images that compress well: less the size as JPEG in kB.
 
     Source: Black et al. 2023, section 5.1 (arXiv:2305.13301).
@@ -108,16 +113,18 @@ def jpeg_compressibility(images: Any, prompts: Any = None, metadata: Any = None)
     return [-size for size in jpeg_kilobytes(images)], {}
 
 
-def jpeg_incompressibility(images: Any, prompts: Any = None, metadata: Any = None) -> tuple[list[float], dict]:
+def jpeg_incompressibility(
+    images: Iterable[Tensor], prompts: object = None, metadata: object = None
+) -> tuple[list[float], dict]:
     """A reward function for images that do not compress: the size as JPEG in kB."""
     return jpeg_kilobytes(images), {}
 
 
 class ImageFunctionSource(FunctionSource):
-    """A reward function of images as a source: it is called with `images` `(B, 3, H, W)`, `prompts`, and the columns
-    that it names.
+    """A reward function of images as a source.
 
-    A function of DDPO's form, which returns `(rewards, metadata)`, is one, too.
+    It is called with `images` `(B, 3, H, W)`, `prompts`, and the columns that it names. A function of DDPO's form,
+    which returns `(rewards, metadata)`, is one, too.
     """
 
     def score(self, inputs: RewardInputs) -> Any:
@@ -125,29 +132,29 @@ class ImageFunctionSource(FunctionSource):
         images, columns = torch.stack(list(inputs.completions)), inputs.columns
         rows = zip(*columns.values(), strict=True) if columns else [()] * len(images)
         metadata = tuple(dict(zip(columns, row, strict=True)) for row in rows)  # as DDPO gives it
-        given = {"metadata": metadata, "completions": images, **columns}
-        given |= {"images": images, "prompts": tuple(inputs.prompts)}
-        found = self.function(**accepted(given, self._parameters))
-        return _awaited(found) if inspect.isawaitable(found) else _rewards_of(found)
+        arguments = {"metadata": metadata, "completions": images, **columns}
+        arguments |= {"images": images, "prompts": tuple(inputs.prompts)}
+        answer = self.function(**accepted(arguments, self._parameters))
+        return _awaited(answer) if inspect.isawaitable(answer) else _rewards_of(answer)
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise ValueError if the function needs an argument that there is not."""
         super().check_columns({*columns, "images", "metadata"})
 
 
-def _rewards_of(found: Any) -> Any:
-    return found[0] if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict) else found
+def _rewards_of(answer: object) -> object:
+    return answer[0] if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], dict) else answer
 
 
-async def _awaited(found: Awaitable[Any]) -> Any:
-    return _rewards_of(await found)
+async def _awaited(answer: Awaitable[object]) -> object:
+    return _rewards_of(await answer)
 
 
-def _scores_of(module: nn.Module) -> Callable[[Tensor], Any]:
+def _scores_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
     """A function that runs a module on images in float32, where they are and without gradient."""
     module.eval()
 
-    def scores(images: Tensor) -> Any:
+    def scores(images: Tensor) -> Tensor:
         module.to(images.device)
         with torch.inference_mode():
             return module(images.float())
@@ -155,19 +162,19 @@ def _scores_of(module: nn.Module) -> Callable[[Tensor], Any]:
     return scores
 
 
-def image_sources(reward_funcs: Any) -> list[Any]:
+def image_sources(reward_funcs: RewardFunc | Sequence[RewardFunc]) -> list[RewardFunc]:
     """Reward functions and image-scoring modules as sources; judges and sources as they are.
 
     Raises: TypeError for anything else.
     """
-    given = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
-    found = []
-    for each in given:
-        if isinstance(each, nn.Module):
-            each = ImageFunctionSource(_scores_of(each), name=type(each).__name__)
-        elif callable(each) and not hasattr(each, "check_columns") and not isinstance(each, type):
-            each = ImageFunctionSource(each)
-        elif isinstance(each, (str, type)):
-            raise TypeError(f"reward_funcs holds {each!r}, expected functions, modules that score images, or judges.")
-        found.append(each)
-    return found
+    scorers = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+    sources = []
+    for scorer in scorers:
+        if isinstance(scorer, nn.Module):
+            scorer = ImageFunctionSource(_scores_of(scorer), name=type(scorer).__name__)
+        elif callable(scorer) and not hasattr(scorer, "check_columns") and not isinstance(scorer, type):
+            scorer = ImageFunctionSource(scorer)
+        elif isinstance(scorer, (str, type)):
+            raise TypeError(f"reward_funcs holds {scorer!r}, expected functions, modules that score images, or judges.")
+        sources.append(scorer)
+    return sources

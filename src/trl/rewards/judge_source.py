@@ -16,7 +16,7 @@ from trl.rewards.images import as_picture
 from trl.rewards.judges import BaseBinaryJudge, BasePairwiseJudge, BaseRankJudge
 from trl.rewards.managed_judge import JUDGE_SETTINGS, ManagedJudge, managed
 from trl.rewards.ready_made import content_of
-from trl.rewards.result import RewardError, RewardInputs, rows_by_prompt
+from trl.rewards.result import RewardError, RewardInputs, Text, rows_by_prompt
 
 Judge = BaseBinaryJudge | BasePairwiseJudge | BaseRankJudge
 GOLD = "gold_completion"
@@ -37,8 +37,7 @@ class JudgeSource:
         group_size: neighbouring completions that are compared; None for all of a prompt in the batch.
         deadline, on_failure: as in `RewardSource`.
         judge_options: further arguments of its `judge`, such as `shuffle_order`. With `return_scores=True` a pairwise
-        judge
-            returns probabilities that the first completion is better, which are used instead of wins.
+            judge returns probabilities that the first completion is better, which are used instead of wins.
 
     Raises: TypeError for another kind of judge, ValueError for `gold_column` with a judge that compares.
     """
@@ -58,7 +57,8 @@ class JudgeSource:
     ) -> None:
         if not isinstance(judge, (BaseBinaryJudge, BasePairwiseJudge, BaseRankJudge)):
             raise TypeError(
-                f"reward_funcs holds a {type(judge).__name__}, expected a BaseBinaryJudge, BasePairwiseJudge or BaseRankJudge."
+                f"reward_funcs holds a {type(judge).__name__}, expected a BaseBinaryJudge, BasePairwiseJudge or "
+                "BaseRankJudge."
             )
         self.judge, self.name = judge, name or getattr(judge, "name", None) or type(judge).__name__
         self.compares = not isinstance(judge, BaseBinaryJudge)
@@ -88,15 +88,15 @@ class JudgeSource:
         if not self.compares:
             gold = inputs.columns.get(self.gold_column or GOLD)
             more = {} if gold is None else {"gold_completions": [content_of(answer) for answer in gold]}
-            given = self._answers([as_text(prompt) for prompt in inputs.prompts], texts, **more)
-            return [_number(answer) for answer in given]
+            return list(map(_number, self._answers([as_text(prompt) for prompt in inputs.prompts], texts, **more)))
         groups = rows_by_prompt(inputs.prompts)
         if (size := self.group_size) is not None:
             groups = [list(range(first, first + size)) for first in range(0, len(inputs), size)]
         if alone := [group[0] for group in groups if len(group) == 1]:
             raise RewardError(
-                f"compares completions of one prompt, and {len(alone)} of {len(groups)} prompts come with one alone, the first is "
-                f"{inputs.row_text(alone[0])}. Sample several for each prompt (GRPO, RLOO), or use a binary judge"
+                f"compares completions of one prompt, and {len(alone)} of {len(groups)} prompts come with one alone, "
+                f"the first is {inputs.row_text(alone[0])}. Sample several for each prompt (GRPO, RLOO), or use a "
+                "binary judge"
             )
         score = self._win_rates if isinstance(self.judge, BasePairwiseJudge) else self._rank_scores
         return score(inputs, texts, groups)
@@ -114,13 +114,13 @@ class JudgeSource:
             if first is not None:
                 wins[a].append(first)
                 wins[b].append(1 - first)
-        return [sum(own) / len(own) if own else None for own in wins]
+        return [sum(shares) / len(shares) if shares else None for shares in wins]
 
     def _rank_scores(self, inputs: RewardInputs, texts: list[str], groups: list[list[int]]) -> list[float | None]:
         prompts = [as_text(inputs.prompts[group[0]]) for group in groups]
-        given = self._answers(prompts, [[texts[row] for row in group] for group in groups])
+        rankings = self._answers(prompts, [[texts[row] for row in group] for group in groups])
         scores: list[float | None] = [None] * len(inputs)
-        for group, ranking in zip(groups, given, strict=True):
+        for group, ranking in zip(groups, rankings, strict=True):
             if not len(ranking) or -1 in ranking:
                 continue
             if sorted(ranking) != list(range(len(group))):
@@ -131,16 +131,16 @@ class JudgeSource:
                 scores[group[index]] = 1 - place / (len(group) - 1)
         return scores
 
-    def _answers(self, prompts: list[str], completions: list[Any], **more: Any) -> Sequence[Any]:
+    def _answers(self, prompts: list[str], completions: list[Any], **more: list[str]) -> Sequence[Any]:
         if not prompts:
             return []
-        given = self.judge.judge(prompts, completions, **more, **self.judge_options)
-        if len(given) != len(prompts):
-            raise RewardError(f"gave {len(given)} answers, expected {len(prompts)}, one for each question")
-        return given
+        answers = self.judge.judge(prompts, completions, **more, **self.judge_options)
+        if len(answers) != len(prompts):
+            raise RewardError(f"gave {len(answers)} answers, expected {len(prompts)}, one for each question")
+        return answers
 
 
-def _number(answer: Any) -> float | None:
+def _number(answer: object) -> float | None:
     """A verdict as a number, None for -1 and None."""
     if answer is None:
         return None
@@ -149,7 +149,7 @@ def _number(answer: Any) -> float | None:
     raise RewardError(f"gave {answer!r}, expected 1, 0 or -1")
 
 
-def as_text(prompt: Any) -> str:
+def as_text(prompt: Text) -> str:
     """A prompt as text: that of its only message, or of all messages with their roles.
 
     >>> as_text([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}])

@@ -40,15 +40,15 @@ class ManagedJudge(BasePairwiseJudge):
     Args:
         judge: the pairwise judge.
         cache: file (SQLite) of its answers, by the judge's `cache_key` (its class, unless it defines one), options,
-        prompt and
-            completions. Several processes and runs can use it at the same time. A pair without an answer is not stored.
+            prompt and completions. Several processes and runs can use it at the same time. A pair without an answer
+            is not stored.
         swap_positions: show each pair in both orders. The share of a completion is the mean of both, so a disagreement
-        of 0 and
-            1 is a tie. A pair with one answer has none.
+            of 0 and 1 is a tie. A pair with one answer has none.
         retries: further attempts after an exception or a missed deadline, and for pairs without an answer.
         deadline: maximum time of an attempt, in seconds; None for no limit.
         max_calls: maximum number of comparisons sent to the judge, two for each pair with `swap_positions`; None for no
-        limit. max_tokens: tokens (the judge's `num_tokens`) after which no comparison is sent; None for no limit.
+            limit.
+        max_tokens: tokens (the judge's `num_tokens`) after which no comparison is sent; None for no limit.
         on_failure: if the last attempt fails, or the budget is spent: "error" raises, "skip" answers -1 (logged once).
 
     `cost` has comparisons sent (`calls`) and read from the cache (`cached`), those without an answer (`unanswered`),
@@ -94,8 +94,8 @@ class ManagedJudge(BasePairwiseJudge):
         self._warned: set[str] = set()
         if swap_positions and not self._takes_order():
             warn_caller(
-                f"judge of a {self.name} has no shuffle_order, so an order of its own is not turned off for swap_positions. Add it if "
-                "the judge shuffles."
+                f"judge of a {self.name} has no shuffle_order, so an order of its own is not turned off for "
+                "swap_positions. Add it if the judge shuffles."
             )
         if cache is not None:
             Path(cache).parent.mkdir(parents=True, exist_ok=True)
@@ -117,8 +117,8 @@ class ManagedJudge(BasePairwiseJudge):
         questions = [(prompt, first, second) for prompt, (first, second) in zip(prompts, completions, strict=True)]
         if self.swap_positions:
             turned = [(prompt, second, first) for prompt, first, second in questions]
-            found = self._shares([*questions, *turned], options)
-            halves = found[: len(questions)], found[len(questions) :]
+            shares = self._shares([*questions, *turned], options)
+            halves = shares[: len(questions)], shares[len(questions) :]
             shares = [self._mean(*pair) for pair in zip(*halves, strict=True)]
         else:
             shares = self._shares(questions, options)
@@ -129,7 +129,9 @@ class ManagedJudge(BasePairwiseJudge):
     def _takes_order(self) -> bool:
         """Whether the judge takes `shuffle_order`, by its name or among `**kwargs`."""
         parameters = inspect.signature(self.inner.judge).parameters
-        return "shuffle_order" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        return "shuffle_order" in parameters or any(
+            parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+        )
 
     def _mean(self, share: float | None, of_second: float | None) -> float | None:
         """The share of the first completion, of its shares in both orders."""
@@ -142,14 +144,14 @@ class ManagedJudge(BasePairwiseJudge):
 
     def agreement(self) -> dict[str, Weighted]:
         """`judge/agreement`: how often both orders agreed since the last call; empty without `swap_positions`."""
-        found = Weighted(*(torch.tensor(float(count), dtype=torch.float64) for count in (self._agreed, self._both)))
+        agreement = Weighted(*(torch.tensor(float(count), dtype=torch.float64) for count in (self._agreed, self._both)))
         self._agreed = self._both = 0
-        return {"judge/agreement": found} if self.swap_positions else {}
+        return {"judge/agreement": agreement} if self.swap_positions else {}
 
-    def _shares(self, questions: Sequence[Question], options: Mapping[str, Any]) -> list[float | None]:
+    def _shares(self, questions: Sequence[Question], options: Mapping[str, bool]) -> list[float | None]:
         """How far the first completion of each question wins; None without an answer."""
-        keys: list[Any] = list(range(len(questions)))
-        known: dict[Any, float] = {}
+        keys: list[Hashable] = list(range(len(questions)))
+        known: dict[Hashable, float] = {}
         if self.cache is not None:
             keys = [self._key(question, options) for question in questions]
             known = self._stored(keys)
@@ -172,8 +174,8 @@ class ManagedJudge(BasePairwiseJudge):
                 self.cost["failures"] += 1
                 continue
             error = None
-            found = {key: share for key, share in zip(left, shares, strict=False) if share is not None}
-            known |= found if self.cache is None else self._stored(found, found.items())
+            answered = {key: share for key, share in zip(left, shares, strict=False) if share is not None}
+            known |= answered if self.cache is None else self._stored(answered, answered.items())
         self.cost["unanswered"] += len(missing if is_abandoned() else missing.keys() - known.keys())
         if error is not None:
             self._fail(error)
@@ -187,13 +189,13 @@ class ManagedJudge(BasePairwiseJudge):
             room = 0
         if room < wanted:
             text = (
-                f"has {wanted} comparisons left, and its budget is spent: {calls} calls (max_calls={self.max_calls}), {tokens} "
-                f"tokens (max_tokens={self.max_tokens}). Raise the limit"
+                f"has {wanted} comparisons left, and its budget is spent: {calls} calls (max_calls={self.max_calls}), "
+                f"{tokens} tokens (max_tokens={self.max_tokens}). Raise the limit"
             )
             self._fail(JudgeError(self.inner, text), "budget")
         return room
 
-    def _attempt(self, questions: Sequence[Question], options: Mapping[str, Any]) -> list[float | None]:
+    def _attempt(self, questions: Sequence[Question], options: Mapping[str, bool]) -> list[float | None]:
         prompts, pairs = [prompt for prompt, *_ in questions], [pair for _, *pair in questions]
         call = partial(shares_of_first, self.inner, prompts, pairs, **options)
         tokens, started = getattr(self.inner, "num_tokens", 0), time.monotonic()
@@ -201,13 +203,13 @@ class ManagedJudge(BasePairwiseJudge):
         try:
             if self.deadline is None:
                 return call()
-            (found,) = self._threads.run([(f"judge-{self.name}", call)], self.deadline)
+            (outcome,) = self._threads.run([(f"judge-{self.name}", call)], self.deadline)
         finally:
             self.cost["seconds"] += time.monotonic() - started
             self.cost["tokens"] += getattr(self.inner, "num_tokens", 0) - tokens
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
 
     def _fail(self, error: Exception, kind: str | None = None) -> None:
         if self.on_failure == "error":
@@ -221,15 +223,13 @@ class ManagedJudge(BasePairwiseJudge):
 
     # ---- answers on disk
 
-    def _key(self, question: Question, options: Mapping[str, Any]) -> str:
+    def _key(self, question: Question, options: Mapping[str, bool]) -> str:
         kind = type(self.inner)
         judge = getattr(self.inner, "cache_key", None) or f"{kind.__module__}.{kind.__qualname__}"
         return hashlib.sha256(json.dumps([judge, sorted(options.items()), question]).encode()).hexdigest()
 
-    def _stored(self, keys: Iterable[Hashable], new: Iterable[tuple[str, float]] = ()) -> dict[Any, float]:
-        """The answers on disk under these keys, after adding `new` ones; those of other processes that came first
-        stay.
-        """
+    def _stored(self, keys: Iterable[Hashable], new: Iterable[tuple[Hashable, float]] = ()) -> dict[Hashable, float]:
+        """The answers on disk under these keys, after adding `new` ones; an answer that is there already stays."""
         try:
             with closing(sqlite3.connect(str(self.cache), timeout=60.0)) as opened, opened:
                 opened.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, share REAL)")
@@ -248,10 +248,10 @@ def managed(judge: BasePairwiseJudge, settings: Any, *, on_failure: RewardFailur
 
     Raises: ValueError for a `ManagedJudge` beside settings that differ from the defaults.
     """
-    given = {name: getattr(settings, name) for name in JUDGE_SETTINGS}
+    values = {name: getattr(settings, name) for name in JUDGE_SETTINGS}
     if not isinstance(judge, ManagedJudge):
-        options = {name.removeprefix("judge_"): value for name, value in given.items()}
+        options = {name.removeprefix("judge_"): value for name, value in values.items()}
         return ManagedJudge(judge, **options, on_failure=on_failure)
-    if changed := {name: value for name, value in given.items() if value != JUDGE_SETTINGS[name]}:
+    if changed := {name: value for name, value in values.items() if value != JUDGE_SETTINGS[name]}:
         raise ValueError(f"{changed} was given with a ManagedJudge, which has its own. Set them there.")
     return judge

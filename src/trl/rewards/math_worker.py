@@ -31,7 +31,7 @@ def main() -> None:
     """Answer requests until the input ends."""
     replies, sys.stdout = sys.stdout, sys.stderr  # so that a library's prints are not replies
     logging.disable(logging.WARNING)  # math-verify warns that its timeouts are off
-    alarm: Callable[[int], Any] = getattr(signal, "alarm", int)  # ends this process where the trainer has not
+    alarm: Callable[[int], int] = getattr(signal, "alarm", int)  # ends this process where the trainer has not
     with contextlib.suppress(ImportError, ValueError, OSError):  # not on every system
         import resource
 

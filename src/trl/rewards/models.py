@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from trl.collators.reward import group_batch
 from trl.data.formats import is_list_of_dicts_with, remove_none_values
@@ -52,7 +53,7 @@ class ModelSource:
 
     def __init__(
         self,
-        model: Any,
+        model: str | os.PathLike[str] | nn.Module,
         processing_class: ProcessingClass | None = None,
         *,
         name: str | None = None,
@@ -102,7 +103,7 @@ class ModelSource:
                     prefix_sharing=self.scorer.shares_prefixes,
                     pad_token_id=self.scorer.pad_token_id,
                 )
-                logits = self.scorer.score(self.model, {name: each.to(device) for name, each in batch.items()})
+                logits = self.scorer.score(self.model, {name: tensor.to(device) for name, tensor in batch.items()})
                 scores[[chunk[row] for group in groups for row in group]] = logits[:, 0].float().cpu()
         return scores.tolist()
 
@@ -124,8 +125,8 @@ class ModelSource:
             raise TypeError(f"row {row} has {kinds}, expected two texts or two lists of messages.")
         if self.tokenizer.chat_template is None:
             raise ValueError(
-                f"the tokenizer of reward model {self.name!r} has no chat template, which prompts of messages need. Pass another "
-                "tokenizer (reward_processing_classes)."
+                f"the tokenizer of reward model {self.name!r} has no chat template, which prompts of messages need. "
+                "Pass another tokenizer (reward_processing_classes)."
             )
         if isinstance(completion, str):
             completion = [{"role": "assistant", "content": completion}]
@@ -139,12 +140,13 @@ class ModelSource:
             raise RewardError(f"was given no token in row {row}, expected at least 1")
         if self._longest is not None and len(ids) > self._longest:
             raise RewardError(
-                f"was given {len(ids)} tokens in row {row}, expected at most {self._longest}, the model's context length"
+                f"was given {len(ids)} tokens in row {row}, expected at most {self._longest}, "
+                "the model's context length"
             )
         if int(ids.max()) >= self._known_tokens:
             raise RewardError(
-                f"was given token {int(ids.max())} in row {row} ({inputs.row_text(row)}), and the model's vocabulary has "
-                f"{self._known_tokens}. Pass the model's own tokenizer (reward_processing_classes)"
+                f"was given token {int(ids.max())} in row {row} ({inputs.row_text(row)}), and the model's vocabulary "
+                f"has {self._known_tokens}. Pass the model's own tokenizer (reward_processing_classes)"
             )
 
     def _has_vocabulary_of(self, policy: PreTrainedTokenizerBase | None) -> bool:
@@ -160,23 +162,24 @@ class ModelSource:
 
 def _check_saved(path: str) -> None:
     """Refuse a saved classifier with several labels; warn about a saved model without a head."""
-    config: Any = None
+    config: PreTrainedConfig | None = None
     with suppress(OSError, ValueError), loading_from_hub(path, "reward model"):  # loading reports these
         config = AutoConfig.from_pretrained(path)
     if config is None:
         return
     if not any("SequenceClassification" in name for name in config.architectures or []):
         logger.warning(
-            "Reward model %r is saved as %s, without a head that scores sequences: its head is new, and its scores are random until "
-            "it is trained.", path, " ".join(config.architectures or ["a model of unknown kind"]),
+            "Reward model %r is saved as %s, without a head that scores sequences: its head is new, and its scores are "
+            "random until it is trained.", path, " ".join(config.architectures or ["a model of unknown kind"]),
         )  # fmt: skip
     elif config.num_labels != 1:
         raise ValueError(
-            f"reward model {path!r} has {config.num_labels} labels, expected 1. Train it with num_labels=1, as RewardTrainer does."
+            f"reward model {path!r} has {config.num_labels} labels, expected 1. Train it with num_labels=1, as "
+            "RewardTrainer does."
         )
 
 
-def place_reward_models(models: Iterable[ModelSource], accelerator: Any) -> None:
+def place_reward_models(models: Iterable[ModelSource], accelerator: Accelerator) -> None:
     """Move reward models to the device, or shard them as the policy is sharded."""
     for source in models:
         frozen = FrozenModel(source.model, source.scorer)

@@ -17,20 +17,18 @@ import threading
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from trl.reporting.deadlines import start
+from trl.rewards.result import Text
 
 logger = logging.getLogger(__name__)
-
-Completion = str | Sequence[dict[str, Any]]
 
 START_SECONDS = 60.0
 SECONDS_EACH = 5.0
 _THOUGHT_FIRST = re.compile(r"<think>(?!.*<think>).*?</think>", re.DOTALL)
 
 
-def content_of(completion: Completion) -> str:
+def content_of(completion: Text) -> str:
     """The text of a completion, or of its last message; parts that are not text are left out.
 
     >>> content_of([{"role": "assistant", "content": "Blue."}]), content_of("Blue.")
@@ -44,7 +42,7 @@ def content_of(completion: Completion) -> str:
     return "".join(part.get("text") or "" for part in content if part.get("type") == "text")
 
 
-def think_format_reward(completions: Sequence[Completion], **kwargs: Any) -> list[float]:
+def think_format_reward(completions: Sequence[Text], **kwargs: object) -> list[float]:
     """1.0 for a completion that begins with one thought, `<think>...</think>`, else 0.0.
 
     Nothing may precede the thought, and no second `<think>` may follow; anything else may.
@@ -72,7 +70,7 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
             f"soft_punish_cache must be between 1 and max_completion_len={max_completion_len}, got {soft_punish_cache}."
         )
 
-    def soft_overlong_punishment_reward(completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float]:
+    def soft_overlong_punishment_reward(completion_ids: Sequence[Sequence[int]], **kwargs: object) -> list[float]:
         free = max_completion_len - soft_punish_cache
         excess = (len(ids) - free for ids in completion_ids)
         return [0.0 if over <= 0 else max(-over / soft_punish_cache, -1.0) for over in excess]
@@ -80,7 +78,7 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
     return soft_overlong_punishment_reward
 
 
-def accuracy_reward(completions: Sequence[Completion], solution: Sequence[str], **kwargs: Any) -> list[float | None]:
+def accuracy_reward(completions: Sequence[Text], solution: Sequence[str], **kwargs: object) -> list[float | None]:
     r"""1.0 for a completion whose answer equals the solution, else 0.0; None if the solution cannot be parsed.
 
     The answer is the last `\boxed{...}` (several joined by commas or `and` are one list), or LaTeX (`$...$`) after
@@ -96,10 +94,10 @@ def accuracy_reward(completions: Sequence[Completion], solution: Sequence[str], 
 
 
 def reasoning_accuracy_reward(
-    completions: Sequence[Completion],
+    completions: Sequence[Text],
     solution: Sequence[str],
     reasoning_delimiters: list[str] | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> list[float | None]:
     """`accuracy_reward` of the text after the last of the `reasoning_delimiters` (default `</think>`).
 
@@ -114,9 +112,7 @@ def reasoning_accuracy_reward(
 
 
 class MathProcess:
-    """A process that compares answers, started at the first request and after each kill. Threads wait for each
-    other.
-    """
+    """A process that compares answers, started at the first request and after each kill; threads take turns."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -131,10 +127,10 @@ class MathProcess:
         False, too, if the comparison takes more than 5 s or too much memory.
         """
         for text in (answer, ""):  # after a failure: whether the gold answer alone can be parsed
-            request = {"gold": gold, "answer": text, "seconds": SECONDS_EACH}
+            request = {"gold": gold, "answer": text}
             with self._lock:
                 try:
-                    return json.loads(self._reply(request))
+                    return json.loads(self._reply(request, SECONDS_EACH))
                 except (TimeoutError, OSError, EOFError):
                     self.close()
                     self.ended += 1
@@ -150,12 +146,12 @@ class MathProcess:
             process.kill()
             process.wait()
 
-    def _reply(self, request: dict[str, Any]) -> str:
+    def _reply(self, request: dict[str, str], seconds: float) -> str:
         process = self._running()
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.write(json.dumps({**request, "seconds": seconds}) + "\n")
         process.stdin.flush()
-        reply = start(process.stdout.readline, "math-reply").future.result(request["seconds"])
+        reply = start(process.stdout.readline, "math-reply").future.result(seconds)
         if not reply:
             raise EOFError
         return reply
@@ -176,7 +172,7 @@ class MathProcess:
             encoding="utf-8",
             env={**os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONPATH": path},
         )
-        self._reply({"gold": "1", "answer": "$1$", "seconds": START_SECONDS})
+        self._reply({"gold": "1", "answer": "$1$"}, START_SECONDS)
         return process
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trl.tensors.reduce import Weighted, weighted
 
+Text = str | Sequence[dict[str, Any]]  # or messages
 RESERVED = ("prompts", "completions", "completion_ids", "completions_ids", "trainer_state", "prompt_ids")
 _LARGEST = torch.finfo(torch.float32).max  # what trainers compute with
 _SCORE_OF = "score_of_"
@@ -49,12 +50,12 @@ class RewardInputs:
     Raises: ValueError for columns of another length, or with the name of an argument that every function is given.
     """
 
-    prompts: Sequence[Any]
-    completions: Sequence[Any]
+    prompts: Sequence[Text]
+    completions: Sequence[Any]  # texts, messages or images
     completion_ids: Sequence[Sequence[int]] = ()
     prompt_ids: Sequence[Sequence[int]] = ()
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    trainer_state: Any = None
+    trainer_state: object = None
 
     def __post_init__(self) -> None:
         columns = {name: v for name, v in self.columns.items() if name not in ("prompt", "completion")}
@@ -63,9 +64,9 @@ class RewardInputs:
             raise ValueError(
                 f"the dataset has columns {taken}, which are arguments of every reward function. Rename them."
             )
-        given = {"completions": self.completions} | {f"column {name!r}": v for name, v in columns.items()}
-        given |= {n: ids for n in ("completion_ids", "prompt_ids") if len(ids := getattr(self, n))}
-        for name, values in given.items():
+        lists = {"completions": self.completions} | {f"column {name!r}": v for name, v in columns.items()}
+        lists |= {n: ids for n in ("completion_ids", "prompt_ids") if len(ids := getattr(self, n))}
+        for name, values in lists.items():
             if len(values) != len(self.prompts):
                 raise ValueError(f"{name} has {len(values)} values, expected {len(self.prompts)}, one for each prompt.")
 
@@ -74,9 +75,9 @@ class RewardInputs:
 
     def take(self, rows: Sequence[int]) -> RewardInputs:
         """Some of the rows."""
-        given = {name: getattr(self, name) for name in _LISTS} | dict(self.columns)
-        own = {name: [values[row] for row in rows] if len(values) else values for name, values in given.items()}
-        return replace(self, **{name: own.pop(name) for name in _LISTS}, columns=own)
+        lists = {name: getattr(self, name) for name in _LISTS} | dict(self.columns)
+        taken = {name: [values[row] for row in rows] if len(values) else values for name, values in lists.items()}
+        return replace(self, **{name: taken.pop(name) for name in _LISTS}, columns=taken)
 
     def row_text(self, row: int) -> str:
         """A row's prompt and completion, at most 200 characters each."""
@@ -94,7 +95,7 @@ def joined(parts: Sequence[RewardInputs]) -> RewardInputs:
     return RewardInputs(**rows, columns=columns, trainer_state=parts[0].trainer_state)
 
 
-def rows_by_prompt(prompts: Sequence[Any]) -> list[list[int]]:
+def rows_by_prompt(prompts: Sequence[Text]) -> list[list[int]]:
     """The rows of each prompt (text or messages), prompts in the order of their first row.
 
     >>> rows_by_prompt(["a", "b", "a"])
@@ -114,33 +115,32 @@ class Answers(NamedTuple):
     unusable: dict[int, str]
 
 
-def read_answers(given: Any, *, count: int) -> Answers:
+def read_answers(answer: object, *, count: int) -> Answers:
     """The values `(count,)` of a list, tuple, array or tensor (on any device; detached).
 
     Raises: RewardError if there are not `count` values.
     """
-    if isinstance(given, (Tensor, np.ndarray)):
-        if given.ndim != 1:
-            raise RewardError(f"gave a tensor of shape {tuple(given.shape)}, expected ({count},).")
-        given = given.tolist()
-    if not isinstance(given, (list, tuple)):
-        kind = "None (is a return statement missing?)" if given is None else f"a {type(given).__name__}"
+    if isinstance(answer, (Tensor, np.ndarray)):
+        if answer.ndim != 1:
+            raise RewardError(f"gave a tensor of shape {tuple(answer.shape)}, expected ({count},).")
+        answer = answer.tolist()
+    if not isinstance(answer, (list, tuple)):
+        kind = "None (is a return statement missing?)" if answer is None else f"a {type(answer).__name__}"
         raise RewardError(f"gave {kind}, expected a list of {count} numbers.")
-    if len(given) != count:
-        raise RewardError(f"gave {len(given)} values, expected {count}, one for each completion or image.")
-    read = [_read(value) for value in given]
+    if len(answer) != count:
+        raise RewardError(f"gave {len(answer)} values, expected {count}, one for each completion or image.")
+    read = [_read(value) for value in answer]
     unusable = {row: value for row, value in enumerate(read) if isinstance(value, str)}
     return Answers([None if isinstance(value, str) else value for value in read], unusable)
 
 
-def read_scores(given: Any, *, count: int, name: str, of: str = "text") -> list[float]:
-    """A finite number for each of `count` texts (what they are `of`), as the function `name` returned them; a tensor
-    may have any shape.
+def read_scores(answer: object, *, count: int, name: str, of: str = "text") -> list[float]:
+    """A finite number for each of `count` texts or images (`of`); the function `name` gave a list, or any tensor.
 
     Raises: ValueError for another number of values, and for values that are not finite numbers (also None).
     """
     try:
-        answers = read_answers(given.flatten() if isinstance(given, Tensor) else given, count=count)
+        answers = read_answers(answer.flatten() if isinstance(answer, Tensor) else answer, count=count)
     except RewardError as error:
         raise ValueError(f"{name} {error}") from None
     for row, value in enumerate(answers.values):
@@ -150,7 +150,7 @@ def read_scores(given: Any, *, count: int, name: str, of: str = "text") -> list[
     return [value for value in answers.values if value is not None]
 
 
-def _read(value: Any) -> float | str | None:
+def _read(value: object) -> float | str | None:
     """The number, None for no score, or a description of an invalid value."""
     if isinstance(value, (Tensor, np.ndarray, np.generic)):
         if math.prod(value.shape) != 1:
@@ -208,12 +208,12 @@ def reward_metrics(names: Sequence[str], scores: Tensor) -> dict[str, float]:
     The deviation divides by n - 1, as `torch.std` does. A mean without scores is NaN, and a deviation of fewer than
     two.
     """
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name, column in zip(names, scores.unbind(dim=1), strict=True):
-        known = column[~column.isnan()]
-        found[f"rewards/{name}/mean"] = known.mean().item()
-        found[f"rewards/{name}/std"] = known.std().item() if len(known) > 1 else float("nan")
-    return found
+        scored = column[~column.isnan()]
+        metrics[f"rewards/{name}/mean"] = scored.mean().item()
+        metrics[f"rewards/{name}/std"] = scored.std().item() if len(scored) > 1 else float("nan")
+    return metrics
 
 
 def source_columns(result: RewardResult) -> dict[str, Tensor]:

@@ -8,16 +8,17 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 
+from trl.data.rendering import ProcessingClass
 from trl.options.checks import check_one_of
 from trl.options.methods import RewardFailure
 from trl.reporting.deadlines import AsyncCalls, DeadlinePassed, Pending, ThreadedCalls, warn_when_slow
-from trl.rewards.functions import FunctionSource
+from trl.rewards.functions import Function, FunctionSource
 from trl.rewards.judge_source import Judge, JudgeSource
 from trl.rewards.judges import BaseJudge, BaseRankJudge
 from trl.rewards.models import ModelSource
@@ -44,7 +45,8 @@ class RewardSource(Protocol):
     def check_columns(self, columns: Collection[str]) -> None: ...
 
 
-RewardFunc = str | os.PathLike[str] | nn.Module | Callable[..., Any] | Judge | RewardSource
+RewardFunc = str | os.PathLike[str] | nn.Module | Function | Judge | RewardSource
+ProcessingClasses = ProcessingClass | Sequence[ProcessingClass | None] | None
 
 
 class RewardSources:
@@ -57,8 +59,7 @@ class RewardSources:
         reward_funcs: one source or several.
         weights: of the sources in the sum, 1 by default.
         processing_classes: the tokenizer of the only reward model, or a list with an entry for each source (None: the
-        one
-            saved with the model, else the policy's).
+            one saved with the model, else the policy's).
         deadline: maximum time of one call of a source in seconds; None for no limit.
         on_failure: if a source raises, misses its deadline or returns an invalid value: "error" raises `RewardError`,
             "skip" counts the rows as failures without a score of this source.
@@ -77,19 +78,19 @@ class RewardSources:
         reward_funcs: RewardFunc | Sequence[RewardFunc],
         *,
         weights: Sequence[float] | None = None,
-        processing_classes: Any = None,
+        processing_classes: ProcessingClasses = None,
         deadline: float | None = None,
         on_failure: RewardFailure = "error",
         **model_options: Any,
     ) -> None:
-        given = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
-        if not given:
+        funcs: Any = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+        if not funcs:
             raise ValueError("reward_funcs is empty. Pass at least one function, reward model or judge.")
         _check_limits(deadline, on_failure)  # before reward models are loaded
-        self.weights = _weights(weights, len(given))
-        classes = _one_each(processing_classes, given)
+        self.weights = _weights(weights, len(funcs))
+        classes = _one_each(processing_classes, funcs)
         self.sources: list[RewardSource] = [
-            _source(each, processing, model_options) for each, processing in zip(given, classes, strict=True)
+            _source(func, processing, model_options) for func, processing in zip(funcs, classes, strict=True)
         ]
         self.names = _distinct([source.name for source in self.sources])
         self._deadlines = [deadline if s.deadline is None else s.deadline for s in self.sources]
@@ -98,7 +99,7 @@ class RewardSources:
             _check_limits(seconds, policy)
         self._threads = [ThreadedCalls(most_left_behind=MOST_LEFT_BEHIND) for _ in self.names]
         self._loop = AsyncCalls("reward")
-        self._warned: set[Any] = set()
+        self._warned: set[object] = set()
 
     @property
     def models(self) -> list[ModelSource]:
@@ -111,20 +112,17 @@ class RewardSources:
             source.check_columns(columns)
 
     def check_groups(self, completions: int, *, rows: int) -> None:
-        """Raise ValueError if a judge compares `completions` of a prompt and the `rows` of a process are not whole
-        groups.
-        """
+        """Raise ValueError if a judge compares groups of `completions` and a process has no whole groups in `rows`."""
         judges = [source for source in self.sources if isinstance(source, JudgeSource) and source.compares]
         if judges and (completions < 2 or rows % completions):
             raise ValueError(
-                f"judge {judges[0].name!r} compares completions of one prompt, expected 2 or more of each and whole groups in a "
-                f"process, got {completions} and {rows} rows. Use a binary judge or a trainer with groups (GRPO, RLOO), or change "
-                "the batch size per device."
+                f"judge {judges[0].name!r} compares completions of one prompt, expected 2 or more of each and whole "
+                f"groups in a process, got {completions} and {rows} rows. Use a binary judge or a trainer with groups "
+                "(GRPO, RLOO), or change the batch size per device."
             )
 
     def score(self, inputs: RewardInputs, *, lost: Tensor | None = None) -> RewardResult:
-        """Scores of all completions by all sources. Rows that are `lost`, bool `(B,)`, have none, and functions are not
-        given them.
+        """Scores of all completions by all sources; functions do not get rows that are `lost`, bool `(B,)`.
 
         Raises: RewardError if a source whose policy is "error" fails, ValueError for a missing column.
         """
@@ -132,16 +130,18 @@ class RewardSources:
         kept = torch.ones(len(inputs), dtype=torch.bool) if lost is None else ~lost
         some = inputs if kept.all() else inputs.take(kept.nonzero()[:, 0].tolist())
         # Models that are sharded, and judges that compare, need the same rows in any case.
-        given = [some if isinstance(source, FunctionSource) else inputs for source in self.sources]
+        rows_of = [some if isinstance(source, FunctionSource) else inputs for source in self.sources]
         pending: dict[int, Pending] = {}
         try:
             for number, source in enumerate(self.sources):
-                if source.is_async and len(given[number]):
-                    pending[number] = self._loop.submit(source.score(given[number]), self._deadlines[number])
+                if source.is_async and len(rows_of[number]):
+                    pending[number] = self._loop.submit(source.score(rows_of[number]), self._deadlines[number])
             plain = [number for number in range(len(self.sources)) if number not in pending]
-            answers = {each: self._read(each, self._call(each, given[each]), given[each]) for each in plain}
+            answers = {
+                number: self._read(number, self._call(number, rows_of[number]), rows_of[number]) for number in plain
+            }
             for number, call in pending.items():
-                answers[number] = self._read(number, self._await(number, call), given[number])
+                answers[number] = self._read(number, self._await(number, call), rows_of[number])
         finally:
             for call in pending.values():
                 call.future.cancel()
@@ -151,7 +151,7 @@ class RewardSources:
         """Stop the event loop of the async sources; the next call starts another."""
         self._loop.close()
 
-    def _call(self, number: int, inputs: RewardInputs) -> Any:
+    def _call(self, number: int, inputs: RewardInputs) -> object:
         """What a source returns, or the exception that it raises."""
         source, seconds = self.sources[number], self._deadlines[number]
         if not len(inputs):
@@ -159,26 +159,26 @@ class RewardSources:
         try:
             if seconds is None:
                 with refusing_exit(), warn_when_slow(self.names[number], threading.current_thread()):
-                    given = source.score(inputs)
+                    answer = source.score(inputs)
             else:
                 name = f"reward-{self.names[number]}"
-                (given,) = self._threads[number].run([(name, lambda: source.score(inputs))], seconds)
+                (answer,) = self._threads[number].run([(name, lambda: source.score(inputs))], seconds)
         except Exception as error:
             return error
         # A plain function may return a coroutine.
-        return self._await(number, self._loop.submit(given, seconds)) if inspect.isawaitable(given) else given
+        return self._await(number, self._loop.submit(answer, seconds)) if inspect.isawaitable(answer) else answer
 
-    def _await(self, number: int, pending: Pending) -> Any:
+    def _await(self, number: int, pending: Pending) -> object:
         with warn_when_slow(self.names[number], pending.thread if pending.until is None else None):
             return self._loop.outcome(pending)
 
-    def _read(self, number: int, given: Any, inputs: RewardInputs) -> Answers:
+    def _read(self, number: int, answer: object, inputs: RewardInputs) -> Answers:
         """The scores that a source returned; with "skip", None for rows without a valid one."""
         try:
-            if isinstance(given, BaseException):
+            if isinstance(answer, BaseException):
                 with refusing_exit():
-                    raise given
-            answers = read_answers(given, count=len(inputs))
+                    raise answer
+            answers = read_answers(answer, count=len(inputs))
         except Exception as error:
             self._warn_or_raise(number, error)
             return Answers([None] * len(inputs), dict.fromkeys(range(len(inputs)), "nothing"))
@@ -202,10 +202,12 @@ class RewardSources:
 
     def _result(self, answers: Sequence[Answers], inputs: RewardInputs, kept: Tensor) -> RewardResult:
         scores = torch.full((len(inputs), len(answers)), math.nan, dtype=torch.float64)
-        for column, each in enumerate(answers):
-            values = torch.tensor([math.nan if v is None else v for v in each.values], dtype=scores.dtype)
+        for column, source_answers in enumerate(answers):
+            values = torch.tensor([math.nan if v is None else v for v in source_answers.values], dtype=scores.dtype)
             scores[kept, column] = values[kept] if len(values) == len(kept) else values
-        failures = {name: len(each.unusable) for name, each in zip(self.names, answers, strict=True)}
+        failures = {
+            name: len(source_answers.unusable) for name, source_answers in zip(self.names, answers, strict=True)
+        }
         missing = dict(zip(self.names, scores[kept].isnan().sum(dim=0).tolist(), strict=True))
         nones = {name: missing[name] - failures[name] for name in self.names}
         result = RewardResult(self.names, scores, self.weights, nones, failures)
@@ -213,26 +215,27 @@ class RewardSources:
         if rows and "unscored" not in self._warned:
             self._warned.add("unscored")
             logger.warning(
-                "%d of %d rollouts got no reward: every reward function returned None, or the judge gave no verdict (%s). The "
-                "first is %s. They are not trained on. Logged once.",
+                "%d of %d rollouts got no reward: every reward function returned None, or the judge gave no verdict "
+                "(%s). The first is %s. They are not trained on. Logged once.",
                 len(rows), len(inputs), ", ".join(self.names), inputs.row_text(rows[0]),
             )  # fmt: skip
         return result
 
 
-def _source(given: Any, processing_class: Any, model_options: dict[str, Any]) -> RewardSource:
-    if isinstance(given, type):
-        raise TypeError(f"reward_funcs holds the class {given.__name__}. Make one: {given.__name__}().")
-    if callable(getattr(given, "check_columns", None)):
-        return given
-    if isinstance(given, (BaseJudge, BaseRankJudge)):
-        return JudgeSource(given)  # type: ignore[arg-type]
-    if isinstance(given, (str, os.PathLike, nn.Module)):
-        return ModelSource(given, processing_class, **model_options)
-    if callable(given):
-        return FunctionSource(given)
+def _source(func: RewardFunc, processing_class: ProcessingClass | None, options: Mapping[str, Any]) -> RewardSource:
+    if isinstance(func, type):
+        raise TypeError(f"reward_funcs holds the class {func.__name__}. Make one: {func.__name__}().")
+    if callable(getattr(func, "check_columns", None)):
+        return func  # type: ignore[return-value]
+    if isinstance(func, (BaseJudge, BaseRankJudge)):
+        return JudgeSource(func)  # type: ignore[arg-type]
+    if isinstance(func, (str, os.PathLike, nn.Module)):
+        return ModelSource(func, processing_class, **options)
+    if callable(func):
+        return FunctionSource(func)
     raise TypeError(
-        f"reward_funcs holds a {type(given).__name__}, expected functions, judges, reward models, or their names or paths."
+        f"reward_funcs holds a {type(func).__name__}, expected functions, judges, reward models, or their names or "
+        "paths."
     )
 
 
@@ -247,22 +250,22 @@ def _weights(weights: Sequence[float] | None, count: int) -> Tensor:
         return torch.ones(count, dtype=torch.float64)
     if len(weights) != count:
         raise ValueError(f"reward_weights has {len(weights)} weights for {count} reward functions. Give one for each.")
-    found = torch.tensor([float(weight) for weight in weights], dtype=torch.float64)
-    if not found.isfinite().all():
+    checked = torch.tensor([float(weight) for weight in weights], dtype=torch.float64)
+    if not checked.isfinite().all():
         raise ValueError(f"reward_weights must be finite, got {list(weights)}. Use 0 to only log a reward.")
-    return found
+    return checked
 
 
-def _one_each(given: Any, sources: Sequence[Any]) -> list[Any]:
-    if not isinstance(given, (list, tuple)):
+def _one_each(classes: ProcessingClasses, sources: Sequence[RewardFunc]) -> list[ProcessingClass | None]:
+    if not isinstance(classes, Sequence):
         models = sum(isinstance(source, (nn.Module, str, os.PathLike)) for source in sources)
-        given = [given] * (len(sources) if given is None or models < 2 else 1)
-    if len(given) != len(sources):
+        classes = [classes] * (len(sources) if classes is None or models < 2 else 1)
+    if len(classes) != len(sources):
         raise ValueError(
-            f"reward_processing_classes has {len(given)} entries for {len(sources)} reward functions. Give a list with one for "
-            "each; None is the tokenizer saved with the model."
+            f"reward_processing_classes has {len(classes)} entries for {len(sources)} reward functions. Give a list "
+            "with one for each; None is the tokenizer saved with the model."
         )
-    return list(given)
+    return list(classes)
 
 
 def _distinct(names: Sequence[str]) -> tuple[str, ...]:
@@ -271,8 +274,10 @@ def _distinct(names: Sequence[str]) -> tuple[str, ...]:
     >>> _distinct(["f", "g", "f"])
     ('f', 'g', 'f_2')
     """
-    found: list[str] = []
+    distinct: list[str] = []
     for name in names:
         numbered = (f"{name}_{number}" for number in itertools.count(2))
-        found.append(name if name not in found else next(own for own in numbered if own not in found))
-    return tuple(found)
+        distinct.append(
+            name if name not in distinct else next(candidate for candidate in numbered if candidate not in distinct)
+        )
+    return tuple(distinct)
