@@ -42,13 +42,13 @@ def launch(name: str, module: str, argv: list[str]) -> int:
     Others go through `accelerate launch`, once the arguments have been checked here.
     """
     try:
-        path, given = take_config_option(argv)
+        path, words = take_config_option(argv)
         config = None if path is None else read_config(path)
         if config is not None:
             config.apply_env()  # before torch and the Hub's client read the environment
         script = importlib.import_module(module)
         parser = script.make_parser()
-        plan = make_plan(parser, given, config)
+        plan = make_plan(parser, words, config)
         args = None
         if needs_accelerate(plan):
             parser.check_arguments(plan.script, plan.config)
@@ -63,16 +63,15 @@ def launch(name: str, module: str, argv: list[str]) -> int:
     return run_script(parser, script.main, plan.script, config=plan.config)
 
 
-def make_plan(parser: "TrlParser", given: list[str], config: ConfigFile | None) -> Plan:
-    """Sort the arguments into the script's options and those of `accelerate launch`; the command line wins over the
-    file.
+def make_plan(parser: "TrlParser", words: list[str], config: ConfigFile | None) -> Plan:
+    """The script's options and those of `accelerate launch`, apart; the command line wins over the file.
 
     An option that both know is the script's, and so is an unknown one, which its parser reports.
 
     Raises: argparse.ArgumentError, ValueError for launch options with a wrong value.
     """
-    if {"-h", "--help"} & set(given):
-        return Plan(given, config, {})
+    if {"-h", "--help"} & set(words):
+        return Plan(words, config, {})
     launcher = launch_parser(parser.spellings())
     known = launcher._option_string_actions
     parser.other_options.update(action.dest for action in known.values())
@@ -81,10 +80,10 @@ def make_plan(parser: "TrlParser", given: list[str], config: ConfigFile | None) 
     if config is not None:
         for name, value in config.values.items():
             from_file += as_arguments(known[f"--{name}"], name, value) if f"--{name}" in known else []
-        own = {name: value for name, value in config.values.items() if f"--{name}" not in known}
-        config = dataclasses.replace(config, values=own)
-    found, script = launcher.parse_known_args([*from_file, *given])
-    return Plan(script, config, vars(found))
+        script_values = {name: value for name, value in config.values.items() if f"--{name}" not in known}
+        config = dataclasses.replace(config, values=script_values)
+    options, script = launcher.parse_known_args([*from_file, *words])
+    return Plan(script, config, vars(options))
 
 
 def launch_parser(script_options: Collection[str]) -> argparse.ArgumentParser:
@@ -102,7 +101,7 @@ def launch_parser(script_options: Collection[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def as_arguments(action: argparse.Action, name: str, value: Any) -> list[str]:
+def as_arguments(action: argparse.Action, name: str, value: object) -> list[str]:
     """A value from a config file as it is written on the command line of `accelerate launch`."""
     if value is None:
         return []
@@ -151,7 +150,7 @@ def default_config() -> str | None:
     return default_config_file if Path(default_config_file).is_file() else None
 
 
-def accelerate_arguments(module: str, given: dict[str, Any]) -> Any:
+def accelerate_arguments(module: str, options: dict[str, Any]) -> argparse.Namespace:
     """The arguments of `accelerate launch` for a script, with the launch options that were `given`.
 
     Several CPU processes start with torchrun and use gloo; accelerate itself would need MPI.
@@ -162,9 +161,9 @@ def accelerate_arguments(module: str, given: dict[str, Any]) -> Any:
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.launch import launch_command_parser
 
-    args: Any = launch_command_parser().parse_args(["--module", module])
-    path = given.get("config_file") or default_config()
-    vars(args).update({**(_UNSAID if path is None else {}), **given})
+    args = launch_command_parser().parse_args(["--module", module])
+    path = options.get("config_file") or default_config()
+    vars(args).update({**(_UNSAID if path is None else {}), **options})
     saved: Any = None if path is None else load_config_from_file(path)
     if not (args.cpu or (saved is not None and saved.use_cpu) or torch.accelerator.device_count() == 0):
         return args
@@ -182,7 +181,7 @@ def accelerate_arguments(module: str, given: dict[str, Any]) -> Any:
     return args
 
 
-def run_through_accelerate(args: Any, plan: Plan) -> int:
+def run_through_accelerate(args: argparse.Namespace, plan: Plan) -> int:
     """Run the script in processes that accelerate starts; returns the exit status of the first that failed."""
     from accelerate.commands.launch import launch_command
     from torch.distributed.elastic.multiprocessing.api import SignalException

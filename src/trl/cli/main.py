@@ -144,7 +144,8 @@ def overview() -> str:
             *lines,
             "",
             "`trl <command> --help` lists the options of a command. Training commands read options from a YAML file",
-            "with --config, and take any option of `accelerate launch` as well as --accelerate_config <profile or file>.",
+            "with --config, and take any option of `accelerate launch` as well as --accelerate_config "  # noqa: ISC004
+            "<profile or file>.",
         ]
     )
 

@@ -1,8 +1,16 @@
 """What a training script reads besides its training and model configs."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from trl.options.groups import OptionGroup, documented, option
+
+if TYPE_CHECKING:
+    from trl.options.shared import SharedFields
+    from trl.options.training import TrainingDefaults
+
+    class AnyConfig(TrainingDefaults, SharedFields):
+        """The training config of any method, for type checkers."""
 
 
 @documented
@@ -93,7 +101,8 @@ class RewardFunctions(CommandArguments):
 
     reward_funcs: list[str] | None = option(
         None,
-        "Rewards: functions of trl.rewards (accuracy_reward, reasoning_accuracy_reward, think_format_reward, get_soft_overlong_punishment), dotted paths (my_module.my_function), reward models.",
+        "Rewards: functions of trl.rewards (accuracy_reward, reasoning_accuracy_reward, think_format_reward, "
+        "get_soft_overlong_punishment), dotted paths (my_module.my_function), reward models.",
         metavar="REWARD",
     )
 

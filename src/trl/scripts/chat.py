@@ -5,12 +5,18 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trl.options.groups import moved, option
 from trl.options.model import ModelSource, QuantizationOptions
 from trl.scripts.parser import TrlParser
 from trl.scripts.running import reporting_input_errors, run_script
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from trl.generation.engine import Sampling
+    from trl.scripts.serve import ServeArguments
 
 SETTINGS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
 COMMANDS = """\
@@ -50,14 +56,14 @@ class ChatArguments(QuantizationOptions, ModelSource):
             raise ValueError("The model is missing. Give its folder or its name on the Hub: trl chat MODEL.")
         self.sampling(())
 
-    def sampling(self, ends: Sequence[int]) -> Any:
+    def sampling(self, ends: Sequence[int]) -> "Sampling":
         """How answers are drawn that end at the tokens `ends`."""
         from trl.generation.engine import Sampling
 
         return Sampling(**{name: getattr(self, name) for name in SETTINGS}, stop_token_ids=tuple(ends))
 
 
-def loaded_engine(arguments: Any) -> Any:
+def loaded_engine(arguments: "ChatArguments | ServeArguments") -> Any:
     """The engine of a model on its device, with its tokenizer; `arguments` are a `ModelSource` with a `device`.
 
     Raises: ValueError, OSError for a model or tokenizer that cannot be loaded or has no chat template.
@@ -72,7 +78,7 @@ def loaded_engine(arguments: Any) -> Any:
 
     logging.disable_progress_bar()
     path = str(arguments.model_name_or_path)
-    loading: Any = model_init_kwargs(arguments)
+    loading = model_init_kwargs(arguments)
     model: Any = create_model_from_path(path, **loading).eval()
     if "quantization_config" not in loading:
         model.to(arguments.device or torch.accelerator.current_accelerator() or "cpu")
@@ -85,25 +91,24 @@ def loaded_engine(arguments: Any) -> Any:
 class Chat:
     """A model, the conversation with it so far, and the settings."""
 
-    def __init__(self, arguments: ChatArguments, console: Any) -> None:
+    def __init__(self, arguments: ChatArguments, console: "Console") -> None:
         """Raises: ValueError, OSError for a model or tokenizer that cannot be loaded or has no chat template."""
         self.arguments, self.console = arguments, console
         self.engine = loaded_engine(arguments)
         self.tokenizer: Any = self.engine.tokenizer
-        model = self.engine.model
-        self.ends = self._end_tokens(model)
+        self.ends = self._end_tokens()
         self.clear()
 
-    def _end_tokens(self, model: Any) -> list[int]:
+    def _end_tokens(self) -> list[int]:
         from trl.generation.transformers.requests import stop_tokens
 
         tokens = self.arguments.eos_tokens.split(",") if self.arguments.eos_tokens else []
         unknown = [token for token in tokens if token not in self.tokenizer.get_vocab()]
         if unknown:
             raise ValueError(f"eos_tokens must be tokens of the tokenizer, got {unknown[0]!r}.")
-        given = [int(number) for number in (self.arguments.eos_token_ids or "").split(",") if number]
-        given += self.tokenizer.convert_tokens_to_ids(tokens)
-        return given or stop_tokens(model, self.tokenizer)
+        ends = [int(number) for number in (self.arguments.eos_token_ids or "").split(",") if number]
+        ends += self.tokenizer.convert_tokens_to_ids(tokens)
+        return ends or stop_tokens(self.engine.model, self.tokenizer)
 
     def clear(self) -> None:
         """Begin a new conversation."""
@@ -189,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def model_first(argv: Sequence[str] | None) -> list[str]:
     """Arguments of a command whose first one may be the model."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    if given and not given[0].startswith("-"):
-        given.insert(0, "--model_name_or_path")
-    return given
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and not words[0].startswith("-"):
+        words.insert(0, "--model_name_or_path")
+    return words

@@ -1,6 +1,4 @@
-"""`trl compare A B --judge JUDGE --prompts FILE`: how often a judge prefers the answers of model B to those of model
-A.
-"""
+"""`trl compare A B --judge JUDGE --prompts FILE`: how often a judge prefers the answers of model B to those of A."""
 
 import argparse
 import json
@@ -9,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from trl.scripts.plain_parser import PlainParser
+
+Row = dict[str, Any]  # with a `prompt`, text or messages
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -50,16 +50,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(argv)
     try:
-        found = compare(options)
+        figures = compare(options)
     except (ValueError, TypeError, OSError, ImportError) as error:
         return report(parser.prog, error)
     if options.out:
-        Path(options.out).write_text(json.dumps(found, indent=2))
-    rows = found.pop("rows")
+        Path(options.out).write_text(json.dumps(figures, indent=2))
+    rows = figures.pop("rows")
     print(f"{options.second} against {options.first}, {len(rows)} prompts")
-    for name, value in found.items():
+    for name, value in figures.items():
         print(f"  {name.replace('_', ' '):<28} {value:.4g}")
-    return int(found["unanswered"] == len(rows))
+    return int(figures["unanswered"] == len(rows))
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
@@ -80,14 +80,14 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     prompts = [as_text(row["prompt"]) for row in rows]
     pairs = list(zip(*answers, strict=True))
     shares = win_shares(judge, prompts, pairs)
-    found, lengths = win_rate(shares), [(len(first), len(second)) for first, second in pairs]
+    rate, lengths = win_rate(shares), [(len(first), len(second)) for first, second in pairs]
     return {
-        "win_rate": found.rate,
-        "win_rate_low": found.low,
-        "win_rate_high": found.high,
+        "win_rate": rate.rate,
+        "win_rate_low": rate.low,
+        "win_rate_high": rate.high,
         "length_controlled_win_rate": length_controlled(shares, lengths),
         "ties": shares.count(0.5),
-        "unanswered": found.unanswered,
+        "unanswered": rate.unanswered,
         "mean_length_first": sum(first for first, _ in lengths) / len(lengths),
         "mean_length_second": sum(second for _, second in lengths) / len(lengths),
         **{name.replace("/", "_"): value.mean.item() for name, value in judge.agreement().items()},
@@ -99,7 +99,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _prompts(options: argparse.Namespace) -> list[dict[str, Any]]:
+def _prompts(options: argparse.Namespace) -> list[Row]:
     from trl.data.sources import load_source
 
     rows: Any = load_source(options.prompts, split=options.split)
@@ -113,7 +113,7 @@ def _prompts(options: argparse.Namespace) -> list[dict[str, Any]]:
     return [{"prompt": prompt} for prompt in prompts]
 
 
-def _answers(path: str, rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> list[str]:
+def _answers(path: str, rows: Sequence[Row], options: argparse.Namespace) -> list[str]:
     import torch
 
     from trl.data.rendering import text_tokenizer
@@ -125,7 +125,7 @@ def _answers(path: str, rows: Sequence[dict[str, Any]], options: argparse.Namesp
 
     model: Any = create_model_from_path(path).eval()
     model.to(torch.accelerator.current_accelerator() or "cpu")
-    tokenizer: Any = text_tokenizer(load_processing_class(path))
+    tokenizer = text_tokenizer(load_processing_class(path))
     sampling = Sampling(
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
@@ -133,5 +133,5 @@ def _answers(path: str, rows: Sequence[dict[str, Any]], options: argparse.Namesp
         seed=options.seed,
     )
     prompts = [prompt_ids(row, tokenizer) for row in rows]
-    found = TransformersEngine(model, tokenizer=tokenizer).generate(prompts, sampling)
-    return tokenizer.batch_decode([each.ids for each in found], skip_special_tokens=True)
+    completions = TransformersEngine(model, tokenizer=tokenizer).generate(prompts, sampling)
+    return tokenizer.batch_decode([completion.ids for completion in completions], skip_special_tokens=True)

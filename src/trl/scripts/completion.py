@@ -71,15 +71,15 @@ def command_options(module: str) -> dict[str, list[str] | None]:
     from trl.cli.launch import PROFILES
 
     spellings = importlib.import_module(module).make_parser()._option_string_actions
-    found: dict[str, list[str] | None] = {}
+    options: dict[str, list[str] | None] = {}
     if "--per_device_train_batch_size" in spellings:  # the options of `accelerate launch` that many runs need
-        found["--accelerate_config"] = sorted(path.stem for path in PROFILES.glob("*.yaml"))
-        found["--num_processes"] = []
+        options["--accelerate_config"] = sorted(path.stem for path in PROFILES.glob("*.yaml"))
+        options["--num_processes"] = []
     for flag, action in spellings.items():
         underscored = "--" + flag[2:].replace("-", "_")
         if flag.startswith("--") and (flag == underscored or underscored not in spellings):
-            found[flag] = None if action.nargs == 0 else _values(action)
-    return dict(sorted(found.items()))
+            options[flag] = None if action.nargs == 0 else _values(action)
+    return dict(sorted(options.items()))
 
 
 def _values(action: argparse.Action) -> list[str]:

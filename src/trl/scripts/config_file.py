@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ class YamlConfigParser:
         config.apply_env()
         return config.values
 
-    def to_string(self, config: dict[str, Any]) -> str:
+    def to_string(self, config: Mapping[str, object]) -> str:
         """The options as they are written on a command line, without those that are None or empty lists."""
         words: list[str] = []
         for name, value in config.items():
@@ -78,9 +78,7 @@ class YamlConfigParser:
 
 
 def _lines(path: str, node: Any) -> tuple[dict[str, int], list[str]]:
-    """The line of each option and of each entry of a list (`name[0]`), and a message for each name that stands
-    twice.
-    """
+    """The line of each option and of each entry of a list (`name[0]`), and messages for names that stand twice."""
     lines: dict[str, int] = {}
     faults = []
     for key, value in node.value:
@@ -104,9 +102,9 @@ def take_config_option(args: Sequence[str]) -> tuple[str | None, list[str]]:
     rest: list[str] = []
     remaining = iter(args)
     for token in remaining:
-        option, given, path = token.partition("=")
+        option, equals, path = token.partition("=")
         if option == "--config":
-            paths.append(path if given else next(remaining, ""))
+            paths.append(path if equals else next(remaining, ""))
         else:
             rest.append(token)
     if len(paths) > 1:

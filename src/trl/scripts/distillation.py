@@ -1,6 +1,4 @@
-"""On-policy distillation from the command line: `trl distillation`, or `accelerate launch -m
-trl.scripts.distillation`.
-"""
+"""On-policy distillation: `trl distillation`, or `accelerate launch -m trl.scripts.distillation`."""
 
 import sys
 

@@ -1,6 +1,4 @@
-"""The machine and the versions in use, to paste into a bug report: `trl env`; how glibc treats the memory of freed
-tensors.
-"""
+"""`trl env`: the machine and the versions in use, for bug reports; how glibc treats the memory of freed tensors."""
 
 import ctypes
 import importlib.metadata
@@ -127,9 +125,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def keep_freed_memory() -> bool:
-    """Let this process reuse freed memory, whose pages the system would zero anew; False without glibc or with
-    `_VARIABLES`.
-    """
+    """Let this process reuse freed memory without zeroed pages; False without glibc or with `_VARIABLES`."""
     if platform.libc_ver()[0] != "glibc" or any(os.environ.get(name) for name in _VARIABLES):
         return False
     mallopt = ctypes.CDLL(None).mallopt
@@ -138,9 +134,9 @@ def keep_freed_memory() -> bool:
 
 def allocator() -> str:
     """What `trl env` says of it."""
-    name, version = platform.libc_ver()
-    if name != "glibc":
+    library, version = platform.libc_ver()
+    if library != "glibc":
         return "not glibc's"
-    given = [f"{each}={os.environ[each]}" for each in _VARIABLES if os.environ.get(each)]
+    settings = [f"{name}={os.environ[name]}" for name in _VARIABLES if os.environ.get(name)]
     policy = "training commands on a CPU keep freed blocks below 32 MiB"
-    return f"glibc {version}, {', '.join(given) or policy}"
+    return f"glibc {version}, {', '.join(settings) or policy}"

@@ -1,6 +1,4 @@
-"""Distillation across tokenizers (GOLD) from the command line: `trl gold`, or `accelerate launch -m
-trl.scripts.gold`.
-"""
+"""Distillation across tokenizers (GOLD): `trl gold`, or `accelerate launch -m trl.scripts.gold`."""
 
 import sys
 

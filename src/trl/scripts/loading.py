@@ -1,6 +1,4 @@
-"""What a training command checks and loads before it trains: output folder, checkpoint, processes, data sets, model
-options.
-"""
+"""What a training command checks and loads before it trains: folder, checkpoint, processes, data, model options."""
 
 import logging
 import os
@@ -9,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset
+from transformers import TrainingArguments
 
 from trl.checkpoints.wholeness import checkpoint_to_load, checkpoints_in
 from trl.data.formats import column_names
 from trl.models.peft import get_kbit_device_map, get_quantization_config
-from trl.options.model import ModelConfig
+from trl.options.model import ModelSource
 from trl.options.spelling import did_you_mean
 from trl.scripts.arguments import ScriptArguments
 
@@ -25,7 +24,7 @@ logger = logging.getLogger(__name__)
 Rows = TypeVar("Rows", Dataset, IterableDataset)
 
 
-def model_init_kwargs(model_args: ModelConfig, explicit: dict[str, Any] | str | None = None) -> dict[str, Any]:
+def model_init_kwargs(model_args: ModelSource, explicit: dict[str, Any] | str | None = None) -> dict[str, Any]:
     """Keyword arguments of `from_pretrained`; those of `explicit` (the config's own) win.
 
     A quantised model is placed on this process's device while it loads.
@@ -45,7 +44,7 @@ def model_init_kwargs(model_args: ModelConfig, explicit: dict[str, Any] | str | 
 
 def load_train_and_eval(
     script_args: ScriptArguments, dataset_args: "DatasetMixtureConfig", *, renames: Mapping[str, str], evaluate: bool
-) -> tuple[Any, Any]:
+) -> "tuple[Rows, Rows | None]":
     """The training dataset, and the evaluation dataset if `evaluate` (else None), columns renamed.
 
     They come from `dataset_name`, or from the mixture in `datasets`. With `test_split_size` the evaluation rows are
@@ -55,8 +54,8 @@ def load_train_and_eval(
     FileNotFoundError for a local path that does not exist.
     """
     if bool(script_args.dataset_name) == bool(dataset_args.datasets):
-        given = "Both dataset_name and a mixture are" if dataset_args.datasets else "No dataset is"
-        raise ValueError(f"{given} given. Give one --dataset_name, or a mixture as `datasets:` in a file.")
+        sources = "Both dataset_name and a mixture are" if dataset_args.datasets else "No dataset is"
+        raise ValueError(f"{sources} given. Give one --dataset_name, or a mixture as `datasets:` in a file.")
     from trl.data.sources import load_source
 
     splits = {"dataset_train_split": script_args.dataset_train_split}
@@ -68,14 +67,14 @@ def load_train_and_eval(
     if mixture is not None and script_args.dataset_name:  # drawn from the training split
         splits = dict(zip(splits, ("train", "test"), strict=False))
     path = str(script_args.dataset_name)
-    given = {"name": script_args.dataset_config, "streaming": script_args.dataset_streaming}
+    settings = {"name": script_args.dataset_config, "streaming": script_args.dataset_streaming}
     loaded: list[Any] = []
     rows: Any
     for option, split in splits.items():
         try:
             if mixture is not None and split not in mixture:
                 raise ValueError(f"the mixture has {', '.join(map(repr, mixture))}, not {split!r}.")
-            rows = load_source(path, split=split, **given) if mixture is None else mixture[split]
+            rows = load_source(path, split=split, **settings) if mixture is None else mixture[split]
         except ValueError as error:
             way_out = " Or set eval_strategy to 'no'." if option == "dataset_test_split" else ""
             raise ValueError(f"{option}: {error}{way_out}") from error
@@ -83,10 +82,8 @@ def load_train_and_eval(
     return loaded[0], (loaded[1] if evaluate else None)
 
 
-def mixed_splits(script_args: ScriptArguments, dataset_args: "DatasetMixtureConfig") -> Any:
-    """The splits of a mixture, or of `dataset_name` where evaluation rows are drawn from it; None where neither is
-    asked for.
-    """
+def mixed_splits(script_args: ScriptArguments, dataset_args: "DatasetMixtureConfig") -> DatasetDict | None:
+    """The splits of a mixture, or of `dataset_name` where evaluation rows are drawn from it; None without either."""
     if not dataset_args.datasets and dataset_args.test_split_size is None:
         return None
     from trl.data.sources import DatasetConfig, get_dataset
@@ -129,7 +126,7 @@ def check_output_dir(output_dir: str | Path) -> None:
         raise ValueError(f"output_dir '{output_dir}' cannot be written to: '{there}' is {wrong}.")
 
 
-def check_push(args: Any) -> None:
+def check_push(args: TrainingArguments) -> None:
     """Raise ValueError for `push_to_hub` without a token or offline."""
     if not args.push_to_hub:
         return
@@ -163,7 +160,7 @@ def checkpoint_to_resume(
     return newest or wanted
 
 
-def check_processes(args: Any) -> None:
+def check_processes(args: TrainingArguments) -> None:
     """Raise ValueError if processes are not connected, or do not shard as their launcher's environment says.
 
     Without an accelerator accelerate (1.15) reports neither.

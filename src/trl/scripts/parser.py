@@ -5,7 +5,7 @@ import dataclasses
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args, get_origin, get_type_hints
 
 from transformers import HfArgumentParser
@@ -38,8 +38,8 @@ class TrlParser(PlainParser, HfArgumentParser):
     """
 
     def __init__(self, dataclass_types: DataClassType | Iterable[DataClassType] | None = None, **kwargs: Any) -> None:
-        given: Any = [] if dataclass_types is None else dataclass_types
-        kinds: list[Any] = list(given) if isinstance(given, Iterable) else [given]
+        types: Any = [] if dataclass_types is None else dataclass_types
+        kinds: list[Any] = list(types) if isinstance(types, Iterable) else [types]
         for kind in kinds:
             if "config" in {field.name for field in dataclasses.fields(kind)}:
                 raise ValueError(f"{kind.__name__} has a field `config`, the parser's own. Rename it.")
@@ -68,16 +68,16 @@ class TrlParser(PlainParser, HfArgumentParser):
         Raises: ValueError for unknown options and values that the dataclasses reject, FileNotFoundError for a missing
         file, SystemExit with status 2 for a value of the wrong type on the command line.
         """
-        path, given = take_config_option(list(sys.argv[1:] if args is None else args))
+        path, words = take_config_option(list(sys.argv[1:] if args is None else args))
         config = None if path is None else read_config(path)
         if config is not None:
             config.apply_env()
         if not return_remaining_strings:
-            return self.parse_with(given, config, fail_with_unknown_args=fail_with_unknown_args)
-        from_file, faults = self._take_defaults(config, given)
+            return self.parse_with(words, config, fail_with_unknown_args=fail_with_unknown_args)
+        from_file, faults = self._take_defaults(config, words)
         _raise_all(faults)
-        unknown = [*from_file, *self.parse_known_args(given)[1]]
-        return (*self._build(given, config), unknown)
+        unknown = [*from_file, *self.parse_known_args(words)[1]]
+        return (*self._build(words, config), unknown)
 
     def parse_with(
         self, args: list[str], config: ConfigFile | None, *, fail_with_unknown_args: bool = True
@@ -142,9 +142,8 @@ class TrlParser(PlainParser, HfArgumentParser):
             built.append(namespace)
         return tuple(built)
 
-    def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
-        """Make these values the defaults of their options, also in subparsers; returns unknown ones as command-line
-        strings.
+    def set_defaults_with_config(self, **kwargs: object) -> list[str]:
+        """Make these values the defaults of options, also in subparsers; returns unknown ones as on a command line.
 
         Raises: ValueError that names every value that does not fit its option.
         """
@@ -153,7 +152,7 @@ class TrlParser(PlainParser, HfArgumentParser):
         return remaining
 
     def _set_defaults(
-        self, values: dict[str, Any], args: list[str], *, where: Callable[[str], str]
+        self, values: Mapping[str, object], args: list[str], *, where: Callable[[str], str]
     ) -> tuple[list[str], list[str]]:
         remaining, faults = [], []
         readers = self._readers(args)
@@ -175,12 +174,12 @@ class TrlParser(PlainParser, HfArgumentParser):
 
     def _readers(self, args: list[str]) -> list[argparse.ArgumentParser]:
         """This parser and its subparsers: the one that `args` names, or all where it names none."""
-        found: list[argparse.ArgumentParser] = [self]
+        readers: list[argparse.ArgumentParser] = [self]
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 named = [token for token in args if token in action.choices][:1]
-                found.extend(action.choices[name] for name in named or action.choices)
-        return found
+                readers.extend(action.choices[name] for name in named or action.choices)
+        return readers
 
     def format_help(self) -> str:
         """The help text, options in groups."""
@@ -216,7 +215,7 @@ def _raise_all(faults: list[str]) -> None:
         raise ValueError("\n".join(faults))
 
 
-def _option_value(action: argparse.Action, value: Any, *, hint: Any = None) -> Any:
+def _option_value(action: argparse.Action, value: object, *, hint: object = None) -> object:
     """`value` in the type of the option `action`; `hint` is the type of its dataclass field.
 
     Text becomes a number where the option is one (YAML reads `2e-5` as text), a mapping becomes `key=value` items of a
@@ -237,7 +236,7 @@ def _option_value(action: argparse.Action, value: Any, *, hint: Any = None) -> A
     return _single(action, value)
 
 
-def _single(action: argparse.Action, value: Any) -> Any:
+def _single(action: argparse.Action, value: object) -> object:
     kind, choices = action.type, action.choices
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return value if isinstance(value, dict) else kind(value)  # type: ignore[call-arg]
@@ -291,7 +290,8 @@ _HARDWARE_NAMES = (
 _OF_NAME = {
     MODEL: r".*model_name_or_path|model_init_kwargs",
     METHOD: r"dialogue_marker",
-    DATA: r"dataset_(text|kwargs|num).*|.*packing.*|padding_free|shuffle_dataset|max_.*length|pad_.*|eos_token|chat_template_path",
+    DATA: r"dataset_(text|kwargs|num).*|.*packing.*|padding_free|shuffle_dataset|max_.*length|pad_.*|eos_token"
+    r"|chat_template_path",
     GENERATION: r"response_length|stop_token.*|temperature|missing_eos_penalty|local_rollout.*|ds3_.*",
     LOGGING: _LOGGING_NAMES,
     HARDWARE: _HARDWARE_NAMES,
@@ -304,9 +304,9 @@ def sections(actions: Iterable[argparse.Action], kinds: Iterable[type]) -> dict[
     `kinds` are the dataclasses whose fields the options are. `--no_x` beside a switch `--x` is left out.
     """
     groups = {field: _group(kind, field) for kind in kinds for field in getattr(kind, "__dataclass_fields__", {})}
-    found: dict[str, list[argparse.Action]] = {}
+    titles: dict[str, list[argparse.Action]] = {}
     if any(base.__module__ == "transformers.training_args" for kind in kinds for base in kind.__mro__):
-        found = {title: [] for title in _ORDER}
+        titles = {title: [] for title in _ORDER}
         groups |= dict.fromkeys(ESSENTIAL, _ORDER[0])
     else:
         groups = dict.fromkeys(groups, "options")
@@ -314,10 +314,10 @@ def sections(actions: Iterable[argparse.Action], kinds: Iterable[type]) -> dict[
         if action.help == argparse.SUPPRESS or isinstance(action, argparse._StoreFalseAction):
             continue
         title = groups.get(action.dest, "options") if action.option_strings else "arguments"
-        found.setdefault(title, []).append(action)
-    if _ORDER[0] in found:
-        found[_ORDER[0]].sort(key=lambda action: ESSENTIAL.index(action.dest))
-    return found
+        titles.setdefault(title, []).append(action)
+    if _ORDER[0] in titles:
+        titles[_ORDER[0]].sort(key=lambda action: ESSENTIAL.index(action.dest))
+    return titles
 
 
 def _group(kind: type, field: str) -> str:
@@ -350,10 +350,10 @@ class OptionHelp(argparse.HelpFormatter):
 
     def _kind(self, action: argparse.Action) -> str:
         kinds = {int: "INT", float: "FLOAT", "string_to_bool": "true|false"}
-        found = kinds.get(action.type) or kinds.get(getattr(action.type, "__name__", ""))  # pyright: ignore
-        return found or ("PATH" if re.search(r"(dir|path|file|folder)$", action.dest) else "TEXT")
+        kind = kinds.get(action.type) or kinds.get(getattr(action.type, "__name__", ""))  # pyright: ignore
+        return kind or ("PATH" if re.search(r"(dir|path|file|folder)$", action.dest) else "TEXT")
 
-    def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Any:
+    def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Callable[[int], tuple[str, ...]]:
         if action.metavar is None and action.choices:
             names = dict.fromkeys(str(choice).lower() for choice in action.choices)
             shown = "NAME" if self._has_many_choices(action) else f"{{{','.join(names)}}}"

@@ -20,7 +20,7 @@ class PlainParser(argparse.ArgumentParser):
         # That of Python 3.13 and older takes -1e-4 for an option.
         self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$", re.IGNORECASE)
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
+    def _check_value(self, action: argparse.Action, value: object) -> None:
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
@@ -36,17 +36,15 @@ class PlainParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\nSee `{self.prog} --help` for all options.\n")
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        """The options in `args`, those of the process if None; exits with status 2 for unknown options and wrong
-        values.
-        """
-        given = sys.argv[1:] if args is None else list(args)
-        if messages := unknown_arguments(self.unknown(given), [action.dest for action in self._actions]):
+        """The options in `args` (None: those of the process); unknown ones and wrong values exit with status 2."""
+        words = sys.argv[1:] if args is None else list(args)
+        if messages := unknown_arguments(self.unknown(words), [action.dest for action in self._actions]):
             self.error("\n".join(messages))
-        return super().parse_args(given, namespace)
+        return super().parse_args(words, namespace)
 
     def unknown(self, args: Sequence[str]) -> list[str]:
         """The unknown `args`, also where a required option is missing: it may be mistyped."""
-        subparsers = [each for each in self._actions if isinstance(each, argparse._SubParsersAction)]
+        subparsers = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
         parsers = [self, *(sub for action in subparsers for sub in action.choices.values())]
         required = [action for one in parsers for action in one._actions if action.required]
         for action in required:

@@ -2,25 +2,30 @@
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from rich.text import Text
 
 from trl.checkpoints.wholeness import newest_whole
-from trl.data.rendering import text_tokenizer
+from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.models.loading import save_dtype
 from trl.models.residuals import keep_residuals
 from trl.options.secrets import redacted
 from trl.reporting.tables import open_console
 
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+Trainer = Any  # a `BaseTrainer`, whose model and data transformers declares as optional
 _MOST_TOKENS = 400  # of a sequence; of longer ones the ends are shown
 _TASKS = {
-    "ForCausalLM": "text-generation", "LMHeadModel": "text-generation", "ForConditionalGeneration": "image-text-to-text",
-    "ForSequenceClassification": "text-classification", "ForTokenClassification": "token-classification",
+    "ForCausalLM": "text-generation", "LMHeadModel": "text-generation",
+    "ForConditionalGeneration": "image-text-to-text", "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
 }  # fmt: skip
 _NOT_SHOWN = (
     "accelerator_config", "gradient_checkpointing_kwargs", "dataloader_pin_memory",  # filled in by transformers
@@ -38,16 +43,14 @@ class Shown(NamedTuple):
 
 
 def changed_settings(*configs: Any) -> dict[str, Any]:
-    """The fields of the configs that differ from their defaults. Empty values in place of a default None do not
-    count.
-    """
+    """The fields of the configs that differ from their defaults; an empty value for a default None does not."""
     changed = {}
     for config in configs:
         for field in dataclasses.fields(config):
             made = field.default_factory is not dataclasses.MISSING
             default: Any = field.default_factory() if made else field.default  # pyright: ignore[reportCallIssue]
             value = getattr(config, field.name)
-            value, default = (each.value if isinstance(each, Enum) else each for each in (value, default))
+            value, default = (item.value if isinstance(item, Enum) else item for item in (value, default))
             if field.name == "steps_per_generation" and value:
                 default = config.gradient_accumulation_steps
             filled = field.name in _NOT_SHOWN or (default in (None, "", "none") and not value)
@@ -56,10 +59,8 @@ def changed_settings(*configs: Any) -> dict[str, Any]:
     return redacted(changed)
 
 
-def describe(trainer: Any, settings: dict[str, Any], *, made_folder: bool) -> None:
-    """Print settings, rows and memory. Removes the empty output folder that the trainer made, and ends its
-    processes.
-    """
+def describe(trainer: Trainer, settings: dict[str, Any], *, made_folder: bool) -> None:
+    """Print settings, rows and memory; remove the empty folder that the trainer made, and end its processes."""
     if trainer.accelerator.is_main_process:
         console = open_console(highlight=False, soft_wrap=True)
         console.print("Settings that differ from their defaults", style="bold")
@@ -82,7 +83,7 @@ def describe(trainer: Any, settings: dict[str, Any], *, made_folder: bool) -> No
     trainer.accelerator.end_training()
 
 
-def sequences(trainer: Any, row: dict[str, Any]) -> list[Shown]:
+def sequences(trainer: Trainer, row: dict[str, Any]) -> list[Shown]:
     """The token sequences of a prepared row; none where it holds no tokens yet (images)."""
     parts = {name: list(row[name]) for name in row if name.endswith("_input_ids") and row[name] is not None}
     if parts:
@@ -97,7 +98,7 @@ def sequences(trainer: Any, row: dict[str, Any]) -> list[Shown]:
     return [Shown("text", batch["input_ids"].flatten().tolist(), (batch["labels"] != -100).flatten().tolist())]
 
 
-def rendered(processing_class: Any, sequence: Shown, *, colour: bool) -> Text:
+def rendered(processing_class: ProcessingClass, sequence: Shown, *, colour: bool) -> Text:
     """A sequence as text. What is trained is coloured, or stands between >> and <<."""
     tokenizer: Any = text_tokenizer(processing_class)
     count = sum(sequence.trained)
@@ -115,7 +116,7 @@ def rendered(processing_class: Any, sequence: Shown, *, colour: bool) -> Text:
     return text
 
 
-def memory(trainer: Any) -> dict[str, int]:
+def memory(trainer: Trainer) -> dict[str, int]:
     """Bytes of the weights, gradients, optimizer state and, where there is one, the reference model."""
     trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     parts = {
@@ -127,21 +128,21 @@ def memory(trainer: Any) -> dict[str, int]:
     return parts if reference is None else {**parts, "reference": _size(reference.parameters())}
 
 
-def bytes_per_weight(trainer: Any, parts: dict[str, int]) -> str:
+def bytes_per_weight(trainer: Trainer, parts: dict[str, int]) -> str:
     """The bytes of a trained weight with its gradient and optimizer state, its dtype and that of the saved model."""
     trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
-    own = _size(trained) + sum(list(parts.values())[1:3])
+    size = _size(trained) + sum(list(parts.values())[1:3])
     dtypes = trained[0].dtype, save_dtype(trainer.model, trainer.args.save_dtype) or trained[0].dtype
-    dtype, saved = (str(each).removeprefix("torch.") for each in dtypes)
+    dtype, saved = (str(dtype).removeprefix("torch.") for dtype in dtypes)
     count = sum(parameter.numel() for parameter in trained)
-    return f"  {own / count:.1f} bytes for each trained weight ({dtype}; saved in {saved})"
+    return f"  {size / count:.1f} bytes for each trained weight ({dtype}; saved in {saved})"
 
 
-def _size(parameters: Any) -> int:
+def _size(parameters: Iterable[torch.Tensor]) -> int:
     return sum(parameter.nbytes for parameter in parameters)
 
 
-def _optimizer_size(trainer: Any, trained: Sequence[torch.Tensor]) -> int:
+def _optimizer_size(trainer: Trainer, trained: Sequence[torch.Tensor]) -> int:
     """Bytes of the optimizer's state, by what it keeps for one matrix of 256 x 256 after a step."""
     kind, settings = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
     if not trained or {"params", "model", "optimizer_dict"} & set(settings):
@@ -152,14 +153,14 @@ def _optimizer_size(trainer: Any, trained: Sequence[torch.Tensor]) -> int:
         keep_residuals(optimizer)
     probe.grad = torch.zeros_like(probe)
     optimizer.step()
-    state = [each for each in optimizer.state[probe].values() if isinstance(each, torch.Tensor)]
-    return round(sum(each.nbytes for each in state if each.numel() > 1) / probe.nbytes * _size(trained))
+    state = [tensor for tensor in optimizer.state[probe].values() if isinstance(tensor, torch.Tensor)]
+    return round(sum(tensor.nbytes for tensor in state if tensor.numel() > 1) / probe.nbytes * _size(trained))
 
 
 # --- after training
 
 
-def finish(trainer: Any, *, dataset_name: str | None, command: str, newest: Path | None) -> None:
+def finish(trainer: Trainer, *, dataset_name: str | None, command: str, newest: Path | None) -> None:
     """Save the model (and push it), print where it is, how to use it and how to resume, and end the process group.
 
     `newest` is the run's newest checkpoint.
@@ -179,26 +180,24 @@ def finish(trainer: Any, *, dataset_name: str | None, command: str, newest: Path
     trainer.accelerator.end_training()
 
 
-def usage(trainer: Any) -> list[str]:
-    """How to use the saved model: `trl chat` where it has a chat template, else two lines of Python; adapters name
-    their base.
-    """
+def usage(trainer: Trainer) -> list[str]:
+    """How to use the saved model: `trl chat`, or Python without a chat template; adapters name their base."""
     core, folder = trainer.scorer.core, trainer.args.output_dir
     task = next((task for end, task in _TASKS.items() if type(core).__name__.endswith(end)), None)
     chats = task == "text-generation" and text_tokenizer(trainer.processing_class).chat_template
     if task is None:
         return []
     adapters = getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {})
-    bases = [f"  # an adapter of {each.base_model_name_or_path}" for each in adapters.values()]
+    bases = [f"  # an adapter of {adapter.base_model_name_or_path}" for adapter in adapters.values()]
     load = f"trl chat {folder}" if chats else f'model = pipeline("{task}", "{folder}")'
     return [*([] if chats else ["  from transformers import pipeline"]), f"  {load}{bases[0] if bases else ''}"]
 
 
-def resume_hint(newest: Path | None, args: Any, *, command: str, finished: bool) -> str:
-    """The command that resumes a run from its `newest` checkpoint; a `finished` run needs an option that makes it
-    longer.
+def resume_hint(newest: Path | None, args: "TrainingArguments", *, command: str, finished: bool) -> str:
+    """The command that resumes a run from its `newest` checkpoint.
 
-    `true` names the newest checkpoint in the run's folder, unless that belongs to an earlier run.
+    A `finished` run needs an option that makes it longer. `true` names the newest checkpoint in the run's folder,
+    unless that belongs to an earlier run.
     """
     if newest is None:
         strategy = getattr(args.save_strategy, "value", args.save_strategy)
@@ -207,14 +206,14 @@ def resume_hint(newest: Path | None, args: Any, *, command: str, finished: bool)
         if finished:
             return f"This run cannot be resumed: {why}. A new one can start from the model."
         return f"It cannot be resumed: {why}. The same command starts from the beginning."
-    found = newest_whole(args.output_dir, quick=True)
-    resume = "true" if found is not None and newest.resolve() == found.resolve() else str(newest)
+    whole = newest_whole(str(args.output_dir), quick=True)
+    resume = "true" if whole is not None and newest.resolve() == whole.resolve() else str(newest)
     longer = "max_steps" if args.max_steps > 0 else "num_train_epochs"
     same = f"the same options, a larger --{longer} and" if finished else "the same options and"
     return f"To resume: trl {command} with {same} --resume_from_checkpoint {resume}"
 
 
-def interruption(newest: Path | None, args: Any, *, command: str, step: int, steps: int) -> str:
+def interruption(newest: Path | None, args: "TrainingArguments", *, command: str, step: int, steps: int) -> str:
     """The message for a run that stopped after `step` of its `steps` optimiser steps."""
     place = f"after step {step} of {steps}" if step else "before the end of the first step"
     saved = "" if newest is None else f", newest checkpoint {newest}"

@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import FrameType
 
 from trl.options.secrets import redacted
 from trl.scripts.config_file import ConfigFile
@@ -28,9 +28,7 @@ class CommandError(ValueError):
 
 @contextmanager
 def reporting_input_errors() -> Iterator[None]:
-    """Turn errors about values, files, missing extras and the Hub into `CommandError`; for what happens before
-    training.
-    """
+    """Turn errors about values, files, extras and the Hub into `CommandError`; for what happens before training."""
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -38,7 +36,11 @@ def reporting_input_errors() -> Iterator[None]:
 
 
 def run_script(
-    parser: TrlParser, main: Callable[..., Any], args: Sequence[str] | None = None, *, config: ConfigFile | None = None
+    parser: TrlParser,
+    main: Callable[..., object],
+    args: Sequence[str] | None = None,
+    *,
+    config: ConfigFile | None = None,
 ) -> int:
     """Parse `args` (those of the process if None), call `main` with the dataclasses, and return the exit status.
 
@@ -68,10 +70,10 @@ def sigterm_raises() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before, own = signal.getsignal(signal.SIGTERM), os.getpid()
+    before, process = signal.getsignal(signal.SIGTERM), os.getpid()
 
-    def stop(number: int, frame: Any) -> None:
-        if os.getpid() == own:
+    def stop(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == process:
             raise Terminated
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

@@ -40,9 +40,8 @@ class ServeArguments(QuantizationOptions, ModelSource):
 
 def make_parser() -> TrlParser:
     """The parser of `trl serve`."""
-    kinds: Any = ServeArguments
     return TrlParser(
-        kinds,
+        ServeArguments,  # pyright: ignore[reportArgumentType]
         prog="trl serve",
         usage="trl serve MODEL [options]",
         description="Serve a model with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models.",
@@ -76,8 +75,7 @@ def serve(arguments: ServeArguments) -> None:
             engine = loaded_engine(arguments)
         name = arguments.served_model_name or str(arguments.model_name_or_path)
         sampling = Sampling(max_new_tokens=arguments.max_new_tokens)
-        options: Any = {"sampling": sampling, "agent_sampling": "agent", "threaded": False}
-        options["model_name"] = name
+        options: Any = {"sampling": sampling, "agent_sampling": "agent", "threaded": False, "model_name": name}
         # Another one may have begun to listen meanwhile.
         with reporting_input_errors(), needing_address(arguments.host, arguments.port):
             endpoint = stack.enter_context(Endpoint(engine, engine.tokenizer, server=server, **options))

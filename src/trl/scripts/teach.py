@@ -1,6 +1,4 @@
-"""`trl teach DATASET --teacher MODEL --output DIR`: a teacher's most likely tokens as columns, so that training needs
-no teacher.
-"""
+"""`trl teach DATASET --teacher MODEL --output DIR`: a teacher's most likely tokens as columns, to train without it."""
 
 import argparse
 import json
@@ -8,12 +6,23 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from trl.data.sources import DatasetMixtureConfig
 from trl.options.groups import option
+from trl.options.model import ModelConfig
 from trl.scripts.arguments import ColumnMapping, ScriptArguments
 from trl.scripts.parser import TrlParser
 from trl.scripts.running import CommandError, reporting_input_errors, run_script
+from trl.trainer.gkd_config import GKDConfig
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from datasets import Dataset
+    from torch import Tensor, nn
+
+    from trl.models.policy import Policy
+    from trl.models.scoring.causal import Scorer
 
 SETTINGS_FILE = "teacher.json"
 
@@ -30,26 +39,27 @@ class TeachScriptArguments(ColumnMapping, ScriptArguments):
 
 def make_parser() -> TrlParser:
     """The options of `trl teach`: those of `trl gkd`, so that both read the same config file, and its own."""
-    from trl.data.sources import DatasetMixtureConfig
-    from trl.options.model import ModelConfig
-    from trl.trainer.gkd_config import GKDConfig
-
     types: Any = (TeachScriptArguments, GKDConfig, ModelConfig, DatasetMixtureConfig)
     parser = TrlParser(
         types,
         prog="trl teach",
         usage="trl teach DATASET --teacher TEACHER --output DIR [options]",
-        description="Write a teacher's most likely tokens and their log-probs beside each row, as columns that `trl gkd` trains on "
-        "without a teacher. Rows are prepared as `trl gkd` prepares them.",
-        epilog="--model_name_or_path STUDENT takes the tokenizer from there. --per_device_eval_batch_size rows are scored at a time. "
-        "Other options of `trl gkd` that do not concern the data have no effect, so that both can read one config file.",
+        description="Write a teacher's most likely tokens and their log-probs beside each row, as columns that "
+        "`trl gkd` trains on without a teacher. Rows are prepared as `trl gkd` prepares them.",
+        epilog="--model_name_or_path STUDENT takes the tokenizer from there. --per_device_eval_batch_size rows are "
+        "scored at a time. Other options of `trl gkd` that do not concern the data have no effect, so that both can "
+        "read one config file.",
     )
     parser.add_argument("dataset", metavar="DATASET", nargs="?", help="the same as --dataset_name")
     return parser
 
 
 def main(
-    script_args: TeachScriptArguments, args: Any, model_args: Any, dataset_args: Any, rest: argparse.Namespace
+    script_args: TeachScriptArguments,
+    args: GKDConfig,
+    model_args: ModelConfig,
+    dataset_args: DatasetMixtureConfig,
+    rest: argparse.Namespace,
 ) -> None:
     """Write the data set and print where it is.
 
@@ -81,11 +91,12 @@ def main(
     if is_first:
         print(f"{len(rows)} rows with {' and '.join(settings['columns'])} in {folder}")
         print(
-            f"To train: trl gkd --dataset_name {folder} --model_name_or_path STUDENT --lmbda 0 --temperature {args.temperature}"
+            f"To train: trl gkd --dataset_name {folder} --model_name_or_path STUDENT --lmbda 0 "
+            f"--temperature {args.temperature}"
         )
 
 
-def _check(script_args: TeachScriptArguments, args: Any, dataset_args: Any) -> None:
+def _check(script_args: TeachScriptArguments, args: GKDConfig, dataset_args: DatasetMixtureConfig) -> None:
     """Raise ValueError for what is missing, and for settings that the columns do not support."""
     from trl.scripts.loading import check_output_dir
 
@@ -99,7 +110,12 @@ def _check(script_args: TeachScriptArguments, args: Any, dataset_args: Any) -> N
         raise ValueError("dataset_streaming=True: shards are made of stored rows. Leave it out.")
 
 
-def _prepared(script_args: TeachScriptArguments, args: Any, model_args: Any, dataset_args: Any) -> tuple[Any, Any]:
+def _prepared(
+    script_args: TeachScriptArguments,
+    args: GKDConfig,
+    model_args: ModelConfig,
+    dataset_args: DatasetMixtureConfig,
+) -> "tuple[Dataset, Policy]":
     """The rows as GKD trains on them, and the teacher with the student's tokenizer (its own if no student is given)."""
     from trl.models.loading import load_processing_class
     from trl.models.parts import causal_core, embedded_tokens
@@ -114,27 +130,29 @@ def _prepared(script_args: TeachScriptArguments, args: Any, model_args: Any, dat
     policy = set_up_policy(script_args.teacher, args, tokenizer, None, trained=False)
     if embedded_tokens(causal_core(policy.model)) < len(policy.tokenizer):
         raise ValueError(
-            f"the teacher has fewer token ids than the {len(policy.tokenizer)} of the student's tokenizer: they do not share it. "
-            "Use GOLDTrainer, which compares distributions over two vocabularies."
+            f"the teacher has fewer token ids than the {len(policy.tokenizer)} of the student's tokenizer: they do not "
+            "share it. Use GOLDTrainer, which compares distributions over two vocabularies."
         )
     if not hasattr(policy.model, "hf_device_map"):
         policy.model.to(args.device)
     return GKDDatasets(args, policy, formatting_func=None).prepared(dataset, "train"), policy
 
 
-def _settings(script_args: TeachScriptArguments, args: Any, policy: Any, rows: Any) -> dict[str, Any]:
+def _settings(script_args: TeachScriptArguments, args: GKDConfig, policy: "Policy", rows: "Dataset") -> dict[str, Any]:
     """What the columns depend on."""
     from trl.checkpoints.identity import fingerprint
     from trl.data.teacher_columns import TEACHER_COLUMNS, vocabulary_hash
 
+    loading: Any = args.model_init_kwargs
     names = (
-        "max_length", "completion_only_loss", "assistant_only_loss", "dataset_text_field", "eos_token", "dataset_kwargs",
+        "max_length", "completion_only_loss", "assistant_only_loss", "dataset_text_field", "eos_token",
+        "dataset_kwargs",
     )  # fmt: skip
     return {
         "format": 1,
         "columns": TEACHER_COLUMNS,
         "teacher": script_args.teacher,
-        "loaded_with": {name: str(value) for name, value in args.model_init_kwargs.items()},
+        "loaded_with": {name: str(value) for name, value in loading.items()},
         "top_k": script_args.top_k,
         "temperature": args.temperature,
         "tokenizer": vocabulary_hash(policy.tokenizer),
@@ -152,13 +170,15 @@ def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
         return
     if not file.is_file():
         raise ValueError(f"output={folder} has no {SETTINGS_FILE}, expected a new folder. Name another one.")
-    known, own = json.loads(file.read_text(encoding="utf-8")), json.loads(json.dumps(settings))
-    if changed := [name for name in own if known.get(name) != own[name]]:
-        each = ", ".join(f"{name}={known.get(name)!r} (now {own[name]!r})" for name in changed)
-        raise ValueError(f"{folder} was written with {each}. Use these settings, or name another output.")
+    known, present = json.loads(file.read_text(encoding="utf-8")), json.loads(json.dumps(settings))
+    if changed := [name for name in present if known.get(name) != present[name]]:
+        changes = ", ".join(f"{name}={known.get(name)!r} (now {present[name]!r})" for name in changed)
+        raise ValueError(f"{folder} was written with {changes}. Use these settings, or name another output.")
 
 
-def _write_shards(folder: Path, rows: Any, policy: Any, script_args: TeachScriptArguments, args: Any) -> list[Path]:
+def _write_shards(
+    folder: Path, rows: "Dataset", policy: "Policy", script_args: TeachScriptArguments, args: GKDConfig
+) -> list[Path]:
     """Write the shards that are missing, each whole or not at all, and return the files of all shards.
 
     Of several processes each writes its share, which follows from the shards' numbers alone.
@@ -169,8 +189,8 @@ def _write_shards(folder: Path, rows: Any, policy: Any, script_args: TeachScript
     size = script_args.rows_per_shard
     count = -(-len(rows) // size)
     files = [folder / f"train-{number:05d}-of-{count:05d}.parquet" for number in range(count)]
-    own = range(args.process_index, count, args.world_size)
-    missing = [number for number in own if not files[number].is_file()]
+    numbers = range(args.process_index, count, args.world_size)
+    missing = [number for number in numbers if not files[number].is_file()]
     for number in tqdm(missing, desc="Shards", disable=args.disable_tqdm or None):
         shard = rows.select(range(number * size, min((number + 1) * size, len(rows))))
         aside = files[number].with_suffix(".incomplete")
@@ -183,12 +203,12 @@ def _check_shards(files: list[Path]) -> None:
     """Raise CommandError where a shard is missing."""
     if missing := [file.name for file in files if not file.is_file()]:
         raise CommandError(
-            f"{files[0].parent} has no {missing[0]} ({len(missing)} of {len(files)} files are missing). Use an output that all "
-            "processes share, and run the command again."
+            f"{files[0].parent} has no {missing[0]} ({len(missing)} of {len(files)} files are missing). Use an output "
+            "that all processes share, and run the command again."
         )
 
 
-def _with_columns(shard: Any, policy: Any, script_args: TeachScriptArguments, args: Any) -> Any:
+def _with_columns(shard: "Dataset", policy: "Policy", script_args: TeachScriptArguments, args: GKDConfig) -> "pa.Table":
     """The rows of a shard with their columns, as an arrow table. Rows of similar length are scored together."""
     import numpy as np
     import pyarrow as pa
@@ -204,17 +224,18 @@ def _with_columns(shard: Any, policy: Any, script_args: TeachScriptArguments, ar
     completion_only = args.completion_only_loss is not False
     collate = DataCollatorForLanguageModeling(scorer.pad_token_id, completion_only, padding_free=True)
     order = np.argsort(-list_lengths(shard, "input_ids"), kind="stable").tolist()
-    found: list[tuple[Any, Any]] = [None] * len(shard)  # type: ignore[list-item]
+    columns: list[tuple[Tensor, ...]] = [()] * len(shard)
     for start in range(0, len(order), size):
         numbers = order[start : start + size]
         batch = send_to_device(collate([shard[number] for number in numbers]), args.device)
         counts = torch.bincount(scored_sequences(batch), minlength=len(numbers)).tolist()
         best = most_likely(scorer, policy.model, batch, k=script_args.top_k, temperature=args.temperature)
-        for number, *own in zip(numbers, *(part.split(counts) for part in best), strict=True):
-            found[number] = tuple(own)
-    table = shard.with_format("arrow")[:].replace_schema_metadata(None)
-    offsets = np.cumsum([0, *(len(ids) for ids, _ in found)], dtype=np.int32)
-    for name, parts, kind in zip(TEACHER_COLUMNS, zip(*found, strict=True), ("int32", "float32"), strict=True):
+        for number, *best_tokens in zip(numbers, *(part.split(counts) for part in best), strict=True):
+            columns[number] = tuple(best_tokens)
+    table: Any = shard.with_format("arrow")[:]
+    table = table.replace_schema_metadata(None)
+    offsets = np.cumsum([0, *(len(ids) for ids, _ in columns)], dtype=np.int32)
+    for name, parts, kind in zip(TEACHER_COLUMNS, zip(*columns, strict=True), ("int32", "float32"), strict=True):
         values = torch.cat(parts).numpy().astype(kind)
         starts = np.arange(len(values) + 1, dtype=np.int32) * values.shape[1]
         inner = pa.ListArray.from_arrays(starts, values.ravel())
@@ -224,26 +245,26 @@ def _with_columns(shard: Any, policy: Any, script_args: TeachScriptArguments, ar
     return table.append_column(TEACHER_SETTINGS, pa.array([json.dumps(said)] * len(shard)))
 
 
-def most_likely(scorer: Any, model: Any, batch: Any, *, k: int, temperature: float) -> tuple[Any, Any]:
-    """The k most likely tokens at each scored position, and their log-probs under the whole distribution: `(K, k)`
-    each.
-    """
+def most_likely(
+    scorer: "Scorer", model: "nn.Module", batch: Any, *, k: int, temperature: float
+) -> "tuple[Tensor, Tensor]":
+    """The k most likely tokens at each scored position, and their log-probs: `(K, k)` each."""
     import torch
 
     from trl.models.switches import in_eval_mode
 
-    found = []
+    chunks = []
 
-    def keep(logits: Any, _: Any, rows: slice) -> Any:
+    def keep(logits: "Tensor", _: object, rows: slice) -> "Tensor":
         best = logits.topk(min(k, logits.shape[-1]))
-        found.append((best.indices, best.values - logits.logsumexp(-1, keepdim=True)))
+        chunks.append((best.indices, best.values - logits.logsumexp(-1, keepdim=True)))
         return logits.new_zeros(len(logits))
 
     with torch.no_grad(), in_eval_mode(model):
         scorer.over_chunks(model, batch, keep, temperature=temperature)
-    if not found:
+    if not chunks:
         return torch.zeros(0, k, dtype=torch.int64), torch.zeros(0, k)
-    return tuple(torch.cat(parts).cpu() for parts in zip(*found, strict=True))  # type: ignore[return-value]
+    return tuple(torch.cat(parts).cpu() for parts in zip(*chunks, strict=True))  # type: ignore[return-value]
 
 
 if __name__ == "__main__":

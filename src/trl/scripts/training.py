@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trl.data.sources import DatasetMixtureConfig
 from trl.options.groups import unread_fields
 from trl.options.model import ModelConfig
 from trl.scripts import arguments
@@ -20,15 +21,19 @@ from trl.scripts.arguments import ColumnMapping, CommandArguments, RewardFunctio
 from trl.scripts.parser import TrlParser
 from trl.scripts.running import CommandError, Terminated, reporting_input_errors
 
+if TYPE_CHECKING:
+    from trl.scripts.arguments import AnyConfig
+    from trl.trainer.base_trainer import BaseTrainer
+
 logger = logging.getLogger(__name__)
 
 LAUNCHING = (
-    "Any option of `accelerate launch` (--num_processes, --mixed_precision, ...) is taken too, as is --accelerate_config with "
-    "a profile (single_gpu, multi_gpu, fsdp1, fsdp2, zero1, zero2, zero3, cpu) or a file."
+    "Any option of `accelerate launch` (--num_processes, --mixed_precision, ...) is taken too, as is "
+    "--accelerate_config with a profile (single_gpu, multi_gpu, fsdp1, fsdp2, zero1, zero2, zero3, cpu) or a file."
 )
 
 
-def train(name: str, script_args: CommandArguments, training_args: Any, *others: Any) -> Any:
+def train(name: str, script_args: CommandArguments, training_args: "AnyConfig", *others: Any) -> "BaseTrainer":
     """Build the trainer of the command `name`, train it, save its model, print where it is; returns the trainer.
 
     With `dry_run` the trainer is built and described, and nothing is trained or written.
@@ -58,7 +63,7 @@ def train(name: str, script_args: CommandArguments, training_args: Any, *others:
         return trainer
     with reporting_interruptions(trainer, command=name):
         trainer.train(resume_from_checkpoint=checkpoint)
-        if any(getattr(each, "is_made", False) for each in trainer.callback_handler.callbacks):
+        if any(getattr(callback, "is_made", False) for callback in trainer.callback_handler.callbacks):
             trainer.accelerator.end_training()
             raise Terminated  # after the checkpoint that enable_jit_checkpoint asks for
         newest = trainer.newest_checkpoint
@@ -67,7 +72,7 @@ def train(name: str, script_args: CommandArguments, training_args: Any, *others:
 
 
 @contextmanager
-def reporting_interruptions(trainer: Any, *, command: str) -> Iterator[None]:
+def reporting_interruptions(trainer: "BaseTrainer", *, command: str) -> Iterator[None]:
     """Log the last step and how to resume if training is interrupted; if it fails, add that to the traceback.
 
     Raises: CommandError for a missing package, and for a checkpoint that cannot be used.
@@ -95,7 +100,10 @@ def reporting_interruptions(trainer: Any, *, command: str) -> Iterator[None]:
 
 
 def load_inputs(
-    script_args: ScriptArguments, training_args: Any, model_args: ModelConfig, dataset_args: Any
+    script_args: ScriptArguments,
+    training_args: "AnyConfig",
+    model_args: ModelConfig,
+    dataset_args: DatasetMixtureConfig,
 ) -> tuple[Any, Any]:
     """The training and the evaluation set; `training_args` then hold how the model is loaded."""
     from trl.data.formats import split_dialogue
@@ -125,8 +133,7 @@ def load_inputs(
 
 
 class TrainingCommand(NamedTuple):
-    """One training command, with `<prefix>Trainer` and `<prefix>Config` of `package` and, if any,
-    `<prefix>ScriptArguments`.
+    """One training command: `<prefix>Trainer` and `<prefix>Config` of `package`, `<prefix>ScriptArguments` if any.
 
     `others` makes further arguments of the trainer, before the data are loaded. `needs` is part of the usage.
     """
@@ -234,7 +241,7 @@ COMMANDS = {
 
 def build_trainer(
     name: str, script_args: CommandArguments, training_args: Any, model_args: ModelConfig, dataset_args: Any
-) -> Any:
+) -> "BaseTrainer":
     """The trainer of the command `name`, its data sets loaded and checked."""
     from trl.models.peft import get_peft_config
 
@@ -259,17 +266,11 @@ def build_trainer(
     return trainer
 
 
-def training_command(name: str) -> tuple[Callable[..., Any], Callable[..., TrlParser]]:
+def training_command(name: str) -> tuple[Callable[..., "BaseTrainer"], Callable[..., TrlParser]]:
     """`main` and `make_parser` of the training command `name`."""
-
-    def main(script_args: CommandArguments, training_args: Any, model_args: ModelConfig, dataset_args: Any) -> Any:
-        """`train` with the command's name."""
-        return train(name, script_args, training_args, model_args, dataset_args)
 
     def make_parser(subparsers: "argparse._SubParsersAction | None" = None) -> TrlParser:
         """The parser of the command; added to `subparsers` if given (which must build `TrlParser`s)."""
-        from trl.data.sources import DatasetMixtureConfig
-
         prefix, description, others, needs, package = COMMANDS[name]
         config = getattr(import_module(f"{package}.{name.replace('-', '_')}_config"), f"{prefix}Config")
         compares = others is rewards_or_judge
@@ -288,4 +289,4 @@ def training_command(name: str) -> tuple[Callable[..., Any], Callable[..., TrlPa
             epilog=LAUNCHING,
         )
 
-    return main, make_parser
+    return lambda *configs: train(name, *configs), make_parser

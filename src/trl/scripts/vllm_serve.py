@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Literal
 
 from trl._lazy import attach
 from trl.generation.vllm.backend import ServedModel, check_vllm
@@ -34,9 +34,8 @@ class ServeArguments(ServedModel):
 
 def make_parser() -> TrlParser:
     """The parser of `trl vllm-serve`."""
-    kinds: Any = ServeArguments
     return TrlParser(
-        kinds,
+        ServeArguments,  # pyright: ignore[reportArgumentType]
         prog="trl vllm-serve",
         usage="trl vllm-serve --model MODEL [--config FILE] [options]",
         description="Serve a model with vLLM: trainers with use_vllm=True generate with it and send it their weights.",

@@ -9,9 +9,10 @@ from trl.scripts.env import keep_freed_memory
 from trl.scripts.plain_parser import PlainParser
 
 DESCRIPTION = """\
-Builds a character tokenizer, a small language model and a data set of digits to sort. Then: supervised fine-tuning (SFTTrainer,
-stopped early), for ppo and dpo a reward model from pairs of right and wrong answers (RewardTrainer), for distillation a larger
-teacher (SFTTrainer), and training with --method. Prints answers and figures for prompts that no stage trained on. No network is used.
+Builds a character tokenizer, a small language model and a data set of digits to sort. Then: supervised fine-tuning
+(SFTTrainer, stopped early), for ppo and dpo a reward model from pairs of right and wrong answers (RewardTrainer), for
+distillation a larger teacher (SFTTrainer), and training with --method. Prints answers and figures for prompts that no
+stage trained on. No network is used.
 """
 METHODS: dict[str, tuple[str, ...]] = {
     "ppo": ("sft", "reward", "ppo"),

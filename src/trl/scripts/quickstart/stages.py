@@ -13,7 +13,15 @@ from datasets import Dataset, disable_progress_bars
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from transformers import AutoModelForSequenceClassification, TrainerCallback
+from transformers import (
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.utils import logging as transformers_logging
 
 from trl.reporting.tables import open_console
@@ -32,6 +40,7 @@ from trl.scripts.quickstart.task import (
 
 SHOWN_ROWS = 8
 EXACT_MATCH = "exact_match"
+Inputs = dict[str, Any]  # arguments of a trainer
 Curves = dict[str, list[tuple[int, float]]]  # metric -> (optimiser step, value)
 ENOUGH = 0.5  # share of right answers to training rows at which supervised fine-tuning stops
 PROBED = 100  # training rows that this share is taken of
@@ -46,10 +55,10 @@ class Run:
     max_steps: int | None
     console: Console
     task: Task
-    tokenizer: Any
-    model: Any
-    reward_model: Any = None
-    teacher: Any = None
+    tokenizer: PreTrainedTokenizerFast
+    model: PreTrainedModel
+    reward_model: PreTrainedModel | None = None
+    teacher: PreTrainedModel | None = None
     pairs: dict[str, Dataset] = field(default_factory=dict)
     curves: dict[str, Curves] = field(default_factory=dict)
 
@@ -77,8 +86,8 @@ class Run:
             **stage.settings,
         )
         probe = Probe(self.tokenizer, [] if name == "reward" else self.task.held_out)
-        given = {"model": self.model, "processing_class": self.tokenizer, **stage.inputs(self)}
-        trainer = trainer_class(args=args, callbacks=[probe, *given.pop("callbacks", [])], **given)
+        inputs = {"model": self.model, "processing_class": self.tokenizer, **stage.inputs(self)}
+        trainer = trainer_class(args=args, callbacks=[probe, *inputs.pop("callbacks", [])], **inputs)
         trainer.train()
         trainer.save_model()
         self.curves[name] = probe.curves
@@ -98,7 +107,9 @@ class StopsEarly(TrainerCallback):
     def __init__(self, run: Run) -> None:
         self.run = run
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Probe the model every five steps."""
         if state.global_step % 5 == 0:
             rows = self.run.task.train[:PROBED]
@@ -107,14 +118,14 @@ class StopsEarly(TrainerCallback):
 
 
 class Probe(TrainerCallback):
-    """Adds exact match on `held_out`, if it has rows, to each log of training; `curves` holds every number of the
-    logs.
-    """
+    """Adds exact match on `held_out`, if it has rows, to each log of training; `curves` has every logged number."""
 
-    def __init__(self, tokenizer: Any, held_out: Sequence[Row]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, held_out: Sequence[Row]) -> None:
         self.tokenizer, self.held_out, self.curves = tokenizer, held_out, Curves()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
         """Probe the model before the line is printed."""
         if any(name.endswith("runtime") for name in logs):
             return
@@ -124,12 +135,12 @@ class Probe(TrainerCallback):
             self.curves.setdefault(name, []).append((state.global_step, float(value)))
 
 
-def sft_inputs(run: Run) -> dict[str, Any]:
+def sft_inputs(run: Run) -> Inputs:
     """Right answers."""
     return {"train_dataset": run.rows("train", run.task.train), "callbacks": [StopsEarly(run)]}
 
 
-def reward_inputs(run: Run) -> dict[str, Any]:
+def reward_inputs(run: Run) -> Inputs:
     """Pairs, and the fine-tuned model with one more layer and a score on top."""
     for split, rows, seed in (("train", run.task.train, 0), ("eval", run.task.held_out, 1)):
         pairs = make_pairs(run.model, run.tokenizer, rows, seed=run.seed + seed)
@@ -141,24 +152,24 @@ def reward_inputs(run: Run) -> dict[str, Any]:
     return {"model": run.reward_model, **run.pairs}
 
 
-def teacher_inputs(run: Run) -> dict[str, Any]:
+def teacher_inputs(run: Run) -> Inputs:
     """A model with twice the layers, and right answers."""
     run.teacher = build_model(run.tokenizer, seed=run.seed, layers=4)
     return {"model": run.teacher, "train_dataset": Dataset.from_list(run.task.train)}
 
 
-def distillation_inputs(run: Run) -> dict[str, Any]:
+def distillation_inputs(run: Run) -> Inputs:
     """Prompts, and the teacher."""
     return {"teacher_model": run.teacher, "train_dataset": Dataset.from_list(run.task.train).select_columns("prompt")}
 
 
-def ppo_inputs(run: Run) -> dict[str, Any]:
+def ppo_inputs(run: Run) -> Inputs:
     """Prompts, rewarded by the reward model."""
     prompts = Dataset.from_list(run.task.train).select_columns("prompt")
     return {"reward_funcs": run.reward_model, "train_dataset": prompts}
 
 
-def group_inputs(run: Run) -> dict[str, Any]:
+def group_inputs(run: Run) -> Inputs:
     """Prompts, rewarded for right answers."""
     prompts = [{"prompt": row["prompt"], "answer": row["completion"]} for row in run.task.train]
     return {"reward_funcs": is_right, "train_dataset": run.rows("prompts", prompts)}
@@ -173,7 +184,7 @@ class Stage(NamedTuple):
     modules: tuple[str, str]
     prefix: str
     steps: int
-    inputs: Callable[[Run], dict[str, Any]]
+    inputs: Callable[[Run], Inputs]
     settings: dict[str, Any]
     accuracy: str = ""
 
@@ -260,8 +271,8 @@ def run_stages(stages: Sequence[str], *, output_dir: Path, seed: int, max_steps:
     task, tokenizer = make_task(seed=seed), build_tokenizer()
     run = Run(output_dir, seed, max_steps, console, task, tokenizer, build_model(tokenizer, seed=seed))
     console.print(
-        f"A model of {run.model.num_parameters():,} weights learns to sort digits. {len(task.train):,} rows to train on, "
-        f"{len(task.held_out)} held out. Results are written to {output_dir}/"
+        f"A model of {run.model.num_parameters():,} weights learns to sort digits. {len(task.train):,} rows to train "
+        f"on, {len(task.held_out)} held out. Results are written to {output_dir}/"
     )
     results, answers = [], {"untrained": replies(run.model, tokenizer, task.held_out)}
     for number, name in enumerate(stages, start=1):
@@ -269,15 +280,15 @@ def run_stages(stages: Sequence[str], *, output_dir: Path, seed: int, max_steps:
         begun = time.perf_counter()
         result = {"stage": name, "exact_match": None, **run.train(name)}
         if name != "reward":
-            answers[name] = replies(run.teacher if name == "teacher" else run.model, tokenizer, task.held_out)
+            answers[name] = replies((name == "teacher" and run.teacher) or run.model, tokenizer, task.held_out)
             result["exact_match"] = share_right(answers[name], task.held_out)
         results.append({**result, "seconds": time.perf_counter() - begun})
     torch.set_num_threads(threads)
     print_answers(console, task.held_out, answers)
     print_stages(console, results)
     seconds = time.perf_counter() - started
-    found = {"method": method, "seed": seed, "seconds": seconds, "stages": results, "curves": run.curves}
-    (output_dir / "results.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    figures = {"method": method, "seed": seed, "seconds": seconds, "stages": results, "curves": run.curves}
+    (output_dir / "results.json").write_text(json.dumps(figures, indent=1), encoding="utf-8")
     try:
         draw(output_dir / "quickstart.png", run.curves)
         console.print(f"Plot: {output_dir}/quickstart.png")
@@ -296,7 +307,7 @@ def print_answers(console: Console, held_out: Sequence[Row], answers: Mapping[st
         "prompt", *answers, "right", title="Answers to prompts that were not trained on", title_justify="left"
     )
     for index, row in enumerate(held_out[:SHOWN_ROWS]):
-        texts = [each[index] for each in answers.values()]
+        texts = [texts[index] for texts in answers.values()]
         colours = ["green" if text == row["completion"] else "red" for text in texts]
         cells = [f"[{colour}]{escape(text)}[/{colour}]" for colour, text in zip(colours, texts, strict=True)]
         table.add_row(row["prompt"], *cells, row["completion"])
@@ -317,8 +328,7 @@ def print_stages(console: Console, results: Sequence[Mapping[str, Any]]) -> None
 
 
 def draw(path: Path, curves: Mapping[str, Curves]) -> None:
-    """Write a PNG with one panel per stage: shares of right answers and pairs on the left axis; rewards and KL on the
-    right.
+    """Write a PNG with one panel per stage: shares of right answers on the left axis, rewards and KL on the right.
 
     Raises: ImportError without matplotlib.
     """

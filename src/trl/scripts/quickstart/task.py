@@ -3,11 +3,11 @@
 import itertools
 import random
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from trl.generation.engine import Sampling
 from trl.generation.transformers.engine import TransformersEngine
@@ -20,9 +20,7 @@ Row = dict[str, str]
 
 
 class Task(NamedTuple):
-    """Rows with `prompt` ("sort 7391:") and `completion` ("1379"); no set of digits is both in `train` and in
-    `held_out`.
-    """
+    """Rows with `prompt` ("sort 7391:") and `completion` ("1379"); `train` and `held_out` share no set of digits."""
 
     train: list[Row]
     held_out: list[Row]
@@ -51,7 +49,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
-def build_model(tokenizer: Any, *, seed: int, layers: int = 2) -> LlamaForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int, layers: int = 2) -> LlamaForCausalLM:
     """A Llama of a few layers, its random weights drawn by `seed`."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -63,26 +61,33 @@ def build_model(tokenizer: Any, *, seed: int, layers: int = 2) -> LlamaForCausal
         tie_word_embeddings=True,
         initializer_range=0.08,  # at the usual 0.02 a model this narrow learns several times slower
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,  # type: ignore[arg-type]
+        pad_token_id=tokenizer.pad_token_id,  # type: ignore[arg-type]
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(config)
 
 
-def replies(model: Any, tokenizer: Any, rows: Sequence[Row], *, greedy: bool = True, seed: int = 0) -> list[str]:
+def replies(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    rows: Sequence[Row],
+    *,
+    greedy: bool = True,
+    seed: int = 0,
+) -> list[str]:
     """The model's answer to each row's prompt: the most likely one, or one sampled at temperature 1."""
     training = model.training
     model.eval()
     prompts = tokenizer([row["prompt"] for row in rows])["input_ids"]
     sampling = Sampling(max_new_tokens=MAX_ANSWER_TOKENS, do_sample=not greedy, seed=seed)
-    found = TransformersEngine(model, tokenizer=tokenizer).generate(prompts, sampling)
+    completions = TransformersEngine(model, tokenizer=tokenizer).generate(prompts, sampling)
     model.train(training)
-    return tokenizer.batch_decode([completion.ids for completion in found], skip_special_tokens=True)
+    return tokenizer.batch_decode([completion.ids for completion in completions], skip_special_tokens=True)
 
 
-def is_right(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
+def is_right(completions: Sequence[str], answer: Sequence[str], **columns: object) -> list[float]:
     """Reward function: 1 for the right digits and nothing else, 0 otherwise."""
     return [float(text.strip() == right) for text, right in zip(completions, answer, strict=True)]
 
@@ -92,7 +97,9 @@ def share_right(answers: Sequence[str], rows: Sequence[Row]) -> float:
     return sum(is_right(answers, [row["completion"] for row in rows])) / len(rows)
 
 
-def make_pairs(model: Any, tokenizer: Any, rows: Sequence[Row], *, seed: int) -> list[Row]:
+def make_pairs(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row], *, seed: int
+) -> list[Row]:
     """Preference rows: the right answer is chosen; rejected are up to two mistakes of the model and two random ones.
 
     With the model's mistakes alone, the reward model would only learn to see those, and PPO would find others.
@@ -103,8 +110,8 @@ def make_pairs(model: Any, tokenizer: Any, rows: Sequence[Row], *, seed: int) ->
     pairs = []
     for number, row in enumerate(rows):
         right, place = row["completion"], draw.randrange(DIGITS)
-        own = sampled[number * SAMPLES_PER_PROMPT : (number + 1) * SAMPLES_PER_PROMPT]
-        mistakes = [text for text in dict.fromkeys(own) if text not in ("", right)][:2]
+        samples = sampled[number * SAMPLES_PER_PROMPT : (number + 1) * SAMPLES_PER_PROMPT]
+        mistakes = [text for text in dict.fromkeys(samples) if text not in ("", right)][:2]
         other = draw.choice([digit for digit in "0123456789" if digit != right[place]])
         for digit in (other, draw.choice(["", 2 * right[place]])):  # another digit; one left out or doubled
             mistakes.append(right[:place] + digit + right[place + 1 :])
