@@ -17,11 +17,12 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 SLOW_SECONDS = 60.0  # after which a call without a deadline is warned about
 BLOCKED_SECONDS = 5.0  # of an event loop, which is warned about then
@@ -43,7 +44,7 @@ class Pending(NamedTuple):
     until: float | None
 
 
-def start(function: Callable[[], Any], name: str, seconds: float | None = None) -> Pending:
+def start(function: Callable[[], object], name: str, seconds: float | None = None) -> Pending:
     """Call `function` on a daemon thread, in the caller's context and grad mode."""
     context, with_grad, future = contextvars.copy_context(), torch.is_grad_enabled(), Future[Any]()
     future.set_running_or_notify_cancel()
@@ -69,10 +70,10 @@ class DaemonThreads(Executor):
     def __init__(self, max_workers: int) -> None:
         self._free = threading.Semaphore(max_workers)
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
         """Start `fn(*args, **kwargs)` as soon as a thread is free."""
 
-        def run() -> Any:
+        def run() -> Result:
             with self._free:
                 return fn(*args, **kwargs)
 
@@ -97,11 +98,12 @@ class ThreadedCalls:
         if len(self._left_behind) >= self.most_left_behind:
             last = self._left_behind[-1]
             raise RuntimeError(
-                f"{len(self._left_behind)} earlier calls missed their deadline and still run (the last is {last.name!r}, at "
-                f"{place_of(last)}). Set a timeout in what they wait for, or run it in a process that can be killed."
+                f"{len(self._left_behind)} earlier calls missed their deadline and still run (the last is "
+                f"{last.name!r}, at {place_of(last)}). Set a timeout in what they wait for, or run it in a process "
+                "that can be killed."
             )
 
-    async def call(self, function: Callable[[], Any], name: str, seconds: float | None) -> Any:
+    async def call(self, function: Callable[[], Result], name: str, seconds: float | None) -> Result:
         """What a function returns on its thread within `seconds`, awaited on the running event loop.
 
         Raises: DeadlinePassed, RuntimeError if too many earlier calls are still running, and what the function raises.
@@ -114,14 +116,15 @@ class ThreadedCalls:
             if not pending.future.done():
                 self._left_behind.append(pending.thread)
 
-    def run(self, functions: Sequence[tuple[str, Callable[[], Any]]], seconds: float | None) -> list[Any]:
-        """What each function, given with a name for its thread, returns or raises within `seconds`; `DeadlinePassed` if
-        it does neither.
+    def run(
+        self, functions: Sequence[tuple[str, Callable[[], Result]]], seconds: float | None
+    ) -> list[Result | BaseException]:
+        """What each function (with its thread's name) returns or raises within `seconds`, else `DeadlinePassed`.
 
         Raises: RuntimeError if too many earlier calls are still running.
         """
         self.check()
-        found: list[Any] = [None] * len(functions)
+        outcomes: list[Any] = [None] * len(functions)
         waiting, running = deque(enumerate(functions)), dict[Future[Any], tuple[int, Pending]]()
         while waiting or running:
             while waiting and len(running) < MOST_AT_ONCE:
@@ -132,17 +135,17 @@ class ThreadedCalls:
             wait(running, timeout=_left(first.until), return_when=FIRST_COMPLETED)
             for number, pending in list(running.values()):
                 if pending.future.done():
-                    found[number] = _outcome(pending.future)
+                    outcomes[number] = _outcome(pending.future)
                 elif _left(pending.until) == 0:
                     self._left_behind.append(pending.thread)
-                    found[number] = DeadlinePassed(
-                        f"did not answer within {seconds:g} s ({place_of(pending.thread)}). Its thread {pending.thread.name!r} cannot "
-                        "be stopped and runs until it returns"
+                    outcomes[number] = DeadlinePassed(
+                        f"did not answer within {seconds:g} s ({place_of(pending.thread)}). Its thread "
+                        f"{pending.thread.name!r} cannot be stopped and runs until it returns"
                     )
                 else:
                     continue
                 del running[pending.future]
-        return found
+        return outcomes
 
 
 class AsyncCalls:
@@ -154,7 +157,7 @@ class AsyncCalls:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
-    def submit(self, awaitable: Awaitable[Any], seconds: float | None) -> Pending:
+    def submit(self, awaitable: Awaitable[object], seconds: float | None) -> Pending:
         """Start on the loop, beside what already runs there; cancelled after `seconds`."""
         with self._starting:
             loop, thread = self._loop, self._thread
@@ -177,8 +180,8 @@ class AsyncCalls:
                 if wait([beat.future], BLOCKED_SECONDS).not_done:
                     self._warned = True
                     logger.warning(
-                        "One %s blocks all others for more than %g s (at %s): it waits without `await`. Use async clients there, "
-                        "or asyncio.to_thread.", self.name, BLOCKED_SECONDS, place_of(beat.thread),
+                        "One %s blocks all others for more than %g s (at %s): it waits without `await`. Use async "
+                        "clients there, or asyncio.to_thread.", self.name, BLOCKED_SECONDS, place_of(beat.thread),
                     )  # fmt: skip
 
         threading.Thread(target=watch, name=f"{self.name}-watch", daemon=True).start()
@@ -199,8 +202,8 @@ class AsyncCalls:
         if self._thread is pending.thread:
             self._loop = self._thread = None
         return DeadlinePassed(
-            f"did not answer in time and blocks its event loop ({place_of(pending.thread)}): something in it waits without "
-            f"`await`. Its thread {pending.thread.name!r} cannot be stopped and runs until it returns"
+            f"did not answer in time and blocks its event loop ({place_of(pending.thread)}): something in it waits "
+            f"without `await`. Its thread {pending.thread.name!r} cannot be stopped and runs until it returns"
         )
 
     def close(self) -> None:
@@ -211,9 +214,7 @@ class AsyncCalls:
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """Run a loop until it is stopped. Calls that exit the program have that as their result, and other calls
-    continue.
-    """
+    """Run a loop until it is stopped; a call that exits the program ends alone, with that as its result."""
     while True:
         try:
             return loop.run_forever()
@@ -221,7 +222,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
             continue
 
 
-async def bounded(awaitable: Awaitable[Any], seconds: float | None) -> Any:
+async def bounded(awaitable: Awaitable[Result], seconds: float | None) -> Result:
     """What the call returns or raises within `seconds`; it is cancelled after them. Raises: DeadlinePassed."""
     started = time.monotonic()
     try:
@@ -251,9 +252,7 @@ def _left(until: float | None) -> float | None:
 
 @contextmanager
 def warn_when_slow(name: str, thread: threading.Thread | None) -> Iterator[None]:
-    """Warn once a call of the reward source `name` takes longer than a minute, with the place in the code where
-    `thread` is.
-    """
+    """Warn, with the place where `thread` is, once a call of the reward source `name` takes more than a minute."""
 
     def warn() -> None:
         where = f" (at {place_of(thread)})" if thread is not None else ""

@@ -1,6 +1,4 @@
-"""Metrics: sums with their own counts, so that means over processes are true means; numbers of all processes;
-accuracy.
-"""
+"""Metrics: sums with their own counts, so that means over processes are true means; accuracy."""
 
 from __future__ import annotations
 
@@ -13,6 +11,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from numpy.typing import ArrayLike
 from torch import Tensor
 from transformers import EvalPrediction
 
@@ -20,6 +19,7 @@ from trl.tensors.padding import IGNORED
 from trl.tensors.reduce import Weighted
 
 logger = logging.getLogger(__name__)
+Numbers = dict[str, Any]  # floats, or pairs of them
 
 
 class MetricSums:
@@ -37,15 +37,11 @@ class MetricSums:
         self._extremes: dict[str, Tensor] = {}
 
     def add_extremes(self, values: Mapping[str, Tensor]) -> None:
-        """Keep the smallest values by names with the word `min` at their end, such as `low_min`, and the largest by
-        others.
-
-        NaN does not count.
-        """
+        """Keep the smallest value of a name with the word `min`, such as `low_min`, else the largest; not NaN."""
         for name, value in values.items():
-            own, known = _scalar(value), self._extremes.get(name)
+            scalar, known = _scalar(value), self._extremes.get(name)
             extreme = torch.fmin if _is_smallest(name) else torch.fmax  # which ignore NaN
-            self._extremes[name] = own if known is None else extreme(known.to(own.device), own)
+            self._extremes[name] = scalar if known is None else extreme(known.to(scalar.device), scalar)
 
     def add(self, name: str, value: Weighted) -> None:
         """Add a total and its count (scalars, on any device)."""
@@ -60,30 +56,30 @@ class MetricSums:
             self.add(name, value)
 
     def drain(self, accelerator: Accelerator | None = None) -> dict[str, float]:
-        """Means over all processes since the last call, in order of first use, then extremes; names whose count is 0
-        are left out.
+        """Means over all processes since the last call, in order of first use, then extremes.
 
-        Every process must call it at the same time.
+        Names whose count is 0 are left out. Every process must call it at the same time.
         """
         sums, self._sums = self._sums, {}
         every, self._extremes = [self.state()["extremes"]], {}
         if accelerator is not None and accelerator.num_processes > 1:
             sums, every = _over_processes(sums, accelerator), gather_object(every)
         means = {name: total / count for name, (total, count) in _as_floats(sums).items() if count}
-        names = dict.fromkeys(name for own in every for name in own)
+        names = dict.fromkeys(name for extremes in every for name in extremes)
         return means | {
-            name: (min if _is_smallest(name) else max)(own[name] for own in every if name in own) for name in names
+            name: (min if _is_smallest(name) else max)(extremes[name] for extremes in every if name in extremes)
+            for name in names
         }
 
-    def state(self) -> dict[str, dict[str, Any]]:
+    def state(self) -> dict[str, Numbers]:
         """The sums and extremes of this process, for a checkpoint; floats keep every bit."""
         extremes = {name: value for name, value in _as_floats(self._extremes).items() if not math.isnan(value)}
         return {"sums": _as_floats(self._sums), "extremes": extremes}
 
-    def load_state(self, state: Mapping[str, Mapping[str, Any]], device: torch.device | str = "cpu") -> None:
+    def load_state(self, state: Mapping[str, Numbers], device: torch.device | str = "cpu") -> None:
         """Resume from `state`."""
         self._sums, self._extremes = (
-            {name: torch.tensor(given, dtype=torch.float64, device=device) for name, given in state[part].items()}
+            {name: torch.tensor(numbers, dtype=torch.float64, device=device) for name, numbers in state[part].items()}
             for part in ("sums", "extremes")
         )
 
@@ -96,7 +92,7 @@ def _scalar(value: Tensor) -> Tensor:
     return value.detach().reshape(()).to(torch.float32 if value.device.type == "mps" else torch.float64)
 
 
-def _as_floats(values: Mapping[str, Tensor]) -> dict[str, Any]:
+def _as_floats(values: Mapping[str, Tensor]) -> Numbers:
     """Scalars as floats, pairs as lists of floats, in one copy from the device."""
     if not values:
         return {}
@@ -173,9 +169,8 @@ class RunningMean:
         self.total, self.count = state["total"], state["count"]
 
 
-def compute_accuracy(eval_pred: EvalPrediction | tuple[Any, Any]) -> dict[str, float]:
-    """Share of predictions whose largest value stands at the label: `{"accuracy": ...}`, for `compute_metrics`; also of
-    a pair.
+def compute_accuracy(eval_pred: EvalPrediction | tuple[ArrayLike, ArrayLike]) -> dict[str, float]:
+    """Share of predictions whose largest value stands at the label: `{"accuracy": ...}`, for `compute_metrics`.
 
     `predictions (..., C)` and `labels (...)`: the two rewards of each pair with label 0, or the logits of each token
     with its class. Labels of -100 are not counted; nor are rows whose largest value stands twice, of which a warning
@@ -187,8 +182,8 @@ def compute_accuracy(eval_pred: EvalPrediction | tuple[Any, Any]) -> dict[str, f
     predictions, labels, *_ = map(np.asarray, eval_pred)
     if predictions.shape[:-1] != labels.shape:
         raise ValueError(
-            f"labels must have the shape of predictions without its last dimension, got {labels.shape} for predictions of "
-            f"{predictions.shape}. Give one label per prediction, or -100."
+            f"labels must have the shape of predictions without its last dimension, got {labels.shape} for predictions "
+            f"of {predictions.shape}. Give one label per prediction, or -100."
         )
     predictions, labels = predictions[labels != IGNORED], labels[labels != IGNORED]
     tied = (predictions == predictions.max(axis=-1, keepdims=True)).sum(axis=-1) > 1

@@ -1,6 +1,7 @@
 """Model cards: what was trained on what, how, with which versions, and what to cite; written without network access."""
 
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,7 +123,7 @@ def generate_model_card(
     paper_title: str | None = None,
     paper_id: str | None = None,
     comet_url: str | None = None,
-    training_facts: dict[str, Any] | None = None,
+    training_facts: Mapping[str, object] | None = None,
     usage: str | None = None,
 ) -> ModelCard:
     """Fill a model card.
@@ -142,7 +143,10 @@ def generate_model_card(
         model_name=model_name,
         tags=["generated_from_trainer", *tags],
     )
-    versions = _versions()
+    versions = {"trl": __version__}
+    for package in _FRAMEWORKS:
+        with suppress(PackageNotFoundError):  # an optional package
+            versions[package] = version(package)
     if trainer_citation is None and paper_id and paper_title:
         trainer_citation = _PAPER.format(id=paper_id, title=paper_title)
     cite = "@misc{trl,\n    title = {{trl: Transformer Reinforcement Learning}},\n"
@@ -200,7 +204,7 @@ def is_generated(folder: Path) -> bool:
     return not file.is_file() or "generated_from_trainer" in file.read_text(encoding="utf-8", errors="replace")
 
 
-def card_of_run(trainer: Any, *, tags: str | list[str] | None, **given: Any) -> ModelCard:
+def card_of_run(trainer: Any, *, tags: str | list[str] | None, **facts: Any) -> ModelCard:
     """`generate_model_card` with what the trainer's class says of its method."""
     more, paper = [tags] if isinstance(tags, str) else list(tags or []), trainer._paper
     if isinstance(paper, dict):  # of a subclass written for TRL: `title`, `id` and `citation`, all optional
@@ -215,7 +219,7 @@ def card_of_run(trainer: Any, *, tags: str | list[str] | None, **given: Any) -> 
         trainer_citation=citation,
         paper_title=title,
         paper_id=arxiv,
-        **given,
+        **facts,
     )
 
 
@@ -232,7 +236,7 @@ def _usage(trainer: Any, place: str) -> str:
     return _GENERATION.format(place=place, question=_CHAT if chats else '"What would you do with"')
 
 
-def _training_facts(trainer: Any) -> dict[str, Any]:
+def _training_facts(trainer: Any) -> dict[str, object]:
     """The settings that decide what a run computes, its data, its length, and the figures of its last evaluation."""
     args, state = trainer.args, trainer.state
     facts = {name: getattr(args, name, None) for name in _SETTINGS}
@@ -259,16 +263,6 @@ def _training_facts(trainer: Any) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if value is not None and value is not False}
 
 
-def _versions() -> dict[str, str]:
-    found = {"trl": __version__}
-    for name in _FRAMEWORKS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # an optional package
-            continue
-    return found
-
-
 def _is_hub_name(name: str) -> bool:
     """Whether `name` reads as a Hub id (`owner/name` or `name`) and is no folder here."""
     plain = not name.startswith((".", "/", "~")) and name.count("/") <= 1 and "\\" not in name
@@ -280,10 +274,10 @@ def _linked(name: str) -> str:
 
 
 def trl_sanitze_kwargs_for_tagging(
-    model: Any, tag_names: list[str], kwargs: dict[str, Any] | None = None
+    model: object, tag_names: list[str], kwargs: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
     """Arguments of `push_to_hub` with `tag_names` among their `tags`; None stays None."""
     if kwargs is None:
         return None
-    own = kwargs.get("tags", [])
-    return {**kwargs, "tags": [*([own] if isinstance(own, str) else own), *tag_names]}
+    tags = kwargs.get("tags", [])
+    return {**kwargs, "tags": [*([tags] if isinstance(tags, str) else tags), *tag_names]}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -16,6 +17,7 @@ from trl.reporting.metrics import MetricSums
 from trl.tensors.moments import moments
 from trl.tensors.reduce import where_counted
 
+Value = TypeVar("Value")
 Statistics = Mapping[str, Tensor]
 _LISTS = ("policy/advantages", "policy/ratio")
 WANDB_PADDING = -1  # stands in histograms where a minibatch had fewer values than another
@@ -33,7 +35,7 @@ def stack_dicts(stats_dicts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor
     return {name: pad_sequence(values, batch_first=True, padding_value=WANDB_PADDING) for name, values in rows.items()}
 
 
-def add_suffix(input_dict: Mapping[str, Any], suffix: str) -> dict[str, Any]:
+def add_suffix(input_dict: Mapping[str, Value], suffix: str) -> dict[str, Value]:
     """The dict with `suffix` behind each key.
 
     >>> add_suffix({"loss": 1}, "/mean")
@@ -49,10 +51,10 @@ def average_torch_dicts(list_of_dicts: Sequence[Mapping[str, Tensor]]) -> dict[s
     {'x': tensor([2., 2.])}
     """
     names = list_of_dicts[0] if list_of_dicts else ()
-    return {name: torch.stack([each[name] for each in list_of_dicts]).mean(dim=0) for name in names}
+    return {name: torch.stack([statistics[name] for statistics in list_of_dicts]).mean(dim=0) for name in names}
 
 
-def convert_to_scalar(stats: Mapping[str, Any]) -> dict[str, Any]:
+def convert_to_scalar(stats: Mapping[str, object]) -> dict[str, object]:
     """Tensors and arrays of one element as plain numbers; everything else stays.
 
     >>> convert_to_scalar({"loss": torch.tensor(0.5), "lengths": torch.zeros(2)})
@@ -62,7 +64,7 @@ def convert_to_scalar(stats: Mapping[str, Any]) -> dict[str, Any]:
     return {name: old if isinstance(plain[name], np.ndarray) else plain[name] for name, old in stats.items()}
 
 
-def stats_to_np(stats_dict: Mapping[str, Any]) -> dict[str, Any]:
+def stats_to_np(stats_dict: Mapping[str, object]) -> dict[str, object]:
     """Tensors as numpy arrays, of one element as plain numbers; 16-bit floats become float32; other values stay.
 
     >>> stats_to_np({"loss": torch.tensor(0.5), "kept": "text"})
@@ -71,7 +73,7 @@ def stats_to_np(stats_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _plain(value) for name, value in stats_dict.items()}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any) -> object:
     if isinstance(value, Tensor):
         value = value.detach().cpu()
         value = value.float().numpy() if value.dtype == torch.bfloat16 else value.numpy()
@@ -88,29 +90,31 @@ class MinibatchRecord:
     `/var`) are those of all tokens of its minibatches on all processes, which must make the same calls.
     """
 
-    def __init__(self, accelerator: Any) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._found: list[list[tuple[int, Statistics]]] = []
+        self._steps: list[list[tuple[int, Statistics]]] = []
 
     def begin(self) -> None:
         """Begin an optimiser step."""
-        self._found.append([])
+        self._steps.append([])
 
     def add(self, tokens: int, statistics: Statistics) -> None:
         """Add a minibatch to the current optimiser step."""
-        self._found[-1].append((tokens, statistics))
+        self._steps[-1].append((tokens, statistics))
 
     def last(self, name: str) -> float:
         """One mean of the latest optimiser step."""
-        total, count = self._summed([[n * float(found[name]), float(n)] for n, found in self._found[-1]])
+        total, count = self._summed([[n * float(statistics[name]), float(n)] for n, statistics in self._steps[-1]])
         return float(total / count)
 
     def summary(self) -> dict[str, Tensor]:
         """The step's values by name; lists are this process's, one after another."""
-        every = [found for step in self._found for _, found in step]
-        lists = {name: torch.cat([found[name].flatten() for found in every]) for name in _LISTS if name in every[0]}
+        every = [statistics for step in self._steps for _, statistics in step]
+        lists = {
+            name: torch.cat([statistics[name].flatten() for statistics in every]) for name in _LISTS if name in every[0]
+        }
         names = [name for name in every[0] if name not in lists]
-        table = torch.stack([self._summed([_sums(names, *part) for part in step]) for step in self._found])
+        table = torch.stack([self._summed([_sums(names, *part) for part in step]) for step in self._steps])
         counts = table[:, 0]
         means = dict(zip(names, (table[:, 1:] / counts[:, None]).T, strict=True))
         for name in (name for name in names if name.endswith("/var")):
@@ -119,19 +123,20 @@ class MinibatchRecord:
         return {**{name: value.mean() for name, value in means.items()}, **lists}
 
     def _summed(self, parts: list[list[float]]) -> Tensor:
-        own = torch.tensor(parts, dtype=torch.float64).sum(dim=0)
+        sums = torch.tensor(parts, dtype=torch.float64).sum(dim=0)
         if self._accelerator.num_processes == 1:
-            return own
-        return self._accelerator.reduce(own.to(self._accelerator.device), reduction="sum").cpu()
+            return sums
+        every: Any = self._accelerator.reduce(sums.to(self._accelerator.device), reduction="sum")
+        return every.cpu()
 
 
 def _mean_of(variance: str) -> str:
     return f"{variance.removesuffix('/var')}/mean"
 
 
-def _sums(names: Sequence[str], tokens: int, found: Statistics) -> list[float]:
+def _sums(names: Sequence[str], tokens: int, statistics: Statistics) -> list[float]:
     """A minibatch's number of tokens and sums over them; for a variance, the sum of squares."""
-    means = {name: float(found[name]) for name in names}
+    means = {name: float(statistics[name]) for name in names}
     for name in names:
         if name.endswith("/var"):
             deviations = means[name] * (tokens - 1) if tokens > 1 else 0.0
@@ -151,7 +156,7 @@ def step_statistics(
     queries: Sequence[Tensor],
     responses: Sequence[Tensor],
     train_stats: Statistics,
-    accelerator: Any,
+    accelerator: Accelerator,
 ) -> dict[str, Any]:
     """All documented statistics of a step but its times.
 
@@ -167,9 +172,9 @@ def step_statistics(
         "queries": scores.new_tensor([len(query) for query in queries]),
         "responses": scores.new_tensor([len(response) for response in responses]),
     }
-    table = accelerator.gather(torch.stack([column.double() for column in columns.values()], dim=1))
+    table: Any = accelerator.gather(torch.stack([column.double() for column in columns.values()], dim=1))
     of = dict(zip(columns, table.T, strict=True))
-    found: dict[str, Any] = {
+    statistics: dict[str, Any] = {
         **sums.drain(accelerator),
         "objective/kl_dist": of["kl"],
         "objective/kl_coef": kl_coef,
@@ -178,11 +183,11 @@ def step_statistics(
         "ppo/std_scores": moments(of["scores"]).variance.sqrt(),
     }
     for name in ("queries", "responses"):
-        found[f"tokens/{name}_len_mean"] = of[name].mean()
-        found[f"tokens/{name}_len_std"] = moments(of[name]).variance.sqrt()
-        found[f"tokens/{name}_dist"] = of[name]
-    found |= {f"ppo/{name}": value for name, value in train_stats.items()}
-    if "ppo/val/error" in found:
-        error, variance = float(found["ppo/val/error"]), float(found["ppo/returns/var"])
-        found["ppo/val/var_explained"] = explained_variance(error, variance)
-    return found
+        statistics[f"tokens/{name}_len_mean"] = of[name].mean()
+        statistics[f"tokens/{name}_len_std"] = moments(of[name]).variance.sqrt()
+        statistics[f"tokens/{name}_dist"] = of[name]
+    statistics |= {f"ppo/{name}": value for name, value in train_stats.items()}
+    if "ppo/val/error" in statistics:
+        error, variance = float(statistics["ppo/val/error"]), float(statistics["ppo/returns/var"])
+        statistics["ppo/val/var_explained"] = explained_variance(error, variance)
+    return statistics

@@ -4,7 +4,7 @@ import io
 import random
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,8 +13,13 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
-def print_rich_table(df: Any) -> None:
+Entry = str | Sequence[Mapping[str, Any]]  # or messages
+
+
+def print_rich_table(df: "DataFrame") -> None:
     """Print a `pandas.DataFrame` as a table, one row of the frame to a row."""
     table = Table(show_lines=True)
     for column in df.columns:
@@ -31,7 +36,7 @@ def open_console(**options: Any) -> Console:
     return Console(**options)
 
 
-def print_beside_bars(table: Any) -> None:
+def print_beside_bars(table: Table | Panel) -> None:
     """Print something of rich's; progress bars are taken away meanwhile, which would stand in its first line."""
     with tqdm.external_write_mode():
         open_console().print(table)
@@ -55,8 +60,8 @@ def print_prompt_completions_sample(
 
 
 def print_samples(
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
+    prompts: Sequence[Entry],
+    completions: Sequence[Entry],
     values: Mapping[str, Sequence[float | None]],
     step: int,
     num_samples: int | None = None,
@@ -83,7 +88,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _conversation(entry: Any) -> Text:
+def _conversation(entry: Entry) -> Text:
     """Text of a string, or of messages with their roles, tool calls and the kinds of their non-text parts."""
     if isinstance(entry, str):
         return Text(entry)
@@ -91,19 +96,15 @@ def _conversation(entry: Any) -> Text:
     for index, message in enumerate(entry):
         text.append("\n\n" if index else "")
         text.append(str(message.get("role", "?")).capitalize(), style="bold")
-        text.append("\n" + _content(message))
+        content = message.get("content")
+        parts = [content] if isinstance(content, str) else [_part(part) for part in content or []]
+        calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+        parts += [f"{call.get('name')}({call.get('arguments')})" for call in calls]
+        text.append("\n" + "\n".join(parts))
     return text
 
 
-def _content(message: dict[str, Any]) -> str:
-    content = message.get("content")
-    parts = [content] if isinstance(content, str) else [_part(part) for part in content or []]
-    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-    parts += [f"{call.get('name')}({call.get('arguments')})" for call in calls]
-    return "\n".join(parts)
-
-
-def _part(part: Any) -> str:
+def _part(part: object) -> str:
     if isinstance(part, dict):
         return part["text"] if part.get("type") == "text" else f"<{part.get('type', 'part')}>"
     return str(part)

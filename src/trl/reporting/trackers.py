@@ -5,12 +5,16 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from accelerate import Accelerator
 from transformers import Trainer
 
 from trl.options.secrets import redacted
 from trl.options.shared import flatten_dict
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 _TIMED = ("wandb", "mlflow")
 _WITH_KEYS = ("tracker_kwargs", "push_to_hub_if_best_kwargs")
@@ -27,8 +31,8 @@ def check_trackers(report_to: str | Iterable[str] | None) -> None:
 
     known = list(integration_utils.INTEGRATION_TO_CALLBACK)
     installed = integration_utils.get_available_reporting_integrations()
-    given = [report_to] if isinstance(report_to, str) else list(report_to or ())
-    for name in given:
+    names = [report_to] if isinstance(report_to, str) else list(report_to or ())
+    for name in names:
         if name in ("none", "all"):
             continue
         if name not in known:
@@ -37,8 +41,8 @@ def check_trackers(report_to: str | Iterable[str] | None) -> None:
             package = "'trl[tracking]'" if name in ("tensorboard", "trackio") else name
             others = f"name one that is installed ({', '.join(installed)})" if installed else "leave it out"
             raise ImportError(
-                f"report_to={name!r} needs a package that is not installed. Install it with `pip install {package}`, or "
-                f"{others}."
+                f"report_to={name!r} needs a package that is not installed. Install it with `pip install {package}`, "
+                f"or {others}."
             )
 
 
@@ -46,19 +50,17 @@ def check_trackers(report_to: str | Iterable[str] | None) -> None:
 _NOT_LOOKED_FOR = ("azure_ml", "flyte")
 
 
-def start_trackers(accelerator: Any, config: Any) -> None:
-    """Send the settings of a run to the tracker of `log_with`, if any, except those that may hold keys of an
-    account.
-    """
+def start_trackers(accelerator: Accelerator, config: Any) -> None:
+    """Send a run's settings to the tracker of `log_with`, if any, except those that may hold keys of an account."""
     if config.log_with is None:
         return
     told = redacted({name: value for name, value in vars(config).items() if name not in _WITH_KEYS})
     plain = (bool, int, float, str)  # what TensorBoard takes
     settings = {name: v if isinstance(v, plain) else str(v) for name, v in flatten_dict(told).items()}
-    given = dict(config.tracker_kwargs)
+    options = dict(config.tracker_kwargs)
     if config.log_with == "wandb" and getattr(config, "run_name", ""):
-        given["wandb"] = {"name": config.run_name, **given.get("wandb", {})}
-    accelerator.init_trackers(config.tracker_project_name, config=settings, init_kwargs=given)
+        options["wandb"] = {"name": config.run_name, **options.get("wandb", {})}
+    accelerator.init_trackers(config.tracker_project_name, config=settings, init_kwargs=options)
 
 
 def active_wandb_run() -> Any | None:
@@ -84,7 +86,7 @@ def get_comet_experiment_url() -> str | None:
     return experiment.url if experiment is not None else None
 
 
-def log_table_to_comet_experiment(name: str, table: Any) -> None:
+def log_table_to_comet_experiment(name: str, table: "DataFrame") -> None:
     """Attach a `pandas.DataFrame` to the running Comet experiment under the file name `name`, if there is one."""
     experiment = active_comet_experiment()
     if experiment is not None:
@@ -92,7 +94,7 @@ def log_table_to_comet_experiment(name: str, table: Any) -> None:
 
 
 def log_table(
-    name: str, table: Any, report_to: Iterable[str], *, step: int | None = None, tensorboard_writer: Any = None
+    name: str, table: "DataFrame", report_to: Iterable[str], *, step: int | None = None, tensorboard_writer: Any = None
 ) -> list[str]:
     """Send a `pandas.DataFrame` to every tracker in `report_to` that has an active run and can show tables.
 

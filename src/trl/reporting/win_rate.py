@@ -26,7 +26,7 @@ class WinRate(NamedTuple):
 class JudgeError(ValueError):
     """A judge gave an invalid answer, or none because its budget is spent: `text` says which."""
 
-    def __init__(self, judge: Any, text: str) -> None:
+    def __init__(self, judge: object, text: str) -> None:
         super().__init__(f"{type(judge).__name__} {text}.")
         self.text = text
 
@@ -35,8 +35,7 @@ def win_shares(
     judge: Any, prompts: Sequence[str], pairs: Sequence[Sequence[str]], **options: Any
 ) -> list[float | None]:
     """How far the second text of each pair wins, in [0, 1]; see `shares_of_first`."""
-    found = shares_of_first(judge, prompts, pairs, **options)
-    return [None if share is None else 1 - share for share in found]
+    return [None if share is None else 1 - share for share in shares_of_first(judge, prompts, pairs, **options)]
 
 
 def shares_of_first(
@@ -56,9 +55,9 @@ def shares_of_first(
             f"{type(judge).__name__} has no return_scores. Use a judge with probabilities, such as PairRMJudge."
         )
     asked = [row for row, (first, second) in enumerate(pairs) if first != second]
-    found: list[float | None] = [0.5] * len(pairs)
+    shares: list[float | None] = [0.5] * len(pairs)
     if not asked:
-        return found
+        return shares
     answers = judge.judge([prompts[row] for row in asked], [list(pairs[row]) for row in asked], **options)
     if len(answers) != len(asked):
         raise JudgeError(judge, f"gave {len(answers)} answers, expected {len(asked)}, one for each question")
@@ -67,8 +66,8 @@ def shares_of_first(
         if not (value in (0.0, 0.5, 1.0, -1.0) or (soft and 0 <= value <= 1)):
             allowed = "a probability, or -1" if soft else "0, 1, 0.5 (a tie) or -1"
             raise JudgeError(judge, f"gave {answer!r}, expected {allowed}")
-        found[row] = None if value == -1 else value if soft else 1 - value
-    return found
+        shares[row] = None if value == -1 else value if soft else 1 - value
+    return shares
 
 
 def win_rate(shares: Sequence[float | None]) -> WinRate:
@@ -90,8 +89,7 @@ def win_rate(shares: Sequence[float | None]) -> WinRate:
 
 
 def length_controlled(shares: Sequence[float | None], lengths: Sequence[tuple[int, int]]) -> float:
-    """The win rate of the second texts at equal lengths: that of a logistic model of shares with the difference of
-    lengths.
+    """The win rate of the second texts at equal lengths, by a logistic model of shares over the difference of lengths.
 
     `lengths` are those of the first and the second text. The difference enters as `tanh` of its standardised value. The
     paper's third term, the difficulty of each prompt, needs the answers of many models and is left out.
