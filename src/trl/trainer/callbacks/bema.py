@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import TrainerCallback
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl.models.loading import cast_state, name_dtype, save_dtype
 
@@ -57,7 +57,9 @@ class BEMACallback(TrainerCallback):
             raise ValueError(f"min_ema_multiplier must be in [0, 1], got {self.min_ema_multiplier}. Use 0.")
 
     @torch.no_grad()
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: object
+    ):
         sharded = any(hasattr(p, "ds_id") or hasattr(p, "device_mesh") for p in model.parameters())
         if sharded or any("FullyShardedDataParallel" in type(part).__name__ for part in model.modules()):
             raise ValueError(
@@ -72,7 +74,9 @@ class BEMACallback(TrainerCallback):
             self._resume(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / STATE_FILE)
 
     @torch.no_grad()
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any):
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: object
+    ):
         step = state.global_step
         if self.running_model is None or step < self.update_after:
             return
@@ -81,7 +85,7 @@ class BEMACallback(TrainerCallback):
         elif (step - self.update_after) % self.update_freq == 0:
             self._update(model, step)
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any):
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
         if folder.is_dir() and not (folder / STATE_FILE).is_file():
             self.save_state(folder)
@@ -98,16 +102,14 @@ class BEMACallback(TrainerCallback):
         save_file(tensors, folder / f"{STATE_FILE}.incomplete")
         os.replace(folder / f"{STATE_FILE}.incomplete", folder / STATE_FILE)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any):
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         if (model := self.running_model) is not None:
-            folder, dtype = (
-                Path(args.output_dir) / OUTPUT_FOLDER,
-                save_dtype(model, getattr(args, "save_dtype", None)),
-            )
+            folder = Path(str(args.output_dir)) / OUTPUT_FOLDER
+            dtype = save_dtype(model, getattr(args, "save_dtype", None))
             model.save_pretrained(folder, state_dict=cast_state(model, model.state_dict(), dtype))
             name_dtype(folder, dtype)
 
-    def _begin_at(self, model: Any) -> None:
+    def _begin_at(self, model: nn.Module) -> None:
         """Let both averages begin at the model's present weights."""
         running = self._running()
         for name, weights in trained_weights(model).items():
@@ -115,7 +117,7 @@ class BEMACallback(TrainerCallback):
             self.ema[name] = self.start[name].clone()
             running[name].data.copy_(weights)
 
-    def _update(self, model: Any, step: int) -> None:
+    def _update(self, model: nn.Module, step: int) -> None:
         size = self.lag + self.multiplier * step
         beta = max(size**-self.ema_power, self.min_ema_multiplier)
         alpha = size**-self.bias_power
@@ -139,10 +141,10 @@ class BEMACallback(TrainerCallback):
             target[name].data.copy_(value)
 
 
-def _unwrapped(model: Any) -> Any:
+def _unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
 
 
-def trained_weights(model: Any) -> dict[str, Tensor]:
+def trained_weights(model: nn.Module) -> dict[str, Tensor]:
     """The model's trainable parameters, detached, by the names they have without DDP."""
     return {name: p.detach() for name, p in _unwrapped(model).named_parameters() if p.requires_grad}

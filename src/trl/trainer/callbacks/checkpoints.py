@@ -1,6 +1,4 @@
-"""Callbacks that write checkpoints: adapters for other loops, and `enable_jit_checkpoint` where an optimiser step
-ends.
-"""
+"""Callbacks that write checkpoints: adapters for other loops, `enable_jit_checkpoint` where an optimiser step ends."""
 
 from __future__ import annotations
 
@@ -16,25 +14,25 @@ from trl.models.peft import is_peft_model
 
 
 class CheckpointOnSignal(TrainerCallback):
-    """Takes the place of transformers' callback, which listens to SIGTERM and may save in the middle of an optimiser
-    step: what such a step has drawn and measured by then would be part of the checkpoint, and count again when the run
-    goes on.
+    """Saves at SIGTERM, at the end of an optimiser step, in the place of transformers' callback.
 
-    All processes save at the same step, whichever heard the signal first.
+    That one may save in the middle of a step: what the step has drawn and measured by then would be part of the
+    checkpoint, and count again in the resumed run. All processes save at the same step, whichever heard the signal
+    first.
     """
 
     def __init__(self, theirs: JITCheckpointCallback) -> None:
         self._theirs, self.is_made = theirs, False  # made: saved, and the run stops
 
-    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Save, after this step was logged, and stop."""
         self._save_if_asked(control)
 
-    def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """The same for a signal that came after the epoch's last step."""
         self._save_if_asked(control)
 
-    def on_train_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Give the signal back to who had it."""
         self._theirs.on_train_end(args, state, control)
 
@@ -54,15 +52,13 @@ class CheckpointOnSignal(TrainerCallback):
 
 def at_step_ends(callbacks: list[TrainerCallback]) -> None:
     """Let transformers' callback save at the end of steps only."""
-    for place, each in enumerate(callbacks):
-        if isinstance(each, JITCheckpointCallback):
-            callbacks[place] = CheckpointOnSignal(each)
+    for place, callback in enumerate(callbacks):
+        if isinstance(callback, JITCheckpointCallback):
+            callbacks[place] = CheckpointOnSignal(callback)
 
 
 class PeftSavingCallback(TrainerCallback):
-    """Saves the adapter of a PEFT model into each checkpoint folder. The trainers of this library do so by
-    themselves.
-    """
+    """Saves the adapter of a PEFT model into each checkpoint folder, as the trainers of this library do themselves."""
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         """Write the adapter, on the process that saves, if it is not there."""

@@ -1,7 +1,5 @@
 """A table of what the model says to evaluation prompts, growing with training."""
 
-from typing import Any
-
 import pandas as pd
 from transformers import GenerationConfig, Trainer, TrainerCallback
 
@@ -31,10 +29,10 @@ class LogCompletionsCallback(TrainerCallback):
         self.generation_config = generation_config
         self.freq = freq
         self.rows = evaluation_rows(trainer, num_prompts, "LogCompletionsCallback")
-        self.table: list[dict[str, Any]] = []
+        self.table: list[dict[str, object]] = []
         self._last_step = -1
 
-    def on_step_end(self, args: Any, state, control, **kwargs):
+    def on_step_end(self, args, state, control, **kwargs):
         freq = self.freq or int(state.eval_steps or 0)
         due = freq > 0 and state.global_step % freq == 0
         if not due or state.global_step == self._last_step:

@@ -7,12 +7,13 @@ import json
 import logging
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.state import AcceleratorState
 from huggingface_hub import HfApi
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
 from trl.models.step_state import own_rng_states
@@ -21,6 +22,10 @@ from trl.options.packages import is_mergekit_available
 
 logger = logging.getLogger(__name__)
 
+if TYPE_CHECKING:
+    from mergekit.config import MergeConfiguration  # pyright: ignore[reportMissingImports]
+
+Parameter = float | Sequence[Any]  # a list of numbers by layer, or of dicts with a `value` and a `filter`
 _METHODS = ("linear", "ties", "dare_ties", "slerp")
 _DTYPES = ("float16", "bfloat16", "float32", "float64", "None")  # which mergekit checks only when it merges
 
@@ -36,13 +41,11 @@ class MergeConfig:
     Attributes:
         method: "linear", "ties", "dare_ties" or "slerp".
         policy_model_path, target_model_path: folders or names of the two models, or of adapters. The callback sets the
-        first,
-            and the second where it is None.
+            first, and the second where it is None.
         dtype: of the merged weights ("float16").
         policy_model_weight, target_model_weight: 0.5 each for "linear", else 1.0.
         policy_model_density, target_model_density: of ties and dare_ties: the shares of changed weights that are kept,
-        from
-            the first layer to the last ([1.0, 0.7, 0.1] and [1.0]).
+            from the first layer to the last ([1.0, 0.7, 0.1] and [1.0]).
         normalize: of ties and dare_ties: divide by the sum of the weights (1.0).
         t_values: of slerp: 0 is the policy, 1 the target (0.5); a list goes from the first layer to the last.
 
@@ -57,18 +60,18 @@ class MergeConfig:
         self.policy_model_path: str | None = None
         self.target_model_path: str | None = None
         self.dtype = "float16"
-        self.policy_model_weight: Any = 0.5 if method == "linear" else 1.0
-        self.target_model_weight: Any = self.policy_model_weight
-        self.policy_model_density: Any = [1.0, 0.7, 0.1]
-        self.target_model_density: Any = [1.0]
+        self.policy_model_weight: Parameter = 0.5 if method == "linear" else 1.0
+        self.target_model_weight: Parameter = self.policy_model_weight
+        self.policy_model_density: Parameter = [1.0, 0.7, 0.1]
+        self.target_model_density: Parameter = [1.0]
         self.normalize = 1.0
-        self.t_values: Any = 0.5
+        self.t_values: Parameter = 0.5
 
-    def create(self) -> Any:
+    def create(self) -> MergeConfiguration:
         """The `mergekit.config.MergeConfiguration` of `method`."""
         return getattr(self, f"create_merge_config_{self.method}")()
 
-    def create_merge_config_linear(self) -> Any:
+    def create_merge_config_linear(self) -> MergeConfiguration:
         """Weighted mean (Wortsman et al. 2022, arXiv:2203.05482)."""
         models = [
             _source(self.policy_model_path, weight=self.policy_model_weight),
@@ -76,26 +79,28 @@ class MergeConfig:
         ]
         return self._configuration("linear", models)
 
-    def create_merge_config_ties(self) -> Any:
+    def create_merge_config_ties(self) -> MergeConfiguration:
         """Large changes whose signs agree (Yadav et al. 2023, arXiv:2306.01708)."""
         return self._of_changes("ties")
 
-    def create_merge_config_dare_ties(self) -> Any:
+    def create_merge_config_dare_ties(self) -> MergeConfiguration:
         """Ties on a random part of the changes (Yu et al. 2023, arXiv:2311.03099)."""
         return self._of_changes("dare_ties")
 
-    def create_merge_config_slerp(self) -> Any:
+    def create_merge_config_slerp(self) -> MergeConfiguration:
         """Interpolation on the sphere, tensor by tensor."""
         models = [_source(self.target_model_path)]
         return self._configuration("slerp", models, has_base=True, parameters={"t": self.t_values})
 
-    def _of_changes(self, method: str) -> Any:
+    def _of_changes(self, method: str) -> MergeConfiguration:
         policy = {"weight": self.policy_model_weight, "density": self.policy_model_density}
         target = {"weight": self.target_model_weight, "density": self.target_model_density}
         models = [_source(self.policy_model_path, **policy), _source(self.target_model_path, **target)]
         return self._configuration(method, models, has_base=True, parameters={"normalize": self.normalize})
 
-    def _configuration(self, method: str, models: list[Any], *, has_base: bool = False, **settings: Any) -> Any:
+    def _configuration(
+        self, method: str, models: list[Any], *, has_base: bool = False, **settings: Any
+    ) -> MergeConfiguration:
         _require_mergekit()
         check_one_of("dtype", str(self.dtype).removeprefix("torch."), _DTYPES)
         from mergekit.config import MergeConfiguration  # pyright: ignore[reportMissingImports]
@@ -110,23 +115,23 @@ class MergeConfig:
         )
 
 
-def _check_parameter(name: str, value: Any) -> None:
+def _check_parameter(name: str, value: Parameter) -> None:
     """Raise ValueError for what mergekit does not read as a number, a list of numbers, or numbers by filter.
 
     mergekit itself checks them only when it merges.
     """
-    for given in value if isinstance(value, (list, tuple)) else [value]:
-        each: Any = given.get("value") if isinstance(given, dict) else given
-        if isinstance(each, list):
-            _check_parameter(name, each)
+    for entry in value if isinstance(value, (list, tuple)) else [value]:
+        number: Any = entry.get("value") if isinstance(entry, dict) else entry
+        if isinstance(number, list):
+            _check_parameter(name, number)
             continue
         try:
-            float(each)
+            float(number)
         except (TypeError, ValueError):
-            raise ValueError(f"{name} must be a number or a list of numbers, got {each!r}.") from None
+            raise ValueError(f"{name} must be a number or a list of numbers, got {number!r}.") from None
 
 
-def _source(path: str | None, **parameters: Any) -> dict[str, Any]:
+def _source(path: str | None, **parameters: Parameter) -> dict[str, Any]:
     """A model of mergekit's configuration; the folder of an adapter is one with its base."""
     if path is None:
         raise ValueError("A merge needs two models. Set policy_model_path and target_model_path of the MergeConfig.")
@@ -143,7 +148,7 @@ def _source(path: str | None, **parameters: Any) -> dict[str, Any]:
     return {"model": model, "parameters": parameters}
 
 
-def merge_models(config: Any, out_path: str) -> None:
+def merge_models(config: MergeConfiguration, out_path: str) -> None:
     """Write the merged model and its tokenizer into `out_path`, on the CPU; `config` is that of `MergeConfig.create`.
 
     The same models give the same merge, and the random number generators are left as they are.
@@ -169,18 +174,15 @@ class MergeModelCallback(TrainerCallback):
 
     Args:
         merge_config: a `MergeConfig`; None for the mean of both models. Without `target_model_path` the other model is
-        the one
-            that the policy was loaded from.
+            the one that the policy was loaded from.
         merge_at_every_checkpoint: merge after each save, instead of once at the end of training, where the last
-        checkpoint is
-            merged (`save_strategy="no"` and `"best"` write one for it).
+            checkpoint is merged (`save_strategy="no"` and `"best"` write one for it).
         push_to_hub: upload each merged model to the repository `<hub_model_id or output_dir>_checkpoint-<step>_merged`.
 
     The process with rank 0 merges; the training run is not changed.
 
     Raises: ImportError without mergekit; before the first step ValueError for settings that mergekit refuses, a folder
-    that does not
-        exist, and runs that save sharded checkpoints.
+        that does not exist, and runs that save sharded checkpoints.
 
     Example:
         >>> trainer.add_callback(MergeModelCallback(MergeConfig("slerp")))  # doctest: +SKIP
@@ -202,8 +204,8 @@ class MergeModelCallback(TrainerCallback):
         self._newest, target = None, self._target(model)
         if not target:
             raise ValueError(
-                "MergeModelCallback got a model without a name or path. Set merge_config.target_model_path to the model to merge "
-                "with."
+                "MergeModelCallback got a model without a name or path. Set merge_config.target_model_path to the "
+                "model to merge with."
             )
         is_local = target.startswith((".", "~", os.sep)) or target.count("/") > 1
         if is_local and not Path(target).is_dir():
@@ -230,7 +232,7 @@ class MergeModelCallback(TrainerCallback):
         else:
             logger.warning("%s does not exist: nothing was merged. Save a checkpoint before the end.", newest)
 
-    def _target(self, model: Any) -> str | None:
+    def _target(self, model: object) -> str | None:
         return self.merge_config.target_model_path or getattr(model, "name_or_path", None)
 
     def _config(self, policy: str, target: str | None) -> MergeConfig:
@@ -238,7 +240,7 @@ class MergeModelCallback(TrainerCallback):
         config.policy_model_path, config.target_model_path = policy, target
         return config
 
-    def _merge(self, args: Any, state: Any, checkpoint: Path, model: Any) -> None:
+    def _merge(self, args: Any, state: TrainerState, checkpoint: Path, model: object) -> None:
         if not state.is_world_process_zero:
             return
         merged = checkpoint / "merged"
@@ -264,5 +266,5 @@ def _check_whole_checkpoints() -> None:
         raise ValueError(f"MergeModelCallback needs checkpoints of whole weights. Set `{change}` for accelerate.")
 
 
-def _checkpoint(args: Any, state: Any) -> Path:
+def _checkpoint(args: Any, state: TrainerState) -> Path:
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"

@@ -1,7 +1,5 @@
 """Progress of a run drawn with rich instead of tqdm: bars for training and evaluation over the newest metrics."""
 
-from typing import Any
-
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -38,8 +36,7 @@ class RichProgressCallback(TrainerCallback):
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
         if self.live is not None:
-            batches: Any = eval_dataloader
-            total = len(batches) if has_length(batches) else None
+            total = len(eval_dataloader) if has_length(eval_dataloader) else None
             self.bars.update(self.evaluation, advance=1, total=total, visible=True)
 
     def on_evaluate(self, args, state, control, **kwargs):

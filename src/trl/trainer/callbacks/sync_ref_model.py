@@ -37,8 +37,7 @@ class SyncRefModelCallback(TrainerCallback):
     @staticmethod
     @torch.no_grad()
     def sync_target_model(model, target_model, alpha):
-        """Mix `model`'s parameters into `target_model`'s, in place; ZeRO-3 shards are gathered for it, FSDP2 shards
-        mixed as they are.
+        """Mix `model`'s parameters into `target_model`'s, in place; ZeRO-3 shards are gathered, FSDP2 shards are not.
 
         Raises `ValueError` if the two do not have the same parameters.
         """
@@ -60,7 +59,7 @@ class SyncRefModelCallback(TrainerCallback):
         self.sync_target_model(model, target, args.ref_model_mixup_alpha if self.alpha is None else self.alpha)
 
 
-def _paired(model: torch.nn.Module, target: torch.nn.Module) -> list[tuple[Any, Any]]:
+def _paired(model: torch.nn.Module, target: torch.nn.Module) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
     sources, targets = dict(model.named_parameters()), dict(target.named_parameters())
     if sources.keys() != targets.keys():
         only = sorted(sources.keys() ^ targets.keys())[:3]

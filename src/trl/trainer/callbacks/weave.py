@@ -26,7 +26,7 @@ class WeaveCallback(TrainerCallback):
         self,
         trainer: Trainer,
         project_name: str | None = None,
-        scorers: dict[str, Callable[[str, str], Any]] | None = None,
+        scorers: dict[str, Callable[[str, str], object]] | None = None,
         generation_config: GenerationConfig | None = None,
         num_prompts: int | None = None,
         dataset_name: str = "eval_dataset",
@@ -79,7 +79,7 @@ class WeaveCallback(TrainerCallback):
             weave.init(project)
         self._weave = weave
 
-    def _trace(self, samples: list[Sample], facts: dict[str, Any]) -> None:
+    def _trace(self, samples: list[Sample], facts: dict[str, object]) -> None:
         @self._weave.op(name="generate_completion")
         def generate_completion(prompt: str, completion: str) -> dict[str, str]:
             return {"prompt": prompt, "completion": completion}
@@ -88,7 +88,7 @@ class WeaveCallback(TrainerCallback):
             for sample in samples:
                 generate_completion(sample.prompt, sample.completion)
 
-    def _evaluate(self, samples: list[Sample], facts: dict[str, Any]) -> None:
+    def _evaluate(self, samples: list[Sample], facts: dict[str, object]) -> None:
         logger = self._weave.EvaluationLogger(
             model=self._model_name(), dataset=self.dataset_name, eval_attributes=facts
         )
@@ -109,7 +109,7 @@ class WeaveCallback(TrainerCallback):
         return self.model_name or (path or type(self.trainer.model).__name__).rstrip("/").split("/")[-1]
 
 
-def _numbers(name: str, score: Any) -> list[tuple[str, float]]:
+def _numbers(name: str, score: object) -> list[tuple[str, float]]:
     """Numeric parts of a score: itself, or the numeric items of a dict under `name.key`."""
     items = {f"{name}.{key}": value for key, value in score.items()} if isinstance(score, dict) else {name: score}
     return [(key, float(value)) for key, value in items.items() if isinstance(value, (int, float))]

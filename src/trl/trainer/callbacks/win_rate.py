@@ -13,6 +13,7 @@ from transformers import GenerationConfig, Trainer, TrainerCallback, TrainerStat
 from trl.reporting.tables import print_rich_table
 from trl.reporting.win_rate import win_rate, win_shares
 from trl.rewards.judge_source import as_text
+from trl.rewards.judges import BasePairwiseJudge
 from trl.rewards.managed_judge import ManagedJudge
 from trl.trainer.samples import Sample, evaluation_rows, sample_completions, send_table
 
@@ -22,17 +23,17 @@ KEPT = "win_rate_reference.json"
 
 
 class WinRateCallback(TrainerCallback):
-    """Compares completions of evaluation prompts with those of a reference, by a pairwise judge, at step 0 and at each
-    evaluation.
+    """Lets a judge compare completions of evaluation prompts with a reference's, at step 0 and at each evaluation.
 
     Args:
         judge: a `BasePairwiseJudge`; a `ManagedJudge` has a cache, both orders (`eval_win_rate_agreement`) and a
-        budget. trainer: whose `eval_dataset` (its first `num_prompts` rows) is completed. generation_config: of both;
-        None for the models' own, with 128 new tokens if they set no limit. shuffle_order: show some pairs in reverse
-        order. use_soft_judge: the judge gives probabilities (`return_scores`), whose mean is `eval_avg_win_prob`.
+            budget.
+        trainer: whose `eval_dataset` (its first `num_prompts` rows) is completed.
+        generation_config: of both; None for the models' own, with 128 new tokens if they set no limit.
+        shuffle_order: show some pairs in reverse order.
+        use_soft_judge: the judge gives probabilities (`return_scores`), whose mean is `eval_avg_win_prob`.
         against: completions to compare with, one for each prompt. None: those of the trainer's reference, or without
-        one of
-            the model before training, which checkpoints keep.
+            one of the model before training, which checkpoints keep.
 
     Logs `eval_win_rate` (ties count as half), the ends of its 95 % interval `eval_win_rate_low` and
     `eval_win_rate_high`, and `eval_win_rate_unanswered`, the share of pairs without an answer, which count nowhere. A
@@ -47,7 +48,7 @@ class WinRateCallback(TrainerCallback):
 
     def __init__(
         self,
-        judge: Any,
+        judge: BasePairwiseJudge,
         trainer: Trainer,
         generation_config: GenerationConfig | None = None,
         num_prompts: int | None = None,
@@ -82,8 +83,8 @@ class WinRateCallback(TrainerCallback):
             return None
         if state.global_step and reference is None:
             newest = getattr(self.trainer, "newest_checkpoint", None) or "."
-            own = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
-            kept = next((file for place in (Path(newest), own) if (file := place / KEPT).is_file()), None)
+            folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
+            kept = next((file for place in (Path(newest), folder) if (file := place / KEPT).is_file()), None)
             if kept is not None:
                 self.against = json.loads(kept.read_text())
                 return None
@@ -103,36 +104,29 @@ class WinRateCallback(TrainerCallback):
     def _measure(self, step: int, samples: list[Sample] | None) -> None:
         """Log how the policy's completions, new ones unless passed, compare with `against`."""
         samples = samples or sample_completions(self.trainer, self.rows, self.generation_config)
-        found: list[Any] = [None]
+        results: list[Any] = [None]
         if self.trainer.accelerator.is_main_process:
-            given = zip(self.rows, samples, strict=True)
-            prompts = [as_text(row["prompt"]) if "prompt" in row else sample.prompt for row, sample in given]
+            rows = zip(self.rows, samples, strict=True)
+            prompts = [as_text(row["prompt"]) if "prompt" in row else sample.prompt for row, sample in rows]
             pairs = [list(pair) for pair in zip(self.against or [], (s.completion for s in samples), strict=True)]
             shares = win_shares(self.judge, prompts, pairs, **self.options)
             self._report(prompts, pairs, shares, step)
             agreement = self.judge.agreement() if isinstance(self.judge, ManagedJudge) else {}
-            found = [
-                (
-                    shares,
-                    {
-                        f"eval_win_rate_{name.rpartition('/')[2]}": value.mean.item()
-                        for name, value in agreement.items()
-                    },
-                )
-            ]
+            means = {f"eval_win_rate_{name.rpartition('/')[2]}": v.mean.item() for name, v in agreement.items()}
+            results = [(shares, means)]
         if self.trainer.accelerator.num_processes > 1:
-            broadcast_object_list(found)
-        shares, agreement = found[0]
+            broadcast_object_list(results)
+        shares, agreement = results[0]
         self.trainer.log({**self._metrics(shares), **agreement})
 
     def _metrics(self, shares: list[float | None]) -> dict[str, float]:
         wins = [None if share is None else 0.5 if share == 0.5 else float(share > 0.5) for share in shares]
-        found = win_rate(wins)
-        logs = {"": found.rate, "_low": found.low, "_high": found.high, "_unanswered": found.unanswered / len(shares)}
+        rate = win_rate(wins)
+        logs = {"": rate.rate, "_low": rate.low, "_high": rate.high, "_unanswered": rate.unanswered / len(shares)}
         metrics = {f"eval_win_rate{name}": value for name, value in logs.items()}
         return metrics | ({"eval_avg_win_prob": win_rate(shares).rate} if "return_scores" in self.options else {})
 
-    def _report(self, prompts: list[str], pairs: Any, shares: Any, step: int) -> None:
+    def _report(self, prompts: list[str], pairs: list[list[str]], shares: list[float | None], step: int) -> None:
         new = [
             {
                 "step": step,
