@@ -166,8 +166,7 @@ class AsyncCalls:
                 name = f"{self.name}-event-loop-{next(_numbers)}"
                 self._thread = thread = threading.Thread(target=_run, args=[loop], name=name, daemon=True)
                 thread.start()
-        future = asyncio.run_coroutine_threadsafe(bounded(awaitable, seconds), loop)
-        return Pending(future, thread, _until(seconds))
+        return Pending(asyncio.run_coroutine_threadsafe(bounded(awaitable, seconds), loop), thread, _until(seconds))
 
     @contextmanager
     def watched(self) -> Iterator[None]:

@@ -103,8 +103,7 @@ def _as_floats(values: Mapping[str, Tensor]) -> Numbers:
 
 def _over_processes(sums: dict[str, Tensor], accelerator: Accelerator) -> dict[str, Tensor]:
     """The sums of all processes; a process may know names that another does not."""
-    every = gather_object([list(sums)])
-    names = list(dict.fromkeys(name for known in every for name in known))
+    names = list(dict.fromkeys(name for known in gather_object([list(sums)]) for name in known))
     if not names:
         return {}
     zero = torch.zeros(2, dtype=torch.float64, device=accelerator.device)

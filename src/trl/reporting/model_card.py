@@ -231,8 +231,7 @@ def _usage(trainer: Any, place: str) -> str:
     if name.endswith("ForSequenceClassification"):
         return _SCORING.format(place=place, ids=_JUDGED_CHAT if chats else _JUDGED_TEXT)
     if name.endswith("ForTokenClassification"):
-        separator = getattr(trainer.args, "step_separator", "\n")
-        return _JUDGING_STEPS.format(place=place, separator=separator)
+        return _JUDGING_STEPS.format(place=place, separator=getattr(trainer.args, "step_separator", "\n"))
     return _GENERATION.format(place=place, question=_CHAT if chats else '"What would you do with"')
 
 

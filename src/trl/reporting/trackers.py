@@ -76,8 +76,7 @@ def active_comet_experiment() -> Any | None:
 
 def get_wandb_run_url() -> str | None:
     """The address of the active Weights & Biases run, `None` without one."""
-    run = active_wandb_run()
-    return getattr(run, "url", None)
+    return getattr(active_wandb_run(), "url", None)
 
 
 def get_comet_experiment_url() -> str | None:
@@ -145,8 +144,7 @@ def profiling_context(trainer: Trainer, name: str) -> Generator[None, None, None
     start = time.perf_counter()
     yield
     if trainer.accelerator.is_main_process:
-        metric = f"profiling/Time taken: {type(trainer).__name__}.{name}"
-        values = {metric: time.perf_counter() - start}
+        values = {f"profiling/Time taken: {type(trainer).__name__}.{name}": time.perf_counter() - start}
         if "wandb" in report_to and active_wandb_run() is not None:
             sys.modules["wandb"].log(values)
         if "mlflow" in report_to and _active_mlflow_run() is not None:

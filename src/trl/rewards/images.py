@@ -89,8 +89,7 @@ def as_picture(image: Tensor) -> Image:
     """A `PIL.Image.Image` of an image `(3, H, W)` in 0..1."""
     from PIL.Image import fromarray
 
-    pixels = (image.detach().float().clamp(0, 1) * 255).round().byte().permute(1, 2, 0)
-    return fromarray(pixels.cpu().numpy())
+    return fromarray((image.detach().float().clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu().numpy())
 
 
 def jpeg_kilobytes(images: Iterable[Tensor]) -> list[float]:

@@ -216,8 +216,7 @@ class ChatPairwiseJudge(BasePairwiseJudge):
 
     def answer(self, content: str) -> str | None:
         """The model's answer to a message."""
-        messages = [{"role": "user", "content": content}]
-        reply = self._request(messages=messages, **self.request_options)
+        reply = self._request(messages=[{"role": "user", "content": content}], **self.request_options)
         with self._counting:
             self.num_tokens += getattr(getattr(reply, "usage", None), "total_tokens", None) or 0
         return reply.choices[0].message.content

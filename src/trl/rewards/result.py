@@ -198,8 +198,7 @@ class RewardResult:
 def combine(scores: Tensor, weights: Tensor) -> Tensor:
     """Weighted sum of each row's scores, `(B, S), (S,) -> (B,)`: NaN adds nothing, a row of NaN is NaN."""
     missing = scores.isnan()
-    total = torch.where(missing, 0.0, scores * weights).sum(dim=1)
-    return torch.where(missing.all(dim=1), torch.nan, total)
+    return torch.where(missing.all(dim=1), torch.nan, torch.where(missing, 0.0, scores * weights).sum(dim=1))
 
 
 def reward_metrics(names: Sequence[str], scores: Tensor) -> dict[str, float]:

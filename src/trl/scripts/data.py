@@ -31,8 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         splits = make_rows(options.name, rows=options.rows, seed=options.seed)
         Path(options.out).mkdir(parents=True, exist_ok=True)
         for split, rows in splits.items():
-            path = save(Path(options.out) / split, rows)
-            print(f"{path}: {len(rows)} rows of {', '.join(rows[0])}")
+            print(f"{save(Path(options.out) / split, rows)}: {len(rows)} rows of {', '.join(rows[0])}")
     except (ValueError, OSError, ImportError) as error:
         from trl.scripts.running import report
 

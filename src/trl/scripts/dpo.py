@@ -1,11 +1,5 @@
 """Direct preference optimisation from the command line: `trl dpo`, or `accelerate launch -m trl.scripts.dpo`."""
 
-import sys
-
-from trl.scripts.running import run_script
 from trl.scripts.training import training_command
 
-main, make_parser = training_command("dpo")
-
-if __name__ == "__main__":
-    sys.exit(run_script(make_parser(), main))
+main, make_parser = training_command("dpo", __name__)

@@ -168,8 +168,7 @@ def check_processes(args: TrainingArguments) -> None:
     started = int(os.environ.get("WORLD_SIZE") or 1)
     if args.world_size != started:
         raise ValueError(f"{started} processes are not connected. On a CPU use --accelerate_config cpu.")
-    state = args.distributed_state
-    kind = getattr(getattr(state, "distributed_type", None), "value", "NO")
+    kind = getattr(getattr(args.distributed_state, "distributed_type", None), "value", "NO")
     for variable, name in (("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")):
         if os.environ.get(variable, "false").lower() in ("1", "true", "yes") and kind == "MULTI_CPU":
             raise ValueError(f"{name} does not shard over CPU processes. Use --accelerate_config cpu.")

@@ -1,11 +1,5 @@
 """Online DPO from the command line: `trl online-dpo`, or `accelerate launch -m trl.scripts.online_dpo`."""
 
-import sys
-
-from trl.scripts.running import run_script
 from trl.scripts.training import training_command
 
-main, make_parser = training_command("online-dpo")
-
-if __name__ == "__main__":
-    sys.exit(run_script(make_parser(), main))
+main, make_parser = training_command("online-dpo", __name__)

@@ -76,8 +76,7 @@ class TrlParser(PlainParser, HfArgumentParser):
             return self.parse_with(words, config, fail_with_unknown_args=fail_with_unknown_args)
         from_file, faults = self._take_defaults(config, words)
         _raise_all(faults)
-        unknown = [*from_file, *self.parse_known_args(words)[1]]
-        return (*self._build(words, config), unknown)
+        return (*self._build(words, config), [*from_file, *self.parse_known_args(words)[1]])
 
     def parse_with(
         self, args: list[str], config: ConfigFile | None, *, fail_with_unknown_args: bool = True

@@ -101,8 +101,7 @@ def sequences(trainer: Trainer, row: dict[str, Any]) -> list[Shown]:
 def rendered(processing_class: ProcessingClass, sequence: Shown, *, colour: bool) -> Text:
     """A sequence as text. What is trained is coloured, or stands between >> and <<."""
     tokenizer: Any = text_tokenizer(processing_class)
-    count = sum(sequence.trained)
-    text = Text(f"{sequence.title} ({len(sequence.ids)} tokens, {count} trained): ")
+    text = Text(f"{sequence.title} ({len(sequence.ids)} tokens, {sum(sequence.trained)} trained): ")
     half = _MOST_TOKENS // 2
     cut = len(sequence.ids) > _MOST_TOKENS
     for part in (slice(0, half), slice(-half, None)) if cut else (slice(None),):
@@ -175,8 +174,7 @@ def finish(trainer: Trainer, *, dataset_name: str | None, command: str, newest: 
             name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
             place += f": that of step {state.best_global_step}, the best ({name} {state.best_metric:.4g})"
         finished = state.global_step >= state.max_steps  # not one that a signal stopped
-        hint = resume_hint(newest, args, command=command, finished=finished)
-        print("\n".join([place, *usage(trainer), hint]))
+        print("\n".join([place, *usage(trainer), resume_hint(newest, args, command=command, finished=finished)]))
     trainer.accelerator.end_training()
 
 

@@ -1,11 +1,5 @@
 """Reward modelling from the command line: `trl reward`, or `accelerate launch -m trl.scripts.reward`."""
 
-import sys
-
-from trl.scripts.running import run_script
 from trl.scripts.training import training_command
 
-main, make_parser = training_command("reward")
-
-if __name__ == "__main__":
-    sys.exit(run_script(make_parser(), main))
+main, make_parser = training_command("reward", __name__)

@@ -189,8 +189,7 @@ def _write_shards(
     size = script_args.rows_per_shard
     count = -(-len(rows) // size)
     files = [folder / f"train-{number:05d}-of-{count:05d}.parquet" for number in range(count)]
-    numbers = range(args.process_index, count, args.world_size)
-    missing = [number for number in numbers if not files[number].is_file()]
+    missing = [number for number in range(args.process_index, count, args.world_size) if not files[number].is_file()]
     for number in tqdm(missing, desc="Shards", disable=args.disable_tqdm or None):
         shard = rows.select(range(number * size, min((number + 1) * size, len(rows))))
         aside = files[number].with_suffix(".incomplete")

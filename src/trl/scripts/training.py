@@ -5,6 +5,7 @@ A new command is a row of `COMMANDS`, a file of its name beside this one, and a 
 
 import argparse
 import logging
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from trl.options.model import ModelConfig
 from trl.scripts import arguments
 from trl.scripts.arguments import ColumnMapping, CommandArguments, RewardFunctions, ScriptArguments
 from trl.scripts.parser import TrlParser
-from trl.scripts.running import CommandError, Terminated, reporting_input_errors
+from trl.scripts.running import CommandError, Terminated, reporting_input_errors, run_script
 
 if TYPE_CHECKING:
     from trl.scripts.arguments import AnyConfig
@@ -66,8 +67,7 @@ def train(name: str, script_args: CommandArguments, training_args: "AnyConfig", 
         if any(getattr(callback, "is_made", False) for callback in trainer.callback_handler.callbacks):
             trainer.accelerator.end_training()
             raise Terminated  # after the checkpoint that enable_jit_checkpoint asks for
-        newest = trainer.newest_checkpoint
-        finish(trainer, dataset_name=script_args.dataset_name, command=name, newest=newest)
+        finish(trainer, dataset_name=script_args.dataset_name, command=name, newest=trainer.newest_checkpoint)
     return trainer
 
 
@@ -260,21 +260,19 @@ def build_trainer(
         **others,
     )
     if script_args.ignore_bias_buffers:  # DistributedDataParallel does not broadcast them
-        buffers = trainer.model.named_buffers()
-        names = [name for name, buffer in buffers if str(buffer.dtype) == "torch.bool"]
+        names = [name for name, buffer in trainer.model.named_buffers() if str(buffer.dtype) == "torch.bool"]
         trainer.model._ddp_params_and_buffers_to_ignore = names
     return trainer
 
 
-def training_command(name: str) -> tuple[Callable[..., "BaseTrainer"], Callable[..., TrlParser]]:
-    """`main` and `make_parser` of the training command `name`."""
+def training_command(name: str, module: str) -> tuple[Callable[..., "BaseTrainer"], Callable[..., TrlParser]]:
+    """`main` and `make_parser` of the training command `name`, which runs if its `module` is the program."""
 
     def make_parser(subparsers: "argparse._SubParsersAction | None" = None) -> TrlParser:
         """The parser of the command; added to `subparsers` if given (which must build `TrlParser`s)."""
         prefix, description, others, needs, package = COMMANDS[name]
         config = getattr(import_module(f"{package}.{name.replace('-', '_')}_config"), f"{prefix}Config")
-        compares = others is rewards_or_judge
-        usual = arguments.OnlineDPOScriptArguments if compares else arguments.SFTScriptArguments
+        usual = arguments.OnlineDPOScriptArguments if (others is rewards_or_judge) else arguments.SFTScriptArguments
         kind = getattr(arguments, f"{prefix}ScriptArguments", usual)
         types: Any = (kind, config, ModelConfig, DatasetMixtureConfig)
         if subparsers is not None:
@@ -289,4 +287,9 @@ def training_command(name: str) -> tuple[Callable[..., "BaseTrainer"], Callable[
             epilog=LAUNCHING,
         )
 
-    return lambda *configs: train(name, *configs), make_parser
+    def main(*configs: Any) -> "BaseTrainer":
+        return train(name, *configs)
+
+    if module == "__main__":
+        sys.exit(run_script(make_parser(), main))
+    return main, make_parser

@@ -101,8 +101,7 @@ class WeaveCallback(TrainerCallback):
                 for key, value in _numbers(name, score):
                     totals.setdefault(key, []).append(value)
             prediction.finish()
-        means = {name: sum(values) / len(values) for name, values in totals.items()}
-        logger.log_summary({**facts, **means})
+        logger.log_summary({**facts, **{name: sum(values) / len(values) for name, values in totals.items()}})
 
     def _model_name(self) -> str:
         path = getattr(getattr(self.trainer.model, "config", None), "_name_or_path", "")
