@@ -225,7 +225,7 @@ class TeacherServers(ColumnTeacher):
         longest = max(server.deadline for server in self.servers) + GRACE_S
         found: dict[tuple[int, int], Best] = {}
         for part, answer in zip(parts, ThreadedCalls(most_left_behind=1).run(calls, longest), strict=True):
-            if isinstance(answer, Exception):
+            if isinstance(answer, BaseException):
                 raise answer
             found |= {row[:2]: best for row, best in zip(part, answer, strict=True)}
         filled = []

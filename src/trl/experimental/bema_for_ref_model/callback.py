@@ -21,13 +21,7 @@ class CallbackHandlerWithRefModel(CallbackHandler):
     """
 
     def __init__(
-        self,
-        callbacks: Any,
-        model: Any,
-        ref_model: Any,
-        processing_class: Any,
-        optimizer: Any,
-        lr_scheduler: Any,
+        self, callbacks: Any, model: Any, ref_model: Any, processing_class: Any, optimizer: Any, lr_scheduler: Any
     ) -> None:
         super().__init__(callbacks, model, processing_class, optimizer, lr_scheduler)
         self.ref_model = ref_model
@@ -58,7 +52,8 @@ class BEMACallback(_BEMACallback):
         super().__post_init__()
         if self.ref_model_update_freq < 1:
             raise ValueError(
-                f"ref_model_update_freq must be at least 1, got {self.ref_model_update_freq}. Use 1 for an update at every step."
+                f"ref_model_update_freq must be at least 1, got {self.ref_model_update_freq}. Use 1 for an update at "
+                "every step."
             )
 
     @property
@@ -108,8 +103,8 @@ class BEMACallback(_BEMACallback):
         names = trained_weights(model).keys()
         if not names <= targets.keys():
             raise ValueError(
-                f"The reference lacks weights that the model trains ({sorted(names - targets.keys())[:3]}), expected the same "
-                "ones. Train without an adapter, or set update_ref_model=False."
+                f"The reference lacks weights that the model trains ({sorted(names - targets.keys())[:3]}), expected "
+                "the same ones. Train without an adapter, or set update_ref_model=False."
             )
         running = dict(self.running_model.named_parameters()) if self.running_model is not None else None
         for name in names:

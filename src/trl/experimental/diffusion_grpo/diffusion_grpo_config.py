@@ -37,6 +37,6 @@ class DiffusionGRPOConfig(PolicyGradientOptions, RewardPolicy):
         if self.sample_batch_size % self.num_generations:
             fitting = (self.sample_batch_size // self.num_generations + 1) * self.num_generations
             raise ValueError(
-                f"sample_batch_size must be a multiple of num_generations, got {self.sample_batch_size} and {self.num_generations}. "
-                f"Set sample_batch_size to {fitting}, or change num_generations."
+                f"sample_batch_size must be a multiple of num_generations, got {self.sample_batch_size} and "
+                f"{self.num_generations}. Set sample_batch_size to {fitting}, or change num_generations."
             )

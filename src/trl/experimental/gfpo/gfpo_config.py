@@ -39,8 +39,9 @@ class GFPOConfig(GRPOConfig):
         generated = self.num_generations or 0
         if self.num_remains_in_group is not None and self.num_remains_in_group >= generated:
             raise ValueError(
-                f"num_remains_in_group={self.num_remains_in_group} must be less than num_generations={generated}: nothing "
-                "would be filtered. Generate more (the paper: 8, 16 or 24, of which 8 remain), or leave it out."
+                f"num_remains_in_group={self.num_remains_in_group} must be less than num_generations={generated}: "
+                "nothing would be filtered. Generate more (the paper: 8, 16 or 24, of which 8 remain), or leave it "
+                "out."
             )
 
     def kept_sizes(self) -> RolloutSizes:

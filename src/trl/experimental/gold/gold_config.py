@@ -48,8 +48,8 @@ class GOLDConfig(Completions, GKDConfig):
     )
     uld_use_hybrid_loss: bool = option(
         False,
-        "On the tokens that both vocabularies have, the divergence of beta; sorted probabilities are compared on the others "
-        "only.",
+        "On the tokens that both vocabularies have, the divergence of beta; sorted probabilities are compared on the "
+        "others only.",
         needs="use_uld_loss",
     )
     uld_hybrid_matched_weight: float | None = option(
@@ -89,14 +89,14 @@ class GOLDConfig(Completions, GKDConfig):
         super().check()
         if self.max_length is not None and self.max_completion_length >= self.max_length:
             raise ValueError(
-                f"max_completion_length={self.max_completion_length} must be below max_length={self.max_length}, which leaves "
-                "no room for a prompt. Lower it, or raise max_length."
+                f"max_completion_length={self.max_completion_length} must be below max_length={self.max_length}, "
+                "which leaves no room for a prompt. Lower it, or raise max_length."
             )
         weights = self.uld_hybrid_matched_weight, self.uld_hybrid_unmatched_weight
         if (weights[0] is None) != (weights[1] is None):
             raise ValueError(
-                f"uld_hybrid_matched_weight={weights[0]} and uld_hybrid_unmatched_weight={weights[1]} must be set together. "
-                "Set both, or none."
+                f"uld_hybrid_matched_weight={weights[0]} and uld_hybrid_unmatched_weight={weights[1]} must be set "
+                "together. Set both, or none."
             )
         if not self.use_uld_loss:
             return
@@ -107,6 +107,6 @@ class GOLDConfig(Completions, GKDConfig):
         given = [name for name in ("packing", "assistant_only_loss", "dataset_kwargs") if getattr(self, name)]
         if given:
             raise ValueError(
-                f"use_uld_loss=True does not support {', '.join(given)}, because each row is aligned with the teacher's. Leave "
-                "it out."
+                f"use_uld_loss=True does not support {', '.join(given)}, because each row is aligned with the "
+                "teacher's. Leave it out."
             )

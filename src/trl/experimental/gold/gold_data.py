@@ -191,8 +191,9 @@ class GOLDDatasets(GKDDatasets):
     def _prepare(self, dataset: Any, name: str, *, packing: bool) -> Any:
         if not isinstance(dataset, Dataset) or "input_ids" in dataset.column_names:
             raise ValueError(
-                f"{name} dataset: a stream, or rows of tokens, were given with use_uld_loss=True, expected a datasets.Dataset of "
-                "texts or messages, which both tokenizers read. Load it without streaming, before it is tokenised."
+                f"{name} dataset: a stream, or rows of tokens, were given with use_uld_loss=True, expected a "
+                "datasets.Dataset of texts or messages, which both tokenizers read. Load it without streaming, before "
+                "it is tokenised."
             )
         args, rows = self.args, self.rows(dataset)
         assert isinstance(rows, Dataset)
@@ -228,12 +229,12 @@ def _report(dataset: Dataset, name: str) -> None:
     empty = np.flatnonzero(np.concatenate(counts) == 0).tolist()
     if len(empty) == len(dataset):
         raise ValueError(
-            f"{name} dataset: no row has a span of tokens that student and teacher read alike, expected the same text on both "
-            "sides. Check that both chat templates write the messages unchanged, or raise max_length."
+            f"{name} dataset: no row has a span of tokens that student and teacher read alike, expected the same text "
+            "on both sides. Check that both chat templates write the messages unchanged, or raise max_length."
         )
     if empty:
         logger.warning(
-            "%s dataset: in %d of %d rows (first: %s) no span of tokens is the same text for student and teacher; they are not "
-            "trained. Check both chat templates, or raise max_length.",
+            "%s dataset: in %d of %d rows (first: %s) no span of tokens is the same text for student and teacher; "
+            "they are not trained. Check both chat templates, or raise max_length.",
             name, len(empty), len(dataset), empty[:3],
         )  # fmt: skip

@@ -60,12 +60,7 @@ class ULDLoss(nn.Module):
         """
         logits, labels = (student_logits, teacher_logits), (student_labels, teacher_labels)
         sides = [
-            {
-                "input_ids": ids,
-                "attention_mask": torch.ones_like(ids),
-                "labels": own,
-                "spans": torch.zeros_like(ids),
-            }
+            {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": own, "spans": torch.zeros_like(ids)}
             for ids, own in zip((student_input_ids, teacher_input_ids), labels, strict=True)
         ]
         for row in range(len(student_labels)):

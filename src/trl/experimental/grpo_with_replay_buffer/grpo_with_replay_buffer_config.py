@@ -19,7 +19,7 @@ class GRPOWithReplayBufferConfig(GRPOConfig):
 
     replay_buffer_size: int = option(
         64,
-        "Groups of earlier completions that are kept, those of high reward and deviation; they replace new groups whose "
-        "rewards are all equal. 0: none, as GRPO.",
+        "Groups of earlier completions that are kept, those of high reward and deviation; they replace new groups "
+        "whose rewards are all equal. 0: none, as GRPO.",
         ">= 0",
     )

@@ -114,8 +114,9 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
     def slice_group_data(self, *args: Any, **named: Any) -> Any:
         """Not supported, nor are the other methods of 0.26 for padded tensors."""
         raise RuntimeError(
-            "GRPOWithReplayBufferTrainer has no replay of padded tensors. Training replaces groups in make_rollout_batch(number); for a loop "
-            "of your own use ReplayBuffer(max_size) with add(scores, data) and sample(num_samples)."
+            "GRPOWithReplayBufferTrainer has no replay of padded tensors. Training replaces groups in "
+            "make_rollout_batch(number); for a loop of your own use ReplayBuffer(max_size) with add(scores, data) and "
+            "sample(num_samples)."
         )
 
     update_replay_buffer = sample_from_replay_buffer = update_with_replay_buffer = slice_group_data

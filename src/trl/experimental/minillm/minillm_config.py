@@ -31,8 +31,8 @@ class MiniLLMConfig(GRPOConfig):
     )
     single_step_decomposition: bool = option(
         True,
-        "Add the exact reverse KL divergence at each token to the loss; advantages then begin at the next token. Costs a "
-        "second forward and backward pass.",
+        "Add the exact reverse KL divergence at each token to the loss; advantages then begin at the next token. "
+        "Costs a second forward and backward pass.",
     )
     kd_temperature: float = option(1.0, "Temperature of both distributions in the divergence.", "> 0")
     gamma: float = option(

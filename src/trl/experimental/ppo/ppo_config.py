@@ -34,8 +34,8 @@ class PPOConfig(PPOOptions, RewardPolicy, OnPolicyConfig):
     kl_coef: float = option(0.05, "KL penalty against the reference, in reward per nat, >= 0.")
     kl_estimator: KLEstimator = option(
         "k1",
-        "Estimator of the KL divergence per token: 'k1' (the log-ratio, unbiased) or 'k3' (unbiased, never negative, of "
-        "lower variance).",
+        "Estimator of the KL divergence per token: 'k1' (the log-ratio, unbiased) or 'k3' (unbiased, never negative, "
+        "of lower variance).",
     )
     max_kl_per_token: float | None = option(
         20.0,

@@ -24,14 +24,7 @@ from trl._lazy import attach
 from trl.data.prompts import PromptPreparation, PromptSets
 from trl.experimental.ppo.ppo_config import PPOConfig
 from trl.experimental.ppo.ppo_method import PPOMethod
-from trl.experimental.ppo.setup import (
-    all_rewards,
-    check_sizes,
-    check_windows,
-    end_token,
-    own_copy,
-    value_and_policy,
-)
+from trl.experimental.ppo.setup import all_rewards, check_sizes, check_windows, end_token, own_copy, value_and_policy
 from trl.generation.engine import Sampling
 from trl.generation.transformers.engine import TransformersEngine, context_length_of
 from trl.legacy import move_arguments
@@ -192,10 +185,11 @@ class PPOTrainer(SampleTables, OnlineTrainer):
             return
         last = self.state.best_model_checkpoint or self.args.output_dir
         raise FloatingPointError(
-            f"the KL divergence of the policy from its reference must stay finite and at most max_kl_per_token={limit}, got "
-            f"{kl:.4g} nats per token in the responses after optimiser step {self.state.global_step}. No update was made with "
-            f"them, and checkpoints under {last} are untouched. Go on from one with a lower learning_rate, fewer "
-            "num_ppo_epochs or a larger kl_coef, and look at the reward for what the policy exploits."
+            "the KL divergence of the policy from its reference must stay finite and at most "
+            f"max_kl_per_token={limit}, got {kl:.4g} nats per token in the responses after optimiser step "
+            f"{self.state.global_step}. No update was made with them, and checkpoints under {last} are untouched. Go "
+            "on from one with a lower learning_rate, fewer num_ppo_epochs or a larger kl_coef, and look at the reward "
+            "for what the policy exploits."
         )
 
     # ---- what is logged
@@ -211,11 +205,7 @@ class PPOTrainer(SampleTables, OnlineTrainer):
         return found
 
     def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[None, None, None]:
         """Complete a batch of prompts and record the metrics of rollouts; there is no loss."""
         own = min(self.own_rows(), len(inputs))
@@ -285,15 +275,12 @@ class PPOTrainer(SampleTables, OnlineTrainer):
         both, folder = self._both(), os.path.join(resume_from_checkpoint, VALUE_FOLDER)
         if not os.path.isdir(folder):
             raise FileNotFoundError(
-                f"{resume_from_checkpoint} has no folder {VALUE_FOLDER!r}, expected the value model in it. Resume from a "
-                "checkpoint of this trainer, or start anew from its policy."
+                f"{resume_from_checkpoint} has no folder {VALUE_FOLDER!r}, expected the value model in it. Resume "
+                "from a checkpoint of this trainer, or start anew from its policy."
             )
         with holding(self, "model", both.policy):
             super()._load_from_checkpoint(resume_from_checkpoint)
-        with (
-            self._loading(folder, causal_core(both.value_model)),
-            holding(self, "model", both.value_model),
-        ):
+        with self._loading(folder, causal_core(both.value_model)), holding(self, "model", both.value_model):
             super(BaseTrainer, self)._load_from_checkpoint(folder)
 
     def _load_best_model(self) -> None:

@@ -49,11 +49,13 @@ def value_and_policy(model: Any, value_model: Any, args: PPOConfig, processing_c
     rows, needed = embedded_tokens(value_model), min(embedded_tokens(policy.model), len(policy.tokenizer))
     if rows < needed:
         raise ValueError(
-            f"value_model knows {rows} tokens, the policy's tokenizer {needed}. Pass one of the policy's family, or leave it out."
+            f"value_model knows {rows} tokens, the policy's tokenizer {needed}. Pass one of the policy's family, or "
+            "leave it out."
         )
     if share_parameters(policy.model, value_model):
         raise ValueError(
-            "value_model shares weights with the policy, expected a model of its own. Load it a second time, or leave it out."
+            "value_model shares weights with the policy, expected a model of its own. Load it a second time, or leave "
+            "it out."
         )
     take_pad_token(value_model, policy.tokenizer, VALUE_MODEL)
     if args.disable_dropout:
@@ -110,8 +112,9 @@ def check_windows(parts: Parts, reference: Any, sets: Sequence[Any], room: int) 
         window = None if model is None else context_length_of(model)
         if window is not None and window < needed:
             raise ValueError(
-                f"{name} has positions for {window} tokens, a prompt with its response may have {needed} (the longest prompt has "
-                f"{longest}, response_length is {room}). Shorten either, or pass a {name} with a longer context length."
+                f"{name} has positions for {window} tokens, a prompt with its response may have {needed} (the longest "
+                f"prompt has {longest}, response_length is {room}). Shorten either, or pass a {name} with a longer "
+                "context length."
             )
 
 
@@ -126,8 +129,9 @@ def check_sizes(args: PPOConfig) -> RolloutSizes:
     for name, value in batch_sizes(sizes).items():
         if getattr(args, name) not in (None, value):
             raise ValueError(
-                f"{name}={getattr(args, name)} was given, but per_device_train_batch_size={device}, gradient_accumulation_steps={turns}, "
-                f"num_mini_batches={parts} and world_size={processes} make it {value}. Leave {name} out, or change those."
+                f"{name}={getattr(args, name)} was given, but per_device_train_batch_size={device}, "
+                f"gradient_accumulation_steps={turns}, num_mini_batches={parts} and world_size={processes} make it "
+                f"{value}. Leave {name} out, or change those."
             )
         setattr(args, name, value)
     return sizes
@@ -159,7 +163,8 @@ def end_token(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> int | None
         wants = f"missing_eos_penalty={args.missing_eos_penalty}"
     if wants and eos is None:
         raise ValueError(
-            f"{wants} needs an end-of-sequence token, and the tokenizer has none. Set tokenizer.eos_token, or stop_token_id."
+            f"{wants} needs an end-of-sequence token, and the tokenizer has none. Set tokenizer.eos_token, or "
+            "stop_token_id."
         )
     return eos if args.stop_token == "eos" else args.stop_token_id
 

@@ -24,8 +24,8 @@ class SelfDistillation(OptionGroup):
     disable_dropout: bool = shared("disable_dropout")
     teacher_model_kind: Literal["base", "live", "ema"] = option(
         "base",
-        "Weights of the teacher: those before training ('base'), the student's present ones ('live'), or an average that "
-        "follows the student ('ema').",
+        "Weights of the teacher: those before training ('base'), the student's present ones ('live'), or an average "
+        "that follows the student ('ema').",
     )
     teacher_update_rate: float = option(
         0.05, "ema: share of the student in an update of the average. 1 copies the student.", "(0, 1]"
@@ -33,20 +33,20 @@ class SelfDistillation(OptionGroup):
     teacher_sync_steps: int = option(1, "ema: optimiser steps between two updates.", ">= 1")
     distillation_alpha: float = option(
         0.5,
-        "Divergence from the teacher: 0 is the forward KL, 1 the reverse KL, between them the generalised Jensen-Shannon "
-        "divergence.",
+        "Divergence from the teacher: 0 is the forward KL, 1 the reverse KL, between them the generalised "
+        "Jensen-Shannon divergence.",
         "[0, 1]",
     )
     distillation_mode: DistillationMode = option(
         "topk_logits",
-        "Tokens over which the divergence runs: all ('full_logits'), the student's most likely ones ('topk_logits'), or the "
-        "sampled one ('sampled_token': an estimate of the reverse KL, with distillation_alpha=1).",
+        "Tokens over which the divergence runs: all ('full_logits'), the student's most likely ones ('topk_logits'), "
+        "or the sampled one ('sampled_token': an estimate of the reverse KL, with distillation_alpha=1).",
     )
     distillation_topk: int | None = option(100, "topk_logits: number of tokens.", ">= 1")
     distillation_is_clip: float | None = option(
         2.0,
-        "Largest weight by which a token counts more, where the student has changed since it was sampled. None: no such "
-        "weights.",
+        "Largest weight by which a token counts more, where the student has changed since it was sampled. None: no "
+        "such weights.",
         "(0, inf]",
     )
     distillation_add_tail: bool = option(

@@ -46,8 +46,8 @@ class SDPOConfig(SelfDistillation, GRPOConfig):
     distillation_topk: int | None = same(SelfDistillation, "distillation_topk", None)
     distillation_weight: float = option(
         1.0,
-        "Share of the distillation in the loss; the rest is the policy loss of GRPO, which costs a second forward and backward "
-        "pass. 1: rewards only choose what the teacher is shown.",
+        "Share of the distillation in the loss; the rest is the policy loss of GRPO, which costs a second forward and "
+        "backward pass. 1: rewards only choose what the teacher is shown.",
         "(0, 1]",
     )
     use_successful_as_teacher: bool = option(True, "Show the teacher the first successful completion of the prompt.")
@@ -80,7 +80,8 @@ class SDPOConfig(SelfDistillation, GRPOConfig):
     )
     diagnostics_warning_interval: int = option(
         10,
-        "Rollout batches in a row with equal rewards, or without a success or a teacher's prompt, from one warning to the next. 0: none.",
+        "Rollout batches in a row with equal rewards, or without a success or a teacher's prompt, from one warning to "
+        "the next. 0: none.",
     )
     diagnostics_flat_tolerance: float = option(
         1e-8, "Largest standard deviation of the rewards of a group that counts as equal."
@@ -96,7 +97,8 @@ class SDPOConfig(SelfDistillation, GRPOConfig):
             raise ValueError(f"SDPO does not have {given[0]}={getattr(self, given[0])!r}. Leave it out.")
         if not (self.use_successful_as_teacher or self.include_environment_feedback):
             raise ValueError(
-                "use_successful_as_teacher=False and include_environment_feedback=False show the teacher nothing. Set one of them."
+                "use_successful_as_teacher=False and include_environment_feedback=False show the teacher nothing. Set "
+                "one of them."
             )
         if not self.use_successful_as_teacher:
             warn_unread(self, _OF_SUCCESSES, "with use_successful_as_teacher=False. Leave it out")
@@ -105,8 +107,9 @@ class SDPOConfig(SelfDistillation, GRPOConfig):
             or (self.dont_reprompt_on_self_success and not self.include_environment_feedback)
         ):
             raise ValueError(
-                "num_generations=1 has no other completion of the prompt to learn from or to compare with. Set it to 2 or more, or "
-                "include_environment_feedback=True or dont_reprompt_on_self_success=False, with distillation_weight=1."
+                "num_generations=1 has no other completion of the prompt to learn from or to compare with. Set it to "
+                "2 or more, or include_environment_feedback=True or dont_reprompt_on_self_success=False, with "
+                "distillation_weight=1."
             )
         if self.distillation_weight == 1:
             warn_unread(self, _OF_POLICY, "with distillation_weight=1. Leave it out, or lower distillation_weight")
