@@ -18,8 +18,8 @@ _CALLBACKS: Row = {"trl.trainer.callbacks.bema": "BEMACallback",
     "trl.trainer.callbacks.weave": "WeaveCallback",
     "trl.trainer.callbacks.win_rate": "WinRateCallback"}
 _UPPER = ("bco", "cpo", "ddpo", "dpo", "gkd", "grpo", "kto", "orpo", "ppo", "prm", "rloo", "sft")
-_METHODS = {**{name: name.upper() for name in _UPPER}, "alignprop": "AlignProp", "distillation": "Distillation", "iterative_sft": "IterativeSFT",
-    "nash_md": "NashMD", "online_dpo": "OnlineDPO", "reward": "Reward", "xpo": "XPO"}
+_METHODS = {**{name: name.upper() for name in _UPPER}, "alignprop": "AlignProp", "distillation": "Distillation",
+    "iterative_sft": "IterativeSFT", "nash_md": "NashMD", "online_dpo": "OnlineDPO", "reward": "Reward", "xpo": "XPO"}
 _TRAINERS: Row = {**{f"trl.trainer.{name}_config": f"{method}Config" for name, method in _METHODS.items()},
     **{f"trl.trainer.{name}_trainer": f"{method}Trainer" for name, method in _METHODS.items()},
     "trl.trainer.dpo_config": "DPOConfig FDivergenceConstants FDivergenceType",
@@ -174,7 +174,8 @@ NAMES: dict[str, Row] = {
         "think_format_reward", "trl.rewards.functions": "FunctionSource resolve_reward_funcs",
         "trl.rewards.images": "AestheticScorer jpeg_compressibility jpeg_incompressibility",
         "trl.rewards.judge_source": "JudgeSource", "trl.rewards.managed_judge": "ManagedJudge",
-        "trl.rewards.models": "ModelSource", "trl.rewards.result": "RewardError RewardInputs RewardResult", "trl.rewards.source": "RewardSources"},
+        "trl.rewards.models": "ModelSource", "trl.rewards.result": "RewardError RewardInputs RewardResult",
+        "trl.rewards.source": "RewardSources"},
     "trl.rewards.accuracy_rewards": {"trl.rewards.ready_made": "accuracy_reward reasoning_accuracy_reward"},
     "trl.rewards.format_rewards": {"trl.rewards.ready_made": "think_format_reward"},
     "trl.rewards.other_rewards": {"trl.rewards.ready_made": "get_soft_overlong_punishment"},
@@ -248,7 +249,8 @@ NAMES: dict[str, Row] = {
         "trl.trainer.ppo_config": "OnPolicyConfig OnlineTrainerState"},
 }
 
-for _name in (name for name in _METHODS if name != "ppo"):  # methods whose path in 0.26 and 1.x holds the classes of trl.trainer
+# Methods whose path in 0.26 and 1.x holds the classes of trl.trainer.
+for _name in (name for name in _METHODS if name != "ppo"):
     _config = {f"trl.trainer.{_name}_config": f"{_METHODS[_name]}Config"}
     _trainer = {f"trl.trainer.{_name}_trainer": f"{_METHODS[_name]}Trainer"}
     NAMES[f"trl.experimental.{_name}"] = {**_config, **_trainer}
@@ -269,9 +271,9 @@ for _name in ("ppo", "ddpo", "alignprop"):
 
 def places(module: str) -> dict[str, str]:
     """Where each name of an import path lives: `name -> "home:name at home"`."""
-    found = {}
+    homes = {}
     for home, names in NAMES.get(module, {}).items():
         for entry in names.split():
             name, _, at_home = entry.partition("=")
-            found[name] = f"{home}:{at_home or name}"
-    return found
+            homes[name] = f"{home}:{at_home or name}"
+    return homes

@@ -16,9 +16,7 @@ from trl.trainer.callbacks.bema import trained_weights
 
 
 class CallbackHandlerWithRefModel(CallbackHandler):
-    """A `CallbackHandler` that also hands its `ref_model` to the callbacks of every event, as the keyword
-    `ref_model`.
-    """
+    """A `CallbackHandler` that also hands its `ref_model` to the callbacks of every event, under that keyword."""
 
     def __init__(
         self, callbacks: Any, model: Any, ref_model: Any, processing_class: Any, optimizer: Any, lr_scheduler: Any
@@ -96,7 +94,7 @@ class BEMACallback(_BEMACallback):
             self._write_reference(model)
 
     @torch.no_grad()
-    def _write_reference(self, model: Any) -> None:
+    def _write_reference(self, model: torch.nn.Module) -> None:
         """The main process holds the averages; the others are sent what it writes."""
         assert self.reference is not None
         targets = dict(self.reference.named_parameters())

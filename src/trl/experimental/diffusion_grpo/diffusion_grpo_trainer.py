@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trl.experimental.diffusion_grpo.diffusion_grpo_config import DiffusionGRPOConfig
 from trl.models.diffusion.ddim import DDPOSchedulerOutput
@@ -21,32 +21,29 @@ from trl.options.training import wrong_config
 from trl.reporting.model_card import Paper
 from trl.rewards.images import image_sources
 from trl.rewards.result import RewardInputs, reward_metrics
-from trl.rewards.source import RewardSources
+from trl.rewards.source import RewardFunc, RewardSources
 from trl.rollouts.token_counts import BUCKETS, METRIC, token_ledger
 from trl.trainer.ddpo_trainer import Batch, DDPOTrainer, Images
 from trl.trainer.diffusion_trainer import TAGS, ImageHook
 
 _CITATION = """@article{liu2025flowgrpo,
     title   = {Flow-GRPO: Training Flow Matching Models via Online RL},
-    author  = {Liu, Jie and Liu, Gongye and Liang, Jiajun and Li, Yangguang and Liu, Jiaheng and Wang, Xintao and Wan, Pengfei and
-               Zhang, Di and Ouyang, Wanli},
+    author  = {Liu, Jie and Liu, Gongye and Liang, Jiajun and Li, Yangguang and Liu, Jiaheng and Wang, Xintao and
+               Wan, Pengfei and Zhang, Di and Ouyang, Wanli},
     journal = {arXiv preprint arXiv:2505.05470},
     year    = {2025}
 }"""
 
 
 class DiffusionGRPOTrainer(DDPOTrainer):
-    """Trains a diffusion model by GRPO: `num_generations` images of a prompt are compared, and each denoising step is a
-    token.
+    """Trains a diffusion model by GRPO on groups of `num_generations` images; each denoising step is a token.
 
     Args:
         model: a `FlowPipeline` (Stable Diffusion 3, Flux), a `DDPOStableDiffusionPipeline`, or a pipeline of diffusers,
-        of which an
-            adapter is then trained.
+            of which an adapter is then trained.
         reward_funcs: functions of `images` `(B, 3, H, W)` in 0..1, `prompts` and columns of the data set, plain or
-        async, that return a
-            number or None for each image; modules that score images; judges, which are shown images in place of
-            completions. Functions of DDPO's form are accepted.
+            async, that return a number or None for each image; modules that score images; judges, which are shown
+            images in place of completions. Functions of DDPO's form are accepted.
         args: settings.
         train_dataset: rows with a `prompt` (text); other columns are given to reward functions.
         image_samples_hook: as in `DDPOTrainer`.
@@ -64,7 +61,7 @@ class DiffusionGRPOTrainer(DDPOTrainer):
     def __init__(
         self,
         model: Any,
-        reward_funcs: Any,
+        reward_funcs: RewardFunc | Sequence[RewardFunc],
         args: DiffusionGRPOConfig | None = None,
         train_dataset: Any = None,
         image_samples_hook: ImageHook | None = None,
@@ -115,47 +112,42 @@ class DiffusionGRPOTrainer(DDPOTrainer):
     def compute_rewards(
         self, prompt_image_pairs: Sequence[Batch], is_async: bool = False
     ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-        """Weighted sums `(B,)` of the rewards of batches, NaN for images without any, and the scores by source `(B,
-        S)`.
-        """
-        found, device = [], self.accelerator.device
+        """Weighted sums `(B,)` of the rewards of batches (NaN for none), and the scores by source `(B, S)`."""
+        scored, device = [], self.accelerator.device
         for images, prompts, rows in prompt_image_pairs:
             columns = {name: [row[name] for row in rows] for name in rows[0]}
             with self._scoring:  # also of several threads
                 result = self.rewards.score(RewardInputs(prompts, list(images), columns=columns))
-            found.append((result.rewards.to(device), result.scores.to(device)))
-        rewards, scores = zip(*found, strict=True)
+            scored.append((result.rewards.to(device), result.scores.to(device)))
+        rewards, scores = zip(*scored, strict=True)
         return rewards, scores
 
     def advantages(self, images: Images, rewards: Tensor) -> Tensor:
         """Rewards of a group's images less their mean, by `scale_rewards`; 0 for images without a reward."""
-        found = group_relative(rewards, self.config.num_generations, scale=self.config.scale_rewards)
-        self._count(found, rewards.isnan(), images.log_probs.shape[1])
-        return self._own(found).to(images.log_probs)
+        advantages = group_relative(rewards, self.config.num_generations, scale=self.config.scale_rewards)
+        self._count(advantages, rewards.isnan(), images.log_probs.shape[1])
+        return self._own(advantages).to(images.log_probs)
 
     def _count(self, advantages: Tensor, unscored: Tensor, steps: int) -> None:
         """Count the denoising steps of the images of all processes by what becomes of them."""
         masked = torch.arange(steps, device=advantages.device) >= self.num_train_timesteps
         failed = unscored.repeat_interleave(steps)
         claims = {"reward_failed": failed, "masked": masked.repeat(len(advantages))}
-        found = token_ledger(advantages.repeat_interleave(steps), claims).tolist()
-        self._counts.update(dict(zip(BUCKETS, found, strict=True)))
+        counts = token_ledger(advantages.repeat_interleave(steps), claims).tolist()
+        self._counts.update(dict(zip(BUCKETS, counts, strict=True)))
 
     def reward_statistics(self, images: Images, rewards: Tensor) -> dict[str, Any]:
-        """`reward`, `reward_std`, `frac_reward_zero_std`, those of each source, and the denoising steps by what became
-        of them.
-        """
-        found = reward_statistics(rewards, self.config.num_generations, scale=self.config.scale_rewards)
+        """The statistics of the reward and of each source, and what became of the denoising steps."""
+        statistics = reward_statistics(rewards, self.config.num_generations, scale=self.config.scale_rewards)
         scores: Any = self.accelerator.gather(torch.cat(images.reward_metadata))
-        known = [name for name in BUCKETS if self._counts[name] or name == "trained"]
-        counts = {f"{METRIC}{name}": self._counts[name] for name in known}
-        means = {name: float(each.mean) for name, each in found.items()}
+        counts = {f"{METRIC}{name}": self._counts[name] for name in BUCKETS if self._counts[name] or name == "trained"}
+        means = {name: float(statistic.mean) for name, statistic in statistics.items()}
         return means | reward_metrics(self.rewards.names, scores) | counts
 
     # ---- the penalty
 
     @contextlib.contextmanager
-    def reference(self) -> Iterator[Any]:
+    def reference(self) -> Iterator[nn.Module]:
         """The model before training: a frozen copy, or the model without its adapter."""
         model = self.policy.model
         if self._reference is not None:
@@ -167,17 +159,17 @@ class DiffusionGRPOTrainer(DDPOTrainer):
         finally:
             model.enable_adapters()
 
-    def penalty(self, found: DDPOSchedulerOutput, *given: Any) -> Tensor | float:
+    def penalty(self, output: DDPOSchedulerOutput, *step: Any) -> Tensor | float:
         """`beta` times the KL divergence of a step from the reference's."""
         if not self.config.beta:
             return 0.0
         with torch.no_grad(), self.autocast(), self.reference() as model:
-            known = self.policy.step(*given, model=model)
-        if found.mean is None or found.std is None or known.mean is None:
+            reference = self.policy.step(*step, model=model)
+        if output.mean is None or output.std is None or reference.mean is None:
             raise ValueError(
                 "beta needs a pipeline whose scheduler_step returns the mean and std of a step. Set beta=0."
             )
-        kl = gaussian_kl(found.mean, known.mean, found.std).mean()
+        kl = gaussian_kl(output.mean, reference.mean, output.std).mean()
         self._kls.append(kl.detach())
         return self.config.beta * kl
 
@@ -188,10 +180,10 @@ class DiffusionGRPOTrainer(DDPOTrainer):
 
     # ---- checkpoints
 
-    def carried(self) -> dict[str, Any]:
+    def carried(self) -> dict[str, int]:
         """The counts of denoising steps."""
         return self._counts
 
-    def load_carried(self, state: dict[str, Any]) -> None:
+    def load_carried(self, state: dict[str, int]) -> None:
         """Restore `carried`."""
         self._counts = Counter(state)

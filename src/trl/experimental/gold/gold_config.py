@@ -104,9 +104,9 @@ class GOLDConfig(Completions, GKDConfig):
             raise ValueError(
                 "uld_crossentropy_weight and uld_distillation_weight are both 0, expected a loss. Raise one of them."
             )
-        given = [name for name in ("packing", "assistant_only_loss", "dataset_kwargs") if getattr(self, name)]
-        if given:
+        unsupported = [name for name in ("packing", "assistant_only_loss", "dataset_kwargs") if getattr(self, name)]
+        if unsupported:
             raise ValueError(
-                f"use_uld_loss=True does not support {', '.join(given)}, because each row is aligned with the "
+                f"use_uld_loss=True does not support {', '.join(unsupported)}, because each row is aligned with the "
                 "teacher's. Leave it out."
             )

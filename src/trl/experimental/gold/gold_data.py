@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from codecs import getincrementaldecoder
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from datasets import Dataset, concatenate_datasets
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from trl.collators.rows import as_ids, pad_with_mask, read_column
+from trl.collators.rows import Row, as_ids, pad_with_mask, read_column
 from trl.data.byte_alignment import STOP, Alignment, align, shared_tokens, vocabulary_bytes
 from trl.data.formats import column_names
 from trl.data.ragged import column_blocks, read_ragged
@@ -47,49 +47,57 @@ class Pairing:
     def of(cls, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, args: GOLDConfig) -> Pairing:
         """Raises: ValueError for a tokenizer whose tokens do not join to their text."""
         known = vocabulary_bytes(student), vocabulary_bytes(teacher)
-        for tokenizer, own in zip((student, teacher), known, strict=True):
+        for tokenizer, tokens in zip((student, teacher), known, strict=True):
             if tokenizer.eos_token_id is not None:
-                own[int(tokenizer.eos_token_id)] = STOP  # type: ignore[arg-type]
+                tokens[int(tokenizer.eos_token_id)] = STOP  # type: ignore[arg-type]
         stops = not (args.uld_skip_student_eos or args.uld_skip_teacher_eos)
         return cls((student, teacher), known, args.use_extended_uld, stops)
 
     def vocabularies(self, sizes: tuple[int, int]) -> Vocabularies:
-        """The tokens that models of so many logits share, and the others: all ids in order where the tokenizers are
-        equal.
-        """
+        """The tokens that models of so many logits share, and the others; equal tokenizers share all ids in order."""
         if self.known[0] == self.known[1]:
             shared = [list(range(min(sizes)))] * 2
         else:
             shared = list(shared_tokens(*self.known))
-        ids = [torch.tensor(each, dtype=torch.int64) for each in shared]
-        rest = [torch.ones(size).index_fill(0, own, 0).nonzero()[:, 0] for size, own in zip(sizes, ids, strict=True)]
+        ids = [torch.tensor(tokens, dtype=torch.int64) for tokens in shared]
+        rest = [
+            torch.ones(size).index_fill(0, known_ids, 0).nonzero()[:, 0]
+            for size, known_ids in zip(sizes, ids, strict=True)
+        ]
         return Vocabularies(*ids, *rest)
 
-    def spans(self, own: Sequence[int], other: Sequence[int], texts: Sequence[str] | None = None) -> Alignment:
+    def spans(
+        self, ids_of_student: Sequence[int], ids_of_teacher: Sequence[int], texts: Sequence[str] | None = None
+    ) -> Alignment:
         """The spans of two token rows, within `texts` where the rows differ."""
-        sides = [[known[token] for token in ids] for known, ids in zip(self.known, (own, other), strict=True)]
+        sides = [
+            [known[token] for token in ids]
+            for known, ids in zip(self.known, (ids_of_student, ids_of_teacher), strict=True)
+        ]
         if self.extended:
             wholes = [b"".join(side) for side in sides]
-            found = [text.encode() for text in texts or ()]
-            found = [text if all(text in whole for whole in wholes) else text.strip() for text in found]
-            within = None if texts is None else [text for text in found if text]
+            pieces = [text.encode() for text in texts or ()]
+            pieces = [text if all(text in whole for whole in wholes) else text.strip() for text in pieces]
+            within = None if texts is None else [text for text in pieces if text]
             return align(sides[0], sides[1], within, stops=self.stops)
         lengths = [len(side) - (not self.stops and side[-1:] == [STOP]) for side in sides]
         numbers = [np.where(np.arange(len(side)) < min(lengths), np.arange(len(side)), -1) for side in sides]
         return Alignment(*numbers, count=min(lengths))
 
-    def row(self, own: Mapping[str, Any], other: Mapping[str, Any], texts: Sequence[str] | None) -> dict[str, Any]:
+    def row(self, student: Row, teacher: Row, texts: Sequence[str] | None) -> dict[str, object]:
         """A row of `COLUMNS`: the spans of the two sides' completions, 0 for tokens in none.
 
         A row's first token, which nothing predicts, is in none.
         """
-        rows = [(list(side["input_ids"]), list(side["completion_mask"])) for side in (own, other)]
+        rows = [(list(side["input_ids"]), list(side["completion_mask"])) for side in (student, teacher)]
         starts = [mask.index(1) if 1 in mask else len(mask) for _, mask in rows]
         completions = [ids[start:] for (ids, _), start in zip(rows, starts, strict=True)]
-        found = self.spans(completions[0], completions[1], texts)
-        spans = [np.concatenate([np.full(start, -1), each]) for start, each in zip(starts, found[:2], strict=True)]
-        unpredicted = [each[0] for each in spans if len(each)]
-        spans = [np.where(np.isin(each, unpredicted), 0, each + 1).tolist() for each in spans]
+        alignment = self.spans(completions[0], completions[1], texts)
+        spans = [
+            np.concatenate([np.full(start, -1), numbers]) for start, numbers in zip(starts, alignment[:2], strict=True)
+        ]
+        unpredicted = [numbers[0] for numbers in spans if len(numbers)]
+        spans = [np.where(np.isin(numbers, unpredicted), 0, numbers + 1).tolist() for numbers in spans]
         return {
             f"{side}{name}": column
             for side, (ids, mask), numbers in zip(("", THEIRS), rows, spans, strict=True)
@@ -97,8 +105,7 @@ class Pairing:
         }
 
     def translated(self, ids: Sequence[int], *, to_teacher: bool, ended: bool) -> tuple[list[int], list[str]]:
-        """A completion as tokens of the other side, with its end token if it `ended`, and the texts that both sides
-        have.
+        """A completion as tokens of the other side, with an end token if it `ended`, and the texts of both sides.
 
         The other side reads U+FFFD for what is no text, but nothing for a last character that is not finished.
         """
@@ -108,19 +115,17 @@ class Pairing:
         end: Any = [target.eos_token_id] if ended and target.eos_token_id is not None else []
         return [*encode(target, [text])[0], *end], text.split("\ufffd")
 
-    def generated(
-        self, batch: Mapping[str, Any], completions: Sequence[Any], *, by_teacher: bool
-    ) -> list[dict[str, Any]]:
+    def generated(self, batch: Row, completions: Sequence[Any], *, by_teacher: bool) -> list[dict[str, object]]:
         """The rows of a batch with other completions, of the student or the teacher."""
         rows = []
         prompts = zip(*map(prompts_of, (batch, batch[TEACHER_BATCH])), strict=True)
-        for own_prompts, made in zip(prompts, completions, strict=True):
-            ended = made.finish_reason == "stop"
-            other, texts = self.translated(made.ids, to_teacher=not by_teacher, ended=ended)
-            each = (other, list(made.ids)) if by_teacher else (list(made.ids), other)
+        for pair_of_prompts, completion in zip(prompts, completions, strict=True):
+            ended = completion.finish_reason == "stop"
+            translation, texts = self.translated(completion.ids, to_teacher=not by_teacher, ended=ended)
+            pair = (translation, list(completion.ids)) if by_teacher else (list(completion.ids), translation)
             sides = [
                 {"input_ids": [*prompt, *ids], "completion_mask": [0] * len(prompt) + [1] * len(ids)}
-                for prompt, ids in zip(own_prompts, each, strict=True)
+                for prompt, ids in zip(pair_of_prompts, pair, strict=True)
             ]
             rows.append(self.row(*sides, texts=texts))
         return rows
@@ -133,15 +138,15 @@ class PairedCollator:
     pads: tuple[int, int]
     multiple: int | None = None
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        own, theirs = (self._side(rows, *side) for side in zip(("", THEIRS), self.pads, strict=True))
-        return {**own, TEACHER_BATCH: theirs}
+    def __call__(self, rows: Sequence[Row]) -> dict[str, object]:
+        student, teacher = (self._side(rows, *side) for side in zip(("", THEIRS), self.pads, strict=True))
+        return {**student, TEACHER_BATCH: teacher}
 
-    def _side(self, rows: Sequence[Mapping[str, Any]], name: str, pad: int) -> dict[str, Tensor]:
+    def _side(self, rows: Sequence[Row], name: str, pad: int) -> dict[str, Tensor]:
         ids, masks, spans = (
             [as_ids(row[f"{name}{column}"]) for row in rows] for column in ("input_ids", "completion_mask", "spans")
         )
-        labels = [own.where(mask == 1, IGNORED) for own, mask in zip(ids, masks, strict=True)]
+        labels = [row.where(mask == 1, IGNORED) for row, mask in zip(ids, masks, strict=True)]
         padded, mask = pad_with_mask(ids, pad, multiple=self.multiple)
         alone = read_column(rows, f"{name}{PROMPT_ALONE}")
         return {
@@ -160,7 +165,7 @@ class Aligned:
     pairing: Pairing
     text_field: str
 
-    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def __call__(self, row: Row) -> dict[str, object]:
         sides = [
             {
                 "input_ids": row[f"{name}input_ids"],
@@ -171,12 +176,12 @@ class Aligned:
         return self.pairing.row(*sides, texts=_texts(row, self.text_field))
 
 
-def _texts(row: Mapping[str, Any], text_field: str) -> list[str]:
+def _texts(row: Row, text_field: str) -> list[str]:
     """The texts of a row that its completion consists of: without what chat templates add."""
-    given = next(row[name] for name in ("completion", text_field, "messages") if row.get(name) is not None)
-    if isinstance(given, str):
-        return [given]
-    contents = [message.get("content") for message in given if message["role"] == "assistant"]
+    completion = next(row[name] for name in ("completion", text_field, "messages") if row.get(name) is not None)
+    if isinstance(completion, str):
+        return [completion]
+    contents = [message.get("content") for message in completion if message["role"] == "assistant"]
     return [content for content in contents if isinstance(content, str)]
 
 
@@ -188,7 +193,7 @@ class GOLDDatasets(GKDDatasets):
     def is_prepared(self, dataset: Any) -> bool:
         return super().is_prepared(dataset) or set(COLUMNS) <= set(column_names(dataset))
 
-    def _prepare(self, dataset: Any, name: str, *, packing: bool) -> Any:
+    def _prepare(self, dataset: Any, name: str, *, packing: bool) -> Dataset:
         if not isinstance(dataset, Dataset) or "input_ids" in dataset.column_names:
             raise ValueError(
                 f"{name} dataset: a stream, or rows of tokens, were given with use_uld_loss=True, expected a "
@@ -197,7 +202,7 @@ class GOLDDatasets(GKDDatasets):
             )
         args, rows = self.args, self.rows(dataset)
         assert isinstance(rows, Dataset)
-        own = super()._prepare(dataset, name, packing=packing)
+        student = super()._prepare(dataset, name, packing=packing)
         settings = SFTPreparation(
             text_field=args.dataset_text_field,
             completion_only_loss=args.completion_only_loss,
@@ -208,16 +213,16 @@ class GOLDDatasets(GKDDatasets):
         with PartialState().main_process_first():
             theirs, _ = prepare_sft_dataset(rows, self.pairing.tokenizers[1], settings)
             theirs = theirs.rename_columns({column: f"{THEIRS}{column}" for column in theirs.column_names})
-            every = concatenate_datasets([rows, own, theirs], axis=1)
+            every = concatenate_datasets([rows, student, theirs], axis=1)
             removed = [column for column in every.column_names if column not in (*COLUMNS, *PROMPTS_ALONE)]
-            found = every.map(
+            aligned = every.map(
                 Aligned(self.pairing, args.dataset_text_field),
                 remove_columns=removed,
                 num_proc=args.dataset_num_proc,
                 desc=f"Aligning {name} dataset",
             )
-        _report(found, name)
-        return found
+        _report(aligned, name)
+        return aligned
 
 
 def _report(dataset: Dataset, name: str) -> None:

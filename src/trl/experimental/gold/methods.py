@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl.collators.rows import as_ids, pad_with_mask
 from trl.data.tokenization import encode, encode_open
@@ -53,21 +53,25 @@ class ULDLoss(nn.Module):
         student_input_ids: Tensor,
         teacher_input_ids: Tensor,
     ) -> Tensor:
-        """Of logits `(B, T, V)` and `(B, T', V')`; labels `(B, T)` are those of the tokens themselves, -100 where none
-        counts.
+        """Of logits `(B, T, V)`, `(B, T', V')` and labels `(B, T)`: the tokens themselves, -100 where none counts.
 
         The mean over all spans of the batch, and the mean cross-entropy of its tokens.
         """
         logits, labels = (student_logits, teacher_logits), (student_labels, teacher_labels)
         sides = [
-            {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": own, "spans": torch.zeros_like(ids)}
-            for ids, own in zip((student_input_ids, teacher_input_ids), labels, strict=True)
+            {
+                "input_ids": ids,
+                "attention_mask": torch.ones_like(ids),
+                "labels": row_labels,
+                "spans": torch.zeros_like(ids),
+            }
+            for ids, row_labels in zip((student_input_ids, teacher_input_ids), labels, strict=True)
         ]
         for row in range(len(student_labels)):
-            own = [(side["labels"][row] != IGNORED).nonzero()[:, 0] for side in sides]
-            ids = [side["input_ids"][row][places].tolist() for side, places in zip(sides, own, strict=True)]
-            found = self.pairing.spans(ids[0], ids[1])
-            for side, places, spans in zip(sides, own, found[:2], strict=True):
+            places_of = [(side["labels"][row] != IGNORED).nonzero()[:, 0] for side in sides]
+            ids = [side["input_ids"][row][places].tolist() for side, places in zip(sides, places_of, strict=True)]
+            alignment = self.pairing.spans(ids[0], ids[1])
+            for side, places, spans in zip(sides, places_of, alignment[:2], strict=True):
                 side["spans"][row, places] = torch.from_numpy(spans + 1).to(places.device)
         method = GOLDMethod(self.config, self.pairing, (student_logits.shape[-1], teacher_logits.shape[-1]))
         batch: dict[str, Any] = {**sides[0], TEACHER_BATCH: sides[1]}
@@ -80,14 +84,14 @@ class ULDLoss(nn.Module):
 
 
 class GOLDVLLMSyncCallback(TrainerCallback):
-    """Gives the generating engine the weights after each step. `GOLDTrainer` does it before each generation by
-    itself.
-    """
+    """Gives the generating engine the weights after each step, as `GOLDTrainer` itself does before each generation."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if self.trainer._generated is not None:
             self.trainer._generated.student.engine.sync_weights(self.trainer.model_wrapped, state.global_step)
 
@@ -104,7 +108,7 @@ def build_teacher_inputs_from_texts(
     completions = [as_ids([*ids, *end]) for ids in encode(tokenizer, completion_texts)]
     rows = list(zip(prompts, completions, strict=True))
     ids, mask = pad_with_mask([torch.cat(row) for row in rows], pad_token_id(tokenizer))
-    labels = [torch.cat([torch.full_like(prompt, IGNORED), own]) for prompt, own in rows]
+    labels = [torch.cat([torch.full_like(prompt, IGNORED), completion]) for prompt, completion in rows]
     return ids, pad_with_mask(labels, IGNORED)[0], mask, max(map(len, prompts), default=0)
 
 

@@ -63,20 +63,18 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
         self.replay_buffer = ReplayBuffer(self.args.replay_buffer_size)
 
     def make_rollout_batch(self, number: int) -> Experience:
-        """A rollout batch whose groups with equal rewards are replaced by earlier ones; its metrics are those of the
-        new ones.
-        """
-        found = super().make_rollout_batch(number)
-        found = found.with_rows(**{REPLAYED: torch.zeros(len(found), dtype=torch.bool)})
+        """A rollout batch whose groups with equal rewards are replaced by earlier ones; metrics are of the new ones."""
+        batch = super().make_rollout_batch(number)
+        batch = batch.with_rows(**{REPLAYED: torch.zeros(len(batch), dtype=torch.bool)})
         if not self.buffer.size:
-            return found
-        every, size = found, self.sizes.group
+            return batch
+        every, size = batch, self.sizes.group
         if self.args.world_size > 1:
-            every = concatenate([Experience.from_state(state) for state in gather_object([found.state()])])
+            every = concatenate([Experience.from_state(state) for state in gather_object([batch.state()])])
         is_flat = has_no_variance(every.per_row[SCORES], size)
         missing, groups = is_flat.nonzero()[: len(self.buffer), 0], (~is_flat).nonzero()[:, 0]
         if len(missing):
-            found = self._replaced(every, missing, number)
+            batch = self._replaced(every, missing, number)
         rewards = group_moments(every.per_row[SCORES], size)
         scores = (rewards.mean + rewards.std)[groups * size]
         self.buffer.add(every.take(rows_of_groups(groups, size)), scores)
@@ -86,7 +84,7 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
         self._sums["train"].add_all(
             {f"replay/{name}": Weighted(value * share, share) for name, value in measured.items()}
         )
-        return found
+        return batch
 
     def _replaced(self, every: Experience, missing: Tensor, number: int) -> Experience:
         """This process's rows of the rollout batch, with earlier groups in the place of those that are `missing`."""
@@ -96,10 +94,10 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
         source = torch.arange(len(every))
         source[rows_of_groups(missing, self.sizes.group)] = len(every) + torch.arange(len(earlier))
         first = self.args.process_index * self.sizes.own_rows
-        found = concatenate([every, earlier]).take(source)
-        share = sampled_lengths(found).double().mean().to(found.per_row[MEAN_LENGTH].dtype)
-        found = found.with_rows(**{MEAN_LENGTH: share.expand(len(found)).clone()})
-        return found.take(torch.arange(first, first + self.sizes.own_rows))
+        rows = concatenate([every, earlier]).take(source)
+        share = sampled_lengths(rows).double().mean().to(rows.per_row[MEAN_LENGTH].dtype)
+        rows = rows.with_rows(**{MEAN_LENGTH: share.expand(len(rows)).clone()})
+        return rows.take(torch.arange(first, first + self.sizes.own_rows))
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 PATCH = 14  # pixels: the side of a patch of common vision towers, as in the paper
 
 
-def masked_image(image: Any, kind: str, ratio: float, draws: np.random.Generator) -> Image.Image:
+def masked_image(image: Image.Image | np.ndarray, kind: str, ratio: float, draws: np.random.Generator) -> Image.Image:
     """An image of the same size in RGB whose hidden part is black.
 
     "random" hides single pixels, "patch" squares of 14 x 14 pixels (cut off at the right and lower edge), each drawn at
@@ -45,9 +45,9 @@ def _grid(size: tuple[int, int], ratio: float, draws: np.random.Generator) -> np
 def _chosen(size: tuple[int, int], ratio: float, draws: np.random.Generator) -> np.ndarray:
     """A share of `ratio` of the places of a table, at least one."""
     places = size[0] * size[1]
-    found = np.zeros(places, dtype=bool)
-    found[draws.permutation(places)[: max(1, round(ratio * places))]] = True
-    return found.reshape(size)
+    hidden = np.zeros(places, dtype=bool)
+    hidden[draws.permutation(places)[: max(1, round(ratio * places))]] = True
+    return hidden.reshape(size)
 
 
 MASKS: dict[str, Callable[[tuple[int, int], float, np.random.Generator], np.ndarray]] = {

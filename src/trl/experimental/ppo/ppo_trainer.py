@@ -63,16 +63,14 @@ class PPOTrainer(SampleTables, OnlineTrainer):
             an adapter).
         reward_model: a sequence classifier with one label, or its name or path; None where `reward_funcs` score.
         train_dataset: rows with a `prompt` (text or messages) or tokenised, with `input_ids`; other columns are handed
-        to
-            reward functions.
+            to reward functions.
         value_model: a sequence classifier with one label, trained beside the policy. None: one is made of a copy of the
             policy, with a head that starts at 0.
         data_collator: accepted for compatibility; prompts are never padded.
         eval_dataset: the same kind of rows, or a dict of several sets by name.
         peft_config: trains a new adapter of the policy with these settings (the value model is trained as it is).
         reward_funcs: functions `func(prompts=, completions=, completion_ids=, trainer_state=, **columns)`, reward
-        models,
-            or several of them; added to the reward model's score.
+            models, or several of them; added to the reward model's score.
         reward_processing_classes: the tokenizer of each reward model (None for functions).
 
     Losses are means over the response tokens of an optimiser step, of all its micro-batches on all processes.
@@ -120,8 +118,8 @@ class PPOTrainer(SampleTables, OnlineTrainer):
         self.scorer, self._tokenizer = parts.scorer, parts.policy.tokenizer
         self.shares_prefix = shares_prefix(parts.scorer, args.prefix_sharing)
         at_once = args.local_rollout_forward_batch_size
-        given = all_rewards(reward_model, reward_funcs, parts.model.value_model)
-        rewards = reward_sources(given, reward_processing_classes, args, parts.policy, batch_size=at_once, read="ids")
+        funcs = all_rewards(reward_model, reward_funcs, parts.model.value_model)
+        rewards = reward_sources(funcs, reward_processing_classes, args, parts.policy, batch_size=at_once, read="ids")
         rewards.check_groups(1, rows=at_once)
         self._end = end_token(args, parts.policy.tokenizer)
         policy_model = parts.policy.model
@@ -179,8 +177,8 @@ class PPOTrainer(SampleTables, OnlineTrainer):
 
     def _check_kl(self, experience: Experience) -> None:
         """Stop a run whose policy has left its reference for good. All processes must call it."""
-        own = weighted(k1(experience.per_token[OLD], experience.per_token[REF]))
-        kl, limit = float(Processes(self.accelerator).sum([own]).mean), self.args.max_kl_per_token
+        log_ratios = weighted(k1(experience.per_token[OLD], experience.per_token[REF]))
+        kl, limit = float(Processes(self.accelerator).sum([log_ratios]).mean), self.args.max_kl_per_token
         if math.isfinite(kl) and (limit is None or kl <= limit):
             return
         last = self.state.best_model_checkpoint or self.args.output_dir
@@ -196,23 +194,23 @@ class PPOTrainer(SampleTables, OnlineTrainer):
 
     def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
         """The documented `objective/*`, the means of the reward sources, and the number of end tokens."""
-        found = self.method.metrics(experience)
-        found |= source_means(experience.per_row, self.rewards.names)
+        metrics = self.method.metrics(experience)
+        metrics |= source_means(experience.per_row, self.rewards.names)
         eos: Any = self._tokenizer.eos_token_id
         if eos is not None:
             ends = (experience.completions.values == eos).sum()
-            found["val/num_eos_tokens"] = Weighted(ends, torch.tensor(share))  # summed over processes
-        return found
+            metrics["val/num_eos_tokens"] = Weighted(ends, torch.tensor(share))  # summed over processes
+        return metrics
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[None, None, None]:
         """Complete a batch of prompts and record the metrics of rollouts; there is no loss."""
-        own = min(self.own_rows(), len(inputs))
-        experience = self.evaluation_rollout(inputs[: max(own, 1)])  # at least one row for the collectives
-        if own:
+        rows = min(self.own_rows(), len(inputs))
+        experience = self.evaluation_rollout(inputs[: max(rows, 1)])  # at least one row for the collectives
+        if rows:
             whole: Any = self.callback_handler.eval_dataloader.dataset  # type: ignore[union-attr]
-            self._sums["eval"].add_all(self.rollout_metrics(experience, share=own / len(whole)))
+            self._sums["eval"].add_all(self.rollout_metrics(experience, share=rows / len(whole)))
         return None, None, None
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -221,8 +219,8 @@ class PPOTrainer(SampleTables, OnlineTrainer):
             batches = -(-self.state.global_step // self.sizes.steps)
             seconds = max(time.monotonic() - self._started, 1e-9)
             done = (batches - self._batches_before) * self.sizes.rows
-            own = {"eps": done / seconds, "episode": batches * self.sizes.rows}
-            logs = {**logs, **own, "lr": logs.get("learning_rate", self._get_learning_rate())}
+            rates = {"eps": done / seconds, "episode": batches * self.sizes.rows}
+            logs = {**logs, **rates, "lr": logs.get("learning_rate", self._get_learning_rate())}
         super().log(logs, start_time)
 
     _is_checkpoint = False  # whether `_save` writes a checkpoint
@@ -242,10 +240,8 @@ class PPOTrainer(SampleTables, OnlineTrainer):
     # ---- the reference
 
     @contextmanager
-    def null_ref_context(self) -> Iterator[Any]:
-        """A block in which the yielded module is the reference: the policy without its adapter, or a model of its
-        own.
-        """
+    def null_ref_context(self) -> Iterator[nn.Module]:
+        """A block whose yielded module is the reference: the policy without its adapter, or another model."""
         assert self.reference is not None
         with self.reference.active(self.model_wrapped) as model:  # type: ignore[arg-type]
             yield model

@@ -17,11 +17,13 @@ from trl.models.distributed import is_sharded
 from trl.models.parts import causal_core, check_decoder_only, embedded_tokens, share_parameters
 from trl.models.peft import is_peft_model
 from trl.models.policy import Policy, report_fallbacks, set_up_policy, warn_of_rounding
+from trl.models.reference import Reference
 from trl.models.residuals import to_bfloat16
 from trl.models.scoring.classifier import ClassificationScorer, head_of
 from trl.models.scoring.values import PolicyAndValue, PolicyValueScorer
 from trl.models.setup import REWARD_MODEL, load_classifier, pad_token_id, take_pad_token
 from trl.models.switches import disable_dropout_in_model
+from trl.rewards.source import RewardFunc
 from trl.rollouts.schedule import RolloutSizes, batch_sizes
 
 VALUE_MODEL = REWARD_MODEL._replace(words="a value model")
@@ -99,12 +101,12 @@ def value_model_of(policy: nn.Module) -> nn.Module:
     return made.to(next(core.parameters()).device)
 
 
-def check_windows(parts: Parts, reference: Any, sets: Sequence[Any], room: int) -> None:
+def check_windows(parts: Parts, reference: Reference, sets: Sequence[Any], room: int) -> None:
     """Raise ValueError where the value model or the reference has fewer positions than a rollout may have tokens.
 
     `sets` hold tokenised prompts (a data set, several by name, or None), each answered with up to `room` tokens.
     """
-    every = [part for given in sets for part in (given.values() if isinstance(given, dict) else [given])]
+    every = [part for rows in sets for part in (rows.values() if isinstance(rows, dict) else [rows])]
     longest = max((len(ids) for part in every if part is not None for ids in part["input_ids"]), default=0)
     needed = min(longest + room, context_length_of(parts.policy.model) or math.inf)
     readers = {"value_model": parts.model.value_model, "ref_model": getattr(reference, "module", None)}
@@ -137,19 +139,19 @@ def check_sizes(args: PPOConfig) -> RolloutSizes:
     return sizes
 
 
-def own_copy(args: Any) -> PPOConfig:
+def own_copy(args: PPOConfig | None) -> PPOConfig:
     """A copy of a config, into which the trainer writes what follows from it.
 
     Raises: TypeError for another kind of config.
     """
-    own = PPOConfig("ppo") if args is None else copy.copy(args)
-    if not isinstance(own, PPOConfig):
+    config = PPOConfig("ppo") if args is None else copy.copy(args)
+    if not isinstance(config, PPOConfig):
         raise TypeError(
             f"args must be a trl.experimental.ppo.PPOConfig, got {type(args).__module__}.{type(args).__name__}. "
             "trl.PPOTrainer takes the config of the step-level trainer."
         )
-    own.accelerator_config = copy.copy(own.accelerator_config)
-    return own
+    config.accelerator_config = copy.copy(config.accelerator_config)
+    return config
 
 
 def end_token(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -169,17 +171,17 @@ def end_token(args: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> int | None
     return eos if args.stop_token == "eos" else args.stop_token_id
 
 
-def all_rewards(reward_model: Any, reward_funcs: Any, value_model: Any) -> list[Any]:
+def all_rewards(reward_model: Any, reward_funcs: Any, value_model: nn.Module) -> list[RewardFunc]:
     """The reward model and the functions, whose scores are added.
 
     Raises: ValueError where there is none, or the value model is one of them.
     """
     several = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
-    given = [each for each in (reward_model, *several) if each is not None]
-    if not given:
+    sources = [source for source in (reward_model, *several) if source is not None]
+    if not sources:
         raise ValueError("reward_model and reward_funcs are both None. Pass at least one of them.")
-    if any(each is value_model for each in given):
+    if any(source is value_model for source in sources):
         raise ValueError(
             "value_model is the reward model itself: training it would change the rewards. Load it a second time."
         )
-    return given
+    return sources

@@ -73,7 +73,7 @@ class SelfDistillation(OptionGroup):
     def check_template(self, name: str, *placeholders: str) -> None:
         """Raise ValueError unless the template has these placeholders."""
         template = getattr(self, name)
-        if missing := [f"{{{each}}}" for each in placeholders if f"{{{each}}}" not in template]:
+        if missing := [text for text in (f"{{{name}}}" for name in placeholders) if text not in template]:
             raise ValueError(f"{name}={template!r} must contain {' and '.join(missing)}. Add it.")
 
 
@@ -83,7 +83,7 @@ def filled(template: str, **values: str) -> str:
     >>> filled("{prompt} ({note})", prompt="{note}?", note="yes")
     '{note}? (yes)'
     """
-    return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), template)
+    return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), template)
 
 
 @documented

@@ -93,8 +93,8 @@ class SDPOConfig(SelfDistillation, GRPOConfig):
         self.check_template("solution_template", "successful_previous_attempt")
         self.check_template("feedback_template", "feedback_raw")
         fields = type(self).__dataclass_fields__
-        if given := [name for name in _OF_GRPO if getattr(self, name) != fields[name].default]:
-            raise ValueError(f"SDPO does not have {given[0]}={getattr(self, given[0])!r}. Leave it out.")
+        if changed := [name for name in _OF_GRPO if getattr(self, name) != fields[name].default]:
+            raise ValueError(f"SDPO does not have {changed[0]}={getattr(self, changed[0])!r}. Leave it out.")
         if not (self.use_successful_as_teacher or self.include_environment_feedback):
             raise ValueError(
                 "use_successful_as_teacher=False and include_environment_feedback=False show the teacher nothing. Set "
