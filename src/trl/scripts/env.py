@@ -19,23 +19,13 @@ _MMAP_BYTES = 32 << 20  # the largest that glibc takes on 64 bits
 _TRIM_BYTES = (1 << 31) - 1  # mallopt takes an int
 _VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 REQUIRED = {
-    "PyTorch": "torch",
-    "Transformers": "transformers",
-    "Accelerate": "accelerate",
-    "Datasets": "datasets",
+    "PyTorch": "torch", "Transformers": "transformers", "Accelerate": "accelerate", "Datasets": "datasets",
     "HF Hub": "huggingface_hub",
-}
+}  # fmt: skip
 OPTIONAL = {
-    "bitsandbytes": "bitsandbytes",
-    "DeepSpeed": "deepspeed",
-    "Diffusers": "diffusers",
-    "Liger-Kernel": "liger_kernel",
-    "Math-Verify": "math_verify",
-    "OpenAI": "openai",
-    "PEFT": "peft",
-    "scikit-learn": "scikit-learn",
-    "vLLM": "vllm",
-}
+    "bitsandbytes": "bitsandbytes", "DeepSpeed": "deepspeed", "Diffusers": "diffusers", "Liger-Kernel": "liger_kernel",
+    "Math-Verify": "math_verify", "OpenAI": "openai", "PEFT": "peft", "scikit-learn": "scikit-learn", "vLLM": "vllm",
+}  # fmt: skip
 
 
 def make_parser() -> PlainParser:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from trl.trainer.base_trainer import BaseTrainer
 
 logger = logging.getLogger(__name__)
+Others = dict[str, Any]  # further arguments of a trainer
 
 LAUNCHING = (
     "Any option of `accelerate launch` (--num_processes, --mixed_precision, ...) is taken too, as is "
@@ -140,14 +141,12 @@ class TrainingCommand(NamedTuple):
 
     prefix: str
     description: str
-    others: Callable[[Any, ModelConfig], dict[str, Any]] = lambda script_args, model_args: {}
+    others: Callable[[Any, ModelConfig], Others] = lambda script_args, model_args: {}
     needs: str = ""
     package: str = "trl.trainer"
 
 
-def classifier_adapter(
-    script_args: ScriptArguments, model_args: ModelConfig, *, task_type: str = "SEQ_CLS"
-) -> dict[str, Any]:
+def classifier_adapter(script_args: ScriptArguments, model_args: ModelConfig, *, task_type: str = "SEQ_CLS") -> Others:
     """The adapter of a reward model: that of a classifier, unless `lora_task_type` is set."""
     from trl.models.peft import get_peft_config
 
@@ -157,7 +156,7 @@ def classifier_adapter(
     return {"peft_config": adapter}
 
 
-def rewards(script_args: RewardFunctions, model_args: ModelConfig) -> dict[str, Any]:
+def rewards(script_args: RewardFunctions, model_args: ModelConfig) -> Others:
     """The reward model and the reward functions, resolved from their names.
 
     Raises: ValueError if there are none.
@@ -167,7 +166,7 @@ def rewards(script_args: RewardFunctions, model_args: ModelConfig) -> dict[str, 
     return rewards_or_judge(script_args, model_args)
 
 
-def rewards_or_judge(script_args: RewardFunctions, model_args: ModelConfig) -> dict[str, Any]:
+def rewards_or_judge(script_args: RewardFunctions, model_args: ModelConfig) -> Others:
     """The reward model and the reward functions, resolved from their names; None where the config names a judge."""
     from trl.rewards import resolve_reward_funcs
 

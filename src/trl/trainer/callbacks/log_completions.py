@@ -25,9 +25,7 @@ class LogCompletionsCallback(TrainerCallback):
     ):
         if freq is not None and freq < 1:
             raise ValueError(f"freq must be at least 1, got {freq}. Leave it out to use eval_steps.")
-        self.trainer = trainer
-        self.generation_config = generation_config
-        self.freq = freq
+        self.trainer, self.generation_config, self.freq = trainer, generation_config, freq
         self.rows = evaluation_rows(trainer, num_prompts, "LogCompletionsCallback")
         self.table: list[dict[str, object]] = []
         self._last_step = -1

@@ -34,12 +34,8 @@ class WeaveCallback(TrainerCallback):
     ):
         if find_spec("weave") is None:
             raise ImportError("WeaveCallback needs the weave package. Install it with `pip install weave`.")
-        self.trainer = trainer
-        self.project_name = project_name
-        self.scorers = scorers or {}
-        self.generation_config = generation_config
-        self.dataset_name = dataset_name
-        self.model_name = model_name
+        self.trainer, self.project_name, self.scorers = trainer, project_name, scorers or {}
+        self.generation_config, self.dataset_name, self.model_name = generation_config, dataset_name, model_name
         self.rows = evaluation_rows(trainer, num_prompts, "WeaveCallback")
         self._weave: Any = None
         self._last_step = -1
