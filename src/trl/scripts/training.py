@@ -286,8 +286,8 @@ def training_command(name: str, module: str) -> tuple[Callable[..., "BaseTrainer
             epilog=LAUNCHING,
         )
 
-    def main(*configs: Any) -> "BaseTrainer":
-        return train(name, *configs)
+    def main(script_args: Any, training_args: Any, model_args: ModelConfig, dataset_args: Any) -> "BaseTrainer":
+        return train(name, script_args, training_args, model_args, dataset_args)
 
     if module == "__main__":
         sys.exit(run_script(make_parser(), main))
