@@ -110,13 +110,14 @@ class GFPOTrainer(GRPOTrainer):
         args = config_or_default(args, GFPOConfig, "gfpo")
         if (group_filter_func is None) != (args.num_remains_in_group is None):
             raise ValueError(
-                f"group_filter_func={group_filter_func!r} and num_remains_in_group={args.num_remains_in_group}, expected both or "
-                "neither. Set num_remains_in_group in GFPOConfig and pass the function that scores completions."
+                f"group_filter_func={group_filter_func!r} and num_remains_in_group={args.num_remains_in_group}, "
+                "expected both or neither. Set num_remains_in_group in GFPOConfig and pass the function that scores "
+                "completions."
             )
         if group_filter_func is not None and not callable(group_filter_func):
             raise TypeError(
-                f"group_filter_func is a {type(group_filter_func).__name__}, expected a function. Pass one that answers with a "
-                "list of scores for every group."
+                f"group_filter_func is a {type(group_filter_func).__name__}, expected a function. Pass one that "
+                "answers with a list of scores for every group."
             )
         self._kept_sizes = args.kept_sizes()
         super().__init__(
@@ -174,8 +175,8 @@ def filter_scores(function: GroupFilterFunc, inputs: RewardInputs, rewards: Tens
     scores = torch.tensor(lists, dtype=torch.float64).flatten()
     if not scores.isfinite().all():
         raise ValueError(
-            f"group_filter_func {name!r} returned {float(scores[~scores.isfinite()][0])}, {wanted}. Give a completion that must not "
-            "remain a large negative score."
+            f"group_filter_func {name!r} returned {float(scores[~scores.isfinite()][0])}, {wanted}. Give a completion "
+            "that must not remain a large negative score."
         )
     return scores
 

@@ -86,15 +86,13 @@ class GOLDTrainer(GKDTrainer):
         if getattr(args, "use_uld_loss", False):
             if data_collator is not None:
                 raise ValueError(
-                    "data_collator was given with use_uld_loss=True, whose batches hold the tokens of both sides. Leave it out."
+                    "data_collator was given with use_uld_loss=True, whose batches hold the tokens of both sides. "
+                    "Leave it out."
                 )
             self.teacher_tokenizer = _tokenizer_of(args, teacher_model)
         if isinstance(model, str) and getattr(args, "student_model_revision", "main") != "main":
             given: Any = args
-            given.model_init_kwargs = {
-                "revision": given.student_model_revision,
-                **(given.model_init_kwargs or {}),
-            }
+            given.model_init_kwargs = {"revision": given.student_model_revision, **(given.model_init_kwargs or {})}
         super().__init__(
             model,
             teacher_model,
@@ -116,8 +114,8 @@ class GOLDTrainer(GKDTrainer):
             for name, known, size in zip(("student", "teacher"), self.pairing.known, sizes, strict=True):
                 if len(known) > size:
                     raise ValueError(
-                        f"the {name}'s tokenizer has {len(known)} tokens, its model {size} logits, expected at least as many. Pass "
-                        "the tokenizer that belongs to the model."
+                        f"the {name}'s tokenizer has {len(known)} tokens, its model {size} logits, expected at least "
+                        "as many. Pass the tokenizer that belongs to the model."
                     )
             self.method = GOLDMethod(self.args, self.pairing, sizes)
         else:
@@ -145,7 +143,8 @@ class GOLDTrainer(GKDTrainer):
             return super()._make_teacher(given, tokenizer, rows=rows)
         if self.args.teacher_model_server_url is not None:
             raise ValueError(
-                "teacher_model_server_url was given with use_uld_loss=True, which needs whole distributions. Pass teacher_model."
+                "teacher_model_server_url was given with use_uld_loss=True, which needs whole distributions. Pass "
+                "teacher_model."
             )
         if given is None:
             raise ValueError("use_uld_loss=True needs a teacher_model, a model, or its name or path, got None.")

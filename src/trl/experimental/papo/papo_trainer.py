@@ -79,8 +79,8 @@ class PAPOTrainer(GRPOTrainer):
         """Raises ValueError for prompts without images."""
         if not has_images(self.train_dataset):
             raise ValueError(
-                "train_dataset has no column of images ('images' or 'image'), expected one: PAPO hides parts of them. Add it, or "
-                "use GRPOTrainer for prompts of text."
+                "train_dataset has no column of images ('images' or 'image'), expected one: PAPO hides parts of them. "
+                "Add it, or use GRPOTrainer for prompts of text."
             )
         super().begin_rollouts(*parts, **settings)
 

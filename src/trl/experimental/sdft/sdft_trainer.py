@@ -229,7 +229,8 @@ class SelfDistillationTrainer(DistillationTrainer):
         """Raise ValueError for a data set without the `columns`, or with a conversation that the user does not end."""
         if not isinstance(dataset, Dataset):
             raise ValueError(
-                f"{name} dataset is a {type(dataset).__name__}, expected a stored datasets.Dataset. Load it without streaming."
+                f"{name} dataset is a {type(dataset).__name__}, expected a stored datasets.Dataset. Load it without "
+                "streaming."
             )
         if missing := [column for column in columns if column not in dataset.column_names]:
             expected = " and ".join(map(repr, columns))
@@ -240,8 +241,8 @@ class SelfDistillationTrainer(DistillationTrainer):
             if not (isinstance(prompt, str) or is_text):
                 found = f"ends with a message of {last.get('role')!r}" if last else f"is {prompt!r}"
                 raise ValueError(
-                    f"{name} dataset, row {row}: the prompt {found}, expected text, or messages that end with a text of the user, "
-                    "which is extended for the teacher."
+                    f"{name} dataset, row {row}: the prompt {found}, expected text, or messages that end with a text "
+                    "of the user, which is extended for the teacher."
                 )
 
     def settle_reference(self) -> None:

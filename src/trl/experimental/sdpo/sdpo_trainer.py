@@ -147,7 +147,8 @@ class SDPOTrainer(SelfDistillationTrainer):
         for row, text in enumerate(dataset[CONTEXT] if shows_feedback else ()):
             if not (text is None or isinstance(text, str)):
                 raise ValueError(
-                    f"{name} dataset, row {row}: {CONTEXT} is {text!r}, expected feedback as text, or None for no feedback."
+                    f"{name} dataset, row {row}: {CONTEXT} is {text!r}, expected feedback as text, or None for no "
+                    "feedback."
                 )
 
     def begin_rollouts(self, *args: Any, **kwargs: Any) -> None:
@@ -185,10 +186,7 @@ class SDPOTrainer(SelfDistillationTrainer):
 
     def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
         """With a warning where nothing has been learned from several rollout batches in a row."""
-        found, every = (
-            super().rollout_metrics(experience, share=share),
-            self.args.diagnostics_warning_interval,
-        )
+        found, every = (super().rollout_metrics(experience, share=share), self.args.diagnostics_warning_interval)
         for name, what, worst in (
             ("flat_group_fraction", "the rewards of every group are equal", 1),
             ("success_group_fraction", "no completion is successful (see success_reward_threshold)", 0),
