@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,6 @@ from trl.rewards.result import RewardInputs
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-    from trl.rewards.source import RewardFunc
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 CLIP = "openai/clip-vit-large-patch14"
@@ -161,7 +159,7 @@ def _scores_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
     return scores
 
 
-def image_sources(reward_funcs: RewardFunc | Sequence[RewardFunc]) -> list[RewardFunc]:
+def image_sources(reward_funcs: Any) -> list[Any]:
     """Reward functions and image-scoring modules as sources; judges and sources as they are.
 
     Raises: TypeError for anything else.

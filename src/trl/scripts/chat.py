@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from trl.generation.engine import Sampling
-    from trl.scripts.serve import ServeArguments
 
 SETTINGS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
 COMMANDS = """\
@@ -63,7 +62,7 @@ class ChatArguments(QuantizationOptions, ModelSource):
         return Sampling(**{name: getattr(self, name) for name in SETTINGS}, stop_token_ids=tuple(ends))
 
 
-def loaded_engine(arguments: "ChatArguments | ServeArguments") -> Any:
+def loaded_engine(arguments: Any) -> Any:
     """The engine of a model on its device, with its tokenizer; `arguments` are a `ModelSource` with a `device`.
 
     Raises: ValueError, OSError for a model or tokenizer that cannot be loaded or has no chat template.
