@@ -134,7 +134,10 @@ def depth() -> dict[str, int]:
         for name in ("SFT", "DPO", "GRPO")
     }
     classes = {
-        f"classes of {name}Trainer": sum(kind.__module__.startswith("trl.") for kind in trainer.__mro__)
+        f"classes of {name}Trainer": sum(
+            kind.__module__.startswith("trl.") and not kind.__module__.startswith("trl.legacy")
+            for kind in trainer.__mro__
+        )  # legacy/ stands outside
         for name, trainer in kinds.items()
     }
     return {**counts, **classes, "private hooks": len(hooks)}

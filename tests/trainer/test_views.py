@@ -1,29 +1,23 @@
 """Attributes that the trainers of 0.26 set: each is there with its value, and setting one does something or is refused."""
 
 import tempfile
-from collections import defaultdict
 
 import pytest
 import torch
 from datasets import Dataset
-from torch.nn.functional import softplus
 from transformers import Trainer, TrainingArguments
 
+import trl
 from tests.tiny import tiny_model
 from tests.trainer import cpo_runs, dpo_runs, grpo_runs, kto_runs, reward_runs
 from tests.trainer.one_step import (
     SETTINGS,
-    KeepGradients,
     assert_same_gradient,
     fixed_rows,
-    plain_gradient,
     step,
     trainer_of,
 )
-from tests.trainer.resume_worker import tokenizer
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
-from trl.collators.preference import DPODataCollatorWithPadding
-from trl.legacy.pair_methods import whole_sequences
 
 _PAIRS = (
     "aux_loss_coef aux_loss_enabled beta generate_during_eval is_encoder_decoder label_pad_token_id max_completion_length "
@@ -142,115 +136,15 @@ def test_setting_before_the_constructor():
 # ---- a trainer that skips our constructor
 
 
-class WithoutOurs(DPOTrainer):
-    """The shape in which a well-known program subclasses it: attributes, the constructor of transformers, three methods."""
+@pytest.mark.parametrize("name", [*MAKERS, "GKDTrainer"])
+def test_a_trainer_that_skips_our_constructor_is_refused(name):
+    """Attributes that it sets are those of any object."""
+    base = getattr(trl, name)
 
-    def __init__(self, model, ref_model, beta, loss_type, **given):
-        self.is_encoder_decoder, self.label_pad_token_id, self.padding_value = False, -100, 0
-        self.use_dpo_data_collator, self.generate_during_eval, self.reference_free = True, False, False
-        self.f_divergence_type, self.precompute_ref_log_probs, self.is_peft_model = "reverse_kl", False, False
-        self._precomputed_train_ref_log_probs = self._peft_has_been_casted_to_bf16 = False
-        self.ref_model, self._stored_metrics = ref_model, defaultdict(lambda: defaultdict(list))
-        self.beta, self.loss_type, self.label_smoothing, self.ftx_gamma = beta, loss_type, 0.0, 0.5
-        self.simpo_gamma, self.ld_alpha = 0.5, None
-        Trainer.__init__(self, model=model, **given)
-        self.model_accepts_loss_kwargs = False
-        if ref_model is not None:
-            self.ref_model = self.accelerator.prepare_model(self.ref_model, evaluation_mode=True)
-            self.ref_model.eval()
-
-    def get_batch_samples(self, *args, **kwargs):
-        return Trainer.get_batch_samples(self, *args, **kwargs)
-
-    def concatenated_forward(self, model, batch, is_ref_model=False):
-        logits = model(**batch, return_dict=True, use_cache=False).logits
-        logps = self.get_batch_logps(logits, batch["labels"])
-        half = len(logps) // 2
-        return (
-            logps[:half],
-            logps[half:],
-            logits[:half],
-            logits[half:],
-            logps[:half] / (batch["labels"][:half] != -100).sum(1),
-        )
-
-    def compute_reference_log_probs(self, model, batch):
-        if self.ref_model is None:
-            return None, None
-        with torch.no_grad():
-            return self.concatenated_forward(self.ref_model, batch)[:2]
-
-    def get_batch_loss_metrics(self, model, batch, train_eval="train"):
-        chosen, rejected, _, _, averages = self.concatenated_forward(model, batch)
-        reference = self.compute_reference_log_probs(model, batch)
-        if self.loss_type == "simpo":
-            losses = softplus(-self.beta * (chosen - rejected - self.simpo_gamma))
-        else:
-            losses, *_ = self.dpo_loss(chosen, rejected, *reference)
-        losses = losses - self.ftx_gamma * averages
-        prefix = "eval_" if train_eval == "eval" else ""
-        return losses.mean(), {f"{prefix}rewards/margins": (chosen - rejected).mean().item()}
-
-    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-        return super().compute_loss(model, inputs, return_outputs)
-
-    def log(self, logs, *args, **kwargs):
-        mode = "train" if "loss" in logs else "eval"
-        logs |= {name: sum(values) / len(values) for name, values in self._stored_metrics[mode].items()}
-        del self._stored_metrics[mode]
-        return Trainer.log(self, logs, *args, **kwargs)
-
-
-def all_chosen_first(rows):
-    """Chosen sequences, then rejected ones."""
-    found = DPODataCollatorWithPadding()([whole_sequences(row, is_encoder_decoder=False) for row in rows])
-    sides = DPOTrainer.concatenated_inputs(found, is_encoder_decoder=False)
-    return {name.removeprefix("concatenated_"): values for name, values in sides.items()}
-
-
-@pytest.mark.parametrize("loss_type", ["sigmoid", "simpo"])
-def test_a_trainer_that_skips_our_constructor(loss_type):
-    model, reference = dpo_runs.policy_and_reference()
-    keep = KeepGradients()
-    settings = {
-        **SETTINGS,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "remove_unused_columns": False,
-    }
-    args = TrainingArguments(tempfile.mkdtemp(), **settings)
-    rows = Dataset.from_list(dpo_runs.pairs())
-    trainer = WithoutOurs(
-        model, reference if loss_type == "sigmoid" else None, 0.3, loss_type, args=args, train_dataset=rows, eval_dataset=rows,
-        data_collator=all_chosen_first, processing_class=tokenizer(), callbacks=[keep],
-    )  # fmt: skip
-    trainer.train()
-    assert trainer.beta == 0.3 and trainer.loss_type == loss_type and trainer.simpo_gamma == 0.5
-    model, reference = dpo_runs.policy_and_reference()
-    margins, averages = [], []
-    for row in dpo_runs.pairs():
-        prompt, chosen, rejected = row.values()
-        policy = [kto_runs.logps(model, prompt, each) for each in (chosen, rejected)]
-        ref = [kto_runs.logps(reference, prompt, each).detach() for each in (chosen, rejected)]
-        shift = ref[0] - ref[1] if loss_type == "sigmoid" else 0.5
-        margins.append(policy[0] - policy[1] - shift)
-        averages.append(policy[0] / len(chosen))
-    loss = (softplus(-0.3 * torch.stack(margins)) - 0.5 * torch.stack(averages)).mean()
-    (gradients,) = keep.steps
-    assert_same_gradient(gradients, plain_gradient(model, loss))
-    first = trainer.state.log_history[0]
-    assert first["loss"] == pytest.approx(loss.item(), rel=1e-6) and "rewards/margins" in first
-    metrics = trainer.evaluate()
-    assert metrics["eval_loss"] != pytest.approx(loss.item(), rel=1e-6)
-    assert "eval_rewards/margins" in trainer.state.log_history[-1]
-
-
-def test_another_trainer_without_its_constructor_is_refused():
-    class Mine(kto_runs.KTOTrainer):
+    class Mine(base):
         def __init__(self, model, args):
+            self.beta, self.loss_type = 0.3, "simpo"
             Trainer.__init__(self, model=model, args=args)
 
-    trainer = Mine(tiny_model("gpt2"), TrainingArguments(tempfile.mkdtemp(), **SETTINGS))
-    for call in (trainer.train, trainer.evaluate):
-        with pytest.raises(TypeError, match=r"Mine.__init__ did not call the constructor.*super\(\).__init__"):
-            call()
+    with pytest.raises(TypeError, match=r"Mine.__init__ did not call the constructor.*super\(\).__init__"):
+        Mine(tiny_model("gpt2"), TrainingArguments(tempfile.mkdtemp(), **SETTINGS))

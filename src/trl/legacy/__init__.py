@@ -85,24 +85,24 @@ def move_onto_config(
 
     Raises: TypeError for an argument that no level of the interface knows, ValueError for one given in both places.
     """
-    own = {"model": model, "processing_class": processing_class}
-    found = move_arguments(config_class, own, older, stacklevel=5)
-    args = _as_config(args, config_class, {name: found[name] for name in found if name not in own}, model)
+    arguments = {"model": model, "processing_class": processing_class}
+    moved = move_arguments(config_class, arguments, older, stacklevel=5)
+    args = _as_config(args, config_class, {name: moved[name] for name in moved if name not in arguments}, model)
     if model is None and "model_init" in older:
-        found["model"] = older["model_init"]()
-    return Moved(found["model"], args, found["processing_class"])
+        moved["model"] = older["model_init"]()
+    return Moved(moved["model"], args, moved["processing_class"])
 
 
 def move_arguments(
-    config_class: type, given: Mapping[str, Any], older: Mapping[str, Any], *, stacklevel: int = 3
+    config_class: type, newer: Mapping[str, Any], older: Mapping[str, Any], *, stacklevel: int = 3
 ) -> dict[str, Any]:
-    """The arguments that were `given` under today's names, with those that were given under `older` ones.
+    """The arguments under today's names: `newer` as they are, with those that were given under `older` ones.
 
     Raises: TypeError for an argument that no level of the interface knows, ValueError for one given under both names.
     """
     config = config_class.__name__
     _check_known(older, config_class)
-    found, places = dict(given), []
+    moved, places = dict(newer), []
     for name, value in older.items():
         ignored = _IGNORED.get(config, {}).get(name)
         argument, field = _ARGUMENTS.get(name), _FIELDS.get(name, name)
@@ -110,32 +110,32 @@ def move_arguments(
             places.append(f"{name} -> nothing ({ignored})")
         elif argument is None:
             places.append(f"{name} -> {config}({field}=...)")
-            found[field] = value
+            moved[field] = value
         else:
             places.append(f"{name} -> the argument {argument}")
-            if value is not None and found[argument] is not None:
+            if value is not None and moved[argument] is not None:
                 raise ValueError(
                     f"{name} and {argument} were both given, expected one. Leave out {name}, the older of the two."
                 )
-            found[argument] = found[argument] if value is None else value
+            moved[argument] = moved[argument] if value is None else value
     if places:
         warnings.warn(
             f"these arguments have moved and will not be accepted forever: {'; '.join(places)}.",
             FutureWarning,
             stacklevel=stacklevel,
         )
-    return found
+    return moved
 
 
 def _check_known(older: Mapping[str, Any], config_class: type) -> None:
-    known = next((_KNOWN[kind.__name__] for kind in config_class.__mro__ if kind.__name__ in _KNOWN), ())
+    moving = next((_KNOWN[kind.__name__] for kind in config_class.__mro__ if kind.__name__ in _KNOWN), ())
     fields = [field.name for field in dataclasses.fields(config_class)]  # type: ignore[arg-type]
-    for name in set(older) - set(known):
+    for name in set(older) - set(moving):
         if name in fields:
             advice = f" It is a field of {config_class.__name__}: set it there."
         else:
             arguments = (*inspect.signature(Trainer.__init__).parameters, "peft_config", "ref_model")
-            advice = did_you_mean(name, arguments) or did_you_mean(name, [*known, *fields])
+            advice = did_you_mean(name, arguments) or did_you_mean(name, [*moving, *fields])
             advice = advice or f" Settings are fields of {config_class.__name__}."
         raise TypeError(f"unexpected keyword argument {name!r}.{advice}")
 
@@ -151,6 +151,6 @@ def _as_config(args: Any, config_class: type, changes: Mapping[str, Any], model:
     of_another_method = isinstance(args, TrainingDefaults) and not issubclass(config_class, type(args))
     if of_another_method or not isinstance(args, TrainingArguments):  # plain ones are what older programs gave
         raise wrong_config(args, config_class)
-    own = {field.name for field in dataclasses.fields(config_class) if field.init}  # type: ignore[arg-type]
-    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
-    return config_class(**{**{name: value for name, value in given.items() if name in own}, **changes})
+    names = {field.name for field in dataclasses.fields(config_class) if field.init}  # type: ignore[arg-type]
+    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
+    return config_class(**{**{name: values[name] for name in values if name in names}, **changes})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
+from trl.legacy.interface import LegacySFT, NotCalled, View, generation_settings
 from trl.models.packed.layout import IGNORED
 from trl.objectives.cross_vocabulary import divergence_entries
 from trl.tensors.padding import first_true_indices
@@ -62,3 +64,17 @@ def generate_on_policy_outputs(
     attended = torch.cat([torch.ones_like(prompts) if mask is None else mask, real.to(prompts.dtype)], dim=1)
     labels = torch.cat([torch.full_like(prompts, IGNORED), completions.where(real, IGNORED)], dim=1)
     return tokens, attended, labels
+
+
+class LegacyGKD(LegacySFT):
+    """Attributes and static methods of `GKDTrainer`."""
+
+    _not_called: ClassVar[NotCalled] = {
+        "generalized_jsd_loss": (("outcome",), "Override outcome(model, batch)"),
+        "generate_on_policy_outputs": (("get_batch_samples",), "Override get_batch_samples"),
+    }
+    generation_config = View(lambda trainer: GenerationConfig(**generation_settings(trainer)))
+    generation_kwargs = View(generation_settings)
+    teacher_model = View("teacher.model")
+    generalized_jsd_loss = staticmethod(generalized_jsd_loss)
+    generate_on_policy_outputs = staticmethod(generate_on_policy_outputs)

@@ -11,20 +11,16 @@ from torch import Tensor, nn
 
 from trl.collators.preference import OWN_PROMPT, REFERENCE_COLUMNS, DPODataCollatorWithPadding
 from trl.data.preference import tokenize_preference_row
-from trl.legacy.interface import call_with, takes
+from trl.legacy.interface import RECORDED, REFERENCES, View, call_with, takes
 from trl.legacy.pair_methods import (
     SIDES,
+    LegacyPairs,
+    LegacyReference,
     both_sides,
-    build_tokenized_answer,
     concatenated_inputs,
-    generate_from_model,
-    generate_from_model_and_ref,
-    get_batch_logps,
-    get_batch_loss_metrics,
     mean_chosen_nll,
-    null_ref_context,
     pairs_of,
-    store_metrics,
+    tokenized_answer,
     whole_sequences,
     with_losses,
 )
@@ -34,7 +30,11 @@ from trl.models.policy import make_scorer
 from trl.models.scoring.causal import Scored, mean_logits
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.pairs import PairScores, pair_metrics
-from trl.objectives.preference import PAIR_LOSSES, nll_coefficient, preference_terms
+from trl.objectives.preference import (
+    PAIR_LOSSES,
+    nll_coefficient,
+    preference_terms,
+)
 from trl.options.checks import lookup
 from trl.reporting.metrics import Processes
 from trl.tensors.reduce import LossTerms
@@ -49,34 +49,29 @@ _OLDER_LOGPS = (
 )
 
 
-class LegacyDPOMethods:
-    """The methods of `DPOTrainer` at 0.4-0.26, which training calls where they are overridden."""
+class LegacyDPO(LegacyReference):
+    """Attributes and methods of `DPOTrainer` at 0.4-0.26; training calls those that are overridden."""
 
-    get_batch_logps = staticmethod(get_batch_logps)
-    get_batch_loss_metrics = get_batch_loss_metrics
-    get_batch_metrics = get_batch_loss_metrics
-    store_metrics = store_metrics
-    null_ref_context = null_ref_context
-    build_tokenized_answer = build_tokenized_answer
-    generate_from_model = generate_from_model
-    generate_from_model_and_ref = generate_from_model_and_ref
+    f_divergence_params = View(lambda trainer: {"alpha_divergence_coef": trainer.args.f_alpha_divergence_coef})
+    is_vision_model = View("with_images")
+    get_batch_metrics = LegacyPairs.get_batch_loss_metrics
 
     # ---- overridden methods
 
-    def recorded_columns(self: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def recorded_columns(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Prompts and completions of a batch of pairs, the labels of whole sequences, and the reference's log-probs."""
         rows = pairs_of(batch)
         wholes = [whole_sequences(row, is_encoder_decoder="decoder_labels" in batch) for row in rows]
         labels = [{name: ids for name, ids in row.items() if name.endswith("_labels")} for row in wholes]
         parts = [{name: ids for name, ids in row.items() if name != OWN_PROMPT} for row in rows]
-        found = DPODataCollatorWithPadding(self.scorer.pad_token_id)(
+        columns = DPODataCollatorWithPadding(self.scorer.pad_token_id)(
             [{**part, **label} for part, label in zip(parts, labels, strict=True)]
         )
         if "ref_logps" in batch:
-            found |= dict(zip(REFERENCE_COLUMNS, split_pairs(batch["ref_logps"]), strict=True))
-        return found
+            columns |= dict(zip(REFERENCE_COLUMNS, split_pairs(batch["ref_logps"]), strict=True))
+        return columns
 
-    def recorded_outcome(self: Any, batch: dict[str, Any], scored: Scored) -> Outcome:
+    def recorded_outcome(self, batch: dict[str, Any], scored: Scored) -> Outcome:
         """The outcome with losses and rewards of an overridden `dpo_loss`: one call for each `loss_type`, or a single
         one where it takes no such argument. Its own loss includes that of "sft".
         """
@@ -90,8 +85,8 @@ class LegacyDPOMethods:
             names, weights = names[:1], [1.0]
         sums: Any = (0.0, 0.0, 0.0)
         for name, weight in zip(names, weights, strict=True):
-            each = call_with(self.dpo_loss, *logps, loss_type=name, model_output=output)
-            sums = [total + weight * part for total, part in zip(sums, each, strict=True)]
+            parts = call_with(self.dpo_loss, *logps, loss_type=name, model_output=output)
+            sums = [total + weight * part for total, part in zip(sums, parts, strict=True)]
         losses, *rewards = sums
         losses = losses * output.get("policy_weights", 1.0)
         metrics = pair_metrics(*rewards, chosen_logps=scores.chosen, rejected_logps=scores.rejected)
@@ -100,7 +95,20 @@ class LegacyDPOMethods:
 
     # ---- the reference
 
-    def compute_ref_log_probs(self: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def add_reference(self, batch: dict[str, Any]) -> None:
+        """Put the reference's log-probs `(2B,)` into the batch, perhaps those of an overridden method."""
+        name = next((name for name in REFERENCES if self.overridden(name)), None)
+        if name is None:
+            super().add_reference(batch)
+            return
+        exact = torch.float32 if self.args.device.type == "mps" else torch.float64
+        sides = [side.to(self.args.device, exact) for side in getattr(self, name)(batch.get(RECORDED, batch))]
+        logps = torch.stack(sides, dim=1).flatten()
+        if any(PAIR_LOSSES[name].per_token for name in self.args.loss_type):  # it gives means
+            logps = logps * tokens_by_sequence(scored_sequences(batch), len(logps))
+        batch["ref_logps"] = logps
+
+    def compute_ref_log_probs(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Log-probs of chosen and rejected completions under the reference, `(B,)` each (means where a loss takes
         means).
 
@@ -147,7 +155,7 @@ class LegacyDPOMethods:
         return {**wholes, **prompts, **completions}
 
     def concatenated_forward(
-        self: Any, model: nn.Module, batch: Mapping[str, Any], is_ref_model: bool = False
+        self, model: nn.Module, batch: Mapping[str, Any], is_ref_model: bool = False
     ) -> dict[str, Tensor]:
         """What `model`, the policy or the reference, makes of a batch of pairs, with gradient where there is one.
 
@@ -161,21 +169,21 @@ class LegacyDPOMethods:
             scored = _scorer_of(self, model).score(model, batch, options)
         return self.model_output(*_per_token(self, self.method.totals(batch, scored), batch), scored)
 
-    def model_output(self: Any, chosen: Tensor, rejected: Tensor, scored: Scored) -> dict[str, Tensor]:
+    def model_output(self, chosen: Tensor, rejected: Tensor, scored: Scored) -> dict[str, Tensor]:
         """The dict of `concatenated_forward` for log-probs `(B,)` of chosen and rejected completions."""
-        args, found = self.args, {"chosen_logps": chosen, "rejected_logps": rejected}
+        args, output = self.args, {"chosen_logps": chosen, "rejected_logps": rejected}
         for name, value in mean_logits(scored).items():
-            found[f"mean_{name.removeprefix('logits/')}_logits"] = value.mean
+            output[f"mean_{name.removeprefix('logits/')}_logits"] = value.mean
         if nll_coefficient(args.loss_type, args.loss_weights, args.rpo_alpha):
-            found["nll_loss"] = mean_chosen_nll(scored)
+            output["nll_loss"] = mean_chosen_nll(scored)
         if scored.log_collision is not None:
-            found["policy_weights"] = self.method.pair_weights(scored, len(chosen))
+            output["policy_weights"] = self.method.pair_weights(scored, len(chosen))
         if scored.aux_loss is not None:
-            found["aux_loss"] = scored.aux_loss
-        return found
+            output["aux_loss"] = scored.aux_loss
+        return output
 
     def dpo_loss(
-        self: Any,
+        self,
         chosen_logps: Tensor | None = None,
         rejected_logps: Tensor | None = None,
         ref_chosen_logps: Tensor | None = None,
@@ -193,9 +201,9 @@ class LegacyDPOMethods:
         own, mixed as in training. Raises ValueError for a loss that is not known, TypeError for arguments that are
         missing.
         """
-        given = [chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps]
-        logps = [older.pop(name, value) for name, value in zip(_OLDER_LOGPS, given, strict=True)]
-        is_legacy = isinstance(loss_type, bool) or given[0] is None
+        newer = [chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps]
+        logps = [older.pop(name, value) for name, value in zip(_OLDER_LOGPS, newer, strict=True)]
+        is_legacy = isinstance(loss_type, bool) or newer[0] is None
         if older or any(value is None for value in logps):
             raise TypeError(
                 f"dpo_loss takes four tensors of log-probs (chosen and rejected, of policy and reference), got "
@@ -222,6 +230,10 @@ class LegacyDPOMethods:
 
     tokenize_row = staticmethod(tokenize_preference_row)
 
+    def build_tokenized_answer(self, prompt: str, answer: str) -> dict[str, list[int]]:
+        """Token ids of a prompt and of an answer to it, cut where the tokens of both together leave the prompt's."""
+        return tokenized_answer(self._tokenizer, prompt, answer)
+
     @staticmethod
     def process_row(
         features: Mapping[str, Any],
@@ -237,25 +249,25 @@ class LegacyDPOMethods:
             tokenize_preference_row(features, processing_class, None, max_completion_length, add_special_tokens)
         )
         text, images = features["prompt"], features.get("images")
-        made = dict(processing_class(images=images, text=text, add_special_tokens=False))
+        inputs = dict(processing_class(images=images, text=text, add_special_tokens=False))
         plain = processing_class.tokenizer(text, add_special_tokens=False)["input_ids"]
         begin, end = _around(row["prompt_input_ids"], plain)
-        prompt = begin + [int(token) for token in made.pop("input_ids")[0]] + end
-        made.pop("attention_mask", None)
+        prompt = begin + [int(token) for token in inputs.pop("input_ids")[0]] + end
+        inputs.pop("attention_mask", None)
         row["prompt_input_ids"] = prompt if max_prompt_length is None else prompt[-max_prompt_length:]
-        return {**row, **{name: value[0] for name, value in made.items()}}
+        return {**row, **{name: value[0] for name, value in inputs.items()}}
 
     # ---- completions
 
-    def get_batch_samples(self: Any, *given: Any, **named: Any) -> Any:
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Called with `(model, batch)`: `generate_from_model_and_ref`, as programs of 0.4-0.11 mean it.
 
         Otherwise, with `(epoch_iterator, num_batches, device)`: transformers' hook, the micro-batches of a step.
         """
-        is_legacy = "batch" in named or (len(given) == 2 and isinstance(given[1], Mapping))
+        is_legacy = "batch" in kwargs or (len(args) == 2 and isinstance(args[1], Mapping))
         if is_legacy:
-            return self.generate_from_model_and_ref(*given, **named)
-        return super().get_batch_samples(*given, **named)  # type: ignore[misc]
+            return self.generate_from_model_and_ref(*args, **kwargs)
+        return super().get_batch_samples(*args, **kwargs)
 
 
 def _per_token(trainer: Any, logps: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

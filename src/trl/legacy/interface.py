@@ -1,7 +1,7 @@
-"""What programs of 0.4-0.26 expect of every trainer: attributes, and methods that a subclass overrides.
+"""The outermost ring of every trainer: what programs of 0.4-0.26 read, set and override.
 
 Attributes are views of the config and of the parts that hold the values. Overridden methods are called by training, or
-refused before the first step.
+refused before the first step. Public classes name these mixins first in their heads; nothing inside reads them.
 """
 
 from __future__ import annotations
@@ -9,16 +9,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from torch import Tensor, nn
 from transformers import GenerationConfig, TrainingArguments
 
 from trl.data.rendering import text_tokenizer
+from trl.legacy import move_onto_config
 from trl.models.peft import is_peft_model
-from trl.options.checks import library_config
+from trl.models.policy import Policy
+from trl.objectives.group_policy import soft_gate
 
 WHOLE_BATCH = ("get_batch_loss_metrics", "get_batch_metrics", "store_metrics")
 REFERENCES = ("compute_ref_log_probs", "compute_reference_log_probs")
@@ -26,23 +28,20 @@ LOSSES = ("dpo_loss", "cpo_loss", "odds_ratio_loss", "kto_loss", "bco_loss")
 CALLED = ("compute_loss", "outcome", "objective", *WHOLE_BATCH, *REFERENCES, *LOSSES)
 """Methods that training calls where a subclass overrides them, or a program replaces them."""
 
-GIVEN = "given"
-"""The entry of a batch that overridden methods are given: with the columns of 0.26, or as the user's collator made
-it.
-"""
+RECORDED = "recorded"
+"""The entry of a batch that overridden methods take: with the columns of 0.26, or as the user's collator made it."""
 
 NotCalled = Mapping[str, tuple[tuple[str, ...], str]]
 """Methods that training does not call: those of which one must be overridden too, and what to do instead."""
 
 
 _PARTS = ("concatenated_forward", "concatenated_inputs", "get_batch_logps", "null_ref_context")
-_ROWS = ("tokenize_row", "process_row", "build_tokenized_answer")
-_WHOLE = (("get_batch_loss_metrics",), "Override get_batch_loss_metrics, which may call it")
+_ROWS = ((), "Tokenise the rows before, with dataset.map")
+WHOLE = (("get_batch_loss_metrics",), "Override get_batch_loss_metrics, which may call it")
 NOT_CALLED: NotCalled = {
-    **dict.fromkeys(_PARTS, _WHOLE),
-    **dict.fromkeys(_ROWS, ((), "Tokenise the rows before, with dataset.map")),
+    **dict.fromkeys(_PARTS, WHOLE),
+    **dict.fromkeys(("tokenize_row", "process_row", "build_tokenized_answer"), _ROWS),
 }
-NOT_CALLED_OF_UNPAIRED: NotCalled = {**NOT_CALLED, "forward": _WHOLE}
 _LOSS = (("objective", "compute_loss"), "Override objective(experience, scored)")
 _ROLLOUT = (
     ("make_rollout_batch",),
@@ -55,22 +54,13 @@ NOT_CALLED_OF_GROUPS: NotCalled = {
     **dict.fromkeys(("_get_per_token_logps", "_get_per_token_logps_and_entropies"), _SCORING),
     "_calculate_rewards": (("make_rollout_batch",), "Give reward_funcs="),
 }
-NOT_CALLED_OF_PROMPTS: NotCalled = {
-    **NOT_CALLED_OF_GROUPS,
-    **dict.fromkeys(("tokenize_row", "process_vision_row"), NOT_CALLED["tokenize_row"]),
-}
-NOT_CALLED_OF_GKD: NotCalled = {
-    "generalized_jsd_loss": (("outcome",), "Override outcome(model, batch)"),
-    "generate_on_policy_outputs": (("get_batch_samples",), "Override get_batch_samples"),
-}
-NOT_CALLED_OF_REPLAY: NotCalled = {**NOT_CALLED_OF_GROUPS, **dict.fromkeys(
-    ("slice_group_data", "update_replay_buffer", "sample_from_replay_buffer", "update_with_replay_buffer"),
-    (("make_rollout_batch",), "Override make_rollout_batch(number)"),
-)}  # fmt: skip
 
-
-_ADDED_LATER = {"compute_loss": "num_items_in_batch", "log": "start_time"}
-"""Arguments that transformers 4.46 added: overrides of 0.4-0.11 do not take them."""
+_ADDED_LATER: Mapping[str, tuple[str, ...]] = {
+    "compute_loss": ("num_items_in_batch",),
+    "log": ("start_time",),
+    "outcome": ("step", "with_outputs"),
+}
+"""Arguments that overrides need not take; transformers 4.46 added those of its own methods."""
 
 OTHER_NAMES = {
     "epsilon_low": "epsilon",
@@ -91,15 +81,15 @@ built.
 """
 
 
-def _generation(trainer: Any) -> dict[str, Any]:
+def generation_settings(trainer: Any) -> dict[str, Any]:
     args, tokenizer = trainer.args, trainer._tokenizer
     names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    found = {"do_sample": True, **{name: getattr(args, name) for name in names if hasattr(args, name)}}
+    settings = {"do_sample": True, **{name: getattr(args, name) for name in names if hasattr(args, name)}}
     if hasattr(args, "max_completion_length"):
-        found["max_new_tokens"] = args.max_completion_length
+        settings["max_new_tokens"] = args.max_completion_length
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
     return {
-        **found,
+        **settings,
         **ids,
         "pad_token_id": trainer.scorer.pad_token_id,
         **(getattr(args, "generation_kwargs", None) or {}),
@@ -112,168 +102,45 @@ def _of_model(name: str, default: Any) -> Callable[[Any], Any]:
 
 def _of_sources(*names: str) -> Callable[[Any], list[Any]]:
     def read(trainer: Any) -> list[Any]:
-        sources = trainer.rewards.sources
-        return [next((getattr(each, n) for n in names if hasattr(each, n)), None) for each in sources]
+        sources = trainer.rollouts.rewards.sources
+        return [next((getattr(source, n) for n in names if hasattr(source, n)), None) for source in sources]
 
     return read
 
 
-PARTS: Mapping[str, Mapping[str, str | Callable[[Any], Any]]] = {
-    "BaseTrainer": {
-        "aux_loss_coef": _of_model("router_aux_loss_coef", 0.0),
-        "aux_loss_enabled": _of_model("output_router_logits", False),
-        "decoder_start_token_id": _of_model("decoder_start_token_id", None),
-        "is_encoder_decoder": _of_model("is_encoder_decoder", False),
-        "is_peft_model": lambda trainer: is_peft_model(trainer.model),
-        "maybe_activation_offload_context": lambda trainer: trainer._offloading(),
-        "pad_token_id": "scorer.pad_token_id",
-        "ref_model": lambda trainer: getattr(trainer.reference, "module", None),
-        "tokenizer": lambda trainer: text_tokenizer(trainer.processing_class),
-    },
-    "SFTTrainer": {
-        "num_virtual_tokens": lambda trainer: getattr(
-            getattr(trainer.model, "active_peft_config", None), "num_virtual_tokens", 0
-        ),
-        "padding_free": "_padding_free",
-    },
-    "GKDTrainer": {
-        "generation_config": lambda trainer: GenerationConfig(**_generation(trainer)),
-        "generation_kwargs": _generation,
-        "teacher_model": "teacher.model",
-    },
-    "DPOTrainer": {
-        "f_divergence_params": lambda trainer: {"alpha_divergence_coef": trainer.args.f_alpha_divergence_coef},
-        "is_vision_model": "with_images",
-    },
-    "KTOTrainer": {"calculate_KL": "mismatched"},
-    "BCOTrainer": {
-        "clf": lambda trainer: getattr(trainer._density, "classifier", None),
-        "embedding_func": lambda trainer: getattr(trainer._density, "embedding_func", None),
-        "embedding_tokenizer": lambda trainer: getattr(trainer._density, "embedding_tokenizer", None),
-        "match_underlying_distribution": lambda trainer: trainer._density is not None,
-    },
-    "OnlineTrainer": {
-        **{name: f"rollouts.{name}" for name in ("engine", "rewards", "sampling")},
-        "chat_template": "_tokenizer.chat_template",
-        "eos_token_id": "_tokenizer.eos_token_id",
-        "epsilon_high": "method.settings.high",
-        "generation_config": lambda trainer: GenerationConfig(**_generation(trainer)),
-        "generation_kwargs": _generation,
-        "num_generations_eval": "evaluation_group",
-        "pad_token": "_tokenizer.pad_token",
-        "reward_func_names": lambda trainer: list(trainer.rewards.names),
-        "reward_funcs": _of_sources("function", "model", "judge"),
-        "reward_processing_classes": _of_sources("processing_class"),
-        "reward_weights": lambda trainer: trainer.rewards.weights.float(),
-        "rollout_func": lambda trainer: getattr(trainer.rollouts.completer, "function", None),
-        "shuffle_dataset": "rollouts.prompts.shuffle",
-        "tools": lambda trainer: getattr(trainer.rollouts.completer, "functions", None),
-    },
-    "PPOTrainer": {"policy_model": "model"},
-    "OnlineDPOTrainer": {"judge": lambda trainer: getattr(trainer.method.judge, "inner", None)},
-    "GFPOTrainer": {"group_filter_func": "method.group_filter"},
-}  # fmt: skip
-"""Attributes that are parts, by trainer: the path to them, or how they are made."""
+class View:
+    """An attribute that is read where its value is: along a path from the trainer, or by a function of it.
 
-
-@cache
-def _fields(config: type) -> dict[str, str]:
-    """The attributes that are fields of a method's config, not of `TrainingArguments` or a program's subclass, with the
-    fields.
-    """
-    config = library_config(config)
-    names = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
-    own = names - {field.name for field in dataclasses.fields(TrainingArguments)}
-    others = {name: field for name, field in OTHER_NAMES.items() if field in names}
-    return {**{name: name for name in own}, **others}
-
-
-@cache
-def _parts(kind: type) -> dict[str, Callable[[Any], Any]]:
-    found = {name: read for each in reversed(kind.__mro__) for name, read in PARTS.get(each.__name__, {}).items()}
-    return {name: attrgetter(read) if isinstance(read, str) else read for name, read in found.items()}
-
-
-class LegacyInterface:
-    """Mixin of trainers: reading an attribute of the tables reads the part; setting it sets a field that is `LIVE`, or
-    raises.
-
-    What is set before the trainer's constructor, or without it, is an attribute as any other. The mixin also knows
-    which methods of this library's trainers a subclass, or a program, has replaced.
+    Setting it sets the config's field if that is `LIVE`, and raises AttributeError otherwise. Before the constructor of
+    transformers it is an attribute as any other, and the config's values count afterwards.
     """
 
-    _not_called: ClassVar[NotCalled] = {}
-    _own_methods: ClassVar[Mapping[str, Any]] = {}
+    def __init__(self, read: str | Callable[[Any], Any]) -> None:
+        self._read = attrgetter(read) if isinstance(read, str) else read
+        self._field = read.removeprefix("args.") if isinstance(read, str) else None
 
-    def __init_subclass__(cls, **given: Any) -> None:
-        super().__init_subclass__(**given)
-        if cls.__module__.startswith("trl."):
-            others = {name for names, _ in cls._not_called.values() for name in names}
-            names = {*(name for name in CALLED if hasattr(cls, name)), *cls._not_called, *others}
-            cls._own_methods = {name: _definition(cls, name) for name in names}
-            return
-        for name, later in _ADDED_LATER.items():
-            method = vars(cls).get(name)
-            if inspect.isfunction(method) and not takes(method, later):
-                setattr(cls, name, _without(method, later))
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
 
-    def overridden(self, *names: str) -> bool:
-        """Whether one of the named methods is not that of this library."""
-        own = self._own_methods
-        known = [name for name in names if name in own]
-        return any(name in vars(self) or _definition(type(self), name) is not own[name] for name in known)
+    def __get__(self, trainer: Any, owner: type) -> Any:
+        if trainer is None:
+            return self
+        if "args" in vars(trainer):
+            return self._read(trainer)
+        if self._name in vars(trainer):
+            return vars(trainer)[self._name]
+        raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}")
 
-    def check_overrides(self) -> None:
-        """Raise TypeError for an override that training would not call."""
-        for name, (others, advice) in self._not_called.items():
-            if self.overridden(name) and not self.overridden(*others):
-                raise TypeError(
-                    f"{type(self).__name__} overrides {name}, which training does not call. {advice}, or remove the override."
-                )
-
-    # ---- attributes
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            if name in (parts := _parts(type(self))):
-                return parts[name](self)
-            args = vars(self).get("args")
-            if args is not None and name in (fields := _fields(type(args))):
-                return getattr(args, fields[name])
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        built = "_sums" in vars(self) and "args" in vars(self)
-        # A name that the class defines, perhaps as a property of a program's, is no view.
-        fields = _fields(type(vars(self)["args"])) if built and not hasattr(type(self), name) else {}
-        if fields.get(name) in LIVE:
-            setattr(vars(self)["args"], fields[name], value)
-        elif not fields or not (name in fields or name in _parts(type(self))):
-            super().__setattr__(name, value)
-        elif not _same(value, getattr(self, name)):
+    def __set__(self, trainer: Any, value: Any) -> None:
+        if "args" not in vars(trainer):
+            vars(trainer)[self._name] = value
+        elif self._field in LIVE:
+            setattr(trainer.args, self._field, value)
+        elif not _same(value, getattr(trainer, self._name)):
             raise AttributeError(
-                f"{name} of {type(self).__name__} cannot be set after the trainer was built, got {value!r}. Set it in "
-                f"{type(vars(self)['args']).__name__}, or give it to the constructor."
+                f"{self._name} of {type(trainer).__name__} cannot be set after the trainer was built, got {value!r}. Set it in "
+                f"{type(trainer.args).__name__}, or give it to the constructor."
             )
-
-    def settle_views(self) -> None:
-        """After the constructor of transformers: the config's values count, whatever a program set before."""
-        for name in (_parts(type(self)) | _fields(type(vars(self)["args"]))).keys() & vars(self).keys():
-            del vars(self)[name]
-
-    def adopted_args(self, config: type) -> Any:
-        """The arguments of a trainer that was built without our constructor, as such a config: its attributes are
-        settings.
-        """
-        found: Any = object.__new__(config)
-        made = {field.name: field for field in dataclasses.fields(config)}  # type: ignore[arg-type]
-        defaults = {
-            n: f.default if f.default_factory is dataclasses.MISSING else f.default_factory() for n, f in made.items()
-        }
-        own = {field: vars(self)[name] for name, field in _fields(config).items() if name in vars(self)}
-        vars(found).update({**defaults, **vars(vars(self)["args"]), **own})
-        return found
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -281,17 +148,24 @@ def _same(value: Any, other: Any) -> bool:
     return value is other or (plain and value == other)
 
 
+def _fields(config: type) -> dict[str, str]:
+    """The attributes that are fields of a method's config, not of `TrainingArguments`, with the fields."""
+    names = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
+    added = names - {field.name for field in dataclasses.fields(TrainingArguments)}
+    others = {name: field for name, field in OTHER_NAMES.items() if field in names}
+    return {**{name: name for name in added}, **others}
+
+
 def _definition(kind: type, name: str) -> Any:
-    return next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), None)
+    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
 
 
-def _without(method: Callable[..., Any], later: str) -> Callable[..., Any]:
+def _without(method: Any, later: Sequence[str]) -> Callable[..., Any]:
     count = method.__code__.co_argcount - 1
 
     @functools.wraps(method)
-    def call(self: Any, *given: Any, **named: Any) -> Any:
-        named.pop(later, None)
-        return method(self, *given[:count], **named)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(self, *args[:count], **{name: kwargs[name] for name in kwargs if name not in later})
 
     return call
 
@@ -302,9 +176,151 @@ def takes(method: Callable[..., Any], name: str) -> bool:
     return any(p.name == name or p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters)
 
 
-def call_with(method: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """Call a method with `given` and those of `named` that it takes: by position where it has `*args` alone."""
+def call_with(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a method with `args` and those of `kwargs` that it takes: by position where it has `*args` alone."""
     kinds = {p.kind for p in inspect.signature(method).parameters.values()}
     if inspect.Parameter.VAR_POSITIONAL in kinds and inspect.Parameter.VAR_KEYWORD not in kinds:
-        return method(*given, *named.values())
-    return method(*given, **{name: value for name, value in named.items() if takes(method, name)})
+        return method(*args, *kwargs.values())
+    return method(*args, **{name: value for name, value in kwargs.items() if takes(method, name)})
+
+
+if TYPE_CHECKING:
+    from trl.trainer.base_trainer import BaseTrainer as _Trainer
+else:
+    _Trainer = object
+
+
+class Legacy(_Trainer):
+    """Attributes of every trainer, and refusals of overrides that training would not call.
+
+    A trainer has a view of each field of its config beside those listed, unless its class defines the name.
+    """
+
+    _not_called: ClassVar[NotCalled] = {}
+    _own_methods: ClassVar[Mapping[str, Any]] = {}
+
+    aux_loss_coef = View(_of_model("router_aux_loss_coef", 0.0))
+    aux_loss_enabled = View(_of_model("output_router_logits", False))
+    decoder_start_token_id = View(_of_model("decoder_start_token_id", None))
+    is_encoder_decoder = View("scorer.core.config.is_encoder_decoder")
+    is_peft_model = View(lambda trainer: is_peft_model(trainer.model))
+    maybe_activation_offload_context = View(lambda trainer: trainer._offloading())
+    pad_token_id = View("scorer.pad_token_id")
+    ref_model = View(lambda trainer: getattr(trainer.reference, "module", None))
+    tokenizer = View(lambda trainer: text_tokenizer(trainer.processing_class))
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not cls.__module__.startswith("trl."):
+            for name, later in _ADDED_LATER.items():
+                method = vars(cls).get(name)
+                missing = [argument for argument in later if inspect.isfunction(method) and not takes(method, argument)]
+                if missing:
+                    setattr(cls, name, _without(method, missing))
+            return
+        others = {name for names, _ in cls._not_called.values() for name in names}
+        names = {*(name for name in CALLED if hasattr(cls, name)), *cls._not_called, *others}
+        cls._own_methods = {name: _definition(cls, name) for name in names}
+        config = getattr(cls, "_config_class", getattr(cls, "config_type", None))
+        for name, field in _fields(config).items() if config else ():
+            if not hasattr(cls, name):
+                view = View(f"args.{field}")
+                view.__set_name__(cls, name)
+                setattr(cls, name, view)
+
+    def overridden(self, *names: str) -> bool:
+        """Whether one of the named methods is not that of this library."""
+        ours = {name: self._own_methods[name] for name in names if name in self._own_methods}
+        return any(name in vars(self) or _definition(type(self), name) is not ours[name] for name in ours)
+
+    def check_class(self) -> None:
+        """Raise TypeError for an override that training would not call."""
+        for name, (others, advice) in self._not_called.items():
+            if self.overridden(name) and not self.overridden(*others):
+                raise TypeError(
+                    f"{type(self).__name__} overrides {name}, which training does not call. {advice}, or remove the override."
+                )
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Called by the constructor of transformers. Raises TypeError where a subclass calls that one in place of ours."""
+        if "_sums" not in vars(self):
+            name = type(self).__name__
+            raise TypeError(f"{name}.__init__ did not call the constructor of its trainer. Call super().__init__(...).")
+        super().create_accelerator_and_postprocess()
+
+    def begin(
+        self,
+        model: Any,
+        args: Any,
+        processing_class: Any,
+        peft_config: Any,
+        older: Mapping[str, Any] = {},
+        **kwargs: Any,
+    ) -> tuple[Policy, Any]:
+        """`BaseTrainer.begin`, with `older` arguments moved onto the config."""
+        moved = move_onto_config(
+            self._config_class, model=model, args=args, processing_class=processing_class, older=older
+        )
+        return super().begin(moved.model, moved.args, moved.processing_class, peft_config, **kwargs)
+
+
+class LegacySFT(Legacy):
+    """Attributes of `SFTTrainer`."""
+
+    num_virtual_tokens = View(
+        lambda trainer: getattr(getattr(trainer.model, "active_peft_config", None), "num_virtual_tokens", 0)
+    )
+    padding_free = View("_padding_free")
+
+
+class LegacyGroups(Legacy):
+    """Attributes of the trainers that learn from rollouts, and what these refuse."""
+
+    _not_called: ClassVar[NotCalled] = NOT_CALLED_OF_GROUPS
+
+    chat_template = View("_tokenizer.chat_template")
+    eos_token_id = View("_tokenizer.eos_token_id")
+    epsilon_high = View("method.settings.high")
+    generation_config = View(lambda trainer: GenerationConfig(**generation_settings(trainer)))
+    generation_kwargs = View(generation_settings)
+    num_generations_eval = View("evaluation_group")
+    pad_token = View("_tokenizer.pad_token")
+    reward_func_names = View(lambda trainer: list(trainer.rollouts.rewards.names))
+    reward_funcs = View(_of_sources("function", "model", "judge"))
+    reward_processing_classes = View(_of_sources("processing_class"))
+    reward_weights = View(lambda trainer: trainer.rollouts.rewards.weights.float())
+    rollout_func = View(lambda trainer: getattr(trainer.rollouts.completer, "function", None))
+    shuffle_dataset = View("rollouts.prompts.shuffle")
+    tools = View(lambda trainer: getattr(trainer.rollouts.completer, "functions", None))
+    engine, rewards, sampling = (View(f"rollouts.{name}") for name in ("engine", "rewards", "sampling"))
+
+
+class LegacyGRPO(LegacyGroups):
+    """Methods of `GRPOTrainer` that training does not call."""
+
+    def compute_liger_loss(self, unwrapped_model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """The loss of a micro-batch, as `compute_loss` gives it: no loss here holds the logits of a whole batch."""
+        return self.compute_loss(unwrapped_model, inputs)
+
+    @staticmethod
+    def get_sapo_token_loss(unclipped_token_loss: Tensor, temperature: float) -> Tensor:
+        """SAPO's gate of each token's ratio, of any shape; its loss is minus the gate times the advantage."""
+        return soft_gate(unclipped_token_loss, temperature)
+
+
+class LegacyReplay(LegacyGroups):
+    """What `GRPOWithReplayBufferTrainer` refuses."""
+
+    _not_called: ClassVar[NotCalled] = {**NOT_CALLED_OF_GROUPS, **dict.fromkeys(
+        ("slice_group_data", "update_replay_buffer", "sample_from_replay_buffer", "update_with_replay_buffer"),
+        (("make_rollout_batch",), "Override make_rollout_batch(number)"),
+    )}  # fmt: skip
+
+    def slice_group_data(self, *args: Any, **named: Any) -> Any:
+        """Not supported, nor are the other methods of 0.26 for padded tensors."""
+        raise RuntimeError(
+            "GRPOWithReplayBufferTrainer has no replay of padded tensors. Training replaces groups in make_rollout_batch(number); for a loop "
+            "of your own use ReplayBuffer(max_size) with add(scores, data) and sample(num_samples)."
+        )
+
+    update_replay_buffer = sample_from_replay_buffer = update_with_replay_buffer = slice_group_data

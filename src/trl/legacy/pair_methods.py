@@ -4,63 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
 
 from trl.collators.preference import DPODataCollatorWithPadding
-from trl.collators.unpaired import REFERENCE_NAMES
 from trl.data.formats import common_prefix_length
-from trl.legacy.interface import GIVEN, WHOLE_BATCH, call_with, takes
-from trl.methods.method import Method, Outcome, Scoring, Step
-from trl.models.packed.layout import padded_rows, row_count, scored_sequences
+from trl.legacy.interface import (
+    LOSSES,
+    NOT_CALLED,
+    RECORDED,
+    REFERENCES,
+    WHOLE_BATCH,
+    Legacy,
+    NotCalled,
+    call_with,
+    takes,
+)
+from trl.methods.method import CONTEXT, Method, Outcome, Scoring, Step
+from trl.models.packed.layout import padded_rows, scored_sequences
 from trl.models.reference import AdapterReference
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import ScoreOptions
 from trl.models.switches import holding, undisturbed
+from trl.objectives.pairs import PairScores, pair_metrics
 from trl.objectives.preference import chosen_nll
-from trl.objectives.unpaired import UnpairedScores, unpaired_metrics
 from trl.tensors.padding import IGNORED, pad_to_length
-from trl.tensors.reduce import LossTerms, Weighted, count_units, reduce_terms, weighted
-from trl.tensors.sequences import sum_by_sequence, tokens_by_sequence
+from trl.tensors.reduce import LossTerms, Weighted, count_units, reduce_terms
+from trl.tensors.sequences import tokens_by_sequence
 
 SIDES = ("chosen", "rejected")
-
-
-class OverriddenBatch(Method):
-    """The loss of an overridden `get_batch_loss_metrics` of a trainer, which logs through `store_metrics`."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer, self.method = trainer, trainer.method
-
-    def score(self, batch: Mapping[str, Any], scoring: Scoring) -> Tensor:
-        trainer, step = self.trainer, scoring.step
-        own = next(name for name in WHOLE_BATCH if trainer.overridden(name))
-        name, mode = own if own in WHOLE_BATCH[:2] else WHOLE_BATCH[0], "train" if step.training else "eval"
-        takes_do_train = takes(trainer._own_methods[name], "do_train")  # BCO's
-        given: dict[str, Any] = {"do_train": step.training} if takes_do_train else {"train_eval": mode}
-        with holding(trainer, "_is_counted", step.plan is not None):
-            loss, metrics = call_with(getattr(trainer, name), scoring.model, batch.get(GIVEN, batch), **given)
-        with holding(trainer, "_rows_stored", float(self.method.count(batch)[0])):
-            trainer.store_metrics(metrics, train_eval=mode)
-        return loss
-
-    def terms(self, batch: Mapping[str, Any], scored: Tensor, step: Step) -> Outcome:
-        values = scored.reshape(1).expand(int(self.method.count(batch)[0]))
-        return Outcome([LossTerms(values, torch.ones_like(values), self.method.units[0], {})], None, None)
-
-
-class OverriddenLoss(Method):
-    """The method of a trainer with the losses of an overridden `dpo_loss`, `kto_loss`, ..."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer, self.learned, self.wants = trainer, trainer.method.learned, trainer.method.wants
-
-    def terms(self, batch: Mapping[str, Any], scored: Scored, step: Step) -> Outcome:
-        with holding(self.trainer, "_is_counted", step.plan is not None):
-            return self.trainer.recorded_outcome(batch, scored)
 
 
 def concatenated_inputs(
@@ -81,16 +56,16 @@ def concatenated_inputs(
         rows = [whole_sequences(row, is_encoder_decoder=is_encoder_decoder) for row in pairs_of(batch)]
         batch = DPODataCollatorWithPadding()(rows)
     fill = {"labels": label_pad_token_id, "input_ids": padding_value, "attention_mask": 0}
-    found = {
+    columns = {
         f"concatenated_{name}": both_sides(batch, name, value)
         for name, value in fill.items()
         if f"chosen_{name}" in batch
     }
     if is_encoder_decoder:
-        found |= {
+        columns |= {
             f"concatenated_{name}": batch[f"prompt_{name}"].repeat(2, 1) for name in ("input_ids", "attention_mask")
         }
-    return {name: value.to(device) for name, value in found.items()}
+    return {name: value.to(device) for name, value in columns.items()}
 
 
 def both_sides(batch: Mapping[str, Any], name: str, fill: int) -> Tensor:
@@ -118,9 +93,9 @@ def sequences_of(batch: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:
 def pairs_of(batch: Mapping[str, Any]) -> list[dict[str, list[int]]]:
     """The tokenised pairs of a batch of one of the trainers' own collators, in whatever layout."""
     names = ("prompt_input_ids", "chosen_input_ids", "rejected_prompt_input_ids", "rejected_input_ids")
-    found = sequences_of(batch)
-    each = zip(found[::2], found[1::2], strict=True)
-    return [dict(zip(names, (*chosen, *rejected), strict=True)) for chosen, rejected in each]
+    sequences = sequences_of(batch)
+    pairs = zip(sequences[::2], sequences[1::2], strict=True)
+    return [dict(zip(names, (*chosen, *rejected), strict=True)) for chosen, rejected in pairs]
 
 
 def with_losses(terms: LossTerms, losses: Tensor) -> LossTerms:
@@ -167,42 +142,17 @@ def whole_sequences(row: Mapping[str, Any], *, is_encoder_decoder: bool) -> dict
     An encoder-decoder's sequences are its labels alone.
     """
     prompt = list(row["prompt_input_ids"])
-    found = {}
+    columns = {}
     for side in SIDES:
         completion = list(row[f"{side}_input_ids"])
         if is_encoder_decoder:
-            found[f"{side}_labels"] = completion
+            columns[f"{side}_labels"] = completion
             continue
-        own = list((side == "rejected" and row.get("rejected_prompt_input_ids")) or prompt)
-        found[f"{side}_input_ids"] = own + completion
-        found[f"{side}_attention_mask"] = [1] * len(own + completion)
-        found[f"{side}_labels"] = [IGNORED] * len(own) + completion
-    return {**found, "prompt_input_ids": prompt, "prompt_attention_mask": [1] * len(prompt)}
-
-
-def concatenated_forward(
-    self: Any, model: nn.Module, batch: Mapping[str, Any]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Log-probs of chosen and rejected completions `(B,)` each, their logits `(B, T, V)` each, and the mean negative
-    log-likelihood of the chosen sequences (which is part of the loss), with gradient.
-
-    Log-probs are means where the loss is of those. Raises TypeError for an encoder-decoder.
-    """
-    batch = self.take_batch(batch)
-    scored, logits = _with_logits(self, "concatenated_forward", model, batch)
-    scores, nll = self.method.pair_scores(batch, scored), mean_chosen_nll(scored)
-    return scores.chosen, scores.rejected, logits[0::2], logits[1::2], nll
-
-
-def _with_logits(self: Any, name: str, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Scored, Tensor]:
-    """What the policy makes of a batch, and its logits, for the method `name`."""
-    if self.is_encoder_decoder:
-        raise TypeError(
-            f"{name} gives logits over whole sequences, which encoder-decoders do not have. Call get_batch_loss_metrics, or the "
-            "model."
-        )
-    with self.accelerator.autocast():
-        return self.scorer.score_with_logits(model, batch, ScoreOptions())
+        start = list((side == "rejected" and row.get("rejected_prompt_input_ids")) or prompt)
+        columns[f"{side}_input_ids"] = start + completion
+        columns[f"{side}_attention_mask"] = [1] * len(start + completion)
+        columns[f"{side}_labels"] = [IGNORED] * len(start) + completion
+    return {**columns, "prompt_input_ids": prompt, "prompt_attention_mask": [1] * len(prompt)}
 
 
 def mean_chosen_nll(scored: Scored) -> Tensor:
@@ -211,171 +161,273 @@ def mean_chosen_nll(scored: Scored) -> Tensor:
     return reduce_terms(nll, count_units(nll))
 
 
-def recorded_columns(self: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Whole sequences with labels, and the prompts, of a batch of pairs; padded."""
-    rows = [whole_sequences(row, is_encoder_decoder=self.is_encoder_decoder) for row in pairs_of(batch)]
-    return DPODataCollatorWithPadding(self.scorer.pad_token_id)(rows)
+class OverriddenBatch(Method):
+    """The loss of an overridden `get_batch_loss_metrics` of a trainer, which logs through `store_metrics`."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.method = trainer, trainer.method
+
+    def score(self, batch: Mapping[str, Any], scoring: Scoring) -> Tensor:
+        """The loss, 0-dim."""
+        trainer, step = self.trainer, scoring.step
+        overridden = next(name for name in WHOLE_BATCH if trainer.overridden(name))
+        name = overridden if overridden in WHOLE_BATCH[:2] else WHOLE_BATCH[0]
+        mode = "train" if step.training else "eval"
+        takes_do_train = takes(trainer._own_methods[name], "do_train")  # BCO's
+        options: dict[str, Any] = {"do_train": step.training} if takes_do_train else {"train_eval": mode}
+        columns = {**batch.get(RECORDED, batch), **({CONTEXT: batch[CONTEXT]} if CONTEXT in batch else {})}
+        with holding(trainer, "_is_counted", step.plan is not None):
+            loss, metrics = call_with(getattr(trainer, name), scoring.model, columns, **options)
+        with holding(trainer, "_rows_stored", float(self.method.count(batch)[0])):
+            trainer.store_metrics(metrics, train_eval=mode)
+        return loss
+
+    def terms(self, batch: Mapping[str, Any], scored: Tensor, step: Step) -> Outcome:
+        """The loss for each row."""
+        values = scored.reshape(1).expand(int(self.method.count(batch)[0]))
+        return Outcome([LossTerms(values, torch.ones_like(values), self.method.units[0], {})], None, None)
 
 
-def get_batch_loss_metrics(
-    self: Any, model: nn.Module, batch: Mapping[str, Any], train_eval: Literal["train", "eval"] = "train"
-) -> tuple[Tensor, dict[str, float]]:
-    """The loss of a batch by itself, with gradient, and its metrics; names begin with `eval_` for "eval"."""
-    batch = self.handed_out(self.take_batch(batch), batch)
-    own, found = self.method.count(batch), self.outcome(model, batch)
-    values = {name: value for terms in found.terms for name, value in terms.metrics.items()}
-    prefix = "eval_" if train_eval == "eval" else ""
-    metrics = {f"{prefix}{name}": float(value.mean) for name, value in values.items()}
-    if found.aux_loss is not None:
-        metrics[f"{prefix}aux_loss"] = float(found.aux_loss.detach())
-    loss = found.loss(self.method.units, own, own.clamp(min=1), router_weight=self.aux_loss_coef)
-    return loss, metrics
+class OverriddenLoss(Method):
+    """The method of a trainer with the losses of an overridden `dpo_loss`, `kto_loss`, ..."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.learned, self.wants = trainer, trainer.method.learned, trainer.method.wants
+
+    def terms(self, batch: Mapping[str, Any], scored: Scored, step: Step) -> Outcome:
+        """The losses of the overridden method."""
+        with holding(self.trainer, "_is_counted", step.plan is not None):
+            return self.trainer.recorded_outcome(batch, scored)
 
 
-def store_metrics(self: Any, metrics: Mapping[str, float], train_eval: Literal["train", "eval"] = "train") -> None:
-    """Add numbers to the metrics that the next log averages: each counts once, those of an overridden
-    `get_batch_loss_metrics` as often as their batch has rows.
+class LegacyJudged(Legacy):
+    """What trainers of judged completions refuse."""
 
-    A subclass with `_stored_metrics` of its own, lists by mode and name, logs by itself: they are added there.
-    """
-    own, rows = vars(self).get("_stored_metrics"), self._rows_stored
-    for name, value in metrics.items():
-        if own is not None:
-            own[train_eval][name].append(value)
-            continue
-        pair = Weighted(torch.as_tensor(rows * float(value)), torch.tensor(rows))
-        self._sums[train_eval].add(name.removeprefix("eval_") if train_eval == "eval" else name, pair)
+    _not_called: ClassVar[NotCalled] = NOT_CALLED
 
 
-def tokenize_row(self: Any, feature: Mapping[str, Any], model: Any = None) -> dict[str, list[int]]:
-    """A row of `prompt`, `chosen` and `rejected` as token ids and labels, cut as training rows are.
+class LegacyReward(LegacyJudged):
+    """Batches of `RewardTrainer` at 0.4-0.26."""
 
-    `model` is not needed. Raises: what the preparation of a data set raises.
-    """
-    row, sets = Dataset.from_list([dict(feature)]), self._sets
-    prepared, _ = sets.prepare(row, sets.processing_class, sets.settings, name="tokenize_row")
-    return whole_sequences(prepared[0], is_encoder_decoder=self.is_encoder_decoder)
+    def handed_out(self, batch: Any, drawn: Any) -> Any:
+        """The batch; for an overridden `compute_loss` with the columns of 0.4-0.26: each side's by itself, and chosen
+        sequences above rejected ones.
+        """
+        if not self.overridden("compute_loss"):
+            return batch
+        if "rows" not in drawn:
+            return drawn
+        rows = padded_rows(batch, pad_token_id=self.scorer.pad_token_id)
+        columns = {name: torch.cat([rows[name][0::2], rows[name][1::2]]) for name in ("input_ids", "attention_mask")}
+        sides = {
+            f"{name}_{side}": half for name in columns for side, half in zip(SIDES, columns[name].chunk(2), strict=True)
+        }
+        return {**columns, **sides, **({"margin": batch["margin"]} if "margin" in batch else {})}
 
 
-def build_tokenized_answer(self: Any, prompt: str, answer: str) -> dict[str, list[int]]:
+class LegacyPairs(LegacyJudged):
+    """Methods of 0.4-0.26 of trainers of preferences; training calls those that are overridden."""
+
+    args: Any
+    method: Any
+    get_batch_logps = staticmethod(get_batch_logps)
+    _rows_stored = 1.0  # of what `store_metrics` is drawn
+
+    # ---- overridden methods
+
+    def handed_out(self, batch: Any, drawn: Any) -> Any:
+        """The batch, where methods are overridden with the columns that these read."""
+        if not self.overridden("compute_loss", *WHOLE_BATCH, *REFERENCES):
+            return batch
+        columns = self.recorded_columns(batch) if "rows" in drawn else drawn
+        return {**columns, **batch, RECORDED: {**batch, **columns} if "rows" in drawn else drawn}
+
+    def recorded_columns(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Whole sequences with labels, and the prompts, of a batch of pairs; padded."""
+        rows = [whole_sequences(row, is_encoder_decoder=self.is_encoder_decoder) for row in pairs_of(batch)]
+        return DPODataCollatorWithPadding(self.scorer.pad_token_id)(rows)
+
+    def trained_method(self, step: Step) -> Method:
+        """That of an overridden `get_batch_loss_metrics` (within a step), or of an overridden loss such as
+        `dpo_loss`.
+        """
+        if step.counts is not None and self.overridden(*WHOLE_BATCH):
+            return OverriddenBatch(self)
+        return OverriddenLoss(self) if self.overridden(*LOSSES) else self.method
+
+    def recorded_outcome(self, batch: dict[str, Any], scored: Any) -> Outcome:
+        """The outcome with the losses of the overridden method."""
+        raise TypeError(f"{type(self).__name__} must override recorded_outcome.")
+
+    # ---- the loss
+
+    def get_batch_loss_metrics(
+        self, model: nn.Module, batch: Mapping[str, Any], train_eval: Literal["train", "eval"] = "train"
+    ) -> tuple[Tensor, dict[str, float]]:
+        """The loss of a batch by itself, with gradient, and its metrics; names begin with `eval_` for "eval"."""
+        batch = self.handed_out(self.take_batch(batch), batch)
+        units, outcome = self.method.count(batch), self.outcome(model, batch)
+        values = {name: value for terms in outcome.terms for name, value in terms.metrics.items()}
+        prefix = "eval_" if train_eval == "eval" else ""
+        metrics = {f"{prefix}{name}": float(value.mean) for name, value in values.items()}
+        if outcome.aux_loss is not None:
+            metrics[f"{prefix}aux_loss"] = float(outcome.aux_loss.detach())
+        loss = outcome.loss(self.method.units, units, units.clamp(min=1), router_weight=self.scorer.router_weight)
+        return loss, metrics
+
+    def store_metrics(self, metrics: Mapping[str, float], train_eval: Literal["train", "eval"] = "train") -> None:
+        """Add numbers to the metrics that the next log averages: each counts once, those of an overridden
+        `get_batch_loss_metrics` as often as their batch has rows.
+        """
+        for name, value in metrics.items():
+            pair = Weighted(torch.as_tensor(self._rows_stored * float(value)), torch.tensor(self._rows_stored))
+            self._sums[train_eval].add(name.removeprefix("eval_") if train_eval == "eval" else name, pair)
+
+    # ---- completions
+
+    def generate_from_model(self, model: Any, batch: Mapping[str, Any]) -> list[str]:
+        """Prompts with what the model makes of them, sampled up to `max_length` tokens, as text.
+
+        `batch` has `prompt_input_ids` and `prompt_attention_mask`, `(B, P)`, padded on the left.
+        """
+        with self.accelerator.autocast(), torch.no_grad(), undisturbed(model):
+            ids = model.generate(
+                input_ids=batch["prompt_input_ids"],
+                attention_mask=batch["prompt_attention_mask"],
+                max_length=self.args.max_length,
+                do_sample=True,
+                pad_token_id=self.scorer.pad_token_id,
+            )
+        return self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+
+class LegacyReference(LegacyPairs):
+    """The same, of those with a reference."""
+
+    def take_reference(self, columns: Any, **settings: Any) -> None:
+        """Raises: ValueError for precomputed log-probs, for which overridden methods are not called."""
+        if self.args.precompute_ref_log_probs and self.overridden(*REFERENCES):  # type: ignore[attr-defined]
+            raise ValueError(
+                f"precompute_ref_log_probs=True does not call {' or '.join(REFERENCES)}, which {type(self).__name__} overrides. "
+                "Set it to False."
+            )
+        super().take_reference(columns, **settings)  # type: ignore[misc]
+
+    @contextmanager
+    def null_ref_context(self) -> Iterator[Any]:
+        """A block in which the policy is its own reference: its adapter is switched off, or the reference's on.
+
+        Nothing changes inside where the reference is a model of its own, or there is none.
+        """
+        lends = isinstance(self.reference, AdapterReference)
+        with self.reference.active(self.model) if lends else nullcontext(self.model) as model:
+            yield model
+
+    def generate_from_model_and_ref(self, model: Any, batch: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+        """`generate_from_model` of the policy and of the reference.
+
+        Raises: ValueError without a reference model.
+        """
+        if not hasattr(self.reference, "active"):
+            raise ValueError(
+                "there is no reference to generate with (reference_free or precompute_ref_log_probs). Set both to False."
+            )
+        if "prompt_input_ids" not in batch:
+            batch = self.recorded_columns(self.take_batch(batch))
+        with self.reference.active(self.model_wrapped) as reference:
+            texts = self.generate_from_model(reference, batch)
+        return self.generate_from_model(model, batch), texts
+
+
+class LegacyReferenceFree(LegacyPairs):
+    """Methods of `CPOTrainer` and `ORPOTrainer` at 0.8-0.26."""
+
+    _loss_method: ClassVar[str]
+    _loss_sign: ClassVar[int] = 1  # -1 for a method that gives what is subtracted
+    concatenated_inputs = staticmethod(concatenated_inputs)
+
+    def recorded_outcome(self, batch: dict[str, Any], scored: Scored) -> Outcome:
+        """The outcome with losses and rewards of an overridden `cpo_loss` or `odds_ratio_loss`."""
+        scores = self.method.pair_scores(batch, scored)
+        losses, chosen, rejected, *_ = getattr(self, self._loss_method)(scores.chosen, scores.rejected)
+        terms = with_losses(self.method.loss(scores), self._loss_sign * losses)
+        logged = pair_metrics(chosen, rejected, chosen_logps=scores.chosen, rejected_logps=scores.rejected)
+        return self.method.outcome(terms._replace(metrics={**terms.metrics, **logged}), scores, batch, scored)
+
+    def concatenated_forward(
+        self, model: nn.Module, batch: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Log-probs of chosen and rejected completions `(B,)` each, their logits `(B, T, V)` each, and the mean negative
+        log-likelihood of the chosen sequences (which is part of the loss), with gradient.
+
+        Log-probs are means where the loss is of those. Raises TypeError for an encoder-decoder.
+        """
+        batch = self.take_batch(batch)
+        scored, logits = with_logits(self, "concatenated_forward", model, batch)
+        scores, nll = self.method.pair_scores(batch, scored), mean_chosen_nll(scored)
+        return scores.chosen, scores.rejected, logits[0::2], logits[1::2], nll
+
+    def tokenize_row(self, feature: Mapping[str, Any], model: Any = None) -> dict[str, list[int]]:
+        """A row of `prompt`, `chosen` and `rejected` as token ids and labels, cut as training rows are.
+
+        `model` is not needed. Raises: what the preparation of a data set raises.
+        """
+        row, sets = Dataset.from_list([dict(feature)]), self._sets
+        prepared, _ = sets.prepare(row, sets.processing_class, sets.settings, name="tokenize_row")
+        return whole_sequences(prepared[0], is_encoder_decoder=self.is_encoder_decoder)
+
+    def build_tokenized_answer(self, prompt: str, answer: str) -> dict[str, list[int]]:
+        """Token ids of a prompt and of an answer to it, cut where the tokens of both together leave the prompt's."""
+        return tokenized_answer(self._tokenizer, prompt, answer)
+
+
+class LegacyCPO(LegacyReferenceFree):
+    """The loss of `CPOTrainer`."""
+
+    _loss_method: ClassVar[str] = "cpo_loss"
+
+    def cpo_loss(self, policy_chosen_logps: Tensor, policy_rejected_logps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Losses and rewards of chosen and rejected, `(B,)` each, from log-probs `(B,)` (means for ipo and simpo)."""
+        losses = self.method.loss(PairScores.without_reference(policy_chosen_logps, policy_rejected_logps)).values
+        return losses, self.method.rewards(policy_chosen_logps), self.method.rewards(policy_rejected_logps)
+
+
+class LegacyORPO(LegacyReferenceFree):
+    """The loss of `ORPOTrainer`."""
+
+    _loss_method: ClassVar[str] = "odds_ratio_loss"
+    _loss_sign: ClassVar[int] = -1
+
+    def odds_ratio_loss(
+        self, policy_chosen_logps: Tensor, policy_rejected_logps: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """`beta log s(log odds ratio)` and the rewards of chosen and rejected, `(B,)` each, and the means of
+        `log s(log odds ratio)` and of the log odds ratio, from mean log-probs `(B,)`.
+
+        The first is what is subtracted from the likelihood's loss: the pairs' loss with its sign changed.
+        """
+        terms = self.method.loss(PairScores.without_reference(policy_chosen_logps, policy_rejected_logps))
+        rewards = self.method.rewards(policy_chosen_logps), self.method.rewards(policy_rejected_logps)
+        means = terms.metrics["log_odds_ratio"].mean, terms.metrics["log_odds_chosen"].mean
+        return -terms.values, *rewards, *means
+
+
+def with_logits(trainer: Any, name: str, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Scored, Tensor]:
+    """What the policy makes of a batch, and its logits, for the method `name`."""
+    if trainer.is_encoder_decoder:
+        raise TypeError(
+            f"{name} gives logits over whole sequences, which encoder-decoders do not have. Call get_batch_loss_metrics, or the "
+            "model."
+        )
+    with trainer.accelerator.autocast():
+        return trainer.scorer.score_with_logits(model, batch, ScoreOptions())
+
+
+def tokenized_answer(tokenizer: Any, prompt: str, answer: str) -> dict[str, list[int]]:
     """Token ids of a prompt and of an answer to it, cut where the tokens of both together leave the prompt's."""
     texts = (prompt, prompt + answer)
-    head, whole = (self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
+    head, whole = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
     start = common_prefix_length(head, whole)
     ids = {"prompt_": whole[:start], "": whole[start:]}
     masks = {f"{name}attention_mask": [1] * len(part) for name, part in ids.items()}
     return {**{f"{name}input_ids": part for name, part in ids.items()}, **masks}
-
-
-@contextmanager
-def null_ref_context(self: Any) -> Iterator[Any]:
-    """A block in which the policy is its own reference: its adapter is switched off, or the reference's on.
-
-    Nothing changes inside where the reference is a model of its own, or there is none.
-    """
-    lends = isinstance(self.reference, AdapterReference)
-    with self.reference.active(self.model) if lends else nullcontext(self.model) as model:
-        yield model
-
-
-def generate_from_model(self: Any, model: Any, batch: Mapping[str, Any]) -> list[str]:
-    """Prompts with what the model makes of them, sampled up to `max_length` tokens, as text.
-
-    `batch` has `prompt_input_ids` and `prompt_attention_mask`, `(B, P)`, padded on the left.
-    """
-    with self.accelerator.autocast(), torch.no_grad(), undisturbed(model):
-        ids = model.generate(
-            input_ids=batch["prompt_input_ids"],
-            attention_mask=batch["prompt_attention_mask"],
-            max_length=self.args.max_length,
-            do_sample=True,
-            pad_token_id=self.scorer.pad_token_id,
-        )
-    return self._tokenizer.batch_decode(ids, skip_special_tokens=True)
-
-
-def generate_from_model_and_ref(self: Any, model: Any, batch: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """`generate_from_model` of the policy and of the reference.
-
-    Raises: ValueError without a reference model.
-    """
-    if not hasattr(self.reference, "active"):
-        raise ValueError(
-            "there is no reference to generate with (reference_free or precompute_ref_log_probs). Set both to False."
-        )
-    if "prompt_input_ids" not in batch:
-        batch = self.recorded_columns(self.take_batch(batch))
-    with self.reference.active(self.model_wrapped) as reference:
-        found = self.generate_from_model(reference, batch)
-    return self.generate_from_model(model, batch), found
-
-
-# ---- unpaired completions
-
-
-def forward(
-    self: Any, model: nn.Module, batch: Mapping[str, Any]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Log-probs of chosen and rejected completions, `(C,)` and `(R,)`, their logits `(C, T, V)` and `(R, T, V)`, and
-    the log-probs `(B,)` of mismatched ones, without gradient (None where the loss has none).
-
-    Raises: TypeError for an encoder-decoder.
-    """
-    batch = dict(self.take_batch(batch))
-    scored, logits = _with_logits(self, "forward", model, self.method.learned(batch))
-    logps = sum_by_sequence(scored.logps, scored.positions.sequence, row_count(batch))
-    mismatched = self.method.mismatched_logps(batch, self.scoring(model, batch)) if self.mismatched else None
-    chosen = batch["label"]
-    return logps[chosen], logps[~chosen], logits[chosen], logits[~chosen], mismatched
-
-
-def compute_reference_log_probs(self: Any, padded_batch: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """The reference's log-probs `(B,)` of a batch's completions and, for loss_type "kto", of its mismatched ones."""
-    batch = self.take_batch(padded_batch)
-    if "ref_logps" in batch:
-        return batch["ref_logps"], batch.get("ref_kl_logps")
-    logps = self.reference.score(self.model_wrapped, batch, self.completion_logps)
-    logps = logps.view(-1, self.method.completions_per_row)
-    return logps[:, 0], logps[:, 1] if self.mismatched else None
-
-
-def unpaired_columns(self: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Prompts, and sequences of prompts and completions with labels, padded; `label` is a list of booleans."""
-    step, found = self.method.completions_per_row, sequences_of(batch)
-    rows: list[dict[str, Any]] = [{"label": bool(label)} for label in batch["label"]]
-    for place, prefix in enumerate(("", "KL_")[:step]):
-        for row, (prompt, answer) in zip(rows, found[place::step], strict=True):
-            head = [] if self.is_encoder_decoder else prompt
-            row[f"{prefix}prompt_input_ids"] = prompt
-            row[f"{prefix}completion_input_ids"] = head + answer
-            row[f"{prefix}completion_labels"] = [IGNORED] * len(head) + answer
-    known = {column: batch[name] for column, name in REFERENCE_NAMES.items() if name in batch}
-    return {**DPODataCollatorWithPadding(self.scorer.pad_token_id)(rows), **known}
-
-
-def unpaired_outcome(self: Any, batch: dict[str, Any], scored: Scored) -> Outcome:
-    """The outcome with losses and rewards of an overridden `kto_loss` or `bco_loss`."""
-    scores = self.method.scores(batch, scored)
-    kinds = scores.desirable, ~scores.desirable
-    policy, reference = ([logps[kind] for kind in kinds] for logps in (scores.logps, scores.ref_logps))
-    losses, chosen, rejected, point, *_ = self.call_loss_method(batch, policy, reference)
-    if losses.numel() == len(scores.logps):
-        order = torch.cat([kind.nonzero() for kind in kinds])[:, 0]  # the desirable ones came first
-        losses = losses[order.argsort()]
-    metrics = {"rewards/chosen": weighted(chosen), "rewards/rejected": weighted(rejected)}
-    metrics[self._point] = weighted(torch.as_tensor(point).reshape(-1))
-    metrics = unpaired_metrics(scores, self.args.beta) | metrics
-    terms = LossTerms(scores.logps, torch.ones_like(scores.logps), "sequence", metrics)
-    return self.method.outcome(with_losses(terms, losses), scores, scored)
-
-
-def scores_by_kind(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> UnpairedScores:
-    """The scores of desirable completions, `(C,)` log-probs of policy and reference, followed by the others, `(R,)`."""
-    logps, ref_logps = torch.cat([chosen, rejected]), torch.cat([ref_chosen, ref_rejected])
-    return UnpairedScores(logps, ref_logps, torch.arange(len(logps), device=logps.device) < len(chosen))
-
-
-def rewards_by_kind(scores: UnpairedScores, beta: float) -> tuple[Tensor, Tensor]:
-    """The implicit rewards of the desirable completions `(C,)` and of the others `(R,)`, without gradient."""
-    rewards = (beta * scores.ratios).detach()
-    return rewards[scores.desirable], rewards[~scores.desirable]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import datasets
 import torch
 from datasets import Dataset, Value
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
+
+from trl.legacy.interface import NOT_CALLED, NOT_CALLED_OF_GROUPS, LegacyGroups, NotCalled, View
 
 FormattingFunction = Callable[[dict[str, Any]], str | list[str]]
 MessagesField = Literal["messages", "conversations"]
@@ -36,10 +38,10 @@ def conversations_formatting_function(
     """
 
     def format_row(row: dict[str, Any]) -> str | list[str]:
-        given = row[messages_field]
-        if given and isinstance(given[0], list):
-            return [format_row({messages_field: messages}) for messages in given]  # type: ignore[misc]
-        return str(tokenizer.apply_chat_template(given, tools=tools, tokenize=False))
+        messages = row[messages_field]
+        if messages and isinstance(messages[0], list):
+            return [format_row({messages_field: conversation}) for conversation in messages]  # type: ignore[misc]
+        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False))
 
     return format_row
 
@@ -213,18 +215,18 @@ def add_bos_token_if_needed(
     given back.
 
     >>> tokens = [{"prompt_input_ids": ids, "prompt_attention_mask": [1]} for ids in ([1], [1], [5])]
-    >>> found = add_bos_token_if_needed(1, 1, tokens[0], 1, tokens[1], 1, tokens[2])
-    >>> [each["prompt_input_ids"] for each in found]
+    >>> answers = add_bos_token_if_needed(1, 1, tokens[0], 1, tokens[1], 1, tokens[2])
+    >>> [answer["prompt_input_ids"] for answer in answers]
     [[1], [1], [1, 5]]
     """
     lengths = (prompt_len_input_ids, chosen_prompt_len_input_ids, rejected_prompt_len_input_ids)
-    found = (prompt_tokens, chosen_tokens, rejected_tokens)
-    for length, tokens in zip(lengths, found, strict=True):
+    rows = (prompt_tokens, chosen_tokens, rejected_tokens)
+    for length, tokens in zip(lengths, rows, strict=True):
         missing = length == 0 or tokens["prompt_input_ids"][0] != bos_token_id
         if bos_token_id is not None and missing:
             tokens["prompt_input_ids"] = [bos_token_id, *tokens["prompt_input_ids"]]
             tokens["prompt_attention_mask"] = [1, *tokens["prompt_attention_mask"]]
-    return found
+    return rows
 
 
 def add_eos_token_if_needed(
@@ -233,7 +235,7 @@ def add_eos_token_if_needed(
     """End `input_ids` of both answers with the end token, unless they do; `attention_mask` goes along. In place.
 
     >>> pair = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in ([5, 2], [6])]
-    >>> [each["input_ids"] for each in add_eos_token_if_needed(2, *pair)]
+    >>> [answer["input_ids"] for answer in add_eos_token_if_needed(2, *pair)]
     [[5, 2], [6, 2]]
     """
     for tokens in (chosen_tokens, rejected_tokens):
@@ -243,10 +245,15 @@ def add_eos_token_if_needed(
     return chosen_tokens, rejected_tokens
 
 
-class LegacyPromptRows:
-    """Rows of prompts as the methods of TRL's `OnlineDPOTrainer` make them, for programs that call these; training does
-    not.
-    """
+class LegacyPromptRows(LegacyGroups):
+    """Attributes of `OnlineDPOTrainer`, and rows of prompts as its methods make them; training does not call these."""
+
+    _not_called: ClassVar[NotCalled] = {
+        **NOT_CALLED_OF_GROUPS,
+        **dict.fromkeys(("tokenize_row", "process_vision_row"), NOT_CALLED["tokenize_row"]),
+    }
+    beta = View("method.beta")  # of the present epoch
+    judge = View(lambda trainer: getattr(trainer.method.judge, "inner", None))
 
     @staticmethod
     def tokenize_row(
@@ -261,11 +268,11 @@ class LegacyPromptRows:
             ids = [begin, *ids]
         return {**feature, "prompt_input_ids": ids, "prompt_attention_mask": [1] * len(ids)}
 
-    def process_vision_row(self: Any, features: dict[str, Any], processing_class: Any = None) -> dict[str, Any]:
+    def process_vision_row(self, features: dict[str, Any], processing_class: Any = None) -> dict[str, Any]:
         """A row with `prompt` and `images` as the processor makes it: `prompt_input_ids`, `prompt_attention_mask` and
         what belongs to the images.
         """
-        processor = processing_class or self.processing_class
-        made = processor(images=features["images"], text=features["prompt"], add_special_tokens=False)
+        processor: Any = processing_class or self.processing_class
+        inputs = processor(images=features["images"], text=features["prompt"], add_special_tokens=False)
         names = {"input_ids": "prompt_input_ids", "attention_mask": "prompt_attention_mask"}
-        return {str(names.get(name, name)): value[0] for name, value in made.items()}
+        return {str(names.get(name, name)): value[0] for name, value in inputs.items()}

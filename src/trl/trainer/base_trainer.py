@@ -43,8 +43,6 @@ from trl.data.prepared_sets import DataSets
 from trl.data.ragged import list_lengths
 from trl.data.rendering import run_date_of
 from trl.data.streaming import RepeatedStream, StreamRounds, is_streaming
-from trl.legacy import move_onto_config
-from trl.legacy.interface import GIVEN, LegacyInterface, call_with
 from trl.methods.method import CONTEXT, LOSS_PARTS, Context, Method, Outcome, Scoring, Step
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.models.loading import cast_state, load_saved_weights, name_dtype, save_dtype
@@ -83,7 +81,7 @@ from trl.trainer.inherited import (
 logger = logging.getLogger(__name__)
 
 
-class BaseTrainer(LegacyInterface, Trainer):
+class BaseTrainer(Trainer):
     """`transformers.Trainer` with exact normalisation over the optimiser step, weighted metrics and exact resume.
 
     The loss of a micro-batch is the sum of the terms of its `outcome`: its `method`'s, of what the scorer makes of it.
@@ -102,8 +100,6 @@ class BaseTrainer(LegacyInterface, Trainer):
     scorer: Scorer | PolicyValueScorer
     reference: Any = None
     teacher: Any = None
-    ref_model: nn.Module | None  # the reference, where it is a model of its own
-    aux_loss_coef: float  # of the model's config
     _moved_reference: FrozenModel | None = None  # a reference that a callback moves: part of checkpoints
     _token_counts: TokenCounts | None = None  # of sampled tokens; None: tokens are counted when they are trained on
 
@@ -119,7 +115,7 @@ class BaseTrainer(LegacyInterface, Trainer):
                 f"data_collator is a tokenizer ({type(collator).__name__}), expected a function that makes batches of rows. "
                 "Give a tokenizer as processing_class=."
             )
-        self.check_overrides()
+        self.check_class()
         if sets is not None and train_sets is not None:
             self._sets = sets
             for name, prepare in (
@@ -135,7 +131,6 @@ class BaseTrainer(LegacyInterface, Trainer):
             check_residuals(self.accelerator, OptimizerNames(self.args.optim).value)
         self._signature_columns = list(self._columns)
         chosen_metric(self)  # whose set must exist
-        self.settle_views()
         at_step_ends(self.callback_handler.callbacks)
         # The loss comes back divided by the count over the whole step: the parent must not divide it again.
         self.model_accepts_loss_kwargs = True
@@ -151,16 +146,15 @@ class BaseTrainer(LegacyInterface, Trainer):
             self._offloading = lambda: offloading
 
     def begin(
-        self, model: Any, args: Any, processing_class: Any, peft_config: Any, older: Mapping[str, Any],
+        self, model: Any, args: Any, processing_class: Any, peft_config: Any, older: Mapping[str, Any] = {},
         *, data: Data = "pairs", classifier: ClassifierKind | None = None,
     ) -> tuple[Policy, Any]:  # fmt: skip
-        """The policy and the config, at the start of a constructor: arguments of older programs are moved onto the
-        config.
-        """
+        """The policy and the config, at the start of a constructor. Raises TypeError for `older` arguments."""
+        if older:
+            raise TypeError(
+                f"unexpected keyword arguments {sorted(older)}. Settings are fields of {type(args).__name__}."
+            )
         self._path = model if isinstance(model, str) else None
-        model, args, processing_class = move_onto_config(
-            self._config_class, model=model, args=args, processing_class=processing_class, older=older
-        )
         settle_inherited(args, data)
         policy = set_up_policy(model, args, processing_class, peft_config, classifier=classifier)
         self.scorer, self._tokenizer = policy.scorer, policy.tokenizer
@@ -172,13 +166,8 @@ class BaseTrainer(LegacyInterface, Trainer):
     _uncounted_steps = 0
     _offloading: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-    def adopt(self) -> None:
-        """Finish a trainer whose subclass calls `transformers.Trainer.__init__` in place of ours, before it trains or
-        evaluates.
-        """
-        raise TypeError(
-            f"{type(self).__name__}.__init__ did not call the constructor of its trainer. Call super().__init__(...)."
-        )
+    def check_class(self) -> None:
+        """Called first in the constructor: raises TypeError for a class that cannot be trained."""
 
     def settle_reference(self) -> None:
         """Bring the reference to the device, and let a callback move it (`sync_ref_model` adds one).
@@ -215,9 +204,9 @@ class BaseTrainer(LegacyInterface, Trainer):
         }
         return {**found, **known} if known else found
 
-    def handed_out(self, own: Any, given: Any) -> Any:
-        """What `compute_loss` is given for a batch, which `take_batch` made from the collator's `given` one."""
-        return own
+    def handed_out(self, batch: Any, drawn: Any) -> Any:
+        """What `compute_loss` is given for a batch, which `take_batch` made from the collator's, the `drawn` one."""
+        return batch
 
     def prepare_step(self, batches: list[Any]) -> None:
         """Called with all micro-batches of an optimiser step before the first is trained on: puts what the method must
@@ -226,9 +215,7 @@ class BaseTrainer(LegacyInterface, Trainer):
         plans = self.method.plan(batches, self.scoring())
         for batch, context in zip(batches, plans, strict=True):
             if context is not None:
-                batch[CONTEXT] = context = Context(context)
-                if GIVEN in batch:
-                    batch[GIVEN] = {**batch[GIVEN], CONTEXT: context}
+                batch[CONTEXT] = Context(context)
 
     def add_reference(self, batch: dict[str, Any]) -> None:
         """Put the reference's log-probs into the batch, if the method has a reference and they are not there yet."""
@@ -282,7 +269,7 @@ class BaseTrainer(LegacyInterface, Trainer):
             batches, self._unprepared = self._unprepared, None
             self.prepare_step(batches)
             # A subclass may have copied the first batch before it was prepared.
-            inputs = {**inputs, **{name: batches[0][name] for name in (CONTEXT, GIVEN) if name in batches[0]}}
+            inputs = {**inputs, **({CONTEXT: batches[0][CONTEXT]} if CONTEXT in batches[0] else {})}
         self._units_of_step, self.loss_is_scaled_for_ga = num_items_in_batch, False
         try:
             with self._offloading():
@@ -352,8 +339,8 @@ class BaseTrainer(LegacyInterface, Trainer):
         step = own.clamp(min=1)
         if num_items_in_batch is not None:
             step = torch.as_tensor(num_items_in_batch).view(-1)
-        found = call_with(self.outcome, model, inputs, step=step, with_outputs=return_outputs)
-        loss = found.loss(self.method.units, own, step, router_weight=self.aux_loss_coef)
+        found = self.outcome(model, inputs, step=step, with_outputs=return_outputs)
+        loss = found.loss(self.method.units, own, step, router_weight=self.scorer.router_weight)
         if fills_up:
             loss = loss * 0  # with the collectives of the others, and a gradient of zeros
         else:
@@ -373,7 +360,7 @@ class BaseTrainer(LegacyInterface, Trainer):
             sums.add("aux_loss", Weighted(found.aux_loss, torch.ones(())))
         if self.mode == "eval":
             units = self.method.units
-            totals = found.totals(units, own, router_weight=self.aux_loss_coef)
+            totals = found.totals(units, own, router_weight=self.scorer.router_weight)
             for unit, *part in zip(units, totals, own, strict=True):
                 sums.add(LOSS_PARTS + unit, Weighted(*part))
 
@@ -444,8 +431,6 @@ class BaseTrainer(LegacyInterface, Trainer):
         Raises: FileNotFoundError where there is nothing to resume from; CheckpointError where the checkpoint lost a
         part or is of another method, model or data, and where another run is active in `output_dir`.
         """
-        if "_sums" not in vars(self):
-            self.adopt()
         with ExitStack() as stack:
             stack.callback(setattr, self, "_run", None)
             run = self._enter_run(stack, resume_from_checkpoint)
@@ -492,8 +477,6 @@ class BaseTrainer(LegacyInterface, Trainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate; see `transformers.Trainer.evaluate`."""
-        if "_sums" not in vars(self):
-            self.adopt()
         with own_rng_states():  # also of callbacks
             return super().evaluate(*args, **kwargs)
 
@@ -522,9 +505,8 @@ class BaseTrainer(LegacyInterface, Trainer):
             )
             labels = self.labels_of(batch) if labels is None else labels
             if predictions is None or labels is None:
-                outcome: Any = self._own_methods["outcome"]
                 with self.unrecorded():
-                    _, predictions, labels, *_ = outcome(self, model, self.take_batch(batch), with_outputs=True)
+                    _, predictions, labels, *_ = self.outcome(model, self.take_batch(batch), with_outputs=True)
             return loss.detach(), predictions.detach(), labels
 
     def labels_of(self, batch: Any) -> Any:

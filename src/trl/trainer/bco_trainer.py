@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from trl._lazy import attach
-from trl.legacy.interface import call_with
-from trl.legacy.pair_methods import rewards_by_kind, scores_by_kind
+from trl.legacy.unpaired_methods import LegacyBCO
 from trl.methods.bco import BCOMethod
-from trl.methods.method import CONTEXT, Context
 from trl.models.prompt_density import EmbeddingFunction, PromptDensity
-from trl.objectives.unpaired import bco_terms
-from trl.reporting.metrics import Processes
 from trl.reporting.model_card import Paper
 from trl.tensors.moments import RunningMoments
 from trl.trainer.bco_config import BCOConfig
@@ -31,7 +26,7 @@ known.
 """
 
 
-class BCOTrainer(UnpairedTrainer):
+class BCOTrainer(LegacyBCO, UnpairedTrainer):
     """Trainer of binary classifier optimisation (Jung et al. 2024, arXiv:2404.04656).
 
     Takes what `KTOTrainer` takes, and:
@@ -56,7 +51,6 @@ class BCOTrainer(UnpairedTrainer):
     _name: ClassVar[str] = "BCO"
     _paper = Paper("Binary Classifier Optimization for Large Language Model Alignment", "2404.04656")
     _config_class: ClassVar[type] = BCOConfig
-    _point: ClassVar[str] = "delta"
     method: BCOMethod
     args: BCOConfig
 
@@ -101,61 +95,6 @@ class BCOTrainer(UnpairedTrainer):
     def preparation(self, args: BCOConfig) -> dict[str, Any]:
         """With matching, rows also hold their prompts under the tokenizer of the embedding model."""
         return {} if self._density is None else {"embedding_tokenizer": self._density.embedding_tokenizer}
-
-    # ---- methods of 0.11-0.26
-
-    def forward(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """Log-probs of chosen and rejected completions, `(C,)` and `(R,)`, and their logits `(C, T, V)` and `(R, T,
-        V)`.
-        """
-        return super().forward(model, batch)[:4]
-
-    def compute_reference_log_probs(self, padded_batch: Mapping[str, Any]) -> Tensor:
-        """The reference's log-probs `(B,)` of a batch's completions."""
-        return super().compute_reference_log_probs(padded_batch)[0]
-
-    def get_batch_loss_metrics(
-        self, model: nn.Module, batch: Mapping[str, Any], do_train: bool = True
-    ) -> tuple[Tensor, dict[str, float]]:
-        """The loss of a batch by itself, with gradient, and its metrics; with `do_train`, in train mode, its rewards
-        move delta."""
-        return super().get_batch_loss_metrics(model, batch if do_train else {**batch, CONTEXT: Context("not counted")})
-
-    def bco_loss(
-        self,
-        policy_chosen_logps: Tensor,
-        policy_rejected_logps: Tensor,
-        reference_chosen_logps: Tensor,
-        reference_rejected_logps: Tensor,
-        chosen_embeddings: Tensor | None = None,
-        rejected_embeddings: Tensor | None = None,
-        do_train: bool = True,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Losses of the chosen, then the rejected completions, the rewards of either, and delta, 0-dim.
-
-        Log-probs are sums `(C,)`, `(R,)`, embeddings those of the prompts, `(C, H)` and `(R, H)`, where distributions
-        are matched. With `do_train` the rewards move delta, unless they count already as part of a step.
-        """
-        scores = scores_by_kind(
-            policy_chosen_logps, policy_rejected_logps, reference_chosen_logps, reference_rejected_logps
-        )
-        if do_train and not self._is_counted:
-            self.method.count_rewards(scores, Processes(self.accelerator))
-        delta = self.method.delta().to(scores.logps)
-        weights = self.method.undesirable_weights(rejected_embeddings)
-        if weights is not None:
-            weights = torch.cat([weights.new_ones(len(policy_chosen_logps)), weights])
-        losses = bco_terms(scores, beta=self.args.beta, delta=delta, undesirable_weights=weights).values
-        return losses, *rewards_by_kind(scores, self.args.beta), delta
-
-    def call_loss_method(self, batch: dict[str, Any], policy: Any, reference: Any) -> Any:
-        """What an overridden `bco_loss` gives for a batch; rewards that count already as part of a step do not move
-        delta.
-        """
-        found, kinds = self.method.embeddings(batch), (batch["label"], ~batch["label"])
-        embeddings = [None if found is None else found[kind] for kind in kinds]
-        moves = self.mode == "train" and CONTEXT not in batch
-        return call_with(self.bco_loss, *policy, *reference, *embeddings, do_train=moves)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

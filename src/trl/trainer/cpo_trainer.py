@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torch import Tensor
-
+from trl.legacy.pair_methods import LegacyCPO
 from trl.methods.cpo import CPOMethod
 from trl.methods.reference_free import ReferenceFreeMethod
-from trl.objectives.pairs import PairScores
 from trl.reporting.model_card import Paper
 from trl.trainer.cpo_config import CPOConfig
 from trl.trainer.reference_free_trainer import ReferenceFreeTrainer
 
 
-class CPOTrainer(ReferenceFreeTrainer):
+class CPOTrainer(LegacyCPO, ReferenceFreeTrainer):
     """Trainer of contrastive preference optimisation (Xu et al. 2024, arXiv:2401.08417), SimPO and AlphaPO.
 
     Args:
@@ -48,10 +46,4 @@ class CPOTrainer(ReferenceFreeTrainer):
     )
     _method_class: ClassVar[type[ReferenceFreeMethod]] = CPOMethod
     _config_class: ClassVar[type] = CPOConfig
-    _loss_method: ClassVar[str] = "cpo_loss"
     args: CPOConfig
-
-    def cpo_loss(self, policy_chosen_logps: Tensor, policy_rejected_logps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Losses and rewards of chosen and rejected, `(B,)` each, from log-probs `(B,)` (means for ipo and simpo)."""
-        losses = self.method.loss(PairScores.without_reference(policy_chosen_logps, policy_rejected_logps)).values
-        return losses, self.method.rewards(policy_chosen_logps), self.method.rewards(policy_rejected_logps)

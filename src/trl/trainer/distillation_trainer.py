@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
+from trl.legacy.interface import LegacyGroups
 from trl.methods.distillation import DistillationMethod
 from trl.options.groups import names_checked
 from trl.options.training import config_or_default
@@ -16,7 +17,7 @@ from trl.trainer.distillation_config import DistillationConfig
 from trl.trainer.online_trainer import AnyDataset, OnlineTrainer
 
 
-class DistillationTrainer(OnlineTrainer):
+class DistillationTrainer(LegacyGroups, OnlineTrainer):
     """Trainer of on-policy distillation: the student completes prompts and learns the teacher's distributions at its
     tokens.
 

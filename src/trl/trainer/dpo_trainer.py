@@ -16,18 +16,13 @@ from trl.collators.images import DataCollatorForVisionPreference
 from trl.collators.preference import PAIR_COLUMNS, REFERENCE_COLUMNS, as_pair_batch
 from trl.data.image_rows import has_images
 from trl.data.preference import OWN_PROMPT
-from trl.data.rendering import text_tokenizer
-from trl.legacy.dpo_methods import LegacyDPOMethods
-from trl.legacy.interface import GIVEN, REFERENCES
+from trl.legacy.dpo_methods import LegacyDPO
 from trl.methods.dpo import DPOMethod
-from trl.models.packed.layout import scored_sequences
-from trl.models.peft import is_peft_model
-from trl.models.policy import Policy, make_scorer
-from trl.models.reference import FrozenModel, Reference, choose_adapters, make_reference
+from trl.models.policy import Policy
+from trl.models.reference import Reference, choose_adapters, make_reference
 from trl.models.scoring.base import shares_prefix
-from trl.objectives.preference import PAIR_LOSSES
 from trl.reporting.model_card import Paper
-from trl.tensors.sequences import split_pairs, tokens_by_sequence
+from trl.tensors.sequences import split_pairs
 from trl.trainer import images
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.preference_trainer import PreferenceTrainer, pair_collator, pair_sets
@@ -37,7 +32,7 @@ __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 AnyDataset = Dataset | IterableDataset
 
 
-class DPOTrainer(LegacyDPOMethods, PreferenceTrainer):
+class DPOTrainer(LegacyDPO, PreferenceTrainer):
     """Trainer of direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290) and the losses that followed.
 
     Args:
@@ -90,7 +85,9 @@ class DPOTrainer(LegacyDPOMethods, PreferenceTrainer):
     ) -> None:
         policy, args = self.begin(model, args, processing_class, peft_config, older)
         assert isinstance(args, DPOConfig)
-        self._take_policy(policy, args)
+        self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
+        self.layout = partial(as_pair_batch, prefix_sharing=self.shares_prefix)
+        self.method = DPOMethod(args)
         self.reference = self._make_reference(policy, ref_model, args)
         self.with_images = isinstance(data_collator, DataCollatorForVisionPreference) or has_images(
             train_dataset, eval_dataset
@@ -119,30 +116,6 @@ class DPOTrainer(LegacyDPOMethods, PreferenceTrainer):
 
     with_images: bool = False
 
-    def _take_policy(self, policy: Policy, args: DPOConfig) -> None:
-        self.scorer, self._tokenizer = policy.scorer, policy.tokenizer
-        self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
-        self.layout = partial(as_pair_batch, prefix_sharing=self.shares_prefix)
-        self.method = DPOMethod(args)
-
-    def adopt(self) -> None:
-        """Finish a trainer whose subclass calls `transformers.Trainer.__init__` in place of ours: attributes that were
-        set (`beta`, `ref_model`, ...) are its settings, a `loss_type` that is not ours is its own affair.
-        """
-        args = self.adopted_args(DPOConfig)
-        names = [args.loss_type] if isinstance(args.loss_type, str) else args.loss_type
-        args.loss_type = [name for name in names if name in PAIR_LOSSES] or ["sigmoid"]
-        self.args, model, ref_model = args, self.model, vars(self).get("ref_model")
-        tokenizer: Any = text_tokenizer(self.processing_class)  # type: ignore[arg-type]
-        policy = Policy(model, self.processing_class, tokenizer, make_scorer(model, tokenizer))  # type: ignore[arg-type]
-        self._take_policy(policy, args)
-        if ref_model is not None:
-            self.reference = FrozenModel(ref_model, make_scorer(ref_model, tokenizer))
-        elif is_peft_model(model):
-            self.reference = self._make_reference(policy, None, args)
-        self._sets = pair_sets(args, policy)
-        super().adopt()
-
     # ---- the reference
 
     def _make_reference(self, policy: Policy, ref_model: Any, args: DPOConfig) -> Reference | None:
@@ -153,18 +126,3 @@ class DPOTrainer(LegacyDPOMethods, PreferenceTrainer):
 
     def reference_columns(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         return dict(zip(REFERENCE_COLUMNS, split_pairs(batch["ref_logps"]), strict=True))
-
-    def add_reference(self, batch: dict[str, Any]) -> None:
-        """Put the reference's log-probs `(2B,)` into the batch, `ref_logps`."""
-        own = next((name for name in REFERENCES if self.overridden(name)), None)
-        if own is not None:
-            exact = torch.float32 if self.args.device.type == "mps" else torch.float64
-            sides = [side.to(self.args.device, exact) for side in getattr(self, own)(batch.get(GIVEN, batch))]
-            logps = torch.stack(sides, dim=1).flatten()
-            if any(PAIR_LOSSES[name].per_token for name in self.args.loss_type):  # it gives means
-                logps = logps * tokens_by_sequence(scored_sequences(batch), len(logps))
-            batch["ref_logps"] = logps
-        elif self.reference is None:
-            batch.pop("ref_logps", None)
-        elif "ref_logps" not in batch:
-            batch["ref_logps"] = self.reference.score(self.model_wrapped, batch, self.completion_logps)  # type: ignore[arg-type]

@@ -31,8 +31,7 @@ from trl.generation.engine import Engine, Generated, Sampling
 from trl.generation.teacher_servers import TeacherServers, served_teacher
 from trl.generation.transformers.engine import TransformersEngine, context_length_of, without_wrappers
 from trl.generation.transformers.requests import stop_tokens
-from trl.legacy.distillation_methods import generalized_jsd_loss, generate_on_policy_outputs
-from trl.legacy.interface import NOT_CALLED_OF_GKD
+from trl.legacy.distillation_methods import LegacyGKD
 from trl.methods.gkd import GKDMethod
 from trl.models.packed.layout import IGNORED
 from trl.models.parts import causal_core, embedded_tokens
@@ -167,7 +166,7 @@ def _sets(train: Any, evaluation: Any) -> dict[str, Any]:
     return {"train": train, **(evaluation if isinstance(evaluation, Mapping) else {"eval": evaluation})}
 
 
-class GKDTrainer(SFTTrainer):
+class GKDTrainer(LegacyGKD, SFTTrainer):
     """Trainer of a student that learns from a teacher's distributions (arXiv:2306.13649).
 
     Args:
@@ -199,12 +198,8 @@ class GKDTrainer(SFTTrainer):
     _config_class: ClassVar[type[GKDConfig]] = GKDConfig
     _sets_class: ClassVar[type[SFTDatasets]] = GKDDatasets
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("loss",)
-    _not_called = NOT_CALLED_OF_GKD
     method: GKDMethod
     args: GKDConfig
-
-    generalized_jsd_loss = staticmethod(generalized_jsd_loss)
-    generate_on_policy_outputs = staticmethod(generate_on_policy_outputs)
 
     def __init__(
         self,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trl._lazy import attach
+from trl.legacy.interface import LegacyGRPO
 from trl.methods.grpo import GRPOMethod
 from trl.models.scoring.head import ScoreOptions
-from trl.objectives.group_policy import entropy_threshold, soft_gate
+from trl.objectives.group_policy import entropy_threshold
 from trl.reporting.model_card import Paper
 from trl.rollouts.experience import CHOSEN, TRAINED, concatenate
 from trl.trainer.grpo_config import GRPOConfig
@@ -20,7 +21,7 @@ from trl.trainer.online_trainer import RolloutFunc as RolloutFunc
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
 
-class GRPOTrainer(OnlineTrainer):
+class GRPOTrainer(LegacyGRPO, OnlineTrainer):
     """Trainer of group relative policy optimisation (Shao et al. 2024, arXiv:2402.03300) and what came of it.
 
     Args:
@@ -103,12 +104,3 @@ class GRPOTrainer(OnlineTrainer):
             values, inside = table.cpu().unbind(dim=1)
         least = entropy_threshold(values, inside, 1 - threshold)
         return (entropies >= least.to(entropies.device)) & mask.bool()
-
-    def compute_liger_loss(self, unwrapped_model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """The loss of a micro-batch, as `compute_loss` gives it: no loss here holds the logits of a whole batch."""
-        return self.compute_loss(unwrapped_model, inputs)
-
-    @staticmethod
-    def get_sapo_token_loss(unclipped_token_loss: Tensor, temperature: float) -> Tensor:
-        """SAPO's gate of each token's ratio, of any shape; its loss is minus the gate times the advantage."""
-        return soft_gate(unclipped_token_loss, temperature)

@@ -93,24 +93,19 @@ class IterativeSFTTrainer(SFTTrainer):
         self._table = table_of_positions(self.scorer.core)
         self._read = StepRows(
             text_tokenizer(self.processing_class),  # type: ignore[arg-type]
-            self.is_encoder_decoder,
+            self.scorer.core.config.is_encoder_decoder,
             self.args.max_length,
             self.args.truncation_mode == "keep_end",
         )
 
     # ---- what differs from SFTTrainer: encoder-decoders are trained too
 
-    @property
-    def is_encoder_decoder(self) -> bool:
-        """Whether the model has an encoder of its own for the input."""
-        return bool(self.scorer.core.config.is_encoder_decoder)
-
     def check_model(self, core: PreTrainedModel) -> None:
         """Take decoders and encoder-decoders."""
 
     def make_collator(self, args: SFTConfig) -> Callable[[list[Any]], dict[str, Any]]:
         """That of `SFTTrainer`, or one that puts the labels before the decoder."""
-        if not self.is_encoder_decoder:
+        if not self.scorer.core.config.is_encoder_decoder:
             return super().make_collator(args)
         if args.label_smoothing_factor:
             raise ValueError(

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
-from torch import Tensor
-
-from trl.legacy.pair_methods import rewards_by_kind, scores_by_kind
+from trl.legacy.unpaired_methods import LegacyKTO
 from trl.methods.kto import KTOMethod
-from trl.objectives.unpaired import kl_estimate, kto_terms
 from trl.reporting.model_card import Paper
-from trl.tensors.reduce import weighted
 from trl.trainer.kto_config import KTOConfig
 from trl.trainer.unpaired import UnpairedTrainer
 
 RUNNING_NAME = "running.pt"  # the recorded name; no checkpoint has it: KTO keeps nothing from step to step
 
 
-class KTOTrainer(UnpairedTrainer):
+class KTOTrainer(LegacyKTO, UnpairedTrainer):
     """Trainer of Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv:2402.01306) and of unpaired APO-zero.
 
     Args:
@@ -52,7 +48,6 @@ class KTOTrainer(UnpairedTrainer):
     _name: ClassVar[str] = "KTO"
     _paper = Paper("KTO: Model Alignment as Prospect Theoretic Optimization", "2402.01306")
     _config_class: ClassVar[type] = KTOConfig
-    _point: ClassVar[str] = "kl"
     method: KTOMethod
     args: KTOConfig
 
@@ -66,39 +61,3 @@ class KTOTrainer(UnpairedTrainer):
 
     def make_method(self, args: KTOConfig) -> KTOMethod:
         return KTOMethod(args, completions_per_row=2 if self.mismatched else 1)
-
-    def prepare_step(self, batches: list[Any]) -> None:
-        """Estimate the KL of the whole step; an overridden `kto_loss` takes that of each batch."""
-        if not self.overridden("kto_loss"):
-            super().prepare_step(batches)
-
-    # ---- methods of 0.8-0.26
-
-    def kto_loss(
-        self,
-        policy_chosen_logps: Tensor,
-        policy_rejected_logps: Tensor,
-        policy_KL_logps: Tensor | None,
-        reference_chosen_logps: Tensor,
-        reference_rejected_logps: Tensor,
-        reference_KL_logps: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Losses of the chosen, then the rejected completions, the rewards of either, and the KL estimate, 0-dim.
-
-        Log-probs are sums `(C,)`, `(R,)`, and `(B,)` of mismatched completions, which loss_type "apo_zero_unpaired"
-        does not read.
-        """
-        scores = scores_by_kind(
-            policy_chosen_logps, policy_rejected_logps, reference_chosen_logps, reference_rejected_logps
-        )
-        kl = scores.logps.new_zeros(())
-        if self.mismatched:
-            assert policy_KL_logps is not None and reference_KL_logps is not None
-            kl = kl_estimate(weighted(policy_KL_logps - reference_KL_logps))
-        losses = kto_terms(scores, kl=kl, **self.args.loss_options()).values
-        return losses, *rewards_by_kind(scores, self.args.beta), kl
-
-    def call_loss_method(self, batch: dict[str, Any], policy: Any, reference: Any) -> Any:
-        """What an overridden `kto_loss` gives for a batch, with the mismatched completions of that batch."""
-        logps = self.method.mismatched_logps(batch, self.scoring()) if self.mismatched else None
-        return cast(Any, self.kto_loss)(*policy, logps, *reference, batch.get("ref_kl_logps"))

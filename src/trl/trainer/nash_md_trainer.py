@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from trl._lazy import attach
+from trl.legacy.interface import View
 from trl.methods.nash_md import NashMDMethod
 from trl.reporting.model_card import Paper
 from trl.trainer.nash_md_config import NashMDConfig
@@ -37,16 +38,12 @@ class NashMDTrainer(OnlineDPOTrainer):
     method_type = NashMDMethod
     config_type = NashMDConfig
     has_opponent: ClassVar[bool] = True
-
-    @property
-    def mixture_coef(self) -> float:
-        """Share of the reference in the opponent in the present epoch."""
-        return self.method.reference_share
+    mixture_coef = View("method.reference_share")  # of the present epoch
 
     @property
     def scoring_temperature(self) -> float:
         """That of sampling: a policy gradient is that of the distribution that completions come from."""
-        return self.sampling.temperature
+        return self.rollouts.sampling.temperature
 
     def rows_of_step(self, step: int, sizes: Any = None) -> list[Tensor]:
         """The policy's completions alone."""

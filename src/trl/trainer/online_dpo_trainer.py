@@ -13,7 +13,6 @@ from trl._lazy import attach
 from trl.data.image_rows import has_images
 from trl.generation.engine import Engine
 from trl.generation.transformers.mixture import MixtureEngine, TurnsEngine
-from trl.legacy.interface import NOT_CALLED_OF_PROMPTS
 from trl.legacy.text_data import LegacyPromptRows
 from trl.methods.online_dpo import OnlineDPOMethod
 from trl.options.groups import names_checked
@@ -55,7 +54,6 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
     _name: ClassVar[str] = "Online DPO"
     _paper = Paper("Direct Language Model Alignment from Online AI Feedback", "2402.04792")
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("loss", "rewards/margins", "objective/scores")
-    _not_called = NOT_CALLED_OF_PROMPTS
     args: OnlineDPOConfig
     method: OnlineDPOMethod
     method_type = OnlineDPOMethod
@@ -123,7 +121,7 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
             agent=agent,
             environment_factory=environment_factory,
         )
-        if args.missing_eos_penalty is not None and not self.sampling.stop_token_ids:
+        if args.missing_eos_penalty is not None and not self.rollouts.sampling.stop_token_ids:
             raise ValueError(
                 f"missing_eos_penalty={args.missing_eos_penalty} needs an end token, tokenizer and model have none. Set eos_token of the "
                 "tokenizer, or leave it out."
@@ -157,8 +155,3 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
     def scoring_temperature(self) -> float:
         """1: the policy's own distribution is compared with the reference's, whatever completions are sampled at."""
         return 1.0
-
-    @property
-    def beta(self) -> float:
-        """Strength of the penalty in the present epoch."""
-        return self.method.beta

@@ -25,7 +25,6 @@ from trl.generation.engine import Engine, Sampling
 from trl.generation.transformers.engine import TransformersEngine
 from trl.generation.vllm.engine import PolicyCopy
 from trl.generation.vllm.server_engine import VLLMServerEngine
-from trl.legacy.interface import NOT_CALLED_OF_GROUPS
 from trl.methods.method import Scoring
 from trl.methods.online import EQUAL_REWARDS, ROLLOUT, GroupMethod
 from trl.models.parts import causal_core, check_decoder_only, embedded_tokens
@@ -89,15 +88,11 @@ class OnlineTrainer(BaseTrainer):
     `begin_rollouts`.
     """
 
-    _not_called = NOT_CALLED_OF_GROUPS
     method_type: ClassVar[type[GroupMethod]]
     config_type: ClassVar[type[RolloutTraining]]
     args: RolloutTraining
     method: GroupMethod
     rollouts: RolloutMaker
-    engine: Engine  # these three are those of `rollouts`
-    sampling: Sampling
-    rewards: RewardSources
     sizes: RolloutSizes
     reference: Reference | None = None
     images: PromptImages | None = None
@@ -296,7 +291,8 @@ class OnlineTrainer(BaseTrainer):
 
     def scoring(self, model: nn.Module | None = None, batch: Mapping[str, Any] = {}, **given: Any) -> Scoring:
         """With the temperature of the log-probs that are learned, and an overridden `objective`."""
-        objective = self.objective if self.overridden("objective") else None
+        is_ours = getattr(self.objective, "__func__", None) is OnlineTrainer.objective
+        objective = None if is_ours else self.objective
         is_first = self.mode == "train" and self.state.global_step % self.sizes.steps == 0
         given |= {"objective": objective, "is_first": is_first, "is_exact": self.sampler_is_exact}
         return replace(super().scoring(model, batch, **given), temperature=self.scoring_temperature)
@@ -305,7 +301,7 @@ class OnlineTrainer(BaseTrainer):
         """The metrics of a rollout batch, or of completions of an evaluation, of which these rows are a `share`."""
         found = self.method.token_metrics(experience)
         rows = self._rows_of_all(experience, is_evaluation=False)
-        found |= self.method.metrics(rows, self.rewards.names, self.sizes.group, share=share)
+        found |= self.method.metrics(rows, self.rollouts.rewards.names, self.sizes.group, share=share)
         if self._token_counts is not None and EQUAL_REWARDS in found and found[EQUAL_REWARDS].mean == 1:
             self._token_counts.warn_only_kl_differs(self.args.beta, metric=EQUAL_REWARDS)  # type: ignore[attr-defined]
         return found
@@ -332,7 +328,7 @@ class OnlineTrainer(BaseTrainer):
             self._token_counts.warn_untrained(self._count_sampled(experience))
             if self.args.log_completions:
                 advantages = experience.per_row[ADVANTAGE]
-                self._shown.gather(experience, self.rollouts.texts, self.rewards.names, advantages=advantages)
+                self._shown.gather(experience, self.rollouts.texts, self.rollouts.rewards.names, advantages=advantages)
         self._record_rollouts(experience)
         return experience
 
@@ -368,7 +364,7 @@ class OnlineTrainer(BaseTrainer):
             REF: self.reference is not None and self.method.scores_reference,
             OLD: not is_exact and (self.sizes.steps > 1 or self.method.needs_old(experience)),
             TEACHER: self.method.scores_teacher,
-            STUDENT: self.method.scores_teacher and self._teacher_temperature != self.sampling.temperature,
+            STUDENT: self.method.scores_teacher and self._teacher_temperature != self.rollouts.sampling.temperature,
             VALUES: learning and self.method.needs_values,
         }
         columns = [name for name, is_wanted in wanted.items() if is_wanted and name not in known]
@@ -413,7 +409,7 @@ class OnlineTrainer(BaseTrainer):
 
     @property
     def _teacher_temperature(self) -> float:
-        return self.method.teacher_temperature or self.sampling.temperature
+        return self.method.teacher_temperature or self.rollouts.sampling.temperature
 
     @property
     def sampler_is_exact(self) -> bool:
@@ -429,7 +425,7 @@ class OnlineTrainer(BaseTrainer):
     @property
     def scoring_temperature(self) -> float:
         """Of the log-probs that are learned: the one that completions are sampled at."""
-        return self.sampling.temperature
+        return self.rollouts.sampling.temperature
 
     # ---- the steps of a rollout batch
 
@@ -553,7 +549,7 @@ class OnlineTrainer(BaseTrainer):
         """Complete a batch of prompts, judge it as in training, and record its metrics and its loss."""
         experience = self.advantages(self.evaluation_rollout(inputs), group_size=self.evaluation_group)
         rows, share = self._rows_of_all(experience, is_evaluation=True), 1 / self.args.world_size
-        measured = self.method.metrics(rows, self.rewards.names, self.evaluation_group, share=share)
+        measured = self.method.metrics(rows, self.rollouts.rewards.names, self.evaluation_group, share=share)
         means, extremes = split_extremes(measured)
         self._sums["eval"].add_all(means)
         self._sums["eval"].add_extremes(extremes)
@@ -620,7 +616,7 @@ class OnlineTrainer(BaseTrainer):
         # Every process completes its own prompt, as sharded weights need all of them.
         with undisturbed(model), self.accelerator.autocast():
             engine.sync_weights(model, self.state.global_step)
-            after = engine.generate([prompt], replace(self.sampling, temperature=0.0), streams=[0])[0].ids
+            after = engine.generate([prompt], replace(self.rollouts.sampling, temperature=0.0), streams=[0])[0].ids
         if self.is_world_process_zero():
             texts = text_tokenizer(self.processing_class).batch_decode(  # type: ignore[union-attr,arg-type]
                 [prompt, before, after], skip_special_tokens=True

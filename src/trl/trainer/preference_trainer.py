@@ -15,16 +15,12 @@ from transformers.trainer_utils import EvalLoopOutput
 from trl.collators.preference import PairCollator
 from trl.data.pipeline import Preparation
 from trl.data.preference import PreferencePreparation, prepare_preference_dataset
-from trl.data.prepared_sets import DataSets, Prepare, PreparedSets
-from trl.legacy import pair_methods
-from trl.legacy.interface import GIVEN, LOSSES, NOT_CALLED, REFERENCES, WHOLE_BATCH
-from trl.methods.method import Method, Outcome, Step
+from trl.data.prepared_sets import Prepare, PreparedSets
 from trl.models.parts import embedded_tokens
 from trl.models.policy import Policy
 from trl.models.reference import Reference
 from trl.models.scoring.head import ScoreOptions
 from trl.models.setup import check_positions, pad_token_id
-from trl.reporting.metrics import MetricSums
 from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.precompute import ReferencePass, has_reference_columns, precompute_ref_log_probs
 from trl.trainer.samples import log_evaluation_samples
@@ -59,55 +55,13 @@ def pair_collator(policy: Policy, *, shares_prefix: bool) -> Any:
 
 
 class PreferenceTrainer(BaseTrainer):
-    """Base of the trainers that learn from judged completions; an overridden `get_batch_loss_metrics` gives the
-    loss.
-    """
+    """Base of the trainers that learn from judged completions."""
 
-    _not_called = NOT_CALLED
     reference: Reference | AskedInAdvance | None = None
 
     def __init__(self, policy: Policy, args: Any, **given: Any) -> None:
         """`given` are further arguments of `BaseTrainer`."""
-        if getattr(args, "precompute_ref_log_probs", False) and self.overridden(*REFERENCES):
-            raise ValueError(
-                f"precompute_ref_log_probs=True does not call {' or '.join(REFERENCES)}, which {type(self).__name__} overrides. "
-                "Set it to False."
-            )
         super().__init__(model=policy.model, args=args, processing_class=policy.processing_class, **given)
-
-    def adopt(self) -> None:
-        """Begin to count, and check what is overridden."""
-        if not isinstance(getattr(self, "_sets", None), DataSets):
-            super().adopt()
-        self.check_overrides()
-        self._sums = {"train": MetricSums(), "eval": MetricSums()}
-
-    # ---- overridden methods
-
-    def handed_out(self, own: Any, given: Any) -> Any:
-        """The batch, where methods are overridden with the columns that these read."""
-        if not self.overridden("compute_loss", *WHOLE_BATCH, *REFERENCES):
-            return own
-        columns = self.recorded_columns(own) if "rows" in given else given
-        return {**columns, **own, GIVEN: {**own, **columns} if "rows" in given else given}
-
-    def recorded_columns(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The columns that the method's batches had at 0.26, padded, of a batch of the trainer's own collator."""
-        return {}
-
-    def trained_method(self, step: Step) -> Method:
-        """That of an overridden `get_batch_loss_metrics` (within a step), or of an overridden loss such as
-        `dpo_loss`."""
-        if step.counts is not None and self.overridden(*WHOLE_BATCH):
-            return pair_methods.OverriddenBatch(self)
-        return pair_methods.OverriddenLoss(self) if self.overridden(*LOSSES) else self.method
-
-    _rows_stored = 1.0  # of what `store_metrics` is given
-    _is_counted = False  # rewards of the batch at hand move no mean again
-
-    def recorded_outcome(self, batch: dict[str, Any], scored: Any) -> Outcome:
-        """The outcome with the losses of the overridden method."""
-        raise TypeError(f"{type(self).__name__} must override recorded_outcome.")
 
     def evaluation_loop(
         self,
@@ -129,6 +83,13 @@ class PreferenceTrainer(BaseTrainer):
         with self.accelerator.autocast():
             scored = scorer.score(model, batch, ScoreOptions())
         return self.method.totals(batch, scored)  # type: ignore[attr-defined]
+
+    def add_reference(self, batch: dict[str, Any]) -> None:
+        """Put the reference's log-probs `(2B,)` into the batch, `ref_logps`."""
+        if self.reference is None:
+            batch.pop("ref_logps", None)
+        elif "ref_logps" not in batch:
+            batch["ref_logps"] = self.reference.score(self.model_wrapped, batch, self.completion_logps)  # type: ignore[arg-type]
 
     def reference_columns(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """The reference's log-probs in a batch, one per row, by their columns in a data set."""

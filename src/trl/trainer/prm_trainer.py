@@ -13,6 +13,7 @@ from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBas
 
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.data.stepwise import StepwisePreparation, prepare_stepwise_dataset, tokenize_stepwise_row
+from trl.legacy.pair_methods import LegacyJudged
 from trl.methods.prm import PRMMethod
 from trl.models.packed.layout import is_packed
 from trl.models.scoring.classifier import ClassificationScorer
@@ -24,7 +25,7 @@ from trl.trainer.prm_config import PRMConfig
 AnyDataset = Dataset | IterableDataset
 
 
-class PRMTrainer(PreferenceTrainer):
+class PRMTrainer(LegacyJudged, PreferenceTrainer):
     """Trainer of process reward models (Uesato et al. 2022, arXiv:2211.14275).
 
     Args:

@@ -18,13 +18,9 @@ from transformers import (
 )
 
 from trl.collators.preference import OWN_PROMPT, PAIR_COLUMNS, as_pair_batch, with_prompts_scored
-from trl.legacy import pair_methods
-from trl.methods.method import Outcome
 from trl.methods.reference_free import ReferenceFreeMethod
 from trl.models.policy import is_encoder_decoder
 from trl.models.scoring.base import shares_prefix
-from trl.models.scoring.causal import Scored
-from trl.objectives.pairs import pair_metrics
 from trl.trainer.preference_trainer import PreferenceTrainer, pair_collator, pair_sets
 
 AnyDataset = Dataset | IterableDataset
@@ -35,22 +31,9 @@ class ReferenceFreeTrainer(PreferenceTrainer):
 
     method: ReferenceFreeMethod
 
-    # methods of 0.8-0.26, which training calls where they are overridden
-    concatenated_forward = pair_methods.concatenated_forward
-    concatenated_inputs = staticmethod(pair_methods.concatenated_inputs)
-    recorded_columns = pair_methods.recorded_columns
-    get_batch_logps = staticmethod(pair_methods.get_batch_logps)
-    get_batch_loss_metrics = pair_methods.get_batch_loss_metrics
-    store_metrics = pair_methods.store_metrics
-    tokenize_row = pair_methods.tokenize_row
-    build_tokenized_answer = pair_methods.build_tokenized_answer
-    generate_from_model = pair_methods.generate_from_model
-
     args: Any
     _columns: tuple[str, ...] = (*PAIR_COLUMNS, OWN_PROMPT)
     _method_class: ClassVar[type[ReferenceFreeMethod]]
-    _loss_method: ClassVar[str]
-    _loss_sign: ClassVar[int] = 1  # -1 for a method that gives what is subtracted
 
     def __init__(
         self,
@@ -74,11 +57,11 @@ class ReferenceFreeTrainer(PreferenceTrainer):
             set_seed(42 if args is None else args.seed)
             model = model_init()
         policy, args = self.begin(model, args, processing_class, peft_config, older)
-        self.is_encoder_decoder = is_encoder_decoder(policy.scorer.core, args)
+        encodes = is_encoder_decoder(policy.scorer.core, args)
         self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
         self.method = self._method_class(args)
         pairs = partial(as_pair_batch, prefix_sharing=self.shares_prefix)
-        scores_prompts = self.method.scores_prompts and not self.is_encoder_decoder
+        scores_prompts = self.method.scores_prompts and not encodes
         self.layout = (lambda batch: with_prompts_scored(pairs(batch))) if scores_prompts else pairs
         super().__init__(
             policy,
@@ -92,11 +75,3 @@ class ReferenceFreeTrainer(PreferenceTrainer):
             optimizers=optimizers,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-
-    def recorded_outcome(self, batch: dict[str, Any], scored: Scored) -> Outcome:
-        """The outcome with losses and rewards of an overridden `cpo_loss` or `odds_ratio_loss`."""
-        scores = self.method.pair_scores(batch, scored)
-        losses, chosen, rejected, *_ = getattr(self, self._loss_method)(scores.chosen, scores.rejected)
-        terms = pair_methods.with_losses(self.method.loss(scores), self._loss_sign * losses)
-        logged = pair_metrics(chosen, rejected, chosen_logps=scores.chosen, rejected_logps=scores.rejected)
-        return self.method.outcome(terms._replace(metrics={**terms.metrics, **logged}), scores, batch, scored)

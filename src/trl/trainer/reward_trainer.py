@@ -16,8 +16,8 @@ from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBas
 from trl._lazy import attach
 from trl.collators.reward import REWARD_COLUMNS, RewardCollator, as_reward_batch
 from trl.data.preference import RewardPreparation, prepare_reward_dataset
+from trl.legacy.pair_methods import LegacyReward
 from trl.methods.reward import RewardMethod
-from trl.models.packed.layout import padded_rows
 from trl.models.scoring.base import shares_prefix
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.setup import REWARD_MODEL
@@ -31,7 +31,7 @@ __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 AnyDataset = Dataset | IterableDataset
 
 
-class RewardTrainer(PreferenceTrainer):
+class RewardTrainer(LegacyReward, PreferenceTrainer):
     """Trainer of reward models on pairs (Bradley-Terry; Ouyang et al. 2022, arXiv:2203.02155).
 
     Args:
@@ -106,21 +106,6 @@ class RewardTrainer(PreferenceTrainer):
         )
 
     # ---- the data
-
-    def handed_out(self, own: Any, given: Any) -> Any:
-        """The batch; for an overridden `compute_loss` with the columns of 0.4-0.26: each side's by itself, and chosen
-        sequences above rejected ones.
-        """
-        if not self.overridden("compute_loss") or "rows" not in given:
-            return own if "rows" in given else given
-        rows = padded_rows(own, pad_token_id=self.scorer.pad_token_id)
-        found = {name: torch.cat([rows[name][0::2], rows[name][1::2]]) for name in ("input_ids", "attention_mask")}
-        sides = {
-            f"{n}_{side}": half
-            for n in found
-            for side, half in zip(("chosen", "rejected"), found[n].chunk(2), strict=True)
-        }
-        return {**found, **sides, **({"margin": own["margin"]} if "margin" in own else {})}
 
     # ---- samples
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from trl._lazy import attach
 from trl.legacy import move_arguments
+from trl.legacy.interface import LegacyGroups
 from trl.legacy.rloo import in_older_order, older_reward, with_sizes_of_run
 from trl.methods.rloo import RLOOMethod
 from trl.options.training import config_or_default
@@ -21,7 +22,7 @@ from trl.trainer.samples import SampleTables, ShowSamples
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
 
-class RLOOTrainer(SampleTables, OnlineTrainer):
+class RLOOTrainer(LegacyGroups, SampleTables, OnlineTrainer):
     """Trainer of REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740).
 
     Takes what `GRPOTrainer` takes, and `ref_model`, what the KL divergence is measured from (None: the policy as it is

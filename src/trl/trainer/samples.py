@@ -298,7 +298,7 @@ class SampleTables:
         sets = self.eval_dataset
         with holding(self, "evaluation_group", 1):  # each prompt once
             loader = self.get_eval_dataloader(next(iter(sets.values())) if isinstance(sets, dict) else sets)
-        greedy = replace(self.sampling, temperature=0.0)
+        greedy = replace(self.rollouts.sampling, temperature=0.0)
         with undisturbed(self.model_wrapped):
             for rows in loader:
                 columns = {name: [row[name] for row in rows] for name in rows[0]}
@@ -306,7 +306,7 @@ class SampleTables:
                 self.rollouts.follow(self.model_wrapped, self.state)
                 experience = self.rollouts.complete(columns["input_ids"], streams=numbers, sampling=greedy)
                 inputs = self.rollouts.inputs(Completed(experience), columns)
-                scores = self.rewards.score(inputs).rewards.tolist()
+                scores = self.rollouts.rewards.score(inputs).rewards.tolist()
                 queries = self._tokenizer.batch_decode(columns["input_ids"], skip_special_tokens=True)
                 answers = [ids.tolist() for ids in experience.completions.split()]
                 answered += zip(numbers, queries, self._tokenizer.batch_decode(answers), scores, strict=True)

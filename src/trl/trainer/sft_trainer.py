@@ -22,7 +22,7 @@ from trl._lazy import attach
 from trl.collators.images import DataCollatorForVisionLanguageModeling
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.data.image_rows import has_images
-from trl.legacy.interface import takes
+from trl.legacy.interface import LegacySFT, takes
 from trl.methods.sft import LogitsMethod, SFTMethod
 from trl.models.parts import check_decoder_only
 from trl.models.scoring.causal import Scorer
@@ -39,7 +39,7 @@ AnyDataset = Dataset | IterableDataset
 EvalDatasets = AnyDataset | dict[str, AnyDataset]
 
 
-class SFTTrainer(BaseTrainer):
+class SFTTrainer(LegacySFT, BaseTrainer):
     """Trainer of next-token prediction on text, conversations, or prompts with completions.
 
     Args:

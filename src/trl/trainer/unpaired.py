@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset
@@ -22,8 +22,6 @@ from trl.collators.unpaired import (
     completion_columns,
 )
 from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
-from trl.legacy import pair_methods
-from trl.legacy.interface import GIVEN, NOT_CALLED_OF_UNPAIRED
 from trl.methods.unpaired import UnpairedMethod
 from trl.models.policy import is_encoder_decoder
 from trl.models.reference import make_reference
@@ -45,20 +43,7 @@ class UnpairedTrainer(PreferenceTrainer):
     a batch the first is row i's own.
     """
 
-    _not_called = NOT_CALLED_OF_UNPAIRED
     method: UnpairedMethod
-
-    # methods of 0.8-0.26, which training calls where they are overridden
-    forward = pair_methods.forward
-    compute_reference_log_probs = pair_methods.compute_reference_log_probs
-    recorded_columns = pair_methods.unpaired_columns
-    recorded_outcome = pair_methods.unpaired_outcome
-    null_ref_context = pair_methods.null_ref_context
-    generate_from_model_and_ref = pair_methods.generate_from_model_and_ref
-    generate_from_model = pair_methods.generate_from_model
-    get_batch_logps = staticmethod(pair_methods.get_batch_logps)
-    get_batch_loss_metrics = pair_methods.get_batch_loss_metrics
-    store_metrics = pair_methods.store_metrics
 
     _columns: tuple[str, ...] = (
         *UNPAIRED_COLUMNS,
@@ -67,7 +52,6 @@ class UnpairedTrainer(PreferenceTrainer):
         *REFERENCE_NAMES,
         EMBEDDING_COLUMN,
     )
-    _point: ClassVar[str]  # the metric of what rewards are compared with
     args: Any
     scorer: Scorer
 
@@ -93,7 +77,7 @@ class UnpairedTrainer(PreferenceTrainer):
         if model_init is not None:
             older["model_init"] = model_init
         policy, args = self.begin(model, args, processing_class, peft_config, older)
-        self.is_encoder_decoder = is_encoder_decoder(policy.scorer.core, args)
+        encodes = is_encoder_decoder(policy.scorer.core, args)
         self.model_adapter_name, self.ref_adapter_name = model_adapter_name, ref_adapter_name
         self.reference = make_reference(
             policy.model,
@@ -110,7 +94,7 @@ class UnpairedTrainer(PreferenceTrainer):
         # One completion behind its prompt is a plain sequence: there is nothing to share.
         self.shares_prefix = self.mismatched and shares_prefix(policy.scorer, args.prefix_sharing)
         self.layout = partial(as_unpaired_batch, prefix_sharing=self.shares_prefix, mismatched=self.mismatched)
-        encoder_pad = pad_token_id(policy.tokenizer) if self.is_encoder_decoder else None
+        encoder_pad = pad_token_id(policy.tokenizer) if encodes else None
         collator = UnpairedCollator(self.shares_prefix, self.mismatched, encoder_pad)
         super().__init__(
             policy,
@@ -150,8 +134,9 @@ class UnpairedTrainer(PreferenceTrainer):
         names = self._reference_names.values()
         if all(name in batch for name in names):
             return
-        found = self.compute_reference_log_probs(batch.get(GIVEN, batch))
-        batch.update(zip(names, found if isinstance(found, tuple) else (found,), strict=False))
+        assert self.reference is not None
+        logps = self.reference.score(self.model_wrapped, batch, self.completion_logps)  # type: ignore[arg-type]
+        batch.update(zip(names, logps.view(-1, len(names)).unbind(dim=1), strict=True))
 
 
 def _warn_of_blocks(dataset: Any, strategy: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from trl._lazy import attach
+from trl.legacy.interface import View
 from trl.methods.xpo import XPOMethod
 from trl.reporting.model_card import Paper
 from trl.trainer.online_dpo_trainer import OnlineDPOTrainer
@@ -37,8 +38,4 @@ class XPOTrainer(OnlineDPOTrainer):
     method_type = XPOMethod
     config_type = XPOConfig
     has_opponent: ClassVar[bool] = True
-
-    @property
-    def alpha(self) -> float:
-        """Weight of the optimism in the present epoch."""
-        return self.method.alpha
+    alpha = View("method.alpha")  # of the present epoch

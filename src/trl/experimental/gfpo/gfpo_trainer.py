@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from trl.experimental.gfpo.gfpo_config import GFPOConfig
+from trl.legacy.interface import View
 from trl.methods.grpo import GRPOMethod
 from trl.objectives.group_advantages import best_of_groups
 from trl.options.training import config_or_default
@@ -91,6 +92,7 @@ class GFPOTrainer(GRPOTrainer):
     method_type = GFPOMethod
     config_type = GFPOConfig
     method: GFPOMethod
+    group_filter_func = View("method.group_filter")
 
     def __init__(
         self,

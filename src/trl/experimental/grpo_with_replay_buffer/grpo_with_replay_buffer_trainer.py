@@ -9,7 +9,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from trl.experimental.grpo_with_replay_buffer.grpo_with_replay_buffer_config import GRPOWithReplayBufferConfig
-from trl.legacy.interface import NOT_CALLED_OF_REPLAY
+from trl.legacy.interface import LegacyReplay
 from trl.methods.grpo import GRPOMethod
 from trl.methods.method import Step
 from trl.objectives.group_advantages import group_moments, has_no_variance
@@ -33,7 +33,7 @@ class ReplayMethod(GRPOMethod):
         return experience.per_token[OLD] if replays else super().old_logps(experience, step)
 
 
-class GRPOWithReplayBufferTrainer(GRPOTrainer):
+class GRPOWithReplayBufferTrainer(LegacyReplay, GRPOTrainer):
     """`GRPOTrainer` with a buffer of earlier groups, which replace new groups with equal rewards.
 
     A group whose rewards are all equal is replaced by one drawn from the buffer, with the log-probs, rewards and
@@ -51,7 +51,6 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
 
     _tag_names: ClassVar[list[str]] = ["trl", "grpo-with-replay-buffer"]
     _name: ClassVar[str] = "GRPO with replay buffer"
-    _not_called = NOT_CALLED_OF_REPLAY
     args: GRPOWithReplayBufferConfig
     method_type = ReplayMethod
     config_type = GRPOWithReplayBufferConfig
@@ -108,13 +107,3 @@ class GRPOWithReplayBufferTrainer(GRPOTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self.buffer.load(checkpoint)
-
-    def slice_group_data(self, *args: Any, **named: Any) -> Any:
-        """Not supported, nor are the other methods of 0.26 for padded tensors."""
-        raise RuntimeError(
-            "GRPOWithReplayBufferTrainer has no replay of padded tensors. Training replaces groups in "
-            "make_rollout_batch(number); for a loop of your own use ReplayBuffer(max_size) with add(scores, data) and "
-            "sample(num_samples)."
-        )
-
-    update_replay_buffer = sample_from_replay_buffer = update_with_replay_buffer = slice_group_data

@@ -28,7 +28,7 @@ from trl.experimental.ppo.setup import all_rewards, check_sizes, check_windows, 
 from trl.generation.engine import Sampling
 from trl.generation.transformers.engine import TransformersEngine, context_length_of
 from trl.legacy import move_arguments
-from trl.legacy.interface import NotCalled
+from trl.legacy.interface import LegacyGroups, NotCalled, View
 from trl.models.parts import causal_core, embedded_tokens
 from trl.models.reference import make_reference
 from trl.models.scoring.base import shares_prefix
@@ -52,7 +52,7 @@ __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 VALUE_FOLDER = "value_model"
 
 
-class PPOTrainer(SampleTables, OnlineTrainer):
+class PPOTrainer(LegacyGroups, SampleTables, OnlineTrainer):
     """Trainer of proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347) on prompts of a data set.
 
     Args:
@@ -86,6 +86,8 @@ class PPOTrainer(SampleTables, OnlineTrainer):
     _name: ClassVar[str] = "PPO"
     _paper = Paper("Fine-Tuning Language Models from Human Preferences", "1909.08593")
     _not_called: ClassVar[NotCalled] = {}
+    policy_model = View("model")
+    config_type: ClassVar[type[PPOConfig]] = PPOConfig  # type: ignore[assignment]
     args: PPOConfig  # type: ignore[assignment]
     scorer: PolicyValueScorer
     method: PPOMethod  # type: ignore[assignment]
@@ -195,7 +197,7 @@ class PPOTrainer(SampleTables, OnlineTrainer):
     def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
         """The documented `objective/*`, the means of the reward sources, and the number of end tokens."""
         metrics = self.method.metrics(experience)
-        metrics |= source_means(experience.per_row, self.rewards.names)
+        metrics |= source_means(experience.per_row, self.rollouts.rewards.names)
         eos: Any = self._tokenizer.eos_token_id
         if eos is not None:
             ends = (experience.completions.values == eos).sum()

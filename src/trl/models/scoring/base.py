@@ -49,6 +49,11 @@ class ScorerBase:
         self._needs_table = self.packed and use_packed_attention(core)
 
     @property
+    def router_weight(self) -> float:
+        """The weight of the router's loss in a mixture of experts; 0 for other models."""
+        return getattr(self.core.config.get_text_config(), "router_aux_loss_coef", 0.0)
+
+    @property
     def shares_prefixes(self) -> bool:
         """Whether several completions can share one copy of their prompt; not with flash attention chosen by the
         user.

@@ -95,6 +95,7 @@ class PolicyValueScorer:
         self.fallbacks = [*policy.fallbacks, *(f"value model: {text}" for text in value.fallbacks)]
         self.packed: bool = policy.packed and value.packed
         self.shares_prefixes: bool = policy.shares_prefixes and value.shares_prefixes
+        self.router_weight: float = policy.router_weight
         self.neftune_alpha: float | None = None  # noise on the policy's embeddings
 
     def score(self, model: nn.Module, batch: Mapping[str, Any], options: ScoreOptions | None = None) -> Scored:
