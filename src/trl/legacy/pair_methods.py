@@ -231,7 +231,8 @@ class LegacyPairs(LegacyJudged):
     args: Any
     method: Any
     get_batch_logps = staticmethod(get_batch_logps)
-    _rows_stored = 1.0  # of what `store_metrics` is drawn
+    _rows_stored = 1.0  # of what `store_metrics` is given
+    _is_counted = False  # rewards of the batch at hand move no mean again
 
     # ---- overridden methods
 
