@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 from torch import nn
 
 from trl.data.rendering import text_tokenizer
+from trl.legacy import move_arguments
+from trl.options.training import config_or_default
 from trl.rewards.functions import FunctionSource, name_of
 from trl.rewards.models import ModelSource
 from trl.rollouts.schedule import batch_sizes, fill_in_sizes
@@ -22,8 +25,12 @@ _ORDER = (
 )  # fmt: skip
 
 
-def in_older_order(init: Callable[..., None]) -> Callable[..., None]:
-    """A constructor that also takes its arguments in the order of 0.9-0.21, which begins with the config."""
+_MOVED = ("model", "reward_funcs", "args", "processing_class", "ref_model")
+
+
+def of_any_level(init: Callable[..., None]) -> Callable[..., None]:
+    """A constructor that also takes the arguments of 0.9-0.21, by name or in their order, which begins with the config."""
+    signature = inspect.signature(init)
 
     @functools.wraps(init)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -32,12 +39,22 @@ def in_older_order(init: Callable[..., None]) -> Callable[..., None]:
             if len(args) > len(_ORDER) or named.keys() & kwargs.keys():
                 raise TypeError(f"RLOOTrainer(config, ...) takes {', '.join(_ORDER)}, each once.")
             args, kwargs = (), {**named, **kwargs}
-        init(self, *args, **kwargs)
+        values = signature.bind(self, *args, **kwargs).arguments
+        older = values.pop("older", {})
+        values |= move_arguments(RLOOConfig, {name: values.get(name) for name in _MOVED}, older)
+        config = config_or_default(values["args"], RLOOConfig, "rloo")
+        tokenizer, dataset = values["processing_class"], values.get("train_dataset")
+        config = values["args"] = _with_sizes_of_run(config, dataset, tokenizer, is_older_call="policy" in older)
+        if older.get("reward_model") is not None:
+            values["reward_funcs"] = _older_reward(older["reward_model"], tokenizer, config)
+        if "ref_policy" in older and config.beta == 0:  # which had to be passed
+            values["ref_model"] = None
+        init(**values)
 
     return wrapped
 
 
-def with_sizes_of_run(args: RLOOConfig, dataset: Any, processing_class: Any, *, is_older_call: bool) -> RLOOConfig:
+def _with_sizes_of_run(args: RLOOConfig, dataset: Any, processing_class: Any, *, is_older_call: bool) -> RLOOConfig:
     """A copy with the sizes of the run filled in; without any setting of 0.21 the same config, unless the call is one
     of 0.21.
     """
@@ -54,7 +71,7 @@ def with_sizes_of_run(args: RLOOConfig, dataset: Any, processing_class: Any, *, 
     return args
 
 
-def older_reward(reward_model: Any, processing_class: Any, args: RLOOConfig) -> Any:
+def _older_reward(reward_model: Any, processing_class: Any, args: RLOOConfig) -> Any:
     """The reward source of a `reward_model`: a classifier reads the policy's tokens, a function of texts whole
     texts.
     """

@@ -97,20 +97,9 @@ class ConstantLengthDataset(IterableDataset):
     (with `eos_token_id` after each if `append_concat_token`) and cut; what does not fill a row is left out. Newer
     programs use `packing=True` with `packing_strategy="wrapped"`.
 
-    Args:
-        tokenizer: Turns the texts into tokens. Its `eos_token_id`, where it has one, wins over the argument.
-        dataset: Rows to read the texts from; it is read again for each iteration.
-        dataset_text_field: Column with the text. Give it or `formatting_func`.
-        formatting_func: Makes the text of a row.
-        infinite: Whether to begin again when the rows end.
-        seq_length: Length of a row, in tokens.
-        num_of_sequences: Rows that the buffer should give.
-        chars_per_token: Characters per token, to size the buffer.
-        eos_token_id: Token between texts where the tokenizer has none of its own.
-        shuffle: Whether the rows of a buffer come in random order.
-        append_concat_token: Whether an end token follows each text.
-        add_special_tokens: Whether the tokenizer adds its special tokens to each text.
-        seed: Seed of the order; each iteration over the rows has the same.
+    `formatting_func(row)` makes the text of a row, or `dataset_text_field` has it. The tokenizer's `eos_token_id`, where it
+    has one, wins over the argument. `infinite` begins again when the rows end. With `shuffle` the rows of a buffer come
+    in an order that `seed` determines, the same in each iteration.
     """
 
     def __init__(

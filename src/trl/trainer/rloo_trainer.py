@@ -9,11 +9,9 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from trl._lazy import attach
-from trl.legacy import move_arguments
 from trl.legacy.interface import LegacyGroups
-from trl.legacy.rloo import in_older_order, older_reward, with_sizes_of_run
+from trl.legacy.rloo import of_any_level
 from trl.methods.rloo import RLOOMethod
-from trl.options.training import config_or_default
 from trl.reporting.model_card import Paper
 from trl.trainer.online_trainer import AnyDataset, OnlineTrainer, RolloutFunc
 from trl.trainer.rloo_config import RLOOConfig
@@ -49,7 +47,7 @@ class RLOOTrainer(LegacyGroups, SampleTables, OnlineTrainer):
     method_type = RLOOMethod
     config_type = RLOOConfig
 
-    @in_older_order
+    @of_any_level
     def __init__(
         self,
         model: str | nn.Module | PreTrainedModel | None = None,
@@ -69,35 +67,25 @@ class RLOOTrainer(LegacyGroups, SampleTables, OnlineTrainer):
         ref_model: str | nn.Module | PreTrainedModel | None = None,
         **older: Any,
     ) -> None:
-        named = {
-            "model": model,
-            "reward_funcs": reward_funcs,
-            "args": args,
-            "processing_class": processing_class,
-            "ref_model": ref_model,
-        }
-        moved = move_arguments(RLOOConfig, named, older, stacklevel=4)  # of the program
-        args = config_or_default(moved["args"], RLOOConfig, "rloo")
-        args = with_sizes_of_run(args, train_dataset, moved["processing_class"], is_older_call="policy" in older)
-        if older.get("reward_model") is not None:
-            moved["reward_funcs"] = older_reward(older["reward_model"], moved["processing_class"], args)
-        if "ref_policy" in older and args.beta == 0:  # which had to be passed
-            moved["ref_model"] = None
         super().__init__(
-            **{**moved, "args": args},
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            reward_processing_classes=reward_processing_classes,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            peft_config=peft_config,
-            tools=tools,
-            rollout_func=rollout_func,
+            model,  # type: ignore[arg-type]
+            reward_funcs,
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            reward_processing_classes,
+            callbacks,
+            optimizers,
+            peft_config,
+            tools,
+            rollout_func,
+            ref_model=ref_model,
             agent=agent,
             environment_factory=environment_factory,
         )
         self.method.eos_token_id = self._tokenizer.eos_token_id  # type: ignore[assignment]
-        if args.local_rollout_forward_batch_size:
-            self.rows_at_once = args.local_rollout_forward_batch_size
-        if eval_dataset is not None and args.num_sample_generations:
+        if self.args.local_rollout_forward_batch_size:
+            self.rows_at_once = self.args.local_rollout_forward_batch_size
+        if eval_dataset is not None and self.args.num_sample_generations:
             self.add_callback(ShowSamples(self))

@@ -146,10 +146,6 @@ class SFTTrainer(LegacySFT, BaseTrainer):
             pad_to_multiple_of=args.pad_to_multiple_of,
         )
 
-    def labels_of(self, batch: Any) -> Tensor:
-        """The labels of the padded rows."""
-        return self.scorer.padded_inputs(self.take_batch(batch))["labels"]
-
 
 def _check_one_loss(args: SFTConfig, compute_loss_func: Callable[..., Tensor] | None, *, takes_step: bool) -> None:
     """Refuse settings of which each is a loss of its own."""
