@@ -17,10 +17,10 @@ from trl.legacy.pair_methods import (
     LegacyPairs,
     LegacyReference,
     both_sides,
+    build_tokenized_answer,
     concatenated_inputs,
     mean_chosen_nll,
     pairs_of,
-    tokenized_answer,
     whole_sequences,
     with_losses,
 )
@@ -229,10 +229,7 @@ class LegacyDPO(LegacyReference):
     # ---- rows
 
     tokenize_row = staticmethod(tokenize_preference_row)
-
-    def build_tokenized_answer(self, prompt: str, answer: str) -> dict[str, list[int]]:
-        """Token ids of a prompt and of an answer to it, cut where the tokens of both together leave the prompt's."""
-        return tokenized_answer(self._tokenizer, prompt, answer)
+    build_tokenized_answer = build_tokenized_answer
 
     @staticmethod
     def process_row(

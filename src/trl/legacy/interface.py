@@ -25,8 +25,9 @@ from trl.objectives.group_policy import soft_gate
 WHOLE_BATCH = ("get_batch_loss_metrics", "get_batch_metrics", "store_metrics")
 REFERENCES = ("compute_ref_log_probs", "compute_reference_log_probs")
 LOSSES = ("dpo_loss", "cpo_loss", "odds_ratio_loss", "kto_loss", "bco_loss")
-CALLED = ("compute_loss", "outcome", "objective", *WHOLE_BATCH, *REFERENCES, *LOSSES)
-"""Methods that training calls where a subclass overrides them, or a program replaces them."""
+"""Methods that training calls where a subclass overrides them, or a program replaces them, beside `compute_loss`,
+`outcome` and `objective`.
+"""
 
 RECORDED = "recorded"
 """The entry of a batch that overridden methods take: with the columns of 0.26, or as the user's collator made it."""
@@ -156,10 +157,6 @@ def _fields(config: type) -> dict[str, str]:
     return {**{name: name for name in added}, **others}
 
 
-def _definition(kind: type, name: str) -> Any:
-    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
-
-
 def _without(method: Any, later: Sequence[str]) -> Callable[..., Any]:
     count = method.__code__.co_argcount - 1
 
@@ -197,7 +194,6 @@ class Legacy(_Trainer):
     """
 
     _not_called: ClassVar[NotCalled] = {}
-    _own_methods: ClassVar[Mapping[str, Any]] = {}
 
     aux_loss_coef = View(_of_model("router_aux_loss_coef", 0.0))
     aux_loss_enabled = View(_of_model("output_router_logits", False))
@@ -218,9 +214,6 @@ class Legacy(_Trainer):
                 if missing:
                     setattr(cls, name, _without(method, missing))
             return
-        others = {name for names, _ in cls._not_called.values() for name in names}
-        names = {*(name for name in CALLED if hasattr(cls, name)), *cls._not_called, *others}
-        cls._own_methods = {name: _definition(cls, name) for name in names}
         config = getattr(cls, "_config_class", getattr(cls, "config_type", None))
         for name, field in _fields(config).items() if config else ():
             if not hasattr(cls, name):
@@ -229,9 +222,11 @@ class Legacy(_Trainer):
                 setattr(cls, name, view)
 
     def overridden(self, *names: str) -> bool:
-        """Whether one of the named methods is not that of this library."""
-        ours = {name: self._own_methods[name] for name in names if name in self._own_methods}
-        return any(name in vars(self) or _definition(type(self), name) is not ours[name] for name in ours)
+        """Whether one of the named methods, which this library has or does not call, is not that of this library."""
+        kind: Any = type(self)
+        ours = next(base for base in kind.__mro__ if base.__module__.startswith("trl."))
+        known = [name for name in names if hasattr(ours, name) or name in self._not_called]
+        return any(name in vars(self) or getattr(kind, name, None) is not getattr(ours, name, None) for name in known)
 
     def check_class(self) -> None:
         """Raise TypeError for an override that training would not call."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Literal
 
@@ -21,7 +21,6 @@ from trl.legacy.interface import (
     Legacy,
     NotCalled,
     call_with,
-    takes,
 )
 from trl.methods.method import CONTEXT, Method, Outcome, Scoring, Step
 from trl.models.packed.layout import padded_rows, scored_sequences
@@ -161,6 +160,16 @@ def mean_chosen_nll(scored: Scored) -> Tensor:
     return reduce_terms(nll, count_units(nll))
 
 
+def build_tokenized_answer(self: Any, prompt: str, answer: str) -> dict[str, list[int]]:
+    """Token ids of a prompt and of an answer to it, cut where the tokens of both together leave the prompt's."""
+    texts = (prompt, prompt + answer)
+    head, whole = (self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
+    start = common_prefix_length(head, whole)
+    ids = {"prompt_": whole[:start], "": whole[start:]}
+    masks = {f"{name}attention_mask": [1] * len(part) for name, part in ids.items()}
+    return {**{f"{name}input_ids": part for name, part in ids.items()}, **masks}
+
+
 class OverriddenBatch(Method):
     """The loss of an overridden `get_batch_loss_metrics` of a trainer, which logs through `store_metrics`."""
 
@@ -173,8 +182,7 @@ class OverriddenBatch(Method):
         overridden = next(name for name in WHOLE_BATCH if trainer.overridden(name))
         name = overridden if overridden in WHOLE_BATCH[:2] else WHOLE_BATCH[0]
         mode = "train" if step.training else "eval"
-        takes_do_train = takes(trainer._own_methods[name], "do_train")  # BCO's
-        options: dict[str, Any] = {"do_train": step.training} if takes_do_train else {"train_eval": mode}
+        options: dict[str, Any] = {"do_train": step.training} if hasattr(trainer, "bco_loss") else {"train_eval": mode}
         columns = {**batch.get(RECORDED, batch), **({CONTEXT: batch[CONTEXT]} if CONTEXT in batch else {})}
         with holding(trainer, "_is_counted", step.plan is not None):
             loss, metrics = call_with(getattr(trainer, name), scoring.model, columns, **options)
@@ -230,6 +238,8 @@ class LegacyPairs(LegacyJudged):
 
     args: Any
     method: Any
+    scorer: Any
+    recorded_outcome: Callable[..., Outcome]  # of a batch and its scores, with the losses of an overridden method
     get_batch_logps = staticmethod(get_batch_logps)
     _rows_stored = 1.0  # of what `store_metrics` is given
     _is_counted = False  # rewards of the batch at hand move no mean again
@@ -256,9 +266,15 @@ class LegacyPairs(LegacyJudged):
             return OverriddenBatch(self)
         return OverriddenLoss(self) if self.overridden(*LOSSES) else self.method
 
-    def recorded_outcome(self, batch: dict[str, Any], scored: Any) -> Outcome:
-        """The outcome with the losses of the overridden method."""
-        raise TypeError(f"{type(self).__name__} must override recorded_outcome.")
+    def with_logits(self, name: str, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Scored, Tensor]:
+        """What the policy makes of a batch, and its logits, for the method `name`."""
+        if self.is_encoder_decoder:
+            raise TypeError(
+                f"{name} gives logits over whole sequences, which encoder-decoders do not have. Call get_batch_loss_metrics, "
+                "or the model."
+            )
+        with self.accelerator.autocast():
+            return self.scorer.score_with_logits(model, batch, ScoreOptions())
 
     # ---- the loss
 
@@ -305,6 +321,8 @@ class LegacyPairs(LegacyJudged):
 class LegacyReference(LegacyPairs):
     """The same, of those with a reference."""
 
+    completion_logps: Callable[..., Tensor]
+
     def take_reference(self, columns: Any, **settings: Any) -> None:
         """Raises: ValueError for precomputed log-probs, for which overridden methods are not called."""
         if self.args.precompute_ref_log_probs and self.overridden(*REFERENCES):  # type: ignore[attr-defined]
@@ -346,6 +364,7 @@ class LegacyReferenceFree(LegacyPairs):
     _loss_method: ClassVar[str]
     _loss_sign: ClassVar[int] = 1  # -1 for a method that gives what is subtracted
     concatenated_inputs = staticmethod(concatenated_inputs)
+    build_tokenized_answer = build_tokenized_answer
 
     def recorded_outcome(self, batch: dict[str, Any], scored: Scored) -> Outcome:
         """The outcome with losses and rewards of an overridden `cpo_loss` or `odds_ratio_loss`."""
@@ -364,7 +383,7 @@ class LegacyReferenceFree(LegacyPairs):
         Log-probs are means where the loss is of those. Raises TypeError for an encoder-decoder.
         """
         batch = self.take_batch(batch)
-        scored, logits = with_logits(self, "concatenated_forward", model, batch)
+        scored, logits = self.with_logits("concatenated_forward", model, batch)
         scores, nll = self.method.pair_scores(batch, scored), mean_chosen_nll(scored)
         return scores.chosen, scores.rejected, logits[0::2], logits[1::2], nll
 
@@ -376,10 +395,6 @@ class LegacyReferenceFree(LegacyPairs):
         row, sets = Dataset.from_list([dict(feature)]), self._sets
         prepared, _ = sets.prepare(row, sets.processing_class, sets.settings, name="tokenize_row")
         return whole_sequences(prepared[0], is_encoder_decoder=self.is_encoder_decoder)
-
-    def build_tokenized_answer(self, prompt: str, answer: str) -> dict[str, list[int]]:
-        """Token ids of a prompt and of an answer to it, cut where the tokens of both together leave the prompt's."""
-        return tokenized_answer(self._tokenizer, prompt, answer)
 
 
 class LegacyCPO(LegacyReferenceFree):
@@ -411,24 +426,3 @@ class LegacyORPO(LegacyReferenceFree):
         rewards = self.method.rewards(policy_chosen_logps), self.method.rewards(policy_rejected_logps)
         means = terms.metrics["log_odds_ratio"].mean, terms.metrics["log_odds_chosen"].mean
         return -terms.values, *rewards, *means
-
-
-def with_logits(trainer: Any, name: str, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Scored, Tensor]:
-    """What the policy makes of a batch, and its logits, for the method `name`."""
-    if trainer.is_encoder_decoder:
-        raise TypeError(
-            f"{name} gives logits over whole sequences, which encoder-decoders do not have. Call get_batch_loss_metrics, or the "
-            "model."
-        )
-    with trainer.accelerator.autocast():
-        return trainer.scorer.score_with_logits(model, batch, ScoreOptions())
-
-
-def tokenized_answer(tokenizer: Any, prompt: str, answer: str) -> dict[str, list[int]]:
-    """Token ids of a prompt and of an answer to it, cut where the tokens of both together leave the prompt's."""
-    texts = (prompt, prompt + answer)
-    head, whole = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
-    start = common_prefix_length(head, whole)
-    ids = {"prompt_": whole[:start], "": whole[start:]}
-    masks = {f"{name}attention_mask": [1] * len(part) for name, part in ids.items()}
-    return {**{f"{name}input_ids": part for name, part in ids.items()}, **masks}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, cast
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trl.collators.preference import DPODataCollatorWithPadding
 from trl.collators.unpaired import REFERENCE_NAMES
 from trl.legacy.interface import NOT_CALLED, RECORDED, WHOLE, NotCalled, View, call_with
-from trl.legacy.pair_methods import LegacyReference, sequences_of, with_logits, with_losses
+from trl.legacy.pair_methods import LegacyReference, sequences_of, with_losses
 from trl.methods.method import CONTEXT, Context, Outcome
 from trl.models.packed.layout import row_count
 from trl.models.scoring.causal import Scored
@@ -28,6 +28,7 @@ class LegacyUnpaired(LegacyReference):
     _not_called: ClassVar[NotCalled] = {**NOT_CALLED, "forward": WHOLE}
     _point: ClassVar[str]  # the metric of what rewards are compared with
     mismatched: bool
+    call_loss_method: Callable[..., Any]  # with a batch, and the log-probs of policy and reference of its two kinds
 
     def forward(
         self, model: nn.Module, batch: Mapping[str, Any]
@@ -38,7 +39,7 @@ class LegacyUnpaired(LegacyReference):
         Raises: TypeError for an encoder-decoder.
         """
         batch = dict(self.take_batch(batch))
-        scored, logits = with_logits(self, "forward", model, self.method.learned(batch))
+        scored, logits = self.with_logits("forward", model, self.method.learned(batch))
         logps = sum_by_sequence(scored.logps, scored.positions.sequence, row_count(batch))
         mismatched = self.method.mismatched_logps(batch, self.scoring(model, batch)) if self.mismatched else None
         chosen = batch["label"]
@@ -86,10 +87,6 @@ class LegacyUnpaired(LegacyReference):
         metrics = unpaired_metrics(scores, self.args.beta) | metrics
         terms = LossTerms(scores.logps, torch.ones_like(scores.logps), "sequence", metrics)
         return self.method.outcome(with_losses(terms, losses), scores, scored)
-
-    def call_loss_method(self, batch: dict[str, Any], policy: Any, reference: Any) -> Any:
-        """What the overridden method gives for a batch."""
-        raise TypeError(f"{type(self).__name__} must override call_loss_method.")
 
 
 class LegacyKTO(LegacyUnpaired):
