@@ -54,24 +54,24 @@ class DPOMethod(Method):
         """Score a step of several micro-batches without gradient where a loss compares its pairs with each other."""
         if not self._compares_pairs or len(batches) == 1:
             return [None] * len(batches)
-        found = []
+        batch_scores = []
         for batch in batches:
             scoring.add_reference(batch)
-            found.append(self._compared(self.pair_scores(batch, scoring.frozen_logps(batch))))
-        return self._statistics(found, scoring.step.processes, batches[-1])
+            batch_scores.append(self._compared(self.pair_scores(batch, scoring.frozen_logps(batch))))
+        return self._statistics(batch_scores, scoring.step.processes, batches[-1])
 
     def _statistics(
-        self, found: Sequence[PairScores], processes: Processes, last: Container[str] = ()
+        self, batch_scores: Sequence[PairScores], processes: Processes, last: Container[str] = ()
     ) -> list[StepStatistics]:
         """What each micro-batch must know of all pairs of the step, on all processes; counts their rewards."""
-        columns = [[s.chosen, s.rejected, s.ref_chosen, s.ref_rejected] for s in found]
-        own = torch.cat([torch.stack(column, dim=1).detach() for column in columns])
-        table, first = processes.rows(own[: len(own) - (FILLS_UP in last)])
+        columns = [[s.chosen, s.rejected, s.ref_chosen, s.ref_rejected] for s in batch_scores]
+        rows = torch.cat([torch.stack(column, dim=1).detach() for column in columns])
+        table, first = processes.rows(rows[: len(rows) - (FILLS_UP in last)])
         chosen, rejected, ref_chosen, ref_rejected = table.unbind(dim=1)
         scores = PairScores(chosen, rejected, ref_chosen, ref_rejected)
         self.mean_reward.add(weighted(self.args.beta * torch.cat(scores.ratios)))
         statistics, parts = self.statistics(scores), []
-        for part in found:
+        for part in batch_scores:
             first = min(first, len(table) - len(part.chosen))  # a batch that fills up is not in the table
             parts.append(statistics.rows(slice(first, first + len(part.chosen))))
             first += len(part.chosen)
@@ -84,10 +84,10 @@ class DPOMethod(Method):
 
     def statistics(self, scores: PairScores) -> StepStatistics:
         """Statistics of pairs, with the mean reward of the run so far as delta (BCO, arXiv:2404.04656)."""
-        found = step_statistics(scores, self.args.beta)
+        statistics = step_statistics(scores, self.args.beta)
         if not self.mean_reward.count:
-            return found
-        return replace(found, delta=torch.full_like(found.delta, self.mean_reward.value))
+            return statistics
+        return replace(statistics, delta=torch.full_like(statistics.delta, self.mean_reward.value))
 
     def pair_scores(self, batch: Batch, scored: Scored) -> PairScores:
         """Log-probs of policy and reference of a batch's pairs: sums, or means where the loss takes means."""

@@ -90,9 +90,9 @@ class GRPOMethod(GroupMethod):
         sampling = sampling.to(old.dtype)
         mode: Any = self.args.vllm_importance_sampling_mode
         cap = self.args.vllm_importance_sampling_cap
-        found = correction(old, sampling, mask, row, len(experience), mode=mode, cap=cap)
-        columns = {OLD: sampling} if self.has_sequence_weights else {CORRECTION: found.factors}
-        measured = correction_metrics(found, mask), correction_extremes(found, mask)
+        mismatch = correction(old, sampling, mask, row, len(experience), mode=mode, cap=cap)
+        columns = {OLD: sampling} if self.has_sequence_weights else {CORRECTION: mismatch.factors}
+        measured = correction_metrics(mismatch, mask), correction_extremes(mismatch, mask)
         return Corrected(experience.with_tokens(**columns), *measured)
 
     def old_logps(self, experience: Experience, step: Step) -> Tensor | None:

@@ -52,8 +52,8 @@ class KTOMethod(UnpairedMethod):
         if self.completions_per_row == 1:
             kl = scored.logps.new_zeros(())
         elif kl is None:
-            own = self._kl_sum(batch, scoring)
-            kl = kl_estimate(own if step.training else step.processes.sum([own]))
+            total = self._kl_sum(batch, scoring)
+            kl = kl_estimate(total if step.training else step.processes.sum([total]))
         return scored, kl
 
     def terms(self, batch: Batch, scored: tuple[Scored, Tensor], step: Step) -> Outcome:

@@ -40,7 +40,7 @@ class Context:
 class Outcome(NamedTuple):
     """Terms of a batch, and what is measured of it.
 
-    `terms` add up to the loss, each divided by the step's number of its own units. `predictions` `(B, ...)` and
+    `terms` add up to the loss, each divided by the step's number of its units. `predictions` `(B, ...)` and
     `labels` `(B, ...)` are what `compute_metrics` is given; None where they are not known. `local`: the sum of the
     losses whose gradient was taken in the scoring forward; the terms of these losses have no gradient. `extremes`:
     values of which a log shows the smallest (names that begin with `min`) or the largest.
@@ -53,8 +53,8 @@ class Outcome(NamedTuple):
     local: Tensor | None = None
     extremes: Mapping[str, Tensor] = {}
 
-    def totals(self, units: Sequence[Unit], own: Tensor, *, router_weight: float) -> list[Tensor]:
-        """Summed losses for each kind of unit; the router's of a mixture of experts counts for the batch's `own`
+    def totals(self, units: Sequence[Unit], counts: Tensor, *, router_weight: float) -> list[Tensor]:
+        """Summed losses for each kind of unit; the router's of a mixture of experts is a mean over the batch's
         units.
         """
         totals = [torch.zeros(()) for _ in units]
@@ -62,16 +62,16 @@ class Outcome(NamedTuple):
             totals[0] = self.local
         if self.aux_loss is not None:
             loss = self.aux_loss.to(torch.promote_types(self.aux_loss.dtype, torch.float32))
-            totals[0] = totals[0] + router_weight * loss * own[0]
+            totals[0] = totals[0] + router_weight * loss * counts[0]
         for terms in self.terms:
             if self.local is None or terms.values.requires_grad:  # others are summed up in `local`
                 unit = units.index(terms.per) if len(units) > 1 else 0
                 totals[unit] = totals[unit] + reduce_terms(terms, 1.0)
         return totals
 
-    def loss(self, units: Sequence[Unit], own: Tensor, step: Tensor, *, router_weight: float) -> Tensor:
+    def loss(self, units: Sequence[Unit], counts: Tensor, step: Tensor, *, router_weight: float) -> Tensor:
         """The batch's part of the step's loss: its totals over the step's number of each kind of unit."""
-        totals = self.totals(units, own, router_weight=router_weight)
+        totals = self.totals(units, counts, router_weight=router_weight)
         if len(step) != len(units):
             raise ValueError(
                 f"num_items_in_batch must have the step's numbers of {', '.join(units)}, got {step.tolist()}. Leave it out for "

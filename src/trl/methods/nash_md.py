@@ -47,18 +47,18 @@ class NashMDMethod(OnlineDPOMethod):
         self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool
     ) -> Experience:
         """With the probability that the policy's completion is preferred, NaN where that is not known."""
-        found = super().apply_rewards(experience, scores, inputs, training=training)
-        own, other = found.per_row[SCORES].view(-1, 2).unbind(dim=1)
-        preference = own if self.is_judged else torch.sigmoid(own - other)
-        preference = torch.where((own + other).isnan(), torch.nan, preference)
-        stopped = found.per_row[STOPPED].bool().view(-1, 2)[:, 1]
-        columns = {PREFERENCE: preference, OPPONENT_SCORE: other, OPPONENT_STOPPED: stopped.to(other)}
-        nothing = torch.full_like(other, torch.nan)
-        found = found.with_rows(
+        experience = super().apply_rewards(experience, scores, inputs, training=training)
+        policy, opponent = experience.per_row[SCORES].view(-1, 2).unbind(dim=1)
+        preference = policy if self.is_judged else torch.sigmoid(policy - opponent)
+        preference = torch.where((policy + opponent).isnan(), torch.nan, preference)
+        stopped = experience.per_row[STOPPED].bool().view(-1, 2)[:, 1]
+        columns = {PREFERENCE: preference, OPPONENT_SCORE: opponent, OPPONENT_STOPPED: stopped.to(opponent)}
+        nothing = torch.full_like(opponent, torch.nan)
+        experience = experience.with_rows(
             **{name: torch.stack([value, nothing], dim=1).flatten() for name, value in columns.items()}
         )
-        known = ~found.per_row[PREFERENCE].isnan()
-        return found.with_tokens(**{TRAINED: found.per_token[TRAINED] & known[found.completions.row_index]})
+        known = ~experience.per_row[PREFERENCE].isnan()[experience.completions.row_index]
+        return experience.with_tokens(**{TRAINED: experience.per_token[TRAINED] & known})
 
     def lacks_variance(self, rows: Mapping[str, Tensor], group_size: int) -> Tensor:
         """Prompts without an answer of the judge; equal completions still have a divergence to learn from."""
@@ -69,8 +69,8 @@ class NashMDMethod(OnlineDPOMethod):
         columns, row = experience.per_token, experience.completions.row_index
         gap = where_counted(columns[OLD] - columns[REF], columns[TRAINED])
         preference = experience.per_row[PREFERENCE].to(gap)
-        found = nash_advantages(preference, gap, row, beta=self.beta)
-        return experience.with_tokens(**{ADVANTAGE: where_counted(found, columns[TRAINED])})
+        advantages = nash_advantages(preference, gap, row, beta=self.beta)
+        return experience.with_tokens(**{ADVANTAGE: where_counted(advantages, columns[TRAINED])})
 
     def rewards_and_advantages(self, rows: Mapping[str, Tensor], group_size: int) -> tuple[Tensor, Tensor]:
         """The scores, and the preference less a half."""
@@ -101,10 +101,10 @@ class NashMDMethod(OnlineDPOMethod):
     def measured(self, experience: Experience, logps: Tensor) -> dict[str, Weighted]:
         """Means over the policy's completions whose preference is known."""
         rows = experience.per_row
-        known, own = (~rows[name].isnan() for name in (PREFERENCE, OPPONENT_STOPPED))
+        known, answered = (~rows[name].isnan() for name in (PREFERENCE, OPPONENT_STOPPED))
         policy, reference = self.sums(experience, logps)
         gap, preference = policy - reference, rows[PREFERENCE]
-        found = {
+        columns = {
             "loss/kl": gap,
             "loss/score": (preference - 0.5).to(policy) * policy,
             "objective/entropy": -policy,
@@ -115,11 +115,11 @@ class NashMDMethod(OnlineDPOMethod):
             "logps/rejected": reference,
         }
         if not self.is_judged:
-            found |= {"rewards/chosen": rows[SCORES], "rewards/rejected": rows[OPPONENT_SCORE]}
+            columns |= {"rewards/chosen": rows[SCORES], "rewards/rejected": rows[OPPONENT_SCORE]}
         settings = {"beta": self.beta, "mixture_coef": self.reference_share}
         return {
-            **{name: weighted(values, known) for name, values in found.items()},
-            "val/model_contain_eos_token": weighted(rows[STOPPED].bool(), own),
-            "val/ref_contain_eos_token": weighted(rows[OPPONENT_STOPPED], own),
+            **{name: weighted(values, known) for name, values in columns.items()},
+            "val/model_contain_eos_token": weighted(rows[STOPPED].bool(), answered),
+            "val/ref_contain_eos_token": weighted(rows[OPPONENT_STOPPED], answered),
             **{name: weighted(torch.tensor([value])) for name, value in settings.items()},
         }

@@ -196,8 +196,8 @@ class GroupMethod(OnlineMethod):
         self, rows: Mapping[str, Tensor], sources: Sequence[str], group_size: int, *, share: float
     ) -> dict[str, Weighted]:
         """The documented metrics of rows of all processes, of which this process records a `share`."""
-        found = measured_groups(rows, sources, group_size, scale=self.reward_scale, share=share)
-        return {**found, **tool_metrics(rows, share=share), **agent_metrics(rows, share=share)}
+        metrics = measured_groups(rows, sources, group_size, scale=self.reward_scale, share=share)
+        return {**metrics, **tool_metrics(rows, share=share), **agent_metrics(rows, share=share)}
 
     def token_metrics(self, experience: Experience) -> dict[str, Weighted]:
         """Metrics of the tokens of this process's rows."""

@@ -98,10 +98,10 @@ class OnlineDPOMethod(GroupMethod):
     def pair_terms(self, experience: Experience, pairs: RankedPairs, policy: Tensor, reference: Tensor) -> LossTerms:
         """The loss of each pair, with its metrics; `ipo` compares sums over tokens, as its paper does."""
         scores, (chosen, rejected, weights) = experience.per_row[SCORES], pairs
-        found = PairScores(policy[chosen], policy[rejected], reference[chosen], reference[rejected])
+        pair_scores = PairScores(policy[chosen], policy[rejected], reference[chosen], reference[rejected])
         beta = self.beta
         terms = preference_terms(
-            found, [self.args.loss_type], self.args.pair_options(beta), pair_weights=weights.to(policy)
+            pair_scores, [self.args.loss_type], self.args.pair_options(beta), pair_weights=weights.to(policy)
         )
         metrics = {**terms.metrics, "beta": weighted(torch.tensor([beta]))}
         if not self.is_judged:
@@ -111,5 +111,5 @@ class OnlineDPOMethod(GroupMethod):
     def row_metrics(self, experience: Experience, policy: Tensor, reference: Tensor) -> dict[str, Weighted]:
         """Means over completions."""
         scores = experience.per_row[SCORES]
-        found = sequence_metrics(policy, reference, scores, beta=self.beta, with_scores=not self.is_judged)
-        return {**found, "val/contain_eos_token": weighted(experience.per_row[STOPPED].bool())}
+        metrics = sequence_metrics(policy, reference, scores, beta=self.beta, with_scores=not self.is_judged)
+        return {**metrics, "val/contain_eos_token": weighted(experience.per_row[STOPPED].bool())}

@@ -33,8 +33,8 @@ class XPOMethod(OnlineDPOMethod):
         pairs = self.pairs(scores)
         terms = self.pair_terms(experience, pairs, policy, reference)
         optimism = self.alpha * policy[torch.maximum(pairs.chosen, pairs.rejected)] * pairs.weights.to(policy)
-        own, other = scores.view(-1, 2).unbind(dim=1)
-        known = ~(own + other).isnan()
+        model, opponent = scores.view(-1, 2).unbind(dim=1)
+        known = ~(model + opponent).isnan()
         stopped, detached = rows[STOPPED].bool(), policy.detach()
         kl, entropy = (values.view(-1, 2).mean(dim=1) for values in (detached - reference, -detached))
         metrics = {
@@ -49,8 +49,8 @@ class XPOMethod(OnlineDPOMethod):
         }
         if not self.is_judged:
             metrics |= {
-                "objective/model_scores": weighted(own, known),
-                "objective/ref_scores": weighted(other, known),
-                "objective/scores_margin": weighted(own - other, known),
+                "objective/model_scores": weighted(model, known),
+                "objective/ref_scores": weighted(opponent, known),
+                "objective/scores_margin": weighted(model - opponent, known),
             }
         return [terms._replace(values=terms.values + optimism, metrics=metrics)]

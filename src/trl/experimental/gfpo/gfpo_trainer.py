@@ -41,8 +41,8 @@ class GFPOMethod(GRPOMethod):
             return experience
         assert self.args.num_generations is not None
         size = self.args.num_generations
-        found = filter_scores(self.group_filter, inputs, experience.per_row[SCORES], size)
-        return experience.with_rows(**{FILTERED: ~best_of_groups(found, size, self.kept)})
+        second = filter_scores(self.group_filter, inputs, experience.per_row[SCORES], size)
+        return experience.with_rows(**{FILTERED: ~best_of_groups(second, size, self.kept)})
 
     def lacks_variance(self, rows: Mapping[str, Tensor], group_size: int) -> Tensor:
         """Groups of which those that remain have equal rewards."""
@@ -59,12 +59,12 @@ class GFPOMethod(GRPOMethod):
     def metrics(
         self, rows: Mapping[str, Tensor], sources: Sequence[str], group_size: int, *, share: float
     ) -> dict[str, Weighted]:
-        found = super().metrics(rows, sources, group_size, share=share)
+        metrics = super().metrics(rows, sources, group_size, share=share)
         if FILTERED in rows:
             remains = _remains(rows)
-            found["remaining/mean_length"] = weighted(rows[LENGTH], remains)
-            found["remaining/reward"] = weighted(rows[SCORES], remains & ~rows[SCORES].isnan())
-        return found
+            metrics["remaining/mean_length"] = weighted(rows[LENGTH], remains)
+            metrics["remaining/reward"] = weighted(rows[SCORES], remains & ~rows[SCORES].isnan())
+        return metrics
 
 
 class GFPOTrainer(GRPOTrainer):
@@ -130,12 +130,12 @@ class GFPOTrainer(GRPOTrainer):
 
     def rows_of_step(self, step: int, sizes: RolloutSizes | None = None) -> list[Tensor]:
         """Rows that remain."""
-        found = super().rows_of_step(step, sizes or self._kept_sizes)
+        kept_rows = super().rows_of_step(step, sizes or self._kept_sizes)
         assert self._rollout_batch is not None
         if FILTERED not in self._rollout_batch.per_row:
-            return found
+            return kept_rows
         remain = (~self._rollout_batch.per_row[FILTERED]).nonzero()[:, 0]
-        return [remain[own] for own in found]
+        return [remain[rows] for rows in kept_rows]
 
 
 def _remains(rows: Mapping[str, Tensor]) -> Tensor:

@@ -39,7 +39,7 @@ class Spans(NamedTuple):
 
     def part(self, rows: slice) -> Spans:
         """Those of some rows."""
-        return Spans(*(each[rows] for each in self))
+        return Spans(*(column[rows] for column in self))
 
 
 def scored_spans(rows: Mapping[str, Tensor], spans: Tensor) -> Spans:
@@ -63,13 +63,13 @@ def chunks_of_spans(own: Spans, other: Spans, size: int) -> list[tuple[slice, sl
     of_spans = np.append(other.first.nonzero()[:, 0].cpu().numpy(), len(other.first))
     theirs = of_spans[np.cumsum(first)[begins] - first[begins]]
     ends, their_ends = np.append(begins[1:], len(first)), np.append(theirs[1:], len(other.first))
-    found, start = [], 0
+    chunks, start = [], 0
     for unit in range(1, len(begins) + 1):
         if unit == len(begins) or max(ends[unit] - begins[start], their_ends[unit] - theirs[start]) > size:
             last = unit - 1
-            found.append((slice(begins[start], ends[last]), slice(theirs[start], their_ends[last])))
+            chunks.append((slice(begins[start], ends[last]), slice(theirs[start], their_ends[last])))
             start = unit
-    return found
+    return chunks
 
 
 def by_policy(outcome: Outcome, batch: Batch) -> Outcome:
@@ -108,15 +108,15 @@ class GOLDMethod(GKDMethod):
         """The student's and the teacher's rows, with labels of the tokens in spans; for cross-entropy all of the
         student's.
         """
-        found = []
+        sides = []
         for rows in (batch, batch[TEACHER_BATCH]):
             kept = rows["spans"] > 0
             if rows is batch and self.args.uld_crossentropy_weight:
                 kept |= rows["labels"] != IGNORED
             kept[:, 0] = False  # nothing predicts a first token
             inputs = {name: rows[name] for name in ("input_ids", "attention_mask")}
-            found.append({**inputs, "labels": rows["labels"].where(kept, IGNORED)})
-        return found
+            sides.append({**inputs, "labels": rows["labels"].where(kept, IGNORED)})
+        return sides
 
     def count(self, batch: Batch) -> Tensor:
         """Spans, and scored tokens."""
@@ -164,14 +164,14 @@ class SpanLoss:
     def __init__(self, method: GOLDMethod, batch: Batch, size: int | None = None) -> None:
         self.method, self.rows = method, method.sides(batch)
         self.own, self.other = (
-            scored_spans(rows, given["spans"])
-            for rows, given in zip(self.rows, (batch, batch[TEACHER_BATCH]), strict=True)
+            scored_spans(rows, side["spans"])
+            for rows, side in zip(self.rows, (batch, batch[TEACHER_BATCH]), strict=True)
         )
         device = self.own.first.device
         size = size or heads.default_chunk_size(max(method.sizes), itemsize=4, device=device)
         self.parts = chunks_of_spans(self.own, self.other, size)
         ids = method.vocabularies
-        self._vocabularies = None if ids is None else Vocabularies(*(each.to(device) for each in ids))
+        self._vocabularies = None if ids is None else Vocabularies(*(tokens.to(device) for tokens in ids))
         self._places = {own.start: other for own, other in self.parts}
         self._token_weight = batch.get(TOKEN_WEIGHT, 1.0) * method.args.uld_crossentropy_weight
 
@@ -181,9 +181,9 @@ class SpanLoss:
         Statistics: each token's cross-entropy, and at first tokens the distance and its matched and unmatched part.
         """
         args, method = self.method.args, self.method
-        own, theirs = self.own.part(rows), self.other.part(self._places.get(rows.start, rows))
+        student, theirs = self.own.part(rows), self.other.part(self._places.get(rows.start, rows))
         matched, distance = cross_vocabulary(
-            span_measures(logits / args.uld_student_temperature, *own),
+            span_measures(logits / args.uld_student_temperature, *student),
             span_measures(other / args.uld_teacher_temperature, *theirs),
             self._vocabularies,
             beta=args.beta,
@@ -191,9 +191,9 @@ class SpanLoss:
         parts = (distance, distance) if matched is None else (matched, distance)
         if matched is not None:
             distance = method.weights[0] * matched + method.weights[1] * distance
-        values = [distance.new_zeros(len(logits)).masked_scatter(own.first, x) for x in (distance, *parts)]
+        values = [distance.new_zeros(len(logits)).masked_scatter(student.first, x) for x in (distance, *parts)]
         nll = torch.zeros_like(values[0])
         if self._token_weight:
-            nll = -selective_log_softmax(logits, own.targets)
+            nll = -selective_log_softmax(logits, student.targets)
         loss = args.uld_distillation_weight * values[0] + self._token_weight * nll
         return loss, torch.stack([nll, *values], dim=1)

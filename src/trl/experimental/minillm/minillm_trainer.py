@@ -45,8 +45,8 @@ class MiniLLMMethod(GRPOMethod):
 
     def teacher_advantages(self, experience: Experience, gaps: Tensor) -> Tensor:
         """The discounted log-ratios of a token and the later ones, or of these alone, beside the exact part."""
-        trained, found = experience.per_token[TRAINED], torch.zeros_like(gaps)
-        found[trained] = discounted_advantages(
+        trained, advantages = experience.per_token[TRAINED], torch.zeros_like(gaps)
+        advantages[trained] = discounted_advantages(
             gaps[trained],
             experience.completions.row_index[trained],
             len(experience),
@@ -54,11 +54,11 @@ class MiniLLMMethod(GRPOMethod):
             normalize=self.args.length_normalization,
             skip=self.single_step,
         )
-        return super().teacher_advantages(experience, found)
+        return super().teacher_advantages(experience, advantages)
 
     def signals(self, experience: Experience) -> Tensor:
-        found = super().signals(experience)
-        return torch.ones_like(found) if self.single_step else found
+        signals = super().signals(experience)
+        return torch.ones_like(signals) if self.single_step else signals
 
     def exact_weight(self, experience: Experience) -> Tensor:
         """What a token of the exact part counts, 0-dim: the loss has `teacher_kl_coef` times its mean over the tokens

@@ -40,17 +40,17 @@ class PAPOMethod(GRPOMethod):
         return replace(wants, loss_of=None)
 
     def objective(self, experience: Experience, scored: Scored, step: Step) -> list[LossTerms]:
-        own, masked = (_half(scored, number, len(experience.completions.values)) for number in (0, 1))
+        seen, masked = (_half(scored, number, len(experience.completions.values)) for number in (0, 1))
         perception = perception_loss(
-            own.logps,
+            seen.logps,
             masked.logps,
             self.tokens(experience, step),
             self.perception,
             loss_type=self.settings.loss_type,
-            entropies=own.entropies,
+            entropies=seen.entropies,
             masked_entropies=masked.entropies,
         )
-        return [*super().objective(experience, own, step), perception]
+        return [*super().objective(experience, seen, step), perception]
 
 
 class PAPOTrainer(GRPOTrainer):

@@ -60,9 +60,9 @@ class PPOMethod(OnlineMethod):
         rewards, trained = self._rewards(experience)[0].rewards, experience.ragged(TRAINED).padded().bool()
         values = experience.ragged(VALUES).padded().to(rewards.dtype)
         of_all = partial(over_processes, accelerator=accelerator)
-        found = whitened_estimates(rewards, values, trained, self.args, of_all=of_all)
+        estimates = whitened_estimates(rewards, values, trained, self.args, of_all=of_all)
         mask = experience.completions.mask
-        return experience.with_tokens(**{ADVANTAGES: found.advantages[mask], RETURNS: found.returns[mask]})
+        return experience.with_tokens(**{ADVANTAGES: estimates.advantages[mask], RETURNS: estimates.returns[mask]})
 
     def _rewards(self, experience: Experience) -> tuple[TokenRewards, Tensor]:
         """Rewards and divergences per token, `(B, T)`."""
@@ -79,8 +79,8 @@ class PPOMethod(OnlineMethod):
             return {}
         rewards, kl = self._rewards(experience)
         logps, trained = experience.ragged(OLD).padded(), experience.ragged(TRAINED).padded().bool()
-        found = rollout_metrics(rewards, kl, logps, experience.per_row[SCORES].to(logps.dtype), trained)
-        return {f"objective/{name}": found[f"objective/{name}"] for name in _OBJECTIVE}
+        means = rollout_metrics(rewards, kl, logps, experience.per_row[SCORES].to(logps.dtype), trained)
+        return {f"objective/{name}": means[f"objective/{name}"] for name in _OBJECTIVE}
 
     def objective(self, experience: Experience, scored: Scored, step: Step) -> list[LossTerms]:
         """The clipped losses of policy and value function, under the documented names of their metrics."""
@@ -99,7 +99,7 @@ class PPOMethod(OnlineMethod):
         )
         logps = scored.logps.detach()
         ratios = probability_ratio(logps, columns[OLD].to(logps.dtype), mask)
-        renamed = {_NAMES[name]: found for name, found in losses.total.metrics.items() if name in _NAMES}
+        renamed = {_NAMES[name]: mean for name, mean in losses.total.metrics.items() if name in _NAMES}
         metrics = {**renamed, RATIO_SQUARE: weighted((ratios - 1).square(), mask)}
         value = losses.value._replace(values=self.args.vf_coef * losses.value.values, metrics={})
         return [losses.policy._replace(metrics=metrics), value]

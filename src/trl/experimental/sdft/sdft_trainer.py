@@ -101,7 +101,7 @@ class SelfDistillationMethod(DistillationMethod):
             return self.from_teacher(batch, scoring, weights)
         options, teacher = ScoreOptions(temperature=scoring.temperature), cast(Any, scoring.teacher)
         theirs = teacher.reference.score(
-            scoring.model, inputs[TEACHER_BATCH], lambda scorer, own, rows: scorer.score(own, rows, options).logps
+            scoring.model, inputs[TEACHER_BATCH], lambda scorer, model, rows: scorer.score(model, rows, options).logps
         )
 
         def losses(logps: Tensor, which: slice) -> Tensor:
@@ -144,9 +144,9 @@ class TeacherPrompts:
     def tokens(self, rows: Rows, shown: Sequence[Any]) -> list[list[int]]:
         """The tokens of the prompts `shown` in place of those of the rows."""
         columns = {**{name: rows[name] for name in rows if name != PROMPT_IDS}, "prompt": shown}
-        given = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        shown_rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         kind = self.processing_class, self.settings, "train", False, not isinstance(shown[0], str)
-        return [row[PROMPT_IDS] for row in PromptTokenizer(*kind).rows(given, range(len(given)))]
+        return [row[PROMPT_IDS] for row in PromptTokenizer(*kind).rows(shown_rows, range(len(shown_rows)))]
 
     def with_prompts(self, experience: Experience, tokens: Sequence[Sequence[int]]) -> Experience:
         """The completions with the teacher's prompts, each cut to what the context has room for."""
@@ -165,11 +165,11 @@ class PrivilegedCompleter:
     def __call__(self, maker: RolloutMaker, rows: Rows, *, streams: Sequence[int]) -> Completed:
         template = self.args.teacher_prompt_template
         pairs = zip(rows["prompt"], rows[CONTEXT], strict=True)
-        shown = [extended(template, prompt, privileged_context=text_of(own)) for prompt, own in pairs]
+        shown = [extended(template, prompt, privileged_context=text_of(context)) for prompt, context in pairs]
         tokens, prompts = self.teacher_prompts.tokens(rows, shown), rows[PROMPT_IDS]
-        found = maker.complete(tokens if self.args.generate_from_teacher else prompts, streams=streams)
-        found = replace(found, prompts=Ragged.of(prompts))
-        return Completed(self.teacher_prompts.with_prompts(found, tokens))
+        completions = maker.complete(tokens if self.args.generate_from_teacher else prompts, streams=streams)
+        completions = replace(completions, prompts=Ragged.of(prompts))
+        return Completed(self.teacher_prompts.with_prompts(completions, tokens))
 
 
 def with_roles(prompt: Any) -> Any:
@@ -239,9 +239,9 @@ class SelfDistillationTrainer(DistillationTrainer):
             last = prompt[-1] if is_list_of_dicts_with(prompt) else {}
             is_text = last.get("role") == "user" and isinstance(last.get("content"), str)
             if not (isinstance(prompt, str) or is_text):
-                found = f"ends with a message of {last.get('role')!r}" if last else f"is {prompt!r}"
+                ending = f"ends with a message of {last.get('role')!r}" if last else f"is {prompt!r}"
                 raise ValueError(
-                    f"{name} dataset, row {row}: the prompt {found}, expected text, or messages that end with a text "
+                    f"{name} dataset, row {row}: the prompt {ending}, expected text, or messages that end with a text "
                     "of the user, which is extended for the teacher."
                 )
 

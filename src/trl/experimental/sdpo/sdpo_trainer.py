@@ -59,8 +59,8 @@ class SDPOMethod(SelfDistillationMethod):
         return self.args.distillation_weight * super().token_weights(experience)
 
     def count(self, batch: Batch) -> Tensor:
-        own = super().count(batch)
-        return torch.cat([own, self.policy.count(batch)]) if self.has_policy_loss else own
+        distilled = super().count(batch)
+        return torch.cat([distilled, self.policy.count(batch)]) if self.has_policy_loss else distilled
 
     def score(self, batch: Batch, scoring: Scoring) -> tuple[VocabularyLoss, Scored | None]:  # type: ignore[override]
         """The divergence, and the log-probs of GRPO's loss."""
@@ -112,10 +112,10 @@ class SDPOMethod(SelfDistillationMethod):
             "feedback_used_fraction": rows[SHOWN_FEEDBACK],
             "reprompt_sample_fraction": rows[REPROMPTED],
         }
-        found = {name: weighted(column) for name, column in columns.items()}
-        found |= {name.removesuffix("/mean"): mean for name, mean in source_means(rows, sources).items()}
-        own = {PREFIX + name: Weighted(x.total * share, x.count * share) for name, x in found.items()}
-        return {**measured_groups(rows, sources, group_size, scale=self.reward_scale, share=share), **own}
+        means = {name: weighted(column) for name, column in columns.items()}
+        means |= {name.removesuffix("/mean"): mean for name, mean in source_means(rows, sources).items()}
+        shares = {PREFIX + name: Weighted(x.total * share, x.count * share) for name, x in means.items()}
+        return {**measured_groups(rows, sources, group_size, scale=self.reward_scale, share=share), **shares}
 
 
 class SDPOTrainer(SelfDistillationTrainer):
@@ -159,8 +159,8 @@ class SDPOTrainer(SelfDistillationTrainer):
     def reprompted(self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool) -> Experience:
         """Completions with their scores, and the prompts that their teacher is shown."""
         args, count = self.args, len(inputs)
-        found = self.method.apply_rewards(experience, scores, inputs, training=training)
-        texts = [own if isinstance(own, str) else own[-1]["content"] for own in inputs.completions]
+        experience = self.method.apply_rewards(experience, scores, inputs, training=training)
+        texts = [answer if isinstance(answer, str) else answer[-1]["content"] for answer in inputs.completions]
         is_right = (scores >= args.success_reward_threshold).tolist()
         answers = [text if right else None for text, right in zip(texts, is_right, strict=True)]
         if args.world_size > 1:  # whose completions may be of one group
@@ -169,34 +169,34 @@ class SDPOTrainer(SelfDistillationTrainer):
         solutions = solutions_of(answers, group_size, without_own=args.dont_reprompt_on_self_success)
         first = args.process_index * count
         solutions = solutions[first : first + count] if args.use_successful_as_teacher else [None] * count
-        given = inputs.columns[CONTEXT] if args.include_environment_feedback else [None] * count
-        feedback = [(text or "").strip() or None for text in given]
+        contexts = inputs.columns[CONTEXT] if args.include_environment_feedback else [None] * count
+        feedback = [(text or "").strip() or None for text in contexts]
         shown = [
             None if args.environment_feedback_only_without_solution and solution is not None else text
             for solution, text in zip(solutions, feedback, strict=True)
         ]
-        each = zip(inputs.prompts, solutions, shown, strict=True)
-        tokens = self.teacher_prompts.tokens(inputs.columns, [teacher_prompt(args, *own) for own in each])
+        rows = zip(inputs.prompts, solutions, shown, strict=True)
+        tokens = self.teacher_prompts.tokens(inputs.columns, [teacher_prompt(args, *row) for row in rows])
         columns = {SOLVED: solutions, HAS_FEEDBACK: feedback, SHOWN_FEEDBACK: shown}
         flags = {name: torch.tensor([x is not None for x in column]) for name, column in columns.items()}
         flags[REPROMPTED] = flags[SOLVED] | flags[SHOWN_FEEDBACK]
         if not self.method.has_policy_loss:
             flags[FILTERED] = ~flags[REPROMPTED]  # for the counts of tokens
-        return self.teacher_prompts.with_prompts(found.with_rows(**flags), tokens)
+        return self.teacher_prompts.with_prompts(experience.with_rows(**flags), tokens)
 
     def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
         """With a warning where nothing has been learned from several rollout batches in a row."""
-        found, every = (super().rollout_metrics(experience, share=share), self.args.diagnostics_warning_interval)
+        metrics, every = super().rollout_metrics(experience, share=share), self.args.diagnostics_warning_interval
         for name, what, worst in (
             ("flat_group_fraction", "the rewards of every group are equal", 1),
             ("success_group_fraction", "no completion is successful (see success_reward_threshold)", 0),
             ("reprompt_sample_fraction", "no teacher was shown more than the prompt", 0),
         ):
-            count = self._degenerate.get(name, 0) + 1 if found[PREFIX + name].mean == worst else 0
+            count = self._degenerate.get(name, 0) + 1 if metrics[PREFIX + name].mean == worst else 0
             self._degenerate[name] = count
             if every and count and count % every == 0:
                 logger.warning("In the last %d rollout batches %s.", count, what)
-        return found
+        return metrics
 
 
 def teacher_prompt(args: SDPOConfig, prompt: Any, solution: str | None, feedback: str | None) -> Any:
@@ -205,8 +205,8 @@ def teacher_prompt(args: SDPOConfig, prompt: Any, solution: str | None, feedback
         return prompt
     parts = {"solution": "", "feedback": ""}
     if solution is not None:
-        own = _THINKING.sub("", solution) if args.remove_thinking_from_demonstration else solution
-        parts["solution"] = filled(args.solution_template, successful_previous_attempt=own.strip())
+        answer = _THINKING.sub("", solution) if args.remove_thinking_from_demonstration else solution
+        parts["solution"] = filled(args.solution_template, successful_previous_attempt=answer.strip())
     if feedback is not None:
         parts["feedback"] = filled(args.feedback_template, feedback_raw=feedback)
     return extended(args.reprompt_template, prompt, **parts)
@@ -218,9 +218,9 @@ def solutions_of(answers: Sequence[str | None], group_size: int, *, without_own:
     >>> solutions_of([None, "a", "b", None], 2, without_own=True)
     ['a', None, None, 'b']
     """
-    found = []
+    solutions = []
     for row in range(len(answers)):
         start = row - row % group_size
         others = [n for n in range(start, start + group_size) if not (without_own and n == row)]
-        found.append(next((answers[n] for n in others if answers[n] is not None), None))
-    return found
+        solutions.append(next((answers[n] for n in others if answers[n] is not None), None))
+    return solutions
