@@ -28,7 +28,7 @@ class _Entry:
         self.device = device_bytes.device
         self.device_bytes: Tensor | None = device_bytes
         self.host: Tensor
-        self.copied: Any = None
+        self.copied: torch.Event | None = None
         self.previous = previous
 
     def wait(self) -> None:
@@ -84,7 +84,7 @@ class OffloadActivations(saved_tensors_hooks):
         self._last: weakref.ref[_Entry] | None = None
         self._leaving: deque[_Entry] = deque()
         self._ahead: deque[_Entry] = deque()
-        self._streams: dict[torch.device, Any] = {}
+        self._streams: dict[torch.device, torch.Stream] = {}
         super().__init__(self._pack, self._unpack)
 
     def update_model_params(self, model: torch.nn.Module) -> None:
@@ -201,7 +201,7 @@ def get_act_offloading_ctx_manager(
     if head is not None:
         blocks: list[NoOpManager] = []
 
-        def enter(*_: Any) -> None:
+        def enter(*_: object) -> None:
             blocks.append(NoOpManager())
             blocks[-1].__enter__()
 

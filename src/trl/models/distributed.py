@@ -3,7 +3,7 @@
 import copy
 import os
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -52,7 +52,7 @@ def prepare_frozen_deepspeed(
     return _frozen_engine(model, config)
 
 
-def deepspeed_config(state: Any) -> dict[str, Any]:
+def deepspeed_config(state: AcceleratorState) -> dict[str, Any]:
     """A copy of the run's DeepSpeed config."""
     plugin = state.deepspeed_plugin
     if plugin is None:
@@ -101,7 +101,7 @@ def prepare_fsdp(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     return model.eval()
 
 
-def is_fsdp1(model: Any) -> bool:
+def is_fsdp1(model: object) -> bool:
     """Whether a module is wrapped by the first version of FSDP."""
     return isinstance(model, FullyShardedDataParallel)
 
@@ -114,7 +114,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 def gathered_parameters(
     parameters: Iterable[nn.Parameter], modifier_rank: int | None = None
-) -> AbstractContextManager[Any]:
+) -> AbstractContextManager[object]:
     """A block in which ZeRO-3 parameters are gathered on every rank; other parameters are left alone.
 
     All ranks keep what rank `modifier_rank` writes into them; with `None` nothing is kept.
@@ -128,13 +128,11 @@ def gathered_parameters(
 
 
 def fsdp2_modules(model: nn.Module) -> list[Any]:
-    """The modules that FSDP2 shards, the outermost first, initialised so that they can gather before the first
-    forward.
-    """
-    found: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if found:
-        found[0]._get_fsdp_state()._lazy_init()  # otherwise the root's first forward does this (torch 2.13)
-    return found
+    """The modules that FSDP2 shards, the outermost first, initialised: they can gather before the first forward."""
+    sharded: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if sharded:
+        sharded[0]._get_fsdp_state()._lazy_init()  # otherwise the root's first forward does this (torch 2.13)
+    return sharded
 
 
 def reshard(model: nn.Module) -> None:
@@ -147,17 +145,17 @@ def reshard(model: nn.Module) -> None:
 def fsdp2_units(model: nn.Module) -> dict[nn.Module, Any]:
     """Each module's FSDP2 unit, which shards its parameters; modules without one are left out."""
     sharding = set(fsdp2_modules(model))
-    found: dict[nn.Module, Any] = {}
+    units: dict[nn.Module, Any] = {}
 
     def visit(module: nn.Module, unit: Any) -> None:
         unit = module if module in sharding else unit
         if unit is not None:
-            found.setdefault(module, unit)
+            units.setdefault(module, unit)
         for child in module.children():
             visit(child, unit)
 
     visit(model, None)
-    return found
+    return units
 
 
 @contextmanager
@@ -173,21 +171,19 @@ def gathered_modules(modules: Sequence[nn.Module], units: Iterable[Any] = ()) ->
         for parameter in module.parameters()
         if getattr(getattr(parameter, "ds_status", None), "name", None) == "NOT_AVAILABLE"
     }
-    own = [unit for unit in units if _is_resharded(unit)]
+    resharded = [unit for unit in units if _is_resharded(unit)]
     with torch.no_grad(), gathered_parameters(parameters):
-        for unit in own:
+        for unit in resharded:
             unit.unshard()
         try:
             yield
         finally:
-            for unit in own:
+            for unit in resharded:
                 unit.reshard()
 
 
 def will_shard() -> bool:
-    """Whether this run shards weights: accelerate by FSDP once the trainer is made, or ZeRO-3 when a model is
-    loaded.
-    """
+    """Whether this run shards weights: accelerate by FSDP later, or ZeRO-3 when a model is loaded."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or is_deepspeed_zero3_enabled()
 
 
@@ -240,14 +236,14 @@ def unwrap_model_for_generation(
         yield unwrapped
 
 
-def add_hooks(model: Any) -> None:
+def add_hooks(model: nn.Module) -> None:
     """Put a ZeRO-3 engine's gathering hooks back after `remove_hooks`; other engines are left alone."""
     offload = _parameter_offload(model)
     if offload is not None:
         offload._register_deepspeed_module(offload.module)
 
 
-def remove_hooks(model: Any) -> None:
+def remove_hooks(model: nn.Module) -> None:
     """Take a ZeRO-3 engine's gathering hooks off, and forget the order of gathering it has recorded."""
     offload = _parameter_offload(model)
     if offload is None:
@@ -260,7 +256,7 @@ def remove_hooks(model: Any) -> None:
     offload.backward_hooks = []
 
 
-def _parameter_offload(model: Any) -> Any | None:
+def _parameter_offload(model: nn.Module) -> Any | None:
     """The part of a ZeRO-3 engine that holds the hooks: the optimiser's, or the engine's own where nothing trains."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
@@ -270,7 +266,7 @@ def _parameter_offload(model: Any) -> Any | None:
 
 def get_all_parameters(sub_module: nn.Module, recurse: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
     """Named parameters of a module, and those that DeepSpeed registered as used by it from outside."""
-    external: Any = getattr(sub_module, "ds_external_parameters", tuple)
+    external: Callable[[], Iterable[tuple[str, nn.Parameter]]] = getattr(sub_module, "ds_external_parameters", tuple)
     yield from sub_module.named_parameters(recurse=recurse)
     yield from external()
 
@@ -291,6 +287,6 @@ def ensure_master_addr_port(addr: str | None = None, port: int | None = None) ->
 
 def get_open_port() -> int:
     """A port that is free now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
+from transformers.utils.generic import ModelOutput
 
 from trl.models.parts import causal_core
 
@@ -18,7 +19,7 @@ class GeometricMixtureWrapper(GenerationMixin, nn.Module):
     Source: Munos et al. 2023, Nash-MD, section 4 (arXiv:2312.00886). Raises ValueError for another coefficient.
 
     Example:
-        >>> mixture = GeometricMixtureWrapper(model, ref_model, model.generation_config, mixture_coef=0.25)  # doctest: +SKIP
+        >>> mixture = GeometricMixtureWrapper(model, ref_model, model.generation_config)  # doctest: +SKIP
         >>> mixture.generate(input_ids, max_new_tokens=16)  # doctest: +SKIP
     """
 
@@ -29,8 +30,8 @@ class GeometricMixtureWrapper(GenerationMixin, nn.Module):
 
     def __init__(
         self,
-        model: Any,
-        ref_model: Any,
+        model: nn.Module,
+        ref_model: nn.Module,
         generation_config: GenerationConfig,
         mixture_coef: float = 0.5,
         device: torch.device | None = None,
@@ -38,15 +39,15 @@ class GeometricMixtureWrapper(GenerationMixin, nn.Module):
         super().__init__()
         if not 0 <= mixture_coef <= 1:
             raise ValueError(f"mixture_coef must be in [0, 1] (0: the policy alone), got {mixture_coef}.")
-        self.model = model
-        self.ref_model = ref_model
+        self.model: Any = model
+        self.ref_model: Any = ref_model
         self.config = causal_core(model).config
         self.generation_config = generation_config
         self.mixture_coef = mixture_coef
         self.device = device or next(model.parameters()).device
 
     @torch.no_grad()
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> ModelOutput:
         """The policy's outputs with the mixture's log-probabilities `(B, T, V)` as logits."""
         inputs = {**kwargs, "use_cache": False, "past_key_values": None}
         outputs = self.model(*args, **inputs)
@@ -55,11 +56,11 @@ class GeometricMixtureWrapper(GenerationMixin, nn.Module):
         outputs.logits = mixed.log_softmax(dim=-1)
         return outputs
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args: Any, **kwargs: Any) -> ModelOutput | Tensor:
         """`generate` of transformers, without a cache."""
         return super().generate(*args, **{**kwargs, "use_cache": False})  # pyright: ignore[reportAttributeAccessIssue]
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(self, *args: object, **kwargs: object) -> dict[str, Any]:
         """The policy's own inputs of a step, for the whole sequence."""
         without_cache = {"use_cache": False, "past_key_values": None}
         return self.model.prepare_inputs_for_generation(*args, **{**kwargs, **without_cache})

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import transformers
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -33,14 +34,15 @@ from trl.options.secrets import redacted
 
 logger = logging.getLogger(__name__)
 
+Tokenizer = TypeVar("Tokenizer", bound=PreTrainedTokenizerBase)
 _CONFIG_KEYS = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "trust_remote_code")
 _SPREADING_DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 _FILE_DTYPE = "dtype_of_its_files"  # attribute
 
 
 def create_model_from_path(
-    model_id: str, architecture: Any | None = None, *, trained: bool = False, **kwargs: Any
-) -> Any:
+    model_id: str, architecture: type | None = None, *, trained: bool = False, **kwargs: Any
+) -> PreTrainedModel:
     """Load a model by Hub name or local path, in the class that its config names.
 
     `architecture` (a model class or an `AutoModelFor…`) overrides that class; `kwargs` go to `from_pretrained`. `dtype`
@@ -95,7 +97,9 @@ def create_model_from_path(
         lacking = sorted(name for name in info["missing_keys"] if name.startswith(required))
         if lacking and not allows_missing:
             raise ValueError(
-                f"'{model_id}' lacks {len(lacking)} weights of {type(model).__name__} ({', '.join(lacking[:3])}), which would be random. Or set model_init_kwargs={{'allow_missing_weights': True}}."
+                f"'{model_id}' lacks {len(lacking)} weights of {type(model).__name__} ({', '.join(lacking[:3])}), "
+                "which "
+                "would be random. Or set model_init_kwargs={'allow_missing_weights': True}."
             )
         if file_dtype is not None:
             setattr(model, _FILE_DTYPE, file_dtype)
@@ -103,15 +107,13 @@ def create_model_from_path(
 
 
 def _trained_dtype(model_id: str, kwargs: dict[str, Any]) -> torch.dtype | None:
-    """Set the `dtype` of weights that train, in place; returns the files', None where that stays (quantised) or is
-    unknown.
-    """
+    """Set the `dtype` of weights that train, in place; returns the files', None where it stays or is unknown."""
     if kwargs.get("quantization_config") or kwargs.get("gguf_file"):
         return None
     config = _config_of(model_id, kwargs)
     if getattr(config, "quantization_config", None):
         return None
-    saved = config.dtype or config.get_text_config().dtype
+    saved: Any = config.dtype or config.get_text_config().dtype
     kwargs["dtype"] = torch.promote_types(saved or torch.float32, torch.float32)
     return saved
 
@@ -119,16 +121,14 @@ def _trained_dtype(model_id: str, kwargs: dict[str, Any]) -> torch.dtype | None:
 # ---- saved models
 
 
-def save_dtype(model: Any, wanted: str | None = None) -> torch.dtype | None:
-    """The dtype in which a model is saved: `wanted`, else that of the files it was loaded from to be trained; None: its
-    own.
-    """
+def save_dtype(model: nn.Module, wanted: str | None = None) -> torch.dtype | None:
+    """The dtype to save a model in: `wanted`, else that of the files it was loaded from to train; None: its own."""
     if wanted is not None and wanted != "auto":
         return resolve_dtype(wanted)  # pyright: ignore[reportReturnType]
     return getattr(causal_core(model), _FILE_DTYPE, None)
 
 
-def cast_state(model: Any, state: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
+def cast_state(model: nn.Module, state: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
     """A model's state with floating values in `dtype` (None: as they are), on the CPU.
 
     Tied weights stay tied. Modules that the model keeps in float32, and frozen weights beside an adapter, stay as they
@@ -136,7 +136,7 @@ def cast_state(model: Any, state: Mapping[str, Any], dtype: torch.dtype | None) 
     """
     wide = tuple(getattr(causal_core(model), "_keep_in_fp32_modules_strict", None) or ())
     frozen = {name for name, x in model.named_parameters() if not x.requires_grad} if is_peft_model(model) else ()
-    copies: dict[Any, Any] = {}
+    copies: dict[tuple[object, ...], torch.Tensor] = {}
     cast = dict(state)
     for name, value in state.items() if dtype is not None else ():
         is_cast = torch.is_tensor(value) and value.is_floating_point() and name not in frozen
@@ -147,9 +147,7 @@ def cast_state(model: Any, state: Mapping[str, Any], dtype: torch.dtype | None) 
 
 
 def name_dtype(folder: str | os.PathLike[str], dtype: torch.dtype | None) -> None:
-    """Write a dtype, unless it is None, into the config of a saved model, if it has one: the model is loaded in that
-    dtype.
-    """
+    """Write a dtype (None: nothing) into the config of a saved model, if it has one: the model loads in it."""
     file = Path(folder, "config.json")
     if dtype is not None and file.is_file():
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -175,7 +173,8 @@ def load_saved_weights(model: PreTrainedModel, folder: str) -> None:
     saved, info = loaded
     if lost := sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]])):
         raise ValueError(
-            f"'{folder}' lacks {len(lost)} weights of {type(model).__name__} ({lost[0]}, ...). Resume with the trained model."
+            f"'{folder}' lacks {len(lost)} weights of {type(model).__name__} ({lost[0]}, ...). "
+            "Resume with the trained model."
         )
     model.load_state_dict(saved.state_dict())
 
@@ -216,13 +215,14 @@ def apply_special_tokens(
     Both must be in its vocabulary. Without any pad token, eos pads: what is trained is chosen by position, never by
     token id, so eos stays trained.
     """
-    tokenizer: Any = text_tokenizer(processing_class)
+    tokenizer = text_tokenizer(processing_class)
     for field, token in (("eos_token", eos_token), ("pad_token", pad_token)):
         if token is None:
             continue
         if token not in tokenizer.get_vocab():
             raise ValueError(
-                f"{field} {token!r} is not in the vocabulary of '{tokenizer.name_or_path}'. Add it, and resize the embeddings."
+                f"{field} {token!r} is not in the vocabulary of '{tokenizer.name_or_path}'. "
+                "Add it, and resize the embeddings."
             )
         setattr(tokenizer, field, token)
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
@@ -236,19 +236,20 @@ def _check_local_path(model_id: str) -> None:
         if "://" in model_id:
             raise ValueError(
                 f"{redacted(model_id)!r} is an address, expected a saved model, or a Hub name. GKDTrainer and "
-                "DistillationTrainer take servers as teachers, GKDTrainer also several by name, but not servers beside models."
+                "DistillationTrainer take servers as teachers, GKDTrainer also several by name, but not servers beside "
+                "models."
             )
         raise FileNotFoundError(f"There is no folder '{model_id}'. Give a saved model, or a Hub name.")
 
 
-def _config_of(model_id: str, kwargs: dict[str, Any]) -> Any:
+def _config_of(model_id: str, kwargs: Mapping[str, Any]) -> PretrainedConfig:
     config = kwargs.get("config")
     if isinstance(config, PretrainedConfig):
         return config
     return AutoConfig.from_pretrained(model_id, **{k: kwargs[k] for k in _CONFIG_KEYS if k in kwargs})
 
 
-def _architecture_of(model_id: str, kwargs: dict[str, Any]) -> Any:
+def _architecture_of(model_id: str, kwargs: Mapping[str, Any]) -> type:
     config = _config_of(model_id, kwargs)
     names = config.architectures or []
     if not names or (kwargs.get("trust_remote_code") and getattr(config, "auto_map", None)):
@@ -256,8 +257,9 @@ def _architecture_of(model_id: str, kwargs: dict[str, Any]) -> Any:
     architecture = getattr(transformers, names[0], None)
     if architecture is None:
         raise ValueError(
-            f"'{model_id}' is a {names[0]}, unknown to transformers. Upgrade, or set trust_remote_code=True if you have read and "
-            "trust the code in that repository."
+            f"'{model_id}' is a {names[0]}, unknown to transformers. Upgrade, or set trust_remote_code=True if you "
+            "have "
+            "read and trust the code in that repository."
         )
     return architecture
 
@@ -267,11 +269,15 @@ def _check_safetensors(folder: Path) -> None:
         return
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     raise FileNotFoundError(
-        f"'{folder}' holds {', '.join(pickles) or 'no weights'}, expected safetensors. If you trust it, convert it with from_pretrained(path, use_safetensors=False).save_pretrained(path)."
+        f"'{folder}' holds {', '.join(pickles) or 'no weights'}, expected safetensors. If you trust it, convert it "
+        "with "
+        "from_pretrained(path, use_safetensors=False).save_pretrained(path)."
     )
 
 
-def load_adapter(model_id: str, architecture: Any | None, kwargs: dict[str, Any], base: str | None = None) -> Any:
+def load_adapter(
+    model_id: str, architecture: type | None, kwargs: dict[str, Any], base: str | None = None
+) -> PreTrainedModel:
     """The base model of a folder with a PEFT adapter and no model of its own, with the adapter on top.
 
     `base` is where the base lies now (None: where the adapter names it).
@@ -283,7 +289,7 @@ def load_adapter(model_id: str, architecture: Any | None, kwargs: dict[str, Any]
     if not base:
         raise ValueError(f"The adapter in '{model_id}' names no base. Use PeftModel.from_pretrained.")
     model = create_model_from_path(base, architecture, **kwargs)
-    adapted = PeftModel.from_pretrained(model, model_id, is_trainable=True)
+    adapted: Any = PeftModel.from_pretrained(model, model_id, is_trainable=True)
     if train_copies_in_float32(adapted):
         adapted.load_adapter(model_id, "default", is_trainable=True)  # with all of the file's digits
     return adapted
@@ -353,8 +359,8 @@ CHAT_FORMATS = {"chatml": ChatMlSpecialTokens}
 
 
 def clone_chat_template(
-    model: PreTrainedModel, tokenizer: Any, source_tokenizer_path: str, resize_to_multiple_of: int | None = 64
-) -> tuple[PreTrainedModel, Any, list[int]]:
+    model: PreTrainedModel, tokenizer: Tokenizer, source_tokenizer_path: str, resize_to_multiple_of: int | None = 64
+) -> tuple[PreTrainedModel, Tokenizer, list[int]]:
     """Copy the chat template of another tokenizer, with its tokens, to a tokenizer and its model.
 
     Adds the source's added tokens that are missing, sets its eos token (and its pad token if there is none), writes
@@ -365,7 +371,7 @@ def clone_chat_template(
     `LoraConfig(trainable_token_indices=...)`.
     """
     with loading_from_hub(source_tokenizer_path, "tokenizer"):
-        source: Any = AutoTokenizer.from_pretrained(source_tokenizer_path)
+        source: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source_tokenizer_path)
     if source.chat_template is None:
         raise ValueError(f"The tokenizer in '{source_tokenizer_path}' has no chat template to clone.")
     vocabulary_before = len(tokenizer)
@@ -382,10 +388,10 @@ def clone_chat_template(
 
 def setup_chat_format(
     model: PreTrainedModel,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     format: Literal["chatml"] | None = "chatml",
     resize_to_multiple_of: int | None = None,
-) -> tuple[PreTrainedModel, Any]:
+) -> tuple[PreTrainedModel, Tokenizer]:
     """Give a base model a ready-made chat format: its template, special tokens and embedding rows, in place.
 
     Raises `ValueError` for an unknown format and for a tokenizer that has a template already.
@@ -397,7 +403,11 @@ def setup_chat_format(
     tokens = CHAT_FORMATS[format]()
     before = set(tokenizer.get_vocab().values())
     vocabulary_before = len(tokenizer)
-    fields = {"bos_token": tokens.bos_token, "eos_token": tokens.eos_token, "pad_token": tokens.pad_token}
+    fields: dict[str, Any] = {
+        "bos_token": tokens.bos_token,
+        "eos_token": tokens.eos_token,
+        "pad_token": tokens.pad_token,
+    }
     tokenizer.add_special_tokens(fields)
     tokenizer.chat_template = tokens.chat_template
     added = sorted(set(tokenizer.get_vocab().values()) - before)
@@ -442,10 +452,9 @@ def _grow_embeddings(
             tensor.data[index] = tensor.data[:known].float().mean(dim=0).to(tensor.dtype)
 
 
-def _sync_special_tokens(model: Any, tokenizer: Any, fields: tuple[str, ...]) -> None:
+def _sync_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fields: tuple[str, ...]) -> None:
     """Write the tokenizer's special ids into the model's config and generation config."""
-    configs = [model.config, getattr(model, "generation_config", None)]
-    for config in configs:
+    for config in (model.config, getattr(model, "generation_config", None)):
         for field in fields:
             if config is not None and getattr(tokenizer, field) is not None:
                 setattr(config, field, getattr(tokenizer, field))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from trl.models.switches import in_eval_mode
@@ -26,7 +26,7 @@ def causal_core(model: nn.Module, *, name: str = "model") -> PreTrainedModel:
 
     Raises: TypeError where there is none.
     """
-    core: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    core: object = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     if not isinstance(core, PreTrainedModel):
         raise TypeError(f"{name} must be a PreTrainedModel or PeftModel, got {type(model).__name__}.")
     return core
@@ -34,7 +34,7 @@ def causal_core(model: nn.Module, *, name: str = "model") -> PreTrainedModel:
 
 def embedded_tokens(model: nn.Module) -> int:
     """The number of rows of the input embedding, also if ZeRO-3 shards it."""
-    weight: Any = model.get_input_embeddings().weight  # type: ignore[operator]
+    weight: Tensor = model.get_input_embeddings().weight  # type: ignore[operator]
     return getattr(weight, "ds_shape", weight.shape)[0]
 
 
@@ -51,9 +51,9 @@ def check_decoder_only(core: PreTrainedModel) -> None:
         raise TypeError(f"model is a {type(core).__name__}, an encoder-decoder. Use AutoModelForCausalLM.")
 
 
-def logit_rule(config: Any) -> LogitRule:
+def logit_rule(config: PretrainedConfig) -> LogitRule:
     """The function that turns `hidden @ weight.T` into logits, by the config."""
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = config.get_text_config()
     scale = getattr(config, "logit_scale", None)  # Cohere multiplies
     divisor = getattr(config, "logits_scaling", None)  # Granite divides
     scale = (1.0 if scale is None else scale) / (1.0 if divisor is None else divisor)
@@ -98,7 +98,7 @@ def logits_unsupported(
         width = getattr(head, "in_features", None) or core.config.get_text_config().hidden_size
         first = next(head.parameters())
         dtype = first.dtype if first.is_floating_point() else core.dtype
-        hidden: Any = torch.sin(torch.arange(3 * width, dtype=torch.float32)).view(1, 3, width)
+        hidden = torch.sin(torch.arange(3 * width, dtype=torch.float32)).view(1, 3, width)
         hidden = hidden.to(first.device, dtype)
         try:
             hidden = hidden * (_LARGE_LOGIT / head(hidden).abs().max().clamp(min=1e-3)).to(hidden.dtype)
@@ -143,8 +143,8 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 def share_parameters(first: nn.Module, second: nn.Module, *, trained: bool = False) -> bool:
     """Whether two models have a parameter in common; with `trained` one that requires a gradient in `first`."""
-    own = {id(parameter) for parameter in first.parameters() if parameter.requires_grad or not trained}
-    return any(id(parameter) in own for parameter in second.parameters())
+    of_first = {id(parameter) for parameter in first.parameters() if parameter.requires_grad or not trained}
+    return any(id(parameter) in of_first for parameter in second.parameters())
 
 
 # ---- an output head in float32 on a model of lower precision
@@ -156,7 +156,7 @@ def cast_head_to_float32(model: nn.Module) -> None:
     Copies of the model keep this. A 16-bit head tied to the input embedding is untied, with a warning. Raises
     ValueError for a model without a head.
     """
-    core: Any = causal_core(model)
+    core = causal_core(model)
     head = core.get_output_embeddings()
     if head is None:
         raise ValueError(f"cast_lm_head_to_fp32=True needs an output head, {type(core).__name__} has none.")
@@ -186,7 +186,7 @@ def was_untied(core: PreTrainedModel) -> bool:
     return getattr(core, _UNTIED, False)
 
 
-def as_the_head_wants(head: nn.Module | None, device: str) -> AbstractContextManager[Any]:
+def as_the_head_wants(head: nn.Module | None, device: str) -> AbstractContextManager[object]:
     """A block for products with the head: without autocast for a head in float32."""
     return torch.autocast(device, enabled=False) if getattr(head, _IN_FLOAT32, False) else nullcontext()
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
 
 from trl.models.switches import enable_gradient_checkpointing
+from trl.options.model import ModelConfig
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -26,7 +27,7 @@ def require_peft() -> None:
         raise ImportError("Adapters need the peft package. Install it with `pip install 'trl[peft]'`.")
 
 
-def get_peft_config(model_args: Any) -> "PeftConfig | None":
+def get_peft_config(model_args: ModelConfig) -> "PeftConfig | None":
     """The LoRA config that the fields of a `ModelConfig` describe, `None` unless `use_peft`."""
     if not model_args.use_peft:
         return None
@@ -47,7 +48,7 @@ def get_peft_config(model_args: Any) -> "PeftConfig | None":
     )
 
 
-def is_peft_model(model: Any) -> bool:
+def is_peft_model(model: object) -> bool:
     """Whether `model` is a `PeftModel`; false where PEFT is not installed."""
     if find_spec("peft") is None:
         return False
@@ -56,7 +57,9 @@ def is_peft_model(model: Any) -> bool:
     return isinstance(model, PeftModel)
 
 
-def prepare_peft_model(model: PreTrainedModel, peft_config: "PeftConfig | None", args: Any) -> Any:
+def prepare_peft_model(
+    model: PreTrainedModel, peft_config: "PeftConfig | None", args: TrainingArguments
+) -> PreTrainedModel:
     """Wrap `model` with a new adapter and prepare it for training; `args` are the trainer's `TrainingArguments`.
 
     A quantised base is prepared first (`prepare_model_for_kbit_training`). With gradient checkpointing the embedding's
@@ -94,9 +97,8 @@ def prepare_peft_model(model: PreTrainedModel, peft_config: "PeftConfig | None",
     return model
 
 
-def train_copies_in_float32(model: Any) -> bool:
-    """Hold modules that an adapter trains whole (`modules_to_save`) in float32, in place, as PEFT holds its low-rank
-    matrices.
+def train_copies_in_float32(model: torch.nn.Module) -> bool:
+    """Hold modules that an adapter trains whole (`modules_to_save`) in float32, in place, as PEFT its matrices.
 
     Their inputs are cast, and their outputs have the base's dtype as before. Returns whether there were any in 16 bits.
     """
@@ -113,13 +115,13 @@ def train_copies_in_float32(model: Any) -> bool:
     return changed
 
 
-def _cast_inputs(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _cast_inputs(module: torch.nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...]:
     wide = next(module.parameters()).dtype
     return tuple(x.to(wide) if torch.is_tensor(x) and x.is_floating_point() else x for x in inputs)
 
 
-def _cast_output(dtype: torch.dtype, module: Any, inputs: Any, output: Any) -> Any:
-    return output.to(dtype) if torch.is_tensor(output) else output
+def _cast_output(dtype: torch.dtype, module: torch.nn.Module, inputs: object, output: object) -> object:
+    return output.to(dtype) if isinstance(output, torch.Tensor) else output
 
 
 def merged_base(model: Any) -> PreTrainedModel:
@@ -145,15 +147,15 @@ def merged_base(model: Any) -> PreTrainedModel:
 def merge_adapter(model: Any) -> PreTrainedModel:
     """`merged_base` of a `PeftModel` that gets a new adapter, with a warning. Raises `ValueError` as that does."""
     active, others = list(model.active_adapters), sorted(set(model.peft_config) - set(model.active_adapters))
-    given = f"peft_config was given with a PeftModel (adapter {', '.join(active)})"
+    conflict = f"peft_config was given with a PeftModel (adapter {', '.join(active)})"
     try:
         base = merged_base(model)
     except ValueError as error:
-        raise ValueError(f"{given}, and {error}. Leave it out, or pass the unquantised base.") from error
+        raise ValueError(f"{conflict}, and {error}. Leave it out, or pass the unquantised base.") from error
     logger.warning(
-        "%s: the adapter is merged into the base%s, and a new one is trained on top. The new adapter belongs to the merged base, "
-        "which is not saved with it: save trainer.model.merge_and_unload() to use the result.%s",
-        given,
+        "%s: the adapter is merged into the base%s, and a new one is trained on top. The new adapter belongs to the "
+        "merged base, which is not saved with it: save trainer.model.merge_and_unload() to use the result.%s",
+        conflict,
         ", whose quantised weights are rounded again" if is_quantized(base) else "",
         f" Adapters that were not active are dropped: {', '.join(others)}." if others else "",
     )
@@ -161,8 +163,10 @@ def merge_adapter(model: Any) -> PreTrainedModel:
 
 
 def prepare_model_for_kbit_training(
-    model: Any, use_gradient_checkpointing: bool = True, gradient_checkpointing_kwargs: dict[str, Any] | None = None
-) -> Any:
+    model: PreTrainedModel,
+    use_gradient_checkpointing: bool = True,
+    gradient_checkpointing_kwargs: dict[str, Any] | str | None = None,
+) -> PreTrainedModel:
     """Freeze every weight of a quantised model, hold its 16-bit ones (norms, embeddings, head) in float32, return it.
 
     Gradient checkpointing is switched on with what frozen weights need, unless `use_gradient_checkpointing` is false.
@@ -175,7 +179,7 @@ def prepare_model_for_kbit_training(
     return model
 
 
-def peft_module_casting_to_bf16(model: Any) -> None:
+def peft_module_casting_to_bf16(model: torch.nn.Module) -> None:
     """Hold a k-bit model's adapters, and its unquantised embeddings and head, in bfloat16; norms in float32.
 
     In place. Norms stay precise because their statistics do not survive eight bits of mantissa.
@@ -206,7 +210,7 @@ def resolve_dtype(dtype: str | torch.dtype | None) -> str | torch.dtype:
     raise ValueError(f"dtype must be 'auto', a floating torch.dtype or its name, got {dtype!r}.")
 
 
-def get_quantization_config(model_args: Any) -> "BitsAndBytesConfig | None":
+def get_quantization_config(model_args: ModelConfig) -> "BitsAndBytesConfig | None":
     """The bitsandbytes config that `load_in_4bit` or `load_in_8bit` asks for, `None` if neither does.
 
     4-bit products are computed in `model_args.dtype` (bfloat16 where it is not given, the recommendation of QLoRA,
@@ -240,7 +244,7 @@ def get_kbit_device_map() -> dict[str, int] | None:
     return None
 
 
-def is_quantized(model: Any) -> bool:
+def is_quantized(model: torch.nn.Module) -> bool:
     """Whether the model's base weights are held in fewer than 16 bits (bitsandbytes, GPTQ, AWQ, HQQ, …)."""
     flags = ("is_loaded_in_8bit", "is_loaded_in_4bit", "is_quantized")
     return any(getattr(model, flag, False) for flag in flags)

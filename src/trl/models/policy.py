@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase, ProcessorMixin, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, set_seed
 
 from trl.checkpoints.progress import date_of_run
 from trl.data.rendering import set_run_date
@@ -17,6 +17,8 @@ from trl.models.loading import apply_special_tokens, load_processing_class
 from trl.models.parts import cast_head_to_float32
 from trl.models.peft import is_peft_model, is_quantized, prepare_peft_model, resolve_dtype
 from trl.models.residuals import to_bfloat16
+from trl.models.scoring.base import ScorerBase
+from trl.models.scoring.causal import Scorer
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.scoring.encoder_decoder import language_scorer
 from trl.models.setup import (
@@ -32,6 +34,9 @@ from trl.models.setup import (
 )
 from trl.models.switches import disable_dropout_in_model
 
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
 logger = logging.getLogger(__name__)
 
 MOST = 0.9  # of the weights; below it there is a warning
@@ -39,39 +44,34 @@ SAMPLE = 10_000  # weights of a tensor
 
 
 class Policy(NamedTuple):
-    """A trained model with its tokenizer and scorer. `context_length`: that of its engine, if it may be below the
-    model's.
-    """
+    """A trained model, its tokenizer and scorer; `context_length`: its engine's, if that may be below the model's."""
 
-    model: Any
+    model: Any  # with or without PEFT's wrapper
     processing_class: PreTrainedTokenizerBase | ProcessorMixin
     tokenizer: PreTrainedTokenizerBase
-    scorer: Any
+    scorer: Any  # a `Scorer`, or what replaces one
     context_length: int | None = None
 
 
 def set_up_policy(
-    model: Any,
-    args: Any,
-    processing_class: Any,
-    peft_config: Any,
+    model: object,
+    args: Any,  # a training config
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
+    peft_config: PeftConfig | None,
     *,
     classifier: ClassifierKind | None = None,
     trained: bool = True,
 ) -> Policy:
-    """Load the model and tokenizer, set tokens and template, add the adapter, make the scorer; log the scorer's
-    fallbacks.
+    """Load model and tokenizer, set tokens and template, add the adapter, make the scorer; log its fallbacks.
 
     A model given by name is loaded to train all of its weights, unless there is a `peft_config` or it is not to be
-    `trained`.
-
-    `args` is a training config; its fields `model_init_kwargs`, `eos_token`, `pad_token`, `chat_template_path`,
-    `disable_dropout` and `cast_lm_head_to_fp32` are used if it has them. With `classifier` the model is one of that
+    `trained`. Of `args` the fields `model_init_kwargs`, `eos_token`, `pad_token`, `chat_template_path`,
+    `disable_dropout` and `cast_lm_head_to_fp32` are used if there are such. With `classifier` the model is one of that
     kind: its config gets the padding token, and an adapter trains its head too.
 
     Raises: what `load_model`, `load_classifier`, `check_processing_class` and `prepare_peft_model` raise.
     """
-    init: Any = args.model_init_kwargs or {}
+    init: dict[str, Any] = args.model_init_kwargs or {}
     keeps_residuals = trained and getattr(args, "weights", None) is not None
     if keeps_residuals and peft_config is None and isinstance(model, (str, os.PathLike)):
         if resolve_dtype(init.get("dtype")) not in ("auto", torch.bfloat16):
@@ -123,12 +123,12 @@ def set_up_policy(
     return Policy(loaded, processing_class, tokenizer, scorer)
 
 
-def make_scorer(model: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
+def make_scorer(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Scorer:
     """The scoring forward of a causal model or an encoder-decoder."""
     return language_scorer(model, pad_token_id=pad_token_id(tokenizer))
 
 
-def report_fallbacks(model: Any, scorer: Any) -> None:
+def report_fallbacks(model: nn.Module, scorer: ScorerBase) -> None:
     """Log a scorer's fallbacks."""
     for fallback in scorer.fallbacks:
         logger.warning("%s: %s.", type(model).__name__, fallback)
@@ -143,8 +143,9 @@ def warn_of_rounding(model: nn.Module, learning_rate: float) -> None:
         return
     if (share := share_moved(half, learning_rate)) < MOST:
         logger.warning(
-            "%s trains weights in %s, of which a step of learning_rate=%g moves %.2g %%: other updates are lost to rounding. Load it "
-            "in float32 (dtype='float32'), or set weights='bf16+residual', which keeps what rounding takes away.",
+            "%s trains weights in %s, of which a step of learning_rate=%g moves %.2g %%: other updates are lost to "
+            "rounding. Load it in float32 (dtype='float32'), or set weights='bf16+residual', which keeps what rounding "
+            "takes away.",
             type(model).__name__, str(half[0].dtype)[6:], learning_rate, 100 * share,
         )  # fmt: skip
 
@@ -160,16 +161,16 @@ def share_moved(parameters: Sequence[torch.Tensor], step: float) -> float:
     return moved / sum(parameter.numel() for parameter in parameters)
 
 
-def is_encoder_decoder(core: Any, args: Any) -> bool:
+def is_encoder_decoder(core: PreTrainedModel, args: Any) -> bool:
     """Whether the model is an encoder-decoder; warns if `args.max_completion_length` has no effect.
 
     Raises: ValueError if `args.is_encoder_decoder` differs from the model's config.
     """
-    said, found = args.is_encoder_decoder, bool(core.config.is_encoder_decoder)
-    if said is not None and said != found:
-        raise ValueError(f"is_encoder_decoder={said} contradicts {type(core).__name__}. Leave it out.")
-    if args.max_completion_length is not None and not found:
+    option, in_config = args.is_encoder_decoder, bool(core.config.is_encoder_decoder)
+    if option is not None and option != in_config:
+        raise ValueError(f"is_encoder_decoder={option} contradicts {type(core).__name__}. Leave it out.")
+    if args.max_completion_length is not None and not in_config:
         logger.warning(
             "max_completion_length=%d acts on encoder-decoders only. Set max_length.", args.max_completion_length
         )
-    return found
+    return in_config

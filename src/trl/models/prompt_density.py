@@ -33,7 +33,8 @@ class PromptClassifier:
         """P(desirable | prompt), `(B, H) -> (B,)`, in at least float32. Raises ValueError for another H."""
         if embeddings.ndim != 2 or embeddings.shape[1] != len(self.coefficients):
             raise ValueError(
-                f"embeddings must be (B, {len(self.coefficients)}), as fitted, got {tuple(embeddings.shape)}. Keep embedding_func."
+                f"embeddings must be (B, {len(self.coefficients)}), as fitted, got {tuple(embeddings.shape)}. "
+                "Keep embedding_func."
             )
         coefficients, intercept = (x.to(embeddings.device) for x in (self.coefficients, self.intercept))
         logits = embeddings.double() @ coefficients + intercept
@@ -51,7 +52,7 @@ def fit_classifier(desirable: Tensor, undesirable: Tensor) -> PromptClassifier:
     return PromptClassifier(torch.from_numpy(fitted.coef_[0].copy()), torch.from_numpy(fitted.intercept_)[0])
 
 
-def _logistic_regression() -> Any:
+def _logistic_regression() -> type:
     try:
         from sklearn.linear_model import LogisticRegression
     except ImportError as error:
@@ -87,11 +88,13 @@ class PromptDensity:
         rows = {"input_ids": [list(ids) for ids in prompts]}
         padded: Any = self.embedding_tokenizer.pad(rows, return_tensors="pt").to(device)
         with torch.no_grad():
-            found: Any = self.embedding_func(input_ids=padded["input_ids"], attention_mask=padded["attention_mask"])
-        shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            embeddings: Any = self.embedding_func(
+                input_ids=padded["input_ids"], attention_mask=padded["attention_mask"]
+            )
+        shape = tuple(embeddings.shape) if isinstance(embeddings, Tensor) else type(embeddings).__name__
         if not isinstance(shape, tuple) or shape[:-1] != (len(prompts),):
             raise ValueError(f"embedding_func must return a tensor ({len(prompts)}, H), got {shape}.")
-        return found
+        return embeddings
 
     def fit(
         self, dataset: Dataset | IterableDataset, *, sample_size: int, seed: int, batch_size: int
@@ -119,9 +122,7 @@ class PromptDensity:
         return self.classifier
 
     def _embed_shared(self, prompts: list[list[int]], batch_size: int) -> Tensor:
-        """Embeddings of all prompts, each made on one process; short shares are filled with a prompt that is cut
-        off.
-        """
+        """Embeddings of all prompts, each made on one process; short shares are filled up, and cut off after."""
         state = PartialState()
         share = -(-len(prompts) // state.num_processes)
         mine = prompts[state.process_index * share :][:share]

@@ -23,13 +23,14 @@ from trl.models.loading import create_model_from_path
 from trl.models.parts import causal_core, embedded_tokens, share_parameters
 from trl.models.peft import forbid_inference_packing, is_peft_model, is_quantized
 from trl.models.reference_weights import adapter_weights, hash_weights, load_parameters, save_parameters
+from trl.models.scoring.causal import Scorer
 from trl.models.scoring.encoder_decoder import language_scorer
 from trl.models.switches import same_trainable, undisturbed, without_ddp
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Forward = Callable[[Any, nn.Module, Mapping[str, Any]], T]
+Forward = Callable[[Scorer, nn.Module, Mapping[str, Any]], T]
 """(scorer, model, batch) -> what is computed with the reference, such as its log-probs."""
 
 REFERENCE_FILE = "reference.safetensors"
@@ -38,7 +39,7 @@ REFERENCE_FILE = "reference.safetensors"
 class Reference(Protocol):
     """A policy that is not trained."""
 
-    scorer: Any
+    scorer: Scorer
 
     def active(self, policy: nn.Module) -> AbstractContextManager[nn.Module]:
         """A block that yields the reference as a module in eval mode; the policy is restored afterwards."""
@@ -71,7 +72,7 @@ class FrozenModel(Reference):
     its DeepSpeed engine. `shared` names the parameters that it shares with the policy, which checkpoints hold already.
     """
 
-    def __init__(self, model: nn.Module, scorer: Any, *, shared: frozenset[str] = frozenset()) -> None:
+    def __init__(self, model: nn.Module, scorer: Scorer, *, shared: frozenset[str] = frozenset()) -> None:
         self.scorer, self.shared = scorer, shared
         self.module = self.model = model.requires_grad_(False).eval()
         forbid_inference_packing(model)  # it would change the weights' bytes, and so the fingerprint
@@ -123,7 +124,7 @@ class FrozenModel(Reference):
 class InitialPolicy(Reference):
     """The policy before its first optimiser step, for log-probs that are computed in advance."""
 
-    def __init__(self, policy: nn.Module, scorer: Any) -> None:
+    def __init__(self, policy: nn.Module, scorer: Scorer) -> None:
         self.policy, self.scorer = policy, scorer
 
     @contextmanager
@@ -149,7 +150,7 @@ class AdapterReference(Reference):
     Without an adapter, modules in `modules_to_save` are the original ones.
     """
 
-    def __init__(self, scorer: Any, adapter: str | None = None, trained: str = "default") -> None:
+    def __init__(self, scorer: Scorer, adapter: str | None = None, trained: str = "default") -> None:
         self.scorer, self.adapter, self.trained = scorer, adapter, trained
 
     @contextmanager
@@ -203,12 +204,12 @@ _SETTINGS = (
 
 def make_reference(
     policy: nn.Module,
-    scorer: Any,
+    scorer: Scorer,
     ref_model: nn.Module | str | os.PathLike[str] | None = None,
     *,
-    args: Any = None,
+    args: object = None,
     path: str | None = None,
-    **settings: Any,
+    **settings: object,
 ) -> Reference:
     """The reference of a policy that is loaded and, with PEFT, wrapped, but not yet prepared by accelerate.
 
@@ -223,42 +224,42 @@ def make_reference(
     Raises: ValueError for settings that exclude each other or have no effect; FileNotFoundError, TypeError for what is
     no model.
     """
-    given = SimpleNamespace(**{name: settings.get(name, getattr(args, name, None)) for name in _SETTINGS})
-    trained = choose_adapters(policy, given, ref_model)
-    if ref_model is None and given.force_use_ref_model:
+    options: Any = SimpleNamespace(**{name: settings.get(name, getattr(args, name, None)) for name in _SETTINGS})
+    trained = choose_adapters(policy, options, ref_model)
+    if ref_model is None and options.force_use_ref_model:
         logger.warning("force_use_ref_model=True has no effect without a ref_model.")
     shards = will_shard() or is_sharded(policy)
-    if trained is not None and ref_model is not None and given.force_use_ref_model is False:
+    if trained is not None and ref_model is not None and options.force_use_ref_model is False:
         raise ValueError("ref_model cannot be set with a PEFT model, unless force_use_ref_model=True.")
     if trained is not None and ref_model is None:
-        if given.precompute_ref_log_probs and shards:
+        if options.precompute_ref_log_probs and shards:
             raise ValueError(
-                "precompute_ref_log_probs=True with an adapter needs unsharded weights, got ZeRO-3 or FSDP. Set it to False."
+                "precompute_ref_log_probs=True with an adapter needs unsharded weights, got ZeRO-3 or FSDP. "
+                "Set it to False."
             )
-        return AdapterReference(scorer, given.ref_adapter_name, trained)
-    if ref_model is None and given.precompute_ref_log_probs and not shards:
+        return AdapterReference(scorer, options.ref_adapter_name, trained)
+    if ref_model is None and options.precompute_ref_log_probs and not shards:
         return InitialPolicy(policy, scorer)
     if isinstance(ref_model, nn.Module):
         model = ref_model
     elif ref_model is not None:
-        name, kwargs = os.fspath(ref_model), given.ref_model_init_kwargs or {}
-        if (name == path or given.sync_ref_model) and not is_quantized(policy):
-            # As a copy of the policy: the divergence from it begins at 0, and a reference that moves keeps small
-            # updates.
+        name, kwargs = os.fspath(ref_model), options.ref_model_init_kwargs or {}
+        if (name == path or options.sync_ref_model) and not is_quantized(policy):
+            # As a copy: the divergence from the policy begins at 0, and a reference that moves keeps small updates.
             kwargs = {**({} if "torch_dtype" in kwargs else {"dtype": causal_core(policy).dtype}), **kwargs}
         model = create_model_from_path(name, **kwargs)
     elif not is_sharded(policy):
         model = copy.deepcopy(policy)
     elif path is not None:
-        model = create_model_from_path(path, trained=True, **(given.model_init_kwargs or {}))
+        model = create_model_from_path(path, trained=True, **(options.model_init_kwargs or {}))
     else:
         raise ValueError("the model is sharded and cannot be copied. Pass ref_model, or model as a name.")
     if share_parameters(policy, model, trained=True):
         raise ValueError("ref_model and model share weights that train. Leave it out for a frozen copy.")
-    kinds = [bool(causal_core(each).config.is_encoder_decoder) for each in (policy, model)]
-    if kinds[0] != kinds[1]:
-        raise ValueError(f"ref_model has is_encoder_decoder={kinds[1]}, the model {kinds[0]}.")
-    ours, theirs = (embedded_tokens(causal_core(each)) for each in (policy, model))
+    ours, theirs = (bool(causal_core(part).config.is_encoder_decoder) for part in (policy, model))
+    if ours != theirs:
+        raise ValueError(f"ref_model has is_encoder_decoder={theirs}, the model {ours}.")
+    ours, theirs = (embedded_tokens(causal_core(part)) for part in (policy, model))
     if ours != theirs:
         raise ValueError(
             f"ref_model has a vocabulary of {theirs} tokens, the model one of {ours}. Choose a reference of the same "
@@ -267,7 +268,7 @@ def make_reference(
     return FrozenModel(model, language_scorer(model, pad_token_id=scorer.pad_token_id))
 
 
-def choose_adapters(policy: Any, args: Any, ref_model: Any = None) -> str | None:
+def choose_adapters(policy: Any, args: Any, ref_model: object = None) -> str | None:
     """Activate `args.model_adapter_name` and freeze `args.ref_adapter_name`; returns the active adapter's name.
 
     None for a policy without adapters. Raises: ValueError for names and settings that do not fit, TypeError for a
@@ -275,8 +276,8 @@ def choose_adapters(policy: Any, args: Any, ref_model: Any = None) -> str | None
     """
     is_path, held = isinstance(ref_model, (str, os.PathLike)), args.ref_adapter_name
     if args.ref_model_init_kwargs and not is_path:
-        given = "no ref_model" if ref_model is None else "a ref_model that is loaded already"
-        raise ValueError(f"ref_model_init_kwargs needs ref_model as a name or path, got {given}.")
+        kind = "no ref_model" if ref_model is None else "a ref_model that is loaded already"
+        raise ValueError(f"ref_model_init_kwargs needs ref_model as a name or path, got {kind}.")
     if not (ref_model is None or is_path or isinstance(ref_model, nn.Module)):
         raise TypeError(f"ref_model must be a model, or its name or path, got {type(ref_model).__name__}.")
     if ref_model is not None and held is not None:
@@ -314,7 +315,9 @@ class MovesReference(Protocol):
     def use_reference(self, reference: torch.nn.Module) -> None: ...
 
 
-def attach_reference(callbacks: Iterable[Any], reference: Reference | None, policy: Any = None) -> FrozenModel | None:
+def attach_reference(
+    callbacks: Iterable[object], reference: Reference | None, policy: nn.Module | None = None
+) -> FrozenModel | None:
     """Give the frozen copy to the callback that moves it, and return it; None without such a callback.
 
     What is returned must be part of every checkpoint (`save`, `load`). Call it before the reference or the `policy`
@@ -323,7 +326,7 @@ def attach_reference(callbacks: Iterable[Any], reference: Reference | None, poli
     Raises: ValueError for a reference that cannot move, for two such callbacks, or parameters that differ from the
     policy's.
     """
-    movers = [each for each in callbacks if isinstance(each, MovesReference) and each.moves_reference]
+    movers = [mover for mover in callbacks if isinstance(mover, MovesReference) and mover.moves_reference]
     if not movers:
         return None
     names = " and ".join(type(callback).__name__ for callback in movers)

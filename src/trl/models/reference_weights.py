@@ -63,13 +63,14 @@ def _before_layer(model: nn.Module, layer: int, pattern: str | None) -> list[nn.
     first = next((i for i, (name, _) in enumerate(parameters) if wanted in f".{name}"), None)
     if first is None:
         raise ValueError(
-            f"num_shared_layers={layer}: {type(model).__name__} has no parameters {wanted[1:]}*. Share fewer layers, or set pattern."
+            f"num_shared_layers={layer}: {type(model).__name__} has no parameters {wanted[1:]}*. "
+            "Share fewer layers, or set pattern."
         )
     return [parameter for _, parameter in parameters[:first]]
 
 
 def _layer_pattern(model: nn.Module) -> str:
-    core: Any = causal_core(model)
+    core = causal_core(model)
     count = core.config.get_text_config(decoder=True).num_hidden_layers
     inside = list((core.get_decoder() or core.base_model).children())
     for name, module in model.named_modules():
@@ -94,7 +95,7 @@ def adapter_weights(model: nn.Module) -> dict[str, str]:
     return {name: owners[id(tensor)] for name, tensor in named if id(tensor) in owners}
 
 
-def hash_weights(module: nn.Module, *, settings: Mapping[str, Any], left_out: Container[str] = ()) -> str:
+def hash_weights(module: nn.Module, *, settings: Mapping[str, object], left_out: Container[str] = ()) -> str:
     """A hash of the names, types, shapes and bytes of a module's state and of its settings, 32 hex digits.
 
     `left_out` names state entries to skip. Sharded weights are gathered one at a time, so all processes must call it;
@@ -110,9 +111,7 @@ def hash_weights(module: nn.Module, *, settings: Mapping[str, Any], left_out: Co
 
 
 def save_parameters(module: nn.Module, file: str, *, left_out: Container[str] = ()) -> None:
-    """Write a module's parameters but those `left_out`, gathered, into a safetensors file on the main process. All
-    processes must call it.
-    """
+    """Write a module's parameters but those `left_out`, gathered, into a file. All processes must call it."""
     is_main, kept, names = PartialState().is_main_process, {}, dict(module.named_parameters())
     for name, value in _whole_state(module):
         if is_main and name in names and name not in left_out:
@@ -158,7 +157,7 @@ def _whole_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, value.detach()
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items() if key not in _NOT_HASHED}
     if isinstance(value, (set, frozenset)):

@@ -14,6 +14,7 @@ from itertools import accumulate, chain, groupby
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -49,9 +50,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def to_bfloat16(model: nn.Module) -> None:
-    """Round weights to bfloat16, in place: all but those that the class keeps in float32, beside adapters only what
-    trains.
-    """
+    """Round weights to bfloat16, in place: not what the class keeps in float32, beside adapters only what trains."""
     wide = tuple(getattr(causal_core(model), "_keep_in_fp32_modules_strict", None) or ())
     all_train = not is_peft_model(model)
     for name, parameter in model.named_parameters():
@@ -60,10 +59,8 @@ def to_bfloat16(model: nn.Module) -> None:
             parameter.data = parameter.data.to(torch.bfloat16)
 
 
-def check_residuals(accelerator: Any, optim: str = "") -> None:
-    """Raise ValueError for a run with other float32 weights, scaled gradients, or updates outside of the optimiser's
-    step.
-    """
+def check_residuals(accelerator: Accelerator, optim: str = "") -> None:
+    """Raise ValueError for a run with other float32 weights, scaled gradients, or updates outside of the step."""
     sharding, precision = getattr(accelerator.state, "fsdp_plugin", None), accelerator.mixed_precision
     reasons = (
         (accelerator.state.deepspeed_plugin, "DeepSpeed keeps float32 weights of its own. Leave one of them out"),
@@ -121,7 +118,8 @@ class KeepsResiduals(torch.optim.Optimizer):
         super().step()  # parameters of other dtypes; bitsandbytes finds its overrides by the parameters
         if [{**group, "params": None} for group in self.param_groups] != before:
             raise TypeError(
-                f"weights={RESIDUAL!r} cannot be used with {type(self).__name__}, which has state of whole groups. Set another optim."
+                f"weights={RESIDUAL!r} cannot be used with {type(self).__name__}, which has state of whole groups. "
+                "Set another optim."
             )
         for parameter in gradients:
             parameter.grad = None

@@ -6,9 +6,9 @@ import copy
 import inspect
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch import nn
@@ -28,13 +28,18 @@ from trl.models.parts import causal_core
 from trl.models.peft import is_peft_model
 from trl.models.scoring.classifier import head_of
 
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
 logger = logging.getLogger(__name__)
 
 TEMPLATE_FILES = (".jinja", ".jinja2", ".j2")
 POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings")
 
 
-def load_model(model: Any, init_kwargs: dict[str, Any] | None, *, name: str = "model", trained: bool = False) -> Any:
+def load_model(
+    model: object, init_kwargs: Mapping[str, Any] | None, *, name: str = "model", trained: bool = False
+) -> PreTrainedModel:
     """The model itself, or the one of this name or path, loaded with `init_kwargs` (`model_init_kwargs` of a config).
 
     `trained` as in `create_model_from_path`. Errors call it `name`.
@@ -44,37 +49,38 @@ def load_model(model: Any, init_kwargs: dict[str, Any] | None, *, name: str = "m
     """
     if isinstance(model, (str, os.PathLike)):
         return create_model_from_path(os.fspath(model), trained=trained, **(init_kwargs or {}))
-    core = check_given(model, init_kwargs, name=name)
+    loaded, core = check_given(model, init_kwargs, name=name)
     has_head = core.can_generate() or core.get_output_embeddings() is not None
     has_own_loss = "labels" in inspect.signature(type(core).forward).parameters
     if not (has_head or (has_own_loss and not hasattr(core, "num_labels"))):
         raise TypeError(f"{name} must be a causal LM, got {type(core).__name__}. Use AutoModelForCausalLM.")
-    return model
+    return loaded
 
 
-def check_given(model: Any, init_kwargs: dict[str, Any] | None, *, name: str = "model") -> PreTrainedModel:
-    """The transformers model inside a model that is loaded already.
+def check_given(
+    model: object, init_kwargs: Mapping[str, Any] | None, *, name: str = "model"
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A model that is loaded already, and the transformers model inside.
 
     Raises: ValueError without a model, without weights, or for `init_kwargs`; TypeError for what is no model.
     """
     if model is None:
         hint = " Pass it as the first argument." if name == "model" else ""
         raise ValueError(f"{name} must be a name, a path or a model, got None.{hint}")
-    core = causal_core(model, name=name)
+    core = causal_core(model, name=name)  # type: ignore[arg-type]
     missing = [weight for weight, parameter in core.named_parameters() if parameter.is_meta]
     if missing and not will_shard():  # which fills the weights of a meta model in by itself
         raise ValueError(
-            f"{name} has no weights for {len(missing)} parameters ({missing[0]}, ...). Load it without init_empty_weights."
+            f"{name} has no weights for {len(missing)} parameters ({missing[0]}, ...). "
+            "Load it without init_empty_weights."
         )
     if init_kwargs:
         raise ValueError("model_init_kwargs needs a model given by name or path, got a loaded one.")
-    return core
+    return model, core  # type: ignore[return-value]
 
 
-def check_processing_class(processing_class: Any) -> None:
-    """Raise TypeError for what is neither a tokenizer nor a processor, ValueError for a tokenizer without a
-    vocabulary.
-    """
+def check_processing_class(processing_class: object) -> None:
+    """Raise TypeError for no tokenizer or processor, ValueError for a tokenizer without a vocabulary."""
     if isinstance(processing_class, (PreTrainedTokenizerBase, ProcessorMixin)):
         tokenizer = text_tokenizer(processing_class)
         is_tokenizer = isinstance(tokenizer, PreTrainedTokenizerBase)
@@ -90,8 +96,8 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def take_chat_template(
-    model: Any, tokenizer: PreTrainedTokenizerBase, path: str | None, peft_config: Any = None
-) -> tuple[Any, Any]:
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str | None, peft_config: PeftConfig | None = None
+) -> tuple[PreTrainedModel, PeftConfig | None]:
     """Apply `chat_template_path`: a Jinja file, or another tokenizer whose template and added tokens are copied.
 
     Returns the model, with more embeddings if tokens were added, and the `peft_config`, which then also trains these
@@ -101,7 +107,8 @@ def take_chat_template(
         return model, peft_config
     if not Path(path).is_file() and Path(path).suffix in TEMPLATE_FILES:
         raise FileNotFoundError(
-            f"chat_template_path={path!r} is no file, seen from {Path.cwd()}. Give the path of a Jinja file, or a tokenizer."
+            f"chat_template_path={path!r} is no file, seen from {Path.cwd()}. "
+            "Give the path of a Jinja file, or a tokenizer."
         )
     if Path(path).is_file():
         tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
@@ -112,23 +119,23 @@ def take_chat_template(
         raise FileNotFoundError(
             f"chat_template_path={path!r} must be a Jinja file or a tokenizer ({str(error).splitlines()[0]})."
         ) from error
-    if added and hasattr(peft_config, "trainable_token_indices") and not peft_config.trainable_token_indices:
+    if added and getattr(peft_config, "trainable_token_indices", ()) in (None, [], {}):
         peft_config = copy.copy(peft_config)
         # PEFT finds the table by the last part of its name (`embed_tokens`, `wte`, ...).
         table = model.get_input_embeddings()
         name = next(name for name, module in model.named_modules() if module is table)
-        peft_config.trainable_token_indices = {name.rpartition(".")[2]: added}
+        setattr(peft_config, "trainable_token_indices", {name.rpartition(".")[2]: added})  # noqa: B010
         logger.warning("chat_template_path added %d tokens: they are trained beside the adapter.", len(added))
     elif added and (peft_config is not None or is_peft_model(model)):
         logger.warning(
-            "chat_template_path added %d tokens, whose embeddings this adapter does not train. Add them before the adapter is "
-            "made, with trainable_token_indices.",
+            "chat_template_path added %d tokens, whose embeddings this adapter does not train. Add them before the "
+            "adapter is made, with trainable_token_indices.",
             len(added),
         )
     return model, peft_config
 
 
-def check_positions(model: Any, lengths: Sequence[int] | np.ndarray, *, dataset_name: str) -> None:
+def check_positions(model: nn.Module, lengths: Sequence[int] | np.ndarray, *, dataset_name: str) -> None:
     """Check that sequences of `lengths` tokens (after truncation) fit a model's `max_position_embeddings`.
 
     Raises ValueError for a model with a table of positions, and warns for one that computes them.
@@ -149,17 +156,18 @@ def check_table(lengths: Sequence[int] | np.ndarray, table: int, *, dataset_name
 def _too_long(lengths: Sequence[int] | np.ndarray, limit: int, dataset_name: str) -> str:
     longer = int((np.asarray(lengths) > limit).sum())
     return (
-        f"{dataset_name} dataset: {longer} of {len(lengths)} sequences are longer than the {limit} positions of the model "
-        f"(max_position_embeddings), the longest has {int(np.max(lengths))} tokens. Set max_length={limit}, or less."
+        f"{dataset_name} dataset: {longer} of {len(lengths)} sequences are longer than the {limit} positions of the "
+        f"model (max_position_embeddings), the longest has {int(np.max(lengths))} tokens. Set max_length={limit}, or "
+        "less."
     )
 
 
-def _positions(model: Any) -> int | None:
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+def _positions(model: nn.Module) -> int | None:
+    limit = getattr(causal_core(model).config.get_text_config(), "max_position_embeddings", None)
     return limit if isinstance(limit, int) else None
 
 
-def table_of_positions(model: Any) -> int | None:
+def table_of_positions(model: nn.Module) -> int | None:
     """Rows of the model's table of positions (GPT-2, OPT); None where positions are computed (rotary, ALiBi)."""
     has_table = any(
         isinstance(module, nn.Embedding) and name.rpartition(".")[2] in POSITION_TABLES
@@ -174,7 +182,7 @@ def table_of_positions(model: Any) -> int | None:
 class ClassifierKind(NamedTuple):
     """A kind of classifier: `labels` classes, the model class `auto`, PEFT's task type."""
 
-    auto: Any
+    auto: type
     labels: int
     task_type: str
     words: str
@@ -190,8 +198,8 @@ STEP_CLASSIFIER = ClassifierKind(
 
 
 def load_classifier(
-    model: Any, init_kwargs: dict[str, Any] | None, kind: ClassifierKind, *, seed: int, trained: bool = False
-) -> Any:
+    model: object, init_kwargs: Mapping[str, Any] | None, kind: ClassifierKind, *, seed: int, trained: bool = False
+) -> PreTrainedModel:
     """The classifier itself, or the one of this name or path; a head that its files lack is drawn from `seed` alone.
 
     `trained` as in `create_model_from_path`.
@@ -200,7 +208,7 @@ def load_classifier(
     raises.
     """
     if not isinstance(model, (str, os.PathLike)):
-        core = check_given(model, init_kwargs)
+        loaded, core = check_given(model, init_kwargs)
         name, advice = type(core).__name__, f"Load it with {kind.auto.__name__}, num_labels={kind.labels}."
         if head_of(core) is None or kind.unlike in name:
             raise TypeError(f"model is a {name}, expected {kind.words}. {advice}")
@@ -208,7 +216,7 @@ def load_classifier(
             raise ValueError(
                 f"model must have num_labels={kind.labels} for {kind.words}, got {core.config.num_labels}. {advice}"
             )
-        return model
+        return loaded
     kwargs = {"num_labels": kind.labels, **(init_kwargs or {})}
     if kwargs["num_labels"] != kind.labels:
         raise ValueError(f"model_init_kwargs must have num_labels={kind.labels}, got {kwargs['num_labels']}.")
@@ -216,10 +224,8 @@ def load_classifier(
     return create_model_from_path(os.fspath(model), kind.auto, trained=trained, **kwargs)
 
 
-def take_pad_token(model: Any, tokenizer: PreTrainedTokenizerBase, kind: ClassifierKind) -> None:
-    """Set the padding token in the model's config, by which its own forward finds the ends of padded rows once it is
-    saved.
-    """
+def take_pad_token(model: nn.Module, tokenizer: PreTrainedTokenizerBase, kind: ClassifierKind) -> None:
+    """Set the padding token in the model's config: once saved, its own forward finds the ends of rows by it."""
     core = causal_core(model)
     pad = tokenizer.pad_token_id
     if pad is None:
@@ -233,10 +239,10 @@ def take_pad_token(model: Any, tokenizer: PreTrainedTokenizerBase, kind: Classif
         )
 
 
-def adapter_of_classifier(peft_config: Any, kind: ClassifierKind) -> Any:
+def adapter_of_classifier(peft_config: PeftConfig | None, kind: ClassifierKind) -> PeftConfig | None:
     """The settings of a new adapter, with the task type with which PEFT trains and saves the classification head."""
-    if getattr(peft_config, "task_type", kind.task_type) == kind.task_type:  # no config: refused later
-        return peft_config
+    if peft_config is None or getattr(peft_config, "task_type", kind.task_type) == kind.task_type:
+        return peft_config  # no config: refused later
     if peft_config.task_type is not None:
         logger.warning(
             "peft_config has task_type=%s, which leaves the head out: %r is used.",
@@ -248,7 +254,7 @@ def adapter_of_classifier(peft_config: Any, kind: ClassifierKind) -> Any:
     return peft_config
 
 
-def check_trained_head(model: Any) -> None:
+def check_trained_head(model: nn.Module) -> None:
     """Warn of an adapter that does not train the classification head: a new head would stay random."""
     head = head_of(causal_core(model))
     if head is not None and not any(parameter.requires_grad for parameter in head.parameters()):

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 
 from trl.checkpoints.wholeness import CheckpointError, faults, listed, publish
 from trl.models.value_wrapper import under_module_names
@@ -21,7 +22,7 @@ _FILE = "ppo_state.json"  # of the plain values
 _FORMAT = 1
 
 
-def save_step_state(folder: str | Path, accelerator: Any, state: dict[str, Any], *, file: str = _FILE) -> None:
+def save_step_state(folder: str | Path, accelerator: Accelerator, state: dict[str, Any], *, file: str = _FILE) -> None:
     """Save what accelerate prepared, `state` (plain values) and random generators, replacing `folder` atomically.
 
     All processes must call it.
@@ -31,8 +32,7 @@ def save_step_state(folder: str | Path, accelerator: Any, state: dict[str, Any],
         shutil.rmtree(staging, ignore_errors=True)  # of a save that was killed
         staging.mkdir(parents=True)
     accelerator.wait_for_everyone()
-    # accelerate checks names after loading safetensors, and takes tied weights under a wrapper's names for unknown
-    # ones.
+    # accelerate checks names after loading safetensors, and takes tied weights of a wrapper for unknown ones.
     with under_module_names(accelerator):
         accelerator.save_state(str(staging), safe_serialization=False)
     torch.save(rng_states(), staging / f"random_streams_{accelerator.process_index}.pt")
@@ -51,7 +51,7 @@ def _beside(folder: str | Path, kind: str) -> Path:
 
 
 def load_step_state(
-    folder: str | Path, accelerator: Any, *, scheduled: bool = False, file: str = _FILE
+    folder: str | Path, accelerator: Accelerator, *, scheduled: bool = False, file: str = _FILE
 ) -> dict[str, Any]:
     """Load a saved state; returns the plain values. `scheduled`: the accelerator has prepared a scheduler.
 
@@ -64,8 +64,8 @@ def load_step_state(
     values = folder / file
     if not values.is_file():
         raise FileNotFoundError(f"{values} is missing. Give a folder that save_state wrote.")
-    if found := faults(folder, needed={}):
-        raise CheckpointError(f"{folder} is not whole: {listed(found)}. Load another state.")
+    if broken := faults(folder, needed={}):
+        raise CheckpointError(f"{folder} is not whole: {listed(broken)}. Load another state.")
     state = json.loads(values.read_text(encoding="utf-8"))
     if state["processes"] != accelerator.num_processes:
         raise ValueError(

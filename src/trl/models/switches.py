@@ -22,7 +22,7 @@ def without_ddp(policy: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def holding(holders: Any, name: str, value: Any) -> Iterator[None]:
+def holding(holders: object, name: str, value: object) -> Iterator[None]:
     """Give an attribute of an object, or of each in a list, another value within."""
     kept = [(holder, getattr(holder, name)) for holder in (holders if isinstance(holders, list) else [holders])]
     for holder, _ in kept:
@@ -69,7 +69,7 @@ def same_trainable(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 
 def enable_gradient_checkpointing(
-    model: PreTrainedModel, gradient_checkpointing_kwargs: dict[str, Any] | None
+    model: PreTrainedModel, gradient_checkpointing_kwargs: dict[str, Any] | str | None
 ) -> PreTrainedModel:
     """Turn gradient checkpointing on, in place, and return the model.
 
@@ -77,6 +77,7 @@ def enable_gradient_checkpointing(
     embedding's output is made to require gradients, without which a reentrant checkpoint over a frozen base
     (PEFT, quantised weights) would cut the graph.
     """
+    assert not isinstance(gradient_checkpointing_kwargs, str)  # read by the config
     kwargs = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
     # transformers 5.23 renames the method, and warns of the older name.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -84,7 +85,7 @@ def enable_gradient_checkpointing(
     return model
 
 
-def checkpointed_modules(model: nn.Module) -> list[Any]:
+def checkpointed_modules(model: nn.Module) -> list[nn.Module]:
     """The modules of `model` that gradient checkpointing is on in."""
     return [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
 
@@ -101,9 +102,7 @@ def disable_gradient_checkpointing(
 
 
 def disable_dropout_in_model(model: nn.Module) -> None:
-    """Set the probability of every dropout in `model` to 0, in place, so that `model.train()` does not switch it on
-    again.
-    """
+    """Set the probability of every dropout in `model` to 0, in place: `model.train()` does not switch it on again."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -120,18 +119,14 @@ def empty_cache() -> None:
 
 
 class PPODecorators:
-    """Known place of a switch and a decorator: `optimize_device_cache` decides whether the block's memory is
-    released.
-    """
+    """Known place of a switch and a decorator; `optimize_device_cache`: release a block's memory."""
 
     optimize_device_cache = False
 
     @classmethod
     @contextmanager
     def empty_device_cache(cls) -> Iterator[None]:
-        """A block, or by `@PPODecorators.empty_device_cache()` a function, after which the device's cache is
-        emptied.
-        """
+        """A block (as a decorator: a function) after which the device's cache is emptied."""
         try:
             yield
         finally:

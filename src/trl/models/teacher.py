@@ -11,12 +11,13 @@ import copy
 import logging
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
 from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trl.data.rendering import text_tokenizer
 from trl.data.teacher_columns import TEACHER, TEACHER_COLUMNS, TEACHER_IDS, TEACHER_LOGPS
@@ -42,7 +43,7 @@ class Teacher(Protocol):
     A kind of teacher says what `over_chunks` reads beside the student (`reads`), and which form of a loss takes it.
     """
 
-    model: Any = None
+    model: nn.Module | None = None
     """A model of its own, which can also generate; None where there is none."""
     vocabulary: int | None = None
     """How many token ids it can read; None: all of the student's."""
@@ -68,12 +69,12 @@ class Teacher(Protocol):
         temperature: float = 1.0,
         weights: Tensor | None = None,
     ) -> VocabularyLoss:
-        """The sum of `loss` over the scored positions of `batch`, with gradient for the student `model`, chunk by
-        chunk.
+        """The sum of `loss` over the scored positions of `batch`, with gradient for the student `model`.
 
-        `scorer` is the student's; `model` may be wrapped. `temperature` divides the logits of both, `weights` `(K,)`
-        multiply the losses. Teachers that are models read the batch's `teacher_batch` where it has one: other prompts
-        with the same completions in the same order. Call it under autocast where the run uses mixed precision.
+        It is computed chunk by chunk. `scorer` is the student's; `model` may be wrapped. `temperature` divides the
+        logits of both, `weights` `(K,)` multiply the losses. Teachers that are models read the batch's `teacher_batch`
+        where it has one: other prompts with the same completions in the same order. Call it under autocast where the
+        run uses mixed precision.
         """
         loss_of, reads = self.loss_of(loss, batch), self.reads(model, batch)
         if weights is not None:
@@ -88,7 +89,7 @@ class FrozenTeacher(Teacher):
         self.reference = reference
 
     @property
-    def model(self) -> Any:  # type: ignore[override]
+    def model(self) -> nn.Module:  # type: ignore[override]
         return self.reference.model
 
     @property
@@ -96,9 +97,7 @@ class FrozenTeacher(Teacher):
         return self.reference.scorer.vocabulary
 
     def prepare(self, accelerator: Accelerator) -> None:
-        """Move it to the device, or shard it like the student. Raises: ValueError where the device has no room for
-        it.
-        """
+        """Move it to the device, or shard it like the student. Raises: ValueError where the device has no room."""
         device, state, module = accelerator.device, accelerator.state, self.reference.module
         is_sharded_run = state.deepspeed_plugin is not None or getattr(state, "fsdp_plugin", None) is not None
         if device.type == "cuda" and is_movable(module) and not is_sharded_run:
@@ -106,9 +105,11 @@ class FrozenTeacher(Teacher):
             free = torch.cuda.mem_get_info(device)[0] if size else 0
             if size > free:
                 raise ValueError(
-                    f"the teacher needs {size / 2**30:.1f} GiB, {device} has {free / 2**30:.1f} GiB left. Shard it (FSDP, ZeRO-3), "
-                    "quantise it (teacher_model_init_kwargs), write its answers into columns (`trl teach`), or serve it elsewhere "
-                    "(teacher_model_server_url)."
+                    f"the teacher needs {size / 2**30:.1f} GiB, {device} has {free / 2**30:.1f} GiB left. Shard it "
+                    "(FSDP, "
+                    "ZeRO-3), quantise it (teacher_model_init_kwargs), write its answers into columns (`trl teach`), "
+                    "or "
+                    "serve it elsewhere (teacher_model_server_url)."
                 )
         self.reference.prepare(accelerator)
 
@@ -128,7 +129,7 @@ class SelfTeacher(Teacher):
 
     def reads(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
         shown = batch.get(TEACHER_BATCH, batch)
-        states = self.reference.score(model, shown, lambda own, inner, rows: own.scored_states(inner, rows))
+        states = self.reference.score(model, shown, lambda scorer, inner, rows: scorer.scored_states(inner, rows))
         return {"other": OwnStates(states, base=isinstance(self.reference, AdapterReference))}
 
 
@@ -172,25 +173,25 @@ class TeacherByRow(Teacher):
     ) -> VocabularyLoss:
         whole, sequence = scorer.padded_inputs(batch), scored_sequences(batch)
         shown = scorer.padded_inputs(batch[TEACHER_BATCH]) if TEACHER_BATCH in batch else None
-        chosen, found, places = batch[TEACHER], [], []
+        chosen, losses, places = batch[TEACHER], [], []
         chosen = chosen.repeat_interleave(len(whole["input_ids"]) // len(chosen))  # completions of one row
         for number, teacher in enumerate(self.teachers.values()):
-            rows, own = (chosen == number).nonzero()[:, 0], (chosen[sequence] == number).nonzero()[:, 0]
+            rows, places_of = ((ids == number).nonzero()[:, 0] for ids in (chosen, chosen[sequence]))
             if not len(rows) and PartialState().num_processes == 1:
                 continue
             part: dict[str, Any] = _rows_of(whole, rows)
-            part |= {name: batch[name][own] for name in TEACHER_COLUMNS if name in batch}
+            part |= {name: batch[name][places_of] for name in TEACHER_COLUMNS if name in batch}
             if shown is not None:
                 part[TEACHER_BATCH] = _rows_of(shown, rows)
-            of_part = None if weights is None else weights[own]
-            found.append(teacher.divergence(scorer, model, part, loss, temperature=temperature, weights=of_part))
-            places.append(own)
+            of_part = None if weights is None else weights[places_of]
+            losses.append(teacher.divergence(scorer, model, part, loss, temperature=temperature, weights=of_part))
+            places.append(places_of)
         order, count = torch.cat(places).argsort(), max(len(sequence), 1)
         values, statistics = (
-            torch.cat(each)[order] for each in zip(*((x.values, x.statistics) for x in found), strict=True)
+            torch.cat(parts)[order] for parts in zip(*((x.values, x.statistics) for x in losses), strict=True)
         )
-        total = torch.stack([x.total for x in found]).sum()
-        routers = [x.aux_loss * (len(x.values) / count) for x in found if x.aux_loss is not None]
+        total = torch.stack([x.total for x in losses]).sum()
+        routers = [x.aux_loss * (len(x.values) / count) for x in losses if x.aux_loss is not None]
         return VocabularyLoss(total, values, torch.stack(routers).sum() if routers else None, statistics)
 
 
@@ -205,11 +206,11 @@ def _rows_of(padded: Mapping[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
 def _weighted(loss_of: LossOfLogits, weights: Tensor) -> LossOfLogits:
     """The losses times `weights`; statistics beside them stay as they are."""
 
-    def weighted(logits: Tensor, others: Any, rows: slice) -> Losses:
-        found = loss_of(logits, others, rows)
-        if isinstance(found, tuple):
-            return found[0] * weights[rows], found[1]
-        return found * weights[rows]
+    def weighted(logits: Tensor, others: Tensor | None, rows: slice) -> Losses:
+        losses = loss_of(logits, others, rows)
+        if isinstance(losses, tuple):
+            return losses[0] * weights[rows], losses[1]
+        return losses * weights[rows]
 
     return weighted
 
@@ -220,26 +221,26 @@ def make_teacher(
     student: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    scorer: Any = None,
+    scorer: Scorer | None = None,
 ) -> Teacher:
-    """The teacher of `student`: a model, or a name or path that is loaded with `init_kwargs`; None: the base of a
-    `PeftModel`.
+    """The teacher of `student`: a model, or a name or path to load; None: the base of a `PeftModel`.
 
-    A dict has several by name, of which rows choose one. Vocabularies may differ in size by embeddings that no token
-    has; the loss uses the common part. `scorer` is the student's.
+    `init_kwargs` are those of `from_pretrained`. A dict has several by name, of which rows choose one. Vocabularies may
+    differ in size by embeddings that no token has; the loss uses the common part. `scorer` is the student's.
 
     Raises: ValueError without a teacher, for `init_kwargs` with a loaded model, for a teacher with other tokens, or one
     that shares trained weights with the student; TypeError for what is no model.
     """
     if isinstance(teacher, Mapping):
-        each = (make_teacher(model, init_kwargs, student, tokenizer, scorer=scorer) for model in teacher.values())
-        return TeacherByRow(dict(zip(teacher, each, strict=True)))
+        make = partial(make_teacher, init_kwargs=init_kwargs, student=student, tokenizer=tokenizer, scorer=scorer)
+        return TeacherByRow({name: make(model) for name, model in teacher.items()})
     is_path = isinstance(teacher, (str, os.PathLike))
     if teacher is None and not init_kwargs:
         if scorer is None or not is_peft_model(student):
             raise ValueError(
-                "teacher_model must be a model, or its name or path, got None. Pass teacher_model, or train an adapter, whose "
-                "base is then the teacher."
+                "teacher_model must be a model, or its name or path, got None. Pass teacher_model, or train an "
+                "adapter, "
+                "whose base is then the teacher."
             )
         return own_teacher("base", student, scorer)
     if is_path:  # before the weights are loaded
@@ -248,8 +249,8 @@ def make_teacher(
     sizes = [embedded_tokens(causal_core(model)) for model in (student, teacher)]
     if min(sizes) < len(tokenizer):
         raise ValueError(
-            f"student and teacher have vocabularies of {sizes[0]} and {sizes[1]} tokens, the tokenizer has {len(tokenizer)}: "
-            f"they do not share it. {OTHER_TOKENIZER}"
+            f"student and teacher have vocabularies of {sizes[0]} and {sizes[1]} tokens, the tokenizer has "
+            f"{len(tokenizer)}: they do not share it. {OTHER_TOKENIZER}"
         )
     if not is_path:
         _check_tokens(tokenizer, causal_core(teacher).config.name_or_path or "", False)
@@ -262,20 +263,21 @@ def make_teacher(
     return FrozenTeacher(FrozenModel(teacher, make_scorer(teacher, tokenizer)))
 
 
-def load_teacher(teacher: Any, init_kwargs: Mapping[str, Any] | None, student: nn.Module) -> Any:
+def load_teacher(teacher: object, init_kwargs: Mapping[str, Any] | None, student: nn.Module) -> PreTrainedModel:
     """The model of a teacher that is not the student: `teacher` itself, or that of its name or path.
 
     Raises: ValueError for `init_kwargs` with a loaded model, and for one that shares trained weights with the student.
     """
     if init_kwargs and not isinstance(teacher, (str, os.PathLike)):
-        given = "none" if teacher is None else f"a {type(teacher).__name__} that is loaded already"
+        kind = "none" if teacher is None else f"a {type(teacher).__name__} that is loaded already"
         raise ValueError(
-            f"teacher_model_init_kwargs={dict(init_kwargs)!r} needs teacher_model as a name or path, got {given}."
+            f"teacher_model_init_kwargs={dict(init_kwargs)!r} needs teacher_model as a name or path, got {kind}."
         )
     model = load_model(teacher, dict(init_kwargs or {}), name="teacher_model")
     if share_parameters(student, model, trained=True):
         raise ValueError(
-            "teacher_model and model share weights that train, expected a separate model. Load the teacher a second time."
+            "teacher_model and model share weights that train, expected a separate model. "
+            "Load the teacher a second time."
         )
     return model
 
@@ -284,24 +286,24 @@ OTHER_TOKENIZER = "Use GOLDTrainer for a teacher with another tokenizer."
 
 
 def _check_tokens(tokenizer: PreTrainedTokenizerBase, path: str, trust_remote_code: bool) -> None:
-    """Raise ValueError where the tokenizer that is saved with a teacher has other tokens for some ids; it may have none
-    saved.
+    """Raise ValueError where the tokenizer that is saved with a teacher, if any, has other tokens for some ids.
 
     For some architectures transformers then makes a tokenizer of the few special tokens; sizes are compared all the
     same.
     """
     try:
-        theirs: Any = load_processing_class(path, trust_remote_code=trust_remote_code) if path else tokenizer
+        theirs = load_processing_class(path, trust_remote_code=trust_remote_code) if path else tokenizer
     except OSError:
         return
-    own, other = ({i: token for token, i in x.get_vocab().items()} for x in (tokenizer, text_tokenizer(theirs)))
-    if 10 * len(other) < len(own):
+    ours, other = ({i: token for token, i in x.get_vocab().items()} for x in (tokenizer, text_tokenizer(theirs)))
+    if 10 * len(other) < len(ours):
         return
-    different = [i for i in sorted(own.keys() & other.keys()) if own[i] != other[i]]
+    different = [i for i in sorted(ours.keys() & other.keys()) if ours[i] != other[i]]
     if different:
-        examples = ", ".join(f"{i} ({own[i]!r} and {other[i]!r})" for i in different[:3])
+        examples = ", ".join(f"{i} ({ours[i]!r} and {other[i]!r})" for i in different[:3])
         raise ValueError(
-            f"student and teacher ('{path}') have different tokens for {len(different)} of {len(own)} ids: {examples}. "
+            f"student and teacher ('{path}') have different tokens for {len(different)} of {len(ours)} ids: "
+            f"{examples}. "
             f"{OTHER_TOKENIZER}"
         )
 
@@ -319,11 +321,11 @@ def own_teacher(kind: Literal["live", "base", "ema"], student: nn.Module, scorer
         return SelfTeacher(AdapterReference(scorer))
     if is_sharded(student):
         raise ValueError(
-            f"the weights of {type(student).__name__} are sharded already and cannot be copied for the teacher. Pass the model "
-            "as an object that was loaded before."
+            f"the weights of {type(student).__name__} are sharded already and cannot be copied for the teacher. "
+            "Pass the model as an object that was loaded before."
         )
     held = {} if will_shard() else {id(x): x for x in student.parameters() if not x.requires_grad}
     shared = frozenset(name for name, x in student.named_parameters() if id(x) in held)
     model = copy.deepcopy(student, held)  # a deep copy does not copy what is in its memo
-    own = language_scorer(model, pad_token_id=scorer.pad_token_id)
-    return FrozenTeacher(FrozenModel(model, own, shared=shared))
+    scorer = language_scorer(model, pad_token_id=scorer.pad_token_id)
+    return FrozenTeacher(FrozenModel(model, scorer, shared=shared))

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Cache, PretrainedConfig
 
 from trl.models.parts import causal_core
 from trl.models.value_wrapper import PREFIX, PreTrainedModelWrapper, last_hidden
@@ -18,7 +18,7 @@ INIT_STRATEGIES = (None, "normal")
 class ValueHead(nn.Module):
     """Dropout and one linear unit, `summary`, in float32: hidden states `(..., H) -> (..., 1)`."""
 
-    def __init__(self, config: Any, summary_dropout_prob: float | None = None) -> None:
+    def __init__(self, config: PretrainedConfig, summary_dropout_prob: float | None = None) -> None:
         super().__init__()
         default = getattr(config, "summary_dropout_prob", 0.1)
         self.dropout = nn.Dropout(default if summary_dropout_prob is None else summary_dropout_prob)
@@ -43,7 +43,7 @@ class _WithValueHead(PreTrainedModelWrapper):
     def __init__(self, pretrained_model: Any, **kwargs: Any) -> None:
         settings = {name: kwargs.pop(name) for name in self.supported_args if name in kwargs}
         super().__init__(pretrained_model, **kwargs)
-        base: Any = causal_core(pretrained_model)
+        base = causal_core(pretrained_model)
         seq2seq, auto_class = bool(base.config.is_encoder_decoder), self.transformers_parent_class
         if base.get_output_embeddings() is None or seq2seq != (auto_class is AutoModelForSeq2SeqLM):
             raise TypeError(f"model must be one of {auto_class.__name__}, got {type(base).__name__}.")
@@ -61,23 +61,19 @@ class _WithValueHead(PreTrainedModelWrapper):
     def forward(
         self,
         input_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        past_key_values: Cache | None = None,
         attention_mask: Tensor | None = None,
         return_past_key_values: bool = False,
         **kwargs: Any,
     ) -> tuple[Any, ...]:
         """`(lm_logits (B, T, V) float32, loss or None, value (B, T))`, and with `return_past_key_values` the cache."""
-        given = zip(
-            ("input_ids", "attention_mask", "past_key_values"),
-            (input_ids, attention_mask, past_key_values),
-            strict=True,
-        )
-        kwargs |= {name: value for name, value in given if value is not None}
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": past_key_values}
+        kwargs |= {name: value for name, value in inputs.items() if value is not None}
         outputs = self.pretrained_model(**{**kwargs, "output_hidden_states": True})
         value = self.v_head(last_hidden(outputs)).squeeze(-1).to(outputs.logits.device)
         logits = outputs.logits.to(torch.promote_types(outputs.logits.dtype, torch.float32))
-        found = (logits, outputs.loss, value)
-        return (*found, outputs.past_key_values) if return_past_key_values else found
+        cache = (outputs.past_key_values,) if return_past_key_values else ()
+        return logits, outputs.loss, value, *cache
 
     def post_init(self, state_dict: Mapping[str, Tensor]) -> None:
         """Load the head's weights, `v_head.*`, from those of a checkpoint, if it has any.
@@ -87,9 +83,9 @@ class _WithValueHead(PreTrainedModelWrapper):
         weights = {key.removeprefix(PREFIX): x for key, x in state_dict.items() if key.startswith(PREFIX)}
         if not weights:
             return
-        expected, given = self.v_head.summary.weight.shape, weights["summary.weight"].shape
-        if expected != given:
-            raise ValueError(f"the value head saved has shape {tuple(given)}, expected {tuple(expected)}.")
+        expected, saved = self.v_head.summary.weight.shape, weights["summary.weight"].shape
+        if expected != saved:
+            raise ValueError(f"the value head saved has shape {tuple(saved)}, expected {tuple(expected)}.")
         self.v_head.load_state_dict(weights)
 
     def added_weights(self) -> dict[str, Tensor]:

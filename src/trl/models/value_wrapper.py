@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from accelerate import Accelerator
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -32,6 +33,9 @@ from trl.models.loading import cast_state, create_model_from_path, name_dtype, s
 from trl.models.parts import causal_core
 from trl.models.peft import is_peft_model, is_quantized, prepare_peft_model, require_peft
 from trl.models.switches import same_trainable, undisturbed
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +105,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         Raises: TypeError for what is no model; ValueError for an adapter that cannot be merged; FileNotFoundError if
         there is no such model.
         """
-        own = {name: kwargs.pop(name) for name in cls.supported_args if name in kwargs}
+        settings = {name: kwargs.pop(name) for name in cls.supported_args if name in kwargs}
         peft_config = kwargs.pop("peft_config", None)
         reward_adapter = kwargs.pop("reward_adapter", None)
         reward_name = kwargs.pop("reward_adapter_name", "reward_adapter")
@@ -110,23 +114,21 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         bits = {name: kwargs.pop(name, False) for name in ("load_in_8bit", "load_in_4bit")}
         if any(bits.values()):
             kwargs["quantization_config"] = BitsAndBytesConfig(**bits)
-        given, weights = pretrained_model_name_or_path, None
-        if isinstance(given, str | os.PathLike):
-            path = os.fspath(given)
+        model, weights = pretrained_model_name_or_path, None
+        if isinstance(model, str | os.PathLike):
+            path = os.fspath(model)
             with loading_from_hub(path, "model"):
                 with without_records(logging.getLogger("transformers.modeling_utils"), _lists_value_heads_alone):
                     auto, trained = cls.transformers_parent_class, peft_config is None
                     model = create_model_from_path(path, auto, trained=trained, **kwargs)
                 weights = load_value_head(path, pickled=pickled, **kwargs)
-        elif isinstance(given, PreTrainedModel) or is_peft_model(given):
-            model = given
-        else:
-            raise TypeError(f"model must be a name, PreTrainedModel or PeftModel, got {type(given)}.")
+        elif not (isinstance(model, PreTrainedModel) or is_peft_model(model)):
+            raise TypeError(f"model must be a name, PreTrainedModel or PeftModel, got {type(model)}.")
         model = _with_adapter(model, peft_config, trainable=is_trainable)
         if reward_adapter is not None:
             score = cls.add_and_load_reward_modeling_adapter(model, reward_adapter, reward_name, kwargs.get("token"))
-            own |= {"score_module": score, "supports_rm_adapter": True, "rm_adapter_name": reward_name}
-        wrapped = cls(model, *model_args, **own)
+            settings |= {"score_module": score, "supports_rm_adapter": True, "rm_adapter_name": reward_name}
+        wrapped = cls(model, *model_args, **settings)
         wrapped.post_init(weights or {})
         return wrapped
 
@@ -159,10 +161,11 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
             weights = load_peft_weights(adapter_model_id, device="cpu", **options)
         config.modules_to_save, config.inference_mode = None, True  # the head is not in a language model
         parts = {key: key.rpartition(".")[2] for key in weights if ".score." in f".{key}"}
-        found = {part: weights.pop(key) for key, part in parts.items()}
-        if "weight" not in found:
+        of_head = {part: weights.pop(key) for key, part in parts.items()}
+        if "weight" not in of_head:
             raise ValueError(
-                f"'{adapter_model_id}' has no score head. Train it with RewardTrainer and LoraConfig(task_type='SEQ_CLS')."
+                f"'{adapter_model_id}' has no score head. "
+                "Train it with RewardTrainer and LoraConfig(task_type='SEQ_CLS')."
             )
         active = model.active_adapter
         with same_trainable(model):
@@ -172,9 +175,10 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         for key, parameter in model.named_parameters():
             if f".{name}." in key:
                 parameter.requires_grad_(False)
-        head = nn.Linear(found["weight"].shape[1], found["weight"].shape[0], bias="bias" in found)
-        head.load_state_dict(found)
-        return head.to(next(model.parameters()).device, found["weight"].dtype).requires_grad_(False).eval()
+        weight = of_head["weight"]
+        head = nn.Linear(weight.shape[1], weight.shape[0], bias="bias" in of_head)
+        head.load_state_dict(of_head)
+        return head.to(next(model.parameters()).device, weight.dtype).requires_grad_(False).eval()
 
     @torch.no_grad()
     def compute_reward_score(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
@@ -204,11 +208,11 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         """The weights of the added modules, by their names in a checkpoint."""
         return {}
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args: object, **kwargs: object) -> Any:
         """`generate` of the wrapped model."""
         return self.pretrained_model.generate(*args, **kwargs)
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+    def prepare_inputs_for_generation(self, *args: object, **kwargs: object) -> dict[str, Any]:
         """The arguments of the wrapped model's forward at a step of generation."""
         return self.pretrained_model.prepare_inputs_for_generation(*args, **kwargs)
 
@@ -219,28 +223,27 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
 
         An adapter is saved alone, with the added weights in a separate file. `state_dict` may use either naming.
         """
-        given = {key.removeprefix(_BASE): weight for key, weight in (state_dict or {}).items()}
-        added = {key: weight for key, weight in given.items() if key.startswith(PREFIX)}
-        added = added or self.added_weights()
+        weights = {key.removeprefix(_BASE): weight for key, weight in (state_dict or {}).items()}
+        added = {key: weight for key, weight in weights.items() if key.startswith(PREFIX)} or self.added_weights()
         model, file = self.pretrained_model, Path(save_directory, SEPARATE_FILE)
         is_main = kwargs.get("is_main_process", True)
         if not (self.is_peft_model or is_quantized(model)):
             if is_main:
                 file.unlink(missing_ok=True)  # an adapter's, which would be read instead of what is saved now
-            whole, dtype = given or dict(model.state_dict()), save_dtype(model)
-            whole = cast_state(model, whole, dtype)
+            dtype = save_dtype(model)
+            whole = cast_state(model, weights or model.state_dict(), dtype)
             model.save_pretrained(save_directory, state_dict={**whole, **added}, **kwargs)
             if is_main:
                 name_dtype(save_directory, dtype)
             return
-        given = {key: weight for key, weight in given.items() if key not in added}
-        model.save_pretrained(save_directory, **({"state_dict": given} if given else {}), **kwargs)
+        weights = {key: weight for key, weight in weights.items() if key not in added}
+        model.save_pretrained(save_directory, **({"state_dict": weights} if weights else {}), **kwargs)
         if is_main and added:
             file.parent.mkdir(parents=True, exist_ok=True)
             tensors = {name: weight.detach().cpu().contiguous() for name, weight in added.items()}
             save_file(tensors, file, metadata={"format": "pt"})
 
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+    def state_dict(self, *args: object, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The wrapped model's weights under its own names, and the added ones under theirs (`v_head.*`)."""
         del args  # torch's older positional form; nothing that saves models uses it
         whole = self.pretrained_model.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
@@ -249,7 +252,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
                 module.state_dict(destination=whole, prefix=f"{prefix}{name}.", keep_vars=keep_vars)
         return whole
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         """Load weights under the names of `state_dict`, or under the modules' own."""
         children = tuple(f"{prefix}{name}." for name, _ in self.named_children())
         for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(children)]:
@@ -261,12 +264,12 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         return causal_core(self.pretrained_model)
 
     @property
-    def generation_config(self) -> Any:
+    def generation_config(self) -> GenerationConfig:
         """The wrapped model's generation config."""
         return self.get_base_model().generation_config
 
     @generation_config.setter
-    def generation_config(self, value: Any) -> None:
+    def generation_config(self, value: GenerationConfig) -> None:
         self.get_base_model().generation_config = value
 
     @property
@@ -280,18 +283,20 @@ def last_hidden(outputs: Any) -> Tensor:
     return (getattr(outputs, "decoder_hidden_states", None) or outputs.hidden_states)[-1]
 
 
-def _with_adapter(model: Any, peft_config: Any, *, trainable: bool) -> Any:
+def _with_adapter(model: Any, peft_config: PeftConfig | None, *, trainable: bool) -> PreTrainedModel:
     """The model with a new adapter if there is a `peft_config`; its own adapter is frozen unless `trainable`."""
     if peft_config is None:
         if is_peft_model(model) and not trainable:
             model.requires_grad_(False)
         return model
-    args = SimpleNamespace(gradient_checkpointing=is_quantized(model), gradient_checkpointing_kwargs=None, bf16=False)
+    args: Any = SimpleNamespace(
+        gradient_checkpointing=is_quantized(model), gradient_checkpointing_kwargs=None, bf16=False
+    )
     return prepare_peft_model(model, peft_config, args)
 
 
 @contextmanager
-def under_module_names(accelerator: Any) -> Iterator[None]:
+def under_module_names(accelerator: Accelerator) -> Iterator[None]:
     """A block in which, under FSDP, the `state_dict` of prepared models names weights as `named_parameters` does.
 
     `torch.distributed.checkpoint`, which saves and loads FSDP2's weights and optimiser states, needs equal names.
@@ -317,34 +322,31 @@ def load_value_head(model_id: str, *, pickled: bool = False, **options: Any) -> 
     reads `pytorch_model.bin`, in which older TRL saves value heads, with `weights_only=True`.
     """
     causes = ("gated_repo", "missing_entries", "connection_errors")
-    quiet: Any = {f"_raise_exceptions_for_{each}": False for each in causes}
-    quiet |= {name: value for name, value in options.items() if name in _HUB_OPTIONS}
-
-    def found(name: str) -> str | None:
-        return cached_file(model_id, name, **quiet)
+    quiet: Any = {f"_raise_exceptions_for_{cause}": False for cause in causes}
+    locate = partial(cached_file, model_id, **quiet, **{k: v for k, v in options.items() if k in _HUB_OPTIONS})
 
     for names in (_SAFE_FILES, _PICKLED_FILES) if pickled else (_SAFE_FILES,):
-        file = next((file for name in names if (file := found(name))), None)
+        file = next((file for name in names if (file := locate(name))), None)
         if file is None:
             continue
         files = [file]
         if file.endswith(".index.json"):
             places = json.loads(Path(file).read_text(encoding="utf-8"))["weight_map"].items()
             shards = sorted({shard for key, shard in places if key.startswith(PREFIX)})
-            files = [each for shard in shards if (each := found(shard))]
-        if weights := {key: weight for each in files for key, weight in _read(each).items()}:
+            files = [path for shard in shards if (path := locate(shard))]
+        if weights := {key: weight for path in files for key, weight in _read(path).items()}:
             return weights
         if not pickled:
             return None
-    if not pickled and found(WEIGHTS_NAME) is not None:
+    if not pickled and locate(WEIGHTS_NAME) is not None:
         logger.warning("'%s' may have a pickled value head. If you trust it, set pickled_value_head=True.", model_id)
     return None
 
 
 def _read(file: str) -> dict[str, Tensor]:
     if not file.endswith(".safetensors"):
-        found = torch.load(file, map_location="cpu", weights_only=True)
-        return {key: weight for key, weight in found.items() if key.startswith(PREFIX)}
+        loaded = torch.load(file, map_location="cpu", weights_only=True)
+        return {key: weight for key, weight in loaded.items() if key.startswith(PREFIX)}
     with safe_open(file, framework="pt") as weights:
         return {key: weights.get_tensor(key) for key in weights.keys() if key.startswith(PREFIX)}  # noqa: SIM118
 

@@ -44,9 +44,7 @@ class DDPOStableDiffusionPipeline:
 
 
 class DefaultDDPOStableDiffusionPipeline(TrainedPipeline, DDPOStableDiffusionPipeline):
-    """A `StableDiffusionPipeline` of diffusers, with a DDIM scheduler and without safety checker; the UNet is
-    trained.
-    """
+    """A `StableDiffusionPipeline` of diffusers, with a DDIM scheduler and without safety checker; the UNet is trained."""
 
     def _settle(self) -> None:
         self.sd_pipeline.scheduler = import_diffusers().DDIMScheduler.from_config(self.scheduler.config)
@@ -158,9 +156,7 @@ def pipeline_step_with_grad(
 def predict_noise(
     unet: Any, x: Tensor, timestep: Any, embeds: Tensor, guidance: float | None, *, rescale: float = 0.0, **kwargs: Any
 ) -> Tensor:  # fmt: skip
-    """The UNet's output for latents `(B, C, h, w)`; with `guidance` embeds are `(2 B, ...)`, the negative ones
-    first.
-    """
+    """The UNet's output for latents `(B, C, h, w)`; with `guidance` embeds are `(2 B, ...)`, the negative ones first."""
 
     def forward(x: Tensor, times: Tensor) -> Tensor:
         return unet(x, times, encoder_hidden_states=embeds, **kwargs).sample

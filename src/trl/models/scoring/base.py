@@ -55,9 +55,7 @@ class ScorerBase:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether several completions can share one copy of their prompt; not with flash attention chosen by the
-        user.
-        """
+        """Whether several completions can share one copy of their prompt; not with flash attention chosen by the user."""
         return self.packed and self._needs_table
 
     def lay_out(self, batch: Mapping[str, Any], *, shifted: bool = True) -> ModelBatch:

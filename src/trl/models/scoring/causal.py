@@ -63,9 +63,7 @@ class Scored(NamedTuple):
 
 
 class OwnStates(NamedTuple):
-    """Hidden states `(K, H)` from `Scorer.scored_states`; `base`: they are read through the head without its
-    adapters.
-    """
+    """Hidden states `(K, H)` from `Scorer.scored_states`; `base`: they are read through the head without its adapters."""
 
     hidden: Tensor
     base: bool = False

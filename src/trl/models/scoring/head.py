@@ -53,9 +53,7 @@ class ScoreOptions:
 def call_head(
     head: nn.Module, hidden: Tensor, function: Callable[[nn.Module, Tensor], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Run `function(head, hidden (tokens, H))` as the head's own forward; a head that PEFT saves is the layer
-    inside.
-    """
+    """Run `function(head, hidden (tokens, H))` as the head's own forward; a head that PEFT saves is the layer inside."""
     plain = plain_linear(head)
     if plain is None:
         return function(head, hidden)
