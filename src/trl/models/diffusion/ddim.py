@@ -18,8 +18,7 @@ Generators = torch.Generator | Sequence[torch.Generator] | None
 
 @dataclass
 class DDPOSchedulerOutput:
-    """A denoising step: the next latents `(B, C, h, w)`, their log-probabilities `(B,)`, and the Gaussian that they are
-    from.
+    """A denoising step: the next latents `(B, C, h, w)`, their log-probabilities `(B,)`, and their Gaussian.
 
     `mean` has the shape of the latents and `std` broadcasts against it; pipelines of older programs leave both out.
     """
@@ -64,8 +63,7 @@ def scheduler_step(
     generator: Generators = None,
     prev_sample: Tensor | None = None,
 ) -> DDPOSchedulerOutput:
-    """One DDIM step from `sample (B, C, h, w)`, with log-probability; with `prev_sample` only the log-probability of
-    that.
+    """One DDIM step from `sample (B, C, h, w)`, with log-probability; with `prev_sample` only that one's.
 
     `timestep` is one for all rows or `(B,)`, `eta` the share of DDPM's noise. A list of generators has one for each
     row. Computed in float32 or wider; the latents have the dtype of `sample`, and the log-probability is that of the

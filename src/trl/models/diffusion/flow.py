@@ -36,8 +36,7 @@ def flow_step(
     generators: list[torch.Generator] | None = None,
     next_latents: Tensor | None = None,
 ) -> DDPOSchedulerOutput:
-    """One step of a rectified flow as a stochastic differential equation, or the log-probability of given
-    `next_latents`.
+    """One step of a rectified flow as a stochastic differential equation, or log-probability of `next_latents`.
 
     `velocity` and `latents` `(B, ...)`, `sigmas` and `next_sigmas` `(B,)`, from 1 (noise) to 0. `noise_level` 0 is the
     ordinary equation's Euler step. `first_sigma`, the second of the grid, stands for sigma where `1 - sigma` would be
@@ -45,7 +44,7 @@ def flow_step(
     """
     dtype = torch.promote_types(latents.dtype, torch.float32)
     x, v = latents.to(dtype), velocity.to(dtype)
-    now, after = (each.to(dtype).view(-1, *[1] * (x.ndim - 1)) for each in (sigmas, next_sigmas))
+    now, after = (sigma.to(dtype).view(-1, *[1] * (x.ndim - 1)) for sigma in (sigmas, next_sigmas))
     step = after - now  # < 0
     spread = noise_level * (now / (1 - torch.where(now == 1, first_sigma, now))).sqrt()
     drift = spread.square() / (2 * now) * step
@@ -59,14 +58,12 @@ def flow_step(
 
 
 def _is_of_no_cut(record: logging.LogRecord) -> bool:
-    """Whether a record is to be logged: diffusers warns of each prompt that is cut, and the policy counts them."""
+    """Whether to log a record: diffusers warns of every prompt that is cut, and the policy counts them."""
     return "truncated" not in record.getMessage()
 
 
 class FlowPolicy(DiffusionPolicy):
-    """A `FlowPipeline` as a policy. Flux takes `guidance_scale` as an input where it has one; Stable Diffusion 3 runs
-    twice.
-    """
+    """A `FlowPipeline` as a policy. Guidance is an input of Flux, if it has one; Stable Diffusion 3 runs twice."""
 
     def __init__(self, pipeline: FlowPipeline, *, resolution: int | None = None, **settings: Any) -> None:
         inner: Any = pipeline.sd_pipeline
@@ -77,24 +74,24 @@ class FlowPolicy(DiffusionPolicy):
         if self.size % patch:
             nearest = max(round(self.size / patch), 1) * patch
             raise ValueError(f"resolution must be a multiple of {patch}, got {self.size}. Set {nearest}.")
-        given: dict[str, Any] = {}
+        grid: dict[str, Any] = {}
         if self.is_flux:
-            given["sigmas"] = np.linspace(1.0, 1 / self.num_steps, self.num_steps)
+            grid["sigmas"] = np.linspace(1.0, 1 / self.num_steps, self.num_steps)
         scheduler = copy.deepcopy(inner.scheduler)
         config = scheduler.config
         if config.get("use_dynamic_shifting"):
             tokens = (self.size // patch) ** 2
             low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
             least, most = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
-            given["mu"] = least + (most - least) * (tokens - low) / (high - low)
-        scheduler.set_timesteps(self.num_steps, **given)
+            grid["mu"] = least + (most - least) * (tokens - low) / (high - low)
+        scheduler.set_timesteps(self.num_steps, **grid)
         self.timesteps, self.sigmas = scheduler.timesteps, scheduler.sigmas
         logging.getLogger(inner.encode_prompt.__module__).addFilter(_is_of_no_cut)
 
     @property
-    def frozen(self) -> list[Any]:
+    def frozen(self) -> list[nn.Module]:
         modules = self._inner.components.values()
-        return [each for each in modules if isinstance(each, nn.Module) and each is not self.model]
+        return [part for part in modules if isinstance(part, nn.Module) and part is not self.model]
 
     @property
     def model(self) -> Any:
@@ -107,11 +104,11 @@ class FlowPolicy(DiffusionPolicy):
         clip = [(inner.tokenizer, inner.tokenizer.model_max_length)]
         t5 = inner.tokenizer_2 if self.is_flux else inner.tokenizer_3
         self._count_cut(prompts, [*clip, (t5, limit)] if t5 is not None else clip)
-        given: dict[str, Any] = {"device": self.model.device, "max_sequence_length": limit}
+        options: dict[str, Any] = {"device": self.model.device, "max_sequence_length": limit}
         if self.is_flux:
-            return inner.encode_prompt(list(prompts), None, **given)[:2]
+            return inner.encode_prompt(list(prompts), None, **options)[:2]
         hidden, _, pooled, _ = inner.encode_prompt(
-            list(prompts), None, None, do_classifier_free_guidance=False, **given
+            list(prompts), None, None, do_classifier_free_guidance=False, **options
         )
         return hidden, pooled
 
@@ -130,16 +127,15 @@ class FlowPolicy(DiffusionPolicy):
             timesteps = timesteps.to(latents.dtype) / 1000
 
         def forward(x: Tensor, times: Tensor) -> Tensor:
-            return model(
-                hidden_states=x, timestep=times, encoder_hidden_states=hidden, pooled_projections=pooled, return_dict=False, **more
-            )[0]  # fmt: skip
+            inputs = {"hidden_states": x, "timestep": times, "encoder_hidden_states": hidden, **more}
+            return model(**inputs, pooled_projections=pooled, return_dict=False)[0]
 
         guidance = self.guidance_scale if len(hidden) == 2 * len(latents) else None
         return with_guidance(forward, latents, timesteps, guidance)
 
     def _denoise(
         self, conditions: Conditions, generators: list[torch.Generator], first_trained: int | None
-    ) -> tuple[Tensor, Any, Any]:
+    ) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]:
         channels = self.model.config.in_channels // (4 if self.is_flux else 1)
         dtype, device = conditions[0].dtype, self.model.device
         x: Any = self._inner.prepare_latents(len(generators), channels, self.size, self.size, dtype, device, generators)
@@ -156,15 +152,18 @@ class FlowPolicy(DiffusionPolicy):
         )
         return self.decode(latents[-1]), latents, log_probs
 
-    def _step(self, velocity: Tensor, latents: Tensor, numbers: Tensor, **given: Any) -> DDPOSchedulerOutput:
-        sigmas = self.sigmas.to(latents.device)
+    def _step(self, velocity: Tensor, latents: Tensor, numbers: Tensor, **options: Any) -> DDPOSchedulerOutput:
+        sigmas, first = self.sigmas.to(latents.device), float(self.sigmas[1])
         now, after = sigmas[numbers], sigmas[numbers + 1]
-        return flow_step(
-            velocity, latents, now, after, noise_level=self.noise, first_sigma=float(self.sigmas[1]), **given
-        )
+        return flow_step(velocity, latents, now, after, noise_level=self.noise, first_sigma=first, **options)
 
     def step(
-        self, latents: Tensor, timesteps: Tensor, next_latents: Tensor, embeds: Any, model: Any = None
+        self,
+        latents: Tensor,
+        timesteps: Tensor,
+        next_latents: Tensor,
+        embeds: Conditions,
+        model: nn.Module | None = None,
     ) -> DDPOSchedulerOutput:
         velocity = self._velocity(latents, timesteps, embeds, self.model if model is None else model)
         numbers = (timesteps[:, None] - self.timesteps.to(timesteps)).abs().argmin(dim=1)
@@ -182,7 +181,7 @@ class FlowPolicy(DiffusionPolicy):
         """All steps, bool `(S,)`. Raises ValueError for a noise level of 0, and for a single step."""
         if not self.noise > 0 or self.num_steps < 2:
             raise ValueError(
-                f"noise_level must be > 0 and sample_num_steps >= 2, got {self.noise} and {self.num_steps}: without noise a "
-                "step has no log-probability."
+                f"noise_level must be > 0 and sample_num_steps >= 2, got {self.noise} and {self.num_steps}: without "
+                "noise a step has no log-probability."
             )
         return torch.ones(self.num_steps, dtype=torch.bool)

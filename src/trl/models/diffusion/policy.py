@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trl.models.diffusion.ddim import DDPOSchedulerOutput
@@ -22,14 +22,12 @@ Conditions = tuple[Tensor, ...]
 
 
 class Trajectory(NamedTuple):
-    """B images in 0..1 `(B, 3, H, W)`, the latents from noise to image `(B, S + 1, ...)`, and for each of the S steps
-    the scheduler's timestep `(B, S)` and the log-probability `(B, S)`.
-    """
+    """B images, and S denoising steps of each."""
 
-    images: Tensor
-    latents: Tensor
-    timesteps: Tensor
-    log_probs: Tensor
+    images: Tensor  # (B, 3, H, W), in 0..1
+    latents: Tensor  # (B, S + 1, ...), from noise to image
+    timesteps: Tensor  # (B, S), the scheduler's
+    log_probs: Tensor  # (B, S)
 
 
 class DiffusionPolicy(ABC):
@@ -55,7 +53,7 @@ class DiffusionPolicy(ABC):
 
     @property
     @abstractmethod
-    def frozen(self) -> list[Any]:
+    def frozen(self) -> list[nn.Module]:
         """The modules that are never trained."""
 
     @property
@@ -78,10 +76,11 @@ class DiffusionPolicy(ABC):
             [len(ids) <= limit for ids in tokenizer(list(prompts), verbose=False).input_ids]
             for tokenizer, limit in tokenizers
         ]
-        cut = sum(not any(each) for each in zip(*fits, strict=True))
+        cut = sum(not any(fit) for fit in zip(*fits, strict=True))
         if cut and not self.cut_prompts:
             logger.warning(
-                "%d of %d prompts are longer than the text encoder's %d tokens and are cut. Logged once; counted as cut_prompts.",
+                "%d of %d prompts are longer than the text encoder's %d tokens and are cut. Logged once; counted as "
+                "cut_prompts.",
                 cut, len(prompts), max(limit for _, limit in tokenizers),
             )  # fmt: skip
         self.cut_prompts += cut
@@ -89,7 +88,7 @@ class DiffusionPolicy(ABC):
     def guided(self, conditions: Conditions) -> Conditions:
         """With `2 B` rows, those of the negative prompt first."""
         pairs = zip(self.negative, conditions, strict=True)
-        return tuple(torch.cat([negative.expand_as(own), own]) for negative, own in pairs)
+        return tuple(torch.cat([negative.expand_as(positive), positive]) for negative, positive in pairs)
 
     def training_embeds(self, conditions: Conditions) -> Any:
         """The conditions as `step` takes them: with the negative prompt's in front where guidance is trained."""
@@ -112,23 +111,21 @@ class DiffusionPolicy(ABC):
             latents = torch.stack(list(latents), dim=1)
             timesteps = self.timesteps.to(latents.device).expand(len(latents), -1)
             if self.is_guided and not self.trains_guidance and first_trained is None:
-                given = zip(latents.unbind(1), timesteps.unbind(1), latents[:, 1:].unbind(1), strict=False)
-                log_probs = [self.step(*each, self.training_embeds(conditions)).log_probs for each in given]
+                steps = zip(latents.unbind(1), timesteps.unbind(1), latents[:, 1:].unbind(1), strict=False)
+                log_probs = [self.step(*inputs, self.training_embeds(conditions)).log_probs for inputs in steps]
         return Trajectory(images, latents, timesteps, torch.stack(list(log_probs), dim=1))
 
     @abstractmethod
     def _denoise(
         self, conditions: Conditions, generators: list[torch.Generator], first_trained: int | None
-    ) -> tuple[Tensor, Any, Any]:
+    ) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]:
         """Images, S + 1 latents and S log-probabilities."""
 
     @abstractmethod
     def step(
-        self, latents: Tensor, timesteps: Tensor, next_latents: Tensor, embeds: Any, model: Any = None
+        self, latents: Tensor, timesteps: Tensor, next_latents: Tensor, embeds: Any, model: nn.Module | None = None
     ) -> DDPOSchedulerOutput:
-        """A step's log-probability `(B,)` under the present weights (or another `model`'s), with gradient; `timesteps
-        (B,)`.
-        """
+        """A step's log-probability `(B,)` under the present weights or another `model`'s; `timesteps (B,)`."""
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
@@ -163,18 +160,17 @@ def denoise(
         with torch.set_grad_enabled(has_grad):
             again = has_grad and recomputes
             output: Any = checkpoint(predict, x, timestep, use_reentrant=False) if again else predict(x, timestep)
-        found = step(output, number, x)
-        x = found.latents
+        drawn = step(output, number, x)
+        x = drawn.latents
         latents.append(x)
-        log_probs.append(found.log_probs)
+        log_probs.append(drawn.log_probs)
     return latents, log_probs
 
 
 def with_guidance(
     forward: Callable[[Tensor, Tensor], Tensor], x: Tensor, times: Tensor, guidance: float | None, rescale: float = 0.0
 ) -> Tensor:  # fmt: skip
-    """A model's output for latents `(B, ...)` at `times (B,)`; with `guidance`, `forward` takes them twice, without the
-    prompt first.
+    """A model's output for latents `(B, ...)` at `times (B,)`; with `guidance` twice, without the prompt first.
 
     Source: Ho and Salimans 2022, eq. 6 (arXiv:2207.12598), with weight `guidance - 1`; `rescale` as Lin et al. 2023,
     eq. 16 (arXiv:2305.08891).

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trl.models.diffusion.ddim import DDPOSchedulerOutput, Generators, deviations, scheduler_step
 from trl.models.diffusion.policy import Conditions, DiffusionPolicy, denoise, draw_step, with_guidance
@@ -17,13 +17,11 @@ from trl.models.diffusion.trained import TrainedPipeline, import_diffusers
 
 @dataclass
 class DDPOPipelineOutput:
-    """Images in the `output_type` asked for, S + 1 latents `(B, C, h, w)` from noise to image, S log-probabilities
-    `(B,)`.
-    """
+    """Images and their denoising in S steps."""
 
-    images: Any
-    latents: Any
-    log_probs: Any
+    images: Any  # in the `output_type` asked for
+    latents: Sequence[Tensor]  # S + 1, (B, C, h, w), from noise to image
+    log_probs: Sequence[Tensor]  # S, (B,)
 
 
 class DDPOStableDiffusionPipeline:
@@ -44,7 +42,7 @@ class DDPOStableDiffusionPipeline:
 
 
 class DefaultDDPOStableDiffusionPipeline(TrainedPipeline, DDPOStableDiffusionPipeline):
-    """A `StableDiffusionPipeline` of diffusers, with a DDIM scheduler and without safety checker; the UNet is trained."""
+    """A `StableDiffusionPipeline` of diffusers with a DDIM scheduler, no safety checker; the UNet is trained."""
 
     def _settle(self) -> None:
         self.sd_pipeline.scheduler = import_diffusers().DDIMScheduler.from_config(self.scheduler.config)
@@ -122,8 +120,8 @@ def pipeline_step_with_grad(
     )  # fmt: skip
     embeds = positive if guidance is None else torch.cat([negative, positive])
     scheduler = copy.deepcopy(pipeline.scheduler)  # another thread may sample, too
-    for each in (scheduler, pipeline.scheduler):
-        each.set_timesteps(num_inference_steps, device=device)
+    for schedule in (scheduler, pipeline.scheduler):
+        schedule.set_timesteps(num_inference_steps, device=device)
     size = pipeline.unet.config.sample_size * pipeline.vae_scale_factor
     sources = list(generator) if isinstance(generator, (list, tuple)) else generator
     x = pipeline.prepare_latents(
@@ -139,24 +137,24 @@ def pipeline_step_with_grad(
 
     def step(output: Tensor, number: int, x: Tensor) -> DDPOSchedulerOutput:
         timestep = scheduler.timesteps[number]
-        found = scheduler_step(scheduler, output, timestep, x, eta, generator=sources)
+        drawn = scheduler_step(scheduler, output, timestep, x, eta, generator=sources)
         if callback is not None and number % callback_steps == 0:
-            callback(number, timestep, found.latents)
-        return found
+            callback(number, timestep, drawn.latents)
+        return drawn
 
-    all_latents, log_probs = denoise(
-        x, pipeline.progress_bar(scheduler.timesteps), predict, step, first_trained=first, recomputes=gradient_checkpoint
-    )  # fmt: skip
+    times = pipeline.progress_bar(scheduler.timesteps)
+    all_latents, log_probs = denoise(x, times, predict, step, first_trained=first, recomputes=gradient_checkpoint)
     x = all_latents[-1]
     images = x if output_type == "latent" else decode_latents(pipeline, x, output_type)
-    found = images, all_latents, log_probs
-    return DDPOPipelineOutput(*found) if return_dict else found
+    outputs = images, all_latents, log_probs
+    return DDPOPipelineOutput(*outputs) if return_dict else outputs
 
 
 def predict_noise(
-    unet: Any, x: Tensor, timestep: Any, embeds: Tensor, guidance: float | None, *, rescale: float = 0.0, **kwargs: Any
+    unet: nn.Module, x: Tensor, timestep: int | Tensor, embeds: Tensor, guidance: float | None, *,
+    rescale: float = 0.0, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
-    """The UNet's output for latents `(B, C, h, w)`; with `guidance` embeds are `(2 B, ...)`, the negative ones first."""
+    """The UNet's output for latents `(B, C, h, w)`; with `guidance` embeds are `(2 B, ...)`, negative ones first."""
 
     def forward(x: Tensor, times: Tensor) -> Tensor:
         return unet(x, times, encoder_hidden_states=embeds, **kwargs).sample
@@ -169,14 +167,12 @@ def decode_latents(pipeline: Any, latents: Tensor, output_type: str | None) -> A
     vae = pipeline.vae
     images = vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor, return_dict=False)[0]
     images, flagged = pipeline.run_safety_checker(images, images.device, images.dtype)
-    shown = [True] * len(images) if flagged is None else [not each for each in flagged]
+    shown = [True] * len(images) if flagged is None else [not flag for flag in flagged]
     return pipeline.image_processor.postprocess(images, output_type=output_type, do_denormalize=shown)
 
 
 class DDIMPolicy(DiffusionPolicy):
-    """A `DDPOStableDiffusionPipeline` as a policy; its scheduler must be DDIM unless it defines a `scheduler_step` of
-    its own.
-    """
+    """A `DDPOStableDiffusionPipeline` as a policy; without a `scheduler_step` of its own, the scheduler is DDIM."""
 
     def __init__(self, pipeline: Any, **settings: Any) -> None:
         super().__init__(pipeline, **settings)
@@ -190,7 +186,7 @@ class DDIMPolicy(DiffusionPolicy):
         self.timesteps = self.scheduler.timesteps
 
     @property
-    def frozen(self) -> list[Any]:
+    def frozen(self) -> list[nn.Module]:
         return [self.pipeline.vae, self.pipeline.text_encoder]
 
     @property
@@ -217,36 +213,37 @@ class DDIMPolicy(DiffusionPolicy):
 
     def _denoise(
         self, conditions: Conditions, generators: list[torch.Generator], first_trained: int | None
-    ) -> tuple[Tensor, Any, Any]:
+    ) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]:
         (embeds,), (negative,) = conditions, self.negative
-        given = {
-            "prompt_embeds": embeds, "negative_prompt_embeds": negative.expand_as(embeds), "eta": self.noise, "output_type": "pt",
+        options = {
+            "prompt_embeds": embeds, "negative_prompt_embeds": negative.expand_as(embeds), "eta": self.noise,
             "num_inference_steps": self.num_steps, "guidance_scale": self.guidance_scale, "generator": generators,
+            "output_type": "pt",
         }  # fmt: skip
         method, pipeline = "__call__", self.pipeline
         if first_trained is not None:
             method = "rgb_with_grad"
-            given |= {"truncated_backprop_rand": False, "truncated_backprop_timestep": first_trained}
+            options |= {"truncated_backprop_rand": False, "truncated_backprop_timestep": first_trained}
         default = getattr(DefaultDDPOStableDiffusionPipeline, method)
         if getattr(type(pipeline), method, None) is default:  # sampled by the policy's scheduler
             pipeline = copy.copy(pipeline)
             pipeline.sd_pipeline = copy.copy(pipeline.sd_pipeline)
             pipeline.sd_pipeline.scheduler = self.scheduler
-        found = getattr(pipeline, method)(**given)
+        outputs = getattr(pipeline, method)(**options)
         if pipeline is self.pipeline:
             self._take_scheduler()
-        return found.images, found.latents, found.log_probs
+        return outputs.images, outputs.latents, outputs.log_probs
 
     def step(
-        self, latents: Tensor, timesteps: Tensor, next_latents: Tensor, embeds: Any, model: Any = None
+        self, latents: Tensor, timesteps: Tensor, next_latents: Tensor, embeds: Tensor, model: nn.Module | None = None
     ) -> DDPOSchedulerOutput:
         guidance = self.guidance_scale if len(embeds) == 2 * len(latents) else None
         output = predict_noise(self.model if model is None else model, latents, timesteps, embeds, guidance)
-        given = {"eta": self.noise, "prev_sample": next_latents}
+        options: dict[str, Any] = {"eta": self.noise, "prev_sample": next_latents}
         if not self._steps_itself:
-            return scheduler_step(self.scheduler, output, timesteps, latents, **given)
+            return scheduler_step(self.scheduler, output, timesteps, latents, **options)
         self.pipeline.scheduler.set_timesteps(self.num_steps)
-        return self.pipeline.scheduler_step(output, timesteps, latents, **given)
+        return self.pipeline.scheduler_step(output, timesteps, latents, **options)
 
     def decode(self, latents: Tensor) -> Tensor:
         return decode_latents(getattr(self.pipeline, "sd_pipeline", self.pipeline), latents, "pt")

@@ -48,18 +48,18 @@ class TrainedPipeline:
     def __init__(
         self, pretrained_model_name: Any, *, pretrained_model_revision: str = "main", use_lora: bool = True
     ) -> None:
-        diffusers, given = import_diffusers(), pretrained_model_name
-        self.pretrained_model, self.pretrained_revision = given, pretrained_model_revision
-        if isinstance(given, (str, Path)):
+        diffusers, pipeline = import_diffusers(), pretrained_model_name
+        self.pretrained_model, self.pretrained_revision = pretrained_model_name, pretrained_model_revision
+        if isinstance(pipeline, (str, Path)):
             kind = self.kinds[0] if len(self.kinds) == 1 else "DiffusionPipeline"
-            given = getattr(diffusers, kind).from_pretrained(given, revision=pretrained_model_revision)
-        if not isinstance(given, tuple(getattr(diffusers, kind) for kind in self.kinds)):
-            raise TypeError(f"{type(self).__name__} takes a {' or '.join(self.kinds)}, got {type(given).__name__}.")
-        self.sd_pipeline: Any = given
+            pipeline = getattr(diffusers, kind).from_pretrained(pipeline, revision=pretrained_model_revision)
+        if not isinstance(pipeline, tuple(getattr(diffusers, kind) for kind in self.kinds)):
+            raise TypeError(f"{type(self).__name__} takes a {' or '.join(self.kinds)}, got {type(pipeline).__name__}.")
+        self.sd_pipeline: Any = pipeline
         self.use_lora = use_lora
         self._settle()
         self._load_lora()
-        for module in given.components.values():
+        for module in pipeline.components.values():
             if isinstance(module, nn.Module):
                 module.requires_grad_(module is self.trained and not self.use_lora)
 
@@ -72,18 +72,16 @@ class TrainedPipeline:
         return getattr(self.sd_pipeline, self.part)
 
     @property
-    def autocast(self) -> Callable[[], Any] | None:
+    def autocast(self) -> Callable[[], contextlib.AbstractContextManager[object]] | None:
         """None (the accelerator's), or nothing with LoRA."""
         return contextlib.nullcontext if self.use_lora else None
 
-    def set_progress_bar_config(self, *args: Any, **kwargs: Any) -> None:
+    def set_progress_bar_config(self, *args: object, **kwargs: object) -> None:
         """Passed on to diffusers."""
         self.sd_pipeline.set_progress_bar_config(*args, **kwargs)
 
     def get_trainable_layers(self) -> nn.Module:
-        """The model; with LoRA its adapter alone can be trained, whose weights are float32 or wider. An adapter that it
-        has is kept.
-        """
+        """The model; with LoRA only its adapter (one that it has is kept) is trained, in float32 or wider."""
         model = self.trained
         if not self.use_lora:
             return model
@@ -120,7 +118,7 @@ class TrainedPipeline:
         with _without_adapter_names(self.trained):
             self.sd_pipeline.save_pretrained(output_dir)
 
-    def save_checkpoint(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
+    def save_checkpoint(self, models: list[Any], weights: list[object], output_dir: str) -> None:
         """Write the LoRA weights, or the model into a folder of its name.
 
         Raises: ValueError unless there is one model.
@@ -150,8 +148,8 @@ class TrainedPipeline:
         file = Path(input_dir) / (LORA_FILE if self.use_lora else f"{self.part}/{WEIGHTS_FILE}")
         loaded = load_file(file) if file.is_file() else {}
         saved = {key.removeprefix(f"{self.part}."): value for key, value in loaded.items()}
-        own = self._adapter() if self.use_lora else model.state_dict()
-        if {key: each.shape for key, each in own.items()} != {key: each.shape for key, each in saved.items()}:
+        trained = self._adapter() if self.use_lora else model.state_dict()
+        if {key: x.shape for key, x in trained.items()} != {key: x.shape for key, x in saved.items()}:
             raise CheckpointError(
                 f"{file} is missing, or of another model. Resume with the model and the use_lora of that run."
             )
@@ -164,13 +162,11 @@ class TrainedPipeline:
 
 
 @contextlib.contextmanager
-def _without_adapter_names(model: Any) -> Iterator[None]:
-    """A block in which `state_dict` has the model's own weights by their own names: diffusers (0.42) saves those of
-    peft's layers.
-    """
+def _without_adapter_names(model: nn.Module) -> Iterator[None]:
+    """A block in which `state_dict` has the model's own names; diffusers (0.42) saves those of peft's layers."""
     every = model.state_dict().items()
-    own = {key.replace(".base_layer.", "."): value for key, value in every if "lora_" not in key}
-    model.state_dict = lambda *args, **kwargs: own
+    weights = {key.replace(".base_layer.", "."): value for key, value in every if "lora_" not in key}
+    model.state_dict = lambda *args, **kwargs: weights
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -32,8 +32,8 @@ PACKED_ATTENTION = "trl_packed"
 # Decoders in which tokens interact through this attention alone, so that a packed row gives the logits of padded rows
 # (tests/models/packed/test_attention.py: to 1e-12 in float64, mixtures of experts to 1e-5 in float32).
 PACKED_MODEL_TYPES = frozenset([
-    "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "phi3", "cohere", "olmo2", "granite", "gpt2",
-    "gpt_neox", "opt", "mixtral", "qwen2_moe", "qwen3_moe",
+    "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "phi3", "cohere", "olmo2", "granite",
+    "gpt2", "gpt_neox", "opt", "mixtral", "qwen2_moe", "qwen3_moe",
 ])  # fmt: skip
 # Attention whose window or cap the implementation the user chose handles itself, over position_ids.
 FLASH_ATTENTION_VARIANTS = {
@@ -47,9 +47,7 @@ VARIABLE_LENGTH_IMPLEMENTATIONS = ("flash_attention_2", "flash_attention_3", "ke
 
 
 class _Call(NamedTuple):
-    """One kernel call: the row's next `length` queries over the first `prompt` keys of call `prefix` and their own
-    keys.
-    """
+    """One kernel call: the row's next `length` queries over their own keys and the first `prompt` of call `prefix`."""
 
     length: int
     prefix: int
@@ -77,9 +75,7 @@ class _Plan:
         return plan
 
     def mask(self, length: int, seen: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The mask of the last `length` of `seen` tokens: bool, or 0 and -inf in a floating dtype. Shared by all
-        layers.
-        """
+        """The mask of the last `length` of `seen` tokens, for all layers: bool, or 0 and -inf in a floating dtype."""
         key = (length, seen, window, dtype)
         if key not in self.masks:
             mask = _causal_mask(length, seen, window, device)
@@ -154,11 +150,11 @@ def packed_attention(
     lengths = [call.length for call in plan.calls]
     queries, keys, values = (part.split(lengths, dim=2) for part in (query, key, value))
     outputs = []
-    for call, own, q, k, v in zip(plan.calls, before, queries, keys, values, strict=True):
-        if own is not None:
+    for call, earlier, q, k, v in zip(plan.calls, before, queries, keys, values, strict=True):
+        if earlier is not None:
             k, v = (
                 torch.cat([repeat_kv(part[None], repeats), newer], dim=2)
-                for part, newer in zip(own, (k, v), strict=True)
+                for part, newer in zip(earlier, (k, v), strict=True)
             )
         if call.prompt:
             k = torch.cat([keys[call.prefix][:, :, : call.prompt], k], dim=2)
@@ -313,8 +309,8 @@ def is_bidirectional(model: PreTrainedModel) -> bool:
     layers = model.modules() if model.config.model_type in PACKED_MODEL_TYPES else ()  # not vision towers
     if any(getattr(layer, "is_causal", None) is False for layer in layers):
         raise ValueError(
-            f"the attention layers of {type(model).__name__} are bidirectional (is_causal=False), but its masks are causal. "
-            "Set model.config.is_causal=False."
+            f"the attention layers of {type(model).__name__} are bidirectional (is_causal=False), but its masks are "
+            "causal. Set model.config.is_causal=False."
         )
     return False
 
@@ -329,14 +325,14 @@ def use_packed_attention(model: PreTrainedModel) -> bool:
     if model.config._attn_implementation != PACKED_ATTENTION:
         model.set_attn_implementation(PACKED_ATTENTION)
     # PEFT's copies of layers (layer_replication, modules_to_save) have copies of the config.
-    configs: list[Any] = [vars(module).get("config") for module in model.modules()]
-    for config in configs:
+    for module in model.modules():
+        config: Any = vars(module).get("config")
         if getattr(config, "model_type", None) == model.config.model_type:
             config._attn_implementation = PACKED_ATTENTION
     return True
 
 
-def _runs_variable_length(config: Any) -> bool:
+def _runs_variable_length(config: PretrainedConfig) -> bool:
     return str(config._attn_implementation).startswith(VARIABLE_LENGTH_IMPLEMENTATIONS)
 
 

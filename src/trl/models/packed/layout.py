@@ -20,6 +20,11 @@ from trl.data.text import PROMPT_ALONE
 from trl.tensors.padding import IGNORED, flush_left
 from trl.tensors.segments import Segments
 
+Columns = Mapping[str, Any]
+"""A batch: tensors by name (`teacher_batch` is a batch of its own)."""
+Inputs = dict[str, Any]
+"""Keyword arguments of a model's forward."""
+
 # Columns of a method, one number per row or sequence; they are not given to the model.
 ROW_KEYS = frozenset(
     ["rows", "ref_logps", "ref_kl_logps", "margin", "label", "row_weights", "prompt_tokens", TEACHER, "on_policy"]
@@ -53,7 +58,7 @@ class ScoredPositions:
 class ModelBatch:
     """The keyword arguments of a decoder's forward, and what to score of its hidden states."""
 
-    inputs: dict[str, Any]
+    inputs: Inputs
     scored: ScoredPositions
     real_tokens: Tensor  # int64 (tokens,): positions, flattened, that hold real tokens
     sequence_lengths: Tensor  # int64 (tokens,): length of each flattened position's sequence (0: padding)
@@ -66,19 +71,19 @@ class ModelBatch:
         return self.inputs.get("decoder_input_ids", self.inputs["input_ids"]).shape[1]
 
 
-def is_packed(batch: Mapping[str, Any]) -> bool:
+def is_packed(batch: Columns) -> bool:
     """Whether a batch is one packed row: it has `position_ids` or a segment table, and no attention mask."""
     return "attention_mask" not in batch and ("position_ids" in batch or "segment_table" in batch)
 
 
-def count_scored(batch: Mapping[str, Any]) -> Tensor:
+def count_scored(batch: Columns) -> Tensor:
     """Number of trained tokens of a batch as an int64 scalar: labels that some earlier token predicts."""
     if "scored_target" in batch:
         return torch.as_tensor(batch["scored_target"].numel(), device=batch["scored_target"].device)
     return _predicted(batch["labels"], batch.get("attention_mask"), _restarting(batch)).sum()
 
 
-def scored_sequences(batch: Mapping[str, Any]) -> Tensor:
+def scored_sequences(batch: Columns) -> Tensor:
     """Which sequence each trained token belongs to, int64 `(K,)`: row, segment or branch, counted from 0."""
     if "scored_sequence" in batch:
         return batch["scored_sequence"]
@@ -92,25 +97,25 @@ def scored_sequences(batch: Mapping[str, Any]) -> Tensor:
     return _positions(labels, sequence, batch.get("attention_mask"), positions).sequence
 
 
-def row_count(batch: Mapping[str, Any], *, per_row: int = 1) -> int:
+def row_count(batch: Columns, *, per_row: int = 1) -> int:
     """The number of rows of a batch; padded batches without `rows` have `per_row` sequences per row."""
     return len(batch["rows"]) if "rows" in batch else batch["input_ids"].shape[0] // per_row
 
 
-def pair_units(batch: Mapping[str, Any]) -> Tensor:
+def pair_units(batch: Columns) -> Tensor:
     """The number of pairs of a batch, and of trained tokens in chosen completions: int64 `(2,)`."""
     chosen = (scored_sequences(batch) % 2 == 0).sum().cpu()
     return torch.stack([torch.tensor(row_count(batch, per_row=2)), chosen])
 
 
-def _restarting(batch: Mapping[str, Any]) -> Tensor | None:
+def _restarting(batch: Columns) -> Tensor | None:
     """The positions of a packed row, which restart at 0 with each sequence; None for padded rows."""
     if not is_packed(batch):
         return None
     return batch["position_ids"] if "position_ids" in batch else _segments(batch).position_ids()
 
 
-def count_tokens(batch: Mapping[str, Any]) -> Tensor:
+def count_tokens(batch: Columns) -> Tensor:
     """Number of real tokens of a batch as an int64 scalar; of an encoder-decoder's, prompts and completions."""
     if "decoder_labels" in batch:
         return batch["attention_mask"].sum() + (batch["decoder_labels"] != IGNORED).sum()
@@ -120,7 +125,7 @@ def count_tokens(batch: Mapping[str, Any]) -> Tensor:
     return tokens - batch["filler"].sum() if "filler" in batch else tokens
 
 
-def count_sequence_tokens(batch: Mapping[str, Any]) -> Tensor:
+def count_sequence_tokens(batch: Columns) -> Tensor:
     """Number of real tokens of a batch's sequences as an int64 scalar: each branch counts its prompt too."""
     if "segment_table" not in batch:
         return count_tokens(batch)
@@ -130,7 +135,7 @@ def count_sequence_tokens(batch: Mapping[str, Any]) -> Tensor:
     return torch.tensor(tokens, device=batch["input_ids"].device)
 
 
-def _cut(batch: Mapping[str, Any], end: int) -> dict[str, Any]:
+def _cut(batch: Columns, end: int) -> Inputs:
     """A packed row without the segments that begin at token `end` or later."""
     shape, cut = batch["input_ids"].shape, dict(batch)
     for name, value in batch.items():
@@ -143,14 +148,14 @@ def _cut(batch: Mapping[str, Any], end: int) -> dict[str, Any]:
     return cut
 
 
-def _without_filler(batch: Mapping[str, Any]) -> dict[str, Any]:
+def _without_filler(batch: Columns) -> Inputs:
     """A packed row without the tokens at its end that only round its length up."""
     row = dict(batch)
     filler = row.pop("filler", None)
     return row if filler is None else _cut(row, row["input_ids"].shape[1] - int(filler.sum()))
 
 
-def packed_batch(batch: Mapping[str, Any], *, with_table: bool, shifted: bool = True) -> ModelBatch:
+def packed_batch(batch: Columns, *, with_table: bool, shifted: bool = True) -> ModelBatch:
     """The batch as one packed row of real tokens, `input_ids (1, N)`.
 
     `with_table` adds the segment table as the attention mask (`packed_attention` reads it); without it the model's
@@ -167,13 +172,13 @@ def packed_batch(batch: Mapping[str, Any], *, with_table: bool, shifted: bool = 
     inputs = {"input_ids": input_ids, "position_ids": positions, **_extras(batch)}
     if with_table:
         inputs["attention_mask"] = segments.to_table()
-    own, real = torch.tensor(segments.length), int(count_tokens(batch))
-    lengths = own + torch.tensor(segments.prefix_length)
+    branches, real = torch.tensor(segments.length), int(count_tokens(batch))
+    lengths = branches + torch.tensor(segments.prefix_length)
     # Sequences are counted as `padded_rows` makes rows: a prompt counts as part of its first branch.
     leaves = torch.tensor(_leaves(segments))
-    ends = torch.tensor(segments.start)[leaves] + own[leaves] - 1
+    ends = torch.tensor(segments.start)[leaves] + branches[leaves] - 1
     numbers = torch.searchsorted(leaves, torch.arange(len(segments)))
-    sequence = torch.repeat_interleave(numbers, own).to(device).view(1, -1)
+    sequence = torch.repeat_interleave(numbers, branches).to(device).view(1, -1)
     if not shifted:
         scored = labelled_positions(labels, sequence)
     elif "scored_source" in batch:
@@ -184,12 +189,12 @@ def packed_batch(batch: Mapping[str, Any], *, with_table: bool, shifted: bool = 
         inputs=inputs,
         scored=scored,
         real_tokens=torch.arange(real, device=device),
-        sequence_lengths=torch.repeat_interleave(lengths, own).to(device),
+        sequence_lengths=torch.repeat_interleave(lengths, branches).to(device),
         sequence_ends=ends[ends < real].to(device),  # filler ends none
     )
 
 
-def padded_batch(batch: Mapping[str, Any], *, pad_token_id: int, shifted: bool = True) -> ModelBatch:
+def padded_batch(batch: Columns, *, pad_token_id: int, shifted: bool = True) -> ModelBatch:
     """The batch as rows padded on the right, `input_ids (B, T)`; a packed row is cut into its sequences.
 
     Labels are `shifted` as in `packed_batch`.
@@ -211,11 +216,11 @@ def padded_batch(batch: Mapping[str, Any], *, pad_token_id: int, shifted: bool =
     )
 
 
-def _extras(batch: Mapping[str, Any]) -> dict[str, Any]:
+def _extras(batch: Columns) -> Inputs:
     return {name: x for name, x in batch.items() if name not in _LAYOUT_KEYS and x is not None}
 
 
-def _segments(batch: Mapping[str, Any]) -> Segments:
+def _segments(batch: Columns) -> Segments:
     if "segment_table" in batch:
         return Segments.from_table(batch["segment_table"])
     positions = batch["position_ids"]
@@ -233,7 +238,7 @@ def _leaves(segments: Segments) -> list[int]:
     return [number for number, (start, _, _, prefix) in enumerate(segments) if prefix or start not in prompts]
 
 
-def _without_padding(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, Segments]:
+def _without_padding(batch: Columns) -> tuple[Tensor, Tensor | None, Segments]:
     """Real tokens of padded rows as one row."""
     labels, mask = batch.get("labels"), _row_mask(batch)
     keep = mask.flatten().nonzero()[:, 0]
@@ -244,7 +249,7 @@ def _without_padding(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, S
     return batch["input_ids"].flatten()[keep][None], labels, segments
 
 
-def _row_mask(batch: Mapping[str, Any]) -> Tensor:
+def _row_mask(batch: Columns) -> Tensor:
     """The attention mask of padded rows: one run of ones in each, with positions that count from its start.
 
     Raises: ValueError for a mask with holes, and for `position_ids` that say something else (packed rows).
@@ -261,7 +266,7 @@ def _row_mask(batch: Mapping[str, Any]) -> Tensor:
     return mask
 
 
-def _padded_on_the_right(batch: Mapping[str, Any]) -> dict[str, Any]:
+def _padded_on_the_right(batch: Columns) -> Inputs:
     """Padded rows with the padding on the left moved to the right, in every tensor `(B, T)` of the batch."""
     mask = _row_mask(batch)
     rows = {**batch, "attention_mask": mask}
@@ -271,16 +276,14 @@ def _padded_on_the_right(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {**rows, **dict(zip(names, flush_left(mask, *(rows[name] for name in names))[1:], strict=True))}
 
 
-def without_shared_prefixes(batch: Mapping[str, Any], *, pad_token_id: int) -> Mapping[str, Any]:
-    """A packed row with shared prefixes as padded rows of whole sequences, each with its own copy of the prompt; others
-    as they are.
-    """
+def without_shared_prefixes(batch: Columns, *, pad_token_id: int) -> Columns:
+    """A packed row with shared prefixes as padded rows, each with its own copy of the prompt; others as they are."""
     if "segment_table" not in batch or not any(_segments(batch).prefix_length):
         return batch
     return {**_extras(batch), **padded_rows(batch, pad_token_id=pad_token_id)}
 
 
-def padded_rows(batch: Mapping[str, Any], *, pad_token_id: int) -> dict[str, Tensor]:
+def padded_rows(batch: Columns, *, pad_token_id: int) -> dict[str, Tensor]:
     """`input_ids`, `attention_mask` and `labels` `(B, T)` of a batch of either layout.
 
     The sequences of a packed row become rows padded on the right, a branch its prompt and itself. Labels of a prompt
@@ -295,10 +298,10 @@ def padded_rows(batch: Mapping[str, Any], *, pad_token_id: int) -> dict[str, Ten
     every = list(segments)
     ids, targets, labelled = [], [], set()
     for start, length, prefix_start, prefix in (every[number] for number in _leaves(segments)):
-        prompt, own = slice(prefix_start, prefix_start + prefix), slice(start, start + length)
+        prompt, branch = slice(prefix_start, prefix_start + prefix), slice(start, start + length)
         of_prompt = torch.full_like(tokens[prompt], IGNORED) if prefix_start in labelled else labels[prompt]
-        ids.append(torch.cat([tokens[prompt], tokens[own]]))
-        targets.append(torch.cat([of_prompt, labels[own]]))
+        ids.append(torch.cat([tokens[prompt], tokens[branch]]))
+        targets.append(torch.cat([of_prompt, labels[branch]]))
         labelled.update([prefix_start] if prefix else [])
     return {
         "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad_token_id),
@@ -311,8 +314,8 @@ def labelled_positions(labels: Tensor | None, sequence: Tensor, mask: Tensor | N
     """Real positions that have a label of their own, as classes of tokens or a decoder's labels are: all `(B, T)`."""
     if labels is None:
         return _positions(None, sequence)
-    own = labels.ne(IGNORED) if mask is None else labels.ne(IGNORED) & mask.bool()
-    source = own.flatten().nonzero()[:, 0]
+    labelled = labels.ne(IGNORED) if mask is None else labels.ne(IGNORED) & mask.bool()
+    source = labelled.flatten().nonzero()[:, 0]
     return ScoredPositions(source, labels.flatten()[source], sequence.flatten()[source])
 
 

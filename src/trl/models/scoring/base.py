@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trl.models.packed.attention import packed_unsupported, use_packed_attention
-from trl.models.packed.layout import ModelBatch, packed_batch, padded_batch, padded_rows, without_shared_prefixes
+from trl.models.packed.layout import (
+    Columns,
+    Inputs,
+    ModelBatch,
+    packed_batch,
+    padded_batch,
+    padded_rows,
+    without_shared_prefixes,
+)
 from trl.models.parts import replaced_forward
+from trl.options.shared import PrefixSharingMode
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +46,7 @@ class ScorerBase:
         self.uses_head = unsupported_reason is None
         if unsupported_reason:
             self.fallbacks.append(f"{_OWN_LOGITS}, because {unsupported_reason}")
-        self.stretched_rotaries: list[Any] = [
+        self.stretched_rotaries: list[nn.Module] = [
             module for module in core.modules() if getattr(module, "rope_type", None) in _STRETCHED
         ]
         reason = _LENGTH_DEPENDENT if self.stretched_rotaries else packed_unsupported(core)
@@ -55,10 +63,10 @@ class ScorerBase:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether several completions can share one copy of their prompt; not with flash attention chosen by the user."""
+        """Whether completions can share one copy of their prompt; not with flash attention that the user chose."""
         return self.packed and self._needs_table
 
-    def lay_out(self, batch: Mapping[str, Any], *, shifted: bool = True) -> ModelBatch:
+    def lay_out(self, batch: Columns, *, shifted: bool = True) -> ModelBatch:
         """The batch in the layout that this model takes."""
         if self.packed:
             if not self.shares_prefixes:  # as another model's layout may have made them
@@ -66,20 +74,20 @@ class ScorerBase:
             return packed_batch(batch, with_table=self._needs_table, shifted=shifted)
         return padded_batch(batch, pad_token_id=self.pad_token_id, shifted=shifted)
 
-    def padded(self, batch: Mapping[str, Any]) -> ModelBatch:
+    def padded(self, batch: Columns) -> ModelBatch:
         """The batch as padded rows, whatever layout the model takes."""
         return padded_batch(batch, pad_token_id=self.pad_token_id) if self.packed else self.lay_out(batch)
 
-    def padded_inputs(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    def padded_inputs(self, batch: Columns) -> dict[str, Tensor]:
         """A batch of either layout as padded `input_ids`, `attention_mask` and `labels`, each `(B, T)`."""
         return padded_rows(batch, pad_token_id=self.pad_token_id)
 
     def uncompiled(self, model: nn.Module) -> nn.Module:
         """The module without `torch.compile`, which cannot trace a replaced forward; warns once."""
-        inner: Any = getattr(model, "_orig_mod", model)
-        in_place = [each for each in (model, self.core) if getattr(each, "_compiled_call_impl", None)]
-        for each in in_place:
-            each._compiled_call_impl = None  # type: ignore[assignment]
+        inner: nn.Module = getattr(model, "_orig_mod", model)
+        in_place = [part for part in (model, self.core) if getattr(part, "_compiled_call_impl", None)]
+        for part in in_place:
+            part._compiled_call_impl = None  # type: ignore[assignment]
         reason = "it runs uncompiled (torch_compile has no effect): the scoring forward replaces its own"
         if (in_place or inner is not model) and reason not in self.fallbacks:
             self.fallbacks.append(reason)
@@ -95,7 +103,7 @@ class ScorerBase:
         """
         alpha = (self.neftune_alpha or 0.0) if self.core.training else 0.0
 
-        def add_noise(_: nn.Module, __: Any, embedded: Tensor) -> Tensor:
+        def add_noise(_: nn.Module, __: object, embedded: Tensor) -> Tensor:
             lengths = batch.sequence_lengths.view(embedded.shape[:-1]).clamp(min=1)
             size = alpha / (lengths * embedded.shape[-1]).sqrt()
             size = torch.where(batch.sequence_lengths.view_as(lengths) > 0, size, 0.0).to(embedded.dtype)
@@ -109,16 +117,16 @@ class ScorerBase:
             yield
 
 
-def given_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+def given_inputs(inputs: Mapping[str, object]) -> Inputs:
     """The arguments that a wrapper (PEFT) gives to a model's forward, without None and `return_dict`."""
     return {name: value for name, value in inputs.items() if value is not None and name != "return_dict"}
 
 
-def _by_row(module: Any, rows: ModelBatch) -> Any:
+def _by_row(module: nn.Module, rows: ModelBatch) -> Callable[..., tuple[Tensor, Tensor]]:
     inner, width = module.forward, rows.inputs["input_ids"].shape[1]
     lengths = rows.sequence_lengths.view(-1, width).amax(dim=1)
 
-    def forward(x: Tensor, position_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def forward(x: Tensor, position_ids: Tensor, **kwargs: object) -> tuple[Tensor, Tensor]:
         if position_ids.shape[1] != width:
             return inner(x, position_ids, **kwargs)
         angles = []
@@ -131,7 +139,7 @@ def _by_row(module: Any, rows: ModelBatch) -> Any:
     return forward
 
 
-def shares_prefix(scorer: Any, prefix_sharing: Any) -> bool:
+def shares_prefix(scorer: ScorerBase, prefix_sharing: PrefixSharingMode) -> bool:
     """Whether completions share one copy of their prompt; warns if a model of packed rows does not support it.
 
     Raises: ValueError if it is required and not supported.

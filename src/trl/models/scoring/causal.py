@@ -8,7 +8,7 @@ so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trl.models.distributed import is_sharded
-from trl.models.packed.layout import ModelBatch, ScoredPositions
+from trl.models.packed.layout import Columns, Inputs, ModelBatch, ScoredPositions
 from trl.models.parts import (
     causal_core,
     check_decoder_only,
@@ -31,6 +31,7 @@ from trl.models.parts import (
 from trl.models.scoring.base import ScorerBase, given_inputs
 from trl.models.scoring.head import (
     Reader,
+    Results,
     ScoreOptions,
     call_head,
     head_products,
@@ -39,7 +40,7 @@ from trl.models.scoring.head import (
     router_loss,
     score_hidden,
 )
-from trl.models.switches import in_eval_mode
+from trl.models.switches import holding, in_eval_mode
 from trl.models.value_head import SUPPORTED_ARCHITECTURES
 from trl.models.value_wrapper import last_hidden
 from trl.tensors.reduce import Weighted, weighted
@@ -63,7 +64,7 @@ class Scored(NamedTuple):
 
 
 class OwnStates(NamedTuple):
-    """Hidden states `(K, H)` from `Scorer.scored_states`; `base`: they are read through the head without its adapters."""
+    """Hidden states `(K, H)` from `Scorer.scored_states`; `base`: the head reads them without its adapters."""
 
     hidden: Tensor
     base: bool = False
@@ -101,7 +102,7 @@ class Scorer(ScorerBase):
         self.rule = logit_rule(core.config)
         return head_unsupported(core, self.rule)
 
-    def score(self, model: nn.Module, batch: Mapping[str, Any], options: ScoreOptions | None = None) -> Scored:
+    def score(self, model: nn.Module, batch: Columns, options: ScoreOptions | None = None) -> Scored:
         """Score the trained labels of a batch, in either layout, with `model` (the scorer's model, maybe wrapped).
 
         The results do not depend on the layout. Call it under autocast where the run uses mixed precision.
@@ -110,7 +111,7 @@ class Scorer(ScorerBase):
         return _scored_of(rows, self.through_head(model, rows, _reads_scores(rows, options)))
 
     def score_with_logits(
-        self, model: nn.Module, batch: Mapping[str, Any], options: ScoreOptions | None = None
+        self, model: nn.Module, batch: Columns, options: ScoreOptions | None = None
     ) -> tuple[Scored, Tensor]:
         """`score`, and the model's own logits `(B, T, V)` of the padded rows."""
         rows = self.padded(batch)
@@ -120,11 +121,11 @@ class Scorer(ScorerBase):
     def over_chunks(
         self,
         model: nn.Module,
-        batch: Mapping[str, Any],
+        batch: Columns,
         loss_of: LossOfLogits,
         *,
         other: tuple[Scorer, nn.Module] | OwnStates | None = None,
-        other_batch: Mapping[str, Any] | None = None,
+        other_batch: Columns | None = None,
         parts: Sequence[tuple[slice, slice]] | None = None,
         temperature: float = 1.0,
     ) -> VocabularyLoss:
@@ -139,19 +140,20 @@ class Scorer(ScorerBase):
         The other model may score another batch, of other tokens: `parts` are then the chunks, each the scored positions
         of this model and of the other one, and a token's loss may depend on all of its chunk.
         """
-        rows, with_gradient, found = self.lay_out(batch), torch.is_grad_enabled(), []
-        own, second = (other, None) if isinstance(other, OwnStates) else (None, other)
+        rows, with_gradient, losses = self.lay_out(batch), torch.is_grad_enabled(), list[VocabularyLoss]()
+        states, second = (other, None) if isinstance(other, OwnStates) else (None, other)
         vocabulary = self.vocabulary if second is None else max(self.vocabulary, second[0].vocabulary)
 
         def run(others: Callable[[slice], Tensor] | None) -> VocabularyLoss:
-            def read(head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None) -> dict[str, Any]:
+            def read(head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None) -> Results:
                 if plain_linear(head) is None and is_sharded(head):
                     raise ValueError(
-                        f"the output head is a sharded {type(head).__name__}. Take it out of the adapter (target_modules)."
+                        f"the output head is a sharded {type(head).__name__}. "
+                        "Take it out of the adapter (target_modules)."
                     )
                 rule = replace(rule, temperature=temperature)
                 logits_of = _logits_of(head, rule, bias)
-                reads = others if own is None else self._reads_own(own, logits_of, hidden.dtype, rule)
+                reads = others if states is None else self._reads_own(states, logits_of, hidden.dtype, rule)
                 loss = vocabulary_loss(
                     hidden[rows.scored.source],
                     logits_of,
@@ -159,7 +161,7 @@ class Scorer(ScorerBase):
                     parameters=head.parameters(),
                     vocabulary=vocabulary,
                     others=reads,
-                    parts=None if parts is None else [own for own, _ in parts],
+                    parts=None if parts is None else [part for part, _ in parts],
                 )
                 return {"total": loss.total, "losses": loss.values, "statistics": loss.statistics}
 
@@ -171,20 +173,20 @@ class Scorer(ScorerBase):
             return run(None)
         scorer, other_model = second
         theirs = scorer.lay_out(batch if other_batch is None else other_batch)
-        places = {own.start: rows for own, rows in parts or ()}
+        places = {part.start: rows for part, rows in parts or ()}
         if other_batch is None and (self.packed, self.shares_prefixes) != (scorer.packed, scorer.shares_prefixes):
             rows, theirs = self.padded(batch), scorer.padded(batch)  # one order of positions
 
-        def read_other(head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None) -> dict[str, Any]:
+        def read_other(head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None) -> Results:
             """The model runs inside the other one's head, where the weights of both are whole."""
             states = hidden[theirs.scored.source]
             logits_of = _logits_of(head, replace(rule, temperature=temperature), bias)
-            found.append(run(lambda part: logits_of(states[places.get(part.start, part)])))
+            losses.append(run(lambda part: logits_of(states[places.get(part.start, part)])))
             return {}  # not the loss: FSDP2 would gather the other model for its backward
 
         with torch.no_grad(), in_eval_mode(other_model):
             scorer.through_head(other_model, theirs, read_other)
-        return found[0]
+        return losses[0]
 
     @property
     def vocabulary(self) -> int:
@@ -192,39 +194,31 @@ class Scorer(ScorerBase):
         return self.core.config.get_text_config().vocab_size
 
     @torch.no_grad()
-    def scored_states(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        """The hidden states `(K, H)` of the scored positions, for `OwnStates`; of a model without a usable head its
-        logits.
-        """
+    def scored_states(self, model: nn.Module, batch: Columns) -> Tensor:
+        """The hidden states `(K, H)` of the scored positions, for `OwnStates`; without a usable head the logits."""
         rows = self.lay_out(batch)
 
-        def read(head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None) -> dict[str, Any]:
+        def read(head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None) -> Results:
             return {"states": hidden[rows.scored.source]}
 
         return self.through_head(model, rows, read)["states"]
 
     def _reads_own(
-        self, own: OwnStates, logits_of: LogitsOf, dtype: torch.dtype, rule: LogitRule
+        self, states: OwnStates, logits_of: LogitsOf, dtype: torch.dtype, rule: LogitRule
     ) -> Callable[[slice], Tensor]:
         """The logits of states that the model computed before; `logits_of`: those of its head as it is now."""
         head: Any = self.core.get_output_embeddings()
-        if not (own.base and self.uses_head and hasattr(head, "_disable_adapters")):
-            return lambda part: logits_of(own.hidden[part].to(dtype))
+        if not (states.base and self.uses_head and hasattr(head, "_disable_adapters")):
+            return lambda part: logits_of(states.hidden[part].to(dtype))
 
         def logits_of_base(part: slice) -> Tensor:
-            before, head._disable_adapters = (
-                head._disable_adapters,
-                True,
-            )  # PEFT 0.18; its own switch changes requires_grad too
-            try:
-                products = head(own.hidden[part].to(dtype))  # its hooks gather the weights
-            finally:
-                head._disable_adapters = before
+            with holding(head, "_disable_adapters", True):  # PEFT 0.18; its own switch changes requires_grad too
+                products = head(states.hidden[part].to(dtype))  # its hooks gather the weights
             return rule.logits(products if self.bias is None else products + self.bias)
 
         return logits_of_base
 
-    def through_head(self, model: nn.Module, rows: ModelBatch, read: Reader) -> dict[str, Any]:
+    def through_head(self, model: nn.Module, rows: ModelBatch, read: Reader) -> Results:
         """The result of `read` on the decoder's hidden states, inside the model's own forward and the head's own call.
 
         Where the head cannot be used alone, `read` is given an identity and the model's own logits. Beside it
@@ -234,18 +228,18 @@ class Scorer(ScorerBase):
         if not self.uses_head:
             return self._read_outputs(self.outputs(model, rows), rows, read)
 
-        def forward(**inputs: Any) -> dict[str, Any]:
+        def forward(**inputs: object) -> Results:
             with self.embedded(rows):
                 states, aux_loss = self.hidden_states(given_inputs(inputs), rows)
             hidden, head = states.flatten(0, 1), self.core.get_output_embeddings()
             assert head is not None
-            found = call_head(head, hidden, lambda plain, states: read(plain, states, self.rule, self.bias))
-            return {"aux_loss": aux_loss, **found, **self._values(hidden, rows)}
+            results = call_head(head, hidden, lambda plain, states: read(plain, states, self.rule, self.bias))
+            return {"aux_loss": aux_loss, **results, **self._values(hidden, rows)}
 
         with self._as_language_model(), replaced_forward(self.core, forward):
             return model(**rows.inputs)
 
-    def hidden_states(self, inputs: dict[str, Any], rows: ModelBatch) -> tuple[Tensor, Tensor | None]:
+    def hidden_states(self, inputs: Inputs, rows: ModelBatch) -> tuple[Tensor, Tensor | None]:
         """The decoder's last hidden states `(B, T, H)`, and a router's loss."""
         router = router_inputs(self.core)
         outputs = decoder_of(self.core)(**inputs, **router, use_cache=False)
@@ -260,7 +254,7 @@ class Scorer(ScorerBase):
         with self._as_language_model(output_hidden_states=True), self.embedded(rows):
             return model(**self.own_inputs(rows), use_cache=False)
 
-    def own_inputs(self, rows: ModelBatch) -> dict[str, Any]:
+    def own_inputs(self, rows: ModelBatch) -> Inputs:
         """The arguments of the model's own forward."""
         return {**rows.inputs, **router_inputs(self.core)}
 
@@ -272,11 +266,11 @@ class Scorer(ScorerBase):
         """Score padded rows from the model's own outputs."""
         return _scored_of(rows, self._read_outputs(outputs, rows, _reads_scores(rows, options)))
 
-    def _read_outputs(self, outputs: Any, rows: ModelBatch, read: Reader) -> dict[str, Any]:
+    def _read_outputs(self, outputs: Any, rows: ModelBatch, read: Reader) -> Results:
         logits = self.row_logits(outputs, rows).flatten(0, 1)
-        found = read(nn.Identity(), logits, LogitRule(), None)
+        results = read(nn.Identity(), logits, LogitRule(), None)
         hidden = None if self.wrapper is None else last_hidden(outputs)[:, -rows.width :].flatten(0, 1)
-        return {"aux_loss": getattr(outputs, "aux_loss", None), **found, **self._values(hidden, rows)}
+        return {"aux_loss": getattr(outputs, "aux_loss", None), **results, **self._values(hidden, rows)}
 
     # ---- a value head
 
@@ -294,7 +288,7 @@ class Scorer(ScorerBase):
 
 
 def _reads_scores(rows: ModelBatch, options: ScoreOptions | None) -> Reader:
-    def read(head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None) -> dict[str, Any]:
+    def read(head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None) -> Results:
         return score_hidden(head, hidden, rows, rule, options or ScoreOptions(), bias=bias)
 
     return read
@@ -306,9 +300,9 @@ def _logits_of(head: nn.Module, rule: LogitRule, bias: Tensor | None) -> LogitsO
     return lambda states: rule.logits(products.call(states))
 
 
-def _scored_of(batch: ModelBatch, found: Mapping[str, Any]) -> Scored:
+def _scored_of(batch: ModelBatch, results: Results) -> Scored:
     """The result of `score_hidden` with its positions; the entropy of all tokens with their number."""
-    values = {**found}
+    values = {**results}
     total = values.pop("entropy_total", None)
     count = torch.tensor(batch.real_tokens.numel(), device=batch.real_tokens.device)
     return Scored(batch.scored, entropy=None if total is None else Weighted(total, count), **values)

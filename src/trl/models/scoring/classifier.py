@@ -8,7 +8,7 @@ stands.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trl.models.packed.attention import PACKED_MODEL_TYPES
-from trl.models.packed.layout import ModelBatch, ScoredPositions
+from trl.models.packed.layout import Columns, ModelBatch, ScoredPositions
 from trl.models.parts import causal_core, logits_unsupported, prompt_learning_unsupported, replaced_forward
 from trl.models.scoring.base import ScorerBase, given_inputs
+from trl.models.switches import holding
 from trl.tensors.softmax_rows import LogitRule
 
 _HEAD_NAMES = ("score", "classifier")
@@ -42,7 +43,8 @@ class ClassificationScorer(ScorerBase):
         core = causal_core(model)
         if core.can_generate() or core.base_model is core:
             raise TypeError(
-                f"model must be a sequence or token classifier, got {type(core).__name__}. Use AutoModelForSequenceClassification."
+                f"model must be a sequence or token classifier, got {type(core).__name__}. "
+                "Use AutoModelForSequenceClassification."
             )
         if reason := prompt_learning_unsupported(model):
             raise ValueError(f"{reason}, which classifiers do not support. Use LoRA, or train all weights.")
@@ -51,7 +53,7 @@ class ClassificationScorer(ScorerBase):
             reason = logits_unsupported(core, [core.base_model], head, LogitRule())
         super().__init__(core, unsupported_reason=reason, pad_token_id=pad_token_id, packed=packed)
 
-    def score(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    def score(self, model: nn.Module, batch: Columns) -> Tensor:
         """Logits `(S, C)` at the end of every sequence (row, segment or branch), in the model's dtype, with gradient.
 
         Raises: ValueError where a row has no real token.
@@ -64,7 +66,7 @@ class ClassificationScorer(ScorerBase):
             return self._through_head(model, laid_out, laid_out.sequence_ends)
         return self._own_sequence_logits(model, laid_out)
 
-    def score_tokens(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def score_tokens(self, model: nn.Module, batch: Columns) -> tuple[Tensor, Tensor]:
         """Logits `(K, C)` and labels `(K,)` of the tokens whose label is not -100, with gradient.
 
         Raises: ValueError for a batch without labels, TypeError for a model that gives one logit row per sequence only.
@@ -74,9 +76,8 @@ class ClassificationScorer(ScorerBase):
         laid_out = self.lay_out(batch, shifted=False)
         return self._at_scored(model, laid_out), laid_out.scored.target
 
-    def score_predictors(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, ScoredPositions]:
-        """Logits `(K, C)` where each trained label is predicted, one token before it, with gradient: a value model's
-        values.
+    def score_predictors(self, model: nn.Module, batch: Columns) -> tuple[Tensor, ScoredPositions]:
+        """Logits `(K, C)` one token before each trained label, with gradient: a value model's values.
 
         `batch` is one of a language model, with shifted labels; the positions are those of `Scorer.score`. Raises
         TypeError for a model that gives one logit row per sequence only.
@@ -91,7 +92,8 @@ class ClassificationScorer(ScorerBase):
         logits = self._own_logits(model, batch)
         if logits.ndim != 3:
             raise TypeError(
-                f"model must give logits per token, got {type(self.core).__name__}. Use AutoModelForTokenClassification."
+                f"model must give logits per token, got {type(self.core).__name__}. "
+                "Use AutoModelForTokenClassification."
             )
         return logits.flatten(0, 1)[batch.scored.source]
 
@@ -100,7 +102,7 @@ class ClassificationScorer(ScorerBase):
         core: Any = self.core
         cache = {"use_cache": False} if getattr(core.config.get_text_config(), "use_cache", False) else {}
 
-        def forward(**inputs: Any) -> dict[str, Tensor]:
+        def forward(**inputs: object) -> dict[str, Tensor]:
             with self.embedded(batch), _final_norm_at(core, positions) as is_cut:
                 outputs = core.base_model(**given_inputs(inputs), **cache)
             states = outputs.last_hidden_state.flatten(0, 1)
@@ -130,11 +132,8 @@ class ClassificationScorer(ScorerBase):
         last = set(ids.flatten()[rows.sequence_ends].tolist())
         filler = next(token for token in (self.pad_token_id, *range(len(last) + 1)) if token not in last)
         ids = ids.masked_fill(rows.inputs["attention_mask"] == 0, filler)
-        before, config.pad_token_id = config.pad_token_id, filler
-        try:
+        with holding(config, "pad_token_id", filler):
             logits = self._own_logits(model, replace(rows, inputs={**rows.inputs, "input_ids": ids}))
-        finally:
-            config.pad_token_id = before
         return logits if logits.ndim == 2 else logits.flatten(0, 1)[rows.sequence_ends]
 
 
@@ -146,10 +145,9 @@ def head_of(core: PreTrainedModel) -> nn.Module | None:
 
 @contextmanager
 def _final_norm_at(core: PreTrainedModel, positions: Tensor) -> Iterator[bool]:
-    """A block in which the decoder's last norm computes these flattened positions `(K,)` only; False where none is
-    known.
+    """A block in which the decoder's last norm, where it is known (True), computes these positions `(K,)` only.
 
-    The decoder then returns hidden states `(1, K, H)`.
+    The decoder then returns hidden states `(1, K, H)`; positions are those of the flattened rows.
     """
     decoder = getattr(core.base_model, "decoder", core.base_model)  # OPT has one inside
     norm = next((norm for name in _FINAL_NORMS if (norm := getattr(decoder, name, None)) is not None), None)

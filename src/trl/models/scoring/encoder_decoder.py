@@ -1,17 +1,12 @@
-"""The scoring forward of encoder-decoders: the encoder runs once per prompt, its states are repeated for the
-completions.
-"""
+"""The scoring forward of encoder-decoders: the encoder runs once per prompt."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trl.models.packed.layout import IGNORED, ModelBatch, labelled_positions
+from trl.models.packed.layout import IGNORED, Columns, Inputs, ModelBatch, labelled_positions
 from trl.models.parts import logits_unsupported
 from trl.models.scoring.causal import Scorer
 from trl.tensors.softmax_rows import LogitRule
@@ -51,9 +46,9 @@ class Seq2SeqScorer(Scorer):
         bias = getattr(self.core, "final_logits_bias", None)
         return None if bias is None else bias[0]
 
-    def hidden_states(self, inputs: dict[str, Any], rows: ModelBatch) -> tuple[Tensor, Tensor | None]:
+    def hidden_states(self, inputs: Inputs, rows: ModelBatch) -> tuple[Tensor, Tensor | None]:
         """The decoder's last hidden states `(S, T, H)`."""
-        core: Any = self.core
+        core = self.core
         mask, decoder_input_ids = inputs["attention_mask"], inputs.pop("decoder_input_ids")
         encoded = core.get_encoder()(**inputs).last_hidden_state
         decoded = core.get_decoder()(
@@ -64,12 +59,12 @@ class Seq2SeqScorer(Scorer):
         )
         return decoded.last_hidden_state, None
 
-    def own_inputs(self, rows: ModelBatch) -> dict[str, Any]:
+    def own_inputs(self, rows: ModelBatch) -> Inputs:
         """The arguments of the model's own forward, each completion with its prompt."""
         prompts = {name: rows.inputs[name][rows.prompts] for name in ("input_ids", "attention_mask")}
         return {**rows.inputs, **prompts}
 
-    def lay_out(self, batch: Mapping[str, Any], *, shifted: bool = True) -> ModelBatch:
+    def lay_out(self, batch: Columns, *, shifted: bool = True) -> ModelBatch:
         """The batch as inputs of the model; labels are never shifted, the decoder's inputs are.
 
         Raises: ValueError for noise on the embeddings.
@@ -93,18 +88,18 @@ class Seq2SeqScorer(Scorer):
         )
 
 
-def language_scorer(model: Any, *, pad_token_id: int = 0, packed: bool | None = None) -> Scorer:
+def language_scorer(model: nn.Module, *, pad_token_id: int = 0, packed: bool | None = None) -> Scorer:
     """The scorer of a decoder or an encoder-decoder, with or without a value head."""
-    if getattr(model.config, "is_encoder_decoder", False):
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return Seq2SeqScorer(model, pad_token_id=pad_token_id)
     return Scorer(model, pad_token_id=pad_token_id, packed=packed)
 
 
-def _shifted_right(core: Any, labels: Tensor, *, pad_token_id: int) -> Tensor:
+def _shifted_right(core: PreTrainedModel, labels: Tensor, *, pad_token_id: int) -> Tensor:
     """The decoder's inputs `(S, T)`: the labels after the start token, by the model's own function if it has one."""
-    own = getattr(core, "prepare_decoder_input_ids_from_labels", None)
-    if own is not None and core.config.pad_token_id is not None:
-        return own(labels)
+    shift = getattr(core, "prepare_decoder_input_ids_from_labels", None)
+    if shift is not None and core.config.pad_token_id is not None:
+        return shift(labels)
     shifted = shift_tokens_right(labels, core.config.decoder_start_token_id)
     return shifted.masked_fill(shifted == IGNORED, pad_token_id)
 

@@ -28,8 +28,10 @@ from trl.tensors.logprobs import (
 from trl.tensors.segments import Segments
 from trl.tensors.softmax_rows import LogitRule, Statistics, TokenScores
 
-Reader = Callable[[nn.Module, Tensor, LogitRule, Tensor | None], dict[str, Any]]
-"""(head, hidden states (tokens, H), rule of the logits, bias outside of the head) -> what was found."""
+Results = dict[str, Any]
+"""What a reader gives, by the names of `Scored`'s fields."""
+Reader = Callable[[nn.Module, Tensor, LogitRule, Tensor | None], Results]
+"""(head, hidden states (tokens, H), rule of the logits, bias outside of the head) -> results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +52,8 @@ class ScoreOptions:
     temperature: float = 1.0
 
 
-def call_head(
-    head: nn.Module, hidden: Tensor, function: Callable[[nn.Module, Tensor], dict[str, Any]]
-) -> dict[str, Any]:
-    """Run `function(head, hidden (tokens, H))` as the head's own forward; a head that PEFT saves is the layer inside."""
+def call_head(head: nn.Module, hidden: Tensor, function: Callable[[nn.Module, Tensor], Results]) -> Results:
+    """`function(head, hidden (tokens, H))` as the head's own forward; a head that PEFT saves is the layer inside."""
     plain = plain_linear(head)
     if plain is None:
         return function(head, hidden)
@@ -79,7 +79,7 @@ def score_hidden(
     options: ScoreOptions,
     *,
     bias: Tensor | None = None,
-) -> dict[str, Any]:
+) -> Results:
     """Log-probs (or a local loss) of the scored positions, and entropies of the others where all are asked for."""
     rule = replace(rule, temperature=options.temperature)
     states, targets = hidden[batch.scored.source], batch.scored.target
@@ -89,7 +89,7 @@ def score_hidden(
         scores, total = products.token_scores(states, targets, rule=rule, wanted=wanted), None
     else:
         total, _, scores = products.local_loss(states, targets, options.loss_of, rule=rule, wanted=wanted)
-    found = {**scores._asdict(), "total": total}
+    results = {**scores._asdict(), "total": total}
     if options.entropy == "all":
         assert scores.entropies is not None
         unscored = torch.zeros(hidden.shape[0], dtype=torch.bool, device=hidden.device)
@@ -100,8 +100,8 @@ def score_hidden(
             nowhere = torch.zeros(len(rest), dtype=torch.int64, device=hidden.device)
             others = products.token_scores(rest, nowhere, rule=rule, wanted=Statistics(entropy=True)).entropies
             assert others is not None
-            found["entropy_total"] = scores.entropies.sum() + others.sum()
-    return found
+            results["entropy_total"] = scores.entropies.sum() + others.sum()
+    return results
 
 
 class Products(NamedTuple):
@@ -142,7 +142,7 @@ def router_inputs(core: PreTrainedModel) -> dict[str, bool]:
     return {"output_router_logits": True} if "output_router_logits" in accepts else {}
 
 
-def router_loss(core: PreTrainedModel, router_logits: Any, attention_mask: Tensor | None) -> Tensor:
+def router_loss(core: PreTrainedModel, router_logits: tuple[Tensor, ...], attention_mask: Tensor | None) -> Tensor:
     """The load-balancing loss of the model's own module (Switch Transformers, arXiv:2101.03961, eq. 4-6).
 
     Packed rows have no padding; tokens of a shared prompt count once per branch.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
+from trl.models.packed.layout import Columns
 from trl.models.parts import replaced_forward
-from trl.models.scoring.causal import Scored
+from trl.models.scoring.causal import Scored, Scorer
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.scoring.head import ScoreOptions
 from trl.models.switches import checkpointed_modules
@@ -21,7 +23,7 @@ INVALID_LOGPROB = 1.0  # marks padding in log-probs of older loops: no token's i
 def _in_both(method: str) -> Callable[..., None]:
     """A method that calls `method` of the policy and, where it can recompute activations, of the value model."""
 
-    def call(self: PolicyAndValue, *args: Any, **kwargs: Any) -> None:
+    def call(self: PolicyAndValue, *args: object, **kwargs: object) -> None:
         for model in (self.policy, self.value_model):
             if getattr(model, "supports_gradient_checkpointing", True):
                 getattr(model, method)(*args, **kwargs)
@@ -38,9 +40,9 @@ class PolicyAndValue(nn.Module):
         self.value_model = value_model
 
     @property
-    def config(self) -> Any:
+    def config(self) -> PretrainedConfig:
         """The policy's config."""
-        return self.policy.config
+        return self.policy.config  # type: ignore[return-value]
 
     @property
     def pretrained_model(self) -> nn.Module:
@@ -52,7 +54,7 @@ class PolicyAndValue(nn.Module):
         """The policy's device."""
         return next(self.policy.parameters()).device
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """The policy's forward."""
         return self.policy(*args, **kwargs)
 
@@ -71,7 +73,7 @@ class PolicyAndValueWrapper(PolicyAndValue):
         self.critic_backbone = getattr(value_model, value_model.base_model_prefix)  # pyright: ignore[reportArgumentType]
         self.is_gradient_checkpointing = bool(checkpointed_modules(policy))
 
-    def forward(self, **kwargs: Any) -> Any:
+    def forward(self, **kwargs: object) -> Any:
         """Both models on the same inputs."""
         states = self.critic_backbone(**{**kwargs, "return_dict": True}).last_hidden_state
         return self.policy(**kwargs), self.value_model.score(states)  # pyright: ignore[reportCallIssue]
@@ -88,7 +90,7 @@ class PolicyValueScorer:
         >>> scored.logps, scored.values  # doctest: +SKIP
     """
 
-    def __init__(self, wrapper: PolicyAndValue, policy: Any, value: ClassificationScorer) -> None:
+    def __init__(self, wrapper: PolicyAndValue, policy: Scorer, value: ClassificationScorer) -> None:
         self.wrapper, self.policy, self.value = wrapper, policy, value
         self.core, self.pad_token_id = policy.core, policy.pad_token_id
         self.stretched_rotaries = policy.stretched_rotaries
@@ -98,12 +100,11 @@ class PolicyValueScorer:
         self.router_weight: float = policy.router_weight
         self.neftune_alpha: float | None = None  # noise on the policy's embeddings
 
-    def score(self, model: nn.Module, batch: Mapping[str, Any], options: ScoreOptions | None = None) -> Scored:
+    def score(self, model: nn.Module, batch: Columns, options: ScoreOptions | None = None) -> Scored:
         """`Scorer.score` of the policy, with `values (K,)`, in float32 or wider, of the states that predict the tokens.
 
         `model` is the `PolicyAndValue`, maybe wrapped by DDP and its kin.
         """
-
         self.policy.neftune_alpha = self.neftune_alpha
 
         def both() -> Scored:
@@ -113,12 +114,12 @@ class PolicyValueScorer:
         with replaced_forward(self.wrapper, both):
             return model()
 
-    def score_values(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    def score_values(self, model: nn.Module, batch: Columns) -> Tensor:
         """The values alone, `(K,)`."""
         with replaced_forward(self.wrapper, lambda: self._values(self.wrapper.value_model, batch)):
             return model()
 
-    def _values(self, value_model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    def _values(self, value_model: nn.Module, batch: Columns) -> Tensor:
         logits, _ = self.value.score_predictors(value_model, batch)
         wide = torch.promote_types(logits.dtype, torch.float32)
         return logits[:, 0].to(wide, copy=True)  # FSDP2 warns of outputs that are views
