@@ -40,12 +40,12 @@ def checkpoint_weights(model):
     """All weights at once, by the names of a checkpoint without adapters."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    from trl.generation.vllm.weights import check_sendable, pieces
+    from trl.generation.vllm.weights import check_sendable, pieces_of
     from trl.models.parts import causal_core
 
     check_sendable(model)
     core, found = causal_core(model), {}
-    for piece in pieces(core):
+    for piece in pieces_of(core):
         found |= piece.tensors()
     return revert_weight_conversion(core, found)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig
 
 DEFAULT_NEW_TOKENS = 256
@@ -52,8 +52,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         names = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty")
-        given = {name: getattr(self, name) for name in names} | {"min_p": self.min_p or None}
-        for name, value in (given | dict(self.processors)).items():
+        values = {name: getattr(self, name) for name in names} | {"min_p": self.min_p or None}
+        for name, value in (values | dict(self.processors)).items():
             allowed, words = _ALLOWED.get(name, (None, ""))
             if allowed is not None and value is not None and not allowed(value):
                 raise ValueError(f"{name} must be {words}, got {value}.")
@@ -88,12 +88,11 @@ class Sampling:
     def refuse_processors(self, engine: str) -> None:
         """Raise ValueError if there are settings that only transformers' logits processors apply."""
         if self.processors:
-            given = ", ".join(f"{name}={value!r}" for name, value in self.processors)
-            raise ValueError(f"{engine} does not support {given} of generation_kwargs. Use use_vllm=False.")
+            settings = ", ".join(f"{name}={value!r}" for name, value in self.processors)
+            raise ValueError(f"{engine} does not support {settings} of generation_kwargs. Use use_vllm=False.")
 
-    def updated(self, generation_kwargs: Mapping[str, Any] | Any | None) -> Sampling:
-        """These settings overridden by a dict with the field names of transformers' `GenerationConfig`, or by such a
-        config.
+    def updated(self, generation_kwargs: Mapping[str, Any] | GenerationConfig | None) -> Sampling:
+        """These settings overridden by transformers' `GenerationConfig`, or a dict with its field names.
 
         Raises: ValueError for unsupported settings (beams, constraints, ...) and unknown names.
         """
@@ -102,11 +101,12 @@ class Sampling:
 
 # Settings of `generate` that do not change which tokens come out, or that the engine decides.
 _WITHOUT_EFFECT = frozenset([
-    "use_cache", "cache_implementation", "cache_config", "max_cache_len", "pad_token_id", "bos_token_id", "output_attentions",
-    "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate", "compile_config", "disable_compile",
-    "low_memory", "prefill_chunk_size", "transformers_version", "early_stopping", "length_penalty", "num_assistant_tokens",
-    "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "is_assistant",
-    "max_matching_ngram_size", "continuous_batching_config", "renormalize_logits", "decoder_start_token_id", "synced_gpus",
+    "use_cache", "cache_implementation", "cache_config", "max_cache_len", "pad_token_id", "bos_token_id",
+    "output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
+    "compile_config", "disable_compile", "low_memory", "prefill_chunk_size", "transformers_version", "early_stopping",
+    "length_penalty", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
+    "assistant_lookbehind", "target_lookbehind", "is_assistant", "max_matching_ngram_size", "renormalize_logits",
+    "continuous_batching_config", "decoder_start_token_id", "synced_gpus",
 ])  # fmt: skip
 # Applied by transformers' logits processors.
 _FRACTIONS = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
@@ -152,20 +152,22 @@ def _sampling_fields(generation_kwargs: Mapping[str, Any] | GenerationConfig) ->
     """The fields of `Sampling` that are set; None sets nothing."""
     if isinstance(generation_kwargs, GenerationConfig):
         generation_kwargs = vars(generation_kwargs)
-    given = {name: value for name, value in generation_kwargs.items() if value is not None and not name.startswith("_")}
-    fields = {_FIELDS[name][0]: _FIELDS[name][1](given.pop(name)) for name in _FIELDS if name in given}
-    if refused := [f"{name}={given[name]!r}" for name in unsupported_settings(given)]:
+    settings = generation_kwargs.items()
+    rest = {name: value for name, value in settings if value is not None and not name.startswith("_")}
+    fields = {_FIELDS[name][0]: _FIELDS[name][1](rest.pop(name)) for name in _FIELDS if name in rest}
+    if refused := [f"{name}={rest[name]!r}" for name in unsupported_settings(rest)]:
         raise ValueError(
-            f"generation_kwargs has {', '.join(sorted(refused))}, which rollouts do not support. Supported are {', '.join(sorted({*_FIELDS, *_PROCESSED}))}."
+            f"generation_kwargs has {', '.join(sorted(refused))}, which rollouts do not support. "
+            f"Supported are {', '.join(sorted({*_FIELDS, *_PROCESSED}))}."
         )
-    processors = tuple(each for each in given.items() if each[0] in _PROCESSED and each not in _NEUTRAL.items())
+    processors = tuple(item for item in rest.items() if item[0] in _PROCESSED and item not in _NEUTRAL.items())
     return {**fields, "processors": processors} if processors else fields
 
 
-def unsupported_settings(given: Mapping[str, Any]) -> list[str]:
+def unsupported_settings(settings: Mapping[str, object]) -> list[str]:
     """The names of those settings of `generate` that rollouts do not support."""
     known = _WITHOUT_EFFECT | _PROCESSED | _FIELDS.keys()
-    return [each[0] for each in given.items() if each[0] not in known and each not in _NEUTRAL.items()]
+    return [item[0] for item in settings.items() if item[0] not in known and item not in _NEUTRAL.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +208,7 @@ class Engine(Protocol):
         """
         ...
 
-    def sync_weights(self, model: Any, step: int) -> None:
+    def sync_weights(self, model: nn.Module, step: int) -> None:
         """Use the weights of `model` after optimiser step `step`."""
         ...
 
@@ -223,43 +225,45 @@ def check_requests(
     Raises: ValueError for an empty prompt, an invalid token id, a prompt that does not leave `room` tokens (0 for
     encoders) in the model's context length, and a wrong number of streams.
     """
-    found = [tuple(p.tolist() if isinstance(p, Tensor) else map(int, p)) for p in prompts]
-    for index, prompt in enumerate(found):
+    rows = [tuple(p.tolist() if isinstance(p, Tensor) else map(int, p)) for p in prompts]
+    for index, prompt in enumerate(rows):
         if not prompt:
             raise ValueError(f"prompts[{index}] is empty, expected a token, such as the bos token.")
         if context_length is not None and len(prompt) + room > context_length:
             wanted = " and must leave room for a completion" if room else ""
             raise ValueError(
-                f"prompts[{index}] has {len(prompt)} tokens, the context length is {context_length}{wanted}. Truncate it."
+                f"prompts[{index}] has {len(prompt)} tokens, the context length is {context_length}{wanted}. "
+                "Truncate it."
             )
         if min(prompt) < 0 or (vocabulary is not None and max(prompt) >= vocabulary):
             raise ValueError(
                 f"prompts[{index}] has ids from {min(prompt)} to {max(prompt)}, the model 0 to {(vocabulary or 0) - 1}."
             )
-    names = list(range(len(found))) if streams is None else [int(stream) for stream in streams]
-    if len(names) != len(found):
-        raise ValueError(f"streams must be one per prompt ({len(found)}), got {len(names)}.")
-    return found, names
+    names = list(range(len(rows))) if streams is None else [int(stream) for stream in streams]
+    if len(names) != len(rows):
+        raise ValueError(f"streams must be one per prompt ({len(rows)}), got {len(names)}.")
+    return rows, names
 
 
 def completion_limits(
-    starts: Sequence[int], sampling: Sampling, context_length: int | None, own: Numbers = None
+    starts: Sequence[int], sampling: Sampling, context_length: int | None, own_limits: Numbers = None
 ) -> list[int]:
-    """The maximum of new tokens of each completion, by `sampling`, the model's context length and its `own` limit.
+    """The maximum of new tokens of each completion, by `sampling`, the context length and its own limit.
 
     `starts` are the numbers of tokens before each completion (for an encoder-decoder: in the decoder).
 
     Raises: ValueError for a prompt that leaves no room in `max_length`, and for invalid own limits.
     """
-    if own is not None and (len(own) != len(starts) or min(own, default=1) < 1):
-        raise ValueError(f"limits must be one number >= 1 per prompt ({len(starts)}), got {list(own)}.")
+    if own_limits is not None and (len(own_limits) != len(starts) or min(own_limits, default=1) < 1):
+        raise ValueError(f"limits must be one number >= 1 per prompt ({len(starts)}), got {list(own_limits)}.")
     limits, new_tokens = [], sampling.new_tokens
     for index, start in enumerate(starts):
         rooms = [bound - start for bound in (context_length, sampling.max_length) if bound is not None]
         limit = min(rooms if new_tokens is None else [new_tokens, *rooms])
         if limit < 1:
             raise ValueError(
-                f"prompts[{index}] has {start} tokens, which max_length={sampling.max_length} includes. Use max_new_tokens."
+                f"prompts[{index}] has {start} tokens, which max_length={sampling.max_length} includes. Use "
+                "max_new_tokens."
             )
-        limits.append(limit if own is None else min(limit, own[index]))
+        limits.append(limit if own_limits is None else min(limit, own_limits[index]))
     return limits

@@ -1,6 +1,4 @@
-"""Requests that come and go: an engine draws tokens for whatever runs, and requests join and leave between its
-steps.
-"""
+"""Requests that come and go: they join and leave between the steps of an engine."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -69,15 +67,13 @@ def check_alone(engine: Engine) -> None:
     """Raise ValueError for an engine that several processes share."""
     if engine.together:
         raise ValueError(
-            f"{type(engine).__name__} generates in several processes at once, and requests that come and go differ among them. Use "
-            "an engine in each process, such as the policy itself or one vLLM per process."
+            f"{type(engine).__name__} generates in several processes at once, and requests that come and go differ "
+            "among them. Use an engine in each process, such as the policy itself or one vLLM per process."
         )
 
 
 class LiveCalls:
-    """Requests over `engine.generate`, for engines without steps: all that wait with equal settings are completed by
-    one call.
-    """
+    """Requests over `engine.generate`, for engines without steps: one call for all that wait with equal settings."""
 
     def __init__(self, engine: Engine) -> None:
         check_alone(engine)
@@ -100,32 +96,28 @@ class LiveCalls:
     def step(self) -> dict[int, Generated]:
         first = next(iter(self._waiting.values()))
         together = {
-            number: each
-            for number, each in self._waiting.items()
-            if each.sampling == first.sampling and (each.limit is None) == (first.limit is None)
+            number: request
+            for number, request in self._waiting.items()
+            if request.sampling == first.sampling and (request.limit is None) == (first.limit is None)
         }
         for number in together:
             del self._waiting[number]
-        several = list(together.values())
-        limits = [each.limit for each in several if each.limit is not None]
-        found = self.engine.generate(
-            [each.prompt for each in several], first.sampling,
-            streams=[each.stream for each in several], limits=limits or None,
+        requests = list(together.values())
+        limits = [request.limit for request in requests if request.limit is not None]
+        completions = self.engine.generate(
+            [request.prompt for request in requests], first.sampling,
+            streams=[request.stream for request in requests], limits=limits or None,
         )  # fmt: skip
-        for each, one in zip(several, found, strict=True):
-            if each.listener is not None:
-                each.listener(one.ids)
-        return dict(zip(together, found, strict=True))
+        for request, completion in zip(requests, completions, strict=True):
+            if request.listener is not None:
+                request.listener(completion.ids)
+        return dict(zip(together, completions, strict=True))
 
 
 @contextmanager
 def opened(engine: Engine) -> Iterator[Live]:
     """Inside the block, the engine's own `live`, or its `generate` behind the same interface."""
-    own: Any = getattr(engine, "live", None)
-    if own is None:
-        yield LiveCalls(engine)
-        return
-    with own() as live:
+    with getattr(engine, "live", lambda: nullcontext(LiveCalls(engine)))() as live:
         yield live
 
 
@@ -156,17 +148,14 @@ class Broker:
         self._answering = threading.Lock()
 
     def submit(self, request: Any, future: Future[Any] | None = None) -> Future[Any]:
-        """Begin a completion, from any thread. Cancelling the future (a new one if none is given) takes the request out
-        of the engine.
+        """Begin a completion, from any thread. Cancelling the future takes the request out of the engine.
 
         The future raises ValueError for an invalid prompt, and what the engine raises.
         """
         return self._added(Asked(request, future or Future()))
 
     def call(self, function: Callable[[Any], Any], *, alone: bool = False) -> Future[Any]:
-        """The result of a function of the `Live` engine, which is called between two steps, or `alone`. The future
-        raises as `submit`.
-        """
+        """The result of a function of the `Live` engine, called between two steps, or `alone`; raises as `submit`."""
         return self._added(Asked(function, Future(), alone))
 
     def _added(self, asked: Asked) -> Future[Any]:
@@ -202,11 +191,11 @@ class Broker:
 
     def _take(self, *, wait: bool) -> list[Asked]:
         """What arrived; without a running request at least one, or a `wake`."""
-        found: list[Any] = [self._arriving.get()] if wait else []
+        arrived = [self._arriving.get()] if wait else []
         with suppress(queue.Empty):  # another thread may take some too
             while True:
-                found.append(self._arriving.get_nowait())
-        return [asked for asked in found if asked is not None]
+                arrived.append(self._arriving.get_nowait())
+        return [asked for asked in arrived if asked is not None]
 
     def _begin(self, live: Any, asked: Asked) -> None:
         future = asked.future

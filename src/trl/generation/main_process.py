@@ -27,29 +27,29 @@ def any_process(value: bool) -> bool:
     return any(_gathered(value))
 
 
-def _gathered(own: Any, group: Any = None) -> list[Any]:
+def _gathered(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
     """The values of all processes of a group (None: all)."""
     if group is None and process_count() == 1:
-        return [own]
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, own, group=group)
-    return found
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def through_main(
-    own: _T, make: Callable[[list[_T]], Sequence[_R]], *, meanwhile: Callable[[], None] | None = None
+    value: _T, make: Callable[[list[_T]], Sequence[_R]], *, meanwhile: Callable[[], None] | None = None
 ) -> _R:
-    """This process's part of what `make` returns in the main process for `own` of all processes. All must call it.
+    """This process's part of what `make` returns in the main process for the `value`s of all. All must call it.
 
     `meanwhile` runs in the other processes, for collective work inside `make`. An error in the main process is raised
     in all of them, in the others as the same builtin type or RuntimeError.
     """
-    given, parts, failure = _gathered(own), None, None
+    values, parts, failure = _gathered(value), None, None
     if process_count() == 1:
-        return make(given)[0]
+        return make(values)[0]
     if dist.get_rank() == 0:
         try:
-            parts = list(make(given))
+            parts = list(make(values))
         except Exception as error:
             failure = error
     elif meanwhile is not None:
@@ -62,18 +62,18 @@ def through_main(
 
 def by_main(make: Callable[[], _R], *, meanwhile: Callable[[], None] | None = None) -> _R:
     """What `make` returns in the main process, in every process; see `through_main`."""
-    return through_main(None, lambda given: [make()] * len(given), meanwhile=meanwhile)
+    return through_main(None, lambda values: [make()] * len(values), meanwhile=meanwhile)
 
 
-def raise_in_all(failure: Exception | None, group: Any = None) -> None:
+def raise_in_all(failure: Exception | None, group: dist.ProcessGroup | None = None) -> None:
     """Raise an error of any process in every process of the group (None: all). All of them must call it."""
     # A builtin type that takes a text: other processes may not be able to build the error itself.
     kinds = (ConnectionError, PermissionError, ValueError, RuntimeError)
     kind = next((kind for kind in kinds if isinstance(failure, kind)), RuntimeError)
-    found = _gathered(None if failure is None else (kind, str(failure)), group)
+    failures = _gathered(None if failure is None else (kind, str(failure)), group)
     if failure is not None:
         raise failure
-    for rank, other in enumerate(found):
+    for rank, other in enumerate(failures):
         if other is not None:
             kind, text = other
             raise kind(f"in process {rank}: {text}")

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trl.data.teacher_columns import LARGEST_LOGP, TEACHER, TEACHER_COLUMNS, concatenated
 from trl.generation.serving.connection import ServerConnection, ServerLost
-from trl.models.packed.layout import IGNORED
+from trl.models.packed.layout import IGNORED, Columns
 from trl.models.scoring.causal import Scorer
 from trl.models.teacher import ColumnTeacher
 from trl.objectives.distillation import TeacherLoss
@@ -76,15 +76,15 @@ class TeacherServer:
         """
         choices = self._choices(rows, names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}")
         read = self._of_echo if self._echoes else self._of_prompt
-        found = []
+        best = []
         for ids, name, choice in zip(rows, names, choices, strict=True):
             try:
                 entries = read(ids, choice)
             except (TypeError, ValueError, AttributeError, LookupError) as error:
                 reason = f"its answer is malformed ({type(error).__name__}: {error})"
                 raise self._fault(name, reason) from error
-            found.append(self._arrays(entries, name))
-        return found
+            best.append(self._arrays(entries, name))
+        return best
 
     def _first_model(self) -> str:
         listed = self._repeated(partial(self._http.get, "/v1/models"), "its models").get("data")
@@ -102,10 +102,10 @@ class TeacherServer:
         choices = self._repeated(partial(self._http.post, "/v1/completions", body), where).get("choices")
         if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
             raise self._fault(where, "its answer has no list of choices")
-        found = {choice.get("index", number): choice for number, choice in enumerate(choices)}
-        if set(found) != set(range(len(rows))):
+        by_index = {choice.get("index", number): choice for number, choice in enumerate(choices)}
+        if set(by_index) != set(range(len(rows))):
             raise self._fault(where, f"it answered {len(choices)} of {len(rows)} prompts")
-        return [found[number] for number in range(len(rows))]
+        return [by_index[number] for number in range(len(rows))]
 
     def _repeated(self, ask: Callable[..., dict[str, Any]], where: str) -> dict[str, Any]:
         """The answer to a request, which is repeated with growing pauses until the deadline."""
@@ -116,8 +116,8 @@ class TeacherServer:
             except ServerLost as error:
                 if time.monotonic() + pause >= until:
                     raise ServerLost(
-                        f"{error} ({where}; no answer within {self.deadline:g} s.) Start it again and resume from the last "
-                        "checkpoint, or raise teacher_server_timeout."
+                        f"{error} ({where}; no answer within {self.deadline:g} s.) Start it again and resume from the "
+                        "last checkpoint, or raise teacher_server_timeout."
                     ) from error
                 logger.warning("%s Trying again in %g s.", error, pause)
             except (ValueError, RuntimeError) as error:
@@ -127,25 +127,26 @@ class TeacherServer:
 
     def _of_prompt(self, ids: list[int], choice: Mapping[str, Any]) -> list[dict[int, float]]:
         """vLLM's form: for each token a dict from token ids to their log-probs, of the prompt's own token too."""
-        given = choice["prompt_logprobs"]
-        entries = [{int(key): float(each["logprob"]) for key, each in entry.items()} for entry in given[1:]]
-        _check_tokens(ids, [[ids[0]], *entries] if given else [])
+        places = choice["prompt_logprobs"]
+        entries = [{int(key): float(token["logprob"]) for key, token in place.items()} for place in places[1:]]
+        _check_tokens(ids, [[ids[0]], *entries] if places else [])
         return entries
 
     def _of_echo(self, ids: list[int], choice: Mapping[str, Any]) -> list[dict[int, float]]:
         """OpenAI's form: the tokens of the prompt, and for each a dict from tokens to their log-probs."""
-        given, found = choice["logprobs"], []
-        each = zip(given["tokens"][: len(ids)], given["top_logprobs"], strict=False)  # a generated token may follow
-        tokens, entries = zip(*each, strict=True)
+        logprobs, by_id = choice["logprobs"], []
+        # A generated token may follow.
+        pairs = zip(logprobs["tokens"][: len(ids)], logprobs["top_logprobs"], strict=False)
+        tokens, entries = zip(*pairs, strict=True)
         _check_tokens(ids, [self._ids(text) for text in tokens])
         for entry in entries[1:]:
-            each = {text: self._ids(text) for text in entry}
-            if unclear := [text for text, known in each.items() if len(known) != 1]:
+            ids_of = {text: self._ids(text) for text in entry}
+            if unclear := [text for text, known in ids_of.items() if len(known) != 1]:
                 raise ValueError(
                     f"the text {unclear[0]!r} is not one token. Use a server that names tokens by id, such as vLLM"
                 )
-            found.append({each[text][0]: float(logp) for text, logp in entry.items()})
-        return found
+            by_id.append({ids_of[text][0]: float(logp) for text, logp in entry.items()})
+        return by_id
 
     def _ids(self, token: str) -> list[int]:
         """The ids that a token of an answer may have."""
@@ -162,14 +163,15 @@ class TeacherServer:
         if fewest < k:
             raise self._fault(name, f"it gave {fewest} tokens for a position, expected teacher_top_k={k}. Lower it")
         best = [sorted(entry.items(), key=lambda item: -item[1])[:k] for entry in entries]
-        found = np.array(best, float).reshape(len(entries), k, 2)
-        ids, logps = found[..., 0].astype(np.int64), found[..., 1]
+        table = np.array(best, float).reshape(len(entries), k, 2)
+        ids, logps = table[..., 0].astype(np.int64), table[..., 1]
         if not (logps <= LARGEST_LOGP).all():
             raise self._fault(name, "it gave log-probs that are NaN or above 0")
         if ids.max(initial=0) >= self.vocabulary:
             raise self._fault(
                 name,
-                f"it gave token id {ids.max()}, the student has {self.vocabulary} tokens. Use a teacher with its tokenizer",
+                f"it gave token id {ids.max()}, the student has {self.vocabulary} tokens. Use a teacher with its "
+                "tokenizer",
             )
         return ids, logps
 
@@ -177,9 +179,9 @@ class TeacherServer:
         return RuntimeError(f"The teacher server at {self._http.base_url}, {where}: {what}.")
 
 
-def _check_tokens(ids: list[int], given: Sequence[Container[int]]) -> None:
-    if len(given) != len(ids) or any(own not in known for own, known in zip(ids, given, strict=True)):
-        raise ValueError(f"{len(given)} tokens that are not the {len(ids)} of the prompt")
+def _check_tokens(ids: list[int], answered: Sequence[Container[int]]) -> None:
+    if len(answered) != len(ids) or any(token not in known for token, known in zip(ids, answered, strict=True)):
+        raise ValueError(f"{len(answered)} tokens that are not the {len(ids)} of the prompt")
 
 
 class _Row(NamedTuple):
@@ -204,13 +206,13 @@ class TeacherServers(ColumnTeacher):
         self.servers = [servers] if is_one else list(servers.values())
 
     def divergence(
-        self, scorer: Scorer, model: nn.Module, batch: Mapping[str, Any], loss: TeacherLoss, **given: Any
+        self, scorer: Scorer, model: nn.Module, batch: Columns, loss: TeacherLoss, **options: Any
     ) -> VocabularyLoss:
         if TEACHER_COLUMNS[0] not in batch:
             (batch,) = self.filled([batch], scorer.padded_inputs)
-        return super().divergence(scorer, model, batch, loss, **given)
+        return super().divergence(scorer, model, batch, loss, **options)
 
-    def filled(self, batches: Sequence[Any], rows_of: Callable[[Any], Mapping[str, Tensor]]) -> list[Any]:
+    def filled(self, batches: Sequence[Columns], rows_of: Callable[[Columns], Mapping[str, Tensor]]) -> list[Columns]:
         """Batches with `teacher_ids` and `teacher_logps` `(K, k)` of their trained tokens; all are requested together.
 
         `rows_of` makes padded rows of a batch. A batch of several teachers has `teacher (B,)`, the number of each row's
@@ -219,18 +221,18 @@ class TeacherServers(ColumnTeacher):
         rows = [row for number, batch in enumerate(batches) for row in _trained_rows(number, batch, rows_of(batch))]
         parts = []
         for server in range(len(self.servers)):
-            own = [row for row in rows if row.server == server]
-            parts += [own[start : start + ROWS_PER_REQUEST] for start in range(0, len(own), ROWS_PER_REQUEST)]
+            served = [row for row in rows if row.server == server]
+            parts += [served[start : start + ROWS_PER_REQUEST] for start in range(0, len(served), ROWS_PER_REQUEST)]
         calls = [("teacher", partial(self._best, part)) for part in parts]
         longest = max(server.deadline for server in self.servers) + GRACE_S
-        found: dict[tuple[int, int], Best] = {}
+        answers: dict[tuple[int, int], Best] = {}
         for part, answer in zip(parts, ThreadedCalls(most_left_behind=1).run(calls, longest), strict=True):
             if isinstance(answer, BaseException):
                 raise answer
-            found |= {row[:2]: best for row, best in zip(part, answer, strict=True)}
+            answers |= {row[:2]: best for row, best in zip(part, answer, strict=True)}
         filled = []
         for number, batch in enumerate(batches):
-            columns = concatenated([found[row[:2]] for row in rows if row.batch == number])
+            columns = concatenated([answers[row[:2]] for row in rows if row.batch == number])
             device = batch["input_ids"].device
             filled.append({**batch, **{name: column.to(device) for name, column in columns.items()}})
         return filled
@@ -238,15 +240,14 @@ class TeacherServers(ColumnTeacher):
     def _best(self, rows: Sequence[_Row]) -> list[Best]:
         """The most likely tokens in place of the trained ones of each row, all of one server."""
         names = [f"row {row.row} of micro-batch {row.batch}" for row in rows]
-        found = self.servers[rows[0].server].best([row.ids for row in rows], names)
-        return [(ids[row.trained - 1], logps[row.trained - 1]) for row, (ids, logps) in zip(rows, found, strict=True)]
+        best = self.servers[rows[0].server].best([row.ids for row in rows], names)
+        return [(ids[row.trained - 1], logps[row.trained - 1]) for row, (ids, logps) in zip(rows, best, strict=True)]
 
 
 def served_teacher(
     teacher: Any, args: Any, tokenizer: PreTrainedTokenizerBase, *, vocabulary: int
 ) -> TeacherServers | None:
-    """The servers if `teacher` is an address, or several by name, or is what the config names as such; None for other
-    teachers.
+    """The servers if `teacher` is an address, several by name, or what the config names as such; else None.
 
     Several are a dict, or a JSON object as text. Raises: ValueError for another teacher beside that of the config, for
     a temperature other than 1, and as `TeacherServer`.
@@ -255,18 +256,19 @@ def served_teacher(
     if urls is not None and teacher is not urls:
         raise ValueError("teacher_model and teacher_model_server_url cannot be combined; set one.")
     if urls is None:
-        urls, each = teacher, teacher.values() if isinstance(teacher, Mapping) else [teacher]
-        if not all(isinstance(url, str) and url.startswith(("http://", "https://")) for url in each):
+        urls, addresses = teacher, teacher.values() if isinstance(teacher, Mapping) else [teacher]
+        if not all(isinstance(url, str) and url.startswith(("http://", "https://")) for url in addresses):
             return None
     if args.temperature != 1:
         raise ValueError(
-            f"temperature={args.temperature}: a teacher server gives log-probs at temperature 1. Set temperature=1.0, or write "
-            "columns at another temperature with `trl teach`."
+            f"temperature={args.temperature}: a teacher server gives log-probs at temperature 1. Set temperature=1.0, "
+            "or write columns at another temperature with `trl teach`."
         )
     if isinstance(urls, str) and urls.lstrip().startswith("{"):
         urls = json_object("teacher_model_server_url", urls) or {}
     options: dict[str, Any] = {
-        "top_k": args.teacher_top_k, "deadline": args.teacher_server_timeout, "tokenizer": tokenizer, "vocabulary": vocabulary,
+        "top_k": args.teacher_top_k, "deadline": args.teacher_server_timeout, "tokenizer": tokenizer,
+        "vocabulary": vocabulary,
     }  # fmt: skip
     if isinstance(urls, str):
         model = None if urls is args.teacher_model_name_or_path else args.teacher_model_name_or_path
@@ -274,7 +276,7 @@ def served_teacher(
     return TeacherServers({name: TeacherServer(url, **options) for name, url in urls.items()})
 
 
-def _trained_rows(number: int, batch: Mapping[str, Any], rows: Mapping[str, Tensor]) -> Iterator[_Row]:
+def _trained_rows(number: int, batch: Columns, rows: Mapping[str, Tensor]) -> Iterator[_Row]:
     """The rows of micro-batch `number` that train a token."""
     servers = batch[TEACHER].tolist() if TEACHER in batch else [0] * len(rows["input_ids"])
     columns = (rows[name] for name in ("input_ids", "labels", "attention_mask"))

@@ -25,7 +25,7 @@ class APIError(Exception):
         return {"message": str(self), "type": kind, "param": self.param, "code": self.code}
 
 
-def check_text(value: Any) -> None:
+def check_text(value: object) -> None:
     """Raise ValueError for a JSON value with half of a surrogate pair, which no tokenizer reads."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
@@ -49,11 +49,11 @@ class ScoredPrompt:
         def entry(token: int, logp: float, rank: int) -> dict[str, Any]:
             return {"logprob": logp, "rank": rank, "decoded_token": self.texts[token]}
 
-        return [None, *({str(each[0]): entry(*each) for each in place} for place in self.at)]
+        return [None, *({str(scored[0]): entry(*scored) for scored in place} for place in self.at)]
 
     def tokens(self) -> list[tuple[str, float | None, dict[str, float] | None]]:
         """OpenAI's form: the text and log-prob of each token, and the most likely texts at its place."""
-        found: list[Any] = [(self.texts[self.ids[0]], None, None)]
+        tokens: list[Any] = [(self.texts[self.ids[0]], None, None)]
         for *best, (token, logp, _) in self.at:
-            found.append((self.texts[token], logp, {self.texts[each]: value for each, value, _ in best}))
-        return found
+            tokens.append((self.texts[token], logp, {self.texts[other]: value for other, value, _ in best}))
+        return tokens

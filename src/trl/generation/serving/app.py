@@ -7,14 +7,13 @@ import hmac
 import logging
 import socket
 import time
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, field_validator, model_validator
 
-from trl.generation.serving.connection import resolved
+from trl.generation.serving.connection import Json, resolved
 from trl.generation.vllm.backend import BackendDied, NoChannel, VLLMBackend
 from trl.reporting.deadlines import start
 
@@ -38,7 +37,7 @@ _ENDING_S = 2  # for requests to end at shutdown
 _HEAD_S = 30.0  # for the headers of a request to arrive
 _MOST_CONNECTIONS = 4096
 _ERRORS_SHOWN = 5  # of a body
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 Refusal = Callable[[Scope, str], Response | None]
 _STATUS: dict[type[Exception], int] = {
     RequestValidationError: 400, ValueError: 400, TypeError: 400, NoChannel: 409, BackendDied: 503, Exception: 500,
@@ -103,8 +102,8 @@ class HTTPServer:
     def run(self, app: ASGIApp) -> None:
         """Answer requests until `shutdown` is called in another thread, or SIGTERM or SIGINT in the main one."""
         config = uvicorn.Config(
-            app, http=_Connection, ws="none", limit_concurrency=_MOST_CONNECTIONS, lifespan="off", log_config=None, server_header=False,
-            access_log=logger.isEnabledFor(logging.DEBUG), timeout_keep_alive=_IDLE_S,
+            app, http=_Connection, ws="none", limit_concurrency=_MOST_CONNECTIONS, lifespan="off", log_config=None,
+            server_header=False, access_log=logger.isEnabledFor(logging.DEBUG), timeout_keep_alive=_IDLE_S,
             timeout_graceful_shutdown=_ENDING_S,
         )  # fmt: skip
         self._running = uvicorn.Server(config)
@@ -139,9 +138,9 @@ class GenerationServer(HTTPServer):
         Raises: BackendDied if the backend has ended.
         """
 
-        def refusal(scope: Scope, given: str) -> Response | None:
+        def refusal(scope: Scope, client_token: str) -> Response | None:
             scope["path"] = f"{scope['path'].rstrip('/')}/"
-            if scope["path"] == "/health/" or hmac.compare_digest(given.encode("latin-1"), token.encode()):
+            if scope["path"] == "/health/" or hmac.compare_digest(client_token.encode("latin-1"), token.encode()):
                 return None
             answer = _error(401, "The token is missing or wrong. Set TRL_VLLM_SERVER_TOKEN on both sides.")
             answer.headers["WWW-Authenticate"] = "Bearer"
@@ -183,29 +182,27 @@ def admission(app: ASGIApp, refusal: Refusal, *, most_bytes: int, seconds: float
         if (answer := refusal(scope, token.decode("latin-1"))) is not None:
             await answer(scope, receive, send)
             return
-        headers = [each for each in scope["headers"] if each[0] != b"content-type"]
+        headers = [header for header in scope["headers"] if header[0] != b"content-type"]
         scope["headers"] = [*headers, (b"content-type", b"application/json")]  # clients may give another type
         await app(scope, receive_limited, send_timely)
 
     return admitted
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Found]) -> Found:
-    """What `work` returns. Raises: HTTPException if the client closes its connection before, or the server shuts
-    down.
-    """
-    watch, found = asyncio.ensure_future(_gone(request)), asyncio.ensure_future(work)
-    found.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # which no one may read
+async def unless_gone(request: Request, work: Awaitable[Result]) -> Result:
+    """The result of `work`. Raises: HTTPException if the client goes away before, or the server shuts down."""
+    watch, result = asyncio.ensure_future(_gone(request)), asyncio.ensure_future(work)
+    result.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # which no one may read
     try:
-        await asyncio.wait({watch, found}, return_when=asyncio.FIRST_COMPLETED)
-        if not found.done():
+        await asyncio.wait({watch, result}, return_when=asyncio.FIRST_COMPLETED)
+        if not result.done():
             raise HTTPException(499, "The client went away.")
-        return found.result()
+        return result.result()
     except asyncio.CancelledError:
         raise HTTPException(503, "The server is shutting down.") from None
     finally:
         watch.cancel()
-        found.cancel()
+        result.cancel()
 
 
 async def _gone(request: Request) -> None:
@@ -217,8 +214,8 @@ async def _gone(request: Request) -> None:
 def faults_of(error: RequestValidationError) -> list[tuple[str, Any]]:
     """What is wrong in a body, each with the name of the field; "" for the body itself, also where it is not JSON."""
     return [
-        ("" if found["type"] == "json_invalid" else ".".join(map(str, found["loc"][1:])), found)
-        for found in error.errors()[:_ERRORS_SHOWN]
+        ("" if fault["type"] == "json_invalid" else ".".join(map(str, fault["loc"][1:])), fault)
+        for fault in error.errors()[:_ERRORS_SHOWN]
     ]
 
 
@@ -227,38 +224,38 @@ def make_app(server: GenerationServer, backend: VLLMBackend) -> FastAPI:
     app = FastAPI(openapi_url=None, redirect_slashes=False)
 
     @app.get("/health/")
-    async def health() -> Any:
+    async def health() -> Json:
         backend.check()
         return {"status": "ok"}
 
     @app.get("/get_world_size/")
-    async def get_world_size() -> Any:
+    async def get_world_size() -> Json:
         return {"world_size": backend.world_size}
 
     @app.get("/model/")
-    async def model() -> Any:
+    async def model() -> Json:
         return backend.about() | {"channel": backend.channel}
 
     @app.post("/complete/")
-    async def complete(request: Request, body: CompleteBody) -> Any:
-        futures = [backend.submit(each.model_dump()) for each in body.requests]
+    async def complete(request: Request, body: CompleteBody) -> JSONResponse:
+        futures = [backend.submit(completion.model_dump()) for completion in body.requests]
         try:
-            found = await unless_gone(request, _results(futures))
+            answers = await unless_gone(request, asyncio.gather(*map(asyncio.wrap_future, futures)))
         finally:
             for future in futures:  # nothing for those that ended
                 future.cancel()
-        return _completions({"completions": found, "channel": backend.channel})
+        return _completions({"completions": answers, "channel": backend.channel})
 
     @app.post("/generate/")
-    async def generate(body: GenerateBody) -> Any:
+    async def generate(body: GenerateBody) -> JSONResponse:
         return _completions(await _called(lambda: backend.generate(body)))
 
     @app.post("/chat/")
-    async def chat(body: ChatBody) -> Any:
+    async def chat(body: ChatBody) -> JSONResponse:
         return _completions(await _called(lambda: backend.chat(body)))
 
     @app.post("/init_communicator/")
-    async def init_communicator(body: JoinBody) -> Any:
+    async def init_communicator(body: JoinBody) -> Json:
         if body.world_size != (size := backend.world_size + 1):
             raise ValueError(f"world_size must be {size}, all workers and the client, got {body.world_size}.")
         if body.port == server.port:
@@ -268,22 +265,22 @@ def make_app(server: GenerationServer, backend: VLLMBackend) -> FastAPI:
         return {"status": "joined", "channel": backend.channel}
 
     @app.post("/update_weights/")
-    async def update_weights(body: WeightsBody) -> Any:
+    async def update_weights(body: WeightsBody) -> Json:
         await _called(lambda: backend.load(body.weights, whole=True))
         return {"loaded": len(body.weights)}
 
     @app.post("/update_named_param/")
-    async def update_named_param(body: WeightBody) -> Any:
+    async def update_named_param(body: WeightBody) -> Json:
         await _called(lambda: backend.load([body], whole=False))
         return {"loaded": 1}
 
     @app.post("/reset_prefix_cache/")
-    async def reset_prefix_cache() -> Any:
+    async def reset_prefix_cache() -> Json:
         await _called(backend.reset_prefix_cache)
         return {"status": "ok"}
 
     @app.post("/close_communicator/")
-    async def close_communicator(body: LeaveBody | None = None) -> Any:
+    async def close_communicator(body: LeaveBody | None = None) -> Json:
         await _called(lambda: backend.leave(None if body is None else body.channel))
         return {"status": "ok"}
 
@@ -312,18 +309,14 @@ async def _called(function: Callable[[], Any]) -> Any:
     return await asyncio.wrap_future(start(function, "vllm-server").future)
 
 
-async def _results(futures: list[Future[Any]]) -> list[Any]:
-    return await asyncio.gather(*map(asyncio.wrap_future, futures))
-
-
 def _error(status: int, text: str) -> JSONResponse:
     return JSONResponse({"error": text}, status)
 
 
-def _completions(found: dict[str, Any]) -> JSONResponse:
+def _completions(answer: Json) -> JSONResponse:
     """Raises: FloatingPointError for log-probs that JSON cannot hold."""
     try:
-        return JSONResponse(found)
+        return JSONResponse(answer)
     except ValueError:
         raise FloatingPointError("log-probs are not finite. Check weights and --dtype.") from None
 
@@ -351,13 +344,13 @@ class SamplingBody(Body):
     guided_decoding_regex: str | None = None
     generation_kwargs: dict[str, Any] | None = None
 
-    def sampling(self) -> dict[str, Any]:
+    def sampling(self) -> Json:
         """Arguments of vLLM's `SamplingParams`; `generation_kwargs` take precedence."""
         names = ("n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens")
-        found = {name: getattr(self, name) for name in names}
+        arguments = {name: getattr(self, name) for name in names}
         if self.guided_decoding_regex is not None:
-            found["structured_outputs"] = {"regex": self.guided_decoding_regex}
-        return found | (self.generation_kwargs or {})
+            arguments["structured_outputs"] = {"regex": self.guided_decoding_regex}
+        return arguments | (self.generation_kwargs or {})
 
 
 class GenerateBody(SamplingBody):
@@ -374,8 +367,8 @@ class GenerateBody(SamplingBody):
 
     def images_of(self, index: int) -> list[str]:
         """The images of one prompt, in base64."""
-        found = None if self.images is None else self.images[index]
-        return [] if found is None else [found] if isinstance(found, str) else found
+        images = None if self.images is None else self.images[index]
+        return [] if images is None else [images] if isinstance(images, str) else images
 
 
 class ChatBody(SamplingBody):
@@ -453,11 +446,11 @@ class LeaveBody(Body):
     channel: str | None = None
 
 
-def _part(part: Any) -> Any:
+def _part(part: object) -> object:
     if not isinstance(part, dict) or part.get("type") in ("text", None):
         return part
-    given = part.get(part["type"])
-    url = given.get("url") if isinstance(given, dict) else given
+    content = part.get(part["type"])
+    url = content.get("url") if isinstance(content, dict) else content
     if part["type"] == "image" and isinstance(url, str):
         url = f"data:image/png;base64,{url}"
     if part["type"] not in ("image", "image_url") or not isinstance(url, str) or not url.startswith("data:"):

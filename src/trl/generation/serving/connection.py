@@ -74,8 +74,8 @@ def token_file(port: int) -> Path:
 def client_token(host: str, port: int) -> str | None:
     """The token for the server at `host:port`: that of the environment, or of the file of a server on this machine."""
     file = token_file(port)
-    if (given := _from_environment()) is not None or not is_loopback(reachable(host)) or not file.is_file():
-        return given
+    if (token := _from_environment()) is not None or not is_loopback(reachable(host)) or not file.is_file():
+        return token
     return file.read_text(encoding="utf-8").strip()
 
 
@@ -92,8 +92,8 @@ def server_token(host: str, port: int) -> Iterator[str]:
     Raises: ValueError as `check_token_source`, CannotServe for a file that cannot be written.
     """
     check_token_source(host)
-    if (given := _from_environment()) is not None:
-        yield given
+    if (token := _from_environment()) is not None:
+        yield token
         return
     token, file = secrets.token_urlsafe(32), token_file(port)
     try:
@@ -136,11 +136,12 @@ def resolved(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...
 
     Raises: OSError for an unknown name.
     """
-    found = [(each[0], each[4]) for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
-    return next((each for each in found if each[0] == socket.AF_INET), found[0])
+    addresses = [(entry[0], entry[4]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    return next((address for address in addresses if address[0] == socket.AF_INET), addresses[0])
 
 
 _MOST_CHARACTERS = 2000  # of an error's text
+Json = dict[str, Any]
 Connected = Callable[[socket.socket], None] | None
 
 
@@ -187,7 +188,8 @@ class ServerConnection:
             parts = port = host = None
         if parts is None or parts.scheme not in ("http", "https") or not host or parts.username is not None:
             raise ValueError(
-                f"base_url={redacted(base_url)!r} is no address of a server such as http://localhost:8000, without a user's name."
+                f"base_url={redacted(base_url)!r} is no address of a server such as http://localhost:8000, without a "
+                "user's name."
             )
         self.kind, self.variable = kind, variable
         self.base_url, self.token = base_url.rstrip("/"), token
@@ -195,15 +197,14 @@ class ServerConnection:
         self.port = port or (443 if parts.scheme == "https" else 80)
         self._path, self._secure = parts.path.rstrip("/"), parts.scheme == "https"
 
-    def get(self, path: str, *, timeout_s: float | None = 60.0) -> dict[str, Any]:
+    def get(self, path: str, *, timeout_s: float | None = 60.0) -> Json:
         """The server's answer to a GET request; raises as `post`."""
         return self._request("GET", path, None, timeout_s)
 
     def post(
-        self, path: str, body: Any = None, *, timeout_s: float | None = None, connected: Connected = None
-    ) -> dict[str, Any]:
-        """The server's answer to a POST request; `timeout_s=None` waits as long as the server runs. `connected` is
-        given the socket.
+        self, path: str, body: Json | None = None, *, timeout_s: float | None = None, connected: Connected = None
+    ) -> Json:
+        """The server's answer to a POST request; `timeout_s=None` waits while it runs. `connected` gets the socket.
 
         Raises: ServerLost if it cannot be reached, is shutting down or has no weight channel, PermissionError for a
         wrong token, ValueError for an invalid request, RuntimeError for an error there.
@@ -212,10 +213,10 @@ class ServerConnection:
 
     def _request(
         self, method: str, path: str, body: bytes | None, timeout_s: float | None, connected: Connected = None
-    ) -> dict[str, Any]:
+    ) -> Json:
         is_ours = self.variable == VARIABLE
-        found_token = client_token(self.host, self.port) if is_ours else _from_environment(self.variable)
-        token = self.token or found_token or ""
+        configured = client_token(self.host, self.port) if is_ours else _from_environment(self.variable)
+        token = self.token or configured or ""
         if not (token.isascii() and token.isprintable()):  # `http.client` would print it
             raise ValueError(f"{self.variable} of the {self.kind} must be printable ASCII on one line.")
         headers = {"Content-Type": "application/json"}
@@ -239,16 +240,16 @@ class ServerConnection:
         finally:
             connection.close()
         try:
-            found = json.loads(text)
+            content = json.loads(text)
         except ValueError:
-            found = None
-        if status == 200 and isinstance(found, dict):
-            return found
-        message = str(found.get("error", text) if isinstance(found, dict) else text)[:_MOST_CHARACTERS]
+            content = None
+        if status == 200 and isinstance(content, dict):
+            return content
+        message = str(content.get("error", text) if isinstance(content, dict) else text)[:_MOST_CHARACTERS]
         if status == 401:
-            given = "that was given" if token else "(none was found)"
+            source = "that was given" if token else "(none was found)"
             message = (
-                f"refused the token {given}. Set {self.variable} to the same text for the server and for this program"
+                f"refused the token {source}. Set {self.variable} to the same text for the server and for this program"
                 + ("; without it, both must run on one machine as the same user." if is_ours else ".")
             )
         elif status in (200, 404, 405):

@@ -41,9 +41,9 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        is_object = isinstance(given, dict)
-        return {name: value for name, value in given.items() if value is not None} if is_object else given
+    def _without_nulls(cls, body: object) -> object:
+        is_object = isinstance(body, dict)
+        return {name: value for name, value in body.items() if value is not None} if is_object else body
 
     @model_validator(mode="after")
     def _is_unicode(self) -> Self:
@@ -69,7 +69,7 @@ class ChatBody(Body):
 
     @field_validator("tool_choice", "response_format", mode="before")
     @classmethod
-    def _is_unconstrained(cls, form: Any) -> Any:
+    def _is_unconstrained(cls, form: object) -> object:
         if form not in ("auto", "none", {"type": "text"}):
             raise ValueError(
                 f"{form!r:.200} needs constrained decoding, which this endpoint does not have. Leave it out"

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore
+from torch.distributed import ProcessGroup, TCPStore
 
 from trl.generation.serving.connection import reachable, resolved
 
@@ -31,8 +31,8 @@ class WeightChannel:
     After an error the channel cannot be used again.
     """
 
-    def __init__(self, group: Any, store: TCPStore, device: torch.device, timeout_s: float) -> None:
-        self._group: Any = group
+    def __init__(self, group: ProcessGroup, store: TCPStore, device: torch.device, timeout_s: float) -> None:
+        self._group: ProcessGroup | None = group
         self._store: TCPStore | None = store  # the group needs it
         self.device, self.timeout_s = device, timeout_s
         self._rounds = 0  # how often the sender waited for the receivers
@@ -68,7 +68,8 @@ class WeightChannel:
             channel._broadcast(torch.zeros(1, device=place), left)
         except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
             raise ConnectionError(
-                f"The weight channel at {host}:{port} needs {size} processes within {timeout_s:g} s; rank {rank}: {_first_line(error)}."
+                f"The weight channel at {host}:{port} needs {size} processes within {timeout_s:g} s; rank {rank}: "
+                f"{_first_line(error)}."
             ) from error
         return channel
 
@@ -120,7 +121,7 @@ class WeightChannel:
         if group is not None:
             group.abort()
 
-    def _opened(self) -> tuple[Any, TCPStore]:
+    def _opened(self) -> tuple[ProcessGroup, TCPStore]:
         group, store = self._group, self._store
         if group is None or store is None:
             raise ConnectionError("The weight channel is closed. Join a new one.")
@@ -132,7 +133,7 @@ class WeightChannel:
             return
         with self._breaking(f", or the other side took longer than {seconds:g} s"):
             timeout = timedelta(seconds=seconds)
-            work = group.broadcast(tensor.view(-1).view(torch.uint8), root=0, timeout=timeout)
+            work: Any = group.broadcast(tensor.view(-1).view(torch.uint8), root=0, timeout=timeout)
             until = time.monotonic() + seconds
             # Closing the channel in another thread does not end a broadcast over gloo.
             while self.device.type == "cpu" and not work.is_completed() and time.monotonic() < until:
@@ -149,7 +150,8 @@ class WeightChannel:
         except RuntimeError as error:  # torch's DistError is one
             self.close()
             raise ConnectionError(
-                f"The weight channel broke{otherwise}: {_first_line(error)}. See the log of the other side for the reason."
+                f"The weight channel broke{otherwise}: {_first_line(error)}. See the log of the other side for the "
+                "reason."
             ) from error
 
 

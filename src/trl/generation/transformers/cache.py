@@ -12,7 +12,7 @@ used.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cached_property
 from typing import Any
@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from trl.generation.transformers.reuse import Held
 from trl.models.packed.attention import packed_attention
+from trl.models.switches import holding
 
 
 def attend_part(
@@ -84,16 +85,15 @@ def fitted(buffer: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
 
 def resized(buffer: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
     """Zeros of this shape, with the entries that `buffer` has too."""
-    found = like.new_zeros(shape)
+    fresh = like.new_zeros(shape)
     if buffer is not None:
         common = tuple(slice(min(pair)) for pair in zip(buffer.shape, shape, strict=True))
-        found[common] = buffer[common]
-    return found
+        fresh[common] = buffer[common]
+    return fresh
 
 
 class Moves:
-    """Closes gaps in the numbering: `source` moves to `target` (int64), and `remaining` of a `total` of numbers are
-    left.
+    """Closes gaps in the numbering: `source` moves to `target` (int64), `remaining` of a `total` are left.
 
     `keep` is bool, False for those that leave.
     """
@@ -159,15 +159,15 @@ class Step:
         """Attention biases of prompts and completions; whether the first is by row (with an active sliding window)."""
         window = window if window and self.longest + self.width > window else None
         if window not in self._biases:
-            columns, own = self.columns[:, None], torch.arange(self.width, device=self.columns.device)
+            columns, tokens = self.columns[:, None], torch.arange(self.width, device=self.columns.device)
             if window is None:
-                own_bias = None if self.level else visibility_bias(own <= columns)[:, None, None]
+                own_bias = None if self.level else visibility_bias(tokens <= columns)[:, None, None]
                 self._biases[window] = self.prompt_bias, own_bias, False
             else:
-                keys = torch.arange(self.longest, device=own.device)
+                keys = torch.arange(self.longest, device=tokens.device)
                 lengths = self.lengths[self.prompt][:, None]
                 seen = visibility_bias((keys < lengths) & (keys > lengths + columns - window))
-                own_seen = visibility_bias((own <= columns) & (own > columns - window))
+                own_seen = visibility_bias((tokens <= columns) & (tokens > columns - window))
                 self._biases[window] = seen, own_seen[:, None, None], True
         return self._biases[window]
 
@@ -187,9 +187,7 @@ class Step:
 
 
 class RolloutCache:
-    """Keys and values of all layers: of prompts `(G, heads, tokens, D)`, and of the rows' own tokens `(R, heads,
-    tokens, D)`.
-    """
+    """Keys and values `(..., heads, tokens, D)` of all layers: of G prompts, and of the own tokens of R rows."""
 
     def __init__(self, layers: int) -> None:
         self.layers: list[dict[str, Tensor]] = [{} for _ in range(layers)]
@@ -206,7 +204,7 @@ class RolloutCache:
         The tokens before them are those that are `held`.
         """
         self._held = held if any(held) else ()
-        before = [0 if own is None else own.length for own in self._held or [None] * len(lengths)]
+        before = [0 if part is None else part.length for part in self._held or [None] * len(lengths)]
         # In the order of `store_prompts`: the packed row, then what is held.
         places = torch.arange(sum(lengths) + sum(before)).split([*lengths, *before])
         rows = [torch.cat(pair) for pair in zip(places[len(lengths) :], places[: len(lengths)], strict=True)]
@@ -215,7 +213,7 @@ class RolloutCache:
 
     def held_of(self, layer: int) -> list[tuple[Tensor, Tensor] | None]:
         """Keys and values of a layer before those of the next forward; empty if nothing is held."""
-        return [None if own is None else own.layers[layer] for own in self._held]
+        return [None if part is None else part.layers[layer] for part in self._held]
 
     def store_prompts(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store the keys and values `(heads, N, D)` of a packed row of prompts."""
@@ -240,7 +238,7 @@ class RolloutCache:
         prompt_bias, own_bias, by_row = step.biases(window)
         options = {"scale": scale, "softcap": softcap}
         grouped = query.unflatten(1, (key.shape[1], -1))  # (R, heads, Q, D): Q queries share a key head
-        own = attend_part(grouped, own_key, own_value, own_bias, **options)
+        completion = attend_part(grouped, own_key, own_value, own_bias, **options)
         table = step.to_slots(grouped).transpose(1, 2)  # (G, heads, per_prompt, Q, D)
         if by_row and prompt_bias is not None:
             prompt_bias = step.to_slots(prompt_bias)[:, None].repeat_interleave(grouped.shape[2], dim=2)
@@ -249,7 +247,7 @@ class RolloutCache:
             step.from_slots(part.unflatten(2, table.shape[2:4]).transpose(1, 2))
             for part in attend_part(table.flatten(2, 3), key, value, prompt_bias, **options)
         )
-        return merge(own, (output, total)).view(len(query), -1, value.shape[3]).to(value.dtype)
+        return merge(completion, (output, total)).view(len(query), -1, value.shape[3]).to(value.dtype)
 
     def _with_newest(self, cache: dict[str, Tensor], step: Step, key: Tensor, value: Tensor) -> Iterator[Tensor]:
         """The rows' own keys, then their values, with the newest ones stored."""
@@ -270,14 +268,14 @@ class RolloutCache:
 
     def copy_of(self, row: int, tokens: int, prompt: int, prompt_tokens: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of a prompt and of so many of a row's own tokens, by layer, in new memory."""
-        found = []
+        layers = []
         for cache in self.layers:
             parts = [[cache[f"prompt_{name}"][prompt, :, :prompt_tokens]] for name in ("key", "value")]
             if tokens:
                 parts[0].append(cache["own_key"][row, :, :tokens])
                 parts[1].append(cache["own_value"][row, :, :tokens])
-            found.append((torch.cat(parts[0], dim=1), torch.cat(parts[1], dim=1)))
-        return found
+            layers.append((torch.cat(parts[0], dim=1), torch.cat(parts[1], dim=1)))
+        return layers
 
     def drop_rows(self, moves: Moves, width: int) -> None:
         """Remove rows; `width` is the longest completion so far."""
@@ -330,22 +328,20 @@ def rollout_attention(
         return cache.attend(layer, *newest, scale=scale, window=window, softcap=softcap)[None], None
 
 
-def without_autocast(device: str) -> Any:
+def without_autocast(device: str) -> AbstractContextManager[object]:
     """A block without autocast."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 @contextmanager
-def rollout_attention_of(model: Any, cache: RolloutCache) -> Iterator[None]:
+def rollout_attention_of(model: PreTrainedModel, cache: RolloutCache) -> Iterator[None]:
     """Inside the block the model's attention layers use `cache`."""
-    before = model.config._attn_implementation
-    model.config._attn_implementation = ROLLOUT_ATTENTION
     token = _CACHE.set(cache)
     try:
-        yield
+        with holding(model.config, "_attn_implementation", ROLLOUT_ATTENTION):
+            yield
     finally:
         _CACHE.reset(token)
-        model.config._attn_implementation = before
 
 
 AttentionInterface.register(ROLLOUT_ATTENTION, rollout_attention)

@@ -1,6 +1,4 @@
-"""From logits to tokens: penalty, temperature, truncation, one draw for each row, log-probs; transformers' logits
-processors.
-"""
+"""From logits to tokens: penalty, temperature, truncation, one draw for each row, log-probs; logits processors."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from trl.generation.engine import Sampling
 
@@ -22,13 +20,11 @@ _FEW = 1024  # tokens that hold the nucleus of most distributions
 
 
 class Chosen(NamedTuple):
-    """Tokens `(R,)`, their log-probs under the distribution they were drawn from, and the log of the kept mass, in
-    nats.
-    """
+    """One token for each row."""
 
-    ids: Tensor
-    logps: Tensor
-    kept: Tensor | None
+    ids: Tensor  # (R,)
+    logps: Tensor  # (R,), nats, under the distribution they were drawn from
+    kept: Tensor | None  # (R,), nats: log of the kept mass
 
 
 def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Chosen:
@@ -75,9 +71,7 @@ def _invert(exps: Tensor, numbers: Tensor) -> Tensor:
 
 
 def running_sums(values: Tensor) -> Tensor:
-    """`values.cumsum(dim=1)` `(R, N)`, by matrix products if torch has no deterministic kernel (`full_determinism` on a
-    GPU).
-    """
+    """`values.cumsum(dim=1)` `(R, N)`; by matrix products where torch has no deterministic kernel (GPUs)."""
     needs_products = values.is_cuda and torch.are_deterministic_algorithms_enabled()
     return _sums_by_blocks(values) if needs_products else values.cumsum(dim=1)
 
@@ -121,9 +115,7 @@ def _nucleus_border(values: Tensor, exps: Tensor, ranked: Tensor | None, top_p: 
 
 
 def _last_within(ranked: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The last of the `ranked` values with less than `wanted` mass before it; whether their sum is at least
-    `wanted`.
-    """
+    """The last of the `ranked` values with less than `wanted` mass before it; whether they have that much."""
     mass = ranked.exp()
     ends = running_sums(mass.double())
     count = (ends - mass < wanted).sum(dim=1, keepdim=True)
@@ -142,8 +134,8 @@ class Processors:
     `ends` are the stop tokens. Temperature, truncation and repetition penalty are included, in transformers' order.
     """
 
-    def __init__(self, core: Any, sampling: Sampling, ends: Sequence[int]) -> None:
-        self._core = core
+    def __init__(self, core: PreTrainedModel, sampling: Sampling, ends: Sequence[int]) -> None:
+        self._core: Any = core
         self._config = GenerationConfig(
             do_sample=not sampling.greedy, temperature=sampling.temperature or 1.0, top_k=sampling.top_k,
             top_p=sampling.top_p, min_p=sampling.min_p, repetition_penalty=sampling.repetition_penalty,
@@ -163,11 +155,10 @@ class Processors:
         ids: Tensor,
         counts: Tensor,
     ) -> Chosen:
-        """One token for each row of `logits` `(R, V)`, as drawn by `choose`; the first `counts` `(R,)` of `ids` `(R,
-        T)` are generated.
+        """One token for each row of `logits` `(R, V)`, as drawn by `choose`.
 
-        `begin` are the first tokens of an encoder-decoder's completions, None for a decoder. The kept mass is that of
-        the tokens that the processors keep.
+        The first `counts` `(R,)` of `ids` `(R, T)` are generated. `begin` are the first tokens of an encoder-decoder's
+        completions, None for a decoder. The kept mass is that of the tokens that the processors keep.
         """
         together = defaultdict(list)
         for row, key in enumerate(zip(prompts, counts.tolist(), strict=True)):

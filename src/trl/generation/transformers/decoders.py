@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from trl.generation.transformers.cache import RolloutCache, without_autocast
 from trl.generation.transformers.reuse import Held
@@ -23,8 +24,8 @@ from trl.tensors.segments import Segments
 class OwnForward:
     """The model's own layers; their attention must be `rollout_attention` on the same cache."""
 
-    def __init__(self, model: Any, cache: RolloutCache) -> None:
-        self.cache, self.device = cache, model.get_input_embeddings().weight.device
+    def __init__(self, model: PreTrainedModel, cache: RolloutCache) -> None:
+        self.cache, self.device = cache, next(model.get_input_embeddings().parameters()).device
         self.decoder: Any = decoder_of(model)
         self.head: Any = model.get_output_embeddings()
         self.rule = logit_rule(model.config)
@@ -38,10 +39,8 @@ class OwnForward:
     def prompt_states(
         self, prompts: Sequence[Sequence[int]], held: Sequence[Held | None] = ()
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states `(N, H)` of prompts, one after another and without the tokens that are `held`; their
-        lengths.
-        """
-        before = [0 if own is None else own.length for own in held or [None] * len(prompts)]
+        """Hidden states `(N, H)` of prompts, one after another and without what is `held`; their lengths."""
+        before = [0 if part is None else part.length for part in held or [None] * len(prompts)]
         parts = [prompt[count:] for prompt, count in zip(prompts, before, strict=True)]
         segments = Segments.from_lengths(map(len, parts))
         ids = torch.tensor([token for part in parts for token in part], device=self.device)
@@ -72,16 +71,17 @@ LARGEST_COPIED = 6 << 30  # bytes of all weights, most of which are copied
 _PACKED_FOR = 64  # rows; as fast for other numbers
 
 
-def fused_unsupported(model: Any, dtype: torch.dtype | None = None) -> str | None:
+def fused_unsupported(model: PreTrainedModel, dtype: torch.dtype | None = None) -> str | None:
     """Why our decode step does not support a model (under autocast in `dtype`); None if it does."""
     config = model.config
     if config.model_type not in FUSED_MODEL_TYPES:
         return f"its architecture ({config.model_type}) is not one of {', '.join(FUSED_MODEL_TYPES)}"
     home = f"transformers.models.{config.model_type}."
-    layers = model.get_decoder().layers
-    modules = [[kind.__module__ for kind in type(part).__mro__] for part in (model, model.get_decoder(), *layers)]
-    own = (next(each for each in names if not each.startswith("torch.distributed.")) for names in modules)
-    if not all(name.startswith(home) for name in own):  # without FSDP2's subclasses
+    decoder: Any = model.get_decoder()
+    layers = decoder.layers
+    modules = [[kind.__module__ for kind in type(part).__mro__] for part in (model, decoder, *layers)]
+    homes = (next(name for name in names if not name.startswith("torch.distributed.")) for names in modules)
+    if not all(name.startswith(home) for name in homes):  # without FSDP2's subclasses
         return "its class is not transformers' own"
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in _ROPE_TYPES:
@@ -93,7 +93,7 @@ def fused_unsupported(model: Any, dtype: torch.dtype | None = None) -> str | Non
     linears = [layer.get_submodule(name) for layer in layers for name in names]
     if not all(map(has_readable_weight, [*linears, model.get_output_embeddings()])):
         return "its layers are quantised, or have adapters that are no sums of weights"
-    parts = *layers, model.get_decoder().norm, model.get_output_embeddings()
+    parts: Any = *layers, decoder.norm, model.get_output_embeddings()
     if any(inner._forward_hooks or inner._forward_pre_hooks for part in parts for inner in part.modules()):
         return "its layers have hooks"
     return None
@@ -146,8 +146,8 @@ class Projection:
         parts: Any = [readable_weight(module) for module in modules]
         weight = parts[0][0] if len(parts) == 1 else torch.cat([weight for weight, _ in parts])
         bias = None
-        if any(own is not None for _, own in parts):
-            bias = torch.cat([weight.new_zeros(len(part)) if own is None else own for part, own in parts])
+        if any(term is not None for _, term in parts):
+            bias = torch.cat([weight.new_zeros(len(part)) if term is None else term for part, term in parts])
         dtype = dtype or weight.dtype
         self.weight, self.bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         self.is_packed = takes_packed(self.weight)
@@ -172,7 +172,7 @@ def takes_packed(weight: Tensor) -> bool:
 class FusedLayer:
     """A decoder layer with concatenated weights."""
 
-    def __init__(self, layer: Any, config: Any, *, dtype: torch.dtype | None) -> None:
+    def __init__(self, layer: Any, config: PretrainedConfig, *, dtype: torch.dtype | None) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.qkv = Projection(attention.q_proj, attention.k_proj, attention.v_proj, dtype=dtype)
         self.output = Projection(attention.o_proj, dtype=dtype)
@@ -216,7 +216,7 @@ class FusedDecoder(OwnForward):
     `dtype` is the autocast dtype, None without autocast.
     """
 
-    def __init__(self, model: Any, cache: RolloutCache, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, cache: RolloutCache, *, dtype: torch.dtype | None = None) -> None:
         super().__init__(model, cache)
         self.layers = [FusedLayer(layer, model.config, dtype=dtype) for layer in self.decoder.layers]
         self.embeddings = model.get_input_embeddings()

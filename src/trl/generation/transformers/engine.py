@@ -11,8 +11,10 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from trl.generation.engine import Generated, Numbers, Prompts, Sampling, check_requests
@@ -60,8 +62,8 @@ class TransformersEngine:
         self,
         model: nn.Module,
         *,
-        tokenizer: Any | None = None,
-        accelerator: Any | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        accelerator: Accelerator | None = None,
         route: Route = "auto",
         max_batch: int | None = None,
         gather_zero3: bool = True,
@@ -72,15 +74,19 @@ class TransformersEngine:
         check_one_of("route", route, ("auto", "fused", "forward", "generate"))
         if is_bidirectional(core := causal_core(without_wrappers(model))):
             raise ValueError(
-                f"{type(core).__name__} attends to later tokens (is_causal=False): its log-probs of a completion are not those "
-                "that it was sampled with. Generate with a causal model."
+                f"{type(core).__name__} attends to later tokens (is_causal=False): its log-probs of a completion are "
+                "not "
+                "those that it was sampled with. Generate with a causal model."
             )
         self.model, self.tokenizer, self.accelerator = model, tokenizer, accelerator
         self.route: Route = route
         self.max_batch, self.gather_zero3, self.reuse_memory = max_batch, gather_zero3, reuse_memory
         self.fallbacks: list[str] = []
         self._warned: set[str] = set()
-        self._checked: Any = (None, None)  # a model, and why its forward cannot use our cache
+        self._checked: tuple[PreTrainedModel | None, str | None] = (
+            None,
+            None,
+        )  # a model, and why its forward cannot use our cache
 
     def generate(
         self,
@@ -92,11 +98,10 @@ class TransformersEngine:
         more_inputs: MoreInputs | None = None,
         listener: Callable[[Tensor, Tensor], None] | None = None,
     ) -> list[Generated]:
-        """One completion for each prompt, in order; see `Engine.generate`. With `more_inputs` the route is
-        `"generate"`.
+        """One completion for each prompt, in order; see `Engine.generate`.
 
-        `listener(requests, ids)`, both `(R,)`, is called with each request's newest token. In float32 a draw may depend
-        on rounding errors, which vary with the batch.
+        With `more_inputs` the route is `"generate"`. `listener(requests, ids)`, both `(R,)`, is called with each
+        request's newest token. In float32 a draw may depend on rounding errors, which vary with the batch.
 
         Raises: ValueError for invalid prompts, FloatingPointError for logits that are not finite.
         """
@@ -106,17 +111,17 @@ class TransformersEngine:
             core = causal_core(model)
             begin = [core.config.decoder_start_token_id or 0] if _is_encoder_decoder(core) else None
             length, vocabulary = context_length_of(model), embedded_tokens(core)
-            found, names = check_requests(
+            rows, names = check_requests(
                 prompts, streams, context_length=length, vocabulary=vocabulary, room=0 if begin else 1
             )
-            if not found:
+            if not rows:
                 return []
             ends = end_tokens(sampling.stop_token_ids, core)
             if not ends and not sampling.stop_strings and sampling.stop_token_ids is None:
                 self._warn("The model has no end token: completions have their maximum length. Set eos_token_id.")
             requests = Requests(context_length=length, device=core.device, begin=begin, listener=listener)
             rules = self._rules(sampling, core, ends)
-            requests.add(found, names, replace(sampling, seed=seed), rules, limits=limits)
+            requests.add(rows, names, replace(sampling, seed=seed), rules, limits=limits)
             with nullcontext() if dtype is None else torch.autocast(core.device.type, dtype=dtype):
                 self._run(model, core, requests, dtype, more_inputs)
         return requests.results()
@@ -160,16 +165,15 @@ class TransformersEngine:
                 requests.listener = None
 
     def check_live(self) -> None:
-        """Raise ValueError for a run that shards weights over processes, with a model that generates by its own
-        `generate`.
-        """
+        """Raise ValueError for weights that are sharded, of a model that generates by its own `generate`."""
         state: Any = getattr(self.accelerator, "state", None)
         shards = getattr(state, "fsdp_plugin", None) is not None or is_deepspeed_zero3_enabled()
         model = without_wrappers(self.model)
         core = causal_core(model)
         if (shards or self.together) and (reason := forward_unsupported(model, core)) is not None:
             raise ValueError(
-                f"{type(core).__name__} cannot be sharded where requests come and go, because {reason}. Train it without FSDP and ZeRO-3."
+                f"{type(core).__name__} cannot be sharded where requests come and go, because {reason}. "
+                "Train it without FSDP and ZeRO-3."
             )
 
     @property
@@ -193,7 +197,12 @@ class TransformersEngine:
         return MIXED.get(getattr(self.accelerator, "mixed_precision", "no"))
 
     def _run(
-        self, model: Any, core: Any, requests: Requests, dtype: torch.dtype | None, more_inputs: MoreInputs | None
+        self,
+        model: nn.Module,
+        core: PreTrainedModel,
+        requests: Requests,
+        dtype: torch.dtype | None,
+        more_inputs: MoreInputs | None,
     ) -> None:
         route = "generate" if more_inputs is not None else self._route(model, core)
         config = core.config.get_text_config()
@@ -209,17 +218,19 @@ class TransformersEngine:
             decoder = self._decoder(route, core, cache, dtype)
             RolloutLoop(decoder, cache, requests, max_rows=rows).run()
 
-    def _decoder(self, route: Route, core: Any, cache: RolloutCache, dtype: torch.dtype | None) -> OwnForward:
+    def _decoder(
+        self, route: Route, core: PreTrainedModel, cache: RolloutCache, dtype: torch.dtype | None
+    ) -> OwnForward:
         return FusedDecoder(core, cache, dtype=dtype) if route == "fused" else OwnForward(core, cache)
 
-    def _rules(self, sampling: Sampling, core: Any, ends: Sequence[int]) -> Rules:
+    def _rules(self, sampling: Sampling, core: PreTrainedModel, ends: Sequence[int]) -> Rules:
         processors = Processors(core, sampling, ends) if sampling.processors else None
         texts = sampling.stop_strings
         strings = StopStrings(texts, self.tokenizer) if texts else None
         tokens = torch.tensor(list(ends), dtype=torch.int64, device=core.device)
         return Rules(sampling, tokens, strings, processors)
 
-    def _route(self, model: Any, core: Any) -> Route:
+    def _route(self, model: nn.Module, core: PreTrainedModel) -> Route:
         """The first route that this model supports, or the requested one.
 
         Raises: ValueError if the model does not support the requested route.
@@ -249,11 +260,11 @@ class TransformersEngine:
             logger.warning(message)
 
 
-def _is_encoder_decoder(core: Any) -> bool:
+def _is_encoder_decoder(core: PreTrainedModel) -> bool:
     return getattr(core.config, "is_encoder_decoder", False)
 
 
-def forward_unsupported(model: Any, core: Any) -> str | None:
+def forward_unsupported(model: nn.Module, core: PreTrainedModel) -> str | None:
     """Why a model's own forward cannot use our cache; None if it can."""
     if _is_encoder_decoder(core):
         return "it is an encoder-decoder model"
@@ -266,7 +277,7 @@ def forward_unsupported(model: Any, core: Any) -> str | None:
     )
 
 
-def context_length_of(model: Any, at_most: int | None = None) -> int | None:
+def context_length_of(model: nn.Module, at_most: int | None = None) -> int | None:
     """The number of positions of a model without those of virtual tokens, at most `at_most`; None for no limit.
 
     A decoder's positions are those of prompt and completion; an encoder-decoder has as many for each.
@@ -276,11 +287,11 @@ def context_length_of(model: Any, at_most: int | None = None) -> int | None:
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and prompt_learning_unsupported(model) is not None:
         positions -= getattr(model.active_peft_config, "num_virtual_tokens", None) or 0
-    return min((each for each in (positions, at_most) if each is not None), default=None)
+    return min((limit for limit in (positions, at_most) if limit is not None), default=None)
 
 
 @contextmanager
-def generating(model: nn.Module, accelerator: Any | None, *, gather_zero3: bool = True) -> Iterator[Any]:
+def generating(model: nn.Module, accelerator: Accelerator | None, *, gather_zero3: bool = True) -> Iterator[nn.Module]:
     """Yield the transformers model or `PeftModel` inside `model`, with whole weights, in eval mode, without gradients.
 
     Wrappers are removed (torch.compile, a value head; DDP, FSDP and DeepSpeed with the `accelerator`). Sharded weights
@@ -299,15 +310,15 @@ def generating(model: nn.Module, accelerator: Any | None, *, gather_zero3: bool 
         yield without_heads(inner)
 
 
-def without_heads(model: Any) -> Any:
+def without_heads(model: nn.Module) -> nn.Module:
     """The language model inside a value-head wrapper."""
     inner = getattr(model, "pretrained_model", None)
     return inner if isinstance(inner, nn.Module) else model
 
 
-def without_wrappers(model: Any) -> Any:
+def without_wrappers(model: nn.Module) -> nn.Module:
     """The transformers model or `PeftModel` inside training wrappers and a value head."""
-    return without_heads(extract_model_from_parallel(model, keep_torch_compile=False))
+    return without_heads(extract_model_from_parallel(model, keep_torch_compile=False))  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -36,7 +36,7 @@ class LiveRequests:
         vocabulary: int,
         rules_of: Callable[[Sampling], Rules],
         rows_for: Callable[[], int],
-        running: Callable[[RolloutCache], AbstractContextManager[Any]],
+        running: Callable[[RolloutCache], AbstractContextManager[object]],
     ) -> None:
         self.requests, self.loop, self.vocabulary = requests, loop, vocabulary
         self.rules_of, self.rows_for, self.running = rules_of, rows_for, running
@@ -82,8 +82,8 @@ class LiveRequests:
             self.loop.advance()
         ended = self.loop.ended[:]
         self.loop.ended.clear()
-        found = self.requests.results(ended) if ended else []
-        answers = {self._release(row): one for row, one in zip(ended, found, strict=True)}
+        completions = self.requests.results(ended) if ended else []
+        answers = {self._release(row): one for row, one in zip(ended, completions, strict=True)}
         if not self.busy:  # other settings would add up
             self._rules.clear()
             self.requests.forget_rules()
@@ -94,23 +94,23 @@ class LiveRequests:
 
         Raises: ValueError for an invalid prompt.
         """
-        ids, decoder, found = self._checked(prompt, 0), copy.copy(self.loop.decoder), list[Scored]()
+        ids, decoder, places = self._checked(prompt, 0), copy.copy(self.loop.decoder), list[Scored]()
         decoder.cache = RolloutCache(len(self.loop.cache.layers))
         with self.running(decoder.cache):
             hidden, _ = decoder.prompt_states([ids])
             targets = torch.tensor(ids[1:], device=hidden.device)
             rows = max(1, _LOGITS // self.vocabulary)
-            for states, own in zip(hidden[:-1].split(rows), targets.split(rows), strict=True):
+            for states, next_ids in zip(hidden[:-1].split(rows), targets.split(rows), strict=True):
                 logits = decoder.logits(states)
-                best, drawn = logits.topk(min(count, logits.shape[1])), logits.gather(1, own[:, None])
-                tokens = torch.cat([best.indices, own[:, None]], 1).tolist()
+                best, drawn = logits.topk(min(count, logits.shape[1])), logits.gather(1, next_ids[:, None])
+                tokens = torch.cat([best.indices, next_ids[:, None]], 1).tolist()
                 logps = (torch.cat([best.values, drawn], 1) - logits.logsumexp(1)[:, None]).tolist()
                 ranks = ((logits > drawn).sum(1) + 1).tolist()
                 for here, values, rank in zip(tokens, logps, ranks, strict=True):
-                    found.append(list(zip(here, values, [*range(1, len(here)), rank], strict=True)))
+                    places.append(list(zip(here, values, [*range(1, len(here)), rank], strict=True)))
         if self.loop.reuse is not None:  # of a completion after it
             self.loop.reuse.keep(ids, decoder.cache.copy_of(0, 0, 0, len(ids)))
-        return found
+        return places
 
     def _begin(self) -> None:
         """Add what waits; equal prompts of one step are run once."""
@@ -119,8 +119,8 @@ class LiveRequests:
             alike.setdefault((rules, request.sampling, request.limit is None), []).append((number, request))
         self._waiting = {}
         for (rules, sampling, unlimited), several in alike.items():
-            each: Any = [(request.prompt, request.stream, request.limit) for _, request in several]
-            prompts, streams, limits = zip(*each, strict=True)
+            settings: Any = [(request.prompt, request.stream, request.limit) for _, request in several]
+            prompts, streams, limits = zip(*settings, strict=True)
             rows = self.requests.add(prompts, streams, sampling, rules, limits=None if unlimited else limits)
             self._running |= dict(zip(rows, several, strict=True))
             self.loop.queue += self.requests.queue(rows)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from trl.generation.engine import Engine, Generated, Sampling
-from trl.generation.live import LiveCalls
+from trl.generation.live import Live, LiveCalls
 from trl.generation.transformers.cache import Moves, RolloutCache, Step, rollout_attention_of
 from trl.generation.transformers.decoders import FusedDecoder, OwnForward, fused_unsupported
 from trl.generation.transformers.engine import TransformersEngine, forward_unsupported, generating
@@ -42,12 +43,17 @@ class MixtureEngine(TransformersEngine):
         self.reference, self.coefficient = reference, coefficient
 
     @contextmanager
-    def live(self) -> Any:
+    def live(self) -> Iterator[Live]:
         """Requests by `generate`: a mixture has no steps of its own."""
         yield LiveCalls(self)
 
     def _run(
-        self, model: Any, core: Any, requests: Requests, dtype: torch.dtype | None, more_inputs: MoreInputs | None
+        self,
+        model: nn.Module,
+        core: PreTrainedModel,
+        requests: Requests,
+        dtype: torch.dtype | None,
+        more_inputs: MoreInputs | None,
     ) -> None:
         share, config = self.coefficient(), core.config.get_text_config()
         with ExitStack() as stack:
@@ -60,8 +66,8 @@ class MixtureEngine(TransformersEngine):
                 stack.enter_context(same_trainable(model))
             rows = self.max_batch or default_rows(config, requests, (dtype or core.dtype).itemsize)
             members = [
-                _Member(each, weight, block, dtype)
-                for each, weight, block in ((model, 1 - share, nullcontext), (other, share, switched))
+                _Member(member, weight, block, dtype)
+                for member, weight, block in ((model, 1 - share, nullcontext), (other, share, switched))
                 if weight
             ]
             mixture: Any = _Mixture(members)
@@ -72,16 +78,20 @@ class _Member:
     """A model of a mixture, with its cache."""
 
     def __init__(
-        self, model: Any, weight: float, switched: Callable[[], AbstractContextManager[Any]], dtype: torch.dtype | None
+        self,
+        model: nn.Module,
+        weight: float,
+        switched: Callable[[], AbstractContextManager[object]],
+        dtype: torch.dtype | None,
     ) -> None:
         self.core, self.weight, self.switched = causal_core(model), weight, switched
         self.cache = RolloutCache(self.core.config.get_text_config().num_hidden_layers)
         with switched():
-            own, is_fused = (self.core, self.cache), fused_unsupported(self.core) is None
-            self.decoder = FusedDecoder(*own, dtype=dtype) if is_fused else OwnForward(*own)
+            parts, is_fused = (self.core, self.cache), fused_unsupported(self.core) is None
+            self.decoder = FusedDecoder(*parts, dtype=dtype) if is_fused else OwnForward(*parts)
 
     @contextmanager
-    def active(self) -> Any:
+    def active(self) -> Iterator[OwnForward]:
         with self.switched(), rollout_attention_of(self.core, self.cache):
             yield self.decoder
 
@@ -146,13 +156,13 @@ class TurnsEngine:
     ) -> list[Generated]:
         """One completion for each prompt, in order; see `Engine.generate`."""
         names = range(len(prompts)) if streams is None else streams
-        found: list[Any] = [None] * len(prompts)
+        completions: list[Any] = [None] * len(prompts)
         for turn, engine in enumerate((self.policy, self.opponent)):
-            own = None if limits is None else limits[turn::2]
-            found[turn::2] = engine.generate(prompts[turn::2], sampling, streams=names[turn::2], limits=own)
-        return found
+            some = None if limits is None else limits[turn::2]
+            completions[turn::2] = engine.generate(prompts[turn::2], sampling, streams=names[turn::2], limits=some)
+        return completions
 
-    def sync_weights(self, model: Any, step: int) -> None:
+    def sync_weights(self, model: nn.Module, step: int) -> None:
         """Use the weights of `model` in both."""
         self.policy.sync_weights(model, step)
         self.opponent.sync_weights(model, step)

@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 
 from trl.collators.images import is_per_token
 from trl.generation.transformers.requests import Requests
@@ -50,7 +56,7 @@ class _OurDraws(LogitsProcessor):
             tokens = tokens.masked_fill(torch.isin(tokens, tokens.new_tensor(self.unread)), self.blank)
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 
-    def all_done(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+    def all_done(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
         """A stopping criterion that ends all rows together, so that `generate` pads none."""
         return self.done.all().expand(len(self.done))
 
@@ -91,12 +97,12 @@ def generate_with_model(
             core.generation_config = before
 
 
-def _config(core: Any, longest: int, pad: int) -> GenerationConfig:
+def _config(core: PreTrainedModel, longest: int, pad: int) -> GenerationConfig:
     """A greedy config with the model's own first tokens."""
     begin = {}
     for name in ("decoder_start_token_id", "forced_bos_token_id", "bos_token_id"):
-        own = getattr(core.generation_config, name, None)
-        begin[name] = getattr(core.config, name, None) if own is None else own
+        token = getattr(core.generation_config, name, None)
+        begin[name] = getattr(core.config, name, None) if token is None else token
     return GenerationConfig(max_new_tokens=longest, do_sample=False, num_beams=1, pad_token_id=pad, **begin)
 
 
@@ -108,7 +114,7 @@ def _inputs(model: Any, requests: Requests, batch: Sequence[int], pad: int) -> d
     prompts = [torch.tensor(requests.prompts[number]) for number in distinct]
     side = "right" if encoder_decoder else "left"
     ids = pad_rows(prompts, padding_value=pad, padding_side=side)
-    mask = pad_rows([torch.ones_like(each) for each in prompts], padding_side=side)
+    mask = pad_rows([torch.ones_like(prompt) for prompt in prompts], padding_side=side)
     inputs = {"input_ids": ids.to(requests.device), "attention_mask": mask.to(requests.device)}
     if not encoder_decoder:
         return inputs
@@ -140,16 +146,16 @@ def _with_more(
     if len(distinct) == len(batch) or ends_blindly or is_short or prompt_learning_unsupported(model):
         return {**inputs, **more_of(batch)}
     firsts = [names.index(name) for name in distinct]
-    given = {"input_ids": ids[firsts], "attention_mask": mask[firsts], **more_of([batch[row] for row in firsts])}
+    whole = {"input_ids": ids[firsts], "attention_mask": mask[firsts], **more_of([batch[row] for row in firsts])}
     heads = {
-        name: value[:, :-1] if name in inputs or is_per_token(name, value, given) else value
-        for name, value in given.items()
+        name: value[:, :-1] if name in inputs or is_per_token(name, value, whole) else value
+        for name, value in whole.items()
     }
-    found = model.generate(**heads, **settings, max_new_tokens=1, return_dict_in_generate=True)
+    outputs = model.generate(**heads, **settings, max_new_tokens=1, return_dict_in_generate=True)
     rows = torch.tensor([distinct.index(name) for name in names], device=ids.device)
-    found.past_key_values.reorder_cache(rows)
+    outputs.past_key_values.reorder_cache(rows)
     body: Any = causal_core(model).base_model
     offsets = getattr(body, "rope_deltas", None)  # of each row's positions, in models like Qwen-VL
     if isinstance(offsets, Tensor):
         body.rope_deltas = offsets[rows]
-    return {**inputs, "past_key_values": found.past_key_values}
+    return {**inputs, "past_key_values": outputs.past_key_values}

@@ -1,5 +1,4 @@
-"""For custom training loops over padded queries: responses by a model's own `generate`, logits, rewards, stop strings,
-lengths.
+"""For custom training loops over padded queries: a model's own `generate`, logits, rewards, stop strings, lengths.
 
 Padding is recognised by its token alone: no text may contain that token, and it must differ from the end token.
 Trainers use engines and scorers, which mask by position.
@@ -53,8 +52,8 @@ def get_reward(
     if decoder is None or not hasattr(classifier, "score"):
         raise TypeError(f"model must be a classifier with a layer `score`, got {type(classifier).__name__}.")
     inputs = _taken_by(decoder, padded_inputs(query_responses, pad_token_id))
-    found = decoder(**inputs, return_dict=True, use_cache=False)
-    logits = classifier.score(found.last_hidden_state)
+    outputs = decoder(**inputs, return_dict=True, use_cache=False)
+    logits = classifier.score(outputs.last_hidden_state)
     last = first_true_indices(query_responses[:, context_length:] == pad_token_id) - 1 + context_length
     rows = torch.arange(len(logits), device=logits.device)
     return logits, logits[rows, last].squeeze(-1), last
@@ -74,11 +73,10 @@ def padded_inputs(query_responses: Tensor, pad_token_id: int) -> dict[str, Tenso
 
 def _core(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside of DDP, DeepSpeed's engine (`prepare_deepspeed`), FSDP, a compiler and PEFT."""
-    inner: Any = extract_model_from_parallel(model, keep_torch_compile=False)
-    return causal_core(inner)
+    return causal_core(extract_model_from_parallel(model, keep_torch_compile=False))  # type: ignore[arg-type]
 
 
-def _taken_by(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def _taken_by(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Those of the inputs that the model's forward knows: some take their positions from the mask."""
     known = inspect.signature(model.forward).parameters
     return {name: value for name, value in inputs.items() if name in known}
@@ -95,7 +93,7 @@ def generate(
     model: Any = lm_backbone
     inputs = padded_inputs(queries, pad_token_id)
     padding = {} if generation_config.pad_token_id is not None else {"pad_token_id": pad_token_id}
-    found = model.generate(
+    outputs = model.generate(
         input_ids=inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
         generation_config=generation_config,
@@ -103,8 +101,8 @@ def generate(
         output_scores=True,
         **padding,
     )
-    responses = found.sequences[:, queries.shape[1] :]
-    return torch.cat([queries, responses], dim=1), torch.stack(found.scores, dim=1)
+    responses = outputs.sequences[:, queries.shape[1] :]
+    return torch.cat([queries, responses], dim=1), torch.stack(outputs.scores, dim=1)
 
 
 @torch.no_grad()
@@ -116,11 +114,11 @@ def batch_generation(
     generation_config: GenerationConfig,
 ) -> tuple[Tensor, Tensor]:
     """`generate` for a few rows at a time; results are padded on the right to the longest response, logits with 0."""
-    found = [
+    batches = [
         generate(model, rows, pad_token_id, generation_config)
         for rows in queries.split(local_rollout_forward_batch_size)
     ]
-    sequences, logits = ([row for part in parts for row in part] for parts in zip(*found, strict=True))
+    sequences, logits = ([row for part in parts for row in part] for parts in zip(*batches, strict=True))
     return pad(sequences, padding_value=pad_token_id), pad(logits, padding_value=0)
 
 
@@ -169,12 +167,12 @@ class StringStoppingCriteria(StoppingCriteria):
     It can be reused for several calls: it resets when all rows have stopped, or when `first_call` is set to True.
     """
 
-    def __init__(self, stop_strings: Sequence[str], tokenizer: Any) -> None:
+    def __init__(self, stop_strings: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
         self.stop_strings, self.tokenizer = stop_strings, tokenizer
         self.first_call = True
         self._prompt_length = 0
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Bool `(B,)`: rows that are done."""
         if self.first_call:
             self._prompt_length, self.first_call = input_ids.shape[-1] - 1, False

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from trl.generation.engine import Generated, Sampling, completion_limits
+from trl.generation.engine import FinishReason, Generated, Sampling, completion_limits
 from trl.generation.transformers.cache import fitted
 from trl.generation.transformers.choosing import Processors, choose, penalise_
 from trl.models.parts import causal_core
@@ -154,21 +155,21 @@ class Requests:
         starts = [len(prompt if self.begin is None else self.begin) for prompt in prompts]
         limits = completion_limits(starts, sampling, self.context_length, limits)
         minima = [max(sampling.min_new_tokens, sampling.min_length - start) for start in starts]
-        numbers = {each: self._prompts_so_far + n for n, each in enumerate(dict.fromkeys(prompts))}
+        numbers = {prompt: self._prompts_so_far + n for n, prompt in enumerate(dict.fromkeys(prompts))}
         self._prompts_so_far += len(numbers)
         self.prompts |= {number: prompt for prompt, number in numbers.items()}
-        found = self._rows(len(prompts), max(limits))
-        self.prompt_of |= {row: numbers[prompt] for row, prompt in zip(found, prompts, strict=True)}
-        self.limits |= dict(zip(found, limits, strict=True))
+        added = self._rows(len(prompts), max(limits))
+        self.prompt_of |= {row: numbers[prompt] for row, prompt in zip(added, prompts, strict=True)}
+        self.limits |= dict(zip(added, limits, strict=True))
         if rules not in self._rules:
             self._rules.append(rules)
-        rows = self._tensor(found)
+        rows = self._tensor(added)
         self.counts[rows], self.stopped[rows] = 0, False
         self.keys[rows] = rng_stream_keys(sampling.seed, streams).to(self.device)
         self._limits[rows], self._minima[rows] = self._tensor(limits), self._tensor(minima)
         self._rule_of[rows] = self._rules.index(rules)
         self._has_minima = self._has_minima or (max(minima) > 0 and len(rules.ends) > 0)
-        return found
+        return added
 
     def _rows(self, count: int, longest: int) -> list[int]:
         """Free rows of the tables, which grow where there are too few."""
@@ -181,8 +182,8 @@ class Requests:
         for name in ("ids", "logps", "kept", "_seen"):
             if (table := getattr(self, name)) is not None:
                 setattr(self, name, fitted(table, [len(self.counts), longest], table))
-        found, self._free = self._free[:count], self._free[count:]
-        return found
+        rows, self._free = self._free[:count], self._free[count:]
+        return rows
 
     @property
     def longest(self) -> int:
@@ -213,7 +214,7 @@ class Requests:
     def queue(self, requests: Iterable[int] | None = None) -> deque[int]:
         """Requests (by default all): long prompts first, copies of a prompt together."""
         order = self.prompt_of if requests is None else requests
-        return deque(sorted(order, key=lambda each: (-self.prompt_length(each), self.prompt_of[each])))
+        return deque(sorted(order, key=lambda request: (-self.prompt_length(request), self.prompt_of[request])))
 
     def extend(self, requests: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Draw the next token of each of the `requests` `(R,)` from its `logits` `(R, V)`, which are overwritten.
@@ -287,12 +288,12 @@ class Requests:
         ids, logps = self.ids[rows].tolist(), self.logps[rows].cpu()
         kept = None if self.kept is None else self.kept[rows].cpu()
         parts = (self.counts[rows], self.stopped[rows], self._rule_of[rows])
-        found = []
+        completions = []
         for row, (count, stopped, rule) in enumerate(zip(*(part.tolist() for part in parts), strict=True)):
-            own = kept[row, :count].clone() if kept is not None and self._rules[rule].keeps else None
-            reason: Any = "stop" if stopped else "length"
-            found.append(Generated(ids[row][:count], logps[row, :count].clone(), own, reason))
-        return found
+            mass = kept[row, :count].clone() if kept is not None and self._rules[rule].keeps else None
+            reason: FinishReason = "stop" if stopped else "length"
+            completions.append(Generated(ids[row][:count], logps[row, :count].clone(), mass, reason))
+        return completions
 
 
 def fresh_seed() -> int:
@@ -300,17 +301,18 @@ def fresh_seed() -> int:
     return int(torch.randint(2**62, ()))
 
 
-def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
+def stop_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The end tokens of tokenizer and model."""
-    return sorted({*end_tokens(None, causal_core(model)), tokenizer.eos_token_id} - {None})
+    eos: Any = tokenizer.eos_token_id
+    return sorted({*end_tokens(None, causal_core(model)), eos} - {None})
 
 
-def end_tokens(given: Sequence[int] | None, model: Any) -> list[int]:
-    """The `given` stop tokens, else the model's own (of `generation_config`, then `config`)."""
-    if given is not None:
-        return list(given)
+def end_tokens(stop_token_ids: Sequence[int] | None, model: PreTrainedModel) -> list[int]:
+    """The `stop_token_ids`, else the model's own (of `generation_config`, then `config`)."""
+    if stop_token_ids is not None:
+        return list(stop_token_ids)
     for config in (getattr(model, "generation_config", None), model.config):
-        own = getattr(config, "eos_token_id", None)
-        if own is not None:
-            return list(own) if isinstance(own, (list, tuple)) else [int(own)]
+        ends = getattr(config, "eos_token_id", None)
+        if ends is not None:
+            return list(ends) if isinstance(ends, (list, tuple)) else [int(ends)]
     return []

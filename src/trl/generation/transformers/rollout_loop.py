@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from trl.generation.transformers.cache import Moves, RolloutCache, Step
 from trl.generation.transformers.decoders import OwnForward
@@ -161,9 +161,9 @@ class RolloutLoop:
         for row in done.nonzero()[:, 0].tolist():
             request, place = int(self.request[row]), int(self.prompt[row])
             prompt = self.requests.prompts[self.requests.prompt_of[request]]
-            own = int(self.requests.counts[request]) - 1
-            ids = [*prompt, *self.requests.ids[request, :own].tolist()]
-            reuse.keep(ids, self.cache.copy_of(row, own, place, len(prompt)))
+            tokens = int(self.requests.counts[request]) - 1
+            ids = [*prompt, *self.requests.ids[request, :tokens].tolist()]
+            reuse.keep(ids, self.cache.copy_of(row, tokens, place, len(prompt)))
 
 
 def row_memory(device: torch.device) -> int:
@@ -171,7 +171,9 @@ def row_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 2 << 30
 
 
-def default_rows(config: Any, requests: Requests, itemsize: int, *, most: int = 512, memory: int | None = None) -> int:
+def default_rows(
+    config: PretrainedConfig, requests: Requests, itemsize: int, *, most: int = 512, memory: int | None = None
+) -> int:
     """The number of rows that are decoded at once: what fits in the `memory` (default: `row_memory`).
 
     A row needs keys and values of its tokens and of its share of the prompts, and three rows of logits.
@@ -183,7 +185,7 @@ def default_rows(config: Any, requests: Requests, itemsize: int, *, most: int = 
     return int(max(1, min(most, budget // (cached + 12 * getattr(config, "vocab_size", 1)))))
 
 
-def _key_numbers(config: Any) -> int:
+def _key_numbers(config: PretrainedConfig) -> int:
     """The numbers in the keys of a token, of all layers that do not use another layer's."""
     layers = [config] * getattr(config, "num_hidden_layers", 1)
     if getattr(config, "is_heterogeneous", False):  # layers of several shapes (Gemma 4)

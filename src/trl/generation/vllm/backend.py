@@ -17,11 +17,21 @@ from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from trl.options.checks import check_numbers
 from trl.options.groups import option
 
+if TYPE_CHECKING:
+    from PIL import Image
+    from vllm import SamplingParams  # pyright: ignore
+
+    from trl.generation.live import Listener
+
+Request = Mapping[str, Any]
+"""`prompt_ids` and `sampling` (arguments of vLLM's `SamplingParams`), as JSON values."""
+Answer = dict[str, Any]
+"""JSON values; of a completion `ids`, `logprobs` and `finish_reason`."""
 WORKER = "trl.generation.vllm.worker.WeightReceiver"
 _CLOSING_S = 30.0  # for the engine to end
 _SHARED_MEMORY = Path("/dev/shm")
@@ -83,8 +93,7 @@ def make_llm(served: ServedModel, extension: str) -> Any:
 
 
 def llm_worker(script_args: ServedModel, data_parallel_rank: int, master_port: int, connection: Connection) -> None:
-    """Load a model into vLLM, send `{"status": "ready"}`, and run commands until `{"type": "shutdown"}` or the
-    connection's end.
+    """Load a model into vLLM, send `{"status": "ready"}`, and run commands until `{"type": "shutdown"}` or the end.
 
     The target of a process in servers of 0.16-0.26. A command is `{"type": "call", "method": ..., "args": ...,
     "kwargs": ...}`: a method of `vllm.LLM`, whose result is sent back; none is for "fire_and_forget".
@@ -117,14 +126,14 @@ class Steps:
         self.engine = engine
         self.unusable: str | None = None
         # Their listeners, and how many tokens these were given.
-        self._running: dict[int, tuple[Callable[[Sequence[int]], None] | None, int]] = {}
+        self._running: dict[int, tuple[Listener | None, int]] = {}
 
     @property
     def busy(self) -> bool:
         """Whether requests run."""
         return bool(self._running)
 
-    def submit(self, request: Mapping[str, Any], listener: Callable[[Sequence[int]], None] | None = None) -> int:
+    def submit(self, request: Request, listener: Listener | None = None) -> int:
         """Begin a completion; its number. Raises: ValueError for an invalid request, BackendDied."""
         if self.unusable is not None:
             raise RuntimeError(self.unusable)
@@ -145,7 +154,7 @@ class Steps:
             with as_value_errors():
                 self.engine.abort_request([str(request)])
 
-    def step(self) -> dict[int, dict[str, Any]]:
+    def step(self) -> dict[int, Answer]:
         """Draw tokens; the answers to requests that ended. Raises: BackendDied."""
         try:
             answers = self.engine.step()
@@ -170,16 +179,16 @@ class Steps:
                     ]
         return ended
 
-    def complete(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def complete(self, requests: Sequence[Request]) -> list[Answer]:
         """The answers to some requests, in order."""
-        found: dict[int, dict[str, Any]] = {}
+        answers: dict[int, Answer] = {}
         try:
             numbers = [self.submit(request) for request in requests]
             while self.busy:
-                found |= self.step()
+                answers |= self.step()
         finally:
             self.close()
-        return [found[number] for number in numbers]
+        return [answers[number] for number in numbers]
 
     def close(self) -> None:
         """Abort what still runs."""
@@ -188,8 +197,10 @@ class Steps:
 
 
 class VLLMBackend:
-    """vLLM for a `GenerationServer`. Methods may be called in any thread: one thread runs vLLM's steps, and requests
-    join and leave between them. Everything else waits until no request runs, and what comes after it waits for it.
+    """vLLM for a `GenerationServer`. Methods may be called in any thread.
+
+    One thread runs vLLM's steps; requests join and leave between them. Everything else waits until no request runs,
+    and what comes after it waits for it.
 
     Raises: ImportError without vLLM, and what vLLM raises for an unsupported model.
     """
@@ -217,7 +228,7 @@ class VLLMBackend:
         if getattr(resources, "engine_dead", False):
             raise BackendDied("vLLM's engine has ended. See the server's log.")
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> Answer:
         """Model, dtype, max_model_len, vocab_size and device."""
         from vllm.platforms import current_platform  # pyright: ignore
 
@@ -230,21 +241,21 @@ class VLLMBackend:
             "device": current_platform.device_type,
         }
 
-    def submit(self, request: Mapping[str, Any]) -> Future[dict[str, Any]]:
+    def submit(self, request: Request) -> Future[Answer]:
         """Begin a completion, see `Steps`; cancelling the future ends it."""
         return self.broker.submit(request)
 
-    def generate(self, body: Any) -> dict[str, Any]:
+    def generate(self, body: Any) -> Answer:
         """Completions of the prompts of a `GenerateBody`."""
         prompts = [_prompt(prompt, body.images_of(index)) for index, prompt in enumerate(body.prompts)]
         return self._listed("generate", prompts, body)
 
-    def chat(self, body: Any) -> dict[str, Any]:
+    def chat(self, body: Any) -> Answer:
         """Completions of the conversations of a `ChatBody`."""
         names = ("chat_template", "tools", "chat_template_kwargs")
         return self._listed("chat", body.messages, body, **{name: getattr(body, name) for name in names})
 
-    def _listed(self, method: str, inputs: list[Any], body: Any, **options: Any) -> dict[str, Any]:
+    def _listed(self, method: str, inputs: Sequence[object], body: Any, **options: object) -> Answer:
         """The token ids of the prompts, and the completions of all of them in one list, ordered by prompt."""
         keep, settings = body.truncate_prompt_tokens, sampling_params(body.sampling())
         options["tokenization_kwargs"] = None if keep is None else {"truncate_prompt_tokens": keep}
@@ -255,11 +266,11 @@ class VLLMBackend:
             return getattr(self._llm, method)(inputs, settings, use_tqdm=False, **options) if inputs else []
 
         answers = self._alone(run)
-        found = [drawn(output) for answer in answers for output in answer.outputs]
+        completions = [drawn(output) for answer in answers for output in answer.outputs]
         return {
             "prompt_ids": [list(answer.prompt_token_ids) for answer in answers],
-            "completion_ids": [ids for ids, _ in found],
-            "logprobs": [logprobs for _, logprobs in found],
+            "completion_ids": [ids for ids, _ in completions],
+            "logprobs": [logprobs for _, logprobs in completions],
         }
 
     def join(self, *, host: str, port: int, size: int, backend: Literal["gloo", "nccl"], timeout_s: float) -> None:
@@ -276,9 +287,7 @@ class VLLMBackend:
         self._alone(run)
 
     def load(self, weights: Sequence[Any], *, whole: bool) -> None:
-        """Receive weights (`WeightBody`; `whole`: all of a checkpoint) over the channel, load them, and clear the
-        prefix cache.
-        """
+        """Receive and load weights (`WeightBody`; `whole`: all of a checkpoint), and clear the prefix cache."""
         if self.channel is None:
             raise NoChannel("There is no weight channel. Call init_communicator first.")
         if not whole and self.about()["device"] == "cpu":
@@ -321,13 +330,11 @@ class VLLMBackend:
                 file.unlink(missing_ok=True)
 
     def _alone(self, function: Callable[[Steps], Any]) -> Any:
-        """What a function gives while no request runs. Raises: BackendDied if the engine has ended, ValueError for
-        invalid requests.
-        """
+        """What a function gives while no request runs. Raises: BackendDied, ValueError for invalid requests."""
         with as_value_errors():
             return self.broker.call(function, alone=True).result()
 
-    def _on_workers(self, method: str, *arguments: Any) -> None:
+    def _on_workers(self, method: str, *arguments: object) -> None:
         """Call a method of `WeightReceiver` on all workers. Raises: RuntimeError with the errors of all of them."""
         answers = self._llm.collective_rpc(method, args=arguments)
         errors = {f"worker {rank}: {text}" for rank, text in enumerate(answers) if isinstance(text, str)}
@@ -335,7 +342,7 @@ class VLLMBackend:
             raise RuntimeError("; ".join(sorted(errors)))
 
 
-def sampling_params(arguments: Mapping[str, Any]) -> Any:
+def sampling_params(arguments: Mapping[str, object]) -> SamplingParams:
     """vLLM's `SamplingParams` of these arguments, with the log-probs of the sampled tokens.
 
     Raises: ValueError for unknown or invalid arguments.
@@ -346,23 +353,21 @@ def sampling_params(arguments: Mapping[str, Any]) -> Any:
     from vllm import SamplingParams  # pyright: ignore
     from vllm.sampling_params import StructuredOutputsParams  # pyright: ignore
 
-    found: dict[str, Any] = {**arguments, "logprobs": 0}
-    if found.get("top_k") == -1:
-        found["top_k"] = 0  # all tokens
+    settings: dict[str, Any] = {**arguments, "logprobs": 0}
+    if settings.get("top_k") == -1:
+        settings["top_k"] = 0  # all tokens
     try:
         with as_value_errors():
-            if isinstance(found.get("structured_outputs"), dict):
-                found["structured_outputs"] = StructuredOutputsParams(**found["structured_outputs"])
-            return SamplingParams(**found)
+            if isinstance(settings.get("structured_outputs"), dict):
+                settings["structured_outputs"] = StructuredOutputsParams(**settings["structured_outputs"])
+            return SamplingParams(**settings)
     except TypeError as error:
         raise ValueError(f"Sampling arguments must be those of vLLM's SamplingParams: {error}.") from None
 
 
 @contextmanager
 def as_value_errors() -> Iterator[None]:
-    """Turn vLLM's errors: about invalid requests into ValueErrors, which they no longer are in vLLM 0.32, and of a dead
-    engine.
-    """
+    """Turn vLLM's errors: of invalid requests into ValueErrors (no longer such in 0.32), of a dead engine."""
     from vllm import exceptions  # pyright: ignore
     from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore
 
@@ -376,13 +381,13 @@ def as_value_errors() -> Iterator[None]:
 
 def _prompt(prompt: str | list[int], images: Sequence[str]) -> dict[str, Any]:
     """A prompt in vLLM's format; vLLM replaces the images' placeholders by their tokens."""
-    found: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+    inputs: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
     if images:
-        found["multi_modal_data"] = {"image": [_image(image) for image in images]}
-    return found
+        inputs["multi_modal_data"] = {"image": [_image(image) for image in images]}
+    return inputs
 
 
-def _image(text: str) -> Any:
+def _image(text: str) -> Image.Image:
     from PIL import Image
 
     try:

@@ -9,17 +9,20 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from trl.generation.main_process import process_count
-from trl.generation.serving.connection import HangUp, ServerConnection, ServerLost
+from trl.generation.serving.connection import HangUp, Json, ServerConnection, ServerLost
 from trl.generation.serving.weight_channel import WeightChannel
 from trl.generation.vllm.weights import WeightParts
 from trl.reporting.deadlines import start
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +67,7 @@ class VLLMClient:
         self.check_server(connection_timeout)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        """Wait until the server answers, at most `total_timeout` seconds, with a request every `retry_interval`
-        seconds.
+        """Wait at most `total_timeout` seconds until the server answers; a request every `retry_interval` seconds.
 
         Raises: ConnectionError if it does not.
         """
@@ -78,7 +80,8 @@ class VLLMClient:
                 left = until - time.monotonic()
                 if left <= 0:
                     raise ConnectionError(
-                        f"No vLLM server answered at {self.base_url} within {total_timeout:g} s ({error.__cause__ or error}). Start `trl vllm-serve`."
+                        f"No vLLM server answered at {self.base_url} within {total_timeout:g} s "
+                        f"({error.__cause__ or error}). Start `trl vllm-serve`."
                     ) from error
                 if not is_waiting:
                     logger.warning("Waiting up to %.0f s for the vLLM server at %s.", left, self.base_url)
@@ -89,11 +92,11 @@ class VLLMClient:
         """The number of vLLM's workers."""
         return int(self._http.get("/get_world_size/")["world_size"])
 
-    def model(self) -> dict[str, Any]:
+    def model(self) -> Json:
         """`model`, `dtype`, `max_model_len` (tokens), `vocab_size` and `device` of the server."""
         return self._http.get("/model/")
 
-    def complete(self, requests: Sequence[Mapping[str, Any]], *, hang_up: HangUp | None = None) -> list[dict[str, Any]]:
+    def complete(self, requests: Sequence[Mapping[str, Any]], *, hang_up: HangUp | None = None) -> list[Json]:
         """A completion of each request, with `ids`, `logprobs` and `finish_reason`.
 
         A request has `prompt_ids` and `sampling` (arguments of vLLM's `SamplingParams`). The server decodes them
@@ -131,7 +134,7 @@ class VLLMClient:
         sampling = _sampling(locals())
         if isinstance(prompts, str):
             raise TypeError(f"prompts must be a list, got the text {prompts[:40]!r}.")
-        shown = None if images is None else [_encoded(each) for each in images]
+        shown = None if images is None else [_encoded(part) for part in images]
         return self._http.post("/generate/", {"prompts": list(prompts), "images": shown, **sampling})
 
     def chat(
@@ -154,7 +157,7 @@ class VLLMClient:
         """`generate` for conversations, with the chat template of the server's tokenizer or another `chat_template`."""
         sampling = _sampling(locals())
         sampling |= {"chat_template_kwargs": chat_template_kwargs, "tools": tools, "chat_template": chat_template}
-        if any(isinstance(each, Mapping) for each in messages):
+        if any(isinstance(conversation, Mapping) for conversation in messages):
             raise TypeError("messages must be a list of conversations, got a single one. Put it in a list.")
         shown = [[_without_pixels(message) for message in conversation] for conversation in messages]
         return self._http.post("/chat/", {"messages": shown, **sampling})
@@ -169,8 +172,7 @@ class VLLMClient:
         return self._channel is not None
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
-        """Join the weight channel with tensors on `device` (NCCL between GPUs, else gloo). It replaces the server's
-        older one.
+        """Join the weight channel with tensors on `device` (NCCL between GPUs, else gloo) in place of an older one.
 
         Raises: ConnectionError if the workers do not join.
         """
@@ -218,9 +220,7 @@ class VLLMClient:
             self.send_weights(parts.shapes, (weight for _, weight in weights))
 
     def close_communicator(self) -> None:
-        """Close the weight channel, if it is open. A server that does not answer, or serves another program, is left
-        alone.
-        """
+        """Close the weight channel, if it is open. A server that is lost, or serves another program, is left alone."""
         is_open, name = self.is_connected, self.channel_name
         self._drop_channel()
         self.channel_name = None
@@ -230,14 +230,14 @@ class VLLMClient:
             except (OSError, RuntimeError):
                 return  # the server is gone, or another one runs there
 
-    def _send(self, path: str, body: dict[str, Any], tensors: Iterable[Tensor]) -> None:
+    def _send(self, path: str, body: Json, tensors: Iterable[Tensor]) -> None:
         channel = self._channel
         if channel is None:
             raise ServerLost(f"No weight channel to {self.base_url}. Call init_communicator first.")
         if self.channel_name is not None:
             self._check_channel(self.model())
 
-        def close_on_failure(sending: Future[Any]) -> None:
+        def close_on_failure(sending: Future[Json]) -> None:
             if sending.exception() is not None:
                 channel.close()  # sending would wait for a receiver
 
@@ -271,7 +271,7 @@ class VLLMClient:
             channel.close()
 
 
-def pil_to_base64(image: Any) -> str:
+def pil_to_base64(image: Image) -> str:
     """A PIL image as a PNG file in base64."""
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
@@ -284,18 +284,18 @@ _SAMPLING = (
 )  # fmt: skip
 
 
-def _sampling(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _sampling(arguments: Mapping[str, Any]) -> Json:
     return {name: arguments[name] for name in _SAMPLING}
 
 
-def _encoded(images: Any) -> Any:
+def _encoded(images: Image | list[Image] | str | None) -> str | list[str] | None:
     """An image, or the images of a prompt, as text."""
     if images is None or isinstance(images, str):
         return images
-    return [pil_to_base64(each) for each in images] if isinstance(images, list) else pil_to_base64(images)
+    return [pil_to_base64(image) for image in images] if isinstance(images, list) else pil_to_base64(images)
 
 
-def _without_pixels(message: Mapping[str, Any]) -> dict[str, Any]:
+def _without_pixels(message: Mapping[str, Any]) -> Json:
     """A message with its images in base64."""
     if not isinstance(content := message.get("content"), list):
         return dict(message)
@@ -306,20 +306,20 @@ def _without_pixels(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": shown}
 
 
-def _described(name: str, weight: Tensor) -> dict[str, Any]:
+def _described(name: str, weight: Tensor) -> Json:
     return {"name": name, "dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
 
 
-def _device(given: torch.device | str | int) -> torch.device:
+def _device(place: torch.device | str | int) -> torch.device:
     """A device; a number means that GPU, or the CPU without GPUs."""
-    if isinstance(given, int):
-        return torch.device("cuda", given) if torch.cuda.is_available() else torch.device("cpu")
-    device = torch.device(given)
+    if isinstance(place, int):
+        return torch.device("cuda", place) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(place)
     if device.type != "cuda" or device.index is not None:
         return device
     return torch.device("cuda", torch.cuda.current_device())  # other threads may have another one
 
 
-def _on(device: torch.device) -> Any:
+def _on(device: torch.device) -> AbstractContextManager[object]:
     """Make the device this thread's current one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

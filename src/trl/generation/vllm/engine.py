@@ -1,6 +1,4 @@
-"""Engines with their own copy of the policy: their requests and when weights are sent; and vLLM in the training
-process.
-"""
+"""Engines with their own copy of the policy: requests, when weights are sent; and vLLM in the training process."""
 
 from __future__ import annotations
 
@@ -11,25 +9,26 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from accelerate import Accelerator
 from torch import nn
+from torch.distributed import ProcessGroup
+from transformers import PreTrainedTokenizerBase
 
 from trl.generation.engine import Generated, Numbers, Prompts, Sampling, check_requests, completion_limits
-from trl.generation.live import Live, Scored, check_alone
+from trl.generation.live import Listener, Live, Scored, check_alone
 from trl.generation.live import Request as LiveRequest
 from trl.generation.main_process import any_process, process_count, raise_in_all
 from trl.generation.transformers.engine import MIXED, context_length_of, generating, without_wrappers
 from trl.generation.transformers.requests import end_tokens, fresh_seed, rng_stream_keys
-from trl.generation.vllm.backend import Steps, check_vllm
+from trl.generation.vllm.backend import Answer, Request, Steps, check_vllm
 from trl.generation.vllm.weights import WeightParts, check_sendable
 from trl.models.distributed import is_fsdp1, reshard
 from trl.models.parts import causal_core
 
 _SEEDS = 1 << 62  # vLLM takes signed 64-bit numbers
-Request = dict[str, Any]  # `prompt_ids` and `sampling` (arguments of vLLM's `SamplingParams`), as JSON values
-Answer = dict[str, Any]  # `ids`, `logprobs` and `finish_reason`
 
 
 class PolicyCopy(ABC):
@@ -43,7 +42,7 @@ class PolicyCopy(ABC):
     exact = False
 
     def __init__(
-        self, model: nn.Module, *, accelerator: Any | None, context_length: int | None, regex: str | None
+        self, model: nn.Module, *, accelerator: Accelerator | None, context_length: int | None, regex: str | None
     ) -> None:
         self.model, self.accelerator = model, accelerator
         self.context_length, self.regex = context_length, regex
@@ -56,7 +55,7 @@ class PolicyCopy(ABC):
         """Whether several processes must generate at the same time."""
 
     @abstractmethod
-    def _completed(self, own: list[Request]) -> list[Answer]:
+    def _completed(self, requests: list[Request]) -> list[Answer]:
         """The completions of this process's requests."""
 
     @abstractmethod
@@ -81,29 +80,29 @@ class PolicyCopy(ABC):
         Raises: ValueError for invalid prompts, in all processes that generate together, and for token ids beyond
         `sampling.vocabulary`. RuntimeError for aborted completions.
         """
-        own, failure = [], None
+        requests, failure = [], None
         try:
-            own = self.requests(prompts, sampling, streams, limits)
+            requests = self.requests(prompts, sampling, streams, limits)
         except Exception as error:
             failure = error
         self._agree(failure)
-        return [self.generated(answer, sampling) for answer in self._completed(own)]
+        return [self.generated(answer, sampling) for answer in self._completed(requests)]
 
     def requests(self, prompts: Prompts, sampling: Sampling, streams: Numbers, limits: Numbers) -> list[Request]:
         """What vLLM is sent for each prompt. Raises: ValueError for invalid prompts."""
         core = causal_core(without_wrappers(self.model))
         context_length = context_length_of(core, self.context_length)
-        found, names = check_requests(prompts, streams, context_length=context_length, vocabulary=None)
-        longest = completion_limits([len(prompt) for prompt in found], sampling, context_length, limits)
+        rows, names = check_requests(prompts, streams, context_length=context_length, vocabulary=None)
+        longest = completion_limits([len(prompt) for prompt in rows], sampling, context_length, limits)
         keys = rng_stream_keys(fresh_seed() if sampling.seed is None else sampling.seed, names)
         shared = _shared_settings(sampling, end_tokens(sampling.stop_token_ids, core), self.regex)
         requests = []
-        for prompt, limit, key in zip(found, longest, keys.tolist(), strict=True):
+        for prompt, limit, key in zip(rows, longest, keys.tolist(), strict=True):
             least = max(sampling.min_new_tokens, sampling.min_length - len(prompt), 0)
-            own = shared | {"max_tokens": limit, "min_tokens": min(limit, least)}
+            settings = shared | {"max_tokens": limit, "min_tokens": min(limit, least)}
             if not sampling.greedy:
-                own["seed"] = key % _SEEDS
-            requests.append({"prompt_ids": list(prompt), "sampling": own})
+                settings["seed"] = key % _SEEDS
+            requests.append({"prompt_ids": list(prompt), "sampling": settings})
         return requests
 
     def generated(self, answer: Answer, sampling: Sampling) -> Generated:
@@ -113,7 +112,8 @@ class PolicyCopy(ABC):
             raise RuntimeError(f"vLLM ended a completion with {finish_reason!r}. See its log.")
         if sampling.vocabulary is not None and (last := max(ids, default=0)) >= sampling.vocabulary:
             raise ValueError(
-                f"a completion has token id {last}, expected ids below {sampling.vocabulary}, which policy and teacher both have. "
+                f"a completion has token id {last}, expected ids below {sampling.vocabulary}, which policy and "
+                "teacher both have. "
                 "Generate without vLLM (use_vllm=False), which draws no others."
             )
         return Generated(ids, torch.tensor(answer["logprobs"], dtype=torch.float32), None, finish_reason)
@@ -141,7 +141,7 @@ class PolicyCopy(ABC):
 def _shared_settings(sampling: Sampling, ends: Sequence[int], regex: str | None) -> dict[str, Any]:
     """The settings that all requests of a call share."""
     sampling.refuse_processors("vLLM")
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "temperature": 0.0 if sampling.greedy else sampling.temperature,
         "repetition_penalty": sampling.repetition_penalty,
         "stop_token_ids": sorted(ends),
@@ -150,13 +150,13 @@ def _shared_settings(sampling: Sampling, ends: Sequence[int], regex: str | None)
         "detokenize": bool(sampling.stop_strings),
     }
     if not sampling.greedy:
-        found["top_p"] = 1.0 if sampling.top_p is None else sampling.top_p
-        found |= {"top_k": sampling.top_k or 0, "min_p": sampling.min_p or 0.0}
+        settings["top_p"] = 1.0 if sampling.top_p is None else sampling.top_p
+        settings |= {"top_k": sampling.top_k or 0, "min_p": sampling.min_p or 0.0}
     if sampling.stop_strings:
-        found |= {"stop": list(sampling.stop_strings), "include_stop_str_in_output": True}
+        settings |= {"stop": list(sampling.stop_strings), "include_stop_str_in_output": True}
     if regex is not None:
-        found["structured_outputs"] = {"regex": regex}
-    return found
+        settings["structured_outputs"] = {"regex": regex}
+    return settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +177,20 @@ class VLLMSettings:
     regex: str | None = None
 
 
-class LiveCopy:
-    """A `Live` engine over the `steps` of a copy of the policy: `Steps`, or those of a server."""
+class CopySteps(Protocol):
+    """Requests to a copy of the policy that come and go: `Steps`, or those of a server."""
 
-    def __init__(self, copy: PolicyCopy, steps: Any) -> None:
+    @property
+    def busy(self) -> bool: ...
+    def submit(self, request: Request, listener: Listener | None = None) -> int: ...
+    def cancel(self, request: int) -> None: ...
+    def step(self) -> dict[int, Answer]: ...
+
+
+class LiveCopy:
+    """A `Live` engine over the `steps` of a copy of the policy."""
+
+    def __init__(self, copy: PolicyCopy, steps: CopySteps) -> None:
         self.copy, self.steps = copy, steps
         self._sampling: dict[int, Sampling] = {}
         self._early: dict[int, Answer] = {}  # to requests that ended while a prompt was scored
@@ -191,8 +201,8 @@ class LiveCopy:
 
     def submit(self, request: LiveRequest) -> int:
         limits = None if request.limit is None else [request.limit]
-        (own,) = self.copy.requests([request.prompt], request.sampling, [request.stream], limits)
-        number = self.steps.submit(own, request.listener)
+        (message,) = self.copy.requests([request.prompt], request.sampling, [request.stream], limits)
+        number = self.steps.submit(message, request.listener)
         self._sampling[number] = request.sampling
         return number
 
@@ -209,19 +219,18 @@ class LiveCopy:
         }
 
     def prompt_logps(self, prompt: Sequence[int], count: int) -> list[Scored]:
-        """Log-probs of a prompt's tokens but the first, and of the `count` most likely ones there (vLLM gives at most
-        20).
+        """Log-probs of a prompt's tokens but the first, and of the `count` most likely there (vLLM: at most 20).
 
         Raises: ValueError for an invalid prompt.
         """
-        (own,) = self.copy.requests([prompt], Sampling(max_new_tokens=1, seed=0), [0], None)
-        own["sampling"]["prompt_logprobs"] = count
-        number = self.steps.submit(own)
+        (request,) = self.copy.requests([prompt], Sampling(max_new_tokens=1, seed=0), [0], None)
+        request["sampling"]["prompt_logprobs"] = count
+        number = self.steps.submit(request)
         while number not in self._early:
             self._early |= self.steps.step()
-        places = zip(own["prompt_ids"][1:], self._early.pop(number)["prompt_logprobs"], strict=True)
+        places = zip(request["prompt_ids"][1:], self._early.pop(number)["prompt_logprobs"], strict=True)
         return [
-            [*sorted(entries, key=itemgetter(2))[:count], *(each for each in entries if each[0] == token)]
+            [*sorted(entries, key=itemgetter(2))[:count], *(entry for entry in entries if entry[0] == token)]
             for token, entries in places
         ]
 
@@ -239,14 +248,14 @@ class VLLMEngine(PolicyCopy):
         self,
         model: nn.Module,
         *,
-        tokenizer: Any | None = None,
-        accelerator: Any | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        accelerator: Accelerator | None = None,
         settings: VLLMSettings | None = None,
     ) -> None:
         check_vllm()
         self.tokenizer, self.settings = tokenizer, settings or VLLMSettings()
-        own = {"context_length": self.settings.context_length, "regex": self.settings.regex}
-        super().__init__(model, accelerator=accelerator, **own)
+        length, regex = self.settings.context_length, self.settings.regex
+        super().__init__(model, accelerator=accelerator, context_length=length, regex=regex)
         self._sharing = _sharing(self.settings.parallel)
         self._asleep = False
         self._llm: Any = None
@@ -277,19 +286,19 @@ class VLLMEngine(PolicyCopy):
         elif failure is not None:
             raise failure
 
-    def _completed(self, own: list[Request]) -> list[Answer]:
-        requests, first = own, 0
+    def _completed(self, requests: list[Request]) -> list[Answer]:
+        count, first = len(requests), 0
         if self._sharing is not None:
             import torch.distributed as dist
 
             parts: list[Any] = [None] * self.settings.parallel
-            dist.all_gather_object(parts, own, group=self._sharing)
+            dist.all_gather_object(parts, requests, group=self._sharing)
             first = sum(map(len, parts[: dist.get_rank(self._sharing)]))
             requests = [request for part in parts for request in part]
         if not requests:
             return []
         with self._awake() as llm:
-            return Steps(llm.llm_engine).complete(requests)[first : first + len(own)]
+            return Steps(llm.llm_engine).complete(requests)[first : first + count]
 
     def _send(self, parts: WeightParts) -> None:
         with parts.read() as weights, self._awake() as llm:
@@ -340,7 +349,7 @@ class VLLMEngine(PolicyCopy):
             )
 
 
-def _sharing(parallel: int) -> Any:
+def _sharing(parallel: int) -> ProcessGroup | None:
     """The group of processes that share one copy with this process; None for one process."""
     if parallel == 1:
         return None
@@ -351,4 +360,4 @@ def _sharing(parallel: int) -> Any:
         raise ValueError(f"vllm_tensor_parallel_size={parallel} must divide {processes} processes.")
     blocks = [list(range(first, first + parallel)) for first in range(0, processes, parallel)]
     groups = [dist.new_group(ranks) for ranks in blocks]  # every process must build all of them
-    return groups[dist.get_rank() // parallel]
+    return groups[dist.get_rank() // parallel]  # type: ignore[return-value]

@@ -1,6 +1,4 @@
-"""vLLM in a separate server: rollouts from its copy of the policy, and the checks of the server before the first
-step.
-"""
+"""vLLM in a separate server: rollouts from its copy of the policy, checks of the server before the first step."""
 
 from __future__ import annotations
 
@@ -14,14 +12,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from trl.generation.live import Listener, Live
 from trl.generation.main_process import by_main, process_count, through_main
 from trl.generation.serving.connection import HangUp, ServerLost
 from trl.generation.transformers.engine import MIXED, context_length_of
+from trl.generation.vllm.backend import Answer, Request
 from trl.generation.vllm.client import VLLMClient
-from trl.generation.vllm.engine import Answer, LiveCopy, PolicyCopy, Request
+from trl.generation.vllm.engine import LiveCopy, PolicyCopy
 from trl.generation.vllm.weights import WeightParts
 from trl.models.parts import causal_core
 from trl.models.policy import Policy
@@ -55,8 +55,8 @@ def served_of(args: Any) -> Served:
         address = (args.vllm_server_base_url, args.vllm_server_host, args.vllm_server_port)
         client = VLLMClient(*address, args.vllm_group_port, args.vllm_server_timeout)
         facts = client.model()
-        found = facts["model"], int(facts["max_model_len"]), int(facts["vocab_size"]), facts["dtype"]
-        return Served(None, client.base_url, *found)
+        lengths = int(facts["max_model_len"]), int(facts["vocab_size"])
+        return Served(None, client.base_url, facts["model"], *lengths, facts["dtype"])
 
     return by_main(connect)._replace(client=client)
 
@@ -68,15 +68,17 @@ def check_served(served: Served, args: Any, policy: Policy) -> None:
     where = f"the vLLM server at {served.address} serves {served.model}"
     if served.vocabulary != vocabulary:
         raise ValueError(
-            f"{where}, with a vocabulary of {served.vocabulary}, not the policy's {vocabulary}. Serve the trained model."
+            f"{where}, with a vocabulary of {served.vocabulary}, not the policy's {vocabulary}. Serve the trained "
+            "model."
         )
     # The default of max_prompt_length is no promise: prompts are checked when they are prepared.
     is_default = args.max_prompt_length == type(args).max_prompt_length
     needed = (args.max_completion_length or 1) + (1 if is_default else args.max_prompt_length or 1)
-    own = context_length_of(policy.model, getattr(args, "vllm_max_model_length", None))
-    if served.context_length < needed and (own is None or own >= needed):
+    length = context_length_of(policy.model, getattr(args, "vllm_max_model_length", None))
+    if served.context_length < needed and (length is None or length >= needed):
         raise ValueError(
-            f"{where}, with a context length of {served.context_length}, expected {needed} for max_prompt_length and max_completion_length. Start it with --max_model_len {needed}."
+            f"{where}, with a context length of {served.context_length}, expected {needed} for max_prompt_length and "
+            f"max_completion_length. Start it with --max_model_len {needed}."
         )
     mixed = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
     dtype = str(MIXED.get(mixed) or core.dtype).removeprefix("torch.")
@@ -99,7 +101,7 @@ class VLLMServerEngine(PolicyCopy):
         model: nn.Module,
         client: VLLMClient | None,
         *,
-        accelerator: Any | None = None,
+        accelerator: Accelerator | None = None,
         context_length: int | None = None,
         regex: str | None = None,
         patience: float = 240.0,
@@ -115,9 +117,7 @@ class VLLMServerEngine(PolicyCopy):
 
     @contextmanager
     def live(self) -> Iterator[Live]:
-        """Inside the block, requests come and go. Raises: ConnectionError if the server does not answer, or lost the
-        weights.
-        """
+        """Inside the block, requests come and go. Raises: ConnectionError for a server that is lost or restarted."""
         address, name = by_main(lambda: (self._connected().base_url, self._connected().channel_name))
         client = self.client or VLLMClient(address)
         client.channel_name = name
@@ -134,12 +134,12 @@ class VLLMServerEngine(PolicyCopy):
         if self.client is not None:
             self.client.close_communicator()
 
-    def _completed(self, own: list[Request]) -> list[Answer]:
+    def _completed(self, requests: list[Request]) -> list[Answer]:
         try:
-            answers = through_main(own, self._complete)
+            answers = through_main(requests, self._complete)
             if answers is None:  # in all processes
                 self._send_all()
-                answers = through_main(own, self._complete)
+                answers = through_main(requests, self._complete)
             if answers is None:
                 raise ConnectionError("The vLLM server lost its weights twice in a row. See its log.")
         except Exception:

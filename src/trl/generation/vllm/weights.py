@@ -7,7 +7,7 @@ gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib.util import find_spec
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from trl.generation.transformers.decoders import has_readable_weight, readable_weight
@@ -39,7 +40,8 @@ def check_sendable(model: nn.Module) -> None:
     for name, module in core.named_modules():
         if _is_adapter(module) and not (_has_saved_copy(module) or has_readable_weight(module)):
             raise ValueError(
-                f"use_vllm=True cannot send the adapter of {name} ({type(module).__name__}). Use plain LoRA on linear layers."
+                f"use_vllm=True cannot send the adapter of {name} ({type(module).__name__}). Use plain LoRA on linear "
+                "layers."
             )
 
 
@@ -64,9 +66,7 @@ def _has_saved_copy(module: nn.Module) -> bool:
 
 
 def _direct(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers of the module itself, as in `state_dict`, whose hooks would shard FSDP2's
-    again.
-    """
+    """A module's own parameters and persistent buffers; the hooks of `state_dict` would shard FSDP2's again."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     for name, value in module.named_buffers(recurse=False, remove_duplicate=False):
         if name not in module._non_persistent_buffers_set:
@@ -93,16 +93,16 @@ class Piece(NamedTuple):
         if self.is_adapted and shape_of is None and not _has_saved_copy(self.module):
             pair = readable_weight(self.module)
             assert pair is not None  # check_sendable
-            found = {name: x for name, x in zip(("weight", "bias"), pair, strict=True) if x is not None}
+            tensors = {name: x for name, x in zip(("weight", "bias"), pair, strict=True) if x is not None}
         else:
             source = self._without_adapters()
             inner = source.named_modules(remove_duplicate=False) if self.is_adapted else [("", source)]
-            found = {
+            tensors = {
                 f"{place}.{name}".removeprefix("."): value if shape_of is None else shape_of(module, value)
                 for place, module in inner
                 for name, value in _direct(module)
             }
-        return {f"{self.place}.{name}".removeprefix("."): value.detach() for name, value in found.items()}
+        return {f"{self.place}.{name}".removeprefix("."): value.detach() for name, value in tensors.items()}
 
     def _without_adapters(self) -> nn.Module:
         module = self.module
@@ -115,28 +115,27 @@ class Piece(NamedTuple):
         return module.modules_to_save[module.active_adapters[0]]
 
 
-def pieces(core: nn.Module) -> list[Piece]:
+def pieces_of(core: PreTrainedModel) -> list[Piece]:
     """The pieces of a model, in the order of its modules.
 
     Tied weights have all of their names, because on a CPU vLLM (0.32) needs both; only for models without a head in
     vLLM the head's is left out.
     """
-    config: Any = core.config
+    config = core.config
     left_out = "lm_head" if config.model_type in _WITHOUT_HEAD and config.tie_word_embeddings else None
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     inside = None  # an adapted module
     for place, module in core.named_modules(remove_duplicate=False):
         if inside is not None and place.startswith(inside):
             continue
         inside = f"{place}." if _is_adapter(module) else None
         if inside is not None or (place != left_out and next(_direct(module), None) is not None):
-            found.append(Piece(place, module, inside is not None))
-    return found
+            pieces.append(Piece(place, module, inside is not None))
+    return pieces
 
 
 class WeightParts:
-    """Weights by the names of a checkpoint without adapters, gathered part by part: one layer, or one FSDP2 unit, at a
-    time.
+    """Weights by the names of a checkpoint without adapters, gathered part by part: a layer, or an FSDP2 unit.
 
     A process needs memory for one part besides its own shards; the process that reads also for the part's LoRA sums and
     conversions. `model` is the policy in its wrappers. Processes with shards have to go through the parts together.
@@ -155,11 +154,11 @@ class WeightParts:
         self.shapes: dict[str, Tensor] = {}  # of all weights, in the order of reading; on the device meta
         for part in self.parts:
             self.shapes |= self._converted(part, self._shape_of)
-        found = pieces(self.core)
-        whole = self._converted(found, self._shape_of)
-        facts = [{name: (x.dtype, x.shape) for name, x in each.items()} for each in (whole, self.shapes)]
+        pieces = pieces_of(self.core)
+        whole = self._converted(pieces, self._shape_of)
+        facts = [{name: (x.dtype, x.shape) for name, x in shapes.items()} for shapes in (whole, self.shapes)]
         if facts[0] != facts[1]:
-            self.parts, self.shapes = [found], whole  # a conversion joins weights of several parts
+            self.parts, self.shapes = [pieces], whole  # a conversion joins weights of several parts
 
     @contextmanager
     def read(self) -> Iterator[Iterator[tuple[str, Tensor]]]:
@@ -169,11 +168,11 @@ class WeightParts:
         of a sharded policy are copies.
         """
         left = iter(self.parts)
-        found: Any = self._weights(left)
+        weights = self._weights(left)
         try:
-            yield found
+            yield weights
         finally:
-            found.close()
+            weights.close()
             for part in left:
                 with self._gathered(part):
                     pass
@@ -183,7 +182,7 @@ class WeightParts:
         with self.read():
             pass
 
-    def _weights(self, left: Iterable[list[Piece]]) -> Iterator[tuple[str, Tensor]]:
+    def _weights(self, left: Iterable[list[Piece]]) -> Generator[tuple[str, Tensor]]:
         for part in left:
             with self._gathered(part):
                 for name, weight in self._converted(part).items():
@@ -194,8 +193,8 @@ class WeightParts:
     def _converted(
         self, part: list[Piece], shape_of: Callable[[nn.Module, Tensor], Tensor] | None = None
     ) -> dict[str, Tensor]:
-        found = {name: value for piece in part for name, value in piece.tensors(shape_of).items()}
-        named = dict(revert_weight_conversion(self.core, found))
+        tensors = {name: value for piece in part for name, value in piece.tensors(shape_of).items()}
+        named = dict(revert_weight_conversion(self.core, tensors))
         if self.dtype is None:
             return named
         return {name: x.to(self.dtype) if x.ndim > 1 and x.is_floating_point() else x for name, x in named.items()}
@@ -209,15 +208,15 @@ class WeightParts:
 
     def _units_of(self, modules: Iterable[nn.Module]) -> list[Any]:
         """The FSDP2 modules that shard the parameters of these modules, each once."""
-        own = [module for module in modules if next(module.parameters(recurse=False), None) is not None]
-        return list(dict.fromkeys(self._units[module] for module in own if module in self._units))
+        holders = [module for module in modules if next(module.parameters(recurse=False), None) is not None]
+        return list(dict.fromkeys(self._units[module] for module in holders if module in self._units))
 
     def _grouped(self) -> list[list[Piece]]:
         """Pieces by their element of the outermost `ModuleList`, or by the FSDP2 unit if that is larger; else alone."""
         places = {module: place for place, module in self.core.named_modules()}
         lists = [place for module, place in places.items() if isinstance(module, nn.ModuleList)]
         parts: dict[str, list[Piece]] = {}
-        for piece in pieces(self.core):
+        for piece in pieces_of(self.core):
             units = [places.get(unit, "") for unit in self._units_of(piece.modules)]
             inside = [place for place in lists if piece.place.startswith(f"{place}.")]
             layers = [".".join(piece.place.split(".")[: place.count(".") + 2]) for place in inside]

@@ -50,9 +50,7 @@ class WeightReceiver:
         return None
 
     def receive_weights(self, entries: Sequence[NamedEntry], whole: bool) -> str | None:
-        """Receive the weights of `entries` (`whole`: all of a checkpoint) and load them; after an error the channel is
-        closed.
-        """
+        """Receive weights (`whole`: all of a checkpoint) and load them; after an error the channel is closed."""
         channel, current = self.weight_channel, "no weight"
         if channel is None:
             return "no weight channel has been joined. Call init_communicator first."
@@ -153,6 +151,6 @@ class WeightSyncWorkerExtension(WeightReceiver):
         self.client_rank = None
 
 
-def _raise(answer: Any) -> None:
+def _raise(answer: object) -> None:
     if isinstance(answer, str):
         raise RuntimeError(answer)
