@@ -122,7 +122,7 @@ _PROCESSED = frozenset([
     "sequence_bias", "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty",
 ])  # fmt: skip
 # Values that switch a setting off; other values are refused, unless the setting is in `_PROCESSED`.
-_NEUTRAL: dict[str, Any] = {
+_NEUTRAL: dict[str, float] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
     **dict.fromkeys(("typical_p", "encoder_repetition_penalty", "guidance_scale"), 1.0),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "diversity_penalty", "penalty_alpha"), 0.0),
@@ -138,7 +138,7 @@ def _ends(value: Any) -> tuple[int, ...]:
 
 
 # The field of each setting, and the function that converts its values.
-_FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+_FIELDS: dict[str, tuple[str, Callable[..., object]]] = {
     **{name: (name, int) for name in ("max_new_tokens", "max_length")},
     **{name: (name, lambda value: max(int(value), 0)) for name in ("min_new_tokens", "min_length", "top_k")},
     **{name: (name, float) for name in ("temperature", "top_p", "min_p", "repetition_penalty")},

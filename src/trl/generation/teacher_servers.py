@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from trl.data.teacher_columns import LARGEST_LOGP, TEACHER, TEACHER_COLUMNS, concatenated
-from trl.generation.serving.connection import ServerConnection, ServerLost
+from trl.generation.serving.connection import Json, ServerConnection, ServerLost
 from trl.models.packed.layout import IGNORED, Columns
 from trl.models.scoring.causal import Scorer
 from trl.models.teacher import ColumnTeacher
@@ -92,9 +92,9 @@ class TeacherServer:
             raise self._fault("/v1/models", "it lists no model")
         return str(listed[0]["id"])
 
-    def _choices(self, rows: Sequence[list[int]], where: str) -> list[dict[str, Any]]:
+    def _choices(self, rows: Sequence[list[int]], where: str) -> list[Json]:
         """The answer to each row."""
-        body: dict[str, Any] = {"model": self.model, "prompt": rows, "temperature": 0.0}
+        body: Json = {"model": self.model, "prompt": rows, "temperature": 0.0}
         if self._echoes:
             body |= {"max_tokens": 0, "echo": True, "logprobs": self.top_k, "return_tokens_as_token_ids": True}
         else:
@@ -107,7 +107,7 @@ class TeacherServer:
             raise self._fault(where, f"it answered {len(choices)} of {len(rows)} prompts")
         return [by_index[number] for number in range(len(rows))]
 
-    def _repeated(self, ask: Callable[..., dict[str, Any]], where: str) -> dict[str, Any]:
+    def _repeated(self, ask: Callable[..., Json], where: str) -> Json:
         """The answer to a request, which is repeated with growing pauses until the deadline."""
         until, pause = time.monotonic() + self.deadline, FIRST_PAUSE_S
         while True:
@@ -266,7 +266,7 @@ def served_teacher(
         )
     if isinstance(urls, str) and urls.lstrip().startswith("{"):
         urls = json_object("teacher_model_server_url", urls) or {}
-    options: dict[str, Any] = {
+    options: Json = {
         "top_k": args.teacher_top_k, "deadline": args.teacher_server_timeout, "tokenizer": tokenizer,
         "vocabulary": vocabulary,
     }  # fmt: skip

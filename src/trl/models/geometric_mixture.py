@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin
 from transformers.utils.generic import ModelOutput
 
+from trl.models.packed.layout import Inputs
 from trl.models.parts import causal_core
 
 
@@ -60,7 +61,7 @@ class GeometricMixtureWrapper(GenerationMixin, nn.Module):
         """`generate` of transformers, without a cache."""
         return super().generate(*args, **{**kwargs, "use_cache": False})  # pyright: ignore[reportAttributeAccessIssue]
 
-    def prepare_inputs_for_generation(self, *args: object, **kwargs: object) -> dict[str, Any]:
+    def prepare_inputs_for_generation(self, *args: object, **kwargs: object) -> Inputs:
         """The policy's own inputs of a step, for the whole sequence."""
         without_cache = {"use_cache": False, "past_key_values": None}
         return self.model.prepare_inputs_for_generation(*args, **{**kwargs, **without_cache})
@@ -69,7 +70,7 @@ class GeometricMixtureWrapper(GenerationMixin, nn.Module):
     def _validate_model_class(self) -> None:
         self._policy()._validate_model_class()
 
-    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+    def _validate_model_kwargs(self, model_kwargs: Inputs) -> None:
         self._policy()._validate_model_kwargs(model_kwargs)
 
     def __getattr__(self, name: str) -> Any:

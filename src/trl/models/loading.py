@@ -34,6 +34,8 @@ from trl.options.secrets import redacted
 
 logger = logging.getLogger(__name__)
 
+LoadArguments = Mapping[str, Any]
+"""Arguments of `from_pretrained`."""
 Tokenizer = TypeVar("Tokenizer", bound=PreTrainedTokenizerBase)
 _CONFIG_KEYS = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "trust_remote_code")
 _SPREADING_DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -242,14 +244,14 @@ def _check_local_path(model_id: str) -> None:
         raise FileNotFoundError(f"There is no folder '{model_id}'. Give a saved model, or a Hub name.")
 
 
-def _config_of(model_id: str, kwargs: Mapping[str, Any]) -> PretrainedConfig:
+def _config_of(model_id: str, kwargs: LoadArguments) -> PretrainedConfig:
     config = kwargs.get("config")
     if isinstance(config, PretrainedConfig):
         return config
     return AutoConfig.from_pretrained(model_id, **{k: kwargs[k] for k in _CONFIG_KEYS if k in kwargs})
 
 
-def _architecture_of(model_id: str, kwargs: Mapping[str, Any]) -> type:
+def _architecture_of(model_id: str, kwargs: LoadArguments) -> type:
     config = _config_of(model_id, kwargs)
     names = config.architectures or []
     if not names or (kwargs.get("trust_remote_code") and getattr(config, "auto_map", None)):
@@ -276,7 +278,7 @@ def _check_safetensors(folder: Path) -> None:
 
 
 def load_adapter(
-    model_id: str, architecture: type | None, kwargs: dict[str, Any], base: str | None = None
+    model_id: str, architecture: type | None, kwargs: LoadArguments, base: str | None = None
 ) -> PreTrainedModel:
     """The base model of a folder with a PEFT adapter and no model of its own, with the adapter on top.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -20,6 +20,7 @@ from torch import nn
 
 from trl.models.distributed import is_sharded, prepare_deepspeed, prepare_fsdp, will_shard
 from trl.models.loading import create_model_from_path
+from trl.models.packed.layout import Columns
 from trl.models.parts import causal_core, embedded_tokens, share_parameters
 from trl.models.peft import forbid_inference_packing, is_peft_model, is_quantized
 from trl.models.reference_weights import adapter_weights, hash_weights, load_parameters, save_parameters
@@ -30,7 +31,7 @@ from trl.models.switches import same_trainable, undisturbed, without_ddp
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Forward = Callable[[Scorer, nn.Module, Mapping[str, Any]], T]
+Forward = Callable[[Scorer, nn.Module, Columns], T]
 """(scorer, model, batch) -> what is computed with the reference, such as its log-probs."""
 
 REFERENCE_FILE = "reference.safetensors"
@@ -55,7 +56,7 @@ class Reference(Protocol):
         """A hash of the weights and settings that its log-probs depend on. All processes must call it."""
         ...
 
-    def score(self, policy: nn.Module, batch: Mapping[str, Any], forward: Forward[T]) -> T:
+    def score(self, policy: nn.Module, batch: Columns, forward: Forward[T]) -> T:
         """`forward(scorer, model, batch)` of the reference, without gradient.
 
         `policy` may be wrapped (DDP, FSDP2, DeepSpeed). Its train or eval mode, `requires_grad` and the random number

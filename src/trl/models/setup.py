@@ -6,9 +6,9 @@ import copy
 import inspect
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from torch import nn
@@ -23,7 +23,7 @@ from transformers import (
 
 from trl.data.rendering import text_tokenizer
 from trl.models.distributed import will_shard
-from trl.models.loading import clone_chat_template, create_model_from_path
+from trl.models.loading import LoadArguments, clone_chat_template, create_model_from_path
 from trl.models.parts import causal_core
 from trl.models.peft import is_peft_model
 from trl.models.scoring.classifier import head_of
@@ -38,7 +38,7 @@ POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings")
 
 
 def load_model(
-    model: object, init_kwargs: Mapping[str, Any] | None, *, name: str = "model", trained: bool = False
+    model: object, init_kwargs: LoadArguments | None, *, name: str = "model", trained: bool = False
 ) -> PreTrainedModel:
     """The model itself, or the one of this name or path, loaded with `init_kwargs` (`model_init_kwargs` of a config).
 
@@ -58,7 +58,7 @@ def load_model(
 
 
 def check_given(
-    model: object, init_kwargs: Mapping[str, Any] | None, *, name: str = "model"
+    model: object, init_kwargs: LoadArguments | None, *, name: str = "model"
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
     """A model that is loaded already, and the transformers model inside.
 
@@ -198,7 +198,7 @@ STEP_CLASSIFIER = ClassifierKind(
 
 
 def load_classifier(
-    model: object, init_kwargs: Mapping[str, Any] | None, kind: ClassifierKind, *, seed: int, trained: bool = False
+    model: object, init_kwargs: LoadArguments | None, kind: ClassifierKind, *, seed: int, trained: bool = False
 ) -> PreTrainedModel:
     """The classifier itself, or the one of this name or path; a head that its files lack is drawn from `seed` alone.
 

@@ -20,9 +20,10 @@ from trl.tensors.moments import RunningMoments
 
 _FILE = "ppo_state.json"  # of the plain values
 _FORMAT = 1
+State = dict[str, Any]
 
 
-def save_step_state(folder: str | Path, accelerator: Accelerator, state: dict[str, Any], *, file: str = _FILE) -> None:
+def save_step_state(folder: str | Path, accelerator: Accelerator, state: State, *, file: str = _FILE) -> None:
     """Save what accelerate prepared, `state` (plain values) and random generators, replacing `folder` atomically.
 
     All processes must call it.
@@ -52,7 +53,7 @@ def _beside(folder: str | Path, kind: str) -> Path:
 
 def load_step_state(
     folder: str | Path, accelerator: Accelerator, *, scheduled: bool = False, file: str = _FILE
-) -> dict[str, Any]:
+) -> State:
     """Load a saved state; returns the plain values. `scheduled`: the accelerator has prepared a scheduler.
 
     Raises: FileNotFoundError for a folder without a state; CheckpointError if a file is missing; ValueError for another
@@ -83,7 +84,7 @@ def load_step_state(
     return state
 
 
-def rng_states() -> dict[str, Any]:
+def rng_states() -> State:
     """The states of Python's, numpy's and torch's global generators, as tensors and plain values."""
     kind, keys, *rest = np.random.get_state()
     version, numbers, gauss = random.getstate()
@@ -95,7 +96,7 @@ def rng_states() -> dict[str, Any]:
     }
 
 
-def set_rng_states(streams: dict[str, Any]) -> None:
+def set_rng_states(streams: State) -> None:
     """Put the generators into given states."""
     version, numbers, gauss = streams["python"]
     random.setstate((version, tuple(numbers), gauss))

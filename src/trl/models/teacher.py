@@ -22,8 +22,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl.data.rendering import text_tokenizer
 from trl.data.teacher_columns import TEACHER, TEACHER_COLUMNS, TEACHER_IDS, TEACHER_LOGPS
 from trl.models.distributed import is_sharded, will_shard
-from trl.models.loading import load_processing_class
-from trl.models.packed.layout import IGNORED, TEACHER_BATCH, scored_sequences
+from trl.models.loading import LoadArguments, load_processing_class
+from trl.models.packed.layout import IGNORED, TEACHER_BATCH, Columns, Inputs, scored_sequences
 from trl.models.parts import causal_core, embedded_tokens, share_parameters
 from trl.models.peft import is_peft_model
 from trl.models.policy import make_scorer
@@ -51,11 +51,11 @@ class Teacher(Protocol):
     def prepare(self, accelerator: Accelerator) -> None:
         """Move a separate model to the device, or shard it like the student."""
 
-    def reads(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def reads(self, model: nn.Module, batch: Columns) -> Inputs:
         """Arguments of `over_chunks` beside the student `model`."""
         return {}
 
-    def loss_of(self, loss: TeacherLoss, batch: Mapping[str, Any]) -> LossOfLogits:
+    def loss_of(self, loss: TeacherLoss, batch: Columns) -> LossOfLogits:
         """The loss of a chunk of logits."""
         return lambda logits, others, _: loss.of_logits(logits, others)
 
@@ -63,7 +63,7 @@ class Teacher(Protocol):
         self,
         scorer: Scorer,
         model: nn.Module,
-        batch: Mapping[str, Any],
+        batch: Columns,
         loss: TeacherLoss,
         *,
         temperature: float = 1.0,
@@ -113,7 +113,7 @@ class FrozenTeacher(Teacher):
                 )
         self.reference.prepare(accelerator)
 
-    def reads(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def reads(self, model: nn.Module, batch: Columns) -> Inputs:
         other = (self.reference.scorer, self.reference.model)
         return {"other": other, "other_batch": batch.get(TEACHER_BATCH)}
 
@@ -127,7 +127,7 @@ class SelfTeacher(Teacher):
     def __init__(self, reference: Reference) -> None:
         self.reference = reference
 
-    def reads(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def reads(self, model: nn.Module, batch: Columns) -> Inputs:
         shown = batch.get(TEACHER_BATCH, batch)
         states = self.reference.score(model, shown, lambda scorer, inner, rows: scorer.scored_states(inner, rows))
         return {"other": OwnStates(states, base=isinstance(self.reference, AdapterReference))}
@@ -140,7 +140,7 @@ class ColumnTeacher(Teacher):
     the loss.
     """
 
-    def loss_of(self, loss: TeacherLoss, batch: Mapping[str, Any]) -> LossOfLogits:
+    def loss_of(self, loss: TeacherLoss, batch: Columns) -> LossOfLogits:
         ids, logps = batch[TEACHER_IDS], batch[TEACHER_LOGPS]
         return lambda logits, _, rows: loss.of_top_k(logits, ids[rows], logps[rows])
 
@@ -165,7 +165,7 @@ class TeacherByRow(Teacher):
         self,
         scorer: Scorer,
         model: nn.Module,
-        batch: Mapping[str, Any],
+        batch: Columns,
         loss: TeacherLoss,
         *,
         temperature: float = 1.0,
@@ -179,7 +179,7 @@ class TeacherByRow(Teacher):
             rows, places_of = ((ids == number).nonzero()[:, 0] for ids in (chosen, chosen[sequence]))
             if not len(rows) and PartialState().num_processes == 1:
                 continue
-            part: dict[str, Any] = _rows_of(whole, rows)
+            part: Inputs = _rows_of(whole, rows)
             part |= {name: batch[name][places_of] for name in TEACHER_COLUMNS if name in batch}
             if shown is not None:
                 part[TEACHER_BATCH] = _rows_of(shown, rows)
@@ -217,7 +217,7 @@ def _weighted(loss_of: LossOfLogits, weights: Tensor) -> LossOfLogits:
 
 def make_teacher(
     teacher: Any,
-    init_kwargs: Mapping[str, Any] | None,
+    init_kwargs: LoadArguments | None,
     student: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -263,7 +263,7 @@ def make_teacher(
     return FrozenTeacher(FrozenModel(teacher, make_scorer(teacher, tokenizer)))
 
 
-def load_teacher(teacher: object, init_kwargs: Mapping[str, Any] | None, student: nn.Module) -> PreTrainedModel:
+def load_teacher(teacher: object, init_kwargs: LoadArguments | None, student: nn.Module) -> PreTrainedModel:
     """The model of a teacher that is not the student: `teacher` itself, or that of its name or path.
 
     Raises: ValueError for `init_kwargs` with a loaded model, and for one that shares trained weights with the student.

@@ -30,6 +30,7 @@ from transformers.utils.hub import cached_file
 
 from trl.data.hub import loading_from_hub
 from trl.models.loading import cast_state, create_model_from_path, name_dtype, save_dtype, without_records
+from trl.models.packed.layout import Inputs
 from trl.models.parts import causal_core
 from trl.models.peft import is_peft_model, is_quantized, prepare_peft_model, require_peft
 from trl.models.switches import same_trainable, undisturbed
@@ -155,10 +156,9 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
             raise TypeError(f"reward_adapter needs a PeftModel, got {type(model).__name__}. Set peft_config.")
         if name in model.peft_config:
             raise ValueError(f"reward_adapter_name {name!r} is taken by another adapter. Choose another.")
-        options: dict[str, Any] = {} if token is None else {"token": token}
         with loading_from_hub(adapter_model_id, "adapter"):
-            config: Any = PeftConfig.from_pretrained(adapter_model_id, **options)
-            weights = load_peft_weights(adapter_model_id, device="cpu", **options)
+            config: Any = PeftConfig.from_pretrained(adapter_model_id, token=token)
+            weights = load_peft_weights(adapter_model_id, device="cpu", token=token)
         config.modules_to_save, config.inference_mode = None, True  # the head is not in a language model
         parts = {key: key.rpartition(".")[2] for key in weights if ".score." in f".{key}"}
         of_head = {part: weights.pop(key) for key, part in parts.items()}
@@ -212,7 +212,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         """`generate` of the wrapped model."""
         return self.pretrained_model.generate(*args, **kwargs)
 
-    def prepare_inputs_for_generation(self, *args: object, **kwargs: object) -> dict[str, Any]:
+    def prepare_inputs_for_generation(self, *args: object, **kwargs: object) -> Inputs:
         """The arguments of the wrapped model's forward at a step of generation."""
         return self.pretrained_model.prepare_inputs_for_generation(*args, **kwargs)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trl.generation.live import Scored
+from trl.generation.serving.connection import Json
 
 _KINDS = {401: "authentication_error", 404: "not_found_error", 500: "server_error", 503: "server_error"}
 
@@ -19,7 +20,7 @@ class APIError(Exception):
         super().__init__(text)
         self.status, self.code, self.param = status, code, param
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Json:
         """The content of `error`."""
         kind = _KINDS.get(self.status, "invalid_request_error")
         return {"message": str(self), "type": kind, "param": self.param, "code": self.code}
@@ -43,10 +44,10 @@ class ScoredPrompt:
     at: Sequence[Scored]
     texts: Mapping[int, str]
 
-    def in_vllms_form(self) -> list[dict[str, Any] | None]:
+    def in_vllms_form(self) -> list[Json | None]:
         """vLLM's `prompt_logprobs`: for each token but the first those at its place, by their ids."""
 
-        def entry(token: int, logp: float, rank: int) -> dict[str, Any]:
+        def entry(token: int, logp: float, rank: int) -> Json:
             return {"logprob": logp, "rank": rank, "decoded_token": self.texts[token]}
 
         return [None, *({str(scored[0]): entry(*scored) for scored in place} for place in self.at)]

@@ -342,7 +342,7 @@ class SamplingBody(Body):
     max_tokens: int = 16
     truncate_prompt_tokens: int | None = None
     guided_decoding_regex: str | None = None
-    generation_kwargs: dict[str, Any] | None = None
+    generation_kwargs: Json | None = None
 
     def sampling(self) -> Json:
         """Arguments of vLLM's `SamplingParams`; `generation_kwargs` take precedence."""
@@ -374,14 +374,14 @@ class GenerateBody(SamplingBody):
 class ChatBody(SamplingBody):
     """`/chat/`: conversations, with images (if any) within their messages."""
 
-    messages: list[list[dict[str, Any]]]
-    chat_template_kwargs: dict[str, Any] | None = None
+    messages: list[list[Json]]
+    chat_template_kwargs: Json | None = None
     tools: list[Any] | None = None
     chat_template: str | None = None
 
     @field_validator("messages")
     @classmethod
-    def _with_images_inside(cls, messages: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    def _with_images_inside(cls, messages: list[list[Json]]) -> list[list[Json]]:
         """Images become data URLs, because the server downloads nothing."""
         for message in (message for conversation in messages for message in conversation):
             if isinstance(message.get("content"), list):
@@ -424,11 +424,11 @@ class CompletionRequest(Body):
     """A prompt, with arguments of vLLM's `SamplingParams` for one completion."""
 
     prompt_ids: TokenIds
-    sampling: dict[str, Any] = {}
+    sampling: Json = {}
 
     @field_validator("sampling")
     @classmethod
-    def _only_one(cls, sampling: dict[str, Any]) -> dict[str, Any]:
+    def _only_one(cls, sampling: Json) -> Json:
         if sampling.get("n", 1) != 1:
             raise ValueError("n must be 1: send a request for each completion")
         return sampling

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from trl.generation.serving.answers import check_text
+from trl.generation.serving.connection import Json
 
 MOST_LOGPROBS = 256
 Stop = Annotated[str, Field(min_length=1)]
@@ -27,13 +28,13 @@ class Body(BaseModel):
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
     stop: Stop | list[Stop] | None = None
     stream: bool = False
-    stream_options: dict[str, Any] | None = None
+    stream_options: Json | None = None
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, float] | None = Field(None, max_length=0)
     # without effect
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Json | None = None
     store: bool | None = None
     service_tier: str | None = None
     reasoning_effort: str | None = None
@@ -59,13 +60,13 @@ class Body(BaseModel):
 class ChatBody(Body):
     """`/v1/chat/completions`."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    tools: list[dict[str, Any]] | None = None
+    messages: list[Json] = Field(min_length=1)
+    tools: list[Json] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: Literal[0] | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: Json | None = None
 
     @field_validator("tool_choice", "response_format", mode="before")
     @classmethod

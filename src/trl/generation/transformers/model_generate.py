@@ -21,6 +21,7 @@ from transformers import (
 
 from trl.collators.images import is_per_token
 from trl.generation.transformers.requests import Requests
+from trl.models.packed.layout import Inputs
 from trl.models.parts import causal_core, prompt_learning_unsupported
 from trl.tensors.padding import pad as pad_rows
 
@@ -106,7 +107,7 @@ def _config(core: PreTrainedModel, longest: int, pad: int) -> GenerationConfig:
     return GenerationConfig(max_new_tokens=longest, do_sample=False, num_beams=1, pad_token_id=pad, **begin)
 
 
-def _inputs(model: Any, requests: Requests, batch: Sequence[int], pad: int) -> dict[str, Any]:
+def _inputs(model: Any, requests: Requests, batch: Sequence[int], pad: int) -> Inputs:
     """Prompts padded on the left for decoders; for encoder-decoders, the encoder's states of each prompt."""
     numbers = [requests.prompt_of[request] for request in batch]
     encoder_decoder = model.config.is_encoder_decoder
@@ -128,7 +129,7 @@ def _inputs(model: Any, requests: Requests, batch: Sequence[int], pad: int) -> d
 
 def _with_more(
     model: Any, inputs: Mapping[str, Tensor], more: MoreInputs, batch: Sequence[int], **settings: Any
-) -> dict[str, Any]:
+) -> Inputs:
     """Inputs of `model.generate`: padded prompts `(B, T)` of a `batch` of requests, with `more` inputs.
 
     Distinct prompts (without their last tokens) are run here once, if there are copies, and the cache is copied.

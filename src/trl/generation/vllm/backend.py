@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from trl.generation.serving.connection import Json
 from trl.options.checks import check_numbers
 from trl.options.groups import option
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 Request = Mapping[str, Any]
 """`prompt_ids` and `sampling` (arguments of vLLM's `SamplingParams`), as JSON values."""
-Answer = dict[str, Any]
+Answer = Json
 """JSON values; of a completion `ids`, `logprobs` and `finish_reason`."""
 WORKER = "trl.generation.vllm.worker.WeightReceiver"
 _CLOSING_S = 30.0  # for the engine to end
@@ -353,7 +354,7 @@ def sampling_params(arguments: Mapping[str, object]) -> SamplingParams:
     from vllm import SamplingParams  # pyright: ignore
     from vllm.sampling_params import StructuredOutputsParams  # pyright: ignore
 
-    settings: dict[str, Any] = {**arguments, "logprobs": 0}
+    settings: Json = {**arguments, "logprobs": 0}
     if settings.get("top_k") == -1:
         settings["top_k"] = 0  # all tokens
     try:
@@ -379,9 +380,9 @@ def as_value_errors() -> Iterator[None]:
         raise ValueError(str(error)) from error
 
 
-def _prompt(prompt: str | list[int], images: Sequence[str]) -> dict[str, Any]:
+def _prompt(prompt: str | list[int], images: Sequence[str]) -> Json:
     """A prompt in vLLM's format; vLLM replaces the images' placeholders by their tokens."""
-    inputs: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+    inputs: Json = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
     if images:
         inputs["multi_modal_data"] = {"image": [_image(image) for image in images]}
     return inputs

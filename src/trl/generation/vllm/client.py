@@ -96,7 +96,7 @@ class VLLMClient:
         """`model`, `dtype`, `max_model_len` (tokens), `vocab_size` and `device` of the server."""
         return self._http.get("/model/")
 
-    def complete(self, requests: Sequence[Mapping[str, Any]], *, hang_up: HangUp | None = None) -> list[Json]:
+    def complete(self, requests: Sequence[Mapping[str, object]], *, hang_up: HangUp | None = None) -> list[Json]:
         """A completion of each request, with `ids`, `logprobs` and `finish_reason`.
 
         A request has `prompt_ids` and `sampling` (arguments of vLLM's `SamplingParams`). The server decodes them
@@ -123,7 +123,7 @@ class VLLMClient:
         max_tokens: int = 16,
         truncate_prompt_tokens: int | None = None,
         guided_decoding_regex: str | None = None,
-        generation_kwargs: dict[str, Any] | None = None,
+        generation_kwargs: Json | None = None,
     ) -> dict[str, list[list[Any]]]:
         """`n` completions of each prompt (a text or its token ids).
 
@@ -139,7 +139,7 @@ class VLLMClient:
 
     def chat(
         self,
-        messages: list[list[dict[str, Any]]],
+        messages: list[list[Json]],
         n: int = 1,
         repetition_penalty: float = 1.0,
         temperature: float = 1.0,
@@ -149,8 +149,8 @@ class VLLMClient:
         max_tokens: int = 16,
         truncate_prompt_tokens: int | None = None,
         guided_decoding_regex: str | None = None,
-        generation_kwargs: dict[str, Any] | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
+        generation_kwargs: Json | None = None,
+        chat_template_kwargs: Json | None = None,
         tools: list | None = None,
         chat_template: str | None = None,
     ) -> dict[str, list[list[Any]]]:
@@ -255,7 +255,7 @@ class VLLMClient:
                 raise failure from error
             raise
 
-    def _check_channel(self, answer: Mapping[str, Any]) -> None:
+    def _check_channel(self, answer: Mapping[str, object]) -> None:
         """Raise if the server's weights are not those sent through this channel."""
         if self.channel_name is None or answer.get("channel") == self.channel_name:
             return
@@ -284,7 +284,7 @@ _SAMPLING = (
 )  # fmt: skip
 
 
-def _sampling(arguments: Mapping[str, Any]) -> Json:
+def _sampling(arguments: Mapping[str, object]) -> Json:
     return {name: arguments[name] for name in _SAMPLING}
 
 
@@ -295,7 +295,7 @@ def _encoded(images: Image | list[Image] | str | None) -> str | list[str] | None
     return [pil_to_base64(image) for image in images] if isinstance(images, list) else pil_to_base64(images)
 
 
-def _without_pixels(message: Mapping[str, Any]) -> Json:
+def _without_pixels(message: Mapping[str, object]) -> Json:
     """A message with its images in base64."""
     if not isinstance(content := message.get("content"), list):
         return dict(message)

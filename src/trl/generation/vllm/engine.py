@@ -21,6 +21,7 @@ from trl.generation.engine import Generated, Numbers, Prompts, Sampling, check_r
 from trl.generation.live import Listener, Live, Scored, check_alone
 from trl.generation.live import Request as LiveRequest
 from trl.generation.main_process import any_process, process_count, raise_in_all
+from trl.generation.serving.connection import Json
 from trl.generation.transformers.engine import MIXED, context_length_of, generating, without_wrappers
 from trl.generation.transformers.requests import end_tokens, fresh_seed, rng_stream_keys
 from trl.generation.vllm.backend import Answer, Request, Steps, check_vllm
@@ -138,10 +139,10 @@ class PolicyCopy(ABC):
             self._send(WeightParts(whole, dtype))
 
 
-def _shared_settings(sampling: Sampling, ends: Sequence[int], regex: str | None) -> dict[str, Any]:
+def _shared_settings(sampling: Sampling, ends: Sequence[int], regex: str | None) -> Json:
     """The settings that all requests of a call share."""
     sampling.refuse_processors("vLLM")
-    settings: dict[str, Any] = {
+    settings: Json = {
         "temperature": 0.0 if sampling.greedy else sampling.temperature,
         "repetition_penalty": sampling.repetition_penalty,
         "stop_token_ids": sorted(ends),

@@ -54,6 +54,16 @@ class _Call(NamedTuple):
     prompt: int
 
 
+class _Bounds(NamedTuple):
+    """Where segments begin and end, for the variable-length kernel; `gather` are the keys, prompts once per branch."""
+
+    queries: Tensor
+    keys: Tensor
+    longest_query: int
+    longest_key: int
+    gather: Tensor | None
+
+
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """The kernel calls of a segment table, computed once per table.
@@ -64,14 +74,14 @@ class _Plan:
     segments: Segments
     calls: tuple[_Call, ...]
     masks: dict[tuple[int, int, int | None, torch.dtype], Tensor]  # those of the calls, for all layers
-    bounds: dict[str, Any]  # of the variable-length kernel
+    bounds: list[_Bounds]  # of the variable-length kernel, once they are known
 
     @classmethod
     def of(cls, table: Tensor) -> _Plan:
         plan = _PLANS.get(table)
         if plan is None:
             segments = Segments.from_table(table)
-            plan = _PLANS[table] = cls(segments, tuple(_calls(segments)), {}, {})
+            plan = _PLANS[table] = cls(segments, tuple(_calls(segments)), {}, [])
         return plan
 
     def mask(self, length: int, seen: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -244,21 +254,21 @@ def _variable_length(
     kernel = _variable_length_kernel()
     assert kernel is not None
     if not plan.bounds:
-        plan.bounds.update(_variable_length_bounds(plan.segments, query.device))
-    bounds = plan.bounds
+        plan.bounds.append(_variable_length_bounds(plan.segments, query.device))
+    bounds = plan.bounds[0]
     query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
-    if bounds["gather"] is not None:
-        key, value = key[bounds["gather"]], value[bounds["gather"]]
+    if bounds.gather is not None:
+        key, value = key[bounds.gather], value[bounds.gather]
     output = kernel(
-        query.contiguous(), key.contiguous(), value.contiguous(), bounds["queries"], bounds["keys"],
-        bounds["longest_query"], bounds["longest_key"], scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
+        query.contiguous(), key.contiguous(), value.contiguous(), bounds.queries, bounds.keys,
+        bounds.longest_query, bounds.longest_key, scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
         window_size=(-1 if window is None else window - 1, 0),
     )  # fmt: skip
     assert isinstance(output, Tensor)
     return output[None]
 
 
-def _variable_length_bounds(segments: Segments, device: torch.device) -> dict[str, Any]:
+def _variable_length_bounds(segments: Segments, device: torch.device) -> _Bounds:
     lengths = torch.tensor(segments.length)
     seen = lengths + torch.tensor(segments.prefix_length)
     gather = None
@@ -268,13 +278,8 @@ def _variable_length_bounds(segments: Segments, device: torch.device) -> dict[st
             spans.append(torch.arange(prefix_start, prefix_start + prefix_length))
             spans.append(torch.arange(start, start + length))
         gather = torch.cat(spans).to(device)
-    return {
-        "queries": F.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32),
-        "keys": F.pad(seen.cumsum(0), (1, 0)).to(device, torch.int32),
-        "longest_query": int(lengths.max()),
-        "longest_key": int(seen.max()),
-        "gather": gather,
-    }
+    queries, keys = (F.pad(counts.cumsum(0), (1, 0)).to(device, torch.int32) for counts in (lengths, seen))
+    return _Bounds(queries, keys, int(lengths.max()), int(seen.max()), gather)
 
 
 # ---- which models take it
