@@ -91,7 +91,7 @@ class Sampling:
             settings = ", ".join(f"{name}={value!r}" for name, value in self.processors)
             raise ValueError(f"{engine} does not support {settings} of generation_kwargs. Use use_vllm=False.")
 
-    def updated(self, generation_kwargs: Mapping[str, Any] | GenerationConfig | None) -> Sampling:
+    def updated(self, generation_kwargs: Any) -> Sampling:
         """These settings overridden by transformers' `GenerationConfig`, or a dict with its field names.
 
         Raises: ValueError for unsupported settings (beams, constraints, ...) and unknown names.

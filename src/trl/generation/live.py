@@ -121,14 +121,17 @@ def opened(engine: Engine) -> Iterator[Live]:
         yield live
 
 
+Answering = Future[Any]
+
+
 class Asked(NamedTuple):
     """A request of another thread, or a function of the engine; `future` gets the completion or the result.
 
     A function that is called `alone` waits until no request runs, and what comes after it waits for it.
     """
 
-    request: Any
-    future: Future[Any]
+    request: Any  # a `Request`, what another `Live` takes, or a function
+    future: Answering
     alone: bool = False
 
 
@@ -147,18 +150,18 @@ class Broker:
         self._running: dict[int, Asked] = {}
         self._answering = threading.Lock()
 
-    def submit(self, request: Any, future: Future[Any] | None = None) -> Future[Any]:
+    def submit(self, request: object, future: Answering | None = None) -> Answering:
         """Begin a completion, from any thread. Cancelling the future takes the request out of the engine.
 
         The future raises ValueError for an invalid prompt, and what the engine raises.
         """
         return self._added(Asked(request, future or Future()))
 
-    def call(self, function: Callable[[Any], Any], *, alone: bool = False) -> Future[Any]:
+    def call(self, function: Callable[..., object], *, alone: bool = False) -> Answering:
         """The result of a function of the `Live` engine, called between two steps, or `alone`; raises as `submit`."""
         return self._added(Asked(function, Future(), alone))
 
-    def _added(self, asked: Asked) -> Future[Any]:
+    def _added(self, asked: Asked) -> Answering:
         self._arriving.put(asked)
         if self.failure is not None:
             self.fail(self.failure)
@@ -168,7 +171,7 @@ class Broker:
         """Let `run` look at its condition, from any thread."""
         self._arriving.put(None)
 
-    def run(self, live: Any, until: Callable[[], bool]) -> None:
+    def run(self, live: Live, until: Callable[[], bool]) -> None:
         """Run an engine in this thread until a condition holds, which is looked at after each step and `wake`.
 
         Raises: what the engine raises, after all requests were given it.
@@ -197,7 +200,7 @@ class Broker:
                 arrived.append(self._arriving.get_nowait())
         return [asked for asked in arrived if asked is not None]
 
-    def _begin(self, live: Any, asked: Asked) -> None:
+    def _begin(self, live: Live, asked: Asked) -> None:
         future = asked.future
         try:
             if callable(asked.request):
@@ -209,14 +212,14 @@ class Broker:
             if future.running() or future.set_running_or_notify_cancel():
                 future.set_exception(error)
 
-    def _drop_cancelled(self, live: Any) -> None:
+    def _drop_cancelled(self, live: Live) -> None:
         with self._answering:
             dropped = [number for number, asked in self._running.items() if asked.future.cancelled()]
             for number in dropped:
                 live.cancel(number)
                 del self._running[number]
 
-    def _step(self, live: Any) -> None:
+    def _step(self, live: Live) -> None:
         ended = live.step()
         with self._answering:
             for number, generated in ended.items():

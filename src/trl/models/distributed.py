@@ -5,7 +5,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -127,9 +127,13 @@ def gathered_parameters(
     return deepspeed.zero.GatheredParameters(sharded, modifier_rank=modifier_rank)
 
 
-def fsdp2_modules(model: nn.Module) -> list[Any]:
+class FSDP2Module(FSDPModule, nn.Module):
+    """A module that FSDP2 shards, for type checkers: it derives such classes."""
+
+
+def fsdp2_modules(model: nn.Module) -> list[FSDP2Module]:
     """The modules that FSDP2 shards, the outermost first, initialised: they can gather before the first forward."""
-    sharded: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    sharded = [cast(FSDP2Module, module) for module in model.modules() if isinstance(module, FSDPModule)]
     if sharded:
         sharded[0]._get_fsdp_state()._lazy_init()  # otherwise the root's first forward does this (torch 2.13)
     return sharded
@@ -142,13 +146,13 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def fsdp2_units(model: nn.Module) -> dict[nn.Module, Any]:
+def fsdp2_units(model: nn.Module) -> dict[nn.Module, FSDP2Module]:
     """Each module's FSDP2 unit, which shards its parameters; modules without one are left out."""
-    sharding = set(fsdp2_modules(model))
-    units: dict[nn.Module, Any] = {}
+    sharding: set[nn.Module] = set(fsdp2_modules(model))
+    units: dict[nn.Module, FSDP2Module] = {}
 
-    def visit(module: nn.Module, unit: Any) -> None:
-        unit = module if module in sharding else unit
+    def visit(module: nn.Module, unit: FSDP2Module | None) -> None:
+        unit = cast(FSDP2Module, module) if module in sharding else unit
         if unit is not None:
             units.setdefault(module, unit)
         for child in module.children():
@@ -159,7 +163,7 @@ def fsdp2_units(model: nn.Module) -> dict[nn.Module, Any]:
 
 
 @contextmanager
-def gathered_modules(modules: Sequence[nn.Module], units: Iterable[Any] = ()) -> Iterator[None]:
+def gathered_modules(modules: Sequence[nn.Module], units: Iterable[FSDP2Module] = ()) -> Iterator[None]:
     """A block in which the parameters of these modules and FSDP2 `units` are gathered on every rank; for reading only.
 
     All ranks must enter it together. What was gathered before stays so.
@@ -187,7 +191,7 @@ def will_shard() -> bool:
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or is_deepspeed_zero3_enabled()
 
 
-def whole_shape(parameter: Tensor, unit: Any | None = None) -> Tensor:
+def whole_shape(parameter: Tensor, unit: FSDP2Module | None = None) -> Tensor:
     """A meta tensor with the shape and dtype of the gathered parameter (by this FSDP2 unit)."""
     shape = getattr(parameter, "ds_shape", parameter.shape)  # a DTensor's is that of the whole
     dtype = parameter.dtype

@@ -13,7 +13,7 @@ from trl.models.switches import enable_gradient_checkpointing
 from trl.options.model import ModelConfig
 
 if TYPE_CHECKING:
-    from peft import PeftConfig
+    from peft import PeftConfig, PeftModel
     from transformers import BitsAndBytesConfig
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def prepare_peft_model(
         raise TypeError(f"peft_config must be a config of peft (LoraConfig(r=16)), got {peft_config!r}.")
     wrapped = is_peft_model(model)
     if wrapped and peft_config is not None:
-        model, wrapped = merge_adapter(model), False
+        model, wrapped = merge_adapter(model), False  # type: ignore[arg-type]
     if wrapped and not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("The PeftModel has no trainable parameter. Load its adapter with is_trainable=True.")
     forbid_inference_packing(model)
@@ -124,7 +124,7 @@ def _cast_output(dtype: torch.dtype, module: torch.nn.Module, inputs: object, ou
     return output.to(dtype) if isinstance(output, torch.Tensor) else output
 
 
-def merged_base(model: Any) -> PreTrainedModel:
+def merged_base(model: "PeftModel") -> PreTrainedModel:
     """Merge a `PeftModel`'s active adapter into its base, in the base's dtype and in place; return the base.
 
     Raises `ValueError` for an adapter that cannot be merged (prompt tuning, GPTQ and other quantised layers).
@@ -144,7 +144,7 @@ def merged_base(model: Any) -> PreTrainedModel:
         raise ValueError(f"peft cannot merge that adapter into the base ({error!r})") from error
 
 
-def merge_adapter(model: Any) -> PreTrainedModel:
+def merge_adapter(model: "PeftModel") -> PreTrainedModel:
     """`merged_base` of a `PeftModel` that gets a new adapter, with a warning. Raises `ValueError` as that does."""
     active, others = list(model.active_adapters), sorted(set(model.peft_config) - set(model.active_adapters))
     conflict = f"peft_config was given with a PeftModel (adapter {', '.join(active)})"

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from accelerate import Accelerator
@@ -27,6 +27,9 @@ from trl.models.reference_weights import adapter_weights, hash_weights, load_par
 from trl.models.scoring.causal import Scorer
 from trl.models.scoring.encoder_decoder import language_scorer
 from trl.models.switches import same_trainable, undisturbed, without_ddp
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +76,10 @@ class FrozenModel(Reference):
     its DeepSpeed engine. `shared` names the parameters that it shares with the policy, which checkpoints hold already.
     """
 
-    def __init__(self, model: nn.Module, scorer: Scorer, *, shared: frozenset[str] = frozenset()) -> None:
+    def __init__(self, model: nn.Module, scorer: Any, *, shared: frozenset[str] = frozenset()) -> None:
         self.scorer, self.shared = scorer, shared
-        self.module = self.model = model.requires_grad_(False).eval()
+        self.module = model
+        self.model: Any = model.requires_grad_(False).eval()
         forbid_inference_packing(model)  # it would change the weights' bytes, and so the fingerprint
 
     @contextmanager
@@ -191,9 +195,9 @@ def is_movable(model: nn.Module) -> bool:
     return not (is_quantized(model) or hasattr(model, "hf_device_map"))
 
 
-def _peft_model_in(policy: nn.Module) -> Any:
+def _peft_model_in(policy: nn.Module) -> PeftModel:
     """The `PeftModel` inside a wrapped policy."""
-    return next(module for module in policy.modules() if is_peft_model(module))
+    return next(module for module in policy.modules() if is_peft_model(module))  # type: ignore[return-value]
 
 
 # Settings of a config that `make_reference` reads, if the config has them.

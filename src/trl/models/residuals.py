@@ -74,7 +74,7 @@ def check_residuals(accelerator: Accelerator, optim: str = "") -> None:
             raise ValueError(f"weights={RESIDUAL!r} cannot be used here: {reason}.")
 
 
-def keep_residuals(optimizer: Any) -> None:
+def keep_residuals(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimiser, in place, step its bfloat16 parameters as float32 ones."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's, in a second run
     kind = type(optimizer)
@@ -100,7 +100,7 @@ class KeepsResiduals(torch.optim.Optimizer):
     """Multiplies the gradients of the next step."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One step, of which the optimiser's own makes a part for some of the parameters at a time.
 
         Raises: TypeError for an optimiser that has state of whole groups.

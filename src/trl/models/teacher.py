@@ -43,7 +43,7 @@ class Teacher(Protocol):
     A kind of teacher says what `over_chunks` reads beside the student (`reads`), and which form of a loss takes it.
     """
 
-    model: nn.Module | None = None
+    model: Any = None
     """A model of its own, which can also generate; None where there is none."""
     vocabulary: int | None = None
     """How many token ids it can read; None: all of the student's."""

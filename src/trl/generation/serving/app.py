@@ -260,8 +260,8 @@ def make_app(server: GenerationServer, backend: VLLMBackend) -> FastAPI:
             raise ValueError(f"world_size must be {size}, all workers and the client, got {body.world_size}.")
         if body.port == server.port:
             raise ValueError(f"port {body.port} is this server's own. Choose another group_port.")
-        how: Any = {"host": server.host, "port": body.port, "backend": body.backend}
-        await _called(lambda: backend.join(**how, size=size, timeout_s=body.timeout_s))
+        address = {"host": server.host, "port": body.port}
+        await _called(lambda: backend.join(**address, size=size, backend=body.backend, timeout_s=body.timeout_s))
         return {"status": "joined", "channel": backend.channel}
 
     @app.post("/update_weights/")
@@ -304,7 +304,7 @@ def make_app(server: GenerationServer, backend: VLLMBackend) -> FastAPI:
     return app
 
 
-async def _called(function: Callable[[], Any]) -> Any:
+async def _called(function: Callable[[], Result]) -> Result:
     """The result of a long call, on a daemon thread, which does not delay shutdown."""
     return await asyncio.wrap_future(start(function, "vllm-server").future)
 

@@ -316,7 +316,7 @@ def without_heads(model: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else model
 
 
-def without_wrappers(model: nn.Module) -> nn.Module:
+def without_wrappers(model: Any) -> nn.Module:
     """The transformers model or `PeftModel` inside training wrappers and a value head."""
     return without_heads(extract_model_from_parallel(model, keep_torch_compile=False))  # type: ignore[arg-type]
 

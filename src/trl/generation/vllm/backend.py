@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from trl.generation.serving.connection import Json
 from trl.options.checks import check_numbers
@@ -25,7 +25,9 @@ from trl.options.groups import option
 
 if TYPE_CHECKING:
     from PIL import Image
-    from vllm import SamplingParams  # pyright: ignore
+    from vllm import LLM, CompletionOutput, RequestOutput, SamplingParams  # pyright: ignore
+    from vllm.logprobs import Logprob  # pyright: ignore
+    from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore
 
     from trl.generation.live import Listener
 
@@ -33,6 +35,7 @@ Request = Mapping[str, Any]
 """`prompt_ids` and `sampling` (arguments of vLLM's `SamplingParams`), as JSON values."""
 Answer = Json
 """JSON values; of a completion `ids`, `logprobs` and `finish_reason`."""
+Result = TypeVar("Result")
 WORKER = "trl.generation.vllm.worker.WeightReceiver"
 _CLOSING_S = 30.0  # for the engine to end
 _SHARED_MEMORY = Path("/dev/shm")
@@ -77,7 +80,7 @@ def check_vllm(needed_by: str = "use_vllm") -> None:
         raise ImportError(f"{needed_by} needs the vllm package. Install it with `pip install 'trl[vllm]'`.")
 
 
-def make_llm(served: ServedModel, extension: str) -> Any:
+def make_llm(served: ServedModel, extension: str) -> LLM:
     """`vllm.LLM` of a served model, whose workers have the methods of the class `extension`."""
     from vllm import LLM  # pyright: ignore
 
@@ -123,7 +126,7 @@ class Steps:
 
     _numbers = itertools.count()  # no other request of this process has the same
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
         self.unusable: str | None = None
         # Their listeners, and how many tokens these were given.
@@ -211,7 +214,7 @@ class VLLMBackend:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # else the engine blocks signals and other threads
         from trl.generation.live import Broker
 
-        self._llm: Any = make_llm(served, WORKER)
+        self._llm = make_llm(served, WORKER)
         self.served, self.world_size = served, served.tensor_parallel_size
         self.channel: str | None = None
         self._llm.collective_rpc("end_with", args=(os.getpid(),))
@@ -221,7 +224,7 @@ class VLLMBackend:
 
     def _run(self) -> None:
         with suppress(BackendDied):  # which requests are told
-            self.broker.run(self.steps, self._closing.is_set)
+            self.broker.run(self.steps, self._closing.is_set)  # type: ignore[arg-type]
 
     def check(self) -> None:
         """Raise BackendDied if vLLM's engine has ended."""
@@ -261,7 +264,7 @@ class VLLMBackend:
         keep, settings = body.truncate_prompt_tokens, sampling_params(body.sampling())
         options["tokenization_kwargs"] = None if keep is None else {"truncate_prompt_tokens": keep}
 
-        def run(steps: Steps) -> list[Any]:
+        def run(steps: Steps) -> list[RequestOutput]:
             if steps.unusable is not None:
                 raise RuntimeError(steps.unusable)
             return getattr(self._llm, method)(inputs, settings, use_tqdm=False, **options) if inputs else []
@@ -330,7 +333,7 @@ class VLLMBackend:
             for file in _SHARED_MEMORY.glob(f"{name}-*cpushm*"):
                 file.unlink(missing_ok=True)
 
-    def _alone(self, function: Callable[[Steps], Any]) -> Any:
+    def _alone(self, function: Callable[[Steps], Result]) -> Result:
         """What a function gives while no request runs. Raises: BackendDied, ValueError for invalid requests."""
         with as_value_errors():
             return self.broker.call(function, alone=True).result()
@@ -397,7 +400,7 @@ def _image(text: str) -> Image.Image:
         raise ValueError(f"images must be PNG or JPEG in base64, got {text[:20]!r}...: {error}.") from None
 
 
-def drawn(output: Any) -> tuple[list[int], list[float]]:
+def drawn(output: CompletionOutput) -> tuple[list[int], list[float]]:
     """A completion's tokens, and their log-probs under the distribution that they were drawn from."""
     ids = list(output.token_ids)
     return ids, [step[token].logprob for token, step in zip(ids, output.logprobs, strict=True)]
@@ -414,6 +417,6 @@ def chunk_list(lst: list, n: int) -> list[list]:
     return [lst[start:end] for start, end in itertools.pairwise(ends)]
 
 
-def sanitize_logprob(logprob: Any) -> float | None:
+def sanitize_logprob(logprob: Logprob) -> float | None:
     """The value of vLLM's log-prob; None for NaN, which JSON does not have."""
     return None if math.isnan(logprob.logprob) else logprob.logprob

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -124,7 +124,7 @@ class VLLMClient:
         truncate_prompt_tokens: int | None = None,
         guided_decoding_regex: str | None = None,
         generation_kwargs: Json | None = None,
-    ) -> dict[str, list[list[Any]]]:
+    ) -> dict[str, list[list[int]] | list[list[float]]]:
         """`n` completions of each prompt (a text or its token ids).
 
         Returns `prompt_ids` of each prompt, and `completion_ids` and `logprobs` of each completion, ordered by prompt.
@@ -153,7 +153,7 @@ class VLLMClient:
         chat_template_kwargs: Json | None = None,
         tools: list | None = None,
         chat_template: str | None = None,
-    ) -> dict[str, list[list[Any]]]:
+    ) -> dict[str, list[list[int]] | list[list[float]]]:
         """`generate` for conversations, with the chat template of the server's tokenizer or another `chat_template`."""
         sampling = _sampling(locals())
         sampling |= {"chat_template_kwargs": chat_template_kwargs, "tools": tools, "chat_template": chat_template}
@@ -182,11 +182,11 @@ class VLLMClient:
         self._http.post("/close_communicator/")  # frees the port of an older channel
         size, place = self.get_world_size() + 1, _device(device)
         backend = "nccl" if place.type == "cuda" and self.model().get("device") == "cuda" else "gloo"
-        how: Any = {"backend": backend, "device": place, "timeout_s": CHANNEL_TIMEOUT_S}
 
         def join() -> WeightChannel:
+            address, limit = (self.host, self.group_port), CHANNEL_TIMEOUT_S
             with _on(place):
-                return WeightChannel.join(self.host, self.group_port, 0, size, **how)
+                return WeightChannel.join(*address, 0, size, backend=backend, device=place, timeout_s=limit)
 
         self._joining = start(join, "weight-channel").future
         wanted = {"host": self.host, "port": self.group_port, "world_size": size, "backend": backend}

@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -28,6 +28,9 @@ from trl.generation.vllm.backend import Answer, Request, Steps, check_vllm
 from trl.generation.vllm.weights import WeightParts, check_sendable
 from trl.models.distributed import is_fsdp1, reshard
 from trl.models.parts import causal_core
+
+if TYPE_CHECKING:
+    from vllm import LLM  # pyright: ignore
 
 _SEEDS = 1 << 62  # vLLM takes signed 64-bit numbers
 
@@ -259,7 +262,7 @@ class VLLMEngine(PolicyCopy):
         super().__init__(model, accelerator=accelerator, context_length=length, regex=regex)
         self._sharing = _sharing(self.settings.parallel)
         self._asleep = False
-        self._llm: Any = None
+        self._llm: LLM | None = None
 
     @property
     def together(self) -> bool:
@@ -307,21 +310,20 @@ class VLLMEngine(PolicyCopy):
             llm.reset_prefix_cache()
 
     @contextmanager
-    def _awake(self) -> Iterator[Any]:
+    def _awake(self) -> Iterator[LLM]:
         """vLLM with its memory on the device; with `sleeps` it is released afterwards."""
-        if self._llm is None:
-            self._llm = self._built()
+        llm = self._llm = self._llm or self._built()
         if self._asleep:
-            self._llm.wake_up()
+            llm.wake_up()
             self._asleep = False
         try:
-            yield self._llm
+            yield llm
         finally:
             if self.settings.sleeps:
-                self._llm.sleep(level=1)
+                llm.sleep(level=1)
                 self._asleep = True
 
-    def _built(self) -> Any:
+    def _built(self) -> LLM:
         """vLLM's own engine with random weights."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are passed within the process
         from vllm import LLM  # pyright: ignore

@@ -20,7 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from trl.generation.transformers.decoders import has_readable_weight, readable_weight
 from trl.generation.transformers.engine import without_wrappers
-from trl.models.distributed import fsdp2_units, gathered_modules, is_sharded, whole_shape
+from trl.models.distributed import FSDP2Module, fsdp2_units, gathered_modules, is_sharded, whole_shape
 from trl.models.parts import causal_core, prompt_learning_unsupported, was_untied
 from trl.models.peft import is_quantized
 
@@ -206,7 +206,7 @@ class WeightParts:
     def _shape_of(self, module: nn.Module, value: Tensor) -> Tensor:
         return whole_shape(value, self._units.get(module))
 
-    def _units_of(self, modules: Iterable[nn.Module]) -> list[Any]:
+    def _units_of(self, modules: Iterable[nn.Module]) -> list[FSDP2Module]:
         """The FSDP2 modules that shard the parameters of these modules, each once."""
         holders = [module for module in modules if next(module.parameters(recurse=False), None) is not None]
         return list(dict.fromkeys(self._units[module] for module in holders if module in self._units))

@@ -9,12 +9,16 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from trl.generation.serving.weight_channel import WeightChannel
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig  # pyright: ignore
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # pyright: ignore
 
 logger = logging.getLogger(__name__)
 _JOINING_S = 300.0
@@ -30,8 +34,8 @@ class WeightReceiver:
 
     rank: int
     device: torch.device
-    model_runner: Any
-    vllm_config: Any
+    model_runner: GPUModelRunner
+    vllm_config: VllmConfig
     reload_weights: Callable[..., None]
     weight_channel: WeightChannel | None = None
 

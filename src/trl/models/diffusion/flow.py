@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trl.models.diffusion.ddim import DDPOSchedulerOutput
 from trl.models.diffusion.policy import Conditions, DiffusionPolicy, denoise, with_guidance
 from trl.models.diffusion.trained import TrainedPipeline, import_diffusers
+from trl.models.packed.layout import Inputs
 from trl.objectives.diffusion import gaussian_log_prob
 from trl.tensors.statistics import randn_tensor
 
@@ -74,7 +75,7 @@ class FlowPolicy(DiffusionPolicy):
         if self.size % patch:
             nearest = max(round(self.size / patch), 1) * patch
             raise ValueError(f"resolution must be a multiple of {patch}, got {self.size}. Set {nearest}.")
-        grid: dict[str, Any] = {}
+        grid: Inputs = {}
         if self.is_flux:
             grid["sigmas"] = np.linspace(1.0, 1 / self.num_steps, self.num_steps)
         scheduler = copy.deepcopy(inner.scheduler)
@@ -104,7 +105,7 @@ class FlowPolicy(DiffusionPolicy):
         clip = [(inner.tokenizer, inner.tokenizer.model_max_length)]
         t5 = inner.tokenizer_2 if self.is_flux else inner.tokenizer_3
         self._count_cut(prompts, [*clip, (t5, limit)] if t5 is not None else clip)
-        options: dict[str, Any] = {"device": self.model.device, "max_sequence_length": limit}
+        options: Inputs = {"device": self.model.device, "max_sequence_length": limit}
         if self.is_flux:
             return inner.encode_prompt(list(prompts), None, **options)[:2]
         hidden, _, pooled, _ = inner.encode_prompt(
@@ -114,7 +115,7 @@ class FlowPolicy(DiffusionPolicy):
 
     def _velocity(self, latents: Tensor, timesteps: Tensor, embeds: Conditions, model: Any) -> Tensor:
         hidden, pooled = embeds
-        more: dict[str, Any] = {}
+        more: Inputs = {}
         if self.is_flux:
             rows, side, device = len(hidden), self.size // (2 * self._inner.vae_scale_factor), latents.device
             scale = torch.full((rows,), self.guidance_scale, device=device)

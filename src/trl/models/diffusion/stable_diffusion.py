@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trl.models.diffusion.ddim import DDPOSchedulerOutput, Generators, deviations, scheduler_step
 from trl.models.diffusion.policy import Conditions, DiffusionPolicy, denoise, draw_step, with_guidance
 from trl.models.diffusion.trained import TrainedPipeline, import_diffusers
+from trl.models.packed.layout import Inputs
 
 
 @dataclass
@@ -74,7 +75,7 @@ def pipeline_step(
     generator: Generators = None, latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
     negative_prompt_embeds: Tensor | None = None, output_type: str | None = "pil", return_dict: bool = True,
     callback: Callable[[int, int, Tensor], None] | None = None, callback_steps: int = 1,
-    cross_attention_kwargs: dict[str, Any] | None = None, guidance_rescale: float = 0.0,
+    cross_attention_kwargs: Inputs | None = None, guidance_rescale: float = 0.0,
 ) -> Any:  # fmt: skip
     """Images of a `StableDiffusionPipeline` without gradient; arguments as in diffusers.
 
@@ -93,7 +94,7 @@ def pipeline_step_with_grad(
     generator: Generators = None, latents: Tensor | None = None, prompt_embeds: Tensor | None = None,
     negative_prompt_embeds: Tensor | None = None, output_type: str | None = "pil", return_dict: bool = True,
     callback: Callable[[int, int, Tensor], None] | None = None, callback_steps: int = 1,
-    cross_attention_kwargs: dict[str, Any] | None = None, guidance_rescale: float = 0.0,
+    cross_attention_kwargs: Inputs | None = None, guidance_rescale: float = 0.0,
 ) -> Any:  # fmt: skip
     """Images with gradient through the sampler, from the UNet's outputs at step K (0 is the noisiest) and later.
 
@@ -239,7 +240,7 @@ class DDIMPolicy(DiffusionPolicy):
     ) -> DDPOSchedulerOutput:
         guidance = self.guidance_scale if len(embeds) == 2 * len(latents) else None
         output = predict_noise(self.model if model is None else model, latents, timesteps, embeds, guidance)
-        options: dict[str, Any] = {"eta": self.noise, "prev_sample": next_latents}
+        options: Inputs = {"eta": self.noise, "prev_sample": next_latents}
         if not self._steps_itself:
             return scheduler_step(self.scheduler, output, timesteps, latents, **options)
         self.pipeline.scheduler.set_timesteps(self.num_steps)

@@ -129,7 +129,7 @@ class TrainedPipeline:
         else:
             model.save_pretrained(Path(output_dir) / self.part, max_shard_size=ONE_FILE)
 
-    def _adapter(self) -> dict[str, Any]:
+    def _adapter(self) -> dict[str, torch.Tensor]:
         from peft.utils import get_peft_model_state_dict
 
         return get_peft_model_state_dict(self.trained, adapter_name=next(iter(self.trained.peft_config)))

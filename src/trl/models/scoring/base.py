@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -139,7 +140,7 @@ def _by_row(module: nn.Module, rows: ModelBatch) -> Callable[..., tuple[Tensor, 
     return forward
 
 
-def shares_prefix(scorer: ScorerBase, prefix_sharing: PrefixSharingMode) -> bool:
+def shares_prefix(scorer: Any, prefix_sharing: PrefixSharingMode) -> bool:
     """Whether completions share one copy of their prompt; warns if a model of packed rows does not support it.
 
     Raises: ValueError if it is required and not supported.
