@@ -29,9 +29,7 @@ class Sampling:
     a stop string. `seed=None` draws a seed from torch's global generator; otherwise results depend on (seed, stream)
     only. `processors` are further settings of `generate` (`typical_p`, `no_repeat_ngram_size`, ...), which only
     `TransformersEngine` supports. It never draws token ids at or beyond `vocabulary` (None: draws all that the model
-    has); with vLLM they are an error.
-
-    Raises: ValueError for a value out of range.
+    has); with vLLM they are an error. Raises: ValueError for a value out of range.
     """
 
     max_new_tokens: int | None = None
@@ -250,9 +248,8 @@ def completion_limits(
 ) -> list[int]:
     """The maximum of new tokens of each completion, by `sampling`, the context length and its own limit.
 
-    `starts` are the numbers of tokens before each completion (for an encoder-decoder: in the decoder).
-
-    Raises: ValueError for a prompt that leaves no room in `max_length`, and for invalid own limits.
+    `starts` are the numbers of tokens before each completion (for an encoder-decoder: in the decoder). Raises:
+    ValueError for a prompt that leaves no room in `max_length`, and for invalid own limits.
     """
     if own_limits is not None and (len(own_limits) != len(starts) or min(own_limits, default=1) < 1):
         raise ValueError(f"limits must be one number >= 1 per prompt ({len(starts)}), got {list(own_limits)}.")

@@ -42,21 +42,14 @@ class TeacherServer:
     does not know it, in OpenAI's (`echo` and `logprobs`). Tokens that such a server names by their text are found by
     the student's `tokenizer`; `vocabulary` is the number of tokens that the student has. Without `model` the server's
     first one is used. A request is repeated until the `deadline`, in seconds, while the server is not reachable or
-    busy. The server's API key, if it needs one, is the environment's TRL_TEACHER_SERVER_TOKEN.
-
-    Raises: ServerLost if it does not answer, ValueError for requests that it refuses, such as too large a `top_k`.
+    busy. The server's API key, if it needs one, is the environment's TRL_TEACHER_SERVER_TOKEN. Raises: ServerLost if it
+    does not answer, ValueError for requests that it refuses, such as too large a `top_k`.
     """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        top_k: int,
-        tokenizer: PreTrainedTokenizerBase,
-        vocabulary: int,
-        model: str | None = None,
+        self, url: str, *, top_k: int, tokenizer: PreTrainedTokenizerBase, vocabulary: int, model: str | None = None,
         deadline: float = 240.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         address = url.rstrip("/").removesuffix("/v1")
         self._http = ServerConnection(address, None, kind="teacher server", variable=TOKEN_VARIABLE)
         self.top_k, self.vocabulary, self.deadline = top_k, vocabulary, deadline

@@ -180,13 +180,9 @@ class OffloadActivations(saved_tensors_hooks):
 
 
 def get_act_offloading_ctx_manager(
-    model: torch.nn.Module,
-    use_pin_memory: bool = True,
-    use_streams: bool = True,
-    min_offload_size: int = 1024,
-    max_fwd_stash_size: int = 5,
-    warn_if_no_head: bool = True,
-) -> OffloadActivations:
+    model: torch.nn.Module, use_pin_memory: bool = True, use_streams: bool = True, min_offload_size: int = 1024,
+    max_fwd_stash_size: int = 5, warn_if_no_head: bool = True,
+) -> OffloadActivations:  # fmt: skip
     """An `OffloadActivations` for `model` with these options, except for its output head, whose backward comes first.
 
     A model without a known head is offloaded whole, with a warning if `warn_if_no_head`.

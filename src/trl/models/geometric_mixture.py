@@ -30,13 +30,9 @@ class GeometricMixtureWrapper(GenerationMixin, nn.Module):
     _supports_cache_class = False
 
     def __init__(
-        self,
-        model: nn.Module,
-        ref_model: nn.Module,
-        generation_config: GenerationConfig,
-        mixture_coef: float = 0.5,
+        self, model: nn.Module, ref_model: nn.Module, generation_config: GenerationConfig, mixture_coef: float = 0.5,
         device: torch.device | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         if not 0 <= mixture_coef <= 1:
             raise ValueError(f"mixture_coef must be in [0, 1] (0: the policy alone), got {mixture_coef}.")

@@ -54,10 +54,9 @@ def create_model_from_path(
     `device_map`. A folder with a PEFT adapter loads as its base model with the trainable adapter.
 
     With `trained` all weights will train: without a `dtype` they are float32, because a 16-bit weight keeps an update
-    only where the learning rate exceeds about 1/512 of it, and `save_dtype` is that of the files.
-
-    Raises: FileNotFoundError if there is no such model, no safetensors weights or no way to the Hub; ValueError for a
-    `dtype` or `device_map` that cannot work, and for missing weights.
+    only where the learning rate exceeds about 1/512 of it, and `save_dtype` is that of the files. Raises:
+    FileNotFoundError if there is no such model, no safetensors weights or no way to the Hub; ValueError for a `dtype`
+    or `device_map` that cannot work, and for missing weights.
     """
     older = kwargs.pop("torch_dtype", None)
     dtype = resolve_dtype(older if kwargs.get("dtype") is None else kwargs["dtype"])
@@ -182,13 +181,9 @@ def load_saved_weights(model: PreTrainedModel, folder: str) -> None:
 
 
 def load_processing_class(
-    model_or_path: str | PreTrainedModel,
-    *,
-    eos_token: str | None = None,
-    pad_token: str | None = None,
-    trust_remote_code: bool = False,
-    revision: str | None = None,
-) -> PreTrainedTokenizerBase | ProcessorMixin:
+    model_or_path: str | PreTrainedModel, *, eos_token: str | None = None, pad_token: str | None = None,
+    trust_remote_code: bool = False, revision: str | None = None,
+) -> PreTrainedTokenizerBase | ProcessorMixin:  # fmt: skip
     """The processor or tokenizer saved with a model, with `apply_special_tokens` done."""
     path = model_or_path if isinstance(model_or_path, str) else get_config_model_id(model_or_path.config)
     if not path:

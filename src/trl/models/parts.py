@@ -22,10 +22,7 @@ _LARGE_LOGIT = 50.0  # beyond the usual soft cap, 30
 
 
 def causal_core(model: nn.Module, *, name: str = "model") -> PreTrainedModel:
-    """The transformers model inside PEFT's wrappers.
-
-    Raises: TypeError where there is none.
-    """
+    """The transformers model inside PEFT's wrappers. Raises: TypeError where there is none."""
     core: object = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     if not isinstance(core, PreTrainedModel):
         raise TypeError(f"{name} must be a PreTrainedModel or PeftModel, got {type(model).__name__}.")
@@ -78,14 +75,9 @@ def head_unsupported(core: PreTrainedModel, rule: LogitRule) -> str | None:
 
 
 def logits_unsupported(
-    core: PreTrainedModel,
-    bodies: Sequence[nn.Module],
-    head: nn.Module,
-    rule: LogitRule,
-    *,
-    bias: Tensor | None = None,
+    core: PreTrainedModel, bodies: Sequence[nn.Module], head: nn.Module, rule: LogitRule, *, bias: Tensor | None = None,
     **inputs: Tensor,
-) -> str | None:
+) -> str | None:  # fmt: skip
     """The reason why `rule(head(hidden) + bias)` are not this model's logits; None if they are.
 
     The model's forward is run on three fixed hidden states in place of its `bodies` (decoder, encoder): its logits, or

@@ -65,10 +65,8 @@ def prepare_peft_model(
     A quantised base is prepared first (`prepare_model_for_kbit_training`). With gradient checkpointing the embedding's
     output requires gradients, so that they reach adapters behind it. In 4-bit training with `args.bf16` the adapter is
     in bfloat16, as in QLoRA (arXiv:2305.14314). Without `peft_config` a `PeftModel`'s own adapter is trained; with it
-    that adapter is merged into the base first (`merge_adapter`).
-
-    Raises: ValueError for a `PeftModel` with nothing to train, or whose adapter cannot be merged; TypeError for another
-    `peft_config`.
+    that adapter is merged into the base first (`merge_adapter`). Raises: ValueError for a `PeftModel` with nothing to
+    train, or whose adapter cannot be merged; TypeError for another `peft_config`.
     """
     require_peft()
     from peft import PeftConfig, get_peft_model

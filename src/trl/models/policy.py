@@ -67,9 +67,8 @@ def set_up_policy(
     A model given by name is loaded to train all of its weights, unless there is a `peft_config` or it is not to be
     `trained`. Of `args` the fields `model_init_kwargs`, `eos_token`, `pad_token`, `chat_template_path`,
     `disable_dropout` and `cast_lm_head_to_fp32` are used if there are such. With `classifier` the model is one of that
-    kind: its config gets the padding token, and an adapter trains its head too.
-
-    Raises: what `load_model`, `load_classifier`, `check_processing_class` and `prepare_peft_model` raise.
+    kind: its config gets the padding token, and an adapter trains its head too. Raises: what `load_model`,
+    `load_classifier`, `check_processing_class` and `prepare_peft_model` raise.
     """
     init: dict[str, Any] = args.model_init_kwargs or {}
     keeps_residuals = trained and getattr(args, "weights", None) is not None

@@ -64,9 +64,8 @@ def _logistic_regression() -> type:
 class PromptDensity:
     """P(desirable | prompt) of a run: embeds a sample of the training prompts, fits the classifier, applies it.
 
-    `embedding_tokenizer` made the rows' `embedding_input_ids`, and pads them.
-
-    Raises: TypeError or ValueError for a missing or unfit function or tokenizer, ImportError without scikit-learn.
+    `embedding_tokenizer` made the rows' `embedding_input_ids`, and pads them. Raises: TypeError or ValueError for a
+    missing or unfit function or tokenizer, ImportError without scikit-learn.
     """
 
     embedding_func: EmbeddingFunction
@@ -102,9 +101,8 @@ class PromptDensity:
         """Fit on a sample of at most `sample_size` prompts of each kind, drawn with `seed`; the same on every process.
 
         `dataset` has `embedding_input_ids` and `label`; of a stream the first rows are taken. Every process embeds its
-        share in batches of `batch_size`.
-
-        Raises: ValueError if a kind of prompts has no row, or an embedding is not finite.
+        share in batches of `batch_size`. Raises: ValueError if a kind of prompts has no row, or an embedding is not
+        finite.
         """
         sample = sample_prompts(dataset, sample_size=sample_size, seed=seed)
         embeddings = []

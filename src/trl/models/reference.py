@@ -208,14 +208,9 @@ _SETTINGS = (
 
 
 def make_reference(
-    policy: nn.Module,
-    scorer: Scorer,
-    ref_model: nn.Module | str | os.PathLike[str] | None = None,
-    *,
-    args: object = None,
-    path: str | None = None,
-    **settings: object,
-) -> Reference:
+    policy: nn.Module, scorer: Scorer, ref_model: nn.Module | str | os.PathLike[str] | None = None, *,
+    args: object = None, path: str | None = None, **settings: object,
+) -> Reference:  # fmt: skip
     """The reference of a policy that is loaded and, with PEFT, wrapped, but not yet prepared by accelerate.
 
     `ref_model` is used as given, or loaded with `ref_model_init_kwargs`: in the dtype of its files, and in the policy's
@@ -224,10 +219,8 @@ def make_reference(
     already sharded (ZeRO-3) is loaded again from `path` with `model_init_kwargs`. With `precompute_ref_log_probs` the
     reference is used before training only, and nothing is copied. A config with `force_use_ref_model` refuses a
     `ref_model` beside an adapter without it. Activates `model_adapter_name` and freezes `ref_adapter_name`, in place.
-    `scorer` scores the policy. `settings` take precedence over those of the config `args`.
-
-    Raises: ValueError for settings that exclude each other or have no effect; FileNotFoundError, TypeError for what is
-    no model.
+    `scorer` scores the policy. `settings` take precedence over those of the config `args`. Raises: ValueError for
+    settings that exclude each other or have no effect; FileNotFoundError, TypeError for what is no model.
     """
     options: Any = SimpleNamespace(**{name: settings.get(name, getattr(args, name, None)) for name in _SETTINGS})
     trained = choose_adapters(policy, options, ref_model)
@@ -326,10 +319,8 @@ def attach_reference(
     """Give the frozen copy to the callback that moves it, and return it; None without such a callback.
 
     What is returned must be part of every checkpoint (`save`, `load`). Call it before the reference or the `policy`
-    (None: not compared) is sharded or wrapped.
-
-    Raises: ValueError for a reference that cannot move, for two such callbacks, or parameters that differ from the
-    policy's.
+    (None: not compared) is sharded or wrapped. Raises: ValueError for a reference that cannot move, for two such
+    callbacks, or parameters that differ from the policy's.
     """
     movers = [mover for mover in callbacks if isinstance(mover, MovesReference) and mover.moves_reference]
     if not movers:

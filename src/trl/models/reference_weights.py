@@ -42,9 +42,8 @@ def create_reference_model(model: Model, num_shared_layers: int | None = None, p
 
     With `num_shared_layers` the parameters before that layer (embeddings, an encoder, the first layers) are shared
     instead of copied, and frozen in the policy too. `pattern` is the prefix of the names of a layer's parameters, with
-    `{layer}` for its number; by default the decoder's list of layers is found.
-
-    Raises: ValueError for a sharded model, and for a layer or pattern that does not exist.
+    `{layer}` for its number; by default the decoder's list of layers is found. Raises: ValueError for a sharded model,
+    and for a layer or pattern that does not exist.
     """
     if is_sharded(model):
         raise ValueError(f"{type(model).__name__} is sharded and cannot be copied. Copy it before.")

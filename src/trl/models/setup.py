@@ -42,10 +42,8 @@ def load_model(
 ) -> PreTrainedModel:
     """The model itself, or the one of this name or path, loaded with `init_kwargs` (`model_init_kwargs` of a config).
 
-    `trained` as in `create_model_from_path`. Errors call it `name`.
-
-    Raises: ValueError without a model, or for `init_kwargs` with a model that is loaded already; TypeError for what is
-    no model.
+    `trained` as in `create_model_from_path`. Errors call it `name`. Raises: ValueError without a model, or for
+    `init_kwargs` with a model that is loaded already; TypeError for what is no model.
     """
     if isinstance(model, (str, os.PathLike)):
         return create_model_from_path(os.fspath(model), trained=trained, **(init_kwargs or {}))
@@ -202,10 +200,8 @@ def load_classifier(
 ) -> PreTrainedModel:
     """The classifier itself, or the one of this name or path; a head that its files lack is drawn from `seed` alone.
 
-    `trained` as in `create_model_from_path`.
-
-    Raises: ValueError for another number of classes, TypeError for a model of another kind, and what `check_given`
-    raises.
+    `trained` as in `create_model_from_path`. Raises: ValueError for another number of classes, TypeError for a model of
+    another kind, and what `check_given` raises.
     """
     if not isinstance(model, (str, os.PathLike)):
         loaded, core = check_given(model, init_kwargs)

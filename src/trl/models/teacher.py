@@ -60,15 +60,9 @@ class Teacher(Protocol):
         return lambda logits, others, _: loss.of_logits(logits, others)
 
     def divergence(
-        self,
-        scorer: Scorer,
-        model: nn.Module,
-        batch: Columns,
-        loss: TeacherLoss,
-        *,
-        temperature: float = 1.0,
+        self, scorer: Scorer, model: nn.Module, batch: Columns, loss: TeacherLoss, *, temperature: float = 1.0,
         weights: Tensor | None = None,
-    ) -> VocabularyLoss:
+    ) -> VocabularyLoss:  # fmt: skip
         """The sum of `loss` over the scored positions of `batch`, with gradient for the student `model`.
 
         It is computed chunk by chunk. `scorer` is the student's; `model` may be wrapped. `temperature` divides the
@@ -162,15 +156,9 @@ class TeacherByRow(Teacher):
             teacher.prepare(accelerator)
 
     def divergence(
-        self,
-        scorer: Scorer,
-        model: nn.Module,
-        batch: Columns,
-        loss: TeacherLoss,
-        *,
-        temperature: float = 1.0,
+        self, scorer: Scorer, model: nn.Module, batch: Columns, loss: TeacherLoss, *, temperature: float = 1.0,
         weights: Tensor | None = None,
-    ) -> VocabularyLoss:
+    ) -> VocabularyLoss:  # fmt: skip
         whole, sequence = scorer.padded_inputs(batch), scored_sequences(batch)
         shown = scorer.padded_inputs(batch[TEACHER_BATCH]) if TEACHER_BATCH in batch else None
         chosen, losses, places = batch[TEACHER], [], []
@@ -216,20 +204,15 @@ def _weighted(loss_of: LossOfLogits, weights: Tensor) -> LossOfLogits:
 
 
 def make_teacher(
-    teacher: Any,
-    init_kwargs: LoadArguments | None,
-    student: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
+    teacher: Any, init_kwargs: LoadArguments | None, student: nn.Module, tokenizer: PreTrainedTokenizerBase, *,
     scorer: Scorer | None = None,
-) -> Teacher:
+) -> Teacher:  # fmt: skip
     """The teacher of `student`: a model, or a name or path to load; None: the base of a `PeftModel`.
 
     `init_kwargs` are those of `from_pretrained`. A dict has several by name, of which rows choose one. Vocabularies may
-    differ in size by embeddings that no token has; the loss uses the common part. `scorer` is the student's.
-
-    Raises: ValueError without a teacher, for `init_kwargs` with a loaded model, for a teacher with other tokens, or one
-    that shares trained weights with the student; TypeError for what is no model.
+    differ in size by embeddings that no token has; the loss uses the common part. `scorer` is the student's. Raises:
+    ValueError without a teacher, for `init_kwargs` with a loaded model, for a teacher with other tokens, or one that
+    shares trained weights with the student; TypeError for what is no model.
     """
     if isinstance(teacher, Mapping):
         make = partial(make_teacher, init_kwargs=init_kwargs, student=student, tokenizer=tokenizer, scorer=scorer)

@@ -69,13 +69,9 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
     supported_pretrained_model_architectures: ClassVar[tuple[type, ...]] = (PreTrainedModel, PushToHubMixin)
 
     def __init__(
-        self,
-        pretrained_model: Any = None,
-        score_module: nn.Module | None = None,
-        supports_rm_adapter: bool = False,
-        rm_adapter_name: str | None = None,
-        **kwargs: Any,
-    ) -> None:
+        self, pretrained_model: Any = None, score_module: nn.Module | None = None, supports_rm_adapter: bool = False,
+        rm_adapter_name: str | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.pretrained_model = pretrained_model
         self.is_peft_model = is_peft_model(pretrained_model)
@@ -101,10 +97,8 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         adapter under `reward_adapter_name`. `load_in_8bit` and `load_in_4bit` quantise. Other keyword arguments go to
         the model's `from_pretrained`, or are the wrapper's own (`supported_args`). The added modules' weights are
         loaded if the checkpoint has them: from safetensors, and with `pickled_value_head=True` (or
-        `use_safetensors=False`) also from TRL's `pytorch_model.bin`.
-
-        Raises: TypeError for what is no model; ValueError for an adapter that cannot be merged; FileNotFoundError if
-        there is no such model.
+        `use_safetensors=False`) also from TRL's `pytorch_model.bin`. Raises: TypeError for what is no model; ValueError
+        for an adapter that cannot be merged; FileNotFoundError if there is no such model.
         """
         settings = {name: kwargs.pop(name) for name in cls.supported_args if name in kwargs}
         peft_config = kwargs.pop("peft_config", None)

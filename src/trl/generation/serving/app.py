@@ -133,10 +133,7 @@ class GenerationServer(HTTPServer):
     died: BackendDied | None = None
 
     def serve(self, backend: VLLMBackend, *, token: str, max_body_bytes: int = MAX_BODY_BYTES) -> None:
-        """Answer requests as `run` does.
-
-        Raises: BackendDied if the backend has ended.
-        """
+        """Answer requests as `run` does. Raises: BackendDied if the backend has ended."""
 
         def refusal(scope: Scope, client_token: str) -> Response | None:
             scope["path"] = f"{scope['path'].rstrip('/')}/"

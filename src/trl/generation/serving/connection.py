@@ -132,10 +132,7 @@ def reachable(host: str) -> str:
 
 
 def resolved(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
-    """The family and address of `host:port`; IPv4 if there are both.
-
-    Raises: OSError for an unknown name.
-    """
+    """The family and address of `host:port`; IPv4 if there are both. Raises: OSError for an unknown name."""
     addresses = [(entry[0], entry[4]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     return next((address for address in addresses if address[0] == socket.AF_INET), addresses[0])
 
@@ -173,9 +170,8 @@ class ServerConnection:
     """Sends requests to a server at `base_url`, each over a new connection.
 
     `token=None` is looked up for each request, because a restarted server has another one: for `trl vllm-serve` as
-    `client_token` says, for servers of another `kind` in the environment's `variable`.
-
-    Raises: ValueError for an invalid address.
+    `client_token` says, for servers of another `kind` in the environment's `variable`. Raises: ValueError for an
+    invalid address.
     """
 
     def __init__(

@@ -40,23 +40,14 @@ class WeightChannel:
 
     @classmethod
     def join(
-        cls,
-        host: str,
-        port: int,
-        rank: int,
-        size: int,
-        *,
-        backend: Literal["gloo", "nccl"],
-        device: torch.device | str | int = "cpu",
-        timeout_s: float = 240.0,
-        serves_store: bool = False,
-    ) -> WeightChannel:
+        cls, host: str, port: int, rank: int, size: int, *, backend: Literal["gloo", "nccl"],
+        device: torch.device | str | int = "cpu", timeout_s: float = 240.0, serves_store: bool = False,
+    ) -> WeightChannel:  # fmt: skip
         """Join the other ranks at `host:port`; returns after all `size` of them have joined.
 
         The rank that `serves_store` listens at the address, the others connect to it, in any order. `timeout_s`
-        (seconds) is for joining, and later for each tensor.
-
-        Raises: ConnectionError if the address is not available, or the others do not join in time.
+        (seconds) is for joining, and later for each tensor. Raises: ConnectionError if the address is not available, or
+        the others do not join in time.
         """
         until = time.monotonic() + timeout_s
         place = torch.device(device if backend == "nccl" else "cpu")
@@ -97,10 +88,7 @@ class WeightChannel:
             pause = min(2 * pause, 0.1)
 
     def send(self, tensors: Iterable[Tensor]) -> None:
-        """Send tensors of any device (rank 0).
-
-        Raises: ConnectionError if a receiver has ended or is not in time.
-        """
+        """Send tensors of any device (rank 0). Raises: ConnectionError if a receiver has ended or is not in time."""
         for tensor in tensors:
             self._broadcast(tensor.detach().to(self.device).contiguous())
 

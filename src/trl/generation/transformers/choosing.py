@@ -147,14 +147,9 @@ class Processors:
         self._drawn = Sampling(do_sample=not sampling.greedy)  # from the changed logits
 
     def choose(
-        self,
-        logits: Tensor,
-        numbers: Tensor,
-        prompts: Sequence[tuple[int, ...]],
-        begin: Sequence[int] | None,
-        ids: Tensor,
-        counts: Tensor,
-    ) -> Chosen:
+        self, logits: Tensor, numbers: Tensor, prompts: Sequence[tuple[int, ...]], begin: Sequence[int] | None,
+        ids: Tensor, counts: Tensor,
+    ) -> Chosen:  # fmt: skip
         """One token for each row of `logits` `(R, V)`, as drawn by `choose`.
 
         The first `counts` `(R,)` of `ids` `(R, T)` are generated. `begin` are the first tokens of an encoder-decoder's

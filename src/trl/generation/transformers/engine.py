@@ -59,16 +59,10 @@ class TransformersEngine:
     exact = True
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        accelerator: Accelerator | None = None,
-        route: Route = "auto",
-        max_batch: int | None = None,
-        gather_zero3: bool = True,
-        reuse_memory: int | None = None,
-    ) -> None:
+        self, model: nn.Module, *, tokenizer: PreTrainedTokenizerBase | None = None,
+        accelerator: Accelerator | None = None, route: Route = "auto", max_batch: int | None = None,
+        gather_zero3: bool = True, reuse_memory: int | None = None,
+    ) -> None:  # fmt: skip
         check_at_least("max_batch", max_batch, minimum=1)
         check_at_least("reuse_memory", reuse_memory, minimum=0)
         check_one_of("route", route, ("auto", "fused", "forward", "generate"))
@@ -89,21 +83,14 @@ class TransformersEngine:
         )  # a model, and why its forward cannot use our cache
 
     def generate(
-        self,
-        prompts: Prompts,
-        sampling: Sampling,
-        *,
-        streams: Numbers = None,
-        limits: Numbers = None,
-        more_inputs: MoreInputs | None = None,
-        listener: Callable[[Tensor, Tensor], None] | None = None,
-    ) -> list[Generated]:
+        self, prompts: Prompts, sampling: Sampling, *, streams: Numbers = None, limits: Numbers = None,
+        more_inputs: MoreInputs | None = None, listener: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> list[Generated]:  # fmt: skip
         """One completion for each prompt, in order; see `Engine.generate`.
 
         With `more_inputs` the route is `"generate"`. `listener(requests, ids)`, both `(R,)`, is called with each
-        request's newest token. In float32 a draw may depend on rounding errors, which vary with the batch.
-
-        Raises: ValueError for invalid prompts, FloatingPointError for logits that are not finite.
+        request's newest token. In float32 a draw may depend on rounding errors, which vary with the batch. Raises:
+        ValueError for invalid prompts, FloatingPointError for logits that are not finite.
         """
         dtype = self._autocast_dtype()
         seed = fresh_seed() if sampling.seed is None else sampling.seed
@@ -197,13 +184,9 @@ class TransformersEngine:
         return MIXED.get(getattr(self.accelerator, "mixed_precision", "no"))
 
     def _run(
-        self,
-        model: nn.Module,
-        core: PreTrainedModel,
-        requests: Requests,
-        dtype: torch.dtype | None,
+        self, model: nn.Module, core: PreTrainedModel, requests: Requests, dtype: torch.dtype | None,
         more_inputs: MoreInputs | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         route = "generate" if more_inputs is not None else self._route(model, core)
         config = core.config.get_text_config()
         rows = self.max_batch or default_rows(config, requests, (dtype or core.dtype).itemsize)

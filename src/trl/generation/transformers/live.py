@@ -29,15 +29,9 @@ class LiveRequests:
     """
 
     def __init__(
-        self,
-        requests: Requests,
-        loop: RolloutLoop,
-        *,
-        vocabulary: int,
-        rules_of: Callable[[Sampling], Rules],
-        rows_for: Callable[[], int],
-        running: Callable[[RolloutCache], AbstractContextManager[object]],
-    ) -> None:
+        self, requests: Requests, loop: RolloutLoop, *, vocabulary: int, rules_of: Callable[[Sampling], Rules],
+        rows_for: Callable[[], int], running: Callable[[RolloutCache], AbstractContextManager[object]],
+    ) -> None:  # fmt: skip
         self.requests, self.loop, self.vocabulary = requests, loop, vocabulary
         self.rules_of, self.rows_for, self.running = rules_of, rows_for, running
         self._numbers = itertools.count()

@@ -48,13 +48,9 @@ class MixtureEngine(TransformersEngine):
         yield LiveCalls(self)
 
     def _run(
-        self,
-        model: nn.Module,
-        core: PreTrainedModel,
-        requests: Requests,
-        dtype: torch.dtype | None,
+        self, model: nn.Module, core: PreTrainedModel, requests: Requests, dtype: torch.dtype | None,
         more_inputs: MoreInputs | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         share, config = self.coefficient(), core.config.get_text_config()
         with ExitStack() as stack:
             if isinstance(self.reference, FrozenModel):
@@ -147,13 +143,9 @@ class TurnsEngine:
         return self.policy.together or self.opponent.together
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        streams: Sequence[int] | None = None,
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, streams: Sequence[int] | None = None,
         limits: Sequence[int] | None = None,
-    ) -> list[Generated]:
+    ) -> list[Generated]:  # fmt: skip
         """One completion for each prompt, in order; see `Engine.generate`."""
         names = range(len(prompts)) if streams is None else streams
         completions: list[Any] = [None] * len(prompts)

@@ -63,14 +63,9 @@ class _OurDraws(LogitsProcessor):
 
 
 def generate_with_model(
-    model: Any,
-    requests: Requests,
-    *,
-    max_rows: int,
-    pad: int,
-    synced: bool = False,
+    model: Any, requests: Requests, *, max_rows: int, pad: int, synced: bool = False,
     more_inputs: MoreInputs | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Run requests through `model.generate`, `max_rows` at once; `synced` keeps the ranks of ZeRO-3 in step."""
     core, queue = causal_core(model), requests.queue()
     before = core.generation_config

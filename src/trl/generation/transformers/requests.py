@@ -115,13 +115,9 @@ class Requests:
     """
 
     def __init__(
-        self,
-        *,
-        context_length: int | None,
-        device: torch.device,
-        begin: Sequence[int] | None = None,
+        self, *, context_length: int | None, device: torch.device, begin: Sequence[int] | None = None,
         listener: Callable[[Tensor, Tensor], None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.context_length, self.device, self.begin, self.listener = context_length, device, begin, listener
         self.prompts: dict[int, tuple[int, ...]] = {}
         self.prompt_of: dict[int, int] = {}
@@ -139,14 +135,9 @@ class Requests:
         self._has_minima = False
 
     def add(
-        self,
-        prompts: Sequence[tuple[int, ...]],
-        streams: Sequence[int],
-        sampling: Sampling,
-        rules: Rules,
-        *,
+        self, prompts: Sequence[tuple[int, ...]], streams: Sequence[int], sampling: Sampling, rules: Rules, *,
         limits: Sequence[int] | None = None,
-    ) -> list[int]:
+    ) -> list[int]:  # fmt: skip
         """Add requests, and return their numbers; `limits` are further maxima of new tokens.
 
         Equal prompts of one call have one number. Raises: ValueError for a prompt that leaves no room for a completion.
@@ -219,9 +210,8 @@ class Requests:
     def extend(self, requests: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Draw the next token of each of the `requests` `(R,)` from its `logits` `(R, V)`, which are overwritten.
 
-        Returns the tokens and, bool, which requests end with them.
-
-        Raises: FloatingPointError for logits that are not finite.
+        Returns the tokens and, bool, which requests end with them. Raises: FloatingPointError for logits that are not
+        finite.
         """
         if len(self._rules) == 1:
             return self._extend(self._rules[0], requests, logits)

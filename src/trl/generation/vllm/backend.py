@@ -203,10 +203,8 @@ class Steps:
 class VLLMBackend:
     """vLLM for a `GenerationServer`. Methods may be called in any thread.
 
-    One thread runs vLLM's steps; requests join and leave between them. Everything else waits until no request runs,
-    and what comes after it waits for it.
-
-    Raises: ImportError without vLLM, and what vLLM raises for an unsupported model.
+    One thread runs vLLM's steps; requests join and leave between them. Everything else waits until no request runs, and
+    what comes after it waits for it. Raises: ImportError without vLLM, and what vLLM raises for an unsupported model.
     """
 
     def __init__(self, served: ServedModel) -> None:

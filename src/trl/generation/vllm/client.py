@@ -48,15 +48,9 @@ class VLLMClient:
     """
 
     def __init__(
-        self,
-        base_url: str | None = None,
-        host: str = "0.0.0.0",
-        server_port: int = 8000,
-        group_port: int = 51216,
-        connection_timeout: float = 0.0,
-        *,
-        token: str | None = None,
-    ) -> None:
+        self, base_url: str | None = None, host: str = "0.0.0.0", server_port: int = 8000, group_port: int = 51216,
+        connection_timeout: float = 0.0, *, token: str | None = None,
+    ) -> None:  # fmt: skip
         address = base_url or f"http://{f'[{host}]' if host.count(':') > 1 else host}:{server_port}"
         self._http = ServerConnection(address, token)
         self.base_url, self.host, self.server_port = self._http.base_url, self._http.host, self._http.port
@@ -100,9 +94,8 @@ class VLLMClient:
         """A completion of each request, with `ids`, `logprobs` and `finish_reason`.
 
         A request has `prompt_ids` and `sampling` (arguments of vLLM's `SamplingParams`). The server decodes them
-        together with those of other calls. `hang_up()` of another thread ends the call, with ServerLost.
-
-        Raises: ServerLost if the server lost the weights, for example by a restart.
+        together with those of other calls. `hang_up()` of another thread ends the call, with ServerLost. Raises:
+        ServerLost if the server lost the weights, for example by a restart.
         """
         connected = None if hang_up is None else hang_up.connected
         body = {"requests": [dict(request) for request in requests]}
@@ -111,20 +104,11 @@ class VLLMClient:
         return answer["completions"]
 
     def generate(
-        self,
-        prompts: Sequence[str] | Sequence[Sequence[int]],
-        images: list | None = None,
-        n: int = 1,
-        repetition_penalty: float = 1.0,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int = -1,
-        min_p: float = 0.0,
-        max_tokens: int = 16,
-        truncate_prompt_tokens: int | None = None,
-        guided_decoding_regex: str | None = None,
-        generation_kwargs: Json | None = None,
-    ) -> dict[str, list[list[int]] | list[list[float]]]:
+        self, prompts: Sequence[str] | Sequence[Sequence[int]], images: list | None = None, n: int = 1,
+        repetition_penalty: float = 1.0, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1,
+        min_p: float = 0.0, max_tokens: int = 16, truncate_prompt_tokens: int | None = None,
+        guided_decoding_regex: str | None = None, generation_kwargs: Json | None = None,
+    ) -> dict[str, list[list[int]] | list[list[float]]]:  # fmt: skip
         """`n` completions of each prompt (a text or its token ids).
 
         Returns `prompt_ids` of each prompt, and `completion_ids` and `logprobs` of each completion, ordered by prompt.
@@ -138,22 +122,12 @@ class VLLMClient:
         return self._http.post("/generate/", {"prompts": list(prompts), "images": shown, **sampling})
 
     def chat(
-        self,
-        messages: list[list[Json]],
-        n: int = 1,
-        repetition_penalty: float = 1.0,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int = -1,
-        min_p: float = 0.0,
-        max_tokens: int = 16,
-        truncate_prompt_tokens: int | None = None,
-        guided_decoding_regex: str | None = None,
-        generation_kwargs: Json | None = None,
-        chat_template_kwargs: Json | None = None,
-        tools: list | None = None,
+        self, messages: list[list[Json]], n: int = 1, repetition_penalty: float = 1.0, temperature: float = 1.0,
+        top_p: float = 1.0, top_k: int = -1, min_p: float = 0.0, max_tokens: int = 16,
+        truncate_prompt_tokens: int | None = None, guided_decoding_regex: str | None = None,
+        generation_kwargs: Json | None = None, chat_template_kwargs: Json | None = None, tools: list | None = None,
         chat_template: str | None = None,
-    ) -> dict[str, list[list[int]] | list[list[float]]]:
+    ) -> dict[str, list[list[int]] | list[list[float]]]:  # fmt: skip
         """`generate` for conversations, with the chat template of the server's tokenizer or another `chat_template`."""
         sampling = _sampling(locals())
         sampling |= {"chat_template_kwargs": chat_template_kwargs, "tools": tools, "chat_template": chat_template}
@@ -197,9 +171,8 @@ class VLLMClient:
     def send_weights(self, shapes: Mapping[str, Tensor], weights: Iterable[Tensor]) -> None:
         """Send all weights of a checkpoint, which may be produced one after another.
 
-        `shapes` has their names, in the order of `weights`; only the shapes and dtypes of its tensors are read.
-
-        Raises: ServerLost if the server has no channel to this program, RuntimeError if loading fails there.
+        `shapes` has their names, in the order of `weights`; only the shapes and dtypes of its tensors are read. Raises:
+        ServerLost if the server has no channel to this program, RuntimeError if loading fails there.
         """
         described = [_described(name, weight) for name, weight in shapes.items()]
         self._send("/update_weights/", {"weights": described}, weights)

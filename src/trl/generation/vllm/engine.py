@@ -79,9 +79,8 @@ class PolicyCopy(ABC):
     ) -> list[Generated]:
         """One completion per prompt, in order; see `Engine.generate`.
 
-        Each request has its own seed, derived from the seed and its stream; rounding may depend on the batch.
-
-        Raises: ValueError for invalid prompts, in all processes that generate together, and for token ids beyond
+        Each request has its own seed, derived from the seed and its stream; rounding may depend on the batch. Raises:
+        ValueError for invalid prompts, in all processes that generate together, and for token ids beyond
         `sampling.vocabulary`. RuntimeError for aborted completions.
         """
         requests, failure = [], None
@@ -243,19 +242,14 @@ class VLLMEngine(PolicyCopy):
     """Completions by vLLM in this process: one copy of the policy for each `settings.parallel` processes.
 
     The copy is built from the policy's config and tokenizer, and gets its weights from `sync_weights`. Processes that
-    share a copy must call `generate` together, with any number of requests each.
-
-    Raises: ImportError without vLLM, ValueError if `parallel` does not divide the number of processes.
+    share a copy must call `generate` together, with any number of requests each. Raises: ImportError without vLLM,
+    ValueError if `parallel` does not divide the number of processes.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        accelerator: Accelerator | None = None,
-        settings: VLLMSettings | None = None,
-    ) -> None:
+        self, model: nn.Module, *, tokenizer: PreTrainedTokenizerBase | None = None,
+        accelerator: Accelerator | None = None, settings: VLLMSettings | None = None,
+    ) -> None:  # fmt: skip
         check_vllm()
         self.tokenizer, self.settings = tokenizer, settings or VLLMSettings()
         length, regex = self.settings.context_length, self.settings.regex

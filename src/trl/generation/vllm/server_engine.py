@@ -97,16 +97,10 @@ class VLLMServerEngine(PolicyCopy):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        client: VLLMClient | None,
-        *,
-        accelerator: Accelerator | None = None,
-        context_length: int | None = None,
-        regex: str | None = None,
-        patience: float = 240.0,
+        self, model: nn.Module, client: VLLMClient | None, *, accelerator: Accelerator | None = None,
+        context_length: int | None = None, regex: str | None = None, patience: float = 240.0,
         device: torch.device | str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(model, accelerator=accelerator, context_length=context_length, regex=regex)
         self.client, self.patience, self._device = client, patience, device
 

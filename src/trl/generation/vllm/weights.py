@@ -139,9 +139,8 @@ class WeightParts:
 
     A process needs memory for one part besides its own shards; the process that reads also for the part's LoRA sums and
     conversions. `model` is the policy in its wrappers. Processes with shards have to go through the parts together.
-    Matrices are read in `dtype`, that of mixed precision; None: in their own.
-
-    Raises: ValueError as `check_sendable`, before anything is gathered.
+    Matrices are read in `dtype`, that of mixed precision; None: in their own. Raises: ValueError as `check_sendable`,
+    before anything is gathered.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:

@@ -54,23 +54,15 @@ def deviations(scheduler: Any, timesteps: Tensor, eta: float, dtype: torch.dtype
 
 
 def scheduler_step(
-    scheduler: Any,
-    model_output: Tensor,
-    timestep: int | Tensor,
-    sample: Tensor,
-    eta: float = 0.0,
-    use_clipped_model_output: bool = False,
-    generator: Generators = None,
-    prev_sample: Tensor | None = None,
-) -> DDPOSchedulerOutput:
+    scheduler: Any, model_output: Tensor, timestep: int | Tensor, sample: Tensor, eta: float = 0.0,
+    use_clipped_model_output: bool = False, generator: Generators = None, prev_sample: Tensor | None = None,
+) -> DDPOSchedulerOutput:  # fmt: skip
     """One DDIM step from `sample (B, C, h, w)`, with log-probability; with `prev_sample` only that one's.
 
     `timestep` is one for all rows or `(B,)`, `eta` the share of DDPM's noise. A list of generators has one for each
     row. Computed in float32 or wider; the latents have the dtype of `sample`, and the log-probability is that of the
-    rounded latents.
-
-    Raises: ValueError for a scheduler without `set_timesteps`, for `generator` together with `prev_sample`, and for an
-    unknown prediction type.
+    rounded latents. Raises: ValueError for a scheduler without `set_timesteps`, for `generator` together with
+    `prev_sample`, and for an unknown prediction type.
     """
     if scheduler.num_inference_steps is None:
         raise ValueError("the scheduler has no timesteps. Call scheduler.set_timesteps(steps) first.")

@@ -27,16 +27,9 @@ class FlowPipeline(TrainedPipeline):
 
 
 def flow_step(
-    velocity: Tensor,
-    latents: Tensor,
-    sigmas: Tensor,
-    next_sigmas: Tensor,
-    *,
-    noise_level: float,
-    first_sigma: float,
-    generators: list[torch.Generator] | None = None,
-    next_latents: Tensor | None = None,
-) -> DDPOSchedulerOutput:
+    velocity: Tensor, latents: Tensor, sigmas: Tensor, next_sigmas: Tensor, *, noise_level: float, first_sigma: float,
+    generators: list[torch.Generator] | None = None, next_latents: Tensor | None = None,
+) -> DDPOSchedulerOutput:  # fmt: skip
     """One step of a rectified flow as a stochastic differential equation, or log-probability of `next_latents`.
 
     `velocity` and `latents` `(B, ...)`, `sigmas` and `next_sigmas` `(B,)`, from 1 (noise) to 0. `noise_level` 0 is the
@@ -159,13 +152,9 @@ class FlowPolicy(DiffusionPolicy):
         return flow_step(velocity, latents, now, after, noise_level=self.noise, first_sigma=first, **options)
 
     def step(
-        self,
-        latents: Tensor,
-        timesteps: Tensor,
-        next_latents: Tensor,
-        embeds: Conditions,
+        self, latents: Tensor, timesteps: Tensor, next_latents: Tensor, embeds: Conditions,
         model: nn.Module | None = None,
-    ) -> DDPOSchedulerOutput:
+    ) -> DDPOSchedulerOutput:  # fmt: skip
         velocity = self._velocity(latents, timesteps, embeds, self.model if model is None else model)
         numbers = (timesteps[:, None] - self.timesteps.to(timesteps)).abs().argmin(dim=1)
         return self._step(velocity, latents, numbers, next_latents=next_latents)

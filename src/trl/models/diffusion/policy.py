@@ -140,14 +140,9 @@ class DiffusionPolicy(ABC):
 
 
 def denoise(
-    x: Tensor,
-    timesteps: Iterable[Tensor],
-    predict: Callable[[Tensor, Tensor], Tensor],
-    step: Callable[[Tensor, int, Tensor], DDPOSchedulerOutput],
-    *,
-    first_trained: int = 0,
-    recomputes: bool = True,
-) -> tuple[list[Tensor], list[Tensor]]:
+    x: Tensor, timesteps: Iterable[Tensor], predict: Callable[[Tensor, Tensor], Tensor],
+    step: Callable[[Tensor, int, Tensor], DDPOSchedulerOutput], *, first_trained: int = 0, recomputes: bool = True,
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """The S + 1 latents and S log-probabilities of a trajectory that starts at `x`.
 
     `predict(x, timestep)` is the model's output and `step(output, number, x)` the scheduler's step. Where gradients are

@@ -101,9 +101,7 @@ def pipeline_step_with_grad(
     K is 0 without `truncated_backprop`; else `truncated_backprop_timestep`, or with `truncated_backprop_rand` drawn
     once for the trajectory, uniformly between the two bounds (both included, at most the last step).
     `gradient_checkpoint` recomputes the UNet in the backward pass. Source: Prabhudesai et al. 2023, section 4
-    (arXiv:2310.03739).
-
-    Raises: ValueError for a step that the trajectory does not have.
+    (arXiv:2310.03739). Raises: ValueError for a step that the trajectory does not have.
     """
     first, last = 0, num_inference_steps - 1
     if truncated_backprop:

@@ -37,9 +37,7 @@ class TrainedPipeline:
     """A pipeline of diffusers of which an adapter (`use_lora`) or a whole model is trained: that under the name `part`.
 
     `pretrained_model_name` is a Hub name, a folder, or the pipeline. LoRA weights beside the model are loaded, and
-    `use_lora` is then True.
-
-    Raises: TypeError for a pipeline that is none of `kinds`.
+    `use_lora` is then True. Raises: TypeError for a pipeline that is none of `kinds`.
     """
 
     part: ClassVar[str] = "unet"

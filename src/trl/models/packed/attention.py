@@ -113,18 +113,10 @@ _PLANS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    held: Sequence[tuple[Tensor, Tensor] | None] = (),
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    held: Sequence[tuple[Tensor, Tensor] | None] = (), **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Attention of every segment over (its prompt | itself): `query (1, heads, N, D) -> (1, N, heads, D)`.
 
     Plain segments may have keys and values `(heads, tokens, D)` of earlier tokens, which are `held`.

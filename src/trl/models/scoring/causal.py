@@ -119,16 +119,10 @@ class Scorer(ScorerBase):
         return self.score_outputs(outputs, rows, options), self.row_logits(outputs, rows)
 
     def over_chunks(
-        self,
-        model: nn.Module,
-        batch: Columns,
-        loss_of: LossOfLogits,
-        *,
-        other: tuple[Scorer, nn.Module] | OwnStates | None = None,
-        other_batch: Columns | None = None,
-        parts: Sequence[tuple[slice, slice]] | None = None,
-        temperature: float = 1.0,
-    ) -> VocabularyLoss:
+        self, model: nn.Module, batch: Columns, loss_of: LossOfLogits, *,
+        other: tuple[Scorer, nn.Module] | OwnStates | None = None, other_batch: Columns | None = None,
+        parts: Sequence[tuple[slice, slice]] | None = None, temperature: float = 1.0,
+    ) -> VocabularyLoss:  # fmt: skip
         """Sum of a loss over the whole distributions of one or two models at the scored positions, chunk by chunk.
 
         `loss_of(logits (C, V), other_logits (C, V') or None, rows)` returns the weighted loss `(C,)` of the scored
