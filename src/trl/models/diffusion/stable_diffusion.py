@@ -21,8 +21,8 @@ class DDPOPipelineOutput:
     """Images and their denoising in S steps."""
 
     images: Any  # in the `output_type` asked for
-    latents: Sequence[Tensor]  # S + 1, (B, C, h, w), from noise to image
-    log_probs: Sequence[Tensor]  # S, (B,)
+    latents: Any  # S + 1 tensors, (B, C, h, w), from noise to image
+    log_probs: Any  # S tensors, (B,)
 
 
 class DDPOStableDiffusionPipeline:
