@@ -50,10 +50,6 @@ class TransformersEngine:
     the same number of requests in all processes. Requests that come and go (`live`) reuse the keys and values of
     earlier ones that begin with the same tokens: `reuse_memory` bytes of them are kept (default: a quarter of the
     memory for rows; 0: none).
-
-    Example:
-        >>> engine = TransformersEngine(model, tokenizer=tokenizer)  # doctest: +SKIP
-        >>> engine.generate([[5, 6, 7]] * 8, Sampling(max_new_tokens=64, seed=0))[0].ids  # doctest: +SKIP
     """
 
     exact = True

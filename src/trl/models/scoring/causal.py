@@ -76,10 +76,6 @@ class Scorer(ScorerBase):
     `packed=None` uses the packed layout if the model supports it, `packed=False` always pads. `fallbacks` lists the
     reasons for fallbacks. PEFT wraps the model before, DDP, FSDP2 and DeepSpeed may afterwards. With a value head
     (`AutoModelForCausalLMWithValueHead`) results also have `values` `(K,)`, float32.
-
-    Example:
-        >>> scorer = Scorer(model, pad_token_id=tokenizer.pad_token_id)  # doctest: +SKIP
-        >>> scorer.score(model, batch).logps  # doctest: +SKIP
     """
 
     rule: LogitRule

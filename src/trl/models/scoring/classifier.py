@@ -33,10 +33,6 @@ class ClassificationScorer(ScorerBase):
 
     A decoder with a linear head gives the logits of its sequences' ends and of any token alike. Other classifiers
     (encoders) are run as they are on padded rows, which `fallbacks` says. Raises ValueError for prompt learning.
-
-    Example:
-        >>> scorer = ClassificationScorer(model, pad_token_id=tokenizer.pad_token_id)  # doctest: +SKIP
-        >>> scorer.score(model, batch)  # doctest: +SKIP
     """
 
     def __init__(self, model: nn.Module, *, pad_token_id: int = 0, packed: bool | None = None) -> None:

@@ -18,10 +18,6 @@ class Seq2SeqScorer(Scorer):
     A batch holds `input_ids`, `attention_mask` `(B, P)`: the prompts; `decoder_labels` `(S, T)`: the completions, -100
     where a position is padding or not trained; `decoder_prompt` `(S,)`: the prompt of each. `positions.sequence` of a
     result is the completion's index in `decoder_labels`.
-
-    Example:
-        >>> scorer = Seq2SeqScorer(model, pad_token_id=tokenizer.pad_token_id)  # doctest: +SKIP
-        >>> scorer.score(model, batch).logps  # doctest: +SKIP
     """
 
     def __init__(self, model: nn.Module, *, pad_token_id: int = 0) -> None:

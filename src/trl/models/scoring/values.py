@@ -83,11 +83,6 @@ class PolicyValueScorer:
     """Scores with both models of a `PolicyAndValue` in one forward: log-probs of the policy, values of the value model.
 
     `policy` is the scorer of the policy alone, `value` that of the value model, a classifier with one label.
-
-    Example:
-        >>> scorer = PolicyValueScorer(model, policy_scorer, ClassificationScorer(value_model))  # doctest: +SKIP
-        >>> scored = scorer.score(model, batch)  # doctest: +SKIP
-        >>> scored.logps, scored.values  # doctest: +SKIP
     """
 
     def __init__(self, wrapper: PolicyAndValue, policy: Scorer, value: ClassificationScorer) -> None:
