@@ -7,7 +7,7 @@ between two saves counts as two (by autograd's version counter).
 import logging
 import weakref
 from collections import deque
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -191,8 +191,8 @@ def get_act_offloading_ctx_manager(
     context.update_model_params(model)
     while isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module
-    find: Any = getattr(model, "get_output_embeddings", lambda: None)
-    heads = (find(), *(getattr(model, name, None) for name in ("lm_head", "score", "classifier", "output")))
+    embeddings = getattr(model, "get_output_embeddings", lambda: None)()
+    heads = (embeddings, *(getattr(model, name, None) for name in ("lm_head", "score", "classifier", "output")))
     head = next((head for head in heads if isinstance(head, torch.nn.Module)), None)
     if head is not None:
         blocks: list[NoOpManager] = []

@@ -85,7 +85,7 @@ class PromptDensity:
         Raises: ValueError if embedding_func returns anything else.
         """
         rows = {"input_ids": [list(ids) for ids in prompts]}
-        padded: Any = self.embedding_tokenizer.pad(rows, return_tensors="pt").to(device)
+        padded = self.embedding_tokenizer.pad(rows, return_tensors="pt").to(device)
         with torch.no_grad():
             embeddings: Any = self.embedding_func(
                 input_ids=padded["input_ids"], attention_mask=padded["attention_mask"]

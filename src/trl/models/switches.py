@@ -91,7 +91,7 @@ def checkpointed_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def disable_gradient_checkpointing(
-    model: PreTrainedModel, gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    model: nn.Module, gradient_checkpointing_kwargs: object = None
 ) -> AbstractContextManager[None]:
     """Turn gradient checkpointing off inside the block and restore each module's setting after it, errors included.
 

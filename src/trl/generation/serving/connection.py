@@ -131,7 +131,7 @@ def reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
 
 
-def resolved(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+def resolved(host: str, port: int) -> tuple[socket.AddressFamily, tuple[object, ...]]:
     """The family and address of `host:port`; IPv4 if there are both. Raises: OSError for an unknown name."""
     addresses = [(entry[0], entry[4]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     return next((address for address in addresses if address[0] == socket.AF_INET), addresses[0])

@@ -149,7 +149,7 @@ class TransformersEngine:
 
     def check_live(self) -> None:
         """Raise ValueError for weights that are sharded, of a model that generates by its own `generate`."""
-        state: Any = getattr(self.accelerator, "state", None)
+        state = getattr(self.accelerator, "state", None)
         shards = getattr(state, "fsdp_plugin", None) is not None or is_deepspeed_zero3_enabled()
         model = without_wrappers(self.model)
         core = causal_core(model)
@@ -281,7 +281,7 @@ def generating(model: nn.Module, accelerator: Accelerator | None, *, gather_zero
         stack.enter_context(torch.no_grad())
         stack.enter_context(undisturbed(model))
         if accelerator is None:
-            inner: Any = without_ddp(model)
+            inner = without_ddp(model)
             stack.enter_context(disable_gradient_checkpointing(inner))
         else:
             inner = stack.enter_context(unwrap_model_for_generation(model, accelerator, gather_zero3))

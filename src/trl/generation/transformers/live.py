@@ -49,8 +49,7 @@ class LiveRequests:
         prompt = self._checked(request.prompt)
         completion_limits([len(prompt)], sampling, length, None if request.limit is None else [request.limit])
         # What is given to each request alone does not tell apart how tokens are drawn.
-        lengths: Any = {"max_new_tokens": None, "max_length": None, "min_new_tokens": 0, "min_length": 0}
-        shared = replace(sampling, seed=None, **lengths)
+        shared = replace(sampling, seed=None, max_new_tokens=None, max_length=None, min_new_tokens=0, min_length=0)
         if shared not in self._rules:
             self._rules[shared] = self.rules_of(shared)
         if sampling.seed is None:
@@ -60,8 +59,8 @@ class LiveRequests:
         return number
 
     def _checked(self, prompt: Sequence[int], room: int = 1) -> tuple[int, ...]:
-        limits: Any = {"context_length": self.requests.context_length, "vocabulary": self.vocabulary}
-        return check_requests([prompt], None, room=room, **limits)[0][0]
+        length, size = self.requests.context_length, self.vocabulary
+        return check_requests([prompt], None, context_length=length, vocabulary=size, room=room)[0][0]
 
     def cancel(self, request: int) -> None:
         self._waiting.pop(request, None)

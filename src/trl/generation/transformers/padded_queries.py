@@ -146,12 +146,11 @@ def top_k_top_p_filtering(
     >>> top_k_top_p_filtering(torch.tensor([[1.0, 3.0, 2.0]]), top_k=2)
     tensor([[-inf, 3., 2.]])
     """
-    kept: Any = {"filter_value": filter_value, "min_tokens_to_keep": min_tokens_to_keep}
     cuts = LogitsProcessorList()
     if top_k > 0:
-        cuts.append(TopKLogitsWarper(top_k, **kept))
+        cuts.append(TopKLogitsWarper(top_k, filter_value, min_tokens_to_keep))
     if 0 <= top_p < 1:
-        cuts.append(TopPLogitsWarper(top_p, **kept))
+        cuts.append(TopPLogitsWarper(top_p, filter_value, min_tokens_to_keep))
     return cuts(torch.empty(0, dtype=torch.int64), logits)  # pyright: ignore[reportArgumentType]
 
 
