@@ -27,8 +27,7 @@ _FSDP1_OPTIONS = (
 def prepare_deepspeed(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     """Wrap a frozen model (a reference, a reward model, a teacher) with the run's DeepSpeed config, in eval mode.
 
-    Under ZeRO-3 its weights are sharded like the policy's. Below stage 3 there is no optimiser to shard, so it runs
-    at stage 0.
+    Under ZeRO-3 its weights are sharded like the policy's. Below stage 3, without an optimiser, it runs at stage 0.
     """
     return _frozen_engine(model, deepspeed_config(accelerator.state))
 

@@ -132,8 +132,7 @@ def save_dtype(model: nn.Module, wanted: str | None = None) -> torch.dtype | Non
 def cast_state(model: nn.Module, state: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
     """A model's state with floating values in `dtype` (None: as they are), on the CPU.
 
-    Tied weights stay tied. Modules that the model keeps in float32, and frozen weights beside an adapter, stay as they
-    are.
+    Tied weights stay tied. Modules that the model keeps in float32, and frozen weights beside an adapter, stay.
     """
     wide = tuple(getattr(causal_core(model), "_keep_in_fp32_modules_strict", None) or ())
     frozen = {name for name, x in model.named_parameters() if not x.requires_grad} if is_peft_model(model) else ()
@@ -432,8 +431,7 @@ def _grow_embeddings(
 ) -> None:
     """Grow the embeddings to `vocabulary` rows or more; new rows and tokens start at the mean of the known ones.
 
-    So a new token is about as likely as an average one (Hewitt 2021, "Initializing new word embeddings for pretrained
-    language models").
+    So a new token is as likely as an average one (Hewitt 2021, "Initializing new word embeddings for pretrained LMs").
     """
     rows_before = embedded_tokens(model)
     rows = max(rows_before, -(-vocabulary // (multiple or 1)) * (multiple or 1))

@@ -80,9 +80,8 @@ def logits_unsupported(
 ) -> str | None:  # fmt: skip
     """The reason why `rule(head(hidden) + bias)` are not this model's logits; None if they are.
 
-    The model's forward is run on three fixed hidden states in place of its `bodies` (decoder, encoder): its logits, or
-    those of the last token if it returns only these, are compared. The states are large, so that a soft cap has an
-    effect.
+    The model's forward is run on three fixed hidden states in place of its `bodies` (decoder, encoder), and its logits,
+    or those of the last token, are compared. The states are large, so that a soft cap has an effect.
     """
     if any(parameter.numel() == 0 or parameter.is_meta for parameter in head.parameters()):
         return None  # sharded before it could be looked at (ZeRO-3): its config is trusted

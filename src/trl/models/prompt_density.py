@@ -101,8 +101,7 @@ class PromptDensity:
         """Fit on a sample of at most `sample_size` prompts of each kind, drawn with `seed`; the same on every process.
 
         `dataset` has `embedding_input_ids` and `label`; of a stream the first rows are taken. Every process embeds its
-        share in batches of `batch_size`. Raises: ValueError if a kind of prompts has no row, or an embedding is not
-        finite.
+        share in batches of `batch_size`. Raises: ValueError for a kind without rows, or embeddings not finite.
         """
         sample = sample_prompts(dataset, sample_size=sample_size, seed=seed)
         embeddings = []

@@ -56,8 +56,7 @@ def load_step_state(
 ) -> State:
     """Load a saved state; returns the plain values. `scheduled`: the accelerator has prepared a scheduler.
 
-    Raises: FileNotFoundError for a folder without a state; CheckpointError if a file is missing; ValueError for another
-    number of processes.
+    Raises: FileNotFoundError without a state; CheckpointError without a file; ValueError for other processes.
     """
     folder = Path(folder)
     if not folder.exists() and _beside(folder, "replaced").exists():  # killed between two renames

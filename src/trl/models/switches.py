@@ -95,8 +95,7 @@ def disable_gradient_checkpointing(
 ) -> AbstractContextManager[None]:
     """Turn gradient checkpointing off inside the block and restore each module's setting after it, errors included.
 
-    The modules keep their checkpoint function, so `gradient_checkpointing_kwargs` is only accepted for programs that
-    pass it.
+    The modules keep their checkpoint function; `gradient_checkpointing_kwargs` is accepted for older programs.
     """
     return holding(checkpointed_modules(model), "gradient_checkpointing", False)
 

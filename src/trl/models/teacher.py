@@ -130,8 +130,7 @@ class SelfTeacher(Teacher):
 class ColumnTeacher(Teacher):
     """Answers in the batch: `teacher_ids` and `teacher_logps` `(K, k)`, in the order of the scored positions.
 
-    They are the teacher's k most likely tokens and their log-probs under its whole distribution, at the temperature of
-    the loss.
+    They are the teacher's k most likely tokens and their log-probs, at the temperature of the loss.
     """
 
     def loss_of(self, loss: TeacherLoss, batch: Columns) -> LossOfLogits:
@@ -271,8 +270,7 @@ OTHER_TOKENIZER = "Use GOLDTrainer for a teacher with another tokenizer."
 def _check_tokens(tokenizer: PreTrainedTokenizerBase, path: str, trust_remote_code: bool) -> None:
     """Raise ValueError where the tokenizer that is saved with a teacher, if any, has other tokens for some ids.
 
-    For some architectures transformers then makes a tokenizer of the few special tokens; sizes are compared all the
-    same.
+    For some architectures transformers then makes a tokenizer of the few special tokens; sizes are still compared.
     """
     try:
         theirs = load_processing_class(path, trust_remote_code=trust_remote_code) if path else tokenizer

@@ -138,8 +138,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         """Load a reward model's adapter into a `PeftModel`, frozen and not active, and return its score head, frozen.
 
         `adapter_model_id` is a folder or Hub name that PEFT saved from a sequence classifier over the same base model.
-        Raises: TypeError for a model without adapters, ValueError if the name is taken or the adapter has no score
-        head.
+        Raises: TypeError for a model without adapters, ValueError for a name in use or an adapter without score head.
         """
         require_peft()
         from peft import PeftConfig, set_peft_model_state_dict

@@ -170,8 +170,7 @@ class ServerConnection:
     """Sends requests to a server at `base_url`, each over a new connection.
 
     `token=None` is looked up for each request, because a restarted server has another one: for `trl vllm-serve` as
-    `client_token` says, for servers of another `kind` in the environment's `variable`. Raises: ValueError for an
-    invalid address.
+    `client_token` says, for another `kind` in the environment's `variable`. Raises: ValueError for an invalid address.
     """
 
     def __init__(

@@ -30,8 +30,7 @@ class Chosen(NamedTuple):
 def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Chosen:
     """One token for each row of `logits` `(R, V)`, which are overwritten, by `numbers` `(R,)` in [0, 1).
 
-    The interval [0, 1) is divided among the tokens in the order of their ids, by probability. A row's result depends on
-    that row only.
+    [0, 1) is divided among the tokens in the order of their ids, by probability. A result depends on its row only.
     """
     values = logits.to(torch.promote_types(logits.dtype, torch.float32))
     values.sub_(values.amax(dim=1, keepdim=True))

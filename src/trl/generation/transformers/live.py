@@ -24,8 +24,7 @@ _LOGITS = 1 << 24  # of a prompt at once
 class LiveRequests:
     """A `Live` engine over a `RolloutLoop`; see there.
 
-    `rows_for()` is how many rows may run at once with the present requests. `running(cache)` is entered around each
-    step.
+    `rows_for()` is how many rows of the present requests may run at once, `running(cache)` is around each step.
     """
 
     def __init__(

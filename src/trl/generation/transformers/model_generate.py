@@ -30,8 +30,7 @@ class MoreInputs(NamedTuple):
     """Inputs of a decoder besides the prompts' ids, such as images.
 
     `of(requests, width)` builds them for prompts padded on the left to `width`. Requests with the same entry in `names`
-    share them, and their prompt. Tokens in `unread` are placeholders in prompts; in completions the model reads `blank`
-    instead.
+    share them, and their prompt. Tokens in `unread` are placeholders in prompts; in completions `blank` is read.
     """
 
     of: Callable[[Sequence[int], int], Mapping[str, Tensor]]

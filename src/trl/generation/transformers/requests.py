@@ -210,8 +210,7 @@ class Requests:
     def extend(self, requests: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Draw the next token of each of the `requests` `(R,)` from its `logits` `(R, V)`, which are overwritten.
 
-        Returns the tokens and, bool, which requests end with them. Raises: FloatingPointError for logits that are not
-        finite.
+        Returns the tokens and, bool, which requests end with them. Raises: FloatingPointError for NaN or infinity.
         """
         if len(self._rules) == 1:
             return self._extend(self._rules[0], requests, logits)

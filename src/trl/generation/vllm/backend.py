@@ -249,8 +249,11 @@ class VLLMBackend:
 
     def generate(self, body: Any) -> Answer:
         """Completions of the prompts of a `GenerateBody`."""
-        prompts = [_prompt(prompt, body.images_of(index)) for index, prompt in enumerate(body.prompts)]
-        return self._listed("generate", prompts, body)
+        inputs: list[Json] = [{"prompt" if isinstance(x, str) else "prompt_token_ids": x} for x in body.prompts]
+        for index, prompt in enumerate(inputs):
+            if images := [_image(image) for image in body.images_of(index)]:
+                prompt["multi_modal_data"] = {"image": images}  # vLLM replaces placeholders by the images' tokens
+        return self._listed("generate", inputs, body)
 
     def chat(self, body: Any) -> Answer:
         """Completions of the conversations of a `ChatBody`."""
@@ -379,14 +382,6 @@ def as_value_errors() -> Iterator[None]:
         raise BackendDied(f"vLLM's engine has ended: {error} See its log.") from error
     except getattr(exceptions, "VLLMClientError", ValueError) as error:
         raise ValueError(str(error)) from error
-
-
-def _prompt(prompt: str | list[int], images: Sequence[str]) -> Json:
-    """A prompt in vLLM's format; vLLM replaces the images' placeholders by their tokens."""
-    inputs: Json = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-    if images:
-        inputs["multi_modal_data"] = {"image": [_image(image) for image in images]}
-    return inputs
 
 
 def _image(text: str) -> Image.Image:

@@ -34,8 +34,7 @@ class DiffusionPolicy(ABC):
     """The seam between trainers and kinds of diffusion models.
 
     `pipeline` has `get_trainable_layers`, `save_checkpoint`, `load_checkpoint`, `save_pretrained` and `autocast`.
-    `noise` is the `sample_eta` of DDIM or the `noise_level` of a flow. Rewards and hooks may set or replace the
-    pipeline's scheduler.
+    `noise` is the `sample_eta` of DDIM or the `noise_level` of a flow. Hooks may replace the pipeline's scheduler.
     """
 
     timesteps: Tensor
@@ -146,8 +145,7 @@ def denoise(
     """The S + 1 latents and S log-probabilities of a trajectory that starts at `x`.
 
     `predict(x, timestep)` is the model's output and `step(output, number, x)` the scheduler's step. Where gradients are
-    enabled, outputs of the step `first_trained` (0 is the noisiest) and later have one; `recomputes` runs the model
-    again for it.
+    enabled, outputs of step `first_trained` (0: noisiest) and later have one; `recomputes` runs the model again.
     """
     latents, log_probs = [x], []
     for number, timestep in enumerate(timesteps):

@@ -119,10 +119,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attention of every segment over (its prompt | itself): `query (1, heads, N, D) -> (1, N, heads, D)`.
 
-    Plain segments may have keys and values `(heads, tokens, D)` of earlier tokens, which are `held`.
-
-    Without a segment table this is transformers' SDPA; with a soft-cap (Gemma 2), which SDPA does not know, the same
-    written out.
+    Plain segments may have keys and values `(heads, tokens, D)` of earlier tokens, which are `held`. Without a segment
+    table this is transformers' SDPA, written out with a soft cap (Gemma 2).
     """
     mask = attention_mask
     if mask is None or mask.dtype != torch.int64 or mask.ndim != 4 or mask.shape[-1] != 4:
