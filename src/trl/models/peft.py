@@ -208,7 +208,7 @@ def resolve_dtype(dtype: str | torch.dtype | None) -> str | torch.dtype:
     raise ValueError(f"dtype must be 'auto', a floating torch.dtype or its name, got {dtype!r}.")
 
 
-def get_quantization_config(model_args: ModelConfig) -> "BitsAndBytesConfig | None":
+def get_quantization_config(model_args: Any) -> "BitsAndBytesConfig | None":
     """The bitsandbytes config that `load_in_4bit` or `load_in_8bit` asks for, `None` if neither does.
 
     4-bit products are computed in `model_args.dtype` (bfloat16 where it is not given, the recommendation of QLoRA,
