@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.distributed import ProcessGroup
 from transformers import PreTrainedTokenizerBase
 
 from trl.generation.engine import Generated, Numbers, Prompts, Sampling, check_requests, completion_limits
@@ -30,6 +29,7 @@ from trl.models.distributed import is_fsdp1, reshard
 from trl.models.parts import causal_core
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from vllm import LLM  # pyright: ignore
 
 _SEEDS = 1 << 62  # vLLM takes signed 64-bit numbers
