@@ -117,7 +117,8 @@ class LiveCalls:
 @contextmanager
 def opened(engine: Engine) -> Iterator[Live]:
     """Inside the block, the engine's own `live`, or its `generate` behind the same interface."""
-    with getattr(engine, "live", lambda: nullcontext(LiveCalls(engine)))() as live:
+    steps = getattr(engine, "live", None)
+    with nullcontext(LiveCalls(engine)) if steps is None else steps() as live:
         yield live
 
 
