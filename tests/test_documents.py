@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import importlib
 import itertools
 import os
@@ -176,6 +177,7 @@ def test_nothing_longer_than_a_screen_is_without_a_heading(path):
     assert {heading: lines for heading, lines in stretches(path).items() if lines > 45} == {}
 
 
+@functools.cache
 def source_strings() -> list[re.Pattern[str]]:
     """Every longer string of the library as a pattern; an inserted value may be anything, also `…`."""
     patterns = []
@@ -272,31 +274,41 @@ STORIES = [path for path in DOCUMENTS if path.parent.name == "guides" and blocks
 PYTHON_PAGES = [path for path in DOCUMENTS if blocks(path, "python") and path not in STORIES]
 
 
+def printed(path: Path) -> list[tuple[str, str]]:
+    """Language and text of the blocks that are run."""
+    return re.findall(r"^```(bash|python)\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
 def run_commands(block: str, folder: Path) -> None:
     """Run a block as a reader would, and stop at the first command that fails.
 
-    `trl ...` and `python FILE ...` run in forks of this process, which has imported the library; other blocks in a shell.
+    `trl ...` and `python FILE ...` run in forks of this process, which has imported the library; other lines in a shell.
     """
-    lines = [shlex.split(line, comments=True) for line in re.sub(r"\\\n\s*", " ", block).splitlines()]
-    words = [line for line in lines if line]
-    launches = {"--num_processes", "--accelerate_config", "vllm-serve"}
-    if all(
-        line[0] in ("trl", "python") and line[1] != "-m" and not launches & set(line) for line in words
-    ) and not re.search("[|&;<>$*]", block):
-        for line in words:
-            run_forked(line)
-        return
+    lines = [line for line in re.sub(r"\\\n\s*", " ", block).splitlines() if shlex.split(line, comments=True)]
+    if any(line.split()[0] in ("for", "while", "if", "cd", "export") or line[0] in " \t" for line in lines):
+        lines = [block]
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        launches = {"--num_processes", "--accelerate_config", "vllm-serve", "-m"} & set(words)
+        if words[0] in ("trl", "python") and not launches and not re.search("[|&;<>$*\n]", line):
+            run_forked(words)
+        else:
+            run_in_shell(line, folder)
+
+
+def run_in_shell(commands: str, folder: Path) -> None:
+    """Run commands in bash, with the library of this checkout."""
     paths = {"PATH": Path(sys.executable).parent, "PYTHONPATH": ROOT / "src"}
     joined = {name: os.pathsep.join([str(path), os.environ.get(name, "")]) for name, path in paths.items()}
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", block],
+        ["bash", "-euo", "pipefail", "-c", commands],
         cwd=folder,
         env={**os.environ, **joined},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    assert done.returncode == 0, f"{commands}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
 def run_forked(words: list[str]) -> None:
@@ -338,8 +350,7 @@ def test_guides_run_as_printed(path, tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    printed = re.findall(r"^```(bash|python)\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    for language, block in printed:
+    for language, block in printed(path):
         if language == "bash":
             run_commands(block, tmp_path)
         else:
@@ -349,10 +360,13 @@ def test_guides_run_as_printed(path, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PYTHON_PAGES, ids=label)
 def test_examples_run(path, workshop, monkeypatch, capsys):
-    """All Python examples of a document, one after another as a reader would run them."""
+    """All Python examples of a document, and a method's commands, one after another as a reader would run them."""
     monkeypatch.chdir(workshop)
     names: dict[str, object] = {}
-    for block in blocks(path, "python"):
-        exec(compile(block, label(path), "exec"), names)
+    for language, block in printed(path):
+        if language == "python":
+            exec(compile(block, label(path), "exec"), names)
+        elif path.parent.name == "methods":
+            run_commands(block, workshop)
     if path == ROOT / "README.md":
         assert "7+8=15" in capsys.readouterr().out.splitlines()  # the trained model's answer

@@ -1,5 +1,6 @@
 """Runs on the screen: lines, the old dicts, and who has a callback of his own."""
 
+import io
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -166,6 +167,19 @@ def test_a_sample_before_and_after_moves_nothing(capsys: Any, make: Any, setting
         states.append((torch.get_rng_state(), trainer.model.training))
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
     assert torch.equal(states[0][0], states[1][0]) and states[0][1] == states[1][1]
+
+
+def test_generation_has_a_bar_on_a_terminal(monkeypatch: Any) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    trainer, _ = grpo_runs.make(max_steps=1)
+    for terminal, delay, is_shown in ((Terminal(), 0.0, True), (Terminal(), 60.0, False), (io.StringIO(), 0.0, False)):
+        monkeypatch.setattr(run_lines, "BAR_DELAY", delay)
+        monkeypatch.setattr("sys.stderr", terminal)
+        trainer.rollouts.make(0)
+        assert ("generating" in terminal.getvalue()) is is_shown
 
 
 def test_a_sample_is_the_first_completion_and_the_greedy_one_at_the_end(capsys: Any) -> None:

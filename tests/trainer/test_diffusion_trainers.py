@@ -67,6 +67,12 @@ def test_the_first_optimiser_step_has_ratio_one(settings, capsys):
     assert metric_cells({"loss": trainer.log_history[5]["loss"]})[0] in second and "KL" in second
 
 
+def test_logs_as_dicts(capsys):
+    ddpo(log_format="dict").train(1)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("{'") and "'loss': " in line and "'reward': " in line
+
+
 def test_the_adapter_alone_is_trained():
     model = pipeline()
     before = {name: value.clone() for name, value in model.unet.state_dict().items()}

@@ -133,21 +133,16 @@ def _run(name: str, rest: list[str]) -> int:
 def overview() -> str:
     """What `trl --help` prints."""
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: trl <command> [options]",
-            "",
-            "Post-train transformer language models.",
-            "",
-            "commands:",
-            *lines,
-            "",
-            "`trl <command> --help` lists the options of a command. Training commands read options from a YAML file",
-            "with --config, and take any option of `accelerate launch` as well as --accelerate_config "  # noqa: ISC004
-            "<profile or file>.",
-        ]
-    )
+    lines = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items())
+    return f"""usage: trl <command> [options]
+
+Post-train transformer language models.
+
+commands:
+{lines}
+
+`trl <command> --help` lists the options of a command. Training commands read options from a YAML file
+with --config, and take any option of `accelerate launch` as well as --accelerate_config <profile or file>."""
 
 
 def _leave_out_peft() -> None:

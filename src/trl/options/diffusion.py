@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from trl.options.groups import option
+from trl.options.groups import option, same
 from trl.options.packages import is_bitsandbytes_available
 from trl.options.shared import LoopOptions
+from trl.options.training import TrainingDefaults
 
 MixedPrecision = Literal["fp16", "bf16", "no"]
 
@@ -49,6 +50,7 @@ class DiffusionOptions(LoopOptions):
         1, "Batches of images per optimiser step, with all of their denoising steps.", ">= 1"
     )
     train_max_grad_norm: float = option(1.0, "Largest norm of the gradient.", "(0, inf]")
+    log_format: Literal["auto", "lines", "dict"] = same(TrainingDefaults, "log_format")
     push_to_hub: bool = option(False, "Upload the model at the end. Read by scripts only.")
 
     def __post_init__(self) -> None:

@@ -120,7 +120,7 @@ class RunLines(ProgressCallback, PrinterCallback):
             return
         if self.prediction_bar is None:
             total = len(eval_dataloader) if has_length(eval_dataloader) else None
-            self.prediction_bar = tqdm(total=total, desc="evaluating", leave=False, dynamic_ncols=True, delay=BAR_DELAY)
+            self.prediction_bar = long_bar((), "evaluating", total=total)
         self.prediction_bar.update(1)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -197,10 +197,10 @@ class RunLines(ProgressCallback, PrinterCallback):
             _print(f"Newest checkpoint: {self.saved}")
 
 
-def long_bar(items: Iterable[Item], title: str, is_shown: bool = True) -> Iterable[Item]:
+def long_bar(items: Iterable[Item], title: str, is_shown: bool = True, *, total: int | None = None) -> "tqdm[Item]":
     """The items, with a bar on a terminal after two seconds."""
     disable = None if is_shown else True  # None: where stderr is no terminal
-    return tqdm(items, desc=title, leave=False, dynamic_ncols=True, delay=BAR_DELAY, disable=disable)
+    return tqdm(items, title, total, leave=False, dynamic_ncols=True, delay=BAR_DELAY, disable=disable)
 
 
 def summary_rows(table: Table) -> list[str]:

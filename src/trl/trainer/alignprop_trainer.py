@@ -11,6 +11,7 @@ from torch import Tensor
 from trl._lazy import attach
 from trl.models.diffusion.policy import draw_step, generator_of
 from trl.reporting.model_card import Paper
+from trl.reporting.run_lines import long_bar
 from trl.trainer.alignprop_config import AlignPropConfig
 from trl.trainer.diffusion_trainer import TAGS, DiffusionTrainer
 
@@ -50,7 +51,7 @@ class AlignPropTrainer(DiffusionTrainer):
         """
         self.policy.model.train()
         losses, rewards, count = [], [], self.config.train_gradient_accumulation_steps
-        for number in range(count):
+        for number in long_bar(range(count), "sampling", self.accelerator.is_main_process):
             pairs = self.sample_with_grad(epoch, number)
             found = self.compute_rewards(pairs)
             pairs["rewards"] = found

@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, ProjectConfiguration, broadcast, set_seed
 from huggingface_hub import HfApi
 from torch import Tensor, nn
-from transformers import TrainerState
+from transformers import PrinterCallback, TrainerState
 
 from trl.checkpoints.wholeness import CheckpointError, checkpoints_in, faults, listed
 from trl.models.diffusion.flow import FlowPipeline, FlowPolicy
@@ -175,10 +175,12 @@ class DiffusionTrainer:
         """
         last = (self.config.num_epochs if epochs is None else epochs) - 1
         frequency = self.config.save_freq
-        lines, images = RunLines("images"), self._images
+        images = self._images
+        lines = PrinterCallback() if self.config.log_format == "dict" else RunLines("images")
         state: Any = TrainerState(global_step=self.first_epoch, max_steps=last + 1)
         state.is_world_process_zero = self.accelerator.is_main_process
-        lines.on_train_begin(None, state, None)
+        state.is_local_process_zero = state.is_world_process_zero
+        lines.on_train_begin(None, state, None)  # type: ignore[arg-type]
         for epoch in range(self.first_epoch, last + 1):
             before = len(self.log_history)
             self._global_step = self.step(epoch, self._global_step)
@@ -188,7 +190,8 @@ class DiffusionTrainer:
             lines.on_log(None, state, None, logs=logged)
             if epoch and frequency and (epoch % frequency == 0 or epoch == last):
                 self.save_checkpoint(epoch, self._global_step)
-        lines.on_log(None, state, None, logs={"train_loss": math.nan})  # ends the run
+        if isinstance(lines, RunLines):
+            lines.on_log(None, state, None, logs={"train_loss": math.nan})  # ends the run
 
     def call_reward_function(self, *given: Any) -> Any:
         """What the reward function returns, of an async one what it returns in the end."""

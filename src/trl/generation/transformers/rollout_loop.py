@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 
 import torch
@@ -12,6 +13,7 @@ from trl.generation.transformers.cache import Moves, RolloutCache, Step
 from trl.generation.transformers.decoders import OwnForward
 from trl.generation.transformers.requests import Requests
 from trl.generation.transformers.reuse import Held, Reuse
+from trl.reporting.run_lines import long_bar
 
 PREFILL_TOKENS = 8192  # of prompts that are prefilled in one packed row
 _REFILL_SHARE = 4  # new rows enter when a quarter of the places is free, because small prefills are slow
@@ -42,9 +44,12 @@ class RolloutLoop:
         return bool(self.queue) or len(self.request) > 0
 
     def run(self) -> None:
-        """Run until every request is done."""
-        while self.busy:
-            self.advance()
+        """Run until every request is done; several have a bar on a terminal."""
+        several = len(self.queue) > 1 and int(os.environ.get("LOCAL_RANK", 0)) <= 0
+        with long_bar((), "generating", several, total=len(self.queue)) as bar:
+            while self.busy:
+                self.advance()
+                bar.update(len(self.ended) - bar.n)
 
     def advance(self) -> None:
         """Admit waiting requests where there is room, and draw a token for every row."""
