@@ -244,18 +244,18 @@ class Legacy(_Trainer):
         super().create_accelerator_and_postprocess()
 
     def begin(
-        self,
-        model: Any,
-        args: Any,
-        processing_class: Any,
-        peft_config: Any,
-        older: Mapping[str, Any] = {},
-        **kwargs: Any,
-    ) -> tuple[Policy, Any]:
-        """`BaseTrainer.begin`, with `older` arguments moved onto the config."""
-        moved = move_onto_config(
-            self._config_class, model=model, args=args, processing_class=processing_class, older=older
-        )
+        self, model: Any, args: Any, processing_class: Any, peft_config: Any, older: Mapping[str, Any] = {}, **kwargs: Any,
+    ) -> tuple[Policy, Any]:  # fmt: skip
+        """`BaseTrainer.begin`, with `older` arguments moved onto the config. Raises ValueError for a reference that is
+        computed before, for which overridden methods are not called.
+        """
+        arguments = {"model": model, "args": args, "processing_class": processing_class, "older": older}
+        moved = move_onto_config(self._config_class, **arguments)
+        if getattr(moved.args, "precompute_ref_log_probs", False) and self.overridden(*REFERENCES):
+            raise ValueError(
+                f"precompute_ref_log_probs=True does not call {' or '.join(REFERENCES)}, which {type(self).__name__} overrides. "
+                "Set it to False."
+            )
         return super().begin(moved.model, moved.args, moved.processing_class, peft_config, **kwargs)
 
 

@@ -323,15 +323,6 @@ class LegacyReference(LegacyPairs):
 
     completion_logps: Callable[..., Tensor]
 
-    def take_reference(self, columns: Any, **settings: Any) -> None:
-        """Raises: ValueError for precomputed log-probs, for which overridden methods are not called."""
-        if self.args.precompute_ref_log_probs and self.overridden(*REFERENCES):  # type: ignore[attr-defined]
-            raise ValueError(
-                f"precompute_ref_log_probs=True does not call {' or '.join(REFERENCES)}, which {type(self).__name__} overrides. "
-                "Set it to False."
-            )
-        super().take_reference(columns, **settings)  # type: ignore[misc]
-
     @contextmanager
     def null_ref_context(self) -> Iterator[Any]:
         """A block in which the policy is its own reference: its adapter is switched off, or the reference's on.

@@ -18,8 +18,7 @@ from trl.data.image_rows import has_images
 from trl.data.preference import OWN_PROMPT
 from trl.legacy.dpo_methods import LegacyDPO
 from trl.methods.dpo import DPOMethod
-from trl.models.policy import Policy
-from trl.models.reference import Reference, choose_adapters, make_reference
+from trl.models.reference import choose_adapters, make_reference
 from trl.models.scoring.base import shares_prefix
 from trl.reporting.model_card import Paper
 from trl.tensors.sequences import split_pairs
@@ -88,7 +87,10 @@ class DPOTrainer(LegacyDPO, PreferenceTrainer):
         self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
         self.layout = partial(as_pair_batch, prefix_sharing=self.shares_prefix)
         self.method = DPOMethod(args)
-        self.reference = self._make_reference(policy, ref_model, args)
+        if args.reference_free and ref_model is None and args.ref_adapter_name is None:
+            choose_adapters(policy.model, args)
+        else:
+            self.reference = make_reference(policy.model, policy.scorer, ref_model, args=args, path=self._path)
         self.with_images = isinstance(data_collator, DataCollatorForVisionPreference) or has_images(
             train_dataset, eval_dataset
         )
@@ -115,14 +117,6 @@ class DPOTrainer(LegacyDPO, PreferenceTrainer):
         self.take_reference(REFERENCE_COLUMNS, ld_alpha=args.ld_alpha)
 
     with_images: bool = False
-
-    # ---- the reference
-
-    def _make_reference(self, policy: Policy, ref_model: Any, args: DPOConfig) -> Reference | None:
-        if args.reference_free and ref_model is None and args.ref_adapter_name is None:
-            choose_adapters(policy.model, args)
-            return None
-        return make_reference(policy.model, policy.scorer, ref_model, args=args, path=self._path)
 
     def reference_columns(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         return dict(zip(REFERENCE_COLUMNS, split_pairs(batch["ref_logps"]), strict=True))
