@@ -13,8 +13,8 @@ TRAINERS = Path(importlib.import_module("trl.trainer").__file__ or "").parent
 SOURCE = TRAINERS.parent
 ROWS = ("sft", "dpo", "kto", "bco", "cpo", "orpo", "reward", "prm")
 ONLINE = ("grpo", "rloo")
-FILES = (*(f"{name}_trainer.py" for name in (*ROWS, *ONLINE)), "base_trainer.py", "preference_trainer.py", "unpaired.py",
-         "reference_free_trainer.py", "online_trainer.py")  # fmt: skip
+BASES = ("base_trainer.py", "preference_trainer.py", "unpaired.py", "reference_free_trainer.py", "online_trainer.py")
+FILES = (*(f"{name}_trainer.py" for name in (*ROWS, *ONLINE)), *BASES)
 
 
 def losses_in(file: str) -> set[str]:
@@ -68,3 +68,26 @@ def test_one_protocol(path):
         if getattr(part, "name", "") == "outcome"
     ]
     assert set(found) <= {"BaseTrainer"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*sorted((SOURCE / "methods").glob("*.py")), *(TRAINERS / file for file in BASES)],
+    ids=lambda path: path.stem,
+)
+def test_the_past_stands_outside(path):
+    """Public classes name their ring of legacy/ first; the bases and the methods know nothing of it."""
+    assert "trl.legacy" not in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", [*ROWS, *ONLINE])
+def test_nothing_intercepts_attributes(name):
+    module = importlib.import_module(f"trl.trainer.{name}_trainer")
+    (trainer,) = (
+        kind
+        for kind in vars(module).values()
+        if isinstance(kind, type) and kind.__module__ == module.__name__ and issubclass(kind, BaseTrainer)
+    )
+    ours = [kind for kind in trainer.__mro__ if kind.__module__.startswith("trl.")]
+    assert ours[1].__module__.startswith("trl.legacy.")
+    assert not any({"__getattr__", "__getattribute__", "__setattr__"} & vars(kind).keys() for kind in ours)
