@@ -12,7 +12,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from transformers import Trainer, TrainingArguments
+from torch import nn
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, Trainer, TrainingArguments
 
 from trl.options.spelling import did_you_mean
 from trl.options.training import TrainingDefaults, require_set_up, wrong_config
@@ -73,13 +74,18 @@ _IGNORED: Mapping[str, Mapping[str, str]] = {
 class Moved(NamedTuple):
     """A trainer's arguments after the move."""
 
-    model: Any
-    args: Any
-    processing_class: Any
+    model: str | nn.Module | None
+    args: TrainingArguments
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None
 
 
 def move_onto_config(
-    config_class: type, *, model: Any, args: Any, processing_class: Any, older: Mapping[str, Any]
+    config_class: type[TrainingArguments],
+    *,
+    model: str | nn.Module | None,
+    args: TrainingArguments | None,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
+    older: Mapping[str, Any],
 ) -> Moved:
     """Move a trainer's older arguments, and make `args` an instance of `config_class`.
 
@@ -94,7 +100,7 @@ def move_onto_config(
 
 
 def move_arguments(
-    config_class: type, newer: Mapping[str, Any], older: Mapping[str, Any], *, stacklevel: int = 3
+    config_class: type[TrainingArguments], newer: Mapping[str, Any], older: Mapping[str, Any], *, stacklevel: int = 3
 ) -> dict[str, Any]:
     """The arguments under today's names: `newer` as they are, with those that were given under `older` ones.
 
@@ -127,9 +133,9 @@ def move_arguments(
     return moved
 
 
-def _check_known(older: Mapping[str, Any], config_class: type) -> None:
+def _check_known(older: Mapping[str, Any], config_class: type[TrainingArguments]) -> None:
     moving = next((_KNOWN[kind.__name__] for kind in config_class.__mro__ if kind.__name__ in _KNOWN), ())
-    fields = [field.name for field in dataclasses.fields(config_class)]  # type: ignore[arg-type]
+    fields = [field.name for field in dataclasses.fields(config_class)]
     for name in set(older) - set(moving):
         if name in fields:
             advice = f" It is a field of {config_class.__name__}: set it there."
@@ -140,7 +146,12 @@ def _check_known(older: Mapping[str, Any], config_class: type) -> None:
         raise TypeError(f"unexpected keyword argument {name!r}.{advice}")
 
 
-def _as_config(args: Any, config_class: type, changes: Mapping[str, Any], model: Any) -> Any:
+def _as_config(
+    args: TrainingArguments | None,
+    config_class: type[TrainingArguments],
+    changes: Mapping[str, Any],
+    model: str | nn.Module | None,
+) -> TrainingArguments:
     if args is None:
         name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
         folder = (name or "model").rstrip("/").split("/")[-1]  # of the model's name and the method's
@@ -151,6 +162,6 @@ def _as_config(args: Any, config_class: type, changes: Mapping[str, Any], model:
     of_another_method = isinstance(args, TrainingDefaults) and not issubclass(config_class, type(args))
     if of_another_method or not isinstance(args, TrainingArguments):  # plain ones are what older programs gave
         raise wrong_config(args, config_class)
-    names = {field.name for field in dataclasses.fields(config_class) if field.init}  # type: ignore[arg-type]
+    names = {field.name for field in dataclasses.fields(config_class) if field.init}
     values = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
     return config_class(**{**{name: values[name] for name in values if name in names}, **changes})

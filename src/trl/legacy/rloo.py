@@ -9,7 +9,9 @@ import inspect
 from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
+from datasets import Dataset, IterableDataset
 from torch import nn
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from trl.data.rendering import text_tokenizer
 from trl.legacy import move_arguments
@@ -18,6 +20,8 @@ from trl.rewards.functions import FunctionSource, name_of
 from trl.rewards.models import ModelSource
 from trl.rollouts.schedule import batch_sizes, fill_in_sizes
 from trl.trainer.rloo_config import RLOOConfig
+
+Processor = PreTrainedTokenizerBase | ProcessorMixin
 
 _ORDER = (
     "config", "processing_class", "policy", "ref_policy", "reward_model", "train_dataset", "data_collator", "eval_dataset",
@@ -54,7 +58,13 @@ def of_any_level(init: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-def _with_sizes_of_run(args: RLOOConfig, dataset: Any, processing_class: Any, *, is_older_call: bool) -> RLOOConfig:
+def _with_sizes_of_run(
+    args: RLOOConfig,
+    dataset: Dataset | IterableDataset | None,
+    processing_class: Processor | None,
+    *,
+    is_older_call: bool,
+) -> RLOOConfig:
     """A copy with the sizes of the run filled in; without any setting of 0.21 the same config, unless the call is one
     of 0.21.
     """
@@ -71,7 +81,7 @@ def _with_sizes_of_run(args: RLOOConfig, dataset: Any, processing_class: Any, *,
     return args
 
 
-def _older_reward(reward_model: Any, processing_class: Any, args: RLOOConfig) -> Any:
+def _older_reward(reward_model: Any, processing_class: Processor | None, args: RLOOConfig) -> Any:
     """The reward source of a `reward_model`: a classifier reads the policy's tokens, a function of texts whole
     texts.
     """
