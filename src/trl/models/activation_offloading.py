@@ -66,12 +66,9 @@ class OffloadActivations(saved_tensors_hooks):
     """
 
     def __init__(
-        self,
-        use_pin_memory: bool = True,
-        use_streams: bool = True,
-        min_offload_size: int = 1024,
+        self, use_pin_memory: bool = True, use_streams: bool = True, min_offload_size: int = 1024,
         max_fwd_stash_size: int = 5,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if max_fwd_stash_size < 1:
             raise ValueError(f"max_fwd_stash_size must be >= 1, got {max_fwd_stash_size}.")
         self.use_pin_memory = use_pin_memory and torch.accelerator.is_available()

@@ -129,12 +129,9 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
 
     @classmethod
     def add_and_load_reward_modeling_adapter(
-        cls,
-        pretrained_model: Any,
-        adapter_model_id: str,
-        adapter_name: str = "reward_model_adapter",
+        cls, pretrained_model: Any, adapter_model_id: str, adapter_name: str = "reward_model_adapter",
         token: str | bool | None = None,
-    ) -> nn.Linear:
+    ) -> nn.Linear:  # fmt: skip
         """Load a reward model's adapter into a `PeftModel`, frozen and not active, and return its score head, frozen.
 
         `adapter_model_id` is a folder or Hub name that PEFT saved from a sequence classifier over the same base model.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from trl.generation.live import Scored
 from trl.generation.serving.connection import Json
 
+EchoedToken = tuple[str, float | None, dict[str, float] | None]
 _KINDS = {401: "authentication_error", 404: "not_found_error", 500: "server_error", 503: "server_error"}
 
 
@@ -52,9 +52,9 @@ class ScoredPrompt:
 
         return [None, *({str(scored[0]): entry(*scored) for scored in place} for place in self.at)]
 
-    def tokens(self) -> list[tuple[str, float | None, dict[str, float] | None]]:
+    def tokens(self) -> list[EchoedToken]:
         """OpenAI's form: the text and log-prob of each token, and the most likely texts at its place."""
-        tokens: list[Any] = [(self.texts[self.ids[0]], None, None)]
+        tokens: list[EchoedToken] = [(self.texts[self.ids[0]], None, None)]
         for *best, (token, logp, _) in self.at:
             tokens.append((self.texts[token], logp, {self.texts[other]: value for other, value, _ in best}))
         return tokens

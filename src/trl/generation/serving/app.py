@@ -208,7 +208,7 @@ async def _gone(request: Request) -> None:
         pass
 
 
-def faults_of(error: RequestValidationError) -> list[tuple[str, Any]]:
+def faults_of(error: RequestValidationError) -> list[tuple[str, Json]]:
     """What is wrong in a body, each with the name of the field; "" for the body itself, also where it is not JSON."""
     return [
         ("" if fault["type"] == "json_invalid" else ".".join(map(str, fault["loc"][1:])), fault)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, TCPStore
 
-from trl.generation.serving.connection import reachable, resolved
+from trl.generation.serving.connection import Json, reachable, resolved
 
 _POLL_S = 1e-3
 _SENDER = "sender"  # key of rank 0's address
@@ -145,7 +145,7 @@ class WeightChannel:
 
 def _store(host: str, port: int, serves: bool, timeout_s: float) -> TCPStore:
     """The store at `host:port`; its server listens on that address only."""
-    options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "wait_for_workers": False}
+    options: Json = {"timeout": timedelta(seconds=timeout_s), "wait_for_workers": False}
     if not serves:
         return TCPStore(reachable(host), port, is_master=False, **options)
     listener = socket.create_server((host, port), family=resolved(host, port)[0])

@@ -74,12 +74,9 @@ class _Member:
     """A model of a mixture, with its cache."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        weight: float,
-        switched: Callable[[], AbstractContextManager[object]],
+        self, model: nn.Module, weight: float, switched: Callable[[], AbstractContextManager[object]],
         dtype: torch.dtype | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.core, self.weight, self.switched = causal_core(model), weight, switched
         self.cache = RolloutCache(self.core.config.get_text_config().num_hidden_layers)
         with switched():

@@ -107,12 +107,9 @@ def generate(
 
 @torch.no_grad()
 def batch_generation(
-    model: nn.Module,
-    queries: Tensor,
-    local_rollout_forward_batch_size: int,
-    pad_token_id: int,
+    model: nn.Module, queries: Tensor, local_rollout_forward_batch_size: int, pad_token_id: int,
     generation_config: GenerationConfig,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`generate` for a few rows at a time; results are padded on the right to the longest response, logits with 0."""
     batches = [
         generate(model, rows, pad_token_id, generation_config)
