@@ -17,12 +17,13 @@ from trl.options.training import config_or_default
 from trl.reporting.model_card import Paper
 from trl.rewards.functions import accepted, name_of, parameters_of
 from trl.rewards.result import RewardInputs
+from trl.rewards.source import ProcessingClasses, RewardFunc
 from trl.rollouts.experience import FILTERED, LENGTH, SCORES, Experience
 from trl.rollouts.schedule import RolloutSizes
 from trl.tensors.reduce import Weighted, weighted
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-GroupFilterFunc = Callable[..., Any]
+GroupFilterFunc = Callable[..., Sequence[Sequence[float]]]
 """`func(group_completions=, group_rewards=, **columns)`: for every group a list of one score per completion."""
 
 
@@ -39,10 +40,10 @@ class GFPOMethod(GRPOMethod):
         experience = super().apply_rewards(experience, scores, inputs, training=training)
         if self.group_filter is None or not training:
             return experience
-        assert self.args.num_generations is not None
         size = self.args.num_generations
-        second = filter_scores(self.group_filter, inputs, experience.per_row[SCORES], size)
-        return experience.with_rows(**{FILTERED: ~best_of_groups(second, size, self.kept)})
+        assert size is not None
+        worths = filter_scores(self.group_filter, inputs, experience.per_row[SCORES], size)
+        return experience.with_rows(**{FILTERED: ~best_of_groups(worths, size, self.kept)})
 
     def lacks_variance(self, rows: Mapping[str, Tensor], group_size: int) -> Tensor:
         """Groups of which those that remain have equal rewards."""
@@ -97,12 +98,12 @@ class GFPOTrainer(GRPOTrainer):
     def __init__(
         self,
         model: str | nn.Module | PreTrainedModel,
-        reward_funcs: Any | Sequence[Any],
+        reward_funcs: RewardFunc | Sequence[RewardFunc],
         args: GFPOConfig | None = None,
         train_dataset: Any | None = None,
         eval_dataset: Any | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        reward_processing_classes: Any | None = None,
+        reward_processing_classes: ProcessingClasses = None,
         group_filter_func: GroupFilterFunc | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
@@ -130,12 +131,12 @@ class GFPOTrainer(GRPOTrainer):
 
     def rows_of_step(self, step: int, sizes: RolloutSizes | None = None) -> list[Tensor]:
         """Rows that remain."""
-        kept_rows = super().rows_of_step(step, sizes or self._kept_sizes)
+        rows = super().rows_of_step(step, sizes or self._kept_sizes)
         assert self._rollout_batch is not None
         if FILTERED not in self._rollout_batch.per_row:
-            return kept_rows
+            return rows
         remain = (~self._rollout_batch.per_row[FILTERED]).nonzero()[:, 0]
-        return [remain[rows] for rows in kept_rows]
+        return [remain[local_rows] for local_rows in rows]
 
 
 def _remains(rows: Mapping[str, Tensor]) -> Tensor:

@@ -29,9 +29,7 @@ TOKEN_WEIGHT = "token_weight"
 
 
 class Spans(NamedTuple):
-    """Scored tokens of one side in order, `(K,)` each: the token, whether it is the first of a span, and whether it is
-    in one.
-    """
+    """Scored tokens of one side in order, `(K,)` each: the token, whether it begins a span, whether it is in one."""
 
     targets: Tensor
     first: Tensor
@@ -52,17 +50,16 @@ def scored_spans(rows: Mapping[str, Tensor], spans: Tensor) -> Spans:
     return Spans(rows["labels"][scored], inside & is_new, inside)
 
 
-def chunks_of_spans(own: Spans, other: Spans, size: int) -> list[tuple[slice, slice]]:
-    """Slices of both sides' tokens that cover them and hold whole spans, of at most `size` tokens unless a span is
-    longer.
+def chunks_of_spans(student: Spans, teacher: Spans, size: int) -> list[tuple[slice, slice]]:
+    """Slices of both sides' tokens, in whole spans of together at most `size` tokens, unless a span is longer.
 
-    All tokens of `other` are in spans, as many as those of `own`, in one order.
+    All tokens of `teacher` are in spans, as many as those of `student`, in one order.
     """
-    first, inside = own.first.cpu().numpy(), own.inside.cpu().numpy()
+    first, inside = student.first.cpu().numpy(), student.inside.cpu().numpy()
     begins = np.flatnonzero(first | ~inside)  # of a span, or of a token in none
-    of_spans = np.append(other.first.nonzero()[:, 0].cpu().numpy(), len(other.first))
+    of_spans = np.append(teacher.first.nonzero()[:, 0].cpu().numpy(), len(teacher.first))
     theirs = of_spans[np.cumsum(first)[begins] - first[begins]]
-    ends, their_ends = np.append(begins[1:], len(first)), np.append(theirs[1:], len(other.first))
+    ends, their_ends = np.append(begins[1:], len(first)), np.append(theirs[1:], len(teacher.first))
     chunks, start = [], 0
     for unit in range(1, len(begins) + 1):
         if unit == len(begins) or max(ends[unit] - begins[start], their_ends[unit] - theirs[start]) > size:
@@ -89,9 +86,7 @@ class SameTokensMethod(GKDMethod):
 
 
 class GOLDMethod(GKDMethod):
-    """The distance from the teacher over spans of tokens with the same bytes, and the cross-entropy: means over the
-    step.
-    """
+    """The distance from the teacher over spans of tokens with the same bytes, and the cross-entropy."""
 
     units: ClassVar[tuple[Unit, ...]] = ("group", "token")
     args: GOLDConfig
@@ -105,9 +100,7 @@ class GOLDMethod(GKDMethod):
         self.weights: Any = (share, 1 - share) if None in weights else weights
 
     def sides(self, batch: Batch) -> list[dict[str, Tensor]]:
-        """The student's and the teacher's rows, with labels of the tokens in spans; for cross-entropy all of the
-        student's.
-        """
+        """The student's and the teacher's rows, with labels of tokens in spans (of all for cross-entropy)."""
         sides = []
         for rows in (batch, batch[TEACHER_BATCH]):
             kept = rows["spans"] > 0
@@ -163,16 +156,16 @@ class SpanLoss:
 
     def __init__(self, method: GOLDMethod, batch: Batch, size: int | None = None) -> None:
         self.method, self.rows = method, method.sides(batch)
-        self.own, self.other = (
+        self.student, self.teacher = (
             scored_spans(rows, side["spans"])
             for rows, side in zip(self.rows, (batch, batch[TEACHER_BATCH]), strict=True)
         )
-        device = self.own.first.device
+        device = self.student.first.device
         size = size or heads.default_chunk_size(max(method.sizes), itemsize=4, device=device)
-        self.parts = chunks_of_spans(self.own, self.other, size)
+        self.parts = chunks_of_spans(self.student, self.teacher, size)
         ids = method.vocabularies
-        self._vocabularies = None if ids is None else Vocabularies(*(tokens.to(device) for tokens in ids))
-        self._places = {own.start: other for own, other in self.parts}
+        self._vocabularies = None if ids is None else Vocabularies(*(column.to(device) for column in ids))
+        self._places = {student.start: teacher for student, teacher in self.parts}
         self._token_weight = batch.get(TOKEN_WEIGHT, 1.0) * method.args.uld_crossentropy_weight
 
     def __call__(self, logits: Tensor, other: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
@@ -181,10 +174,10 @@ class SpanLoss:
         Statistics: each token's cross-entropy, and at first tokens the distance and its matched and unmatched part.
         """
         args, method = self.method.args, self.method
-        student, theirs = self.own.part(rows), self.other.part(self._places.get(rows.start, rows))
+        student, teacher = self.student.part(rows), self.teacher.part(self._places.get(rows.start, rows))
         matched, distance = cross_vocabulary(
             span_measures(logits / args.uld_student_temperature, *student),
-            span_measures(other / args.uld_teacher_temperature, *theirs),
+            span_measures(other / args.uld_teacher_temperature, *teacher),
             self._vocabularies,
             beta=args.beta,
         )
@@ -192,8 +185,6 @@ class SpanLoss:
         if matched is not None:
             distance = method.weights[0] * matched + method.weights[1] * distance
         values = [distance.new_zeros(len(logits)).masked_scatter(student.first, x) for x in (distance, *parts)]
-        nll = torch.zeros_like(values[0])
-        if self._token_weight:
-            nll = -selective_log_softmax(logits, student.targets)
+        nll = -selective_log_softmax(logits, student.targets) if self._token_weight else torch.zeros_like(values[0])
         loss = args.uld_distillation_weight * values[0] + self._token_weight * nll
         return loss, torch.stack([nll, *values], dim=1)

@@ -32,6 +32,7 @@ from trl.trainer.gkd_trainer import GKDDatasets, GKDTrainer, Writer, completed, 
 from trl.trainer.group_setup import check_engine, engine_of, sampling_of, with_served_window
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
+Collator = Callable[[list[Any]], dict[str, Any]]
 
 
 class GOLDTrainer(GKDTrainer):
@@ -41,8 +42,9 @@ class GOLDTrainer(GKDTrainer):
         model: the student: a causal language model, or a name or path.
         teacher_model: the teacher: a causal language model, or a name or path.
         args: a `GOLDConfig`. Without `use_uld_loss` the loss is that of `GKDTrainer`, for a teacher of the same
-        tokenizer. train_dataset: rows of `messages`, whose last turn is the completion, or of prompt and completion, as
-        texts or messages.
+            tokenizer.
+        train_dataset: rows of `messages`, whose last turn is the completion, or of prompt and completion, as texts or
+            messages.
 
     The other arguments are those of `SFTTrainer`. Each side reads a row with its own tokenizer and chat template. The
     loss is the mean over all spans of tokens with the same bytes of an optimiser step.
@@ -72,7 +74,7 @@ class GOLDTrainer(GKDTrainer):
         model: str | PreTrainedModel | nn.Module | None = None,
         teacher_model: str | PreTrainedModel | nn.Module | None = None,
         args: GOLDConfig | None = None,
-        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
+        data_collator: Collator | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
@@ -91,8 +93,8 @@ class GOLDTrainer(GKDTrainer):
                 )
             self.teacher_tokenizer = _tokenizer_of(args, teacher_model)
         if isinstance(model, str) and getattr(args, "student_model_revision", "main") != "main":
-            given: Any = args
-            given.model_init_kwargs = {"revision": given.student_model_revision, **(given.model_init_kwargs or {})}
+            config: Any = args
+            config.model_init_kwargs = {"revision": config.student_model_revision, **(config.model_init_kwargs or {})}
         super().__init__(
             model,
             teacher_model,
@@ -126,30 +128,32 @@ class GOLDTrainer(GKDTrainer):
         if self.teacher_tokenizer is None:
             return GKDDatasets(args, policy, formatting_func=formatting_func)
         if formatting_func is not None:
-            raise TypeError("formatting_func was given with use_uld_loss=True, expected rows of texts or messages. Leave it out.")  # fmt: skip
+            raise TypeError(
+                "formatting_func was given with use_uld_loss=True, expected rows of texts or messages. Leave it out."
+            )
         sets = GOLDDatasets(args, policy, formatting_func=None)
         sets.pairing = self.pairing = Pairing.of(policy.tokenizer, self.teacher_tokenizer, args)
         return sets
 
-    def make_collator(self, args: Any) -> Callable[[list[Any]], dict[str, Any]]:
+    def make_collator(self, args: Any) -> Collator:
         """Batches of both sides."""
         if self.teacher_tokenizer is None:
             return super().make_collator(args)
         return PairedCollator((self.scorer.pad_token_id, pad_token_id(self.teacher_tokenizer)), args.pad_to_multiple_of)
 
-    def _make_teacher(self, given: Any, tokenizer: Any, *, rows: Sequence[Any]) -> Teacher:
+    def _make_teacher(self, teacher: Any, tokenizer: Any, *, rows: Sequence[Any]) -> Teacher:
         """The teacher; with a tokenizer of its own it is a model, of any vocabulary."""
         if self.teacher_tokenizer is None:
-            return super()._make_teacher(given, tokenizer, rows=rows)
+            return super()._make_teacher(teacher, tokenizer, rows=rows)
         if self.args.teacher_model_server_url is not None:
             raise ValueError(
                 "teacher_model_server_url was given with use_uld_loss=True, which needs whole distributions. Pass "
                 "teacher_model."
             )
-        if given is None:
+        if teacher is None:
             raise ValueError("use_uld_loss=True needs a teacher_model, a model, or its name or path, got None.")
         kwargs: Any = self.args.teacher_model_init_kwargs
-        model = load_teacher(given, kwargs, self.model)  # type: ignore[arg-type]
+        model = load_teacher(teacher, kwargs, self.model)  # type: ignore[arg-type]
         return FrozenTeacher(FrozenModel(model, make_scorer(model, self.teacher_tokenizer)))
 
     # ---- completions
@@ -157,8 +161,8 @@ class GOLDTrainer(GKDTrainer):
     def sampling(self, model: Any, tokenizer: Any) -> Sampling:
         """How a model's completions are drawn."""
         policy: Any = Policy(model, tokenizer, tokenizer, None)
-        found = sampling_of(self.args, policy)  # type: ignore[arg-type]
-        return replace(found, seed=self.order_seed, vocabulary=self.vocabulary_of(tokenizer))
+        sampling = sampling_of(self.args, policy)  # type: ignore[arg-type]
+        return replace(sampling, seed=self.order_seed, vocabulary=self.vocabulary_of(tokenizer))
 
     def vocabulary_of(self, tokenizer: Any) -> int | None:
         """With a teacher of another tokenizer those that the writer's own tokenizer has."""
@@ -180,24 +184,28 @@ class GOLDTrainer(GKDTrainer):
         """The teacher, in its own tokens."""
         if self.teacher_tokenizer is None:
             return super().teacher_writer()
-        found = self._writer(self.teacher.model, self.teacher_tokenizer)
-        return found._replace(
+        writer = self._writer(self.teacher.model, self.teacher_tokenizer)
+        return writer._replace(
             prompts=lambda batch: prompts_of(batch[TEACHER_BATCH]),
-            batch=lambda batch, _, made: self._paired(batch, made, by_teacher=True),
+            batch=lambda batch, _, completions: self._paired(batch, completions, by_teacher=True),
         )
 
-    def _paired(self, batch: Mapping[str, Any], made: list[Generated], *, by_teacher: bool) -> dict[str, Tensor]:
+    def _paired(self, batch: Mapping[str, Any], completions: list[Generated], *, by_teacher: bool) -> dict[str, Tensor]:
         assert self.pairing is not None
-        return self.make_collator(self.args)(self.pairing.generated(batch, made, by_teacher=by_teacher))
+        return self.make_collator(self.args)(self.pairing.generated(batch, completions, by_teacher=by_teacher))
 
-    def _on_policy(self, batch: Any, prompts: list[list[int]], made: list[Generated]) -> dict[str, Tensor]:
+    def _on_policy(self, batch: Any, prompts: list[list[int]], completions: list[Generated]) -> dict[str, Tensor]:
         """A micro-batch with the student's completions, of which some are printed."""
         args, step = self.args, self.state.global_step
         if args.log_completions and step % args.log_completions_steps == 0 and self.is_world_process_zero():
-            texts = self._tokenizer.batch_decode(prompts), self._tokenizer.batch_decode([x.ids for x in made])
+            texts = self._tokenizer.batch_decode(prompts), self._tokenizer.batch_decode([x.ids for x in completions])
             print_prompt_completions_sample_uld(*texts, step, args.num_completions_to_print)
-        found = completed(batch, prompts, made) if self.pairing is None else self._paired(batch, made, by_teacher=False)
-        return {**found, ON_POLICY: torch.ones(len(prompts))}
+        trained = (
+            completed(batch, prompts, completions)
+            if self.pairing is None
+            else self._paired(batch, completions, by_teacher=False)
+        )
+        return {**trained, ON_POLICY: torch.ones(len(prompts))}
 
     def _check_lengths(self) -> None:
         """Of both sides' tokens."""

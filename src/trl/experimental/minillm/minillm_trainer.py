@@ -1,6 +1,4 @@
-"""MiniLLM: policy gradient on the reverse KL divergence from a teacher, split into this token's part and the later
-ones'.
-"""
+"""MiniLLM: policy gradient on the reverse KL from a teacher, split into this token's part and the later ones'."""
 
 from __future__ import annotations
 
@@ -19,6 +17,7 @@ from trl.models.scoring.causal import Scored
 from trl.objectives.distillation import Divergence, discounted_advantages
 from trl.objectives.group_policy import LOSS_TYPES
 from trl.reporting.model_card import Paper
+from trl.rewards.source import ProcessingClasses, RewardFunc
 from trl.rollouts.experience import MEAN_LENGTH, TRAINED, Experience
 from trl.tensors.reduce import LossTerms, weighted
 from trl.tensors.vocabulary_loss import VocabularyLoss
@@ -26,7 +25,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.online_trainer import AnyDataset, RolloutFunc
 
 
-def dummy_reward_func(completions: list, **kwargs: Any) -> list[float]:
+def dummy_reward_func(completions: list, **kwargs: object) -> list[float]:
     """A reward of 0 for each completion: pure distillation."""
     return [0.0] * len(completions)
 
@@ -61,8 +60,10 @@ class MiniLLMMethod(GRPOMethod):
         return torch.ones_like(signals) if self.single_step else signals
 
     def exact_weight(self, experience: Experience) -> Tensor:
-        """What a token of the exact part counts, 0-dim: the loss has `teacher_kl_coef` times its mean over the tokens
-        of a rollout batch, whatever the loss type divides by.
+        """The weight of a token of the exact part, 0-dim.
+
+        The loss has `teacher_kl_coef` times its mean over the tokens of a rollout batch, whatever the loss type
+        divides by.
         """
         share = self.divisor(experience)
         if LOSS_TYPES[self.settings.loss_type].over == "tokens":
@@ -117,12 +118,12 @@ class MiniLLMTrainer(GRPOTrainer):
         self,
         model: str | nn.Module | PreTrainedModel,
         teacher_model: str | nn.Module | PreTrainedModel | None = None,
-        reward_funcs: Any | Sequence[Any] | None = None,
+        reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
         args: MiniLLMConfig | None = None,
         train_dataset: AnyDataset | None = None,
         eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        reward_processing_classes: Any | None = None,
+        reward_processing_classes: ProcessingClasses = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         peft_config: Any | None = None,
@@ -131,5 +132,6 @@ class MiniLLMTrainer(GRPOTrainer):
     ) -> None:
         super().__init__(
             model, dummy_reward_func if reward_funcs is None else reward_funcs, args, train_dataset, eval_dataset,
-            processing_class, reward_processing_classes, callbacks, optimizers, peft_config, tools, rollout_func, teacher_model,
+            processing_class, reward_processing_classes, callbacks, optimizers, peft_config, tools, rollout_func,
+            teacher_model,
         )  # fmt: skip

@@ -40,17 +40,17 @@ class PAPOMethod(GRPOMethod):
         return replace(wants, loss_of=None)
 
     def objective(self, experience: Experience, scored: Scored, step: Step) -> list[LossTerms]:
-        seen, masked = (_half(scored, number, len(experience.completions.values)) for number in (0, 1))
+        shown, masked = (_half(scored, number, len(experience.completions.values)) for number in (0, 1))
         perception = perception_loss(
-            seen.logps,
+            shown.logps,
             masked.logps,
             self.tokens(experience, step),
             self.perception,
             loss_type=self.settings.loss_type,
-            entropies=seen.entropies,
+            entropies=shown.entropies,
             masked_entropies=masked.entropies,
         )
-        return [*super().objective(experience, seen, step), perception]
+        return [*super().objective(experience, shown, step), perception]
 
 
 class PAPOTrainer(GRPOTrainer):
@@ -96,8 +96,9 @@ class PAPOTrainer(GRPOTrainer):
         return {**self.images.batch(twice, masked), "experience": experience}
 
     def _masked(self, key: int, images: list[Any]) -> list[Any]:
-        """A prompt's images with hidden parts, for all of its completions: in training the same in every micro-batch of
-        an optimiser step, in an evaluation by the number of the row alone.
+        """A prompt's images with hidden parts, the same for all of its completions.
+
+        In training they are drawn for each optimiser step, in an evaluation by the number of the row alone.
         """
         number, row = set_and_row(key)
         place = [_MASKS, self.state.global_step, row] if number == 0 else [_EVALUATION_MASKS, row]

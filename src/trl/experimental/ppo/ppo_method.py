@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
+from accelerate import Accelerator
 from torch import Tensor
 
 from trl.experimental.ppo.ppo_config import PPOConfig
@@ -55,7 +55,7 @@ class PPOMethod(OnlineMethod):
         scores = less_penalty(scores, experience, penalty, token=self.eos_token_id)
         return super().apply_rewards(experience, scores, inputs, training=training)
 
-    def estimated(self, experience: Experience, accelerator: Any) -> Experience:
+    def estimated(self, experience: Experience, accelerator: Accelerator) -> Experience:
         """With `advantages` (whitened over all processes) and `returns` per token."""
         rewards, trained = self._rewards(experience)[0].rewards, experience.ragged(TRAINED).padded().bool()
         values = experience.ragged(VALUES).padded().to(rewards.dtype)
@@ -99,7 +99,7 @@ class PPOMethod(OnlineMethod):
         )
         logps = scored.logps.detach()
         ratios = probability_ratio(logps, columns[OLD].to(logps.dtype), mask)
-        renamed = {_NAMES[name]: mean for name, mean in losses.total.metrics.items() if name in _NAMES}
+        renamed = {_NAMES[name]: value for name, value in losses.total.metrics.items() if name in _NAMES}
         metrics = {**renamed, RATIO_SQUARE: weighted((ratios - 1).square(), mask)}
         value = losses.value._replace(values=self.args.vf_coef * losses.value.values, metrics={})
         return [losses.policy._replace(metrics=metrics), value]

@@ -23,7 +23,8 @@ from trl.models.scoring.head import ScoreOptions
 from trl.objectives.distillation import Divergence, TeacherLoss, top_k_divergence
 from trl.objectives.kl import LARGEST_LOG_RATIO
 from trl.reporting.model_card import Paper
-from trl.rewards.result import RewardInputs
+from trl.rewards.result import RewardInputs, Text
+from trl.rewards.source import ProcessingClasses, RewardFunc
 from trl.rollouts.experience import OLD, TRAINED, Experience
 from trl.rollouts.maker import Completed, RolloutMaker, Rows
 from trl.tensors.ragged import Ragged
@@ -39,9 +40,7 @@ CONTEXT = "privileged_context"
 
 @dataclass(frozen=True)
 class StudentTopK(TeacherLoss):
-    """`top_k_divergence` over the student's k most likely tokens; without `tail` both distributions are
-    renormalised.
-    """
+    """`top_k_divergence` over the student's k most likely tokens; without `tail` both sides are renormalised."""
 
     beta: float
     k: int
@@ -100,15 +99,17 @@ class SelfDistillationMethod(DistillationMethod):
         if self.args.distillation_mode != "sampled_token":
             return self.from_teacher(batch, scoring, weights)
         options, teacher = ScoreOptions(temperature=scoring.temperature), cast(Any, scoring.teacher)
-        theirs = teacher.reference.score(
-            scoring.model, inputs[TEACHER_BATCH], lambda scorer, model, rows: scorer.score(model, rows, options).logps
+        teacher_logps = teacher.reference.score(
+            scoring.model,
+            inputs[TEACHER_BATCH],
+            lambda scorer, reference, rows: scorer.score(reference, rows, options).logps,
         )
 
         def losses(logps: Tensor, which: slice) -> Tensor:
-            return weights[which] * (logps.detach() - theirs[which]) * logps
+            return weights[which] * (logps.detach() - teacher_logps[which]) * logps
 
         scored = scoring.logps(inputs, ScoreOptions(loss_of=losses))
-        values = weights * (scored.logps.detach() - theirs)
+        values = weights * (scored.logps.detach() - teacher_logps)
         total = (values * scored.logps).sum() if scored.total is None else scored.total
         return VocabularyLoss(total, values, scored.aux_loss)
 
@@ -144,9 +145,9 @@ class TeacherPrompts:
     def tokens(self, rows: Rows, shown: Sequence[Any]) -> list[list[int]]:
         """The tokens of the prompts `shown` in place of those of the rows."""
         columns = {**{name: rows[name] for name in rows if name != PROMPT_IDS}, "prompt": shown}
-        shown_rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        prompts = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         kind = self.processing_class, self.settings, "train", False, not isinstance(shown[0], str)
-        return [row[PROMPT_IDS] for row in PromptTokenizer(*kind).rows(shown_rows, range(len(shown_rows)))]
+        return [row[PROMPT_IDS] for row in PromptTokenizer(*kind).rows(prompts, range(len(prompts)))]
 
     def with_prompts(self, experience: Experience, tokens: Sequence[Sequence[int]]) -> Experience:
         """The completions with the teacher's prompts, each cut to what the context has room for."""
@@ -167,24 +168,24 @@ class PrivilegedCompleter:
         pairs = zip(rows["prompt"], rows[CONTEXT], strict=True)
         shown = [extended(template, prompt, privileged_context=text_of(context)) for prompt, context in pairs]
         tokens, prompts = self.teacher_prompts.tokens(rows, shown), rows[PROMPT_IDS]
-        completions = maker.complete(tokens if self.args.generate_from_teacher else prompts, streams=streams)
-        completions = replace(completions, prompts=Ragged.of(prompts))
-        return Completed(self.teacher_prompts.with_prompts(completions, tokens))
+        completed = maker.complete(tokens if self.args.generate_from_teacher else prompts, streams=streams)
+        completed = replace(completed, prompts=Ragged.of(prompts))
+        return Completed(self.teacher_prompts.with_prompts(completed, tokens))
 
 
-def with_roles(prompt: Any) -> Any:
+def with_roles(prompt: Text) -> Any:
     """Messages with `role` and `content`, also those with `from` and `value`; other values as they are."""
     return maybe_convert_to_chatml({"prompt": prompt})["prompt"]
 
 
-def text_of(context: Any) -> str:
+def text_of(context: Text) -> str:
     """A privileged context, text or messages, as text."""
     if isinstance(context, str):
         return context
     return "\n".join(str(message["content"]) for message in with_roles(context))
 
 
-def extended(template: str, prompt: Any, **values: str) -> Any:
+def extended(template: str, prompt: Text, **values: str) -> Text:
     """A prompt in a filled template; in a conversation its last message."""
     if isinstance(prompt, str):
         return filled(template, prompt=prompt, **values)
@@ -201,12 +202,12 @@ class SelfDistillationTrainer(DistillationTrainer):
     def __init__(
         self,
         model: str | nn.Module | PreTrainedModel,
-        reward_funcs: Any | None = None,
+        reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
         args: Any | None = None,
         train_dataset: AnyDataset | None = None,
         eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        reward_processing_classes: Any | None = None,
+        reward_processing_classes: ProcessingClasses = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         peft_config: Any | None = None,
@@ -239,9 +240,9 @@ class SelfDistillationTrainer(DistillationTrainer):
             last = prompt[-1] if is_list_of_dicts_with(prompt) else {}
             is_text = last.get("role") == "user" and isinstance(last.get("content"), str)
             if not (isinstance(prompt, str) or is_text):
-                ending = f"ends with a message of {last.get('role')!r}" if last else f"is {prompt!r}"
+                reason = f"ends with a message of {last.get('role')!r}" if last else f"is {prompt!r}"
                 raise ValueError(
-                    f"{name} dataset, row {row}: the prompt {ending}, expected text, or messages that end with a text "
+                    f"{name} dataset, row {row}: the prompt {reason}, expected text, or messages that end with a text "
                     "of the user, which is extended for the teacher."
                 )
 

@@ -20,7 +20,7 @@ from trl.methods.online import ROLLOUT, Corrected
 from trl.models.scoring.causal import Scored
 from trl.objectives.group_advantages import group_moments
 from trl.reporting.model_card import Paper
-from trl.rewards.result import RewardInputs, source_means
+from trl.rewards.result import RewardInputs, Text, source_means
 from trl.rollouts.experience import ADVANTAGE, FILTERED, SCORES, Experience
 from trl.rollouts.measures import measured_groups
 from trl.tensors.reduce import Unit, Weighted, reduce_terms, weighted
@@ -38,9 +38,7 @@ _THINKING = re.compile(r"(^|<think>)((?!<think>).)*?</think>\s*", re.DOTALL)
 
 
 class SDPOMethod(SelfDistillationMethod):
-    """The divergence from the teacher where it is shown more, and with `distillation_weight` below 1 the loss of
-    GRPO.
-    """
+    """The divergence from a teacher that is shown more, and the loss of GRPO for `distillation_weight` below 1."""
 
     args: SDPOConfig
 
@@ -59,8 +57,8 @@ class SDPOMethod(SelfDistillationMethod):
         return self.args.distillation_weight * super().token_weights(experience)
 
     def count(self, batch: Batch) -> Tensor:
-        distilled = super().count(batch)
-        return torch.cat([distilled, self.policy.count(batch)]) if self.has_policy_loss else distilled
+        counts = super().count(batch)
+        return torch.cat([counts, self.policy.count(batch)]) if self.has_policy_loss else counts
 
     def score(self, batch: Batch, scoring: Scoring) -> tuple[VocabularyLoss, Scored | None]:  # type: ignore[override]
         """The divergence, and the log-probs of GRPO's loss."""
@@ -97,13 +95,13 @@ class SDPOMethod(SelfDistillationMethod):
         self, rows: Mapping[str, Tensor], sources: Sequence[str], group_size: int, *, share: float
     ) -> dict[str, Weighted]:
         args, scores = self.args, rows[SCORES]
-        known, std = scores[~scores.isnan()], group_moments(scores, group_size).std
+        scored, std = scores[~scores.isnan()], group_moments(scores, group_size).std
         successful = (scores >= args.success_reward_threshold).view(-1, group_size).any(dim=1)
         columns = {
-            "reward_mean": known,
-            "reward_std": known.std().view(1) if len(known) > 1 else known[:0],
-            "reward_min": known.amin().view(1) if len(known) else known,
-            "reward_max": known.amax().view(1) if len(known) else known,
+            "reward_mean": scored,
+            "reward_std": scored.std().view(1) if len(scored) > 1 else scored[:0],
+            "reward_min": scored.amin().view(1) if len(scored) else scored,
+            "reward_max": scored.amax().view(1) if len(scored) else scored,
             "group_reward_std_mean": std,
             "flat_group_fraction": std <= args.diagnostics_flat_tolerance,
             "success_group_fraction": successful,
@@ -114,8 +112,8 @@ class SDPOMethod(SelfDistillationMethod):
         }
         means = {name: weighted(column) for name, column in columns.items()}
         means |= {name.removesuffix("/mean"): mean for name, mean in source_means(rows, sources).items()}
-        shares = {PREFIX + name: Weighted(x.total * share, x.count * share) for name, x in means.items()}
-        return {**measured_groups(rows, sources, group_size, scale=self.reward_scale, share=share), **shares}
+        local_means = {PREFIX + name: Weighted(x.total * share, x.count * share) for name, x in means.items()}
+        return {**measured_groups(rows, sources, group_size, scale=self.reward_scale, share=share), **local_means}
 
 
 class SDPOTrainer(SelfDistillationTrainer):
@@ -159,8 +157,11 @@ class SDPOTrainer(SelfDistillationTrainer):
     def reprompted(self, experience: Experience, scores: Tensor, inputs: RewardInputs, *, training: bool) -> Experience:
         """Completions with their scores, and the prompts that their teacher is shown."""
         args, count = self.args, len(inputs)
-        experience = self.method.apply_rewards(experience, scores, inputs, training=training)
-        texts = [answer if isinstance(answer, str) else answer[-1]["content"] for answer in inputs.completions]
+        completed = self.method.apply_rewards(experience, scores, inputs, training=training)
+        texts = [
+            completion if isinstance(completion, str) else completion[-1]["content"]
+            for completion in inputs.completions
+        ]
         is_right = (scores >= args.success_reward_threshold).tolist()
         answers = [text if right else None for text, right in zip(texts, is_right, strict=True)]
         if args.world_size > 1:  # whose completions may be of one group
@@ -169,24 +170,24 @@ class SDPOTrainer(SelfDistillationTrainer):
         solutions = solutions_of(answers, group_size, without_own=args.dont_reprompt_on_self_success)
         first = args.process_index * count
         solutions = solutions[first : first + count] if args.use_successful_as_teacher else [None] * count
-        contexts = inputs.columns[CONTEXT] if args.include_environment_feedback else [None] * count
-        feedback = [(text or "").strip() or None for text in contexts]
+        texts_of_rows = inputs.columns[CONTEXT] if args.include_environment_feedback else [None] * count
+        feedback = [(text or "").strip() or None for text in texts_of_rows]
         shown = [
             None if args.environment_feedback_only_without_solution and solution is not None else text
             for solution, text in zip(solutions, feedback, strict=True)
         ]
-        rows = zip(inputs.prompts, solutions, shown, strict=True)
-        tokens = self.teacher_prompts.tokens(inputs.columns, [teacher_prompt(args, *row) for row in rows])
+        contexts = zip(inputs.prompts, solutions, shown, strict=True)
+        tokens = self.teacher_prompts.tokens(inputs.columns, [teacher_prompt(args, *context) for context in contexts])
         columns = {SOLVED: solutions, HAS_FEEDBACK: feedback, SHOWN_FEEDBACK: shown}
         flags = {name: torch.tensor([x is not None for x in column]) for name, column in columns.items()}
         flags[REPROMPTED] = flags[SOLVED] | flags[SHOWN_FEEDBACK]
         if not self.method.has_policy_loss:
             flags[FILTERED] = ~flags[REPROMPTED]  # for the counts of tokens
-        return self.teacher_prompts.with_prompts(experience.with_rows(**flags), tokens)
+        return self.teacher_prompts.with_prompts(completed.with_rows(**flags), tokens)
 
     def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
         """With a warning where nothing has been learned from several rollout batches in a row."""
-        metrics, every = super().rollout_metrics(experience, share=share), self.args.diagnostics_warning_interval
+        metrics, every = (super().rollout_metrics(experience, share=share), self.args.diagnostics_warning_interval)
         for name, what, worst in (
             ("flat_group_fraction", "the rewards of every group are equal", 1),
             ("success_group_fraction", "no completion is successful (see success_reward_threshold)", 0),
@@ -199,7 +200,7 @@ class SDPOTrainer(SelfDistillationTrainer):
         return metrics
 
 
-def teacher_prompt(args: SDPOConfig, prompt: Any, solution: str | None, feedback: str | None) -> Any:
+def teacher_prompt(args: SDPOConfig, prompt: Text, solution: str | None, feedback: str | None) -> Text:
     """A prompt with a successful completion and with feedback; the prompt itself without both."""
     if solution is None and feedback is None:
         return prompt
