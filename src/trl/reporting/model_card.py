@@ -150,27 +150,18 @@ def generate_model_card(
     if trainer_citation is None and paper_id and paper_title:
         trainer_citation = _PAPER.format(id=paper_id, title=paper_title)
     cite = "@misc{trl,\n    title = {{trl: Transformer Reinforcement Learning}},\n"
+    names = [(name, f"[{name}](https://huggingface.co/datasets/{name})") for name in datasets]
+    sources = [link if _is_hub_name(name) else f"`{name}`" for name, link in names]
     template = Path(template_file).read_text(encoding="utf-8") if template_file else _TEMPLATE
     text = Template(template).render(
-        card_data=data.to_yaml(),
-        base_model=on_hub,
-        model_name=model_name,
-        hub_model_id=hub_model_id,
-        dataset_name=dataset_name,
-        wandb_url=wandb_url,
-        comet_url=comet_url,
-        trainer_name=trainer_name,
-        trainer_citation=trainer_citation,
-        paper_title=paper_title,
-        paper_id=paper_id,
+        card_data=data.to_yaml(), base_model=on_hub, model_name=model_name, hub_model_id=hub_model_id,
+        dataset_name=dataset_name, wandb_url=wandb_url, comet_url=comet_url, trainer_name=trainer_name,
+        trainer_citation=trainer_citation, paper_title=paper_title, paper_id=paper_id,
         origin=f"A fine-tune of {base}" if base_model else "A model trained from its initial weights",
-        sources=", ".join(_linked(name) for name in datasets),
-        library=f"trl {__version__}",
-        facts=training_facts or {},
-        usage=usage or _GENERATION.format(place=hub_model_id, question=_CHAT),
-        versions=versions,
+        sources=", ".join(sources), library=f"trl {__version__}", facts=training_facts or {},
+        usage=usage or _GENERATION.format(place=hub_model_id, question=_CHAT), versions=versions,
         citations=[trainer_citation, f"{cite}    note = {{version {__version__}}}\n}}"],
-    )
+    )  # fmt: skip
     return ModelCard(text)
 
 
@@ -184,15 +175,10 @@ def card_of_trainer(
     args = trainer.args
     place = getattr(trainer, "hub_model_id", None) or args.hub_model_id or HERE
     card = card_of_run(
-        trainer,
-        base_model=getattr(trainer.model.config, "_name_or_path", None) or None,
-        model_name=model_name or Path(args.output_dir or "model").resolve().name,
-        hub_model_id=place,
-        dataset_name=dataset_name,
-        tags=tags,
-        training_facts=_training_facts(trainer),
-        usage=_usage(trainer, place),
-    )
+        trainer, base_model=getattr(trainer.model.config, "_name_or_path", None) or None,
+        model_name=model_name or Path(args.output_dir or "model").resolve().name, hub_model_id=place,
+        dataset_name=dataset_name, tags=tags, training_facts=_training_facts(trainer), usage=_usage(trainer, place),
+    )  # fmt: skip
     if getattr(trainer.model, "peft_config", None):
         card.data["library_name"] = "peft"
     return card
@@ -212,15 +198,10 @@ def card_of_run(trainer: Any, *, tags: str | list[str] | None, **facts: Any) -> 
     else:
         title, arxiv, citation = paper or (None, None, None)
     return generate_model_card(
-        tags=list(dict.fromkeys([*trainer._tag_names, *more])),
-        wandb_url=get_wandb_run_url(),
-        comet_url=get_comet_experiment_url(),
-        trainer_name=trainer._name,
-        trainer_citation=citation,
-        paper_title=title,
-        paper_id=arxiv,
-        **facts,
-    )
+        tags=list(dict.fromkeys([*trainer._tag_names, *more])), wandb_url=get_wandb_run_url(),
+        comet_url=get_comet_experiment_url(), trainer_name=trainer._name, trainer_citation=citation,
+        paper_title=title, paper_id=arxiv, **facts,
+    )  # fmt: skip
 
 
 def _usage(trainer: Any, place: str) -> str:
@@ -266,10 +247,6 @@ def _is_hub_name(name: str) -> bool:
     """Whether `name` reads as a Hub id (`owner/name` or `name`) and is no folder here."""
     plain = not name.startswith((".", "/", "~")) and name.count("/") <= 1 and "\\" not in name
     return plain and not Path(name).exists() and " " not in name
-
-
-def _linked(name: str) -> str:
-    return f"[{name}](https://huggingface.co/datasets/{name})" if _is_hub_name(name) else f"`{name}`"
 
 
 def trl_sanitze_kwargs_for_tagging(

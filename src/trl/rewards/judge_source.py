@@ -174,9 +174,7 @@ def comparison_source(reward_funcs: Any, judge: BasePairwiseJudge | None, args: 
     if judge is None:
         reward_funcs = reward_funcs or args.reward_model_path
         if not reward_funcs:
-            raise ValueError(
-                "Completions are compared by a judge or by rewards, got neither. Pass judge or reward_funcs."
-            )
+            raise ValueError("Completions are compared by a judge or rewards, got neither. Pass judge or reward_funcs.")
         warn_unread(args, JUDGE_SETTINGS, "without a judge. Leave it out")
         return reward_funcs, None
     for name, value in (("reward_funcs", reward_funcs), ("missing_eos_penalty", args.missing_eos_penalty)):

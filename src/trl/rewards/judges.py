@@ -251,21 +251,15 @@ class ChatPairwiseJudge(BasePairwiseJudge):
 
     def _answers(self, questions: Sequence[str]) -> list[str | None]:
         with ThreadPoolExecutor(self.max_workers, "judge") as pool:
-            answers = list(pool.map(self._answer_or_error, questions))
-        failed = [answer for answer in answers if isinstance(answer, Exception)]
-        if failed and len(failed) == len(answers):
+            futures = [pool.submit(self.answer, question) for question in questions]
+        failed = [error for future in futures if (error := future.exception()) is not None]
+        if failed and len(failed) == len(futures):
             raise failed[0]
         if failed:
             first = f"{type(failed[0]).__name__}: {failed[0]}"
-            text = f"{len(failed)} of {len(answers)} requests failed ({first}), so their answers are -1"
+            text = f"{len(failed)} of {len(futures)} requests failed ({first}), so their answers are -1"
             self._warn_once(type(failed[0]), text)
-        return [None if isinstance(answer, Exception) else answer for answer in answers]
-
-    def _answer_or_error(self, content: str) -> str | Exception | None:
-        try:
-            return self.answer(content)
-        except Exception as error:
-            return error
+        return [future.result() if future.exception() is None else None for future in futures]
 
     def _warn_once(self, key: object, message: str) -> None:
         if key not in self._warned:

@@ -153,7 +153,10 @@ class ManagedJudge(BasePairwiseJudge):
         keys: list[Hashable] = list(range(len(questions)))
         known: dict[Hashable, float] = {}
         if self.cache is not None:
-            keys = [self._key(question, options) for question in questions]
+            kind = type(self.inner)
+            judge = getattr(self.inner, "cache_key", None) or f"{kind.__module__}.{kind.__qualname__}"
+            texts = (json.dumps([judge, sorted(options.items()), question]) for question in questions)
+            keys = [hashlib.sha256(text.encode()).hexdigest() for text in texts]
             known = self._stored(keys)
         missing = {key: asked for key, asked in zip(keys, questions, strict=True) if key not in known}
         self.cost["cached"] += len(questions) - len(missing)
@@ -222,11 +225,6 @@ class ManagedJudge(BasePairwiseJudge):
             )  # fmt: skip
 
     # ---- answers on disk
-
-    def _key(self, question: Question, options: Mapping[str, bool]) -> str:
-        kind = type(self.inner)
-        judge = getattr(self.inner, "cache_key", None) or f"{kind.__module__}.{kind.__qualname__}"
-        return hashlib.sha256(json.dumps([judge, sorted(options.items()), question]).encode()).hexdigest()
 
     def _stored(self, keys: Iterable[Hashable], new: Iterable[tuple[Hashable, float]] = ()) -> dict[Hashable, float]:
         """The answers on disk under these keys, after adding `new` ones; an answer that is there already stays."""

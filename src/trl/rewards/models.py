@@ -90,7 +90,13 @@ class ModelSource:
 
     def score(self, inputs: RewardInputs) -> list[float]:
         """Scores `(B,)` of prompts with their completions."""
-        sequences = self._sequences(inputs)
+        if self.reads_ids:
+            pairs = zip(inputs.prompt_ids, inputs.completion_ids, strict=True)
+            lists = [[*prompt, *completion] for prompt, completion in pairs]
+        else:
+            texts = [self._text(inputs, row) for row in range(len(inputs))]
+            lists: Any = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        sequences = [torch.tensor(ids, dtype=torch.int64) for ids in lists]
         for row, ids in enumerate(sequences):
             self._check_sequence(ids, row, inputs)
         rows = range(len(sequences))
@@ -106,15 +112,6 @@ class ModelSource:
                 logits = self.scorer.score(self.model, {name: tensor.to(device) for name, tensor in batch.items()})
                 scores[[chunk[row] for group in groups for row in group]] = logits[:, 0].float().cpu()
         return scores.tolist()
-
-    def _sequences(self, inputs: RewardInputs) -> list[Tensor]:
-        if self.reads_ids:
-            pairs = zip(inputs.prompt_ids, inputs.completion_ids, strict=True)
-            sequences = [[*prompt, *completion] for prompt, completion in pairs]
-        else:
-            texts = [self._text(inputs, row) for row in range(len(inputs))]
-            sequences: Any = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        return [torch.tensor(ids, dtype=torch.int64) for ids in sequences]
 
     def _text(self, inputs: RewardInputs, row: int) -> str:
         prompt, completion = inputs.prompts[row], inputs.completions[row]

@@ -61,9 +61,7 @@ class RewardInputs:
         columns = {name: v for name, v in self.columns.items() if name not in ("prompt", "completion")}
         object.__setattr__(self, "columns", columns)
         if taken := sorted(set(columns) & set(RESERVED)):
-            raise ValueError(
-                f"the dataset has columns {taken}, which are arguments of every reward function. Rename them."
-            )
+            raise ValueError(f"the dataset has columns {taken}, arguments of every reward function. Rename them.")
         lists = {"completions": self.completions} | {f"column {name!r}": v for name, v in columns.items()}
         lists |= {n: ids for n in ("completion_ids", "prompt_ids") if len(ids := getattr(self, n))}
         for name, values in lists.items():

@@ -19,12 +19,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("first", metavar="A", help="model or adapter: a folder or a name on the Hub")
     parser.add_argument("second", metavar="B", help="the same, whose win rate is printed")
-    parser.add_argument(
-        "--judge", required=True, help="pair_rm, openai, hf, random, or a path such as my_module.MyJudge"
-    )
-    parser.add_argument(
-        "--prompts", required=True, help="data set with a column prompt: a file, a folder, a name on the Hub"
-    )
+    parser.add_argument("--judge", required=True, help="pair_rm, openai, hf, random, or a path like my_module.MyJudge")
+    parser.add_argument("--prompts", required=True, help="data set with a column prompt: file, folder, name on the Hub")
     parser.add_argument("--split", default="train", help="its split")
     parser.add_argument("--num_prompts", type=int, help="first prompts only (default: all)")
     parser.add_argument("--max_new_tokens", type=int, default=256, help="longest answer, in tokens")
@@ -34,9 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--judge_swap_positions", action="store_true", help="show each pair in both orders; the mean counts"
     )
-    parser.add_argument(
-        "--judge_retries", type=int, default=0, help="further attempts if the judge fails or does not answer"
-    )
+    parser.add_argument("--judge_retries", type=int, default=0, help="further attempts if the judge fails or is silent")
     parser.add_argument("--judge_max_calls", type=int, help="most comparisons sent to it (default: no limit)")
     parser.add_argument("--judge_max_tokens", type=int, help="tokens after which it is sent none")
     parser.add_argument("--out", metavar="FILE", help="also write figures and answers as JSON")

@@ -149,18 +149,12 @@ def _settings(script_args: TeachScriptArguments, args: GKDConfig, policy: "Polic
         "dataset_kwargs",
     )  # fmt: skip
     return {
-        "format": 1,
-        "columns": TEACHER_COLUMNS,
-        "teacher": script_args.teacher,
-        "loaded_with": {name: str(value) for name, value in loading.items()},
-        "top_k": script_args.top_k,
-        "temperature": args.temperature,
-        "tokenizer": vocabulary_hash(policy.tokenizer),
-        "chat_template": policy.tokenizer.chat_template,
-        "rows_per_shard": script_args.rows_per_shard,
-        "data": fingerprint(rows),
-        "preparation": {name: getattr(args, name) for name in names},
-    }
+        "format": 1, "columns": TEACHER_COLUMNS, "teacher": script_args.teacher,
+        "loaded_with": {name: str(value) for name, value in loading.items()}, "top_k": script_args.top_k,
+        "temperature": args.temperature, "tokenizer": vocabulary_hash(policy.tokenizer),
+        "chat_template": policy.tokenizer.chat_template, "rows_per_shard": script_args.rows_per_shard,
+        "data": fingerprint(rows), "preparation": {name: getattr(args, name) for name in names},
+    }  # fmt: skip
 
 
 def _check_settings(folder: Path, settings: dict[str, Any]) -> None:

@@ -20,9 +20,7 @@ __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 class ServeArguments(ServedModel):
     """The model, how vLLM runs it, and where the server listens."""
 
-    host: str = option(
-        "127.0.0.1", "Address to listen on; 0.0.0.0 lets others in, with a secret in TRL_VLLM_SERVER_TOKEN."
-    )
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 lets others in, with TRL_VLLM_SERVER_TOKEN.")
     port: int = option(8000, "Port to listen on.")
     log_level: Literal["debug", "info", "warning", "error", "critical"] = option("info", "Level of logs.")
 

@@ -27,9 +27,7 @@ class DiffusionGRPOConfig(PolicyGradientOptions, RewardPolicy):
     sample_batch_size: int = same(PolicyGradientOptions, "sample_batch_size", 8)
     num_generations: int = option(8, "Images of each prompt, which are compared.", ">= 2")
     beta: float = option(0.0, "Weight of the KL divergence from the model before training, per denoising step.")
-    scale_rewards: Scale = option(
-        "group", "Deviation that advantages are divided by: of the group, of the batch, or none."
-    )
+    scale_rewards: Scale = option("group", "Deviation that divides advantages: of the group, of the batch, or none.")
 
     def check(self) -> None:
         """Raise on bad values."""

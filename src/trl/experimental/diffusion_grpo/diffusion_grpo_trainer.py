@@ -166,9 +166,7 @@ class DiffusionGRPOTrainer(DDPOTrainer):
         with torch.no_grad(), self.autocast(), self.reference() as model:
             reference = self.policy.step(*step, model=model)
         if output.mean is None or output.std is None or reference.mean is None:
-            raise ValueError(
-                "beta needs a pipeline whose scheduler_step returns the mean and std of a step. Set beta=0."
-            )
+            raise ValueError("beta needs a pipeline whose scheduler_step returns mean and std of a step. Set beta=0.")
         kl = gaussian_kl(output.mean, reference.mean, output.std).mean()
         self._kls.append(kl.detach())
         return self.config.beta * kl

@@ -80,9 +80,7 @@ class GFPOTrainer(GRPOTrainer):
         >>> def shortest(group_completions, **columns):
         ...     return [[-len(text) for text in group] for group in group_completions]
         >>> args = GFPOConfig("brief", num_generations=8, num_remains_in_group=4, use_cpu=True)
-        >>> trainer = GFPOTrainer(
-        ...     "Qwen/Qwen3-0.6B", reward, args, dataset, group_filter_func=shortest
-        ... )  # doctest: +SKIP
+        >>> trainer = GFPOTrainer("Qwen/Qwen3-0.6B", reward, args, rows, group_filter_func=shortest)  # doctest: +SKIP
         >>> trainer.train()  # doctest: +SKIP
     """
 

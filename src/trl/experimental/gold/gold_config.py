@@ -40,12 +40,8 @@ class GOLDConfig(Completions, GKDConfig):
     teacher_tokenizer_name_or_path: str | None = option(
         None, "Tokenizer of the teacher, for use_uld_loss. None: the one saved with the teacher."
     )
-    use_uld_loss: bool = option(
-        False, "The teacher has another tokenizer: compare spans of tokens with the same bytes."
-    )
-    use_extended_uld: bool = option(
-        True, "Compare spans of tokens with the same bytes. False: the tokens of equal number."
-    )
+    use_uld_loss: bool = option(False, "The teacher has another tokenizer: compare spans of tokens of the same bytes.")
+    use_extended_uld: bool = option(True, "Compare spans of tokens of the same bytes. False: tokens of equal number.")
     uld_use_hybrid_loss: bool = option(
         False,
         "On the tokens that both vocabularies have, the divergence of beta; sorted probabilities are compared on the "
@@ -71,9 +67,7 @@ class GOLDConfig(Completions, GKDConfig):
     vllm_gpu_memory_utilization: float = same(Completions, "vllm_gpu_memory_utilization", 0.9)
     vllm_sync_frequency: int = moved("vLLM has the weights of each step.", default=1)
     log_completions: bool = option(False, "Print some of the student's completions.")
-    log_completions_steps: int = option(
-        100, "Optimiser steps from one table to the next.", ">= 1", needs="log_completions"
-    )
+    log_completions_steps: int = option(100, "Optimiser steps between two tables.", ">= 1", needs="log_completions")
     num_completions_to_print: int | None = same(Completions, "num_completions_to_print", 5)
     wandb_entity: str | None = moved(_TRACKER)
     wandb_project: str | None = moved(_TRACKER)
@@ -101,9 +95,7 @@ class GOLDConfig(Completions, GKDConfig):
         if not self.use_uld_loss:
             return
         if not (self.uld_crossentropy_weight or self.uld_distillation_weight):
-            raise ValueError(
-                "uld_crossentropy_weight and uld_distillation_weight are both 0, expected a loss. Raise one of them."
-            )
+            raise ValueError("uld_crossentropy_weight and uld_distillation_weight are both 0. Raise one of them.")
         unsupported = [name for name in ("packing", "assistant_only_loss", "dataset_kwargs") if getattr(self, name)]
         if unsupported:
             raise ValueError(

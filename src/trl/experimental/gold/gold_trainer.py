@@ -96,20 +96,10 @@ class GOLDTrainer(GKDTrainer):
             config: Any = args
             config.model_init_kwargs = {"revision": config.student_model_revision, **(config.model_init_kwargs or {})}
         super().__init__(
-            model,
-            teacher_model,
-            args,
-            data_collator,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            peft_config=peft_config,
-            **older,
-        )
+            model, teacher_model, args, data_collator, train_dataset, eval_dataset, processing_class,
+            compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics, peft_config=peft_config, **older,
+        )  # fmt: skip
         if self.pairing is not None:
             assert isinstance(self.teacher, FrozenTeacher)
             sizes = self.scorer.vocabulary, self.teacher.reference.scorer.vocabulary

@@ -43,9 +43,7 @@ class GRPOWithReplayBufferTrainer(LegacyReplay, GRPOTrainer):
 
     Example:
         >>> args = GRPOWithReplayBufferConfig("runs", replay_buffer_size=32, use_cpu=True)
-        >>> trainer = GRPOWithReplayBufferTrainer(
-        ...     "Qwen/Qwen3-0.6B", reward, args, dataset
-        ... )  # doctest: +SKIP
+        >>> trainer = GRPOWithReplayBufferTrainer("Qwen/Qwen3-0.6B", reward, args, dataset)  # doctest: +SKIP
         >>> trainer.train()  # doctest: +SKIP
     """
 

@@ -46,13 +46,9 @@ class MiniLLMMethod(GRPOMethod):
         """The discounted log-ratios of a token and the later ones, or of these alone, beside the exact part."""
         trained, advantages = experience.per_token[TRAINED], torch.zeros_like(gaps)
         advantages[trained] = discounted_advantages(
-            gaps[trained],
-            experience.completions.row_index[trained],
-            len(experience),
-            gamma=self.args.gamma,
-            normalize=self.args.length_normalization,
-            skip=self.single_step,
-        )
+            gaps[trained], experience.completions.row_index[trained], len(experience), gamma=self.args.gamma,
+            normalize=self.args.length_normalization, skip=self.single_step,
+        )  # fmt: skip
         return super().teacher_advantages(experience, advantages)
 
     def signals(self, experience: Experience) -> Tensor:

@@ -24,18 +24,14 @@ class PAPOConfig(GRPOConfig):
         "Weight (gamma) of the divergence between the policy with the images and with masked ones, which is "
         "maximised; >= 0. The paper uses 0.01 and 0.02.",
     )
-    mask_ratio: float = option(
-        0.3, "Share of an image that is hidden (the paper uses 0.6). No effect with 'blackout'.", "(0, 1]"
-    )
+    mask_ratio: float = option(0.3, "Hidden share of an image (the paper uses 0.6); unused with 'blackout'.", "(0, 1]")
     mask_type: str = option(
         "random",
         "What is hidden: single pixels ('random'), squares of 14 x 14 pixels ('patch', the paper's), the same at "
         "regular places ('grid'), or everything ('blackout').",
         choices=tuple(MASKS),
     )
-    der_loss_weight1: float = option(
-        0.03, "Weight (eta 1) of the policy's entropy with the images, which is minimised; >= 0."
-    )
+    der_loss_weight1: float = option(0.03, "Weight (eta 1) of the entropy with the images, which is minimised; >= 0.")
     der_loss_weight2: float = option(
         0.03, "Weight (eta 2) of the policy's entropy with masked images, which is minimised; >= 0."
     )

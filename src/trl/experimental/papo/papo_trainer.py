@@ -42,14 +42,9 @@ class PAPOMethod(GRPOMethod):
     def objective(self, experience: Experience, scored: Scored, step: Step) -> list[LossTerms]:
         shown, masked = (_half(scored, number, len(experience.completions.values)) for number in (0, 1))
         perception = perception_loss(
-            shown.logps,
-            masked.logps,
-            self.tokens(experience, step),
-            self.perception,
-            loss_type=self.settings.loss_type,
-            entropies=shown.entropies,
-            masked_entropies=masked.entropies,
-        )
+            shown.logps, masked.logps, self.tokens(experience, step), self.perception,
+            loss_type=self.settings.loss_type, entropies=shown.entropies, masked_entropies=masked.entropies,
+        )  # fmt: skip
         return [*super().objective(experience, shown, step), perception]
 
 
@@ -62,9 +57,7 @@ class PAPOTrainer(GRPOTrainer):
 
     Example:
         >>> args = PAPOConfig("papo", mask_type="patch", mask_ratio=0.6, use_cpu=True)
-        >>> trainer = PAPOTrainer(
-        ...     "Qwen/Qwen2.5-VL-3B-Instruct", reward, args, dataset
-        ... )  # doctest: +SKIP
+        >>> trainer = PAPOTrainer("Qwen/Qwen2.5-VL-3B-Instruct", reward, args, dataset)  # doctest: +SKIP
         >>> trainer.train()  # doctest: +SKIP
     """
 

@@ -27,14 +27,10 @@ ADVANTAGES = "advantages"
 
 _OBJECTIVE = ("kl", "entropy", "non_score_reward", "rlhf_reward", "scores")
 _NAMES = {
-    "policy/approxkl": "policy/approxkl_avg",
-    "policy/clipfrac": "policy/clipfrac_avg",
-    "policy/entropy": "policy/entropy_avg",
-    "policy/ratio": "val/ratio",
-    "loss/policy": "loss/policy_avg",
-    "loss/value": "loss/value_avg",
-    "val/clipfrac": "val/clipfrac_avg",
-}
+    "policy/approxkl": "policy/approxkl_avg", "policy/clipfrac": "policy/clipfrac_avg",
+    "policy/entropy": "policy/entropy_avg", "policy/ratio": "val/ratio", "loss/policy": "loss/policy_avg",
+    "loss/value": "loss/value_avg", "val/clipfrac": "val/clipfrac_avg",
+}  # fmt: skip
 RATIO_SQUARE = "val/squared distance of the ratio from 1"
 
 
@@ -87,16 +83,9 @@ class PPOMethod(OnlineMethod):
         columns, mask = experience.per_token, experience.per_token[TRAINED]
         assert scored.values is not None
         losses = ppo_losses(
-            scored.logps,
-            scored.values,
-            mask,
-            self.args,
-            old_logps=columns[OLD],
-            old_values=columns[VALUES],
-            advantages=columns[ADVANTAGES],
-            returns=columns[RETURNS],
-            entropies=scored.entropies,
-        )
+            scored.logps, scored.values, mask, self.args, old_logps=columns[OLD], old_values=columns[VALUES],
+            advantages=columns[ADVANTAGES], returns=columns[RETURNS], entropies=scored.entropies,
+        )  # fmt: skip
         logps = scored.logps.detach()
         ratios = probability_ratio(logps, columns[OLD].to(logps.dtype), mask)
         renamed = {_NAMES[name]: value for name, value in losses.total.metrics.items() if name in _NAMES}

@@ -146,16 +146,10 @@ class PPOTrainer(LegacyGroups, SampleTables, OnlineTrainer):
         self.method = PPOMethod(args, self._tokenizer.eos_token_id)  # type: ignore[arg-type]
         self.rows_at_once = at_once
         BaseTrainer.__init__(
-            self,
-            model=parts.model,
-            args=args,
-            data_collator=data_collator or list,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=parts.policy.processing_class,
-            callbacks=callbacks,
+            self, model=parts.model, args=args, data_collator=data_collator or list, train_dataset=train_dataset,
+            eval_dataset=eval_dataset, processing_class=parts.policy.processing_class, callbacks=callbacks,
             optimizers=optimizers,
-        )
+        )  # fmt: skip
         self.begin_rollouts(
             TransformersEngine(
                 self.model,  # type: ignore[arg-type]

@@ -27,9 +27,7 @@ class SelfDistillation(OptionGroup):
         "Weights of the teacher: those before training ('base'), the student's present ones ('live'), or an average "
         "that follows the student ('ema').",
     )
-    teacher_update_rate: float = option(
-        0.05, "ema: share of the student in an update of the average. 1 copies the student.", "(0, 1]"
-    )
+    teacher_update_rate: float = option(0.05, "ema: share of the student in an update. 1 copies the student.", "(0, 1]")
     teacher_sync_steps: int = option(1, "ema: optimiser steps between two updates.", ">= 1")
     distillation_alpha: float = option(
         0.5,

@@ -18,13 +18,9 @@ _OF_SUCCESSES = {
     "solution_template",
 }  # fmt: skip
 _OF_GRPO = (
-    "beta",
-    "dynamic_sampling",
-    "teacher_kl_coef",
-    "teacher_model_name_or_path",
-    "teacher_model_init_kwargs",
+    "beta", "dynamic_sampling", "teacher_kl_coef", "teacher_model_name_or_path", "teacher_model_init_kwargs",
     "top_entropy_quantile",
-)
+)  # fmt: skip
 
 
 @documented
@@ -62,9 +58,7 @@ class SDPOConfig(SelfDistillation, GRPOConfig):
         False, "Only where no completion of the prompt is successful.", needs="include_environment_feedback"
     )
     remove_thinking_from_demonstration: bool = option(False, "Remove the <think> blocks of a completion that is shown.")
-    max_reprompt_len: int = option(
-        10240, "Longest prompt of the teacher, in tokens; longer ones lose their beginning.", ">= 1"
-    )
+    max_reprompt_len: int = option(10240, "Longest prompt of the teacher, in tokens; the beginning is cut off.", ">= 1")
     reprompt_template: str = option(
         "{prompt}{solution}{feedback}\n\nAnswer the question above.",
         "The teacher's prompt (in a conversation its last message), with {prompt}, {solution} and {feedback}.",
@@ -83,9 +77,7 @@ class SDPOConfig(SelfDistillation, GRPOConfig):
         "Rollout batches in a row with equal rewards, or without a success or a teacher's prompt, from one warning to "
         "the next. 0: none.",
     )
-    diagnostics_flat_tolerance: float = option(
-        1e-8, "Largest standard deviation of the rewards of a group that counts as equal."
-    )
+    diagnostics_flat_tolerance: float = option(1e-8, "Largest deviation of a group's rewards that counts as equal.")
 
     def check(self) -> None:
         super().check()

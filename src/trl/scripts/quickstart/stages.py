@@ -71,20 +71,10 @@ class Run:
             for module, kind in zip(stage.modules, ("Trainer", "Config"), strict=True)
         )
         args = config(
-            output_dir=str(self.output_dir / name),
-            max_steps=steps,
-            warmup_steps=min(20, steps // 10),
-            adam_beta2=0.95,
-            weight_decay=0.01,
-            gradient_checkpointing=False,
-            logging_steps=min(10, steps),
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-            seed=self.seed,
-            **stage.settings,
-        )
+            output_dir=str(self.output_dir / name), max_steps=steps, warmup_steps=min(20, steps // 10),
+            adam_beta2=0.95, weight_decay=0.01, gradient_checkpointing=False, logging_steps=min(10, steps),
+            save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, seed=self.seed, **stage.settings,
+        )  # fmt: skip
         probe = Probe(self.tokenizer, [] if name == "reward" else self.task.held_out)
         inputs = {"model": self.model, "processing_class": self.tokenizer, **stage.inputs(self)}
         trainer = trainer_class(args=args, callbacks=[probe, *inputs.pop("callbacks", [])], **inputs)
@@ -93,6 +83,10 @@ class Run:
         self.curves[name] = probe.curves
         accuracy = trainer.evaluate()[stage.accuracy] if stage.accuracy else None
         return {"steps": trainer.state.global_step, "pair_accuracy": accuracy}
+
+    def prompts(self) -> Dataset:
+        """The prompts of the training rows."""
+        return Dataset.from_list(self.task.train).select_columns("prompt")
 
     def rows(self, name: str, rows: list[Row]) -> Dataset:
         """The rows as a data set, written to `<name>.jsonl` as well."""
@@ -135,11 +129,6 @@ class Probe(TrainerCallback):
             self.curves.setdefault(name, []).append((state.global_step, float(value)))
 
 
-def sft_inputs(run: Run) -> Inputs:
-    """Right answers."""
-    return {"train_dataset": run.rows("train", run.task.train), "callbacks": [StopsEarly(run)]}
-
-
 def reward_inputs(run: Run) -> Inputs:
     """Pairs, and the fine-tuned model with one more layer and a score on top."""
     for split, rows, seed in (("train", run.task.train, 0), ("eval", run.task.held_out, 1)):
@@ -156,17 +145,6 @@ def teacher_inputs(run: Run) -> Inputs:
     """A model with twice the layers, and right answers."""
     run.teacher = build_model(run.tokenizer, seed=run.seed, layers=4)
     return {"model": run.teacher, "train_dataset": Dataset.from_list(run.task.train)}
-
-
-def distillation_inputs(run: Run) -> Inputs:
-    """Prompts, and the teacher."""
-    return {"teacher_model": run.teacher, "train_dataset": Dataset.from_list(run.task.train).select_columns("prompt")}
-
-
-def ppo_inputs(run: Run) -> Inputs:
-    """Prompts, rewarded by the reward model."""
-    prompts = Dataset.from_list(run.task.train).select_columns("prompt")
-    return {"reward_funcs": run.reward_model, "train_dataset": prompts}
 
 
 def group_inputs(run: Run) -> Inputs:
@@ -199,7 +177,8 @@ _GROUPS = {
 }  # fmt: skip
 STAGES = {
     "sft": Stage(
-        _of("sft"), "SFT", 200, sft_inputs,
+        _of("sft"), "SFT", 200,
+        lambda run: {"train_dataset": run.rows("train", run.task.train), "callbacks": [StopsEarly(run)]},
         {"per_device_train_batch_size": 64, "learning_rate": 1e-3, "lr_scheduler_type": "constant_with_warmup"},
     ),
     "reward": Stage(
@@ -220,7 +199,8 @@ STAGES = {
         "eval_rewards/accuracies",
     ),
     "ppo": Stage(
-        ("trl.experimental.ppo", "trl.experimental.ppo"), "PPO", 150, ppo_inputs,
+        ("trl.experimental.ppo", "trl.experimental.ppo"), "PPO", 150,
+        lambda run: {"reward_funcs": run.reward_model, "train_dataset": run.prompts()},
         {
             "per_device_train_batch_size": 128, "num_mini_batches": 2, "num_ppo_epochs": 2, "learning_rate": 6e-4,
             "lr_scheduler_type": "linear", "kl_coef": 0.05, "vf_coef": 0.1, "response_length": MAX_ANSWER_TOKENS,
@@ -235,7 +215,8 @@ STAGES = {
         {"per_device_train_batch_size": 64, "learning_rate": 1e-3, "lr_scheduler_type": "linear"},
     ),
     "distillation": Stage(
-        _of("distillation"), "Distillation", 80, distillation_inputs,
+        _of("distillation"), "Distillation", 80,
+        lambda run: {"teacher_model": run.teacher, "train_dataset": run.prompts()},
         {
             "per_device_train_batch_size": 128, "learning_rate": 1e-3, "lr_scheduler_type": "linear",
             "max_completion_length": MAX_ANSWER_TOKENS,
@@ -303,9 +284,7 @@ def run_stages(stages: Sequence[str], *, output_dir: Path, seed: int, max_steps:
 
 def print_answers(console: Console, held_out: Sequence[Row], answers: Mapping[str, Sequence[str]]) -> None:
     """Print the answers of every stage to some held-out prompts, side by side."""
-    table = Table(
-        "prompt", *answers, "right", title="Answers to prompts that were not trained on", title_justify="left"
-    )
+    table = Table("prompt", *answers, "right", title="Answers to prompts that were never trained", title_justify="left")
     for index, row in enumerate(held_out[:SHOWN_ROWS]):
         texts = [texts[index] for texts in answers.values()]
         colours = ["green" if text == row["completion"] else "red" for text in texts]

@@ -96,9 +96,7 @@ class BEMACallback(TrainerCallback):
             return
         running = {name: tensor.data for name, tensor in self._running().items()}
         parts = {"start": self.start, "ema": self.ema, "running": running}
-        tensors = {
-            f"{part}.{name}": value.contiguous() for part, values in parts.items() for name, value in values.items()
-        }
+        tensors = {f"{part}.{name}": x.contiguous() for part, values in parts.items() for name, x in values.items()}
         save_file(tensors, folder / f"{STATE_FILE}.incomplete")
         os.replace(folder / f"{STATE_FILE}.incomplete", folder / STATE_FILE)
 
