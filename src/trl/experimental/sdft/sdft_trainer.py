@@ -175,7 +175,8 @@ class PrivilegedCompleter:
 
 def with_roles(prompt: Text) -> Any:
     """Messages with `role` and `content`, also those with `from` and `value`; other values as they are."""
-    return maybe_convert_to_chatml({"prompt": prompt})["prompt"]
+    example: dict[str, Any] = {"prompt": prompt}
+    return maybe_convert_to_chatml(example)["prompt"]
 
 
 def text_of(context: Text) -> str:
@@ -189,8 +190,8 @@ def extended(template: str, prompt: Text, **values: str) -> Text:
     """A prompt in a filled template; in a conversation its last message."""
     if isinstance(prompt, str):
         return filled(template, prompt=prompt, **values)
-    prompt = with_roles(prompt)
-    return [*prompt[:-1], {**prompt[-1], "content": extended(template, prompt[-1]["content"], **values)}]
+    *earlier, last = with_roles(prompt)
+    return [*earlier, {**last, "content": extended(template, last["content"], **values)}]
 
 
 class SelfDistillationTrainer(DistillationTrainer):
