@@ -53,7 +53,7 @@ class FunctionSource:
 
     def score(self, inputs: RewardInputs) -> Any:
         """What the function returns. It gets its own copies of lists and messages, so that it can change them."""
-        every: dict[str, Any] = {
+        every: dict[str, object] = {
             "prompts": _copied(inputs.prompts),
             "completions": _copied(inputs.completions),
             "completion_ids": _copied(inputs.completion_ids),
@@ -97,7 +97,7 @@ def _copied(value: Any) -> Any:
     return {key: _copied(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def accepted(every: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+def accepted(every: Mapping[str, object], parameters: Mapping[str, inspect.Parameter]) -> dict[str, object]:
     """The arguments that a function with these parameters accepts; all if it has `**kwargs`."""
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(every)

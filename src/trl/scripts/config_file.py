@@ -18,7 +18,7 @@ class ConfigFile:
     """
 
     path: str
-    values: dict[str, Any]
+    values: dict[str, object]
     lines: dict[str, int]
     env: dict[str, str]
     faults: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ def read_config(path: str) -> ConfigFile:
 class YamlConfigParser:
     """`read_config` as programs of 0.8-0.11 call it."""
 
-    def parse_and_set_env(self, config_path: str) -> dict[str, Any]:
+    def parse_and_set_env(self, config_path: str) -> dict[str, object]:
         """The options of the file; its environment variables are set in this process."""
         config = read_config(config_path)
         config.apply_env()

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,7 +42,7 @@ class Shown(NamedTuple):
     trained: list[bool]
 
 
-def changed_settings(*configs: Any) -> dict[str, Any]:
+def changed_settings(*configs: Any) -> dict[str, object]:
     """The fields of the configs that differ from their defaults; an empty value for a default None does not."""
     changed = {}
     for config in configs:
@@ -59,7 +59,7 @@ def changed_settings(*configs: Any) -> dict[str, Any]:
     return redacted(changed)
 
 
-def describe(trainer: Trainer, settings: dict[str, Any], *, made_folder: bool) -> None:
+def describe(trainer: Trainer, settings: Mapping[str, object], *, made_folder: bool) -> None:
     """Print settings, rows and memory; remove the empty folder that the trainer made, and end its processes."""
     if trainer.accelerator.is_main_process:
         console = open_console(highlight=False, soft_wrap=True)
@@ -83,7 +83,7 @@ def describe(trainer: Trainer, settings: dict[str, Any], *, made_folder: bool) -
     trainer.accelerator.end_training()
 
 
-def sequences(trainer: Trainer, row: dict[str, Any]) -> list[Shown]:
+def sequences(trainer: Trainer, row: Mapping[str, Any]) -> list[Shown]:
     """The token sequences of a prepared row; none where it holds no tokens yet (images)."""
     parts = {name: list(row[name]) for name in row if name.endswith("_input_ids") and row[name] is not None}
     if parts:

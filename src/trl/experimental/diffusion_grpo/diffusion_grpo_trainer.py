@@ -56,7 +56,7 @@ class DiffusionGRPOTrainer(DDPOTrainer):
     _name = "diffusion GRPO"
     _tag_names: ClassVar[list[str]] = ["trl", "grpo", *TAGS]
     _paper = Paper("Flow-GRPO: Training Flow Matching Models via Online RL", "2505.05470", _CITATION)
-    _config_class: ClassVar[Any] = DiffusionGRPOConfig
+    _config_class = DiffusionGRPOConfig
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class DiffusionGRPOTrainer(DDPOTrainer):
         counts = token_ledger(advantages.repeat_interleave(steps), claims).tolist()
         self._counts.update(dict(zip(BUCKETS, counts, strict=True)))
 
-    def reward_statistics(self, images: Images, rewards: Tensor) -> dict[str, Any]:
+    def reward_statistics(self, images: Images, rewards: Tensor) -> dict[str, float]:
         """The statistics of the reward and of each source, and what became of the denoising steps."""
         statistics = reward_statistics(rewards, self.config.num_generations, scale=self.config.scale_rewards)
         scores: Any = self.accelerator.gather(torch.cat(images.reward_metadata))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from trl.rollouts.schedule import RolloutSizes
 from trl.tensors.reduce import Weighted, weighted
 from trl.trainer.grpo_trainer import GRPOTrainer
 
+Item = TypeVar("Item")
 GroupFilterFunc = Callable[..., Sequence[Sequence[float]]]
 """`func(group_completions=, group_rewards=, **columns)`: for every group a list of one score per completion."""
 
@@ -156,7 +157,7 @@ def filter_scores(function: GroupFilterFunc, inputs: RewardInputs, rewards: Tens
     Raises: ValueError or TypeError for another shape, and for scores that are not finite.
     """
     worth = [None if value != value else value for value in rewards.tolist()]
-    every: dict[str, Any] = {
+    every: dict[str, object] = {
         "group_completions": _groups(inputs.completions, group_size),
         "group_rewards": _groups(worth, group_size),
         "prompts": _groups(inputs.prompts, group_size),
@@ -182,5 +183,5 @@ def filter_scores(function: GroupFilterFunc, inputs: RewardInputs, rewards: Tens
     return scores
 
 
-def _groups(values: Sequence[Any], group_size: int) -> list[list[Any]]:
+def _groups(values: Sequence[Item], group_size: int) -> list[list[Item]]:
     return [list(values[first : first + group_size]) for first in range(0, len(values), group_size)]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     DataCollatorWithPadding,
     PreTrainedModel,
@@ -288,7 +288,7 @@ class PPOTrainer(LegacyGroups, SampleTables, OnlineTrainer):
         return both
 
 
-def _part(state: dict[str, Any] | None, prefix: str) -> dict[str, Any] | None:
+def _part(state: dict[str, Tensor] | None, prefix: str) -> dict[str, Tensor] | None:
     """The entries under a prefix, without it."""
     if state is None:
         return None

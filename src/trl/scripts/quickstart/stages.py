@@ -62,7 +62,7 @@ class Run:
     pairs: dict[str, Dataset] = field(default_factory=dict)
     curves: dict[str, Curves] = field(default_factory=dict)
 
-    def train(self, name: str) -> dict[str, Any]:
+    def train(self, name: str) -> dict[str, object]:
         """Train a stage, save its model, and return its steps and its accuracy on held-out pairs."""
         stage = STAGES[name]
         steps = self.max_steps or stage.steps
@@ -294,7 +294,7 @@ def print_answers(console: Console, held_out: Sequence[Row], answers: Mapping[st
     console.print(table)
 
 
-def print_stages(console: Console, results: Sequence[Mapping[str, Any]]) -> None:
+def print_stages(console: Console, results: Sequence[Mapping[str, object]]) -> None:
     """Print one row per stage: exact match and pair accuracy on held-out prompts, steps and seconds."""
     forms = {"exact_match": ".1%", "pair_accuracy": ".1%", "steps": "d", "seconds": ".0f"}
     table = Table("stage", title="Stage by stage, on held-out prompts", title_justify="left")
@@ -302,7 +302,7 @@ def print_stages(console: Console, results: Sequence[Mapping[str, Any]]) -> None
         table.add_column(name.replace("_", " "), justify="right")
     for result in results:
         cells = ["-" if result[name] is None else format(result[name], form) for name, form in forms.items()]
-        table.add_row(result["stage"], *cells)
+        table.add_row(str(result["stage"]), *cells)
     console.print(table)
 
 

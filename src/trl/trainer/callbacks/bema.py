@@ -85,7 +85,7 @@ class BEMACallback(TrainerCallback):
         elif (step - self.update_after) % self.update_freq == 0:
             self._update(model, step)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object):
         folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
         if folder.is_dir() and not (folder / STATE_FILE).is_file():
             self.save_state(folder)
@@ -100,7 +100,7 @@ class BEMACallback(TrainerCallback):
         save_file(tensors, folder / f"{STATE_FILE}.incomplete")
         os.replace(folder / f"{STATE_FILE}.incomplete", folder / STATE_FILE)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object):
         if (model := self.running_model) is not None:
             folder = Path(str(args.output_dir)) / OUTPUT_FOLDER
             dtype = save_dtype(model, getattr(args, "save_dtype", None))

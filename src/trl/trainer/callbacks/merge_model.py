@@ -200,7 +200,7 @@ class MergeModelCallback(TrainerCallback):
         self.push_to_hub = push_to_hub
         self._newest: Path | None = None
 
-    def on_train_begin(self, args, state, control, model: Any = None, **kwargs):
+    def on_train_begin(self, args, state, control, model: object = None, **kwargs):
         self._newest, target = None, self._target(model)
         if not target:
             raise ValueError(

@@ -69,7 +69,7 @@ class WinRateCallback(TrainerCallback):
             raise ValueError(
                 f"against has {len(self.against)} completions for {len(self.rows)} prompts. Give one for each prompt."
             )
-        self.table: list[dict[str, Any]] = []
+        self.table: list[dict[str, object]] = []
 
     def on_train_begin(self, args, state, control, **kwargs):
         samples = self._find_reference(args, state)
