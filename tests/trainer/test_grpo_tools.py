@@ -32,7 +32,7 @@ def test_what_tools_answer_is_never_trained_on(method):
     assert torch.equal(experience.per_token[TRAINED], ~from_tool)
     batch = trainer.micro_batch(experience)
     batch.pop("experience")
-    scored = trainer.score(trainer.model, batch, ScoreOptions(entropy="scored"))
+    scored = trainer.scoring().logps(batch, ScoreOptions(entropy="scored"))
     logps = scored.logps.detach().requires_grad_()
     (terms,) = trainer.objective(experience, scored._replace(logps=logps))
     (gradient,) = torch.autograd.grad((terms.values * terms.weights).sum(), logps)

@@ -61,7 +61,7 @@ def test_each_chosen_prompt_is_scored_once_in_every_layout():
         assert found["prompt_tokens"].tolist() == prompts
         assert with_prompts_scored(found) is found
         trainer = make()
-        scored = trainer.score(trainer.model, found)
+        scored = trainer.scoring().logps(found)
         sequence = scored.positions.sequence
         assert torch.bincount(sequence)[::2].tolist() == [p + c for p, c in zip(prompts, completions, strict=True)]
         assert trainer.method.count(found).tolist() == [3, sum(prompts) + sum(completions)]

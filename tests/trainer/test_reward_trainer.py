@@ -207,7 +207,7 @@ def test_an_adapter_trains_and_keeps_the_head(task_type, base, tmp_path, caplog)
     trainer.model.double()
     batch = trainer.data_collator(list(trainer.train_dataset))
     with torch.no_grad():
-        found, expected = trainer.rewards(trainer.model, batch), own_rewards(again, trainer.train_dataset)
+        found, expected = trainer.method.score(batch, trainer.scoring()), own_rewards(again, trainer.train_dataset)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
