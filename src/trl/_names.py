@@ -53,42 +53,37 @@ _GRPO_PARTS: Row = {"trl.rewards.source": "RewardFunc", "trl.rollouts.schedule":
 
 NAMES: dict[str, Row] = {
     "trl": {**_TRAINERS, **_JUDGES, **_CALLBACKS, **_VALUE_HEADS, **_DIFFUSION,
-        "trl.models.value_head": f"{_VALUE_HEADS['trl.models.value_head']} SUPPORTED_ARCHITECTURES", **_ROWS,
-        **_MODEL_OPTIONS, "trl.models.loading": "clone_chat_template setup_chat_format",
+        "trl.models.value_head": f"{_VALUE_HEADS['trl.models.value_head']} SUPPORTED_ARCHITECTURES", **_ROWS, **
+        _MODEL_OPTIONS, "trl.models.loading": "clone_chat_template setup_chat_format",
         "trl.data.sources": "DatasetMixtureConfig get_dataset", "trl.data.arithmetic": "make_data",
         "trl.scripts.arguments": "DPOScriptArguments SFTScriptArguments ScriptArguments",
         "trl.scripts.parser": "TrlParser", "trl.scripts.running": "init_zero_verbose",
-        "trl.collators.completion_only": "DataCollatorForCompletionOnlyLM",
-        "trl.rollouts.best_of_n": "BestOfNSampler", "trl.agents.text_environment": "TextEnvironment TextHistory",
-        "trl.options.packages": "is_diffusers_available "
-        "is_liger_kernel_available is_llmblender_available is_peft_available is_wandb_available",
-        "transformers.trainer_utils": "set_seed"},
+        "trl.collators.completion_only": "DataCollatorForCompletionOnlyLM", "trl.rollouts.best_of_n": "BestOfNSampler",
+        "trl.agents.text_environment": "TextEnvironment TextHistory",
+        "trl.options.packages": "is_diffusers_available is_liger_kernel_available is_llmblender_available "
+        "is_peft_available is_wandb_available", "transformers.trainer_utils": "set_seed"},
     "trl.chat_template_utils": {"trl.data.templates": "add_response_schema apply_chat_template "
         "get_training_chat_template is_chat_template_prefix_preserving parse_response "
-        "qwen3_schema=QWEN_RESPONSE_TEMPLATE",
-        "trl.data.training_templates": "qwen3_chat_template=QWEN3_TEMPLATE "
+        "qwen3_schema=QWEN_RESPONSE_TEMPLATE", "trl.data.training_templates": "qwen3_chat_template=QWEN3_TEMPLATE "
         "qwen3_training_chat_template=QWEN3_TRAINING_TEMPLATE"},
     "trl.commands": _COMMANDS,
     "trl.commands.cli": {"trl.cli.main": "SUPPORTED_COMMANDS=COMMANDS main"},
     "trl.commands.cli_utils": {**_COMMANDS, "trl.scripts.chat": "ChatArguments"},
     "trl.core": {"trl.collators.rows": "build_bert_batch_from_txt",
         "trl.generation.transformers.padded_queries": "LengthSampler respond_to_batch top_k_top_p_filtering",
-        "trl.models.switches": "PPODecorators", "trl.reporting.step_statistics": "WANDB_PADDING "
-        "add_suffix average_torch_dicts convert_to_scalar stack_dicts stats_to_np",
-        "trl.options.shared": "flatten_dict",
+        "trl.models.switches": "PPODecorators", "trl.reporting.step_statistics": "WANDB_PADDING add_suffix "
+        "average_torch_dicts convert_to_scalar stack_dicts stats_to_np", "trl.options.shared": "flatten_dict",
         "trl.tensors.padding": "listify_batch pad_to_size", "trl.tensors.statistics": "clip_by_value "
         "entropy_from_logits logprobs_from_logits masked_mean masked_var masked_whiten randn_tensor whiten",
         "transformers.trainer_utils": "set_seed"},
     "trl.data_utils": {**_ROWS, "trl.data.formats": f"{_ROWS['trl.data.formats']} DatasetType"},
     "trl.env_utils": {"accelerate.utils": "strtobool=str_to_bool"},
     "trl.environment": {"trl.agents.text_environment": "TextEnvironment TextHistory"},
-    "trl.environment.base_environment": {
-        "trl.generation.transformers.padded_queries": "StringStoppingCriteria",
+    "trl.environment.base_environment": {"trl.generation.transformers.padded_queries": "StringStoppingCriteria",
         "trl.agents.text_environment": "TextEnvironment TextHistory"},
     "trl.experimental": {"trl.options.packages": "TRLExperimentalWarning"},
-    "trl.experimental.agents": {"trl.agents.endpoint": "Endpoint",
-        "trl.agents.environments": "StepEnvironment", "trl.agents.journal": "read_sessions",
-        "trl.agents.export": "preference_rows session_record sft_rows",
+    "trl.experimental.agents": {"trl.agents.endpoint": "Endpoint", "trl.agents.environments": "StepEnvironment",
+        "trl.agents.journal": "read_sessions", "trl.agents.export": "preference_rows session_record sft_rows",
         "trl.agents.chains": "Chain chains_of", "trl.agents.sessions": "Budget Session Turn"},
     "trl.experimental.bema_for_ref_model": {"trl.experimental.bema_for_ref_model.callback": "BEMACallback",
         "trl.trainer.dpo_trainer": "DPOTrainer"},
@@ -96,17 +91,15 @@ NAMES: dict[str, Row] = {
     "trl.experimental.openenv": {"trl.agents.environments": "StepEnvironment",
         "trl.rollouts.rollout_func": "generate_rollout_completions"},
     "trl.experimental.openenv.utils": {"trl.rollouts.rollout_func": "generate_rollout_completions"},
-    "trl.experimental.diffusion_grpo": {
-        "trl.experimental.diffusion_grpo.diffusion_grpo_config": "DiffusionGRPOConfig",
+    "trl.experimental.diffusion_grpo": {"trl.experimental.diffusion_grpo.diffusion_grpo_config": "DiffusionGRPOConfig",
         "trl.experimental.diffusion_grpo.diffusion_grpo_trainer": "DiffusionGRPOTrainer",
         "trl.models.diffusion.flow": "FlowPipeline"},
     "trl.experimental.gfpo": {"trl.experimental.gfpo.gfpo_config": "GFPOConfig",
         "trl.experimental.gfpo.gfpo_trainer": "GFPOTrainer"},
     "trl.experimental.grpo_with_replay_buffer": {
-        "trl.experimental.grpo_with_replay_buffer.grpo_with_replay_buffer_config":
-        "GRPOWithReplayBufferConfig",
-        "trl.experimental.grpo_with_replay_buffer.grpo_with_replay_buffer_trainer":
-        "GRPOWithReplayBufferTrainer", "trl.rollouts.replay": "ReplayBuffer"},
+        "trl.experimental.grpo_with_replay_buffer.grpo_with_replay_buffer_config": "GRPOWithReplayBufferConfig",
+        "trl.experimental.grpo_with_replay_buffer.grpo_with_replay_buffer_trainer": "GRPOWithReplayBufferTrainer",
+        "trl.rollouts.replay": "ReplayBuffer"},
     "trl.experimental.gold": {"trl.experimental.gold.gold_config": "GOLDConfig",
         "trl.experimental.gold.gold_trainer": "GOLDTrainer"},
     "trl.experimental.gold.gold_trainer": {"trl.experimental.gold.methods": "GOLDVLLMSyncCallback ULDLoss "
@@ -133,24 +126,22 @@ NAMES: dict[str, Row] = {
         "trl.experimental.sdpo.sdpo_trainer": "SDPOTrainer"},
     "trl.extras": {"trl.rollouts.best_of_n": "BestOfNSampler"},
     "trl.extras.best_of_n_sampler": {"trl.rollouts.best_of_n": "BestOfNSampler"},
-    "trl.extras.dataset_formatting": {"trl.legacy.text_data": "FORMAT_MAPPING "
-        "conversations_formatting_function get_formatting_func_from_dataset "
-        "instructions_formatting_function"},
+    "trl.extras.dataset_formatting": {"trl.legacy.text_data": "FORMAT_MAPPING conversations_formatting_function "
+        "get_formatting_func_from_dataset instructions_formatting_function"},
     "trl.extras.profiling": {"trl.reporting.trackers": "profiling_context profiling_decorator"},
     "trl.extras.vllm_client": {"trl.generation.vllm.client": "VLLMClient pil_to_base64"},
     "trl.import_utils": {"trl.options.packages": "LIGER_KERNEL_MIN_VERSION OptionalDependencyNotAvailable "
         "TRLExperimentalWarning is_accelerate_greater_20_0 is_bitsandbytes_available is_deepspeed_available "
         "is_diffusers_available is_fastapi_available is_jmespath_available is_joblib_available "
         "is_liger_kernel_available is_llm_blender_available is_llmblender_available is_math_verify_available "
-        "is_mergekit_available is_peft_available is_pydantic_available is_requests_available "
-        "is_rich_available is_torch_greater_2_0 is_torchvision_available is_transformers_greater_than "
-        "is_unsloth_available is_uvicorn_available is_vllm_ascend_available is_vllm_available "
-        "is_wandb_available is_weave_available suppress_experimental_warning suppress_warning"},
+        "is_mergekit_available is_peft_available is_pydantic_available is_requests_available is_rich_available "
+        "is_torch_greater_2_0 is_torchvision_available is_transformers_greater_than is_unsloth_available "
+        "is_uvicorn_available is_vllm_ascend_available is_vllm_available is_wandb_available is_weave_available "
+        "suppress_experimental_warning suppress_warning"},
     "trl.models": {**_VALUE_HEADS, **_MODEL_SETUP, **_DIFFUSION,
         "trl.models.value_head": f"{_VALUE_HEADS['trl.models.value_head']} SUPPORTED_ARCHITECTURES",
         "trl.models.activation_offloading": "get_act_offloading_ctx_manager",
-        "trl.models.geometric_mixture": "GeometricMixtureWrapper",
-        "trl.options.packages": "is_diffusers_available"},
+        "trl.models.geometric_mixture": "GeometricMixtureWrapper", "trl.options.packages": "is_diffusers_available"},
     "trl.models.auxiliary_modules": {"trl.rewards.images": "AestheticScorer MLP aesthetic_scorer"},
     "trl.models.modeling_sd_base": {"trl.models.diffusion.ddim": "DDPOSchedulerOutput scheduler_step",
         "trl.models.diffusion.stable_diffusion": "DDPOPipelineOutput DDPOStableDiffusionPipeline "
@@ -163,11 +154,10 @@ NAMES: dict[str, Row] = {
         "trl.models.value_wrapper": "PreTrainedModelWrapper"},
     "trl.models.modeling_value_head": {"trl.models.value_head": "AutoModelForCausalLMWithValueHead "
         "AutoModelForSeq2SeqLMWithValueHead ValueHead"},
-    "trl.models.utils": {**_MODEL_SETUP, "trl.models.loading": "ChatMlSpecialTokens "
-        "FORMAT_MAPPING=CHAT_FORMATS clone_chat_template setup_chat_format",
-        "trl.models.switches": "disable_gradient_checkpointing enable_gradient_checkpointing",
-        "trl.models.distributed": "add_hooks get_all_parameters iter_params prepare_deepspeed prepare_fsdp "
-        "remove_hooks unwrap_model_for_generation",
+    "trl.models.utils": {**_MODEL_SETUP, "trl.models.loading": "ChatMlSpecialTokens FORMAT_MAPPING=CHAT_FORMATS "
+        "clone_chat_template setup_chat_format", "trl.models.switches": "disable_gradient_checkpointing "
+        "enable_gradient_checkpointing", "trl.models.distributed": "add_hooks get_all_parameters iter_params "
+        "prepare_deepspeed prepare_fsdp remove_hooks unwrap_model_for_generation",
         "trl.models.peft": "peft_module_casting_to_bf16 prepare_model_for_kbit_training prepare_peft_model",
         "trl.models.value_head": "SUPPORTED_ARCHITECTURES"},
     "trl.rewards": {"trl.rewards.ready_made": "accuracy_reward reasoning_accuracy_reward get_soft_overlong_punishment "
@@ -187,12 +177,10 @@ NAMES: dict[str, Row] = {
         "trl.scripts.vllm_serve": "ScriptArguments=ServeArguments"},
     "trl.scripts.utils": {**_SCRIPTS, "trl.data.sources": "DatasetConfig DatasetMixtureConfig get_dataset",
         "trl.scripts.env": "get_git_commit_hash"},
-    "trl.trainer": {**_TRAINERS, **_JUDGES, **_CALLBACKS, **_MODEL_OPTIONS,
-        "trl.models.peft": "get_peft_config peft_module_casting_to_bf16",
-        "trl.models.switches": "disable_dropout_in_model empty_cache",
+    "trl.trainer": {**_TRAINERS, **_JUDGES, **_CALLBACKS, **_MODEL_OPTIONS, "trl.models.peft": "get_peft_config "
+        "peft_module_casting_to_bf16", "trl.models.switches": "disable_dropout_in_model empty_cache",
         "trl.collators.completion_only": "DataCollatorForCompletionOnlyLM",
-        "trl.legacy.text_data": "ConstantLengthDataset",
-        "trl.objectives.kl": "AdaptiveKLController FixedKLController",
+        "trl.legacy.text_data": "ConstantLengthDataset", "trl.objectives.kl": "AdaptiveKLController FixedKLController",
         "trl.options.packages": "is_diffusers_available", "trl.reporting.metrics": "compute_accuracy",
         "trl.tensors.moments": "RunningMoments", "trl.trainer.base_trainer": "BaseTrainer",
         "trl.trainer.preference_trainer": "PreferenceTrainer"},
@@ -207,12 +195,10 @@ NAMES: dict[str, Row] = {
     "trl.trainer.online_dpo_trainer": {"trl.rewards.source": "RewardFunc"},
     "trl.trainer.ppo_trainer": _DATA_SET_PPO,
     "trl.trainer.ppov2_config": {"trl.experimental.ppo.ppo_config": "PPOv2Config=PPOConfig"},
-    "trl.trainer.ppov2_trainer": {**_DATA_SET_PPO,
-        "trl.experimental.ppo.ppo_trainer": "PPOv2Trainer=PPOTrainer"},
+    "trl.trainer.ppov2_trainer": {**_DATA_SET_PPO, "trl.experimental.ppo.ppo_trainer": "PPOv2Trainer=PPOTrainer"},
     "trl.trainer.reward_trainer": {"trl.collators.reward": "DataCollatorForPreference",
         "trl.models.loading": "suppress_from_pretrained_warning"},
-    "trl.trainer.rloo_trainer": {"trl.models.scoring.values": "INVALID_LOGPROB",
-        "trl.rewards.source": "RewardFunc"},
+    "trl.trainer.rloo_trainer": {"trl.models.scoring.values": "INVALID_LOGPROB", "trl.rewards.source": "RewardFunc"},
     "trl.trainer.sft_trainer": {"trl.data.formats": "TListOrMapping get_dataset_column_names=column_names",
         "trl.models.packed.attention": "FLASH_ATTENTION_VARIANTS",
         "transformers.integrations.neftune": "neftune_post_forward_hook",
@@ -221,31 +207,26 @@ NAMES: dict[str, Row] = {
     "trl.trainer.utils": {"trl.collators.chatml": "DataCollatorForChatML",
         "trl.collators.completion_only": "DataCollatorForCompletionOnlyLM",
         "trl.collators.preference": "DPODataCollatorWithPadding",
-        "trl.collators.reward": "RewardDataCollatorWithPadding",
-        "trl.legacy.text_data": "ConstantLengthDataset add_bos_token_if_needed add_eos_token_if_needed",
-        "trl.data.formats": "TListOrMapping remove_none_values",
+        "trl.collators.reward": "RewardDataCollatorWithPadding", "trl.legacy.text_data": "ConstantLengthDataset "
+        "add_bos_token_if_needed add_eos_token_if_needed", "trl.data.formats": "TListOrMapping remove_none_values",
         "trl.data.training_templates": "SIMPLE_CHAT_TEMPLATE SIMPLE_SFT_CHAT_TEMPLATE",
         "trl.data.ragged": "truncate_with_protected_tokens",
-        "trl.generation.transformers.padded_queries": "batch_generation decode_and_strip_padding "
-        "forward generate get_reward",
-        "trl.models.switches": "disable_dropout_in_model empty_cache",
+        "trl.generation.transformers.padded_queries": "batch_generation decode_and_strip_padding forward generate "
+        "get_reward", "trl.models.switches": "disable_dropout_in_model empty_cache",
         "transformers.integrations.neftune": "neftune_post_forward_hook",
         "trl.models.distributed": "ensure_master_addr_port prepare_deepspeed=prepare_frozen_deepspeed",
-        "trl.models.loading": "create_model_from_path get_config_model_id",
-        "trl.models.peft": "get_kbit_device_map get_peft_config get_quantization_config peft_module_casting_to_bf16",
-        "trl.objectives.diffusion": "PerPromptStatTracker",
-        "trl.objectives.kl": "AdaptiveKLController FixedKLController",
-        "trl.reporting.metrics": "compute_accuracy",
+        "trl.models.loading": "create_model_from_path get_config_model_id", "trl.models.peft": "get_kbit_device_map "
+        "get_peft_config get_quantization_config peft_module_casting_to_bf16",
+        "trl.objectives.diffusion": "PerPromptStatTracker", "trl.objectives.kl": "AdaptiveKLController "
+        "FixedKLController", "trl.reporting.metrics": "compute_accuracy",
         "trl.reporting.model_card": "generate_model_card trl_sanitze_kwargs_for_tagging",
         "trl.reporting.tables": "print_prompt_completions_sample print_rich_table",
         "trl.reporting.trackers": "get_comet_experiment_url log_table_to_comet_experiment",
-        "trl.rollouts.schedule": "RepeatSampler",
-        "trl.tensors.moments": "RunningMoments get_global_statistics", "trl.tensors.padding": "exact_div "
-        "first_true_indices flush_left flush_right pad pad_to_length shuffle_sequence_dict "
-        "split_pixel_values_by_grid split_tensor_dict truncate_response truncate_right "
-        "unsplit_pixel_values_by_grid",
-        "trl.tensors.statistics": "cap_exp entropy_from_logits get_exp_cap identity nanmax nanmin nanstd "
-        "selective_log_softmax", "trl.trainer.callbacks.checkpoints": "PeftSavingCallback",
+        "trl.rollouts.schedule": "RepeatSampler", "trl.tensors.moments": "RunningMoments get_global_statistics",
+        "trl.tensors.padding": "exact_div first_true_indices flush_left flush_right pad pad_to_length "
+        "shuffle_sequence_dict split_pixel_values_by_grid split_tensor_dict truncate_response truncate_right "
+        "unsplit_pixel_values_by_grid", "trl.tensors.statistics": "cap_exp entropy_from_logits get_exp_cap identity "
+        "nanmax nanmin nanstd selective_log_softmax", "trl.trainer.callbacks.checkpoints": "PeftSavingCallback",
         "trl.trainer.ppo_config": "OnPolicyConfig OnlineTrainerState"},
 }
 
