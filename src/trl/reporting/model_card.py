@@ -111,21 +111,11 @@ _JUDGED_TEXT = 'ids = tokenizer("What is 2 + 2? It is 4." + tokenizer.eos_token,
 
 
 def generate_model_card(
-    base_model: str | None,
-    model_name: str,
-    hub_model_id: str,
-    dataset_name: str | list[str] | None,
-    tags: list[str],
-    wandb_url: str | None,
-    trainer_name: str,
-    trainer_citation: str | None = None,
-    template_file: str | None = None,
-    paper_title: str | None = None,
-    paper_id: str | None = None,
-    comet_url: str | None = None,
-    training_facts: Mapping[str, object] | None = None,
-    usage: str | None = None,
-) -> ModelCard:
+    base_model: str | None, model_name: str, hub_model_id: str, dataset_name: str | list[str] | None, tags: list[str],
+    wandb_url: str | None, trainer_name: str, trainer_citation: str | None = None, template_file: str | None = None,
+    paper_title: str | None = None, paper_id: str | None = None, comet_url: str | None = None,
+    training_facts: Mapping[str, object] | None = None, usage: str | None = None,
+) -> ModelCard:  # fmt: skip
     """Fill a model card.
 
     `base_model` is a Hub name or a local path, `paper_id` an arXiv id, `hub_model_id` what the example loads ("." for

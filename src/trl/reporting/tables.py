@@ -43,13 +43,9 @@ def print_beside_bars(table: Table | Panel) -> None:
 
 
 def print_prompt_completions_sample(
-    prompts: list,
-    completions: list,
-    rewards: dict[str, list[float]],
-    advantages: list[float],
-    step: int,
+    prompts: list, completions: list, rewards: dict[str, list[float]], advantages: list[float], step: int,
     num_samples: int | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Print prompts, completions, rewards and advantages side by side, under the training step.
 
     Prompts and completions are strings or lists of messages, `rewards` maps the name of each reward function to one

@@ -37,13 +37,9 @@ class FunctionSource:
     """
 
     def __init__(
-        self,
-        function: Function,
-        *,
-        name: str | None = None,
-        deadline: float | None = None,
+        self, function: Function, *, name: str | None = None, deadline: float | None = None,
         on_failure: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.function, self.name = function, name or name_of(function)
         self.deadline, self.on_failure = deadline, on_failure
         inner = _without_partial(function)

@@ -45,16 +45,9 @@ class JudgeSource:
     is_async = False
 
     def __init__(
-        self,
-        judge: Judge,
-        *,
-        name: str | None = None,
-        gold_column: str | None = None,
-        group_size: int | None = None,
-        deadline: float | None = None,
-        on_failure: str | None = None,
-        **judge_options: Any,
-    ) -> None:
+        self, judge: Judge, *, name: str | None = None, gold_column: str | None = None, group_size: int | None = None,
+        deadline: float | None = None, on_failure: str | None = None, **judge_options: Any,
+    ) -> None:  # fmt: skip
         if not isinstance(judge, (BaseBinaryJudge, BasePairwiseJudge, BaseRankJudge)):
             raise TypeError(
                 f"reward_funcs holds a {type(judge).__name__}, expected a BaseBinaryJudge, BasePairwiseJudge or "
@@ -161,8 +154,7 @@ def as_text(prompt: Text) -> str:
 
 
 def comparison_source(reward_funcs: Any, judge: BasePairwiseJudge | None, args: Any) -> tuple[Any, ManagedJudge | None]:
-    """What compares completions: the judge's shares of won comparisons, of its probabilities if it has some, or reward
-    functions.
+    """What compares completions: reward functions, or the judge's shares of won comparisons (or its probabilities).
 
     The judge comes second, None with reward functions; a `JudgeSource` among them is a reward.
     `args` has the settings of `JudgeOptions` and of online DPO. With both, the judge decides.

@@ -281,16 +281,10 @@ class HfPairwiseJudge(ChatPairwiseJudge):
     """
 
     def __init__(
-        self,
-        model="meta-llama/Meta-Llama-3-70B-Instruct",
-        token: str | None = None,
-        system_prompt: str | None = None,
-        *,
-        client: Any = None,
-        max_workers: int = 8,
-        timeout: float = 60.0,
+        self, model="meta-llama/Meta-Llama-3-70B-Instruct", token: str | None = None,
+        system_prompt: str | None = None, *, client: Any = None, max_workers: int = 8, timeout: float = 60.0,
         request_options: Options | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(system_prompt, max_requests=None, max_workers=max_workers)
         if client is None:
             from huggingface_hub import InferenceClient
@@ -314,16 +308,9 @@ class OpenAIPairwiseJudge(ChatPairwiseJudge):
     """
 
     def __init__(
-        self,
-        model="gpt-4-turbo-preview",
-        system_prompt: str | None = None,
-        max_requests: int | None = 1_000,
-        *,
-        client: Any = None,
-        max_workers: int = 8,
-        timeout: float = 60.0,
-        request_options: Options | None = None,
-    ) -> None:
+        self, model="gpt-4-turbo-preview", system_prompt: str | None = None, max_requests: int | None = 1_000, *,
+        client: Any = None, max_workers: int = 8, timeout: float = 60.0, request_options: Options | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(system_prompt, max_requests=max_requests, max_workers=max_workers)
         self.model, self.client = model, client or _openai_client(timeout)
         options = dict(request_options or {})
@@ -375,13 +362,9 @@ class PairRMJudge(BasePairwiseJudge):
         self.blender.loadranker("llm-blender/PairRM", device=str(PartialState().device))
 
     def judge(
-        self,
-        prompts: list[str],
-        completions: list[list[str]],
-        shuffle_order: bool = True,
-        return_scores: bool = False,
-        temperature: float = 1.0,
-    ) -> list[int | float]:
+        self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True,
+        return_scores: bool = False, temperature: float = 1.0,
+    ) -> list[int | float]:  # fmt: skip
         """0 or 1 for each pair; with `return_scores`, the probability that the first completion is better.
 
         The probability is the softmax of the model's two scores divided by `temperature`.

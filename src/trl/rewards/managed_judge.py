@@ -65,17 +65,10 @@ class ManagedJudge(BasePairwiseJudge):
     """
 
     def __init__(
-        self,
-        judge: BasePairwiseJudge,
-        *,
-        cache: str | os.PathLike[str] | None = None,
-        swap_positions: bool = False,
-        retries: int = 0,
-        deadline: float | None = None,
-        max_calls: int | None = None,
-        max_tokens: int | None = None,
+        self, judge: BasePairwiseJudge, *, cache: str | os.PathLike[str] | None = None, swap_positions: bool = False,
+        retries: int = 0, deadline: float | None = None, max_calls: int | None = None, max_tokens: int | None = None,
         on_failure: RewardFailure = "error",
-    ) -> None:
+    ) -> None:  # fmt: skip
         if not isinstance(judge, BasePairwiseJudge):
             raise TypeError(f"judge must be a BasePairwiseJudge, got a {type(judge).__name__}.")
         check_at_least("retries", retries, minimum=0, optional=False)

@@ -52,18 +52,11 @@ class ModelSource:
     is_async = False
 
     def __init__(
-        self,
-        model: str | os.PathLike[str] | nn.Module,
-        processing_class: ProcessingClass | None = None,
-        *,
-        name: str | None = None,
-        deadline: float | None = None,
-        on_failure: str | None = None,
-        read: Literal["text", "ids"] = "text",
-        policy_tokenizer: PreTrainedTokenizerBase | None = None,
-        batch_size: int = 32,
-        model_init_kwargs: dict[str, Any] | None = None,
-    ) -> None:
+        self, model: str | os.PathLike[str] | nn.Module, processing_class: ProcessingClass | None = None, *,
+        name: str | None = None, deadline: float | None = None, on_failure: str | None = None,
+        read: Literal["text", "ids"] = "text", policy_tokenizer: PreTrainedTokenizerBase | None = None,
+        batch_size: int = 32, model_init_kwargs: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         if isinstance(model, (str, os.PathLike)):
             _check_saved(os.fspath(model))
         self.model = load_classifier(model, model_init_kwargs, REWARD_MODEL, seed=0).eval()

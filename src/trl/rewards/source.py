@@ -74,15 +74,10 @@ class RewardSources:
     """
 
     def __init__(
-        self,
-        reward_funcs: RewardFunc | Sequence[RewardFunc],
-        *,
-        weights: Sequence[float] | None = None,
-        processing_classes: ProcessingClasses = None,
-        deadline: float | None = None,
-        on_failure: RewardFailure = "error",
-        **model_options: Any,
-    ) -> None:
+        self, reward_funcs: RewardFunc | Sequence[RewardFunc], *, weights: Sequence[float] | None = None,
+        processing_classes: ProcessingClasses = None, deadline: float | None = None,
+        on_failure: RewardFailure = "error", **model_options: Any,
+    ) -> None:  # fmt: skip
         funcs: Any = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         if not funcs:
             raise ValueError("reward_funcs is empty. Pass at least one function, reward model or judge.")

@@ -61,10 +61,7 @@ def main(
     dataset_args: DatasetMixtureConfig,
     rest: argparse.Namespace,
 ) -> None:
-    """Write the data set and print where it is.
-
-    Raises: CommandError for mistakes in the input.
-    """
+    """Write the data set and print where it is. Raises: CommandError for mistakes in the input."""
     from accelerate import PartialState
 
     script_args.dataset_name = rest.dataset or script_args.dataset_name

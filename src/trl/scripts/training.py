@@ -157,10 +157,7 @@ def classifier_adapter(script_args: ScriptArguments, model_args: ModelConfig, *,
 
 
 def rewards(script_args: RewardFunctions, model_args: ModelConfig) -> Others:
-    """The reward model and the reward functions, resolved from their names.
-
-    Raises: ValueError if there are none.
-    """
+    """The reward model and the reward functions, resolved from their names. Raises: ValueError if there are none."""
     if not (script_args.reward_model_name_or_path or script_args.reward_funcs):
         raise ValueError("reward_funcs is missing. Name a function (my_module.my_function) or model.")
     return rewards_or_judge(script_args, model_args)

@@ -64,13 +64,9 @@ class BEMACallback(_BEMACallback):
         self.reference = reference
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: PreTrainedModel,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: PreTrainedModel,
         **kwargs: Any,
-    ):
+    ):  # fmt: skip
         if self.update_ref_model and self.reference is None:
             raise ValueError(
                 "update_ref_model=True needs a trainer with a reference model, and this one hands out none. Use "
@@ -79,13 +75,9 @@ class BEMACallback(_BEMACallback):
         super().on_train_begin(args, state, control, model=model, **kwargs)
 
     def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: PreTrainedModel,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: PreTrainedModel,
         **kwargs: Any,
-    ):
+    ):  # fmt: skip
         super().on_step_end(args, state, control, model=model, **kwargs)
         step = state.global_step
         if self.reference is None or step < self.ref_model_update_after:

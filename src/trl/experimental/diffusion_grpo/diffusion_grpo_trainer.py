@@ -59,13 +59,9 @@ class DiffusionGRPOTrainer(DDPOTrainer):
     _config_class = DiffusionGRPOConfig
 
     def __init__(
-        self,
-        model: Any,
-        reward_funcs: RewardFunc | Sequence[RewardFunc],
-        args: DiffusionGRPOConfig | None = None,
-        train_dataset: Any = None,
-        image_samples_hook: ImageHook | None = None,
-    ) -> None:
+        self, model: Any, reward_funcs: RewardFunc | Sequence[RewardFunc], args: DiffusionGRPOConfig | None = None,
+        train_dataset: Any = None, image_samples_hook: ImageHook | None = None,
+    ) -> None:  # fmt: skip
         config = DiffusionGRPOConfig() if args is None else args
         if not isinstance(config, self._config_class):
             raise wrong_config(config, self._config_class)

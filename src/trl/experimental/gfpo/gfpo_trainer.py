@@ -95,20 +95,13 @@ class GFPOTrainer(GRPOTrainer):
     group_filter_func = View("method.group_filter")
 
     def __init__(
-        self,
-        model: str | nn.Module | PreTrainedModel,
-        reward_funcs: RewardFunc | Sequence[RewardFunc],
-        args: GFPOConfig | None = None,
-        train_dataset: Any | None = None,
-        eval_dataset: Any | None = None,
+        self, model: str | nn.Module | PreTrainedModel, reward_funcs: RewardFunc | Sequence[RewardFunc],
+        args: GFPOConfig | None = None, train_dataset: Any | None = None, eval_dataset: Any | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        reward_processing_classes: ProcessingClasses = None,
-        group_filter_func: GroupFilterFunc | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        peft_config: Any | None = None,
-        **more: Any,
-    ) -> None:
+        reward_processing_classes: ProcessingClasses = None, group_filter_func: GroupFilterFunc | None = None,
+        callbacks: list[TrainerCallback] | None = None, optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any | None = None, **more: Any,
+    ) -> None:  # fmt: skip
         args = config_or_default(args, GFPOConfig, "gfpo")
         if (group_filter_func is None) != (args.num_remains_in_group is None):
             raise ValueError(

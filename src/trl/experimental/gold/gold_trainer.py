@@ -70,21 +70,15 @@ class GOLDTrainer(GKDTrainer):
     pairing: Pairing | None = None
 
     def __init__(
-        self,
-        model: str | PreTrainedModel | nn.Module | None = None,
-        teacher_model: str | PreTrainedModel | nn.Module | None = None,
-        args: GOLDConfig | None = None,
-        data_collator: Collator | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
+        self, model: str | PreTrainedModel | nn.Module | None = None,
+        teacher_model: str | PreTrainedModel | nn.Module | None = None, args: GOLDConfig | None = None,
+        data_collator: Collator | None = None, train_dataset: Any = None, eval_dataset: Any = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        compute_metrics: Callable[..., dict[str, Any]] | None = None,
-        callbacks: list[TrainerCallback] | None = None,
+        compute_metrics: Callable[..., dict[str, Any]] | None = None, callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
-        peft_config: Any | None = None,
-        **older: Any,
-    ) -> None:
+        peft_config: Any | None = None, **older: Any,
+    ) -> None:  # fmt: skip
         if getattr(args, "use_uld_loss", False):
             if data_collator is not None:
                 raise ValueError(

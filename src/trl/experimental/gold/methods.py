@@ -45,14 +45,9 @@ class ULDLoss(nn.Module):
         self.use_extended_uld = config.use_extended_uld
 
     def forward(
-        self,
-        student_logits: Tensor,
-        teacher_logits: Tensor,
-        student_labels: Tensor,
-        teacher_labels: Tensor,
-        student_input_ids: Tensor,
-        teacher_input_ids: Tensor,
-    ) -> Tensor:
+        self, student_logits: Tensor, teacher_logits: Tensor, student_labels: Tensor, teacher_labels: Tensor,
+        student_input_ids: Tensor, teacher_input_ids: Tensor,
+    ) -> Tensor:  # fmt: skip
         """Of logits `(B, T, V)`, `(B, T', V')` and labels `(B, T)`: the tokens themselves, -100 where none counts.
 
         The mean over all spans of the batch, and the mean cross-entropy of its tokens.

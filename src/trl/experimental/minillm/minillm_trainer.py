@@ -111,21 +111,15 @@ class MiniLLMTrainer(GRPOTrainer):
     config_type = MiniLLMConfig
 
     def __init__(
-        self,
-        model: str | nn.Module | PreTrainedModel,
+        self, model: str | nn.Module | PreTrainedModel,
         teacher_model: str | nn.Module | PreTrainedModel | None = None,
-        reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
-        args: MiniLLMConfig | None = None,
-        train_dataset: AnyDataset | None = None,
-        eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
+        reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None, args: MiniLLMConfig | None = None,
+        train_dataset: AnyDataset | None = None, eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        reward_processing_classes: ProcessingClasses = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        peft_config: Any | None = None,
-        rollout_func: RolloutFunc | None = None,
-        tools: Sequence[Callable[..., Any]] | None = None,
-    ) -> None:
+        reward_processing_classes: ProcessingClasses = None, callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None), peft_config: Any | None = None,
+        rollout_func: RolloutFunc | None = None, tools: Sequence[Callable[..., Any]] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(
             model, dummy_reward_func if reward_funcs is None else reward_funcs, args, train_dataset, eval_dataset,
             processing_class, reward_processing_classes, callbacks, optimizers, peft_config, tools, rollout_func,

@@ -201,18 +201,13 @@ class SelfDistillationTrainer(DistillationTrainer):
     method: SelfDistillationMethod
 
     def __init__(
-        self,
-        model: str | nn.Module | PreTrainedModel,
-        reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
-        args: Any | None = None,
-        train_dataset: AnyDataset | None = None,
+        self, model: str | nn.Module | PreTrainedModel, reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
+        args: Any | None = None, train_dataset: AnyDataset | None = None,
         eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        reward_processing_classes: ProcessingClasses = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        peft_config: Any | None = None,
-    ) -> None:
+        reward_processing_classes: ProcessingClasses = None, callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None), peft_config: Any | None = None,
+    ) -> None:  # fmt: skip
         others = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
         for name, dataset in {"train": train_dataset, **others}.items():
             if dataset is not None or name == "train":
@@ -277,16 +272,12 @@ class SDFTTrainer(SelfDistillationTrainer):
     config_type = SDFTConfig
 
     def __init__(
-        self,
-        model: str | nn.Module | PreTrainedModel,
-        args: SDFTConfig | None = None,
-        train_dataset: AnyDataset | None = None,
-        eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
+        self, model: str | nn.Module | PreTrainedModel, args: SDFTConfig | None = None,
+        train_dataset: AnyDataset | None = None, eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
+        callbacks: list[TrainerCallback] | None = None, optimizers: tuple[Any, Any] = (None, None),
         peft_config: Any | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(
             model, None, args, train_dataset, eval_dataset, processing_class, None, callbacks, optimizers, peft_config,
         )  # fmt: skip

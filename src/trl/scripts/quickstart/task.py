@@ -70,13 +70,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int, layers: int = 
 
 
 def replies(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    rows: Sequence[Row],
-    *,
-    greedy: bool = True,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row], *, greedy: bool = True,
     seed: int = 0,
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """The model's answer to each row's prompt: the most likely one, or one sampled at temperature 1."""
     training = model.training
     model.eval()

@@ -23,15 +23,11 @@ class WeaveCallback(TrainerCallback):
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        project_name: str | None = None,
+        self, trainer: Trainer, project_name: str | None = None,
         scorers: dict[str, Callable[[str, str], object]] | None = None,
-        generation_config: GenerationConfig | None = None,
-        num_prompts: int | None = None,
-        dataset_name: str = "eval_dataset",
-        model_name: str | None = None,
-    ):
+        generation_config: GenerationConfig | None = None, num_prompts: int | None = None,
+        dataset_name: str = "eval_dataset", model_name: str | None = None,
+    ):  # fmt: skip
         if find_spec("weave") is None:
             raise ImportError("WeaveCallback needs the weave package. Install it with `pip install weave`.")
         self.trainer, self.project_name, self.scorers = trainer, project_name, scorers or {}

@@ -47,16 +47,10 @@ class WinRateCallback(TrainerCallback):
     """
 
     def __init__(
-        self,
-        judge: BasePairwiseJudge,
-        trainer: Trainer,
-        generation_config: GenerationConfig | None = None,
-        num_prompts: int | None = None,
-        shuffle_order: bool = True,
-        use_soft_judge: bool = False,
-        *,
+        self, judge: BasePairwiseJudge, trainer: Trainer, generation_config: GenerationConfig | None = None,
+        num_prompts: int | None = None, shuffle_order: bool = True, use_soft_judge: bool = False, *,
         against: Sequence[str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if not hasattr(judge, "judge"):
             raise TypeError(f"judge must be a BasePairwiseJudge, got {judge!r}.")
         self.judge, self.trainer, self.generation_config = judge, trainer, generation_config
