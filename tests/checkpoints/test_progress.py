@@ -15,7 +15,7 @@ STATES = [
 def saved(folder):
     for rank, state in enumerate(STATES):
         save_progress(folder, rank=rank, state=state)
-    return str(folder)
+    return folder
 
 
 def test_each_process_goes_on_with_its_own(tmp_path):
@@ -37,6 +37,5 @@ def test_another_number_of_processes_loses_nothing(tmp_path):
 
 
 def test_a_missing_file_is_said(tmp_path, caplog):
-    assert load_progress(str(tmp_path), rank=0, processes=1) is None
+    assert load_progress(tmp_path, rank=0, processes=1) is None
     assert "start from zero" in caplog.text
-    assert load_progress(None, rank=0, processes=1) is None

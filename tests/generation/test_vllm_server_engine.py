@@ -5,13 +5,14 @@ import socket
 import threading
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import openai
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from tests.generation.served_runs import KINDS, TURNS, asks, found_of, trainer_of
 from tests.generation.stand_in import TOKEN, StandIn, serving
@@ -26,6 +27,7 @@ from trl.generation.live import Request
 from trl.generation.transformers.engine import TransformersEngine
 from trl.generation.vllm.client import VLLMClient
 from trl.generation.vllm.server_engine import VLLMServerEngine
+from trl.trainer.base_trainer import BaseTrainer
 
 GREEDY = Sampling(max_new_tokens=6, do_sample=False, stop_token_ids=())
 
@@ -283,18 +285,14 @@ def test_weights_that_were_loaded_are_sent_again(group_port, monkeypatch):
         trainer.evaluate(rows)
         trainer.evaluate(rows)
         assert len(stand_in.received) == 1
-        monkeypatch.setattr(Trainer, "_load_best_model", written)
-        trainer.state.best_model_checkpoint = "best"
+        monkeypatch.setattr(BaseTrainer, "_load_best_model", written)
         trainer._load_best_model()
         trainer.evaluate(rows)
         assert len(stand_in.received) == 2
         torch.testing.assert_close(stand_in.served.state_dict(), trainer.model.state_dict(), rtol=0, atol=0)
         written()
-        monkeypatch.setattr(Trainer, "_load_optimizer_and_scheduler", lambda self, checkpoint: None)
-        trainer._load_optimizer_and_scheduler(None)  # a run that is not resumed
-        trainer.evaluate(rows)
-        assert len(stand_in.received) == 2
-        trainer._load_optimizer_and_scheduler("checkpoint-0")
+        monkeypatch.setattr(BaseTrainer, "load_state", lambda self, folder: None)
+        trainer.load_state(Path("checkpoint-0"))
         trainer.evaluate(rows)
         assert len(stand_in.received) == 3
         torch.testing.assert_close(stand_in.served.state_dict(), trainer.model.state_dict(), rtol=0, atol=0)

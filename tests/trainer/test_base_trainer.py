@@ -1,8 +1,10 @@
 """What every trainer shares: sums over a run, and what happens where there is nothing to sum."""
 
+import gc
 import json
 import math
 import os
+import weakref
 from pathlib import Path
 
 import pytest
@@ -227,3 +229,16 @@ def test_several_gpus_in_one_process_are_not_copied_to(tmp_path, caplog):
     settle_inherited(args, "rows")
     assert args.n_gpu == 1
     assert "2 GPUs are visible to this process and 1 is used" in caplog.text
+
+
+def test_a_trainer_is_freed_with_its_last_use(tmp_path):
+    """Its parts hold no reference to it: a cycle would keep its model, and the folder of an iterative run."""
+    trainer = make(rows(), folder=tmp_path, max_steps=1)
+    trainer.train()
+    alive = weakref.ref(trainer)
+    gc.disable()
+    try:
+        del trainer
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -44,6 +44,7 @@ from trl.checkpoints.wholeness import CheckpointError
 from trl.experimental.diffusion_grpo import FlowPipeline
 from trl.reporting.run_lines import metric_cells
 from trl.rewards import RewardError
+from trl.trainer.diffusion_setup import place_modules
 from trl.trainer.utils import PerPromptStatTracker
 
 SAME = {"rtol": 1e-10, "atol": 1e-10}
@@ -460,7 +461,7 @@ def test_float16_leaves_out_what_the_model_keeps_in_float32(monkeypatch):
     monkeypatch.setattr(type(trainer.accelerator), "mixed_precision", "fp16")
     encoder = copy.deepcopy(trainer.sd_pipeline.text_encoder)
     encoder._keep_in_fp32_modules = ["fc2"]
-    trainer._place([encoder])
+    place_modules([encoder], trainer.accelerator)
     found = {name: value.dtype for name, value in encoder.named_parameters()}
     assert {dtype for name, dtype in found.items() if "fc2" in name} == {torch.float32}
     assert {dtype for name, dtype in found.items() if "fc2" not in name} == {torch.float16}

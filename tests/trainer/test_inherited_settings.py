@@ -13,6 +13,7 @@ from tests.trainer import cpo_runs, dpo_runs, kto_runs, prm_runs, reward_runs
 from tests.trainer.inherited_worker import EVALUATIONS, SEQUENCES, evaluated, sft_evaluated
 from tests.two_processes import launch
 from trl.data.streaming import StreamRounds
+from trl.trainer.loaders import order_of
 from trl.trainer.samples import _some_rows
 
 FEW = {
@@ -102,10 +103,10 @@ def test_an_evaluation_in_bfloat16_is_held_against_a_reference_in_bfloat16(metho
 def test_a_steps_rows_are_of_like_length():
     trainer = build("dpo", train_sampling_strategy="group_by_length", train_dataset=rows_of("dpo", count=64))
     lengths = [p + c + r for p, c, r in dpo_runs.LENGTHS] * 8
-    order = list(trainer._get_train_sampler())
+    order = list(order_of(trainer.get_train_dataloader()))
     assert sorted(order) == list(range(64)) and order != sorted(order)
     assert lengths[order[0]] == max(lengths)
-    again = trainer._get_train_sampler()
+    again = order_of(trainer.get_train_dataloader())
     assert list(again) == order
     again.set_epoch(1)
     assert list(again) != order and sorted(again) == list(range(64))

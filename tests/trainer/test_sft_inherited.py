@@ -9,6 +9,7 @@ import torch
 
 from tests.trainer.inherited_worker import packed_rows
 from tests.trainer.sft_runs import make, model_for
+from trl.trainer.loaders import order_of
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "padded": {},
@@ -134,7 +135,7 @@ def test_a_run_with_dropout_goes_on_to_the_same_bits(epoch, tmp_path):
 def test_rows_are_ordered_by_the_tokens_that_they_have():
     sized = packed_rows().add_column("length", list(range(7)))  # type: ignore[call-arg]
     trainer = make(sized, train_sampling_strategy="group_by_length")
-    assert list(trainer._get_train_sampler().lengths) == [len(row["input_ids"]) for row in packed_rows()]
+    assert list(order_of(trainer.get_train_dataloader()).lengths) == [len(row["input_ids"]) for row in packed_rows()]
 
 
 # ---- several processes: the slow test of two is test_inherited_settings.py's

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import transformers
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -162,21 +163,31 @@ def get_config_model_id(config: PretrainedConfig) -> str:
     return getattr(config, "_name_or_path", None) or ""
 
 
-def load_saved_weights(model: PreTrainedModel, folder: str) -> None:
-    """Copy the weights that `save_pretrained` wrote into a folder into a model of the same kind, bit for bit.
+def load_checkpoint_weights(model: nn.Module, folder: Path) -> None:
+    """Copy the weights of a checkpoint into the model that wrote it, bit for bit.
 
     transformers 5 saves some architectures (vision-language models, mixtures of experts) under other names, which only
-    `from_pretrained` puts back. Raises ValueError if a weight is missing.
+    `from_pretrained` puts back. Raises: ValueError if a weight is missing.
     """
-    widest = max((parameter.dtype for parameter in model.parameters()), key=lambda dtype: dtype.itemsize)
-    loaded: Any = type(model).from_pretrained(folder, dtype=widest, output_loading_info=True)
-    saved, info = loaded
-    if lost := sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]])):
-        raise ValueError(
-            f"'{folder}' lacks {len(lost)} weights of {type(model).__name__} ({lost[0]}, ...). "
-            "Resume with the trained model."
-        )
-    model.load_state_dict(saved.state_dict())
+    missing, unexpected = set(model.state_dict()), False
+    for file in sorted(folder.glob("model*.safetensors")):
+        result = model.load_state_dict(load_file(file), strict=False)
+        missing &= set(result.missing_keys)
+        unexpected |= bool(result.unexpected_keys)
+    if unexpected:
+        widest = max((parameter.dtype for parameter in model.parameters()), key=lambda dtype: dtype.itemsize)
+        loaded: Any = type(model).from_pretrained(folder, dtype=widest, output_loading_info=True)  # type: ignore[attr-defined]
+        saved, info = loaded
+        missing = {str(name) for name in [*info["missing_keys"], *info["mismatched_keys"]]}
+        if not missing:
+            model.load_state_dict(saved.state_dict())
+    else:  # tied weights are read under their other name
+        missing -= {
+            *(getattr(model, "all_tied_weights_keys", None) or ()),
+            *(getattr(model, "_keys_to_ignore_on_save", None) or ()),
+        }
+    if missing:
+        raise ValueError(f"{len(missing)} tensors of the model are missing ({min(missing)}, ...)")
 
 
 def load_processing_class(

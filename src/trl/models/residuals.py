@@ -8,6 +8,7 @@ for GPUs only.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from itertools import accumulate, chain, groupby
@@ -91,6 +92,30 @@ def clip_gradients(optimizer: Any, parameters: Iterable[Tensor], limit: float) -
     total = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     getattr(optimizer, "optimizer", optimizer).gradient_scale = min(1.0, limit / (total + 1e-6))
     return total
+
+
+class ClipGradients:
+    """Takes the place of `Accelerator.clip_grad_norm_`: gives `check` each norm before the update.
+
+    The gradients of bfloat16 weights with residuals, for which `optimizer` returns their optimiser, are clipped in
+    float32.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, check: Callable[[float], None], optimizer: Callable[[], Any] | None = None
+    ) -> None:
+        self._accelerator, self._check, self._optimizer = accelerator, check, optimizer
+        self._clip = accelerator.clip_grad_norm_
+
+    def __call__(self, parameters: Iterable[Tensor], max_norm: float, norm_type: int = 2) -> Any:
+        """The norm, of which one that is not finite is an error (fp16 skips such steps)."""
+        if self._optimizer is not None and math.isfinite(max_norm):
+            norm = clip_gradients(self._optimizer(), parameters, max_norm)
+        else:
+            norm = self._clip(parameters, max_norm, norm_type)
+        if norm is not None and self._accelerator.scaler is None:
+            self._check(float(norm))
+        return norm
 
 
 class KeepsResiduals(torch.optim.Optimizer):

@@ -190,3 +190,25 @@ def step_statistics(
         error, variance = float(statistics["ppo/val/error"]), float(statistics["ppo/returns/var"])
         statistics["ppo/val/var_explained"] = explained_variance(error, variance)
     return statistics
+
+
+def tracker_logs(
+    stats: Mapping[str, Any], scores: Tensor, rewards: Sequence[float], columns: Mapping[str, Any], *, kind: str
+) -> dict[str, Any]:
+    """A step's statistics with those of the `scores` of all processes, as the tracker `kind` takes them.
+
+    wandb gets a table of this process's `columns` with its `rewards`, other trackers only numbers.
+    """
+    scores = scores.cpu()
+    logs = {
+        **stats,
+        "env/reward_mean": float(scores.mean()),
+        "env/reward_std": float(scores.std()) if len(scores) > 1 else 0.0,
+        "env/reward_dist": scores.numpy(),
+    }
+    if kind != "wandb":
+        return {name: value for name, value in logs.items() if not isinstance(value, np.ndarray)}
+    import wandb  # pyright: ignore[reportMissingImports]
+
+    rows = [list(row) for row in zip(*columns.values(), rewards, strict=True)]
+    return logs | {"game_log": wandb.Table(columns=[*columns, "reward"], rows=rows)}

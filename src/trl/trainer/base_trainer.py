@@ -8,48 +8,37 @@ draws all micro-batches and counts what they train over all processes; each micr
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
+from weakref import proxy
 
 import torch
-from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
-from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Sampler, SequentialSampler
+from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, Trainer
-from transformers.trainer_utils import EvalLoopOutput, HubStrategy, IntervalStrategy, SaveStrategy, has_length
+from transformers.trainer_utils import EvalLoopOutput, HubStrategy, SaveStrategy
 from transformers.training_args import OptimizerNames
 
 from trl.checkpoints.identity import run_facts
-from trl.checkpoints.ownership import owned, run_folder_name
-from trl.checkpoints.progress import (
-    CheckpointWriter,
-    Run,
-    SavesState,
-    begin_run,
-    load_progress,
-    on_main,
-    save_progress,
-    starts_anew,
-)
+from trl.checkpoints.progress import SavesState, load_progress, on_main, save_progress
+from trl.checkpoints.runs import Run, Runs
 from trl.checkpoints.wholeness import naming_weights
 from trl.data.prepared_sets import DataSets
-from trl.data.ragged import list_lengths
 from trl.data.rendering import run_date_of
-from trl.data.streaming import RepeatedStream, StreamRounds, is_streaming
 from trl.methods.method import CONTEXT, LOSS_PARTS, Context, Method, Outcome, Scoring, Step
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
-from trl.models.loading import cast_state, load_saved_weights, name_dtype, save_dtype
-from trl.models.packed.layout import FILLS_UP, count_sequence_tokens, count_tokens
+from trl.models.loading import cast_state, load_checkpoint_weights, name_dtype, save_dtype
+from trl.models.packed.layout import FILLS_UP, count_sequence_tokens
+from trl.models.peft import is_peft_model
 from trl.models.policy import Policy, set_up_policy
 from trl.models.reference import FrozenModel, attach_reference
-from trl.models.residuals import check_residuals, clip_gradients, keep_residuals
+from trl.models.residuals import ClipGradients, check_residuals, keep_residuals
 from trl.models.scoring.causal import Scorer
 from trl.models.scoring.values import PolicyValueScorer
 from trl.models.setup import ClassifierKind
@@ -63,20 +52,21 @@ from trl.reporting.model_card import Paper, card_of_trainer, is_generated
 from trl.reporting.run_lines import use_run_lines
 from trl.rollouts.token_counts import TokenCounts
 from trl.tensors.reduce import Weighted
-from trl.trainer.callbacks.checkpoints import at_step_ends
+from trl.trainer.callbacks.checkpoints import AtTrainBegin, at_step_ends
 from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
-from trl.trainer.inherited import (
-    Data,
-    GatherRows,
+from trl.trainer.evaluation import GatherRows, check_best_metric, chosen_metric, returns_dict, with_metrics
+from trl.trainer.inherited import Data, settle_inherited
+from trl.trainer.loaders import (
     GroupedByLength,
-    WholeRounds,
-    check_best_metric,
     check_lengths,
-    chosen_metric,
-    returns_dict,
+    evaluation_loader,
+    fills_up,
+    order_of,
     rounds_of,
-    settle_inherited,
+    row_lengths,
+    training_loader,
 )
+from trl.trainer.run_metrics import InputTokens, RunMetrics, check_trained, logs_step, require_finite, summary_of
 
 logger = logging.getLogger(__name__)
 
@@ -126,11 +116,10 @@ class BaseTrainer(Trainer):
                     kwargs[name] = prepare(kwargs[name])
         self._sums = {"train": MetricSums(), "eval": MetricSums()}
         super().__init__(*args, **kwargs)
+        self._make_parts()
         use_run_lines(self.callback_handler, kwargs.get("callbacks") or (), self.args)
-        if self.keeps_residuals:
-            check_residuals(self.accelerator, OptimizerNames(self.args.optim).value)
         self._signature_columns = list(self._columns)
-        chosen_metric(self)  # whose set must exist
+        chosen_metric(self.args, self.eval_dataset)  # whose set must exist
         at_step_ends(self.callback_handler.callbacks)
         # The loss comes back divided by the count over the whole step: the parent must not divide it again.
         self.model_accepts_loss_kwargs = True
@@ -162,9 +151,26 @@ class BaseTrainer(Trainer):
 
     _path: str | None = None  # of the model that was given by name
     _sets: Any = None
-    _tokens_seen: Tensor | int = 0
-    _uncounted_steps = 0
     _offloading: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def _make_parts(self) -> None:
+        """The parts of a trainer that the constructor of transformers has built."""
+        accelerator, counted = self.accelerator, self.args.include_num_input_tokens_seen
+        trainer = proxy(self)  # a cycle would keep a trainer, and the folder of its run, after its last use
+        self.runs, self.run_metrics = Runs(accelerator), RunMetrics(accelerator, self._sums)
+        self.add_callback(AtTrainBegin(lambda: trainer._begin_training()))
+        self._input_tokens = None if counted == "no" else InputTokens(accelerator, padding=counted == "all")
+        if self._input_tokens is not None:
+            self.add_callback(self._input_tokens)
+        if self.keeps_residuals:
+            check_residuals(accelerator, OptimizerNames(self.args.optim).value)
+        optimizer = (lambda: trainer.optimizer) if self.keeps_residuals else None
+        clip = ClipGradients(accelerator, lambda norm: trainer._require_finite("the gradient's norm", norm), optimizer)
+        accelerator.clip_grad_norm_ = clip  # type: ignore[method-assign]
+
+    def _require_finite(self, name: str, value: float) -> None:
+        folder = self.state.best_model_checkpoint or self.args.output_dir
+        require_finite(name, value, step=self.state.global_step + 1, folder=folder)
 
     def check_class(self) -> None:
         """Called first in the constructor: raises TypeError for a class that cannot be trained."""
@@ -220,15 +226,6 @@ class BaseTrainer(Trainer):
     def add_reference(self, batch: dict[str, Any]) -> None:
         """Put the reference's log-probs into the batch, if the method has a reference and they are not there yet."""
 
-    @contextmanager
-    def unrecorded(self) -> Iterator[None]:
-        """Evaluate without adding to the metrics."""
-        kept, self._sums["eval"] = self._sums["eval"], MetricSums()
-        try:
-            yield
-        finally:
-            self._sums["eval"] = kept
-
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | None]:
@@ -250,12 +247,8 @@ class BaseTrainer(Trainer):
     _unprepared: list[Any] | None = None
 
     def _fills_up(self) -> bool:
-        """Whether the batch that was drawn last is its loader's last one, which has rows for other processes alone."""
-        state = self.accelerator.gradient_state
-        if not state.end_of_dataloader:
-            return False
-        rounds = rounds_of(state.active_dataloader)
-        return rounds is not None and self.args.process_index >= self.args.world_size - rounds.missing
+        place = {"process": self.args.process_index, "processes": self.args.world_size}
+        return fills_up(self.accelerator.gradient_state, **place)
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
@@ -276,17 +269,12 @@ class BaseTrainer(Trainer):
                 loss = super().training_step(model, inputs, num_items_in_batch)
         finally:
             self._units_of_step = None
-        require_finite(self, "loss", loss.item())
+        self._require_finite("loss", loss.item())
+        if self._input_tokens is not None:
+            self._input_tokens.add(inputs)
         return loss
 
     _units_of_step: Tensor | int | None = None
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The gradient's norm; one that is not finite stops the run before the update (fp16 skips such steps)."""
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        if norm is not None and self.accelerator.scaler is None:
-            require_finite(self, "the gradient's norm", float(norm))
-        return norm
 
     # ---- the loss
 
@@ -331,17 +319,16 @@ class BaseTrainer(Trainer):
             num_items_in_batch = self._units_of_step
         self.loss_is_scaled_for_ga = num_items_in_batch is not None
         inputs = self.take_batch(inputs)
-        fills_up = FILLS_UP in inputs
-        if self.mode == "train" and self._token_counts is None and not fills_up:
-            seen = count_sequence_tokens(self.method.learned(inputs))
-            self._tokens_seen = self._tokens_seen + seen.to(self.args.device)
+        is_extra = FILLS_UP in inputs
+        if self.mode == "train" and self._token_counts is None and not is_extra:
+            self.run_metrics.count_tokens(count_sequence_tokens(self.method.learned(inputs)))
         own = self.method.count(inputs)
         step = own.clamp(min=1)
         if num_items_in_batch is not None:
             step = torch.as_tensor(num_items_in_batch).view(-1)
         found = self.outcome(model, inputs, step=step, with_outputs=return_outputs)
         loss = found.loss(self.method.units, own, step, router_weight=self.scorer.router_weight)
-        if fills_up:
+        if is_extra:
             loss = loss * 0  # with the collectives of the others, and a gradient of zeros
         else:
             self._record(found, own)
@@ -371,36 +358,13 @@ class BaseTrainer(Trainer):
         """`train` or `eval`."""
         return "train" if self.model is not None and self.model.training else "eval"
 
-    def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
-        """Count what `include_num_input_tokens_seen` asks for: tokens that are not padding are told by position, not by
-        id.
-        """
-        if FILLS_UP in inputs and "input_ids" in inputs:
-            inputs = {"input_ids": inputs["input_ids"][:, :0]}
-        if self.args.include_num_input_tokens_seen != "non_padding" or "input_ids" not in inputs:
-            super()._track_num_input_tokens(inputs)
-            return
-        seen = count_tokens(inputs).to(self.args.device).view(1)
-        self.state.num_input_tokens_seen += int(self.accelerator.gather(seen).sum())  # type: ignore[union-attr]
-
     def statistics_due(self) -> bool:
         """Whether this step's costly statistics (entropy) will be logged; between logs they are not computed."""
-        if self.mode == "eval":
-            return True
-        strategy, step = self.args.logging_strategy, self.state.global_step + 1
-        if step == self.state.max_steps:  # for the summary
-            return True
-        if strategy == IntervalStrategy.STEPS:
-            first = step == 1 and self.args.logging_first_step
-            return first or not self.state.logging_steps or step % self.state.logging_steps == 0
-        return strategy != IntervalStrategy.NO
+        return self.mode == "eval" or logs_step(self.args, self.state)
 
     def num_tokens(self) -> float:
         """Real tokens trained on so far, over all processes."""
-        seen = torch.as_tensor(self._tokens_seen, device=self.args.device)
-        if self.accelerator.num_processes > 1:
-            seen = self.accelerator.reduce(seen, reduction="sum")
-        return float(seen)  # type: ignore[arg-type]
+        return self.run_metrics.num_tokens()
 
     def ends_window(self, logs: Mapping[str, float]) -> bool:
         """Whether these logs hold a training loss, or are the summary of a run with steps that were not logged yet."""
@@ -418,12 +382,7 @@ class BaseTrainer(Trainer):
         super().log(logs, start_time)
 
     def _mean_loss(self) -> float:
-        """Of the whole run, also of what was trained before it was resumed, if the checkpoint says what that lost."""
-        total: Any = self._total_loss_scalar  # what was not logged yet was summed by each process for itself
-        if self.accelerator.num_processes > 1:
-            total = torch.tensor(total, dtype=torch.float64, device=self.args.device)
-            total = self.accelerator.reduce(total, reduction="mean").item()  # type: ignore[union-attr]
-        return total / max(self.state.global_step - self._uncounted_steps, 1)
+        return self.run_metrics.mean_loss(self._total_loss_scalar, self.state.global_step)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train; see `transformers.Trainer.train`. Resuming is bit-exact.
@@ -431,49 +390,40 @@ class BaseTrainer(Trainer):
         Raises: FileNotFoundError where there is nothing to resume from; CheckpointError where the checkpoint lost a
         part or is of another method, model or data, and where another run is active in `output_dir`.
         """
+        self.run_metrics.begin()
+        check_lengths(self.accelerator, self.train_dataset, "train")
         with ExitStack() as stack:
-            stack.callback(setattr, self, "_run", None)
             run = self._enter_run(stack, resume_from_checkpoint)
             output = super().train(run.checkpoint, *args, **kwargs)
-        history = reversed(self.state.log_history)  # without a summary where an overridden `log` renames its metrics
-        summary = next((logs for logs in history if "train_loss" in logs), {})
-        metrics = {name: value for name, value in summary.items() if name != "step"}
-        loss = self._mean_loss()
-        metrics = {**output.metrics, "train_loss": loss, **metrics}
-        return output._replace(training_loss=loss, metrics=metrics)
+        return summary_of(output, self.state.log_history, self._mean_loss())
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Raises TypeError: a trainer is one run."""
         raise TypeError("hyperparameter_search is not supported. Build a trainer for each trial and call train().")
 
-    def _inner_training_loop(self, batch_size: int | None = None, **given: Any) -> Any:
-        self._sums["train"].drain()  # of an earlier call
-        self._tokens_seen, self._uncounted_steps = 0, 0
-        self._goes_on_from = given.get("resume_from_checkpoint")
-        check_lengths(self.accelerator, self.train_dataset, "train")
-        return super()._inner_training_loop(batch_size=batch_size, **given)
+    def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> Any:
+        """The lengths of the run; see `transformers.Trainer`.
 
-    _goes_on_from: str | None = None  # a checkpoint of which only weights and optimiser are loaded yet
-
-    def _run_epoch(self, *, epoch: int, **given: Any) -> None:
-        """Train for an epoch; not when resuming from the run's last checkpoint, where the parent would train one more
-        step.
+        No epoch is left where the run resumes from its last checkpoint, where the parent would train one more step.
         """
-        if self._goes_on_from is not None and self.state.global_step >= self.state.max_steps:
-            self.control.should_training_stop = True
-            return
+        values = super().set_initial_training_values(args, dataloader)
+        epochs, updates, *_, max_steps = values
+        done = 0 if self.runs.current is None else self.runs.current.step
+        return values if done < max_steps else (min(epochs, done // updates), *values[1:])
+
+    def _begin_training(self) -> None:
+        """Check what the first evaluation needs, or load the state of the checkpoint, when training begins."""
+        checkpoint = None if self.runs.current is None else self.runs.current.checkpoint
         if self.state.global_step == 0:
             check_best_metric(self)
-        if hasattr(self._order, "set_epoch"):  # the parent does not find it where several processes skip seen rows
-            self._order.set_epoch(epoch)  # type: ignore[union-attr]
-        super()._run_epoch(epoch=epoch, **given)
-
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        if self._goes_on_from is not None:  # nothing was left to train: its sums are still to be read
-            self._load_rng_state(self._goes_on_from)
-        # With a limit of 1 the parent removes the newest checkpoint here, if it is not the best.
-        with holding(self.args, "save_total_limit", None):
-            return super()._finalize_training(*args, **kwargs)
+        if checkpoint is None:
+            return
+        self.load_state(Path(checkpoint))
+        order = order_of(self.callback_handler.train_dataloader)
+        if isinstance(order, GroupedByLength):  # the parent does not find it where several processes skip seen rows
+            order.set_epoch(int(self.state.epoch or 0))
+        if self.state.global_step >= self.state.max_steps:  # there is no step before which the parent would load it
+            self._load_rng_state(checkpoint)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate; see `transformers.Trainer.evaluate`."""
@@ -491,9 +441,10 @@ class BaseTrainer(Trainer):
         count.
         """
         inputs = self._prepare_inputs(inputs)
-        if fills_up := self._fills_up():
+        is_extra = self._fills_up()
+        if is_extra:
             inputs = {**inputs, FILLS_UP: True}
-        self.gather_function = GatherRows(self.accelerator, fills_up=fills_up)
+        self.gather_function = GatherRows(self.accelerator, fills_up=is_extra)
         batch = self._prepare_inputs(self.handed_out(self.take_batch(inputs), inputs))
         with torch.no_grad():
             if prediction_loss_only:
@@ -504,7 +455,7 @@ class BaseTrainer(Trainer):
                 outputs.get(name) if isinstance(outputs, Mapping) else None for name in (self._predictions, "labels")
             )
             if predictions is None or labels is None:
-                with self.unrecorded():
+                with self.run_metrics.unrecorded():
                     outcome = self.outcome(model, self.take_batch(batch), with_outputs=True)
                 predictions, labels = outcome.predictions if predictions is None else predictions, outcome.labels
             return loss.detach(), predictions.detach(), labels
@@ -530,38 +481,15 @@ class BaseTrainer(Trainer):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
-        # A stream's, unless workers read it in processes of their own.
-        rows = getattr(rounds_of(dataloader), "count", 0)
+        tokens, derived = self.num_tokens, self.method.derived
+        rows = getattr(rounds_of(dataloader), "count", 0)  # a stream's, unless workers read it in their own processes
         output = output._replace(num_samples=rows or output.num_samples)
-        assert output.metrics is not None
-        names = self._sums["eval"].state()["sums"]
-        means = self._sums["eval"].drain(self.accelerator)
-        # The loss is the sum of its parts, each a mean over units of its own.
-        parts = [means.pop(name) for name in list(means) if name.startswith(LOSS_PARTS)]
-        means = self.method.derived({"loss": sum(parts), **means} if parts else means)
-        if any(name.startswith(LOSS_PARTS) for name in names) and "loss" not in means:
-            logger.warning("The %s set has no trained token: its loss is NaN.", metric_key_prefix)
-            output.metrics[f"{metric_key_prefix}_loss"] = math.nan
-        if means:
-            means["num_tokens"] = self.num_tokens()
-            own = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
-            theirs = {name: v for name, v in output.metrics.items() if name != f"{metric_key_prefix}_loss"}
-            output.metrics.update({**own, **theirs})  # what `compute_metrics` calls by the same name stays
-        return output
+        sums, accelerator = self._sums["eval"], self.accelerator
+        return with_metrics(output, sums, accelerator, prefix=metric_key_prefix, derived=derived, num_tokens=tokens)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The optimiser, before the first step. Raises ValueError for a model without a trainable parameter."""
-        parameters = (model or self.model).parameters()  # type: ignore[union-attr]
-        trained = {parameter.dtype for parameter in parameters if parameter.requires_grad}
-        if not trained:
-            raise ValueError(
-                f"every parameter of {type(self.model).__name__} is frozen (requires_grad=False), so nothing would be trained. "
-                "Unfreeze some, or pass peft_config to train an adapter."
-            )
-        if self.args.device.type == "cpu" and torch.float16 in trained:
-            raise ValueError(
-                "the trained weights are float16, and this run is on a CPU. Load them in bfloat16 or float32."
-            )
+        check_trained(model or self.model, self.args.device)  # type: ignore[arg-type]
         optimizer = super().create_optimizer(model)
         if self.keeps_residuals:
             keep_residuals(optimizer)
@@ -572,88 +500,37 @@ class BaseTrainer(Trainer):
         """Whether the weights train in bfloat16 with residuals."""
         return getattr(self.args, "weights", None) is not None
 
-    def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """Clip the gradients to `max_grad_norm`, in float32 also those of bfloat16 weights with residuals."""
-        if not self.keeps_residuals:
-            return super()._clip_grad_norm(model)
-        return clip_gradients(self.optimizer, model.parameters(), self.args.max_grad_norm)
-
     # ---- the rows
 
     def get_train_dataloader(self) -> DataLoader:
         """The training batches; a stream starts again when it ends, so that every step is whole."""
-        dataset: Any = self.train_dataset
-        if is_streaming(dataset) and not isinstance(dataset, RepeatedStream):
-            with holding(self, "train_dataset", RepeatedStream(dataset)):
-                return super().get_train_dataloader()
-        args, loader = self.args, super().get_train_dataloader()
-        batches: Any = loader
-        if args.dataloader_drop_last and has_length(batches) and not len(batches):
-            raise ValueError(
-                f"dataloader_drop_last=True drops all {self.num_examples(loader)} training rows: they do not fill a batch of "
-                f"{args.train_batch_size * args.world_size} (over all processes). Set it to False, or lower "
-                "per_device_train_batch_size."
-            )
-        return loader
+        args, rows = self.args, self.train_dataset
+        if args.train_sampling_strategy == "group_by_length" and isinstance(rows, Dataset):
+            tokens = None if self._sets is None else self._sets.row_tokens(rows)
+            lengths = row_lengths(rows, tokens, args.length_column_name)
+            step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+            order: Any = lambda _: GroupedByLength(step, lengths, seed=self.order_seed)  # noqa: E731
+        else:
+            order = self._get_train_sampler
+        return training_loader(
+            partial(self._get_dataloader, sampler_fn=order), rows, batch=args.train_batch_size, processes=args.world_size,
+            worker_seed=self.order_seed if args.dataloader_persistent_workers else None,
+        )  # fmt: skip
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Batches of an evaluation set; rows that are not tokenised yet are prepared as those of the constructor."""
-        given = eval_dataset if self._sets is None else self._sets.later(eval_dataset)
-        is_own = given is None or isinstance(given, str) or given is self.eval_dataset
+        rows = eval_dataset if self._sets is None else self._sets.later(eval_dataset)
+        is_own = rows is None or isinstance(rows, str) or rows is self.eval_dataset
+        chosen: Any = self.eval_dataset if rows is None else rows
+        chosen = self.eval_dataset[chosen] if isinstance(chosen, str) else chosen  # type: ignore[index]
         # The parent keeps one loader with persistent workers, and takes it for any set that is given.
-        persistent = self.args.dataloader_persistent_workers and is_own
-        with holding(self.args, "dataloader_persistent_workers", persistent):
-            return super().get_eval_dataloader(given)
+        with holding(self.args, "dataloader_persistent_workers", self.args.dataloader_persistent_workers and is_own):
+            return evaluation_loader(super().get_eval_dataloader, rows, chosen, self.args)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """Batches to predict on; rows that are not tokenised yet are prepared as those of the constructor."""
-        return super().get_test_dataloader(test_dataset if self._sets is None else self._sets.later(test_dataset))
-
-    def _get_dataloader(self, dataset: Any, *, is_training: bool = False, **given: Any) -> DataLoader:
-        args = self.args
-        if not is_training and is_streaming(dataset):  # hides a length of other rows (ConstantLengthDataset)
-            place = {"process": args.process_index, "processes": args.world_size}
-            dataset = StreamRounds(dataset, args.eval_batch_size, **place)
-        # `dataloader_drop_last` is for training, whose epochs leave out other rows each time.
-        with holding(args, "dataloader_drop_last", is_training and args.dataloader_drop_last):
-            loader: Any = super()._get_dataloader(dataset, is_training=is_training, **given)
-        shard, stream = loader.batch_sampler, loader.dataset
-        if isinstance(shard, BatchSamplerShard):
-            shard.batch_sampler, shard.even_batches = WholeRounds(shard.batch_sampler, args.world_size), False
-        elif isinstance(stream, IterableDatasetShard) and isinstance(dataset, StreamRounds):
-            stream.batch_size, stream.num_processes, stream.process_index = 1, 1, 0  # takes every row
-        if is_training and args.dataloader_persistent_workers:
-            # Workers are started once by a run, and again by one that goes on: neither may take from the process's own
-            # stream.
-            inner = getattr(loader, "base_dataloader", loader)  # accelerate's
-            inner.generator = torch.Generator().manual_seed(self.order_seed)
-        return loader
-
-    _order: Sampler | None = None
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
-        dataset = self.train_dataset  # `train_dataset` has lost the columns that no batch needs
-        if self.args.train_sampling_strategy != "group_by_length" or not isinstance(dataset, Dataset):
-            self._order = super()._get_train_sampler(train_dataset)
-            return self._order
-        lengths = None if self._sets is None else self._sets.row_tokens(dataset)
-        if self.args.length_column_name in dataset.column_names:
-            lengths = list(dataset[self.args.length_column_name])
-        elif "input_ids" in dataset.column_names:
-            lengths = list_lengths(dataset, "input_ids").tolist()
-        if lengths is None:
-            raise ValueError(
-                "train_sampling_strategy='group_by_length' needs the length of each row: its tokens, or a column "
-                f"{self.args.length_column_name!r}, and prepared rows have {dataset.column_names}. Use 'random'."
-            )
-        rows = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-        self._order = GroupedByLength(rows, lengths, seed=self.order_seed)
-        return self._order
-
-    def _get_eval_sampler(self, eval_dataset: Any) -> Sampler | None:
-        """Rows, and so predictions, keep their order, also with `group_by_length`."""
-        stays = not has_length(eval_dataset) or self.args.world_size > 1
-        return None if stays else SequentialSampler(eval_dataset)
+        rows = test_dataset if self._sets is None else self._sets.later(test_dataset)
+        return evaluation_loader(super().get_test_dataloader, rows, rows, self.args)
 
     @property
     def order_seed(self) -> int:
@@ -663,82 +540,59 @@ class BaseTrainer(Trainer):
     # ---- checkpoints
 
     def _enter_run(self, stack: ExitStack, resume: Any = None, *, alone: bool = True, saves: bool = False) -> Run:
-        """Begin a run that lasts as long as `stack`: own its folder, check the checkpoint that it resumes from.
+        """Begin a run that lasts as long as `stack`; `saves` is for one that saves whatever its `save_strategy`."""
+        args = self.args
 
-        `alone` refuses other runs in this process, `saves` is for one that saves whatever its `save_strategy`.
-        """
-        args, output_dir = self.args, Path(super()._get_output_dir(None))
-        saves = saves or args.save_strategy != SaveStrategy.NO or args.enable_jit_checkpoint
-        known = None if self._run is None else self._run.folder
-        folder = known or output_dir / on_main(self.accelerator, run_folder_name)
-        if saves and args.should_save:
-            stack.enter_context(owned(folder, exclusive=alone))
-
-        def begin() -> Run:
+        def facts() -> dict[str, Any]:
             model: Any = self.accelerator.unwrap_model(self.model)
-            settings = {**args.to_dict(), "processes": args.world_size}
-            facts = {} if not (saves or resume) else run_facts(
+            found = run_facts(
                 method=self._name, config=model.config, adapters=getattr(model, "peft_config", {}),
-                dataset=self.train_dataset, settings=settings,
+                dataset=self.train_dataset, settings={**args.to_dict(), "processes": args.world_size},
             )  # fmt: skip
-            if facts and (begun := run_date_of(self._tokenizer)):
-                facts["date"] = begun
-            return begin_run(folder, facts, args, resume=resume, alone=alone)
+            begun = run_date_of(self._tokenizer)
+            return {**found, "date": begun} if begun else found
 
-        self._run = on_main(self.accelerator, begin)
-        self.newest_checkpoint = None if self._run.checkpoint is None else Path(self._run.checkpoint)
-        return self._run
+        saves = saves or args.save_strategy != SaveStrategy.NO or args.enable_jit_checkpoint
+        return self.runs.enter(stack, args, facts, resume=resume, alone=alone, saves=saves)
 
-    _run: Run | None = None
-    newest_checkpoint: Path | None = None
-    """The last checkpoint that this run wrote, else the one that it resumed from."""
+    @property
+    def newest_checkpoint(self) -> Path | None:
+        """The last checkpoint that this run wrote, else the one that it resumed from."""
+        return self.runs.newest_checkpoint
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write the checkpoint aside and rename it into place: a killed run leaves a whole one or none."""
-        if self._run is None or "method" not in self._run.facts:  # no run, or one that was not to save
-            with ExitStack() as stack:
-                stack.callback(setattr, self, "_run", self._run)
+        args, run = self.args, self.runs.current
+        with ExitStack() as stack:
+            if run is None or "method" not in run.facts:  # no run, or one that was not to save
                 self._enter_run(stack, saves=True)
-                self._save_checkpoint(model, trial)
-            return
-        run_dir = super()._get_output_dir(trial)
-        writer = CheckpointWriter(self._run, run_dir, self.state, self.args, self.accelerator)
-        self._checkpoint_writer = writer
-        try:
-            with writer.saving():
+            with self.runs.writing(self.state, writes=args.should_save) as folder, holding(args, "push_to_hub", False):
                 super()._save_checkpoint(model, trial)
-        finally:
-            self._checkpoint_writer = None
-        final = self.newest_checkpoint = writer.publish()
-        if is_generated(Path(self.args.output_dir or ".")):
+                if not args.save_only_model:
+                    self.save_state(folder)
+            limits = {"writes": args.should_save, "limit": args.save_total_limit}
+            final = self.runs.publish(folder, Path(str(args.output_dir)), self.state, **limits)
+        if is_generated(Path(args.output_dir or ".")):
             self.create_model_card()
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(final))
+        if args.push_to_hub:
+            self._push(final)
 
-    _checkpoint_writer: CheckpointWriter | None = None
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+    def _push(self, checkpoint: Path) -> None:
+        folder = str(checkpoint)
         if self.args.hub_strategy == HubStrategy.EVERY_SAVE:
-            if self._is_pushing():  # the files of `output_dir`, which must stay as they are
+            push = None if self.args.hub_always_push else self.push_in_progress
+            # The files of `output_dir` must stay as they are while the main process pushes an earlier model.
+            if on_main(self.accelerator, lambda: push is not None and not push.is_done()):
                 return
             # In `save_dtype`: a checkpoint's weights, which the parent would copy, are those that train.
             self.save_model(_internal_call=True)
-            checkpoint_folder = os.devnull
+            folder = os.devnull
         with holding(self, "args", unwritten(self.args)):
-            super()._push_from_checkpoint(checkpoint_folder)
-
-    def _is_pushing(self) -> bool:
-        """Whether the main process still pushes an earlier model, for which this one is not pushed; the same on all
-        processes.
-        """
-        push = None if self.args.hub_always_push else self.push_in_progress
-        is_pushing = [push is not None and not push.is_done()]
-        return broadcast_object_list(is_pushing)[0] if self.args.world_size > 1 else is_pushing[0]
+            self._push_from_checkpoint(folder)
 
     def _get_output_dir(self, trial: Any) -> str:
-        if self._checkpoint_writer is not None:
-            return str(self._checkpoint_writer.staging)
-        return super()._get_output_dir(trial)
+        """In a run, the run's own folder, where the parent finds no older checkpoint to remove."""
+        return super()._get_output_dir(trial) if self.runs.current is None else str(self.runs.current.folder)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write the model in `save_dtype`; a checkpoint as it is trained, with that dtype in its config for who loads
@@ -747,93 +601,78 @@ class BaseTrainer(Trainer):
         model: Any = self.accelerator.unwrap_model(self.model)
         args = unwritten(self.args)  # which are written, too
         dtype = save_dtype(model, getattr(args, "save_dtype", None))
-        if dtype is not None and self._checkpoint_writer is None:
+        if dtype is not None and not self.runs.holds(output_dir):
             state_dict = cast_state(model, model.state_dict() if state_dict is None else state_dict, dtype)
         with holding(self, "args", args):
             super()._save(output_dir, state_dict)
         if args.should_save:
             name_dtype(output_dir or str(args.output_dir), dtype)
 
-    @contextmanager
-    def _loading(self, folder: str, core: Any) -> Iterator[None]:
-        """Weights that the parent could not place by name are loaded as `from_pretrained` does."""
-        self._weights_are_renamed = False
-        with naming_weights(folder):
-            yield
-            if self._weights_are_renamed:
-                load_saved_weights(core, folder)
+    @property
+    def _wraps_weights(self) -> bool:
+        return self.is_fsdp_enabled or self.is_deepspeed_enabled or is_peft_model(self.model)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        with self._loading(resume_from_checkpoint, self.scorer.core):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        with naming_weights(resume_from_checkpoint):
+            if self._wraps_weights:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+            else:
+                load_checkpoint_weights(self.model, Path(resume_from_checkpoint))  # type: ignore[arg-type]
 
     def _load_best_model(self) -> None:
-        with self._loading(str(self.state.best_model_checkpoint), self.scorer.core):
-            super()._load_best_model()
+        best = str(self.state.best_model_checkpoint)
+        if self._wraps_weights:
+            with naming_weights(best):
+                super()._load_best_model()
+        else:
+            self._load_from_checkpoint(best)
 
-    _weights_are_renamed = False
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """The parent loads a file's tensors by name, and only warns of those it cannot place.
-
-        Raises: ValueError for a file that lacks tensors of the model.
-        """
-        self._weights_are_renamed = bool(load_result.unexpected_keys)
-        if not self._weights_are_renamed:
-            tied = getattr(self.model, "all_tied_weights_keys", None) or ()  # read under their other name
-            missing = [key for key in load_result.missing_keys if key not in tied]
-            if set(missing) - set(getattr(self.model, "_keys_to_ignore_on_save", None) or ()):
-                raise ValueError(f"{len(missing)} tensors of the model are missing ({missing[0]}, ...)")
-            super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
+    def save_state(self, folder: Path) -> None:
+        """Write into a checkpoint what resuming needs beside weights, optimiser and random state, on every process."""
         counts = {} if self._token_counts is None else {"tokens": self._token_counts.state()}
         save_progress(
-            Path(output_dir),
+            folder,
             rank=self.args.process_index,
             state={
                 "loss_since_log": self._tr_loss.item(),
                 "loss_before_log": self._total_loss_scalar,
                 "last_logged_step": self._globalstep_last_logged,
-                "uncounted_steps": self._uncounted_steps,
                 "processes": self.args.world_size,
-                "tokens_seen": int(self._tokens_seen),
-                "metrics": self._sums["train"].state(),
+                **self.run_metrics.state(),
                 "method": {**self.method.state(), **counts},
             },
         )
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, SavesState):
-                callback.save_state(Path(output_dir))
+                callback.save_state(folder)
         if self._moved_reference is not None:
-            self._moved_reference.save(output_dir)
+            self._moved_reference.save(str(folder))
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if not starts_anew(self.args, "optimizer"):
-            super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if not starts_anew(self.args, "random_state"):
-            super()._load_rng_state(checkpoint)
-        self._goes_on_from = None
-        if self._moved_reference is not None and checkpoint is not None:
-            self._moved_reference.load(checkpoint)
+    def load_state(self, folder: Path) -> None:
+        """Load what `save_state` wrote, when training begins."""
+        if self._moved_reference is not None:
+            self._moved_reference.load(str(folder))
         state = None
-        if not starts_anew(self.args, "progress"):
-            state = load_progress(checkpoint, rank=self.args.process_index, processes=self.args.world_size)
+        if not self.runs.starts_anew("progress"):
+            state = load_progress(folder, rank=self.args.process_index, processes=self.args.world_size)
         if state is None:
-            self._uncounted_steps = self.state.global_step if checkpoint else 0
+            self.run_metrics.uncounted_steps = self.state.global_step
             return
-        self._uncounted_steps = state.get("uncounted_steps", 0)
+        self.run_metrics.load_state(state)
         self._tr_loss.fill_(state["loss_since_log"])
         self._total_loss_scalar = state["loss_before_log"]
         self._globalstep_last_logged = state["last_logged_step"]
-        self._tokens_seen = torch.tensor(state["tokens_seen"], device=self.args.device)
-        self._sums["train"].load_state(state["metrics"], self.args.device)
         self.method.load_state(state.get("method", {}))
         if self._token_counts is not None:
             self._token_counts.load_state(state.get("method", {}).get("tokens", {}))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not self.runs.starts_anew("optimizer"):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self.runs.take_random_state():
+            super()._load_rng_state(checkpoint)
 
     # ---- the model card
 
@@ -859,15 +698,3 @@ class BaseTrainer(Trainer):
         folder = Path(self.args.output_dir or ".")
         folder.mkdir(parents=True, exist_ok=True)
         card.save(folder / "README.md")
-
-
-def require_finite(trainer: Trainer, what: str, value: float) -> None:
-    """Raise FloatingPointError, with advice, for a number of the current step that is not finite."""
-    if math.isfinite(value):
-        return
-    last = trainer.state.best_model_checkpoint or trainer.args.output_dir
-    raise FloatingPointError(
-        f"{what} must be finite, got {value} in optimiser step {trainer.state.global_step + 1}. No update was made with "
-        f"it, and checkpoints under {last} are untouched. Lower learning_rate or max_grad_norm, check the data of "
-        "this step, or train in bfloat16 or float32 if this run uses float16."
-    )

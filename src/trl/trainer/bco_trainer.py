@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -96,21 +96,21 @@ class BCOTrainer(LegacyBCO, UnpairedTrainer):
         """With matching, rows also hold their prompts under the tokenizer of the embedding model."""
         return {} if self._density is None else {"embedding_tokenizer": self._density.embedding_tokenizer}
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
+    def save_state(self, folder: Path) -> None:
+        """Write into a checkpoint also the running mean of rewards and the density of prompts."""
+        super().save_state(folder)
         if not self.args.should_save:
             return
         mean = self.method.mean_reward
-        RunningMoments(None, mean=mean.value, count=mean.count or 1e-24).save_to_json(
-            os.path.join(output_dir, RUNNING_NAME)
-        )
+        RunningMoments(None, mean=mean.value, count=mean.count or 1e-24).save_to_json(str(folder / RUNNING_NAME))
         if self._density is not None:
-            self._density.save(output_dir)
+            self._density.save(str(folder))
 
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
-        if self._density is not None and checkpoint is not None:
-            self._density.load(checkpoint)
+    def load_state(self, folder: Path) -> None:
+        """Load what `save_state` wrote, when training begins."""
+        super().load_state(folder)
+        if self._density is not None:
+            self._density.load(str(folder))
 
 
 def _prompt_density(embedding_func: Any, embedding_tokenizer: Any, train_dataset: Any) -> PromptDensity | None:

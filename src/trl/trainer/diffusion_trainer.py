@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -12,21 +11,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate import Accelerator, PartialState
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, ProjectConfiguration, broadcast, set_seed
+from accelerate.utils import broadcast, set_seed
 from huggingface_hub import HfApi
 from torch import Tensor, nn
 from transformers import PrinterCallback, TrainerState
 
 from trl.checkpoints.wholeness import CheckpointError, checkpoints_in, faults, listed
-from trl.models.diffusion.flow import FlowPipeline, FlowPolicy
-from trl.models.diffusion.policy import DiffusionPolicy, generator_of
-from trl.models.diffusion.stable_diffusion import (
-    DDIMPolicy,
-    DDPOStableDiffusionPipeline,
-    DefaultDDPOStableDiffusionPipeline,
-)
+from trl.models.diffusion.policy import generator_of
 from trl.models.step_state import load_step_state, save_step_state
 from trl.models.switches import disable_dropout_in_model
 from trl.options.diffusion import DiffusionOptions
@@ -37,6 +28,7 @@ from trl.reporting.model_card import HERE, Paper, card_of_run
 from trl.reporting.run_lines import RunLines
 from trl.reporting.trackers import start_trackers
 from trl.rewards.result import refusing_exit
+from trl.trainer.diffusion_setup import make_accelerator, make_optimizer, make_policy, place_modules
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +44,6 @@ _USAGE = """from diffusers import DiffusionPipeline
 pipeline = DiffusionPipeline.from_pretrained("{place}"){adapter}
 pipeline("a lighthouse at dusk").images[0].save("image.png")"""
 _ADAPTER = '\npipeline.load_lora_weights("{place}", weight_name="pytorch_lora_weights.safetensors")'
-_MEMBERS = (
-    "unet", "vae", "tokenizer", "text_encoder", "scheduler", "autocast", "set_progress_bar_config", "save_pretrained",
-    "get_trainable_layers", "save_checkpoint", "load_checkpoint",
-)  # fmt: skip
-_KNOWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 class DiffusionTrainer:
@@ -105,25 +92,16 @@ class DiffusionTrainer:
         pipeline.set_progress_bar_config(disable=True)
         self.autocast = pipeline.autocast or self.accelerator.autocast
         layers = pipeline.get_trainable_layers()
-        self._place([*self.policy.frozen, self.policy.model])
-        given = list(layers.parameters()) if isinstance(layers, nn.Module) else list(layers)
-        self._trained: list[Any] = [each for each in given if each.requires_grad]
+        place_modules([*self.policy.frozen, self.policy.model], self.accelerator)
+        parameters = list(layers.parameters()) if isinstance(layers, nn.Module) else list(layers)
+        self._trained: list[Any] = [parameter for parameter in parameters if parameter.requires_grad]
         if not self._trained:
             raise ValueError("get_trainable_layers returned no parameter that requires a gradient. Unfreeze some.")
         if self.accelerator.num_processes > 1:
             for parameter in self._trained:
-                parameter.data = broadcast(parameter.data)
+                parameter.data = broadcast(parameter.data)  # type: ignore[assignment]
         set_seed(config.seed, device_specific=True)
-        kind = torch.optim.AdamW
-        if config.train_use_8bit_adam:
-            import bitsandbytes
-
-            kind = bitsandbytes.optim.AdamW8bit
-        optimizer = kind(
-            self._trained, lr=config.train_learning_rate, betas=(config.train_adam_beta1, config.train_adam_beta2),
-            eps=config.train_adam_epsilon, weight_decay=config.train_adam_weight_decay,
-        )  # fmt: skip
-        self.optimizer: Any = self.accelerator.prepare_optimizer(optimizer)
+        self.optimizer: Any = self.accelerator.prepare_optimizer(make_optimizer(self._trained, config))
         disable_dropout_in_model(self.policy.model)
         if isinstance(layers, nn.Module):
             # Not wrapped: the pipeline calls the module itself, and `_update` averages the gradients.
@@ -139,23 +117,6 @@ class DiffusionTrainer:
 
     def set_up(self) -> None:
         """What a method needs before a checkpoint is loaded."""
-
-    def _place(self, modules: Sequence[Any]) -> None:
-        """Bring modules to the device: weights in float32 or wider, or with mixed precision those that are not trained
-        in half.
-        """
-        half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.accelerator.mixed_precision)
-        for module in modules:
-            module.eval()
-            # As transformers loads a model in float16: T5 overflows otherwise.
-            keeps = (getattr(module, "_keep_in_fp32_modules", None) or ()) if half == torch.float16 else ()
-            whole = half is None or all(parameter.requires_grad for parameter in module.parameters())
-            for name, value in [*module.named_parameters(), *module.named_buffers()]:
-                if value.is_floating_point():
-                    wide = whole or value.requires_grad or set(keeps) & set(name.split("."))
-                    dtype = torch.promote_types(value.dtype, torch.float32) if wide else half
-                    value.data = value.data.to(dtype)
-            module.to(self.accelerator.device)
 
     def generators(self, epoch: int, first: int, count: int) -> list[torch.Generator]:
         """The random streams of `count` images of an epoch, which are numbered over all processes."""
@@ -416,66 +377,3 @@ class DiffusionTrainer:
         )
         card.data.library_name = "diffusers"
         return card
-
-
-def make_policy(model: Any, config: Any) -> DiffusionPolicy:
-    """The policy of a pipeline, by its kind; one of diffusers gets an adapter. Raises TypeError for another kind of
-    model.
-    """
-    if not isinstance(model, (FlowPipeline, DDPOStableDiffusionPipeline)):
-        wrappers = (FlowPipeline, DefaultDDPOStableDiffusionPipeline)
-        fitting = [kind for kind in wrappers if hasattr(model, kind.part)]
-        if not fitting:
-            raise TypeError(
-                "the model must be a FlowPipeline, a DDPOStableDiffusionPipeline or a pipeline of diffusers, got a "
-                f"{type(model).__name__}."
-            )
-        model = fitting[0](model)
-    elif isinstance(model, DDPOStableDiffusionPipeline):
-        with_grad = hasattr(config, "truncated_backprop_rand")  # AlignProp's
-        needed = [*_MEMBERS, *(["rgb_with_grad"] if with_grad else ["__call__", "scheduler_step"])]
-        if missing := [name for name in needed if not hasattr(model, name)]:
-            raise TypeError(
-                f"{type(model).__name__} must define what DDPOStableDiffusionPipeline describes, and lacks {', '.join(missing)}."
-            )
-    settings = {
-        "num_steps": config.sample_num_steps, "guidance_scale": config.sample_guidance_scale,
-        "negative_prompt": config.negative_prompts, "trains_guidance": getattr(config, "train_cfg", True),
-    }  # fmt: skip
-    if isinstance(model, FlowPipeline):
-        return FlowPolicy(model, noise=config.noise_level, resolution=config.resolution, **settings)
-    return DDIMPolicy(model, noise=config.sample_eta, **settings)
-
-
-def make_accelerator(config: Any) -> Accelerator:
-    """The accelerator of a config, in float32 where float16 is not to be had.
-
-    Raises: ValueError for FSDP and DeepSpeed, and for gradient accumulation of accelerate's.
-    """
-    options = dict(config.accelerator_kwargs)
-    precision = options.pop("mixed_precision", config.mixed_precision)
-    precision = precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    has_gpu = torch.accelerator.is_available() and not options.get("cpu")
-    if precision == "fp16" and not has_gpu:
-        precision = "no"
-        logger.warning("mixed_precision='fp16' needs a GPU: this run computes in float32. Set 'no' or 'bf16'.")
-    if not has_gpu and options.get("cpu", True):
-        PartialState(cpu=True)  # connects the processes that torchrun starts on a CPU
-    given = config.project_kwargs
-    project = {"logging_dir": given.get("project_dir") or config.logdir, **given}
-    for name in ("automatic_checkpoint_naming", "total_limit"):  # checkpoints are named and removed here
-        project.pop(name, None)
-    AcceleratorState._reset_state()  # a process may train several models; TrainingArguments does the same
-    accelerator = Accelerator(
-        log_with=config.log_with,
-        mixed_precision=precision,
-        project_config=ProjectConfiguration(**project),
-        **options,
-    )
-    kind, count = accelerator.distributed_type, accelerator.gradient_accumulation_steps
-    if kind not in _KNOWN or count != 1:
-        raise ValueError(
-            f"diffusion models train on one device or by data parallelism, without gradient accumulation of accelerate's, got "
-            f"{kind.value} and {count} steps. Launch without FSDP and DeepSpeed, and set train_gradient_accumulation_steps."
-        )
-    return accelerator

@@ -76,15 +76,6 @@ class DistillationTrainer(LegacyGroups, OnlineTrainer):
                 )
             args.model_init_kwargs = {**kwargs, "quantization_config": quantization_config}
         super().__init__(
-            model,
-            None,
-            args,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            peft_config=peft_config,
-            tools=tools,
-            teacher_model=teacher_model,
-        )
+            model, None, args, train_dataset, eval_dataset, processing_class, callbacks=callbacks,
+            optimizers=optimizers, peft_config=peft_config, tools=tools, teacher_model=teacher_model,
+        )  # fmt: skip

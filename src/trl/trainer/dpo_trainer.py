@@ -102,18 +102,11 @@ class DPOTrainer(LegacyDPO, PreferenceTrainer):
             sets = pair_sets(args, policy)
             data_collator = data_collator or pair_collator(policy, shares_prefix=self.shares_prefix)
         super().__init__(
-            policy,
-            args,
-            sets=sets,
-            data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
+            policy, args, sets=sets, data_collator=data_collator, train_dataset=train_dataset,
+            eval_dataset=eval_dataset, compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-        )
+        )  # fmt: skip
         self.take_reference(REFERENCE_COLUMNS, ld_alpha=args.ld_alpha)
 
     with_images: bool = False

@@ -221,20 +221,10 @@ class GKDTrainer(LegacyGKD, SFTTrainer):
         if older.pop("compute_loss_func", None) is not None:
             raise TypeError("compute_loss_func is another loss than the divergence of GKD. Leave it out.")
         super().__init__(
-            model,
-            args,
-            data_collator,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            peft_config=peft_config,
-            formatting_func=formatting_func,
-            **older,
-        )
+            model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics=compute_metrics,
+            callbacks=callbacks, optimizers=optimizers, preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            peft_config=peft_config, formatting_func=formatting_func, **older,
+        )  # fmt: skip
         args, tokenizer = self.args, text_tokenizer(self.processing_class)  # type: ignore[arg-type]
         if self.with_images:
             raise ValueError("GKD trains on text, got rows with images. Take the columns of images out.")

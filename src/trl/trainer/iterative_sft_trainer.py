@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.trainer_callback import ProgressCallback
 
-from trl.checkpoints.progress import Run
+from trl.checkpoints.runs import Run
 from trl.collators.preference import Seq2SeqRowsCollator
 from trl.data.rendering import text_tokenizer
 from trl.data.step_inputs import Rows, StepRows
@@ -78,16 +78,10 @@ class IterativeSFTTrainer(SFTTrainer):
         **kwargs: Any,
     ) -> None:
         super().__init__(
-            model,
-            args,
-            data_collator=data_collator,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            optimizers=optimizers,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            compute_metrics=compute_metrics,
-            **kwargs,
-        )
+            model, args, data_collator=data_collator, eval_dataset=eval_dataset, processing_class=processing_class,
+            optimizers=optimizers, preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            compute_metrics=compute_metrics, **kwargs,
+        )  # fmt: skip
         assert isinstance(self.args, IterativeSFTConfig)
         self._has_begun = False
         self._table = table_of_positions(self.scorer.core)

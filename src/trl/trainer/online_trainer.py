@@ -11,24 +11,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
-from trl.checkpoints.progress import starts_anew
-from trl.data.image_rows import has_images
 from trl.data.prompts import PromptSets
 from trl.data.rendering import text_tokenizer
 from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
 from trl.generation.transformers.engine import TransformersEngine
 from trl.generation.vllm.engine import PolicyCopy
-from trl.generation.vllm.server_engine import VLLMServerEngine
 from trl.methods.method import Scoring
 from trl.methods.online import EQUAL_REWARDS, ROLLOUT, GroupMethod
-from trl.models.parts import causal_core, check_decoder_only, embedded_tokens
-from trl.models.policy import set_up_policy
 from trl.models.reference import Reference
 from trl.models.scoring.base import shares_prefix
 from trl.models.scoring.causal import Scored
@@ -57,7 +52,7 @@ from trl.rollouts.experience import (
 from trl.rollouts.maker import Completer, Prompts, RolloutMaker, TextCompleter
 from trl.rollouts.measures import of_all_processes, split_extremes
 from trl.rollouts.refill import Refill
-from trl.rollouts.rollout_func import RolloutFunction, check_rollout_func
+from trl.rollouts.rollout_func import RolloutFunction
 from trl.rollouts.schedule import RolloutSizes, check_evaluation, step_rows
 from trl.rollouts.token_counts import TokenCounts, sampled_tokens
 from trl.tensors.reduce import LossTerms, Weighted
@@ -66,12 +61,11 @@ from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.group_images import PromptImages
 from trl.trainer.grpo_config import GroupTraining, RolloutTraining
 from trl.trainer.inherited import settle_inherited
+from trl.trainer.online_parts import AnyDataset, RolloutFunc, online_parts
 from trl.trainer.samples import ShownCompletions
 
 logger = logging.getLogger(__name__)
 
-AnyDataset = Dataset | IterableDataset
-RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
 _EVALUATION_SEED = 0x5EED  # evaluations draw other completions than training, and the same ones every time
 
 
@@ -102,8 +96,6 @@ class OnlineTrainer(BaseTrainer):
     _sets: PromptSets
     _rollout_batch: Experience | None = None
     _batch_number: int = -1
-    _resumed_from: str | None = None
-    _random_state_of: str | None = None
 
     @names_checked
     def __init__(
@@ -127,75 +119,37 @@ class OnlineTrainer(BaseTrainer):
     ) -> None:
         args = config_or_default(args, self.config_type, self._tag_names[-1])
         settle_inherited(args, "rollouts")
-        if not (own := rollout_func is None):
-            check_rollout_func(rollout_func)
-        served = group_setup.check_engine(args)
-        assert args.num_generations is not None
-        self.sizes = replace(args.rollout_sizes(), group=args.num_generations)
-        self.evaluation_group = args.num_generations_eval or args.num_generations
-        policy = set_up_policy(model, args, processing_class, peft_config)
-        if served is not None:
-            policy = group_setup.with_served_window(policy, args, served)
-        check_decoder_only(causal_core(policy.model))
+        parts = online_parts(
+            args, self.method_type, model,
+            processing_class=processing_class, peft_config=peft_config,
+            train_dataset=train_dataset, eval_dataset=eval_dataset,
+            reward_funcs=reward_funcs, reward_processing_classes=reward_processing_classes,
+            tools=tools, rollout_func=rollout_func, teacher_model=teacher_model, ref_model=ref_model,
+            agent=agent, environment_factory=environment_factory,
+        )  # fmt: skip
+        policy, self._sets = parts.policy, parts.sets
         self.scorer, self._tokenizer = policy.scorer, policy.tokenizer
         self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
-        sampling = group_setup.sampling_of(args, policy)
-        beside = {"tools": tools, "rollout_func": rollout_func, "rewards": reward_funcs}
-        beside["images"] = has_images(train_dataset, eval_dataset)
-        agents = group_setup.agent_completer(agent, environment_factory, args, policy, **beside)
-        if agents is not None:
-            reward_funcs, tools = group_setup.agent_rewards(reward_funcs, agents), None
-        if environment_factory is not None and train_dataset is None:
-            train_dataset = group_setup.seed_rows(args, self.sizes)
-        sets = tuple(group_setup.environment_rows(agents, each) for each in (train_dataset, eval_dataset))
-        rewards = group_setup.group_rewards(reward_funcs, reward_processing_classes, args, policy)
-        tool_loop = None
-        if environment_factory is None:
-            tool_loop = group_setup.tool_completer(tools, args, policy, *sets, rollout_func=rollout_func)
-        schemas = tool_loop.schemas if tool_loop else None
-        self._sets = group_setup.prompt_sets(args, policy, *sets, tools=schemas, own=own)
-        self.images = getattr(self._sets, "images", None)
-        self.reference = group_setup.reference_of(args, policy, model, ref_model)
-        self._shown = ShownCompletions()
-        self._token_counts = TokenCounts(masks_truncated=args.mask_truncated_completions)
-        self.method, self.rows_at_once = self.method_type(args), args.device_rows
-        self.teacher = group_setup.teacher_of(teacher_model, args, policy, needed=self.method.needs_teacher)
-        known = getattr(self.teacher, "vocabulary", None)
-        if known is not None and known < embedded_tokens(self.scorer.core):
-            sampling = replace(sampling, vocabulary=known)
-            self._sets.settings = replace(self._sets.settings, vocabulary=known)
-        super().__init__(
-            model=policy.model,
-            args=args,
-            data_collator=list,  # type: ignore[arg-type]
-            train_dataset=group_setup.training_prompts(self._sets, sets[0], args),  # type: ignore[arg-type]
-            eval_dataset=self._sets.every(sets[1]),
-            processing_class=policy.processing_class,
-            callbacks=callbacks,
-            optimizers=optimizers,
+        self.method, self.sizes, self.rows_at_once = parts.method, parts.sizes, args.device_rows
+        self.evaluation_group = args.num_generations_eval or self.sizes.group
+        self.images = getattr(parts.sets, "images", None)
+        self.reference, self.teacher = parts.reference, parts.teacher
+        self._shown, self._token_counts = (
+            ShownCompletions(),
+            TokenCounts(masks_truncated=args.mask_truncated_completions),
         )
-        completer: Completer | None = agents or self.images or tool_loop
+        rows: Any = parts.train_dataset
+        super().__init__(
+            model=policy.model, args=args, data_collator=list, train_dataset=rows, eval_dataset=parts.eval_dataset,
+            processing_class=policy.processing_class, callbacks=callbacks, optimizers=optimizers,
+        )  # fmt: skip
+        engine = self.rollout_engine(parts.engine(args, self.model, self.accelerator))
+        completer = parts.completer
         if rollout_func is not None:
-            limits = {"context_length": self._sets.context_length}
-            limits["vocabulary"] = self._sets.settings.vocabulary
+            limits = {"context_length": parts.sets.context_length, "vocabulary": parts.sets.settings.vocabulary}
             completer = RolloutFunction(rollout_func, self, **limits)
-        refill = None
-        if isinstance(args, GroupTraining) and args.dynamic_sampling:
-            refill = Refill(
-                args.max_resampling_rounds,
-                lacks_variance=partial(self.method.lacks_variance, group_size=self.sizes.group),
-                discard=partial(self._count_sampled, is_discarded=True),
-            )
-        engine = group_setup.engine_of(args, self.model, policy, self.accelerator, served=served)
-        if agents is not None and not isinstance(engine, VLLMServerEngine):
-            engine.check_live()
         self.begin_rollouts(
-            self.rollout_engine(engine),
-            sampling,
-            rewards,
-            shuffle=bool(args.shuffle_dataset),
-            completer=completer,
-            refill=refill,
+            engine, parts.sampling, parts.rewards, shuffle=bool(args.shuffle_dataset), completer=completer
         )
         self.settle_reference()
         if self.teacher is not None and self.reference is not getattr(self.teacher, "reference", self):
@@ -209,7 +163,6 @@ class OnlineTrainer(BaseTrainer):
         *,
         shuffle: bool = True,
         completer: Completer | None = None,
-        refill: Refill | None = None,
     ) -> None:
         """Make `rollouts`, at the end of the constructor.
 
@@ -217,6 +170,13 @@ class OnlineTrainer(BaseTrainer):
         """
         rows: Any = self.train_dataset
         assert isinstance(rows, (Dataset, RowStream))
+        refill = None
+        if isinstance(self.args, GroupTraining) and self.args.dynamic_sampling:
+            refill = Refill(
+                self.args.max_resampling_rounds,
+                lacks_variance=partial(self.method.lacks_variance, group_size=self.sizes.group),
+                discard=partial(self._count_sampled, is_discarded=True),
+            )
         self.rollouts = RolloutMaker(
             Prompts(rows, self.sizes.prompts, self.order_seed, shuffle),
             self.sizes,
@@ -339,7 +299,7 @@ class OnlineTrainer(BaseTrainer):
 
     @property
     def _run_name(self) -> str | None:
-        return None if self._run is None else self._run.facts["run"]
+        return None if self.runs.current is None else self.runs.current.facts["run"]
 
     def _record_rollouts(self, experience: Experience) -> None:
         self._sums["train"].add_all(self.rollout_metrics(experience, share=1 / self.args.world_size))
@@ -350,7 +310,7 @@ class OnlineTrainer(BaseTrainer):
         Returns how many completion tokens of all processes went where.
         """
         assert self._token_counts is not None
-        self._tokens_seen = self._tokens_seen + sampled_tokens(experience).to(self.args.device)
+        self.run_metrics.count_tokens(sampled_tokens(experience))
         empty = torch.zeros(len(experience.completions.values))
         signals = empty if is_discarded else self.method.signals(experience)
         return self._token_counts.add(experience, self.accelerator, signals)
@@ -456,9 +416,8 @@ class OnlineTrainer(BaseTrainer):
         turns = [turn for _, turn in zip(range(num_batches), epoch_iterator, strict=False)]
         if not turns:
             return [], None
-        if self._resumed_from is not None:  # before a rollout, where transformers would do it after
-            self._load_rng_state(self._resumed_from)
-            self._resumed_from = None
+        if self.runs.current is not None:  # before a rollout, where transformers would do it after
+            self._load_rng_state(self.runs.current.checkpoint)
         number, step = divmod(self.state.global_step, self.sizes.steps)
         if self._rollout_batch is None or self._batch_number != number:
             self._rollout_batch, self._batch_number = self.make_rollout_batch(number), number
@@ -584,7 +543,6 @@ class OnlineTrainer(BaseTrainer):
                 "before the trainer is built."
             )
         self._rollout_batch, self._batch_number = None, -1
-        self._resumed_from = self._random_state_of = None
         if self._token_counts is not None:
             self._token_counts.load_state({})
         self._sample = None
@@ -627,47 +585,36 @@ class OnlineTrainer(BaseTrainer):
         if (close := getattr(self.rollouts.completer, "close", None)) is not None:
             close()
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
+    def save_state(self, folder: Path) -> None:
+        """Write into a checkpoint also the rollout batch that the run is in."""
+        super().save_state(folder)
         if self._journal is not None:
             first = self.state.global_step - self.state.global_step % self.sizes.steps
             self._journal.prune(first, run=self._run_name)
         if self._rollout_batch is not None and self.state.global_step % self.sizes.steps:
-            save_rollout_batch(
-                Path(output_dir),
-                self._rollout_batch,
-                rank=self.args.process_index,
-                facts=_rollout_facts(self),
-            )
+            place = {"rank": self.args.process_index, "facts": _rollout_facts(self)}
+            save_rollout_batch(folder, self._rollout_batch, **place)
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
         _forget_copy(self.rollouts.engine)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
+    def load_state(self, folder: Path) -> None:
+        """Load what `save_state` wrote, when training begins."""
+        super().load_state(folder)
         _forget_copy(self.rollouts.engine)  # the weights have just been loaded too
-        self._resumed_from = checkpoint
         if not self.state.global_step % self.sizes.steps:
             return
         place = {"rank": self.args.process_index, "processes": self.args.world_size}
-        if not starts_anew(self.args, "progress"):
-            self._rollout_batch = load_rollout_batch(Path(checkpoint), facts=_rollout_facts(self), **place)
+        if not self.runs.starts_anew("progress"):
+            self._rollout_batch = load_rollout_batch(folder, facts=_rollout_facts(self), **place)
         self._batch_number = self.state.global_step // self.sizes.steps
         if self._rollout_batch is None:
             logger.warning(
                 "%s holds no rollouts that fit this run's batch size and steps. They are sampled again by the checkpoint's policy, "
                 "so the run differs from one that was not stopped. Resume with the settings it was saved with.",
-                checkpoint,
+                folder,
             )
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and checkpoint == self._random_state_of:
-            return  # done before the rollout
-        super()._load_rng_state(checkpoint)
-        self._random_state_of = checkpoint
 
 
 def _rollout_facts(trainer: OnlineTrainer) -> dict[str, Any]:

@@ -1,29 +1,27 @@
-"""The parts of a step-level trainer: accelerator, reference, optimiser, tracker, model card, and the responses of a
-step.
-"""
+"""The parts of a step-level trainer: accelerator, reference, optimiser, tracker, model card."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import GradientState
 from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
-from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from trl.collators.preference import seq2seq_batch
-from trl.generation.engine import Sampling, unsupported_settings
+from trl.data.step_inputs import TokenLimits
+from trl.generation.transformers.engine import context_length_of
+from trl.models.parts import embedded_tokens
 from trl.models.peft import is_peft_model
+from trl.models.policy import make_scorer, report_fallbacks, warn_of_rounding
 from trl.models.reference import FrozenModel, Reference, make_reference
 from trl.models.reference_weights import create_reference_model
-from trl.models.scoring.head import ScoreOptions
-from trl.models.switches import holding
+from trl.models.residuals import check_residuals, keep_residuals, to_bfloat16
+from trl.models.switches import enable_gradient_checkpointing, holding
 from trl.models.value_head import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
@@ -31,9 +29,7 @@ from trl.models.value_head import (
 )
 from trl.models.value_wrapper import PreTrainedModelWrapper
 from trl.reporting.model_card import HERE, generate_model_card
-from trl.reporting.trackers import get_comet_experiment_url, get_wandb_run_url
-from trl.rollouts.experience import Experience
-from trl.tensors.ragged import Ragged
+from trl.reporting.trackers import get_comet_experiment_url, get_wandb_run_url, start_trackers
 from trl.trainer.ppo_config import PPOConfig
 
 _CITATION = """@article{ziegler2019finetuning,
@@ -73,6 +69,58 @@ def check_parts(config: Any, model: Any, tokenizer: Any, unknown: Mapping[str, A
         raise TypeError(
             f"tokenizer must be a transformers tokenizer, got {type(tokenizer).__name__}. Load it with AutoTokenizer."
         )
+
+
+class StepParts(NamedTuple):
+    """What a step-level trainer is made of, prepared by accelerate."""
+
+    accelerator: Accelerator
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    scorer: Any
+    reference: Reference
+    ref_model: Any
+    limits: TokenLimits
+
+
+def step_parts(
+    config: PPOConfig,
+    model: ModelWithValueHead,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    ref_model: Any,
+    optimizer: torch.optim.Optimizer | None,
+    lr_scheduler: Any,
+    num_shared_layers: int | None,
+) -> StepParts:
+    """The parts of a trainer. Raises: TypeError, ValueError for what does not fit together."""
+    accelerator = make_accelerator(config)
+    config.is_encoder_decoder, config.is_peft_model = bool(model.config.is_encoder_decoder), bool(model.is_peft_model)
+    if config.gradient_checkpointing:
+        enable_gradient_checkpointing(model, None)  # type: ignore[arg-type]
+        if model.is_peft_model:
+            model.enable_input_require_grads()
+    if config.weights is not None:
+        check_residuals(accelerator)
+        to_bfloat16(model.pretrained_model)  # the value head stays in float32
+    else:
+        warn_of_rounding(model.pretrained_model, config.learning_rate)
+    core = model.get_base_model()
+    scorer = make_scorer(model, tokenizer)
+    report_fallbacks(core, scorer)
+    reference, ref_model = set_up_reference(model, ref_model, scorer, num_shared_layers)
+    optimizer = check_optimiser(model, optimizer, lr_scheduler, config.learning_rate)
+    if config.weights is not None:
+        keep_residuals(optimizer)
+    start = core.config.decoder_start_token_id if config.is_encoder_decoder else None
+    limits = TokenLimits(embedded_tokens(core), context_length_of(model.pretrained_model), start)
+    start_trackers(accelerator, config)
+    with accumulating(accelerator, config):
+        prepared = accelerator.prepare(model, optimizer, *([] if lr_scheduler is None else [lr_scheduler]))
+    reference.prepare(accelerator)
+    policy, optimizer, schedule = (*prepared, None)[:3]
+    return StepParts(accelerator, policy, optimizer, schedule, scorer, reference, ref_model, limits)
 
 
 def make_accelerator(config: Any) -> Accelerator:
@@ -188,118 +236,3 @@ def model_card(config: PPOConfig, base_model: str | None, model_name: str, *, ta
         paper_id="1909.08593",
         training_facts={name: getattr(config, name) for name in _FACTS} | {"steps": steps},
     )
-
-
-# ---- responses
-
-# Defaults of transformers, under the model's generation config and the arguments of the call.
-_DEFAULTS = {"max_length": 20, "do_sample": False, "top_k": 50}
-
-
-def sampling_of(core: Any, given: Mapping[str, Any], warn: Callable[..., None]) -> Sampling:
-    """The engine's settings for `given` arguments of a transformers model's `generate`, over its generation config.
-
-    A length in the arguments replaces that of a `generation_config` among them, and this the model's.
-
-    What the engine does not support, such as beams, is left out of the model's config, with a warning.
-
-    Raises: ValueError for such settings in the arguments.
-    """
-    own = _set_fields(core.generation_config)
-    unsupported = {name: own.pop(name) for name in unsupported_settings(own)}
-    if core.config.is_encoder_decoder:
-        unsupported.pop("forced_bos_token_id", None)  # which the engine itself reads
-    if unsupported:
-        warn(
-            "The model's generation config has %s, which rollouts do not support and leave out.",
-            ", ".join(f"{name}={value!r}" for name, value in unsupported.items()),
-        )
-    single = {name: value for name, value in given.items() if name != "generation_config"}
-    config = given.get("generation_config")
-    found: dict[str, Any] = {}
-    for layer in (_DEFAULTS, own, _set_fields(config), single):
-        if "max_length" in layer:
-            found.pop("max_new_tokens", None)
-        found |= layer
-        if "max_new_tokens" in layer:
-            found.pop("max_length", None)
-    return Sampling().updated(found)
-
-
-def _set_fields(config: Any) -> dict[str, Any]:
-    """The fields of a generation config that are set."""
-    given = {} if config is None else vars(config)
-    return {name: value for name, value in given.items() if value is not None and not name.startswith("_")}
-
-
-class ResponseScores(NamedTuple):
-    """Scores of B responses, each `(B, R)`, 0 after a response's end; `entropies` and `logits (B, R, V)` on request."""
-
-    logps: Tensor
-    values: Tensor | None
-    entropies: Tensor | None
-    logits: Tensor | None
-
-
-def responses_as_rows(queries: Sequence[Tensor], responses: Sequence[Tensor]) -> Experience:
-    """Queries and responses as an `Experience`, on the responses' device."""
-    device = responses[0].device
-    prompts, completions = (Ragged.of([row.to(device) for row in part]) for part in (queries, responses))
-    return Experience(prompts.to(device), completions.to(device))
-
-
-def score_responses(
-    scorer: Any, model: nn.Module, rows: Experience, *, logits: bool = False, entropies: bool = False
-) -> ResponseScores:
-    """Scores of one forward pass, with gradient unless it is off; equal queries are neighbours, so that they can be
-    shared.
-    """
-    prompts = [prompt.tolist() for prompt in rows.prompts.split()]
-    order = torch.tensor(sorted(range(len(rows)), key=prompts.__getitem__))
-    rows = rows.take(order.to(rows.prompts.values.device))
-    is_encoder_decoder = scorer.core.config.is_encoder_decoder
-    if is_encoder_decoder:
-        pairs = zip(rows.prompts.split(), rows.completions.split(), strict=True)
-        columns = [{"prompt_input_ids": prompt, "completion_input_ids": completion} for prompt, completion in pairs]
-        batch = seq2seq_batch(columns, pad_token_id=scorer.pad_token_id, completions=("completion_input_ids",))
-    else:
-        batch = rows.as_batch(prefix_sharing=scorer.shares_prefixes)
-        del batch["rows"]
-    batch = {name: value.to(rows.completions.values.device) for name, value in batch.items()}
-    options = ScoreOptions(entropy="scored" if entropies else "none")
-    lengths, places, chosen = rows.completions.lengths.tolist(), order.argsort().tolist(), None
-    if logits:
-        scored, whole = scorer.score_with_logits(model, batch, options)
-        begins = [0 if is_encoder_decoder else length - 1 for length in rows.prompts.lengths.tolist()]
-        parts = zip(whole, begins, lengths, strict=True)
-        chosen = torch.cat([row[begin : begin + length] for row, begin, length in parts])
-    else:
-        scored = scorer.score(model, batch, options)
-
-    def padded(flat: Tensor | None) -> Any:
-        if flat is None:
-            return None
-        found = flat.split(lengths)
-        return pad_sequence([found[place] for place in places], batch_first=True)
-
-    return ResponseScores(*map(padded, (scored.logps, scored.values, scored.entropies, chosen)))
-
-
-def join_rows(parts: Sequence[Tensor | None]) -> Any:
-    """Concatenate tensors `(b, r, ...)` to `(B, R, ...)`, padded with 0; None stays None.
-
-    >>> join_rows([torch.ones(1, 1), torch.ones(1, 2)])
-    tensor([[1., 0.],
-            [1., 1.]])
-    """
-    rows = [row for part in parts if part is not None for row in part]
-    return pad_sequence(rows, batch_first=True) if rows else None
-
-
-def shuffled_minibatches(rows: int, mini_batch_size: int, accumulation: int) -> Iterator[list[list[int]]]:
-    """The minibatches of each optimiser step of one epoch, in an order from numpy's global generator."""
-    order = np.random.permutation(rows).tolist()
-    size = mini_batch_size * accumulation
-    for begin in range(0, rows, size):
-        step = order[begin : begin + size]
-        yield [step[first : first + mini_batch_size] for first in range(0, len(step), mini_batch_size)]

@@ -2,73 +2,48 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from huggingface_hub import HfApi
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import set_seed
 
 from trl._lazy import attach
 from trl.collators.rows import pad_with_mask
-from trl.data.step_inputs import (
-    QueryLoader,
-    StepInputs,
-    TokenLimits,
-    check_queries,
-    check_step_inputs,
-    make_loader,
-)
-from trl.generation.transformers.engine import TransformersEngine, context_length_of
-from trl.models.parts import causal_core, embedded_tokens
-from trl.models.policy import make_scorer, report_fallbacks, warn_of_rounding
-from trl.models.residuals import check_residuals, keep_residuals, to_bfloat16
+from trl.data.step_inputs import QueryLoader, StepInputs, check_queries, check_step_inputs, make_loader
+from trl.models.policy import make_scorer
 from trl.models.setup import pad_token_id
-from trl.models.step_state import load_step_state, moments_state, save_step_state
-from trl.models.switches import empty_cache, enable_gradient_checkpointing, holding, undisturbed, without_ddp
-from trl.models.value_wrapper import under_module_names
+from trl.models.switches import empty_cache, holding, undisturbed, without_ddp
 from trl.objectives.advantages import estimate_statistics, scale_scores, token_rewards
 from trl.objectives.kl import AdaptiveKLController, FixedKLController, kl_penalty, probability_ratio
 from trl.objectives.ppo import ppo_losses, whitened_estimates
-from trl.reporting.step_statistics import MinibatchRecord, stats_to_np, step_statistics
-from trl.reporting.trackers import start_trackers
+from trl.reporting.step_statistics import MinibatchRecord
 from trl.rollouts.experience import ADVANTAGE, OLD, RETURNS, TRAINED, VALUES, Experience
-from trl.tensors.moments import RunningMoments, moments, over_processes
-from trl.tensors.reduce import Weighted, count_units, reduce_terms, where_counted
+from trl.tensors.moments import RunningMoments, over_processes
+from trl.tensors.reduce import count_units, reduce_terms
 from trl.tensors.statistics import entropy_from_logits
 from trl.trainer import ppo_setup
+from trl.trainer.ppo_checks import WarnOnce, check_divergence, check_finite, ratio_is_too_large
 from trl.trainer.ppo_config import PPOConfig
-from trl.trainer.ppo_setup import (
+from trl.trainer.ppo_responses import (
+    Responder,
     join_rows,
+    log_distribution,
     responses_as_rows,
-    sampling_of,
     score_responses,
     shuffled_minibatches,
+    timed,
 )
+from trl.trainer.ppo_saving import SavedPolicy
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
-logger = logging.getLogger(__name__)
 
-_NEGATIVE = -1.0  # nats per response: no longer chance
-_FAR = 10.0  # times the target: the controller has lost it
-_EXPLODED = 20.0  # nats per token: policy and reference have nothing in common
-_ADVICE = (
-    "Lower learning_rate or ppo_epochs, raise init_kl_coef, set early_stopping or max_grad_norm, or check the rewards."
-)
-
-
-class PPOTrainer:
+class PPOTrainer(SavedPolicy):
     """Trains a language model with a value head by PPO, one `step` at a time.
 
     The loop is the caller's: draw queries from `dataloader`, `generate` responses, score them, call `step`. The policy
@@ -109,40 +84,21 @@ class PPOTrainer:
                 f"{type(self).__name__} overrides prepare_model_inputs, which step does not call: it scores queries and "
                 "responses without padding. Remove the override."
             )
+        self._warn_once = WarnOnce()
         if training_data_collator is not None:
-            logger.warning("training_data_collator has no effect: responses are scored without padding.")
+            self._warn_once("training_data_collator has no effect: responses are scored without padding.")
         assert config is not None
         set_seed(config.seed)
-        self.config, self.tokenizer = config, tokenizer
-        self.accelerator = ppo_setup.make_accelerator(config)
-        self.is_encoder_decoder = config.is_encoder_decoder = bool(model.config.is_encoder_decoder)
-        self.is_peft_model = config.is_peft_model = bool(model.is_peft_model)
-        if config.gradient_checkpointing:
-            enable_gradient_checkpointing(model, None)
-            if model.is_peft_model:
-                model.enable_input_require_grads()
-        if config.weights is not None:
-            check_residuals(self.accelerator)
-            to_bfloat16(model.pretrained_model)  # the value head stays in float32
-        else:
-            warn_of_rounding(model.pretrained_model, config.learning_rate)
-        core = model.get_base_model()
-        self.scorer = make_scorer(model, tokenizer)
-        report_fallbacks(core, self.scorer)
-        self.reference, self.ref_model = ppo_setup.set_up_reference(model, ref_model, self.scorer, num_shared_layers)
-        optimizer = ppo_setup.check_optimiser(model, optimizer, lr_scheduler, config.learning_rate)
-        if config.weights is not None:
-            keep_residuals(optimizer)
-        start = core.config.decoder_start_token_id if self.is_encoder_decoder else None
-        self._limits = TokenLimits(embedded_tokens(core), context_length_of(model.pretrained_model), start)
-        start_trackers(self.accelerator, config)
-        with ppo_setup.accumulating(self.accelerator, config):
-            parts = self.accelerator.prepare(model, optimizer, *([] if lr_scheduler is None else [lr_scheduler]))
-        self.model, self.optimizer = parts[:2]
-        self.lr_scheduler = None if lr_scheduler is None else parts[2]
-        self.reference.prepare(self.accelerator)
-        self.training_data_collator = training_data_collator
-        self._engines: dict[int, TransformersEngine] = {}
+        parts = ppo_setup.step_parts(
+            config, model, tokenizer, ref_model=ref_model, optimizer=optimizer, lr_scheduler=lr_scheduler,
+            num_shared_layers=num_shared_layers,
+        )  # fmt: skip
+        self.config, self.tokenizer, self.training_data_collator = config, tokenizer, training_data_collator
+        self.accelerator, self.scorer, self._limits = parts.accelerator, parts.scorer, parts.limits
+        self.model, self.optimizer, self.lr_scheduler = parts.model, parts.optimizer, parts.lr_scheduler
+        self.reference, self.ref_model = parts.reference, parts.ref_model
+        self.is_encoder_decoder, self.is_peft_model = config.is_encoder_decoder, config.is_peft_model
+        self._respond = Responder(self.accelerator, tokenizer, self._limits.start, self._warn_once)
         self.dataset = dataset if dataset is not None else train_dataset
         self.dataloader: QueryLoader | None = None
         if self.dataset is not None:
@@ -151,13 +107,7 @@ class PPOTrainer:
         self.kl_ctl = adaptive if config.adap_kl_ctrl else FixedKLController(config.init_kl_coef)
         self.running = RunningMoments(self.accelerator)
         self.current_device, self.is_distributed = self.accelerator.device, self.accelerator.num_processes > 1
-        self.current_step, self.highest_reward = 0, float("-inf")
-        self._warned: set[str] = set()
-
-    def _warn_once(self, message: str, *values: Any) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            logger.warning(message, *values)
+        self.current_step, self.highest_reward = 0, -math.inf
 
     # ---- the parts of a loop
 
@@ -199,30 +149,12 @@ class PPOTrainer:
         """
         is_list = isinstance(query_tensor, (list, tuple))
         queries = check_queries(query_tensor if is_list else torch.atleast_2d(query_tensor), self._limits)
-        first = self.accelerator.process_index * len(queries)
-        streams, prompts = range(first, first + len(queries)), [query.tolist() for query in queries]
+        options: Any = {"length_sampler": length_sampler, "return_prompt": return_prompt}
+        pad = getattr(self.tokenizer, "pad_token_id", None) or 0
 
-        def respond(model: Any) -> Any:
-            engine = self._engines.get(id(model))
-            if engine is None:  # kept, with what it finds out about the model
-                parts = {"accelerator": self.accelerator, "tokenizer": self.tokenizer}
-                engine = self._engines[id(model)] = TransformersEngine(model, **parts)
-            limits: list[int | None] = [None] * len(queries)
-            kwargs = generation_kwargs
-            if length_sampler is not None:
-                limits = [int(length_sampler()) for _ in queries]
-                kwargs = {**kwargs, "max_new_tokens": max(limits)}  # type: ignore[type-var]
-            unwrapped: Any = self.accelerator.unwrap_model(model)
-            core = causal_core(getattr(unwrapped, "pretrained_model", unwrapped))
-            sampling = sampling_of(core, kwargs, self._warn_once)
-            done = engine.generate(prompts, sampling, streams=streams)
-            found = [query.new_tensor(one.ids[:n]) for query, one, n in zip(queries, done, limits, strict=True)]
-            if self._limits.start is not None:  # as `generate` of an encoder-decoder: never the query
-                found = [torch.cat([row.new_tensor([self._limits.start]), row]) for row in found]
-            elif return_prompt:
-                found = [torch.cat(pair) for pair in zip(queries, found, strict=True)]
-            pad = getattr(self.tokenizer, "pad_token_id", None) or 0
-            return found if is_list else pad_sequence(found, batch_first=True, padding_value=pad)
+        def respond(model: Any) -> list[Tensor] | Tensor:
+            rows = self._respond(model, queries, generation_kwargs, **options)
+            return rows if is_list else pad_sequence(rows, batch_first=True, padding_value=pad)
 
         responses, reference = respond(self.model), None
         if generate_ref_response:
@@ -270,21 +202,6 @@ class PPOTrainer:
             empty_cache()
         self._push_if_best(inputs.scores)
         return stats
-
-    def record_step_stats(self, kl_coef: float, **data: Any) -> dict[str, Any]:
-        """The statistics of a step by their documented names, as numbers and numpy arrays.
-
-        `data`: what `step_statistics` takes. All processes must call it.
-        """
-        found = step_statistics(kl_coef=kl_coef, accelerator=self.accelerator, **data)
-        return stats_to_np(found)
-
-    def gather_stats(self, stats: Mapping[str, Any]) -> dict[str, Any]:
-        """Statistics with each tensor replaced by its mean over all processes, which must all call it."""
-        return {
-            name: self.accelerator.reduce(value, reduction="mean") if isinstance(value, Tensor) else value
-            for name, value in stats.items()
-        }
 
     # ---- the mathematics of a step, which subclasses may override. Tensors are `(B, R)`, masks 0 where the policy
     # chose no token
@@ -335,7 +252,8 @@ class PPOTrainer:
         losses = reduce_terms(policy, count), self.config.vf_coef * reduce_terms(value, count)
         stats = {name: metric.mean for name, metric in terms.metrics.items()}
         stats |= estimate_statistics(advantages, returns, values, mask)
-        if self._ratio_is_too_large(terms.metrics["policy/ratio"]):
+        step, limit = self.current_step + 1, self.config.ratio_threshold
+        if ratio_is_too_large(terms.metrics["policy/ratio"], limit, self.accelerator, self._warn_once, step=step):
             losses = losses[0] * 0, losses[1] * 0
             stats |= {name: torch.zeros_like(stats[name]) for name in stats if name.startswith("loss/")}
         stats["policy/ratio"] = probability_ratio(logprobs.detach(), old_logprobs, mask)[mask != 0]
@@ -370,7 +288,7 @@ class PPOTrainer:
             # accelerate divides by the number of minibatches, DDP, FSDP and DeepSpeed by that of processes.
             averaged = self.accelerator.num_processes * self.accelerator.gradient_accumulation_steps
             loss = loss * (float((mask != 0).sum()) * averaged / self._step_tokens)
-        self._require_finite("loss", float(loss.detach()))
+        check_finite("loss", float(loss.detach()), step=self.current_step + 1)
         if self._gradient_is_used:  # only outside of `step`, which has cleared it
             self._clear_gradient()
         self.accelerator.backward(loss)
@@ -378,7 +296,7 @@ class PPOTrainer:
             limit = self.config.max_grad_norm or math.inf
             norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
             if norm is not None and self.accelerator.scaler is None:  # fp16 leaves such updates out by itself
-                self._require_finite("the gradient's norm", float(norm))
+                check_finite("the gradient's norm", float(norm), step=self.current_step + 1)
             self.optimizer.step()
             self._gradient_is_used = True
         return stats
@@ -391,25 +309,6 @@ class PPOTrainer:
             getattr(self.optimizer, "optimizer", self.optimizer).zero_grad()
         self._gradient_is_used = False
 
-    def _ratio_is_too_large(self, ratio: Weighted) -> bool:
-        whole: Any = self.accelerator.reduce(torch.stack([ratio.total, ratio.count]), reduction="sum")
-        mean = float(whole[0] / whole[1])
-        if not mean > self.config.ratio_threshold:
-            return False
-        self._warn_once(
-            "A minibatch is left out in step %d: the mean ratio of new to old probabilities is %.3g, ratio_threshold is %g. "
-            "If this happens often, lower learning_rate or ppo_epochs, or set max_grad_norm.",
-            self.current_step + 1, mean, self.config.ratio_threshold,
-        )  # fmt: skip
-        return True
-
-    def _require_finite(self, what: str, value: float) -> None:
-        if not math.isfinite(value):
-            raise FloatingPointError(
-                f"{what} must be finite, got {value} in step {self.current_step + 1}. No update was made with it; go on from "
-                "the last state that was saved. Lower learning_rate, set max_grad_norm, or look at the scores of this step."
-            )
-
     # ---- forward passes
 
     def prepare_model_inputs(self, queries: list[Tensor], responses: list[Tensor]) -> dict[str, Tensor]:
@@ -418,15 +317,13 @@ class PPOTrainer:
 
         For programs that call a model themselves; `step` scores without padding and does not use it.
         """
-        if not self.is_encoder_decoder:
-            return self._padded([torch.cat(row) for row in zip(queries, responses, strict=True)])
-        decoder = {f"decoder_{name}": value for name, value in self._padded(responses).items()}
-        return {**self._padded(queries), **decoder}
-
-    def _padded(self, rows: list[Tensor]) -> dict[str, Tensor]:
-        ids, mask = pad_with_mask(rows, pad_token_id(self.tokenizer), side=self.tokenizer.padding_side)
-        found = {"input_ids": ids, "attention_mask": mask}
-        return {name: value.to(self.accelerator.device) for name, value in found.items()}
+        joined = [torch.cat(row) for row in zip(queries, responses, strict=True)]
+        parts = {"": queries, "decoder_": responses} if self.is_encoder_decoder else {"": joined}
+        inputs: dict[str, Tensor] = {}
+        for prefix, rows in parts.items():
+            ids, mask = pad_with_mask(rows, pad_token_id(self.tokenizer), side=self.tokenizer.padding_side)
+            inputs |= {f"{prefix}input_ids": ids, f"{prefix}attention_mask": mask}
+        return {name: value.to(self.accelerator.device) for name, value in inputs.items()}
 
     def batched_forward_pass(
         self,
@@ -449,8 +346,8 @@ class PPOTrainer:
             with self.accelerator.autocast():
                 parts.append(score_responses(scorer, model, rows.take(part), logits=return_logits))
         logps, values, _, logits = map(join_rows, zip(*parts, strict=True))
-        given = response_masks or [torch.ones_like(response) for response in responses]
-        return logps, logits, values, pad_sequence(given, batch_first=True)
+        masks = response_masks or [torch.ones_like(response) for response in responses]
+        return logps, logits, values, pad_sequence(masks, batch_first=True)
 
     def _scorer_of(self, model: Any) -> tuple[Any, Any]:
         """The scorer of a model, and the module to call: of a reference with a value head the model inside."""
@@ -464,9 +361,7 @@ class PPOTrainer:
 
     @torch.no_grad()
     def _score_rollout(self, inputs: StepInputs, scores: Tensor, times: dict[str, float]) -> tuple[Tensor, ...]:
-        """Log-probs of policy and reference, values, masks, rewards, their part without the score and KL, each `(B,
-        R)`.
-        """
+        """Log-probs of policy and reference, values, masks, rewards, rewards without the score and KL, all `(B, R)`."""
         is_full = self.config.kl_penalty == "full"  # whole distributions are held for one minibatch at a time
         parts, policy = [], without_ddp(self.model)
         for rows in torch.arange(len(scores)).split(self.config.mini_batch_size if is_full else len(scores)):
@@ -481,7 +376,7 @@ class PPOTrainer:
             with timed(times, "compute_rewards"):
                 compared = logps, ref_logps
                 if logits is not None and ref_logits is not None:
-                    compared = _log_distribution(logits), _log_distribution(ref_logits)
+                    compared = log_distribution(logits), log_distribution(ref_logits)
                 rewards, non_score, kls = self.compute_rewards(scores[part], *compared, masks)
             parts.append((logps, ref_logps, values, masks, rewards, non_score, kls))
         return tuple(join_rows(columns) for columns in zip(*parts, strict=True))
@@ -491,7 +386,10 @@ class PPOTrainer:
     def _train(self, inputs: StepInputs, times: dict[str, float]) -> dict[str, Any]:
         scores = self._scaled(inputs.scores)
         logps, ref_logps, values, masks, rewards, non_score, kls = self._score_rollout(inputs, scores, times)
-        self._check_divergence(kls, kls if self.config.kl_penalty == "full" else logps - ref_logps, masks)
+        check_divergence(
+            kls, kls if self.config.kl_penalty == "full" else logps - ref_logps, masks,
+            accelerator=self.accelerator, step=self.current_step + 1, target=self.config.target, warn=self._warn_once,
+        )  # fmt: skip
         with timed(times, "compute_advantages"):
             values, advantages, returns = self.compute_advantages(values, rewards, masks)
         rows = responses_as_rows(inputs.queries, inputs.responses)
@@ -506,35 +404,6 @@ class PPOTrainer:
                 kl_coef, scores=scores, logprobs=logps, ref_logprobs=ref_logps, non_score_reward=non_score, kls=kls,
                 masks=masks, queries=inputs.queries, responses=inputs.responses, train_stats=train_stats,
             )  # fmt: skip
-
-    def _check_divergence(self, kls: Tensor, differences: Tensor, mask: Tensor) -> None:
-        """Warn of a KL divergence that is negative or far above the target.
-
-        Raises: FloatingPointError, on all processes, where it has exploded or is not finite.
-        """
-        step, sizes = self.current_step + 1, where_counted(differences, mask).double().abs().sum()
-        sums = [
-            where_counted(kls, mask).double().sum(),
-            sizes,
-            sizes.new_tensor(len(mask)),
-            (mask != 0).sum().double(),
-        ]
-        total, size, rows, tokens = self.accelerator.reduce(torch.stack(sums), reduction="sum").tolist()  # type: ignore[union-attr]
-        kl, per_token, target = total / rows, size / tokens, self.config.target
-        if not math.isfinite(kl) or not per_token <= _EXPLODED:
-            raise FloatingPointError(
-                f"the KL divergence from the reference has exploded in step {step}: {kl:.4g} nats per response, {per_token:.4g} "
-                f"per token (at most {_EXPLODED:g}). No update was made; resume from the last state that was saved. {_ADVICE}"
-            )
-        if kl < _NEGATIVE:
-            self._warn_once(
-                "The KL divergence is negative (%.3g nats per response in step %d), which training can exploit. Sample from the "
-                "plain distribution (do_sample=True, top_k=0, top_p=1.0, min_length=-1): with other settings the policy is "
-                "rewarded for tokens that generation cut away.", kl, step,
-            )  # fmt: skip
-        if kl > _FAR * target:
-            message = f"The KL divergence is %.3g nats per response in step %d, %g times the target of %g. {_ADVICE}"
-            self._warn_once(message, kl, step, _FAR, target)
 
     def _scaled(self, scores: Tensor) -> Tensor:
         config, clip = self.config, self.config.score_clip
@@ -579,150 +448,3 @@ class PPOTrainer:
                 record.add(int(count), stats)
         finally:
             self._step_tokens = None
-
-    def _push_if_best(self, scores: Tensor) -> None:
-        """Scores as they were given: scaled ones of two steps cannot be compared."""
-        push: Any = self.config.push_to_hub_if_best_kwargs
-        if not push or self.current_step % self.config.compare_steps:
-            return
-        reward = float(over_processes(moments(scores), self.accelerator).mean)
-        if reward > self.highest_reward:
-            self.highest_reward = reward
-            self.push_to_hub(**push)
-
-    # ---- saving
-
-    def save_state(self, output_dir: str | Path) -> None:
-        """Write everything that the loop carries into a folder, at once or not at all: between two steps, by all
-        processes.
-
-        Weights, optimiser, scheduler, KL coefficient, running moments, random streams, the loader's place.
-        """
-        state = {
-            "current_step": self.current_step,
-            "kl_coef": self.kl_ctl.value,
-            "running": moments_state(self.running),
-            "highest_reward": self.highest_reward,
-            "loader": None if self.dataloader is None else self.dataloader.state_dict(),
-        }
-        save_step_state(output_dir, self.accelerator, state)
-
-    def load_state(self, input_dir: str | Path) -> None:
-        """Go on from a folder of `save_state`, with a trainer that was built as that one was.
-
-        The next pass over `dataloader` begins behind the last batch that was handed out before.
-        """
-        state = load_step_state(input_dir, self.accelerator, scheduled=self.lr_scheduler is not None)
-        self.current_step, self.highest_reward = state["current_step"], state["highest_reward"]
-        self.kl_ctl.value = state["kl_coef"]
-        self.running = RunningMoments(self.accelerator, **state["running"])
-        if self.dataloader is not None and state["loader"] is not None:
-            self.dataloader.load_state_dict(state["loader"])
-
-    def save_pretrained(
-        self,
-        save_directory: str | Path,
-        *,
-        repo_id: str | None = None,
-        push_to_hub: bool = False,
-        **kwargs: Any,
-    ) -> str | None:
-        """Save policy (value head included), tokenizer and model card into a folder; all processes must call it.
-
-        `push_to_hub` uploads to `repo_id` (default: the folder's name) with `kwargs`, and returns its address.
-        """
-        sizes = {name: kwargs.pop(name) for name in ("max_shard_size",) if name in kwargs}
-        with under_module_names(self.accelerator):
-            state = self.accelerator.get_state_dict(self.model)
-        if not self.accelerator.is_main_process:
-            return None
-        model: Any = self.accelerator.unwrap_model(self.model)
-        model.save_pretrained(save_directory, state_dict=state, **sizes)
-        self.tokenizer.save_pretrained(save_directory)
-        self.create_model_card(save_directory)
-        if not push_to_hub:
-            return None
-        api, name = HfApi(token=kwargs.pop("token", None)), repo_id or Path(save_directory).name
-        made = api.create_repo(name, private=kwargs.pop("private", None), exist_ok=True)
-        return str(api.upload_folder(folder_path=save_directory, repo_id=made.repo_id, **kwargs))
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        commit_message: str = "Upload a policy trained by PPO",
-        private: bool | None = None,
-        token: str | bool | None = None,
-        revision: str | None = None,
-        create_pr: bool = False,
-        max_shard_size: int | str = "50GB",
-    ) -> str | None:
-        """Upload policy, tokenizer and model card; returns the address on the main process. All processes must call
-        it.
-        """
-        with tempfile.TemporaryDirectory() as folder:
-            return self.save_pretrained(
-                folder, repo_id=repo_id, push_to_hub=True, commit_message=commit_message, private=private, token=token,
-                revision=revision, create_pr=create_pr, max_shard_size=max_shard_size,
-            )  # fmt: skip
-
-    def create_model_card(self, path: str | Path, model_name: str | None = "TRL Model") -> None:
-        """Write a model card, `README.md`, into the folder `path`."""
-        model: Any = self.accelerator.unwrap_model(self.model)
-        base, name = getattr(model.config, "_name_or_path", None) or None, model_name or Path(path).name
-        card = ppo_setup.model_card(self.config, base, name, tags=[*self._tag_names], steps=self.current_step)
-        Path(path).mkdir(parents=True, exist_ok=True)
-        card.save(Path(path) / "README.md")
-
-    def log_stats(
-        self,
-        stats: Mapping[str, Any],
-        batch: Mapping[str, Any],
-        rewards: Any,
-        columns_to_log: Iterable[str] = ("query", "response"),
-    ) -> None:
-        """Send a step's statistics, `env/reward_mean`, `env/reward_std` and `env/reward_dist` to the tracker of
-        `log_with`.
-
-        wandb also gets a table of `columns_to_log` of the batch with the rewards. `rewards` are those of this process;
-        all processes must call it.
-
-        Raises: ValueError for a column that the batch lacks.
-        """
-        own = [float(reward) for reward in rewards]
-        scores: Any = self.accelerator.gather(torch.tensor(own, device=self.accelerator.device))
-        if not self.accelerator.is_main_process or self.config.log_with is None:
-            return
-        scores = scores.cpu()
-        logs = {
-            **stats,
-            "env/reward_mean": float(scores.mean()),
-            "env/reward_std": float(scores.std()) if len(scores) > 1 else 0.0,
-            "env/reward_dist": scores.numpy(),
-        }
-        if self.config.log_with != "wandb":
-            logs = {name: value for name, value in logs.items() if not isinstance(value, np.ndarray)}
-        else:
-            columns = list(columns_to_log)
-            if missing := [name for name in columns if name not in batch]:
-                raise ValueError(
-                    f"columns_to_log has {missing}, the batch has {sorted(batch)}. Put them into the batch, or log other columns."
-                )
-            import wandb  # pyright: ignore[reportMissingImports]
-
-            rows = [list(row) for row in zip(*(batch[name] for name in columns), own, strict=True)]
-            logs["game_log"] = wandb.Table(columns=[*columns, "reward"], rows=rows)
-        self.accelerator.log(logs, step=self.current_step)
-
-
-def _log_distribution(logits: Tensor) -> Tensor:
-    """Log-probs of the whole vocabulary, in float32 or wider."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
-
-
-@contextmanager
-def timed(times: dict[str, float], name: str) -> Iterator[None]:
-    """Add the seconds that a block takes to `times`."""
-    began = time.perf_counter()
-    yield
-    times[name] = times.get(name, 0.0) + time.perf_counter() - began

@@ -82,18 +82,11 @@ class PRMTrainer(LegacyJudged, PreferenceTrainer):
         policy, args = self.begin(model, args, processing_class, peft_config, older, classifier=STEP_CLASSIFIER)
         sets = partial(row_sets, prepare_stepwise_dataset, StepwisePreparation, args, policy)
         super().__init__(
-            policy,
-            args,
-            sets=sets(is_eval=True),
-            train_sets=sets(is_eval=False),
+            policy, args, sets=sets(is_eval=True), train_sets=sets(is_eval=False),
             data_collator=data_collator or DataCollatorForLanguageModeling(self.scorer.pad_token_id),
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-        )
+            train_dataset=train_dataset, eval_dataset=eval_dataset, compute_metrics=compute_metrics,
+            callbacks=callbacks, optimizers=optimizers, preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )  # fmt: skip
 
     # ---- the data
 

@@ -64,14 +64,8 @@ class ReferenceFreeTrainer(PreferenceTrainer):
         scores_prompts = self.method.scores_prompts and not encodes
         self.layout = (lambda batch: with_prompts_scored(pairs(batch))) if scores_prompts else pairs
         super().__init__(
-            policy,
-            args,
-            sets=pair_sets(args, policy, truncation_order="prompt_first"),
+            policy, args, sets=pair_sets(args, policy, truncation_order="prompt_first"),
             data_collator=data_collator or pair_collator(policy, shares_prefix=self.shares_prefix),
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-        )
+            train_dataset=train_dataset, eval_dataset=eval_dataset, compute_metrics=compute_metrics,
+            callbacks=callbacks, optimizers=optimizers, preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )  # fmt: skip

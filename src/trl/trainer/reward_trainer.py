@@ -92,18 +92,12 @@ class RewardTrainer(LegacyReward, PreferenceTrainer):
             pad_to_multiple_of=args.pad_to_multiple_of,
         )
         super().__init__(
-            policy,
-            args,
-            sets=row_sets(prepare_reward_dataset, RewardPreparation, args, policy),
-            data_collator=data_collator or collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
+            policy, args, sets=row_sets(prepare_reward_dataset, RewardPreparation, args, policy),
+            data_collator=data_collator or collator, train_dataset=train_dataset, eval_dataset=eval_dataset,
+            compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-        )
+        )  # fmt: skip
 
     # ---- the data
 

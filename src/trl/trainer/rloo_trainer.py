@@ -83,7 +83,7 @@ class RLOOTrainer(LegacyGroups, SampleTables, OnlineTrainer):
             ref_model=ref_model,
             agent=agent,
             environment_factory=environment_factory,
-        )
+        )  # fmt: skip
         self.method.eos_token_id = self._tokenizer.eos_token_id  # type: ignore[assignment]
         if self.args.local_rollout_forward_batch_size:
             self.rows_at_once = self.args.local_rollout_forward_batch_size

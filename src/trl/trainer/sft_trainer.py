@@ -113,20 +113,12 @@ class SFTTrainer(LegacySFT, BaseTrainer):
             sets = self._sets_class(args, policy, formatting_func=formatting_func)
             data_collator = data_collator or self.make_collator(args)
         super().__init__(
-            model=policy.model,
-            args=args,
-            sets=sets,
-            data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=policy.processing_class,
-            compute_loss_func=compute_loss_func,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
+            model=policy.model, args=args, sets=sets, data_collator=data_collator, train_dataset=train_dataset,
+            eval_dataset=eval_dataset, processing_class=policy.processing_class, compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-        )
+        )  # fmt: skip
         if compute_loss_func is not None or self.label_smoother is not None:
             self.method = LogitsMethod(args.loss_type, compute_loss_func, self.label_smoother)
         check_collator(self.data_collator, self.train_dataset, args)

@@ -97,17 +97,11 @@ class UnpairedTrainer(PreferenceTrainer):
         encoder_pad = pad_token_id(policy.tokenizer) if encodes else None
         collator = UnpairedCollator(self.shares_prefix, self.mismatched, encoder_pad)
         super().__init__(
-            policy,
-            args,
-            sets=pair_sets(args, policy, prepare_unpaired_dataset, UnpairedPreparation, **settings),
-            data_collator=data_collator or collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
+            policy, args, sets=pair_sets(args, policy, prepare_unpaired_dataset, UnpairedPreparation, **settings),
+            data_collator=data_collator or collator, train_dataset=train_dataset, eval_dataset=eval_dataset,
+            compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-        )
+        )  # fmt: skip
         _warn_of_blocks(self.train_dataset, args.train_sampling_strategy)
         self.take_reference([*self._reference_names])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -96,12 +97,13 @@ class GRPOWithReplayBufferTrainer(LegacyReplay, GRPOTrainer):
         rows = rows.with_rows(**{MEAN_LENGTH: share.expand(len(rows)).clone()})
         return rows.take(torch.arange(first, first + self.sizes.own_rows))
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
+    def save_state(self, folder: Path) -> None:
+        """Write into a checkpoint also the buffer."""
+        super().save_state(folder)
         if self.args.process_index == 0:
-            self.buffer.save(output_dir)
+            self.buffer.save(str(folder))
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            self.buffer.load(checkpoint)
+    def load_state(self, folder: Path) -> None:
+        """Load what `save_state` wrote, when training begins."""
+        super().load_state(folder)
+        self.buffer.load(str(folder))

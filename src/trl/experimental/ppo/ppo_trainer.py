@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -29,7 +30,7 @@ from trl.generation.engine import Sampling
 from trl.generation.transformers.engine import TransformersEngine, context_length_of
 from trl.legacy import move_arguments
 from trl.legacy.interface import LegacyGroups, NotCalled, View
-from trl.models.parts import causal_core, embedded_tokens
+from trl.models.parts import embedded_tokens
 from trl.models.reference import make_reference
 from trl.models.scoring.base import shares_prefix
 from trl.models.scoring.values import POLICY, VALUE, PolicyAndValue, PolicyValueScorer
@@ -228,10 +229,10 @@ class PPOTrainer(LegacyGroups, SampleTables, OnlineTrainer):
         self._started, self._batches_before = time.monotonic(), 0
         return super().train(*args, **kwargs)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            self._batches_before = -(-self.state.global_step // self.sizes.steps)
+    def load_state(self, folder: Path) -> None:
+        """Load the state of a checkpoint, when training begins."""
+        super().load_state(folder)
+        self._batches_before = -(-self.state.global_step // self.sizes.steps)
 
     # ---- the reference
 
@@ -272,15 +273,8 @@ class PPOTrainer(LegacyGroups, SampleTables, OnlineTrainer):
             )
         with holding(self, "model", both.policy):
             super()._load_from_checkpoint(resume_from_checkpoint)
-        with self._loading(folder, causal_core(both.value_model)), holding(self, "model", both.value_model):
-            super(BaseTrainer, self)._load_from_checkpoint(folder)
-
-    def _load_best_model(self) -> None:
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            super()._load_best_model()
-            return
-        assert self.state.best_model_checkpoint is not None
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
+        with holding(self, "model", both.value_model):
+            super()._load_from_checkpoint(folder)
 
     def _both(self) -> PolicyAndValue:
         both = self.accelerator.unwrap_model(self.model)

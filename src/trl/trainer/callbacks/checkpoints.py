@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,17 @@ def at_step_ends(callbacks: list[TrainerCallback]) -> None:
     for place, callback in enumerate(callbacks):
         if isinstance(callback, JITCheckpointCallback):
             callbacks[place] = CheckpointOnSignal(callback)
+
+
+class AtTrainBegin(TrainerCallback):
+    """Calls a function when the state of a run is set up, before its first evaluation and its first step."""
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self._begin = begin
+
+    def on_train_begin(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+        """Call it."""
+        self._begin()
 
 
 class PeftSavingCallback(TrainerCallback):

@@ -1,0 +1,184 @@
+"""The runs of a trainer: the folder that one owns, the checkpoint that it resumes from, and those that it writes."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from transformers import TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from trl.checkpoints.identity import Facts, compare, of_other_runs
+from trl.checkpoints.ownership import clear, owned, run_folder_name
+from trl.checkpoints.progress import on_main
+from trl.checkpoints.wholeness import (
+    CheckpointError,
+    checkpoint_to_load,
+    checkpoints_in,
+    has_weights,
+    publish,
+    read_manifest,
+    synced_sums,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run: its own folder, what its checkpoints say about it, and the checkpoint that it resumes from."""
+
+    folder: Path
+    facts: Facts
+    checkpoint: str | None = None
+    without: Sequence[str] = ()
+    """The parts of the checkpoint that start anew (`resume_without`)."""
+
+    @property
+    def step(self) -> int:
+        """The optimiser steps that the checkpoint has behind it; 0 for a run that begins."""
+        if self.checkpoint is None:
+            return 0
+        return TrainerState.load_from_json(str(Path(self.checkpoint) / TRAINER_STATE_NAME)).global_step
+
+
+class Runs:
+    """The runs of a trainer, one at a time. All processes must make the same calls."""
+
+    current: Run | None = None
+    newest_checkpoint: Path | None = None
+    """The last checkpoint that the run wrote, else the one that it resumed from."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator, self._random_state_is_due = accelerator, False
+
+    def enter(
+        self,
+        stack: ExitStack,
+        args: TrainingArguments,
+        facts: Callable[[], Facts],
+        *,
+        resume: str | bool | None = None,
+        alone: bool = True,
+        saves: bool = False,
+    ) -> Run:
+        """Begin a run that lasts as long as `stack`: own its folder, check the checkpoint that it resumes from.
+
+        `alone` refuses other runs in this process; a run that neither `saves` nor resumes needs no `facts`.
+        """
+        output_dir = Path(str(args.output_dir))
+        folder = self.current.folder if self.current else output_dir / on_main(self._accelerator, run_folder_name)
+        if saves and args.should_save:
+            stack.enter_context(owned(folder, exclusive=alone))
+        stack.callback(setattr, self, "current", self.current)
+
+        def begin() -> Run:
+            return _begin_run(folder, facts() if saves or resume else {}, args, resume=resume, alone=alone)
+
+        self.current = run = on_main(self._accelerator, begin)
+        self.newest_checkpoint = None if run.checkpoint is None else Path(run.checkpoint)
+        self._random_state_is_due = run.checkpoint is not None and not self.starts_anew("random_state")
+        return run
+
+    def starts_anew(self, part: str) -> bool:
+        """Whether a part of the checkpoint is left out on resuming."""
+        return self.current is not None and part in self.current.without
+
+    def take_random_state(self) -> bool:
+        """Whether the checkpoint's random state is to be loaded now; it is once in a run."""
+        is_due, self._random_state_is_due = self._random_state_is_due, False
+        return is_due
+
+    def holds(self, folder: str | None) -> bool:
+        """Whether a folder is a checkpoint that the run is writing."""
+        return folder is not None and self.current is not None and Path(folder).parent == self.current.folder
+
+    @contextmanager
+    def writing(self, state: TrainerState, *, writes: bool) -> Iterator[Path]:
+        """The folder for a checkpoint, which is removed where writing fails: an unfinished one takes a full disk's
+        space.
+        """
+        assert self.current is not None
+        folder = self.current.folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        try:
+            yield folder
+        except Exception:
+            if writes:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def publish(self, written: Path, output_dir: Path, state: TrainerState, *, writes: bool, limit: int | None) -> Path:
+        """Rename a checkpoint into the output directory, then remove what `limit` (`save_total_limit`) no longer allows.
+
+        A rename is atomic on one file system, so a run killed at any moment leaves the checkpoint whole or not at all.
+        `writes` holds on the processes that write. Raises: CheckpointError where its weights are not there.
+        """
+        assert self.current is not None
+        final = output_dir / written.name
+        if state.best_global_step:  # the parent looked for the best checkpoint in the run's folder
+            best = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+            state.best_model_checkpoint = str(best) if best.name == written.name or best.exists() else None
+        if writes:
+            state.save_to_json(str(written / TRAINER_STATE_NAME))
+        self._accelerator.wait_for_everyone()
+        part, parts = self._accelerator.process_index, self._accelerator.num_processes
+        sums = gather_object([synced_sums(written, part=part, parts=parts)])
+        if writes:
+            if not has_weights(written):
+                raise CheckpointError(
+                    f"{written} has no weights, expected those of step {state.global_step}: another program "
+                    "removed them. Earlier checkpoints are untouched. Give each run an output_dir of its own."
+                )
+            whole = {name: entry for part_sums in sums for name, entry in part_sums.items()}
+            publish(written, final, self.current.facts, replaced=written.parent / "replaced", sums=whole)
+            _rotate(final, state, limit)
+        self._accelerator.wait_for_everyone()
+        self.newest_checkpoint = final
+        return final
+
+
+def _begin_run(folder: Path, facts: Facts, args: TrainingArguments, *, resume: str | bool | None, alone: bool) -> Run:
+    """Find and check the checkpoint to resume from, and clear the output directory; for the main process.
+
+    Raises: FileNotFoundError or CheckpointError where the run cannot resume, or must be `alone` and is not.
+    """
+    output_dir, run = folder.parent, folder.name.rpartition("-")[2]
+    clear(output_dir, folder.name, alone=alone)
+    without: list[str] = getattr(args, "resume_without", None) or []
+    checkpoint = checkpoint_to_load(resume, output_dir, without=without)
+    if checkpoint is not None:
+        for line in compare(checkpoint, facts, ignore_data=args.ignore_data_skip):
+            logger.warning("Resuming with another setting than %s: %s.", checkpoint, line)
+        if without:
+            logger.warning("resume_without: %s of %s start anew.", " and ".join(without), checkpoint)
+        run = read_manifest(checkpoint).get("run")
+    others = of_other_runs(output_dir, run) if folder.is_dir() else []  # else nothing is written
+    if others:
+        logger.warning(
+            "%s holds checkpoints of another run (%s). This run replaces those of the same step, and save_total_limit "
+            "counts and removes them too. Use another output_dir to keep them.",
+            output_dir,
+            ", ".join(path.name for path in others),
+        )
+    return Run(folder, {"run": run, **facts}, None if checkpoint is None else str(checkpoint), without)
+
+
+def _rotate(newest: Path, state: TrainerState, limit: int | None) -> None:
+    """Remove what is over the limit, by step: first what an earlier run left at later steps, then the lowest.
+
+    The newest and the best checkpoint stay. Times are not read: clocks are set back.
+    """
+    if not limit:
+        return
+    protected = {newest, Path(state.best_model_checkpoint or newest)}
+    others = [path for path in checkpoints_in(newest.parent) if path not in protected]
+    others.sort(key=lambda path: int(path.name.rpartition("-")[2]) > state.global_step)  # else the highest first
+    for old in others[max(limit - len(protected), 0) :]:
+        shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,152 @@
+"""Evaluations: rows of all processes, the user's metrics, and the metric that chooses the best checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import recursively_apply
+from torch import Tensor
+from torch.utils.data import Subset
+from transformers import TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy
+
+from trl.methods.method import LOSS_PARTS
+from trl.models.switches import holding, undisturbed
+from trl.reporting.metrics import MetricSums
+
+logger = logging.getLogger("trl.trainer.base_trainer")
+
+
+def returns_dict(compute_metrics: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """`compute_metrics` that raises TypeError for another result than a dict."""
+    if compute_metrics is None:
+        return None
+
+    @wraps(compute_metrics)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        metrics = compute_metrics(*args, **kwargs)
+        if kwargs.get("compute_result", True) and not isinstance(metrics, dict):
+            kind = type(metrics).__name__
+            raise TypeError(f"compute_metrics must return a dict of metrics by name, got a {kind}.")
+        return metrics
+
+    return checked
+
+
+class GatherRows:
+    """Gathers, in place of `Accelerator.gather_for_metrics`, what the evaluation loop of transformers gathers of one
+    batch.
+
+    That one counts rows of the data set to leave out repeated ones, and packed rows have several rows of logits. The
+    loop first gathers the loss, then logits and labels `(S, ...)`, of which those of a process that `fills_up` do not
+    count.
+    """
+
+    def __init__(self, accelerator: Accelerator, *, fills_up: bool) -> None:
+        self._accelerator, self._fills_up, self._loss_is_next = accelerator, fills_up, True
+
+    def __call__(self, values: Any) -> Any:
+        """The values of all processes, one after another."""
+        if self._loss_is_next:
+            self._loss_is_next = False
+            return self._accelerator.gather_for_metrics(values)
+        return recursively_apply(self._gathered, values)
+
+    def _gathered(self, values: Tensor) -> Tensor:
+        if self._accelerator.num_processes == 1:
+            return values
+        rows = values[:0] if self._fills_up else values
+        counts: Any = self._accelerator.gather(torch.tensor([len(rows)], device=rows.device))
+        whole: Any = self._accelerator.gather(self._accelerator.pad_across_processes(rows, dim=0))
+        parts = zip(whole.split(int(counts.max())), counts.tolist(), strict=True)
+        return torch.cat([part[:count] for part, count in parts])
+
+
+def chosen_metric(args: TrainingArguments, sets: Any) -> tuple[str | None, str] | None:
+    """The evaluation set and the metric of it that `metric_for_best_model` names; None where no metric is read.
+
+    The set is None where `eval_dataset` is a single one. Raises: ValueError for a name that is of none of several sets.
+    """
+    if args.metric_for_best_model is None or args.eval_strategy == IntervalStrategy.NO or sets is None:
+        return None
+    name = args.metric_for_best_model.removeprefix("eval_")
+    if not isinstance(sets, dict):
+        return None, name
+    of = [each for each in sets if name.startswith(f"{each}_")]
+    if not of:
+        raise ValueError(
+            f"metric_for_best_model={args.metric_for_best_model!r} is of none of the evaluation sets {list(sets)}, whose metrics are "
+            f"named eval_<set>_<metric>. Set it to 'eval_{next(iter(sets))}_loss', for example."
+        )
+    longest = max(of, key=len)
+    return longest, name.removeprefix(f"{longest}_")
+
+
+def check_best_metric(trainer: Any) -> None:
+    """Raise ValueError where an evaluation of one batch does not have the chosen metric; nothing of it is kept.
+
+    Metrics that the trainer's class lists in `evaluation_metrics` are known without one.
+    """
+    chosen = chosen_metric(trainer.args, trainer.eval_dataset)
+    if chosen is None or chosen[1] in trainer.evaluation_metrics:
+        return
+    name, metric = chosen
+    args, own = trainer.args, trainer.eval_dataset
+    rows, given = args.per_device_eval_batch_size * args.world_size, own if name is None else own[name]
+    if hasattr(given, "take"):
+        part = given.take(min(rows, len(given)) if hasattr(given, "__len__") else rows)
+    else:
+        part = Subset(given, range(min(rows, len(given))))
+    prefix = "eval" if name is None else f"eval_{name}"
+    with ExitStack() as stack:
+        stack.enter_context(holding(trainer, "eval_dataset", part if name is None else {**own, name: part}))
+        stack.enter_context(holding(args, "dataloader_persistent_workers", False))  # their loaders are kept
+        if hasattr(args, "generate_during_eval"):
+            stack.enter_context(holding(args, "generate_during_eval", False))
+        stack.enter_context(
+            holding(trainer.callback_handler, "on_prediction_step", lambda args, state, control: control)
+        )
+        stack.enter_context(trainer.run_metrics.unrecorded())
+        stack.enter_context(undisturbed(trainer.model))
+        loader = trainer.get_eval_dataloader(name)
+        found = trainer.evaluation_loop(loader, "metric_for_best_model", metric_key_prefix=prefix).metrics
+    if f"{prefix}_{metric}" not in found:
+        raise ValueError(
+            f"metric_for_best_model={args.metric_for_best_model!r} is not among the metrics of an evaluation, which are "
+            f"{sorted(found)}. Choose one of them."
+        )
+
+
+def with_metrics(
+    output: EvalLoopOutput,
+    sums: MetricSums,
+    accelerator: Accelerator,
+    *,
+    prefix: str,
+    derived: Callable[[dict[str, float]], dict[str, float]],
+    num_tokens: Callable[[], float],
+) -> EvalLoopOutput:
+    """The result of an evaluation with the metrics that were summed; all processes must call it.
+
+    The loss is the sum of its parts, each a mean over units of its own. Metrics of `compute_metrics` stay.
+    """
+    assert output.metrics is not None
+    names = sums.state()["sums"]
+    means = sums.drain(accelerator)
+    parts = [means.pop(name) for name in list(means) if name.startswith(LOSS_PARTS)]
+    means = derived({"loss": sum(parts), **means} if parts else means)
+    if any(name.startswith(LOSS_PARTS) for name in names) and "loss" not in means:
+        logger.warning("The %s set has no trained token: its loss is NaN.", prefix)
+        output.metrics[f"{prefix}_loss"] = math.nan
+    if means:
+        means["num_tokens"] = num_tokens()
+        theirs = {name: value for name, value in output.metrics.items() if name != f"{prefix}_loss"}
+        output.metrics.update({**{f"{prefix}_{name}": value for name, value in means.items()}, **theirs})
+    return output

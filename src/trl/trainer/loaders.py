@@ -1,0 +1,157 @@
+"""Data loaders over all processes: whole rounds of batches, rows of like lengths together, each evaluated row once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
+from accelerate.state import GradientState
+from datasets import Dataset
+from torch.utils.data import BatchSampler, DataLoader, Sampler
+from transformers import TrainingArguments
+from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import has_length
+
+from trl.data.ragged import list_lengths
+from trl.data.streaming import RepeatedStream, StreamRounds, is_streaming
+from trl.models.switches import holding
+
+
+class GroupedByLength(LengthGroupedSampler):
+    """Rows of like lengths side by side, longest first, in groups that are drawn anew in each epoch.
+
+    The parent draws them from the process's random stream, which a run that resumes within an epoch no longer has.
+    """
+
+    def __init__(self, rows: int, lengths: list[int], *, seed: int) -> None:
+        super().__init__(rows, lengths=lengths)
+        self._seed, self._epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw those of this epoch, counted from 0."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        return super().__iter__()
+
+
+def row_lengths(dataset: Dataset, tokens: list[int] | None, column: str) -> list[int]:
+    """The lengths of rows: their `column`, their `input_ids`, or `tokens`. Raises: ValueError where none is there."""
+    if column in dataset.column_names:
+        return list(dataset[column])
+    if "input_ids" in dataset.column_names:
+        return list_lengths(dataset, "input_ids").tolist()
+    if tokens is None:
+        raise ValueError(
+            "train_sampling_strategy='group_by_length' needs the length of each row: its tokens, or a column "
+            f"{column!r}, and prepared rows have {dataset.column_names}. Use 'random'."
+        )
+    return tokens
+
+
+class WholeRounds(BatchSampler):
+    """Batches in rounds of one for each process; the last round is not filled with rows of the first ones.
+
+    A process without a row in it takes the last batch's first row, which `FILLS_UP` marks.
+    """
+
+    def __init__(self, batches: BatchSampler, processes: int) -> None:
+        super().__init__(batches.sampler, batches.batch_size, batches.drop_last)
+        self.missing = 0 if batches.drop_last else -len(batches) % processes
+
+    def __len__(self) -> int:
+        return super().__len__() + self.missing
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batch: list[int] = []
+        for batch in super().__iter__():
+            yield batch
+        yield from [batch[:1]] * self.missing
+
+
+def in_rounds(loader: DataLoader, processes: int) -> DataLoader:
+    """Let accelerate's loader read whole rounds, and every row that a process has of a `StreamRounds`."""
+    shard, stream = loader.batch_sampler, loader.dataset
+    if isinstance(shard, BatchSamplerShard) and not isinstance(shard.batch_sampler, WholeRounds):
+        shard.batch_sampler, shard.even_batches = WholeRounds(shard.batch_sampler, processes), False
+    elif isinstance(stream, IterableDatasetShard) and isinstance(stream.dataset, StreamRounds):
+        stream.batch_size, stream.num_processes, stream.process_index = 1, 1, 0
+    return loader
+
+
+def _sampler(loader: Any) -> Any:
+    """The batch sampler inside accelerate's: a process's part, or what a resumed run has left."""
+    batches: Any = getattr(loader, "batch_sampler", None)  # none where a program brings the batches
+    while hasattr(batches, "batch_sampler"):
+        batches = batches.batch_sampler
+    return loader
+
+
+def rounds_of(loader: Any) -> WholeRounds | StreamRounds | None:
+    """The rounds that a data loader reads; None for a loader of another program."""
+    stream, batches = loader.dataset, _sampler(loader)
+    stream = stream.dataset if isinstance(stream, IterableDatasetShard) else stream
+    return next((x for x in (stream, batches) if isinstance(x, (WholeRounds, StreamRounds))), None)
+
+
+def order_of(loader: Any) -> Sampler | None:
+    """The order of a data loader's rows; None for a stream."""
+    return getattr(_sampler(loader), "sampler", None)
+
+
+def fills_up(state: GradientState, *, process: int, processes: int) -> bool:
+    """Whether the batch that was drawn last is its loader's last one, which has rows for other processes alone."""
+    if not state.end_of_dataloader:
+        return False
+    rounds = rounds_of(state.active_dataloader)
+    return rounds is not None and process >= processes - rounds.missing
+
+
+def check_lengths(accelerator: Accelerator, dataset: Any, name: str) -> None:
+    """Raise ValueError where processes have data sets of different lengths; all processes must call it."""
+    if accelerator.num_processes == 1 or not has_length(dataset):
+        return
+    lengths: Any = accelerator.gather(torch.tensor([len(dataset)], device=accelerator.device))
+    if len(lengths.unique()) > 1:
+        raise ValueError(
+            f"the {name} dataset must be the same in all processes, got {lengths.tolist()} rows. Give each process all "
+            "rows: it reads its own part of them."
+        )
+
+
+def training_loader(
+    make: Callable[..., Any], rows: Any, *, batch: int, processes: int, worker_seed: int | None
+) -> DataLoader:
+    """The loader that `make` (`Trainer._get_dataloader`) builds of the training rows; a stream repeats at its end.
+
+    `worker_seed` starts persistent workers from a stream of their own: a run starts them once, and again when it
+    resumes. Raises: ValueError without rows, or where `dataloader_drop_last` leaves no batch.
+    """
+    if rows is None:
+        raise ValueError("training needs a train_dataset, got None. Pass it to the trainer.")
+    repeats = is_streaming(rows) and not isinstance(rows, RepeatedStream)
+    loader = in_rounds(make(RepeatedStream(rows) if repeats else rows, "Training", batch, is_training=True), processes)
+    if worker_seed is not None:
+        inner: Any = getattr(loader, "base_dataloader", loader)  # accelerate's
+        inner.generator = torch.Generator().manual_seed(worker_seed)
+    batches: Any = loader
+    if has_length(batches) and not len(batches):
+        dataset: Any = loader.dataset
+        raise ValueError(
+            f"dataloader_drop_last=True drops all {len(dataset)} training rows: they do not fill a batch of "
+            f"{batch * processes} (over all processes). Set it to False, or lower per_device_train_batch_size."
+        )
+    return loader
+
+
+def evaluation_loader(make: Callable[[Any], DataLoader], key: Any, rows: Any, args: TrainingArguments) -> DataLoader:
+    """The loader that `make` builds of `rows`, which it knows as `key`: of all of them, in their order."""
+    if is_streaming(rows):  # hides a length of other rows (ConstantLengthDataset)
+        place = {"process": args.process_index, "processes": args.world_size}
+        key = StreamRounds(rows, args.eval_batch_size, **place)
+    with holding(args, "dataloader_drop_last", False), holding(args, "train_sampling_strategy", "random"):
+        return in_rounds(make(key), args.world_size)

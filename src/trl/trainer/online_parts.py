@@ -1,0 +1,119 @@
+"""The parts of a trainer that learns from its own rollouts, put together and checked before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from accelerate import Accelerator
+from datasets import Dataset, IterableDataset
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+from trl.agents.completer import AgentCompleter
+from trl.data.image_rows import has_images
+from trl.data.prompts import PromptSets
+from trl.data.streaming import RowStream
+from trl.generation.engine import Engine, Sampling
+from trl.generation.vllm.server_engine import Served, VLLMServerEngine
+from trl.methods.online import GroupMethod
+from trl.models.parts import causal_core, check_decoder_only, embedded_tokens
+from trl.models.policy import Policy, set_up_policy
+from trl.models.reference import Reference
+from trl.rewards.source import RewardSources
+from trl.rollouts.maker import Completer
+from trl.rollouts.rollout_func import check_rollout_func
+from trl.rollouts.schedule import RolloutSizes
+from trl.trainer import group_setup
+from trl.trainer.grpo_config import RolloutTraining
+
+AnyDataset = Dataset | IterableDataset
+RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class OnlineParts:
+    """What an online trainer is made of, before transformers' constructor has the accelerator."""
+
+    policy: Policy
+    method: GroupMethod
+    sizes: RolloutSizes
+    sampling: Sampling
+    sets: PromptSets
+    train_dataset: Dataset | RowStream
+    eval_dataset: Dataset | dict[str, Dataset] | None
+    rewards: RewardSources
+    reference: Reference | None
+    teacher: Any
+    completer: Completer | None
+    """Agents, images or tools; None where the policy alone completes prompts, or a `rollout_func`."""
+    served: Served | None
+
+    def engine(self, args: RolloutTraining, model: Any, accelerator: Accelerator) -> Engine:
+        """The engine of rollouts, which agents need live."""
+        engine = group_setup.engine_of(args, model, self.policy, accelerator, served=self.served)
+        if isinstance(self.completer, AgentCompleter) and not isinstance(engine, VLLMServerEngine):
+            engine.check_live()
+        return engine
+
+
+def online_parts(
+    args: RolloutTraining,
+    method_type: type[GroupMethod],
+    model: str | nn.Module | PreTrainedModel,
+    *,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
+    peft_config: Any,
+    train_dataset: AnyDataset | None,
+    eval_dataset: AnyDataset | dict[str, AnyDataset] | None,
+    reward_funcs: Any,
+    reward_processing_classes: Any,
+    tools: Sequence[Callable[..., Any]] | None,
+    rollout_func: RolloutFunc | None,
+    teacher_model: str | nn.Module | PreTrainedModel | None,
+    ref_model: Any,
+    agent: Any,
+    environment_factory: Any,
+) -> OnlineParts:
+    """The parts, of the arguments of `OnlineTrainer`. Raises: TypeError, ValueError for what does not fit together."""
+    if rollout_func is not None:
+        check_rollout_func(rollout_func)
+    served = group_setup.check_engine(args)
+    assert args.num_generations is not None
+    sizes = replace(args.rollout_sizes(), group=args.num_generations)
+    policy = set_up_policy(model, args, processing_class, peft_config)
+    if served is not None:
+        policy = group_setup.with_served_window(policy, args, served)
+    check_decoder_only(causal_core(policy.model))
+    sampling = group_setup.sampling_of(args, policy)
+    excluded = {"tools": tools, "rollout_func": rollout_func, "images": has_images(train_dataset, eval_dataset)}
+    agents = group_setup.agent_completer(agent, environment_factory, args, policy, rewards=reward_funcs, **excluded)
+    if agents is not None:
+        reward_funcs, tools = group_setup.agent_rewards(reward_funcs, agents), None
+    if environment_factory is not None and train_dataset is None:
+        train_dataset = group_setup.seed_rows(args, sizes)
+    rows, eval_rows = (group_setup.environment_rows(agents, dataset) for dataset in (train_dataset, eval_dataset))
+    rewards = group_setup.group_rewards(reward_funcs, reward_processing_classes, args, policy)
+    tool_loop = None
+    if environment_factory is None:
+        tool_loop = group_setup.tool_completer(tools, args, policy, rows, eval_rows, rollout_func=rollout_func)
+    schemas = tool_loop.schemas if tool_loop else None
+    sets = group_setup.prompt_sets(args, policy, rows, eval_rows, tools=schemas, own=rollout_func is None)
+    reference = group_setup.reference_of(args, policy, model, ref_model)
+    method = method_type(args)
+    teacher = group_setup.teacher_of(teacher_model, args, policy, needed=method.needs_teacher)
+    vocabulary = getattr(teacher, "vocabulary", None)
+    if vocabulary is not None and vocabulary < embedded_tokens(policy.scorer.core):
+        sampling = replace(sampling, vocabulary=vocabulary)
+        sets.settings = replace(sets.settings, vocabulary=vocabulary)
+    return OnlineParts(
+        policy, method, sizes, sampling, sets,
+        train_dataset=group_setup.training_prompts(sets, rows, args),
+        eval_dataset=sets.every(eval_rows),
+        rewards=rewards,
+        reference=reference,
+        teacher=teacher,
+        completer=agents or getattr(sets, "images", None) or tool_loop,
+        served=served,
+    )  # fmt: skip

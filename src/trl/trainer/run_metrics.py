@@ -1,0 +1,147 @@
+"""What a run counts: metrics as sums, tokens, the mean loss over all of its steps; and what stops it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy, TrainOutput
+
+from trl.models.packed.layout import FILLS_UP, count_tokens
+from trl.reporting.metrics import MetricSums
+
+
+class RunMetrics:
+    """Sums of a run and of its current evaluation, and the tokens that it has trained on; part of checkpoints."""
+
+    tokens_seen: Tensor | int
+    """Tokens that this process has trained on."""
+    uncounted_steps: int
+    """Steps whose loss a checkpoint did not know."""
+
+    def __init__(self, accelerator: Accelerator, sums: dict[str, MetricSums]) -> None:
+        self._accelerator, self.sums = accelerator, sums
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget an earlier run."""
+        self.sums["train"].drain()
+        self.tokens_seen, self.uncounted_steps = 0, 0
+
+    def count_tokens(self, count: Tensor) -> None:
+        """Count tokens that this process trains on."""
+        self.tokens_seen = self.tokens_seen + count.to(self._accelerator.device)
+
+    def num_tokens(self) -> float:
+        """Tokens trained on so far, over all processes, which must all call it."""
+        seen: Any = torch.as_tensor(self.tokens_seen, device=self._accelerator.device)
+        if self._accelerator.num_processes > 1:
+            seen = self._accelerator.reduce(seen, reduction="sum")
+        return float(seen)
+
+    def mean_loss(self, total: float, steps: int) -> float:
+        """Of the whole run, also of what was trained before it was resumed, if the checkpoint knows it.
+
+        `total`: the sum over `steps`, of which each process knows for itself what was not logged yet.
+        """
+        if self._accelerator.num_processes > 1:
+            sums: Any = torch.tensor(total, dtype=torch.float64, device=self._accelerator.device)
+            total = self._accelerator.reduce(sums, reduction="mean").item()  # type: ignore[union-attr]
+        return total / max(steps - self.uncounted_steps, 1)
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Evaluate without adding to the metrics."""
+        kept, self.sums["eval"] = self.sums["eval"], MetricSums()
+        try:
+            yield
+        finally:
+            self.sums["eval"] = kept
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        metrics = self.sums["train"].state()
+        return {"uncounted_steps": self.uncounted_steps, "tokens_seen": int(self.tokens_seen), "metrics": metrics}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Resume from `state`."""
+        device = self._accelerator.device
+        self.uncounted_steps = state.get("uncounted_steps", 0)
+        self.tokens_seen = torch.tensor(state["tokens_seen"], device=device)
+        self.sums["train"].load_state(state["metrics"], device)
+
+
+class InputTokens(TrainerCallback):
+    """Counts what `include_num_input_tokens_seen` asks for: tokens that are not padding, by position and not by id.
+
+    transformers counts too, by id and with rows that only fill up; its number is replaced after each micro-batch.
+    """
+
+    def __init__(self, accelerator: Accelerator, *, padding: bool) -> None:
+        self._accelerator, self._padding, self._seen = accelerator, padding, 0
+
+    def add(self, batch: Mapping[str, Any]) -> None:
+        """Count a micro-batch; all processes must call it."""
+        if "input_ids" not in batch:
+            return
+        count = torch.as_tensor(batch["input_ids"].numel()) if self._padding else count_tokens(batch)
+        count = count.to(self._accelerator.device) * (FILLS_UP not in batch)
+        self._seen += int(self._accelerator.gather(count.view(1)).sum())  # type: ignore[union-attr]
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Resume with the checkpoint's number."""
+        self._seen = int(state.num_input_tokens_seen)
+
+    def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Replace the number."""
+        state.num_input_tokens_seen = self._seen
+
+    on_step_end = on_substep_end
+
+
+def logs_step(args: TrainingArguments, state: TrainerState) -> bool:
+    """Whether the metrics of the step that is next will be logged."""
+    strategy, step = args.logging_strategy, state.global_step + 1
+    if step == state.max_steps:  # for the summary
+        return True
+    if strategy == IntervalStrategy.STEPS:
+        is_first = step == 1 and args.logging_first_step
+        return is_first or not state.logging_steps or step % state.logging_steps == 0
+    return strategy != IntervalStrategy.NO
+
+
+def summary_of(output: TrainOutput, history: Sequence[Mapping[str, float]], loss: float) -> TrainOutput:
+    """What `train` returns: the mean loss, and the metrics that were logged last with it."""
+    # There is no summary where an overridden `log` renames its metrics.
+    summary = next((logs for logs in reversed(history) if "train_loss" in logs), {})
+    metrics = {name: value for name, value in summary.items() if name != "step"}
+    return output._replace(training_loss=loss, metrics={**output.metrics, "train_loss": loss, **metrics})
+
+
+def check_trained(model: nn.Module, device: torch.device) -> None:
+    """Raise ValueError for a model without a trainable parameter, or with float16 ones on a CPU."""
+    trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    if not trained:
+        raise ValueError(
+            f"every parameter of {type(model).__name__} is frozen (requires_grad=False), so nothing would be trained. "
+            "Unfreeze some, or pass peft_config to train an adapter."
+        )
+    if device.type == "cpu" and torch.float16 in trained:
+        raise ValueError("the trained weights are float16, and this run is on a CPU. Load them in bfloat16 or float32.")
+
+
+def require_finite(name: str, value: float, *, step: int, folder: str | None) -> None:
+    """Raise FloatingPointError, with advice, for a number of the current step that is not finite."""
+    if math.isfinite(value):
+        return
+    raise FloatingPointError(
+        f"{name} must be finite, got {value} in optimiser step {step}. No update was made with it, and checkpoints under "
+        f"{folder} are untouched. Lower learning_rate or max_grad_norm, check the data of this step, or train in "
+        "bfloat16 or float32 if this run uses float16."
+    )
