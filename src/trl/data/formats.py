@@ -9,6 +9,11 @@ from typing import Any, TypeVar
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
 DatasetType = TypeVar("DatasetType", Dataset, DatasetDict, IterableDataset, IterableDatasetDict)
+StoredOrStream = Dataset | IterableDataset
+Row = Mapping[str, Any]
+"""A row of a data set: its values by column."""
+RowDict = dict[str, Any]
+"""A row that is made here."""
 TListOrMapping = TypeVar("TListOrMapping", list, Mapping)
 
 CONVERSATIONAL_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
@@ -27,7 +32,7 @@ SPEAKER_ROLES = {
 }
 
 
-def is_list_of_dicts_with(value: Any, *keys: str) -> bool:
+def is_list_of_dicts_with(value: object, *keys: str) -> bool:
     """Whether `value` is a non-empty list whose first item is a dict that has all `keys`.
 
     >>> is_list_of_dicts_with([{"role": "user"}], "role"), is_list_of_dicts_with("text", "role")
@@ -38,7 +43,7 @@ def is_list_of_dicts_with(value: Any, *keys: str) -> bool:
     return all(key in value[0] for key in keys)
 
 
-def is_conversational(example: dict[str, Any]) -> bool:
+def is_conversational(example: Row) -> bool:
     """Whether one of the text columns of a row holds messages with a `role`.
 
     >>> is_conversational({"prompt": [{"role": "user", "content": "What colour is the sky?"}]})
@@ -49,7 +54,7 @@ def is_conversational(example: dict[str, Any]) -> bool:
     return any(is_list_of_dicts_with(example.get(key), "role") for key in CONVERSATIONAL_COLUMNS)
 
 
-def is_conversational_from_value(example: dict[str, Any]) -> bool:
+def is_conversational_from_value(example: Row) -> bool:
     """Whether a row has a `conversations` column of `{"from", "value"}` messages.
 
     >>> is_conversational_from_value({"conversations": [{"from": "human", "value": "Hello"}]})
@@ -60,7 +65,7 @@ def is_conversational_from_value(example: dict[str, Any]) -> bool:
     return is_list_of_dicts_with(example.get("conversations"), "from", "value")
 
 
-def _to_chatml_message(message: Any) -> Any:
+def _to_chatml_message(message: object) -> object:
     if not isinstance(message, Mapping) or not ("from" in message or "value" in message):
         return message
     renamed = {{"from": "role", "value": "content"}.get(key, key): value for key, value in message.items()}
@@ -188,7 +193,7 @@ def unpair_preference_dataset(
     >>> unpair_preference_dataset(paired)[1]
     {'prompt': 'The sky is', 'completion': ' green.', 'label': False}
     """
-    map_kwargs: dict[str, Any] = {"batched": True, "remove_columns": ["chosen", "rejected"]}
+    map_kwargs: RowDict = {"batched": True, "remove_columns": ["chosen", "rejected"]}
     if isinstance(dataset, Dataset | DatasetDict):
         map_kwargs |= {"num_proc": num_proc, "desc": desc}
     return dataset.map(unpair_rows, **map_kwargs)  # type: ignore[return-value]
@@ -204,14 +209,14 @@ def maybe_unpair_preference_dataset(
     return dataset
 
 
-def column_names(dataset: Dataset | IterableDataset) -> list[str]:
+def column_names(dataset: StoredOrStream) -> list[str]:
     """The columns of a data set; a streaming one that does not know them is asked for its first row."""
     if dataset.column_names is not None:
         return list(dataset.column_names)
     return list(next(iter(dataset), {}))
 
 
-def split_dialogue(example: Mapping[str, Any], marker: str = "\n\nAssistant:") -> dict[str, str]:
+def split_dialogue(example: Row, marker: str = "\n\nAssistant:") -> dict[str, str]:
     """A pair of whole dialogues as `prompt`, `chosen` and `rejected`; for `Dataset.map`.
 
     The prompt ends behind the last `marker` up to which both are the same: the last turn's, or an earlier one's where
@@ -235,7 +240,7 @@ def split_dialogue(example: Mapping[str, Any], marker: str = "\n\nAssistant:") -
     return {"prompt": chosen[:end], "chosen": chosen[end:], "rejected": rejected[end:]}
 
 
-def prepare_multimodal_messages(messages: list[dict[str, Any]], images: list) -> list[dict[str, Any]]:
+def prepare_multimodal_messages(messages: list[RowDict], images: list) -> list[RowDict]:
     """Messages whose content is a list of parts, with the images in their places; the given messages stay as they are.
 
     Text becomes a text part. Where no message has an image part yet, all images go in front of the first user
@@ -262,7 +267,7 @@ def prepare_multimodal_messages(messages: list[dict[str, Any]], images: list) ->
     return structured
 
 
-def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+def _parts(message: RowDict) -> list[RowDict]:
     content = message.get("content")
     if content is None:
         return []
@@ -273,14 +278,14 @@ def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
     return [dict(part) for part in content]
 
 
-def prepare_multimodal_messages_vllm(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def prepare_multimodal_messages_vllm(messages: list[RowDict]) -> list[RowDict]:
     """Messages with image parts in the form that vLLM's `chat` takes: `image` becomes `image_pil`.
 
     >>> prepare_multimodal_messages_vllm([{"role": "user", "content": [{"type": "image", "image": "cat.png"}]}])
     [{'role': 'user', 'content': [{'type': 'image_pil', 'image_pil': 'cat.png'}]}]
     """
 
-    def renamed(part: dict[str, Any]) -> dict[str, Any]:
+    def renamed(part: RowDict) -> RowDict:
         if part.get("type") != "image":
             return dict(part)
         others = {key: value for key, value in part.items() if key not in ("type", "image")}
@@ -294,7 +299,7 @@ def prepare_multimodal_messages_vllm(messages: list[dict[str, Any]]) -> list[dic
     ]
 
 
-def last_turn_as_completion(dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
+def last_turn_as_completion(dataset: StoredOrStream) -> StoredOrStream:
     """Rows of `messages` or `conversations` as `prompt` and `completion`, the last turn; other rows as given."""
     names = [name for name in ("messages", "conversations") if name in column_names(dataset)]
     if not names:
@@ -304,6 +309,6 @@ def last_turn_as_completion(dataset: Dataset | IterableDataset) -> Dataset | Ite
     return rows.map(_split_last_turn, batched=True, remove_columns=removed, fn_kwargs={"column": names[0]})
 
 
-def _split_last_turn(rows: dict[str, list[Any]], column: str) -> dict[str, list[Any]]:
+def _split_last_turn(rows: dict[str, list], column: str) -> dict[str, list]:
     chats = rows[column]
     return {"prompt": [chat[:-1] for chat in chats], "completion": [chat[-1:] for chat in chats]}

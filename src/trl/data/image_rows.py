@@ -6,17 +6,25 @@ none.
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, Image, IterableDataset, LargeList, List
+from datasets.features.features import FeatureType
 from transformers import ProcessorMixin
 from transformers.image_utils import is_valid_image
 
-from trl.data.formats import column_names, is_list_of_dicts_with, maybe_convert_to_chatml, prepare_multimodal_messages
+from trl.data.formats import (
+    Row,
+    StoredOrStream,
+    column_names,
+    is_list_of_dicts_with,
+    maybe_convert_to_chatml,
+    prepare_multimodal_messages,
+)
 from trl.data.pipeline import first_row
 from trl.data.preference_rows import SIDES, PairReader
 from trl.data.rendering import Chat, render, render_prompt, split_rendering, template_source, text_tokenizer
@@ -69,16 +77,16 @@ def image_column(columns: Sequence[str]) -> str | None:
     return image_columns[0] if image_columns else None
 
 
-def has_images(*datasets: Any) -> bool:
+def has_images(*datasets: object) -> bool:
     """Whether one of some data sets (or of dicts of them by name) has a column of images."""
-    parts: list[Any] = []
+    parts: list[object] = []
     for dataset in datasets:
         parts += dataset.values() if isinstance(dataset, dict) else [dataset]
     stored = [part for part in parts if isinstance(part, (Dataset, IterableDataset))]
     return any(set(IMAGE_COLUMNS) & set(column_names(part)) for part in stored)
 
 
-def refuse_images(dataset: Any, *, name: str) -> None:
+def refuse_images(dataset: StoredOrStream, *, name: str) -> None:
     """Raise ValueError for a data set with images that is given to a trainer of text."""
     if has_images(dataset):
         raise ValueError(
@@ -114,7 +122,7 @@ class ImageRows:
     def place(self, index: int, column: str) -> Place:
         return Place(self.dataset_name, index, column)
 
-    def images(self, row: Mapping[str, Any], index: int) -> list[Any]:
+    def images(self, row: Row, index: int) -> list:
         """The images of a row, in their order.
 
         Raises: ValueError for None, TypeError for what is no image.
@@ -135,22 +143,20 @@ class ImageRows:
                 raise place.error(fault, "a PIL image", CAST[column], TypeError)
         return list(images)
 
-    def turns(self, row: Mapping[str, Any], index: int) -> list[Turns]:
+    def turns(self, row: Row, index: int) -> list[Turns]:
         """The row's prompts and completions, checked: one sequence, or two of a pair."""
         *heads, column = self.row_type.columns
         prompt = self._half(row, index, heads[0]) if heads else ([] if self.row_type.is_chat else "")
         return [Turns(column, prompt, self._half(row, index, column))]
 
-    def _half(self, row: Mapping[str, Any], index: int, column: str) -> Any:
+    def _half(self, row: Row, index: int, column: str) -> Any:
         place = self.place(index, column)
         if not self.row_type.is_chat:
             return check_text(row.get(column), place, may_be_empty=column == "prompt")
         roles = accepted_roles(template_source(self.processor))
         return check_messages(maybe_convert_to_chatml(dict(row)).get(column), place, roles=roles)
 
-    def halves(
-        self, row: Mapping[str, Any], index: int, images: list[Any], *, is_rendered: bool = True
-    ) -> list[TextHalves]:
+    def halves(self, row: Row, index: int, images: list, *, is_rendered: bool = True) -> list[TextHalves]:
         """The texts of a row, ready for the processor, with a stop token at the end and a placeholder for each image.
 
         Conversations are only checked unless `is_rendered`.
@@ -180,7 +186,7 @@ class ImageRows:
         prompt = chat._replace(messages=chat.messages[:prompt_length])
         return TextHalves(*split_rendering(self.processor, prompt, chat.messages[prompt_length:]))
 
-    def _check_count(self, halves: TextHalves, images: list[Any], place: Place) -> None:
+    def _check_count(self, halves: TextHalves, images: list, place: Place) -> None:
         placeholder = str(getattr(self.processor, "image_token", None) or "")
         placeholders = sum(half.count(placeholder) for half in halves) if placeholder else len(images)
         if placeholders != len(images):
@@ -212,7 +218,7 @@ AnyRows = TypeVar("AnyRows", bound=ImageRows)
 class ImagePairs(ImageRows):
     """Preference pairs: the sequences of a row are its chosen and its rejected side, with the same images."""
 
-    def turns(self, row: Mapping[str, Any], index: int) -> list[Turns]:
+    def turns(self, row: Row, index: int) -> list[Turns]:
         tokenizer = text_tokenizer(self.processor)  # reads image parts as they are
         pair = PairReader(tokenizer, self.row_type, self.dataset_name, tools=self.tools).pair(dict(row), index)
         prompt = pair.prompt.messages if self.row_type.is_chat else pair.prompt
@@ -223,9 +229,9 @@ class ImagePairs(ImageRows):
 class ImagePrompts(ImageRows):
     """Prompts up to where a policy continues; a row's variables for the template go before `template_kwargs`."""
 
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    template_kwargs: Row = field(default_factory=dict)
 
-    def text(self, row: Mapping[str, Any], index: int, images: list[Any]) -> str:
+    def text(self, row: Row, index: int, images: list) -> str:
         """The text of a prompt, ready for the processor.
 
         Raises: ValueError or TypeError naming row and column.
@@ -234,7 +240,7 @@ class ImagePrompts(ImageRows):
 
     def own_tokens(self, ids: list[int], text: str) -> slice:
         """Which of a text's tokens are the prompt: one begin token, and no end token that the tokenizer added."""
-        tokenizer: Any = text_tokenizer(self.processor)
+        tokenizer = text_tokenizer(self.processor)
         _, doubled = single_begin(tokenizer, ids)
         is_closed = bool(ids) and ids[-1] == tokenizer.eos_token_id
         return slice(doubled, len(ids) - (is_closed and not text.endswith(str(tokenizer.eos_token))))
@@ -251,7 +257,7 @@ class ImagePrompts(ImageRows):
 
 
 def check_image_prompts(
-    dataset: Dataset, processor: Any, *, name: str, template_kwargs: Mapping[str, Any] | None = None
+    dataset: Dataset, processor: ProcessorMixin, *, name: str, template_kwargs: Row | None = None
 ) -> ImagePrompts:
     """How the prompts of a data set are rendered, after a check of all of its rows.
 
@@ -264,7 +270,7 @@ def check_image_prompts(
     if "prompt" not in columns and "input_ids" not in columns:
         raise ValueError(f"{name} dataset has columns {columns}, expected 'prompt' beside the images.")
 
-    def read(first: Mapping[str, Any], columns: Sequence[str], name: str) -> ImagePrompts:
+    def read(first: Row, columns: Sequence[str], name: str) -> ImagePrompts:
         is_chat = is_list_of_dicts_with(maybe_convert_to_chatml(dict(first)).get("prompt"), "role")
         row_type = RowType("messages" if is_chat else "text", ("prompt",))
         row_type = RowType("tokens", ("input_ids",)) if "input_ids" in columns else row_type
@@ -275,7 +281,7 @@ def check_image_prompts(
 
 
 def check_image_rows(
-    dataset: Dataset | IterableDataset, read: Callable[[Mapping[str, Any], Sequence[str], str], AnyRows], *, name: str
+    dataset: Dataset | IterableDataset, read: Callable[[Row, Sequence[str], str], AnyRows], *, name: str
 ) -> AnyRows:
     """Check all rows without decoding their images, and return their reader; the first rows are also rendered.
 
@@ -307,21 +313,21 @@ def check_image_rows(
     return rows
 
 
-def _is_stored(dataset: Any) -> TypeGuard[Dataset]:
+def _is_stored(dataset: StoredOrStream) -> TypeGuard[Dataset]:
     """Whether all rows of a data set can be looked at, and are what training sees."""
     return isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
 
 
-def _texts(dataset: Any) -> Any:
+def _texts(dataset: Dataset) -> Dataset:
     """The rows without their images."""
     return dataset.with_format(None).remove_columns([c for c in IMAGE_COLUMNS if c in dataset.column_names])
 
 
-def _first_texts(dataset: Any, name: str) -> Mapping[str, Any]:
+def _first_texts(dataset: StoredOrStream, name: str) -> Row:
     """The first row of a data set, without its images where they can be left out."""
     if not _is_stored(dataset) or not len(dataset):
         return first_row(iter(dataset), name, "images")  # also of a transform
-    return next(iter(_texts(dataset)), {})  # without any other column, there are no rows
+    return next(iter(_texts(dataset)), {})  # type: ignore[return-value]  # without any other column, there are no rows
 
 
 def stored_images(dataset: Dataset, column: str | None, *, name: str) -> list[int]:
@@ -356,7 +362,7 @@ def stored_images(dataset: Dataset, column: str | None, *, name: str) -> list[in
     return counts
 
 
-def _sources(images: Any) -> list[str | None]:
+def _sources(images: pa.Array) -> list[str | None]:
     """Of each stored image its path, "" where its bytes are stored, None where it is missing."""
     if not pa.types.is_struct(images.type):
         return ["" if is_valid else None for is_valid in images.is_valid().to_pylist()]
@@ -364,7 +370,7 @@ def _sources(images: Any) -> list[str | None]:
     return pc.if_else(has_bytes, "", pc.struct_field(images, "path")).to_pylist()  # type: ignore[attr-defined]
 
 
-def _check_feature(feature: Any, place: Place) -> None:
+def _check_feature(feature: FeatureType, place: Place) -> None:
     """Raise TypeError for a column of which `datasets` does not decode images."""
     inner = feature.feature if isinstance(feature, List | LargeList) and place.column == "images" else feature
     is_empty = str(getattr(inner, "dtype", "")) == "null"

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, List, Value
 
-from trl.data.formats import DatasetType
+from trl.data.formats import DatasetType, RowDict
 from trl.data.ragged import (
     Ragged,
     gather_rows,
@@ -32,7 +32,7 @@ ROWS_AT_ONCE = 100_000  # bounds memory; a streaming data set takes `map`'s own 
 
 
 def pack_dataset(
-    dataset: DatasetType, seq_length: int, strategy: str = "bfd", map_kwargs: dict[str, Any] | None = None
+    dataset: DatasetType, seq_length: int, strategy: str = "bfd", map_kwargs: RowDict | None = None
 ) -> DatasetType:
     """Rows of up to `seq_length` tokens, each made of several rows of `dataset`; all columns are lists per token.
 
@@ -96,7 +96,9 @@ def pack_table(table: pa.Table, seq_length: int, strategy: str) -> pa.Table:
     packed, kinds = STRATEGIES[strategy](columns, seq_length), {"seq_lengths": pa.list_(pa.int64())}
     kinds |= {name: table.schema.field(name).type for name in table.column_names}
     rows = packed.pop(ROWS, None)
-    written: dict[str, Any] = {name: write_ragged(ragged, kinds[name]) for name, ragged in packed.items()}
+    written: dict[str, pa.Array | pa.ChunkedArray] = {
+        name: write_ragged(ragged, kinds[name]) for name, ragged in packed.items()
+    }
     for name in nested:
         if rows is None:
             raise ValueError(f"column {name!r} has lists of lists, which strategy {strategy!r} cannot cut. Use 'bfd'.")

@@ -3,14 +3,15 @@
 import copy
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from datasets import Dataset, Features, IterableDataset, Value
+from datasets.features.features import FeatureType
 
-from trl.data.formats import column_names, written
+from trl.data.formats import Row, RowDict, StoredOrStream, column_names, written
 from trl.data.ragged import STREAM_BATCH
 from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.data.token_rows import is_plain, real_row
@@ -219,12 +220,12 @@ class RowKind(ABC):
         return {name: [row.get(name, 0) for row in finished] for name in (*self.features, *self.counts)}
 
     @abstractmethod
-    def rows(self, rows: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
+    def rows(self, rows: Sequence[Row], indices: Sequence[int]) -> list[RowDict]:
         """The finished rows, with their counts (0 where one is missing)."""
 
     @property
     @abstractmethod
-    def features(self) -> Mapping[str, Any]:
+    def features(self) -> dict[str, FeatureType]:
         """The columns that rows become, and their types."""
 
     def complaint(self, numbers: Mapping[str, int]) -> tuple[str, str, str, str]:
@@ -243,7 +244,7 @@ class RowKind(ABC):
         return {name: np.asarray(columns[name]) for name in self.counts}
 
 
-def refuse_transform(dataset: Any, name: str) -> None:
+def refuse_transform(dataset: object, name: str) -> None:
     """Raise ValueError for a data set whose rows are made by a transform when they are read."""
     if (getattr(dataset, "format", None) or {}).get("type") == "custom":
         raise ValueError(
@@ -253,7 +254,7 @@ def refuse_transform(dataset: Any, name: str) -> None:
         )
 
 
-def first_row(dataset: Any, name: str, expected: str) -> Mapping[str, Any]:
+def first_row(dataset: Iterable, name: str, expected: str) -> Row:
     """The first row of a data set.
 
     Raises: ValueError where there is none, and for a data set with a transform.
@@ -274,7 +275,7 @@ def prepare_rows(
 
 
 def map_rows(
-    dataset: Any, kind: RowKind, *, name: str, num_proc: int | None = None, keep_columns: Sequence[str] = ()
+    dataset: StoredOrStream, kind: RowKind, *, name: str, num_proc: int | None = None, keep_columns: Sequence[str] = ()
 ) -> Any:
     """The data set with the columns of `kind`, its counts and `keep_columns` only."""
     columns, types = column_names(dataset), {**kind.features, **dict.fromkeys(kind.counts, Value("int32"))}
@@ -293,12 +294,12 @@ def map_rows(
     )
 
 
-def json_columns(dataset: Any) -> dict[str, Any]:
+def json_columns(dataset: StoredOrStream) -> RowDict:
     """The types of the columns in which some values are stored as JSON."""
     return {name: kind for name, kind in (dataset.features or {}).items() if "Json(" in repr(kind)}
 
 
-def count_rows(dataset: Any, kind: RowKind, report: PreparationReport, policy: UntrainedPolicy) -> Any:
+def count_rows(dataset: StoredOrStream, kind: RowKind, report: PreparationReport, policy: UntrainedPolicy) -> Any:
     """The data set without its columns of numbers, and without the rows that are dropped.
 
     A stored data set is counted here; of a stream the first rows are checked here, and all are counted as they pass.

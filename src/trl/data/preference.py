@@ -5,8 +5,9 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from datasets import Dataset, List, Value
+from datasets.features.features import FeatureType
 
-from trl.data.formats import column_names
+from trl.data.formats import Row, RowDict, StoredOrStream, column_names
 from trl.data.pipeline import (
     WARNINGS,
     AnyDataset,
@@ -131,7 +132,7 @@ def _prepared(
     return prepare_rows(dataset, kind, settings, name=name)
 
 
-def without_nulls(dataset: Any, column: str) -> Any:
+def without_nulls(dataset: StoredOrStream, column: str) -> Any:
     """A stored data set without this column if no row has a value in it."""
     is_empty = isinstance(dataset, Dataset) and dataset.data.column(column).null_count == len(dataset.data)
     return dataset.remove_columns(column) if is_empty else dataset
@@ -144,7 +145,7 @@ class Answers(NamedTuple):
     prompt: str
     answers: list[str]
     has_boundary: bool
-    more: Mapping[str, Any]
+    more: Row
 
 
 class Tokens(NamedTuple):
@@ -185,11 +186,11 @@ class PairTokenizer(RowKind):
         return self.reader.dataset_name
 
     @property
-    def features(self) -> dict[str, Any]:
+    def features(self) -> dict[str, FeatureType]:
         ids: dict[str, Any] = dict.fromkeys(self.columns, List(Value("int32")))
         return ids | dict.fromkeys(self.kept_numbers, Value("float32"))
 
-    def rows(self, rows: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
+    def rows(self, rows: Sequence[Row], indices: Sequence[int]) -> list[RowDict]:
         rows_by_index = dict(zip(indices, rows, strict=True))
         is_given = self.reader.row_type.kind == "tokens"
         tokens = (
@@ -207,7 +208,7 @@ class PairTokenizer(RowKind):
                 row[column] = check_number(rows_by_index[row["row"]][column], place)
         return cut_rows
 
-    def _answers(self, row: dict[str, Any], index: int) -> list[Answers]:
+    def _answers(self, row: Row, index: int) -> list[Answers]:
         """The texts of a row of text or messages, each prompt once."""
         chosen, rejected, is_repeated = self.reader.read(row, index)
         shared = shared_prompt([chosen[0], rejected[0]])
@@ -216,7 +217,7 @@ class PairTokenizer(RowKind):
         has_boundary = self.reader.row_type.is_chat or "prompt" in row
         return [Answers(index, shared, answers, has_boundary, {"repeated_prompts": int(is_repeated)})]
 
-    def _tokenized(self, rows: Mapping[int, dict[str, Any]]) -> list[Tokens]:
+    def _tokenized(self, rows: Mapping[int, Row]) -> list[Tokens]:
         read = [texts for index, row in rows.items() for texts in self._answers(row, index)]
         splits = tokenize_split(
             text_tokenizer(self.reader.processing_class),
@@ -236,19 +237,19 @@ class PairTokenizer(RowKind):
             tokens.append(Tokens(texts.row, split.prompt, split.completions, more={**counts, **texts.more}))
         return tokens
 
-    def _check_given(self, row: dict[str, Any], index: int) -> None:
+    def _check_given(self, row: Row, index: int) -> None:
         for column in (*self.reader.row_type.columns, PAIR_COLUMNS[0]):
             if column in row:
                 check_ids(row[column], self.vocabulary, self.reader.place(index, column))
 
-    def _given(self, row: dict[str, Any], index: int) -> Tokens:
+    def _given(self, row: Row, index: int) -> Tokens:
         if self.reader.row_type.columns == OLDER_REWARD_COLUMNS:  # whole sequences, their prompt included
             row = {c: value for c, value in row.items() if c not in (PAIR_COLUMNS[0], OWN_PROMPT)}
         self._check_given(row, index)
         completions = [list(row[column]) for column in self.reader.row_type.columns[-2:]]
         return Tokens(index, list(row.get(PAIR_COLUMNS[0]) or []), completions, row.get(OWN_PROMPT))
 
-    def _cut(self, tokens: Tokens) -> dict[str, Any]:
+    def _cut(self, tokens: Tokens) -> RowDict:
         """The finished columns of a row, with its counts."""
         rejected_prompt = tokens.prompt if tokens.own_prompt is None else tokens.own_prompt
         sides = [
@@ -298,7 +299,7 @@ class RewardTokenizer(PairTokenizer):
         "max_length to train on them.",
     }
 
-    def _cut(self, tokens: Tokens) -> dict[str, Any]:
+    def _cut(self, tokens: Tokens) -> RowDict:
         rejected_prompt = tokens.prompt if tokens.own_prompt is None else tokens.own_prompt
         chosen, rejected = tokens.prompt + tokens.completions[0], rejected_prompt + tokens.completions[1]
         longest, limit = max(len(chosen), len(rejected)), self.lengths.max_length

@@ -1,10 +1,10 @@
 """Rows of paired preferences: their columns, where the prompt ends in text and in conversations, and their lengths."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-from trl.data.formats import common_prefix_length, extract_prompt
+from trl.data.formats import Row, StoredOrStream, common_prefix_length, extract_prompt
 from trl.data.rendering import Chat, Message, ProcessingClass, render, render_prompt, split_rendering
 from trl.data.tokenization import Ids, read_chat, read_text
 from trl.data.validation import Place, RowType, check_answer, check_tokenizer, wrong_columns
@@ -22,9 +22,7 @@ NOT_ANSWERING = ("system", "developer", "user")  # roles with which no completio
 NOT_ENDING = (*NOT_ANSWERING, "tool", "function")
 
 
-def pair_row_type(
-    columns: Sequence[str], first_row: Mapping[str, Any], *, name: str, for_reward: bool = False
-) -> RowType:
+def pair_row_type(columns: Sequence[str], first_row: Row, *, name: str, for_reward: bool = False) -> RowType:
     """The type of a data set's rows: tokens, messages or text, in this order.
 
     Raises: ValueError for columns of none of these.
@@ -66,13 +64,13 @@ class PairReader:
     def place(self, row: int, column: str) -> Place:
         return Place(self.dataset_name, row, column)
 
-    def check(self, dataset: Any) -> None:
+    def check(self, dataset: StoredOrStream) -> None:
         """Check that the tokenizer has what these rows need; see `check_tokenizer`."""
         is_chat, place = self.row_type.is_chat, self.place(0, self.row_type.columns[0])
         needs_eos = self.row_type.kind == "text" or (is_chat and self.needs_prompt)
         check_tokenizer(dataset, self.processing_class, place, is_chat=is_chat, needs_eos=needs_eos, tools=self.tools)
 
-    def read(self, row: dict[str, Any], index: int) -> tuple[tuple[str, str], tuple[str, str], bool]:
+    def read(self, row: Row, index: int) -> tuple[tuple[str, str], tuple[str, str], bool]:
         """Prompt and completion of the chosen and of the rejected side, as text; and `Pair.is_repeated`.
 
         Without `needs_prompt` the whole of each side is its completion.
@@ -96,7 +94,7 @@ class PairReader:
                     sides.append(("", render(processing_class, whole)))
         return sides[0], sides[1], pair.is_repeated
 
-    def pair(self, row: dict[str, Any], index: int) -> Pair:
+    def pair(self, row: Row, index: int) -> Pair:
         """Prompt and answers of a row of text or messages.
 
         Raises: TypeError or ValueError for values of another type, for empty answers, for answers that share no prompt
@@ -116,13 +114,13 @@ class PairReader:
             check_answer(messages, place)
         return pair
 
-    def text_of(self, row: dict[str, Any], index: int, column: str, *, may_be_empty: bool = False) -> str:
+    def text_of(self, row: Row, index: int, column: str, *, may_be_empty: bool = False) -> str:
         return read_text(self.processing_class, row, self.place(index, column), may_be_empty=may_be_empty)
 
-    def chat_of(self, row: dict[str, Any], index: int, column: str) -> Chat:
+    def chat_of(self, row: Row, index: int, column: str) -> Chat:
         return read_chat(self.processing_class, row, self.place(index, column), tools=self.tools)
 
-    def _texts(self, row: dict[str, Any], index: int) -> Pair:
+    def _texts(self, row: Row, index: int) -> Pair:
         chosen, rejected = (self.text_of(row, index, side) for side in SIDES)
         if "prompt" in row:
             return Pair(self.text_of(row, index, "prompt", may_be_empty=True), chosen, rejected)
@@ -133,7 +131,7 @@ class PairReader:
             raise self._unshared(index, f"{chosen[:20]!r} and 'rejected' {rejected[:20]!r} begin differently")
         return Pair(split["prompt"], split["chosen"], split["rejected"])
 
-    def _chats(self, row: dict[str, Any], index: int) -> Pair:
+    def _chats(self, row: Row, index: int) -> Pair:
         head, other = (self.chat_of(row, index, side) for side in SIDES)
         chosen, rejected = head.messages, other.messages
         prompt = row.get("prompt", "")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset, List, Value
+from datasets.features.features import FeatureType
 
-from trl.data.formats import is_list_of_dicts_with, maybe_convert_to_chatml
+from trl.data.formats import Row, RowDict, is_list_of_dicts_with, maybe_convert_to_chatml
 from trl.data.image_rows import has_images, refuse_images
 from trl.data.pipeline import (
     STREAM_BATCH,
@@ -49,8 +50,8 @@ class PromptPreparation:
     vocabulary: int | None = None
     num_proc: int | None = None
     keep: int | None = None
-    template_kwargs: Mapping[str, Any] | None = None
-    tools: Sequence[Mapping[str, Any]] | None = None
+    template_kwargs: Row | None = None
+    tools: Sequence[Row] | None = None
 
 
 def prepare_prompts(
@@ -113,10 +114,10 @@ class PromptTokenizer(RowKind):
     is_chat: bool
 
     @property
-    def features(self) -> dict[str, Any]:
+    def features(self) -> dict[str, FeatureType]:
         return {PROMPT_IDS: List(Value("int32"))}
 
-    def rows(self, rows: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
+    def rows(self, rows: Sequence[Row], indices: Sequence[int]) -> list[RowDict]:
         column = PROMPT_IDS if self.is_given else "prompt"
         places = [Place(self.dataset_name, index, column) for index in indices]
         if self.is_given:
@@ -130,7 +131,7 @@ class PromptTokenizer(RowKind):
             check_prompt_ids(prompt, self.settings, place)
         return [{PROMPT_IDS: prompt} for prompt in prompts]
 
-    def _text(self, row: dict[str, Any], place: Place) -> str:
+    def _text(self, row: Row, place: Place) -> str:
         if not self.is_chat:
             return check_text(row["prompt"], place)
         chat = read_chat(self.processing_class, row, place, tools=self.settings.tools)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, Features, IterableDataset, List
 
-from trl.data.formats import DatasetType
+from trl.data.formats import DatasetType, Row, RowDict, StoredOrStream
 from trl.options.checks import check_at_least
 
 STREAM_BATCH = 64  # rows of a stream that are read at a time
@@ -168,7 +168,7 @@ def without_list_sizes(features: Features | None) -> Features | None:
     return Features(free)
 
 
-def truncate_dataset(dataset: DatasetType, max_length: int, map_kwargs: dict[str, Any] | None = None) -> DatasetType:
+def truncate_dataset(dataset: DatasetType, max_length: int, map_kwargs: RowDict | None = None) -> DatasetType:
     """Every row with the first `max_length` items of each token column, that is of each list of numbers.
 
     Other columns (text, messages, images, nested lists) stay as they are.
@@ -189,7 +189,7 @@ def truncate_dataset(dataset: DatasetType, max_length: int, map_kwargs: dict[str
 
 
 def truncate_rows(
-    dataset: Any, max_length: int, map_kwargs: dict[str, Any] | None = None, *, keep_end: bool = False
+    dataset: StoredOrStream, max_length: int, map_kwargs: RowDict | None = None, *, keep_end: bool = False
 ) -> Any:
     """`truncate_dataset`, or with `keep_end` every row with the last items of each token column."""
     is_stored = isinstance(dataset, Dataset)
@@ -198,7 +198,7 @@ def truncate_rows(
     settings = {"max_length": max_length, "keep_end": keep_end}
     if not is_stored and dataset.features is None:  # a stream whose rows need not be alike
         return restore_format(dataset.with_format(None).map(_cut_row, fn_kwargs=settings), dataset)
-    options: dict[str, Any] = dict(map_kwargs or {}) if is_stored else {"batch_size": STREAM_BATCH}
+    options: RowDict = dict(map_kwargs or {}) if is_stored else {"batch_size": STREAM_BATCH}
     options |= {"features": without_list_sizes(dataset.features), "fn_kwargs": settings}
     cut: Any = dataset.with_format("arrow").map(truncate_table, batched=True, **options)
     return restore_format(cut, dataset)
@@ -219,7 +219,7 @@ def truncate_table(table: pa.Table, max_length: int, keep_end: bool = False) -> 
     return table
 
 
-def _cut_row(row: dict[str, Any], max_length: int, keep_end: bool) -> dict[str, Any]:
+def _cut_row(row: Row, max_length: int, keep_end: bool) -> RowDict:
     """The columns of a row that are cut: lists, arrays and tensors of numbers."""
     cut = {}
     for name, items in row.items():

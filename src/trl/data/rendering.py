@@ -45,7 +45,7 @@ def text_tokenizer(processing_class: ProcessingClass) -> PreTrainedTokenizerBase
     return getattr(processing_class, "tokenizer", processing_class)  # type: ignore[return-value]
 
 
-def read_tools(tools: Any) -> list[dict | Callable] | None:
+def read_tools(tools: object) -> list[dict | Callable] | None:
     """The tools of a row as a list: given as a list of schemas or functions, as a JSON string, or as None.
 
     Keys with None, which columnar storage adds to the schemas, are removed; JSON keeps its `null`. An empty list counts
@@ -73,7 +73,7 @@ def _parsed(value: Any) -> Any:
         raise ValueError(f"tools must be a list of schemas, or its JSON, got a string ({error}).") from error
 
 
-def set_run_date(processing_class: Any, run_date: str) -> None:
+def set_run_date(processing_class: ProcessingClass, run_date: str) -> None:
     """Let a chat template that reads the clock (`strftime_now`) show this ISO date; a part of cache keys."""
     for holder in (processing_class, text_tokenizer(processing_class)):
         templates = getattr(holder, "chat_template", None)
@@ -81,7 +81,7 @@ def set_run_date(processing_class: Any, run_date: str) -> None:
             text_tokenizer(processing_class).run_date = run_date  # type: ignore[attr-defined]
 
 
-def run_date_of(processing_class: Any) -> str | None:
+def run_date_of(processing_class: ProcessingClass) -> str | None:
     """The date that `set_run_date` set; None for templates that do not read the clock."""
     return getattr(text_tokenizer(processing_class), "run_date", None)
 

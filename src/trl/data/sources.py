@@ -14,14 +14,14 @@ import pyarrow as pa
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, concatenate_datasets
 from datasets.exceptions import DataFilesNotFoundError, DatasetGenerationError, DatasetNotFoundError
 
-from trl.data.formats import column_names
+from trl.data.formats import Row, column_names
 from trl.data.hub import HubUnreachable, loading_from_hub, may_be_on_hub
 from trl.options.checks import read_text_values
 from trl.options.groups import OptionGroup, option
 from trl.options.spelling import did_you_mean
 
 AnyDataset = Dataset | DatasetDict | IterableDataset | IterableDatasetDict
-DataFiles = str | Sequence[str] | Mapping[str, Any] | None
+DataFiles = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 STREAM_CHECKED = 1 << 24  # characters of a streamed file that are looked at in advance
@@ -237,7 +237,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
     return combined.train_test_split(test_size=int(size) if size >= 1 else size, seed=SPLIT_SEED)
 
 
-def _read_config(index: int, source: DatasetConfig | Mapping[str, Any]) -> DatasetConfig:
+def _read_config(index: int, source: DatasetConfig | Row) -> DatasetConfig:
     if isinstance(source, DatasetConfig):
         return source
     place, known = f"datasets[{index}]", [item.name for item in fields(DatasetConfig)]

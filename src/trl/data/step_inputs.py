@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import datasets
 import numpy as np
 import torch
+from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
@@ -56,7 +57,7 @@ class TokenLimits:
 
 
 def token_row(
-    name: str, row: Any, device: Any = "cpu", *, vocabulary: int | None = None, is_mask: bool = False
+    name: str, row: object, device: torch.device | str = "cpu", *, vocabulary: int | None = None, is_mask: bool = False
 ) -> Tensor:
     """One row of token ids or labels as int64 `(T,)`; `(1, T)`, as `generate` returns it, is taken too.
 
@@ -83,7 +84,14 @@ def token_row(
 
 
 def check_step_inputs(
-    queries: Any, responses: Any, scores: Any, masks: Any, *, batch_size: int, limits: TokenLimits, device: torch.device
+    queries: Sequence,
+    responses: Sequence,
+    scores: Sequence | Tensor,
+    masks: Sequence | None,
+    *,
+    batch_size: int,
+    limits: TokenLimits,
+    device: torch.device,
 ) -> StepInputs:
     """The inputs of `PPOTrainer.step` in their final form, on a device.
 
@@ -121,7 +129,7 @@ def check_step_inputs(
     return StepInputs(all_queries, answers, kept, _scores(scores, len(inputs), device))
 
 
-def check_queries(queries: Any, limits: TokenLimits) -> list[Tensor]:
+def check_queries(queries: Iterable, limits: TokenLimits) -> list[Tensor]:
     """Queries to generate from, as int64 `(length,)` on the devices where they are.
 
     Raises: TypeError or ValueError for one that is empty, holds no token ids of the model, or leaves no room in its
@@ -140,7 +148,7 @@ def check_queries(queries: Any, limits: TokenLimits) -> list[Tensor]:
     return rows
 
 
-def _scores(scores: Any, count: int, device: torch.device) -> Tensor:
+def _scores(scores: Sequence | Tensor, count: int, device: torch.device) -> Tensor:
     """Scores as float32 `(count,)`: numbers, tensors of one element, or one tensor of all."""
     if len(scores) != count:
         raise ValueError(f"scores must be {count}, one per response, got {len(scores)}.")
@@ -158,7 +166,7 @@ def _scores(scores: Any, count: int, device: torch.device) -> Tensor:
     return table
 
 
-def _mask(name: str, row: Any, response: Tensor) -> Tensor:
+def _mask(name: str, row: object, response: Tensor) -> Tensor:
     """The mask of a response, ones where none is given."""
     mask = torch.ones_like(response) if row is None else torch.as_tensor(row).flatten()
     if len(mask) != len(response):
@@ -180,7 +188,9 @@ class StepRows:
     max_length: int | None
     keep_end: bool
 
-    def __call__(self, *, input_ids: Any, attention_mask: Any, labels: Any, texts: Any, texts_labels: Any) -> Rows:
+    def __call__(
+        self, *, input_ids: object, attention_mask: object, labels: object, texts: object, texts_labels: object
+    ) -> Rows:
         """The rows, in their order.
 
         Raises: ValueError or TypeError naming the argument and the row that cannot be used.
@@ -317,7 +327,13 @@ class QueryLoader(DataLoader):
 
 
 def make_loader(
-    dataset: Any, *, batch_size: int, collate_fn: Callable | None, seed: int, accelerator: Any, keep: Any | None
+    dataset: Any,
+    *,
+    batch_size: int,
+    collate_fn: Callable | None,
+    seed: int,
+    accelerator: Accelerator,
+    keep: object | None,
 ) -> QueryLoader:
     """A loader of whole batches, `batch_size` rows per process.
 
@@ -341,7 +357,7 @@ def make_loader(
     return QueryLoader(dataset, shares, collate_fn=collate_fn or lists_of_columns, device=accelerator.device)
 
 
-def lists_of_columns(rows: list[Any]) -> Any:
+def lists_of_columns(rows: list) -> Any:
     """Rows as a dict of lists, token ids among them as tensors; rows that are no dicts as torch would collate them.
 
     >>> lists_of_columns([{"query": "a", "input_ids": [1]}, {"query": "b", "input_ids": [2, 3]}])

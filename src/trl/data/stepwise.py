@@ -1,14 +1,15 @@
 """Solutions in steps, each right or wrong -> token rows with a class at the end of every step, for PRMs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from datasets import List, Value
+from datasets.features.features import FeatureType
 from transformers import PreTrainedTokenizerBase
 
-from trl.data.formats import column_names
+from trl.data.formats import Row, RowDict, column_names
 from trl.data.pipeline import (
     AnyDataset,
     Preparation,
@@ -74,10 +75,10 @@ class StepwiseTokenizer(RowKind):
     version: int = 3
 
     @property
-    def features(self) -> dict[str, Any]:
+    def features(self) -> dict[str, FeatureType]:
         return {"input_ids": List(Value("int32")), "labels": List(Value("int8"))}
 
-    def rows(self, rows: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
+    def rows(self, rows: Sequence[Row], indices: Sequence[int]) -> list[RowDict]:
         finished = []
         for row, index in zip(rows, indices, strict=True):
             made = row if self.is_given else self._tokenized(row, index)
@@ -85,7 +86,7 @@ class StepwiseTokenizer(RowKind):
             finished.append(self._cut(row, index) if self.is_given else made)
         return finished
 
-    def _tokenized(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
+    def _tokenized(self, row: Row, index: int) -> RowDict:
         _check_row(row, index, self.dataset_name)
         settings, tokenizer = self.settings, text_tokenizer(self.processing_class)
         prompt, separator, *steps = encode(tokenizer, [row["prompt"], settings.step_separator, *row["completions"]])
@@ -111,7 +112,7 @@ class StepwiseTokenizer(RowKind):
         begin: Any = text_tokenizer(self.processing_class).bos_token_id
         return prompt if begin is None or prompt[:1] == [begin] else [begin, *prompt]
 
-    def _cut(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
+    def _cut(self, row: Row, index: int) -> RowDict:
         ids, labels, place = row["input_ids"], row["labels"], Place(self.dataset_name, index, "labels")
         if labels is None or len(labels) != len(ids):
             fault = f"{len(labels or [])} labels for {len(ids)} tokens in 'input_ids'"
@@ -123,7 +124,7 @@ class StepwiseTokenizer(RowKind):
                 raise place.error(repr(label), expected, "Correct it.")
         return self._counted(ids, labels, index, len(ids), len(labels) - labels.count(IGNORED))
 
-    def _counted(self, ids: Ids, labels: Ids, index: int, length: int, steps: int) -> dict[str, Any]:
+    def _counted(self, ids: Ids, labels: Ids, index: int, length: int, steps: int) -> RowDict:
         """A row cut to `max_length`, with its numbers; it had `length` tokens and `steps` labels."""
         ids, labels = ids[: self.settings.max_length], labels[: self.settings.max_length]
         kept_steps = len(labels) - labels.count(IGNORED)
@@ -139,7 +140,7 @@ class StepwiseTokenizer(RowKind):
         }
 
 
-def _check_row(row: Mapping[str, Any], index: int, name: str) -> None:
+def _check_row(row: Row, index: int, name: str) -> None:
     check_text(row["prompt"], Place(name, index, "prompt"))
     steps, labels, place = row["completions"], row["labels"], Place(name, index, "completions")
     if not isinstance(steps, list | tuple):
@@ -159,7 +160,7 @@ def _check_row(row: Mapping[str, Any], index: int, name: str) -> None:
 
 
 def tokenize_stepwise_row(
-    features: Mapping[str, Any],
+    features: Row,
     tokenizer: PreTrainedTokenizerBase,
     step_separator: str,
     max_length: int | None,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from trl.data.formats import Row
 
-def is_streaming(dataset: Any) -> bool:
+
+def is_streaming(dataset: object) -> bool:
     """Whether rows can only be read in order."""
     return isinstance(dataset, IterableDataset) or (dataset is not None and not hasattr(dataset, "__len__"))
 
@@ -25,7 +27,7 @@ class RepeatedStream(IterableDataset):
     def __init__(self, stream: Any) -> None:
         self.stream = stream
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Row]:
         epoch, worker = 0, get_worker_info()
         if worker is not None and hasattr(self.stream, "_epoch"):
             # datasets' own streams: workers share the epoch's memory, but each counts its own
@@ -51,11 +53,11 @@ class StreamRounds(IterableDataset):
     process, `count` is its number of rows, and `missing` that of the processes without rows in the last round.
     """
 
-    def __init__(self, stream: Any, rows: int, *, process: int = 0, processes: int = 1) -> None:
+    def __init__(self, stream: Iterable, rows: int, *, process: int = 0, processes: int = 1) -> None:
         self.stream, self.rows, self.process, self.processes = stream, rows, process, processes
         self.count = self.missing = 0
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Row]:
         self.count, stream = 0, iter(self.stream)
         while round := list(islice(stream, self.rows * self.processes)):
             self.count += len(round)
@@ -82,10 +84,10 @@ class RowStream:
     {'prompt': ['b', 'b', 'a'], 'length': [1, 1, 1]}
     """
 
-    def __init__(self, stream: Any, columns: Sequence[str], column_names: Sequence[str], read: ReadRows) -> None:
+    def __init__(self, stream: Iterable, columns: Sequence[str], column_names: Sequence[str], read: ReadRows) -> None:
         self._stream, self._columns, self._read = RepeatedStream(stream), list(columns), read
         self.column_names = list(column_names)
-        self._rows: Iterator[Mapping[str, Any]] = iter(self._stream)
+        self._rows: Iterator[Row] = iter(self._stream)
         self._next = 0  # the position of the row that comes next
 
     def __getitem__(self, positions: Sequence[int]) -> dict[str, list]:
@@ -98,7 +100,7 @@ class RowStream:
         places = {position: place for place, position in enumerate(wanted)}
         return {name: [columns[name][places[position]] for position in positions] for name in self.column_names}
 
-    def _row(self, position: int) -> Mapping[str, Any]:
+    def _row(self, position: int) -> Row:
         while self._next < position:
             next(self._rows)
             self._next += 1

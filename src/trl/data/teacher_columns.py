@@ -7,7 +7,7 @@ distribution. `teacher_settings`, a JSON object, has the tokenizer and the tempe
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import xxhash
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from trl.data.formats import column_names
+from trl.data.formats import Row, RowDict, column_names
 from trl.data.ragged import list_lengths, read_ragged
 from trl.tensors.padding import IGNORED
 
@@ -61,8 +61,8 @@ def trained_tokens(dataset: Dataset, *, completion_only: bool = True) -> np.ndar
 
 
 def check_teacher_columns(
-    source: Any,
-    dataset: Any,
+    source: object,
+    dataset: object,
     tokenizer: PreTrainedTokenizerBase,
     *,
     temperature: float,
@@ -113,16 +113,16 @@ def check_teacher_columns(
             )
 
 
-def check_teacher_names(dataset: Any, teachers: Sequence[str], *, name: str) -> None:
+def check_teacher_names(dataset: object, teachers: Sequence[str], *, name: str) -> None:
     """Raise ValueError unless the column `teacher` of stored rows names one of several teachers in each."""
     if isinstance(dataset, Dataset):
         for teacher in dataset.unique(TEACHER) if TEACHER in dataset.column_names else [None]:
             teacher_number(teacher, teachers, f"{name} dataset")
 
 
-def teacher_number(name: Any, teachers: Sequence[str], place: str) -> int:
+def teacher_number(name: str | None, teachers: Sequence[str], place: str) -> int:
     """The number of a teacher among several."""
-    if name not in teachers:
+    if name is None or name not in teachers:
         raise ValueError(
             f"{place}: column {TEACHER!r} has {name!r}, expected one of {', '.join(teachers)} in each row."
         )
@@ -139,11 +139,11 @@ class WithTeacherColumns:
     trained tokens.
     """
 
-    collate: Callable[[Sequence[Any]], dict[str, Any]]
+    collate: Callable[[Sequence[Row]], RowDict]
     vocabulary: int
     teachers: Sequence[str] = ()
 
-    def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
+    def __call__(self, rows: Sequence[Row]) -> RowDict:
         """The batch of some rows."""
         batch = self.collate(rows)
         if self.teachers:
@@ -173,7 +173,7 @@ class WithTeacherColumns:
             )
         return {**batch, **columns}
 
-    def _read(self, row: Mapping[str, Any], number: int) -> tuple[np.ndarray, np.ndarray]:
+    def _read(self, row: Row, number: int) -> tuple[np.ndarray, np.ndarray]:
         try:
             ids, logps = np.array(row[TEACHER_COLUMNS[0]], np.int64), np.array(row[TEACHER_COLUMNS[1]], float)
             fault = "" if ids.ndim == 2 and ids.shape == logps.shape else f"{ids.shape} and {logps.shape}"

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from datasets import Dataset, List, Value
+from datasets.features.features import FeatureType
 
-from trl.data.formats import column_names
+from trl.data.formats import Row, RowDict, StoredOrStream, column_names
 from trl.data.packing import pack_dataset
 from trl.data.pipeline import (
     AnyDataset,
@@ -57,7 +58,7 @@ class SFTPreparation(Preparation):
     packing_strategy: str = "bfd"
     completion_only_loss: bool | None = None
     assistant_only_loss: bool = False
-    formatting_func: Callable[[dict], Any] | None = None
+    formatting_func: Callable[[dict], object] | None = None
     eos_token: str | None = None
     dataset_name: str = "train"
     skip_prepare: bool = False
@@ -121,7 +122,7 @@ def prepare_sft_dataset(
     return _cut(rows, settings), report
 
 
-def _real_rows(dataset: Any, kind: "SFTTokenizer", settings: SFTPreparation) -> Any:
+def _real_rows(dataset: StoredOrStream, kind: "SFTTokenizer", settings: SFTPreparation) -> Any:
     """Token rows with the columns that are trained on, without masked tokens; packed ones with `seq_lengths`."""
     columns, packing = column_names(dataset), settings.packing
     unread = "completion_mask" if settings.completion_only_loss is False else None
@@ -139,7 +140,7 @@ def _real_rows(dataset: Any, kind: "SFTTokenizer", settings: SFTPreparation) -> 
     return restore_format(rows, dataset)
 
 
-def _formatted(dataset: Any, settings: SFTPreparation) -> tuple[Any, RowType, list[str]]:
+def _formatted(dataset: StoredOrStream, settings: SFTPreparation) -> tuple[Any, RowType, list[str]]:
     name = settings.dataset_name
     row, columns = first_row(dataset, name, SFT_TYPES), column_names(dataset)
     if settings.formatting_func is not None and "input_ids" in columns:
@@ -157,7 +158,7 @@ def _formatted(dataset: Any, settings: SFTPreparation) -> tuple[Any, RowType, li
     return dataset, row_type, columns
 
 
-def _map_options(dataset: Any, settings: SFTPreparation, step: str) -> dict[str, Any]:
+def _map_options(dataset: StoredOrStream, settings: SFTPreparation, step: str) -> RowDict:
     desc = f"{step} {settings.dataset_name} dataset"
     return {"num_proc": settings.num_proc, "desc": desc} if isinstance(dataset, Dataset) else {}
 
@@ -184,11 +185,11 @@ class RowFormatter:
     as a batch of one.
     """
 
-    formatting_func: Callable[[dict], Any]
+    formatting_func: Callable[[dict], object]
     text_field: str
     dataset_name: str
 
-    def __call__(self, row: dict[str, Any], index: int) -> dict[str, str]:
+    def __call__(self, row: RowDict, index: int) -> dict[str, str]:
         failure, text = None, None
         for argument in (row, {column: [value] for column, value in row.items()}):
             try:
@@ -232,12 +233,12 @@ class SFTTokenizer(RowKind):
     keep_end: bool = False
     vocabulary: Vocabulary | None = None
     prompts_alone: bool = False
-    columns: dict[str, Any] | None = None
+    columns: dict[str, FeatureType] | None = None
     splits: str | None = RowKind.splits
     version: int = 4
 
     @property
-    def features(self) -> dict[str, Any]:
+    def features(self) -> dict[str, FeatureType]:
         if self.columns is not None:
             return self.columns
         masks = {"completion_mask": self.completion_mask, "assistant_masks": self.assistant_masks}
@@ -245,13 +246,13 @@ class SFTTokenizer(RowKind):
         made |= {PROMPT_ALONE: List(Value("int32"))} if self.prompts_alone else {}
         return {"input_ids": List(Value("int32")), **made}
 
-    def rows(self, rows: list[dict[str, Any]], indices: Sequence[int]) -> list[dict[str, Any]]:
+    def rows(self, rows: Sequence[Row], indices: Sequence[int]) -> list[RowDict]:
         if self.columns is not None:
             return [{**row, "seq_lengths": row.get("seq_lengths") or [len(row["input_ids"])]} for row in rows]
         places = [Place(self.dataset_name, index, self.row_type.columns[-1]) for index in indices]
         return self._chats(rows, places) if self.row_type.is_chat else self._texts(rows, places)
 
-    def _texts(self, rows: list[dict], places: list[Place]) -> list[dict[str, Any]]:
+    def _texts(self, rows: Sequence[Row], places: list[Place]) -> list[RowDict]:
         columns: list[list[str]] = []
         for column in self.row_type.columns:
             column_places = [place._replace(column=column) for place in places]
@@ -263,7 +264,7 @@ class SFTTokenizer(RowKind):
         encoded = encode_closed(tokenizer, columns[0], add_special_tokens=self.add_special_tokens)
         return [{"input_ids": ids, "removed_begin_tokens": removed} for ids, removed in encoded]
 
-    def _halves(self, halves: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    def _halves(self, halves: list[tuple[str, str]]) -> list[RowDict]:
         """Prompts and completions as token rows with a `completion_mask`."""
         splits = tokenize_split(
             text_tokenizer(self.processing_class),
@@ -287,7 +288,7 @@ class SFTTokenizer(RowKind):
         tokens = len(split.prompt) + len(split.completions[0])
         return split.alone[max(tokens - (self.max_length or tokens), 0) :]
 
-    def _chats(self, rows: list[dict], places: list[Place]) -> list[dict[str, Any]]:
+    def _chats(self, rows: Sequence[Row], places: list[Place]) -> list[RowDict]:
         stop_tokens, texts, chats = StopTokens(text_tokenizer(self.processing_class)), [], []
         for row, place in zip(rows, places, strict=True):
             turns = [read_chat(self.processing_class, row, place._replace(column=c)) for c in self.row_type.columns]
@@ -298,7 +299,7 @@ class SFTTokenizer(RowKind):
                     texts.append(split_rendering(self.processing_class, turns[0], turns[1].messages))
                 elif not self.assistant_masks:
                     texts.append(("", render(self.processing_class, chats[-1])))
-        made: list[dict[str, Any]] = [{} for _ in rows]
+        made: list[RowDict] = [{} for _ in rows]
         if self.row_type.has_completion:
             made = self._halves(texts)
         elif texts:
@@ -312,9 +313,7 @@ class SFTTokenizer(RowKind):
         chat_rows = zip(made, chats, places, strict=True)
         return [self._with_assistant_mask(row, chat, place, stop_tokens) for row, chat, place in chat_rows]
 
-    def _with_assistant_mask(
-        self, row: dict[str, Any], chat: Chat, place: Place, stop_tokens: StopTokens
-    ) -> dict[str, Any]:
+    def _with_assistant_mask(self, row: Row, chat: Chat, place: Place, stop_tokens: StopTokens) -> RowDict:
         if not any(message["role"] == "assistant" for message in chat.messages):
             remedy = "Filter the row out, or set assistant_only_loss=False."
             expected = "one to train on with assistant_only_loss=True"

@@ -1,10 +1,10 @@
 """Rows that come as tokens: what their attention masks hide is removed, and documents packed before are told apart."""
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
 import numpy as np
 
+from trl.data.formats import Row, RowDict
 from trl.data.validation import Place
 
 ALIGNED = ("input_ids", "labels", "completion_mask", "assistant_masks", "token_type_ids", "position_ids")
@@ -27,7 +27,7 @@ def is_plain(columns: Collection[str], *, may_be_packed: bool = False) -> bool:
     return not (mask_columns(columns) or {"position_ids", *(() if may_be_packed else ("seq_lengths",))} & {*columns})
 
 
-def real_row(row: Mapping[str, Any], dataset: str, index: int, *, splits: str | None = None) -> dict[str, Any]:
+def real_row(row: Row, dataset: str, index: int, *, splits: str | None = None) -> RowDict:
     """A row without masked tokens, masks and `position_ids`, which become `seq_lengths` where they restart.
 
     `dataset` and `index` name the row in errors; `splits` is the remedy for rows of several documents where they are
@@ -58,7 +58,7 @@ def real_row(row: Mapping[str, Any], dataset: str, index: int, *, splits: str | 
     return made
 
 
-def _cut(row: Mapping[str, Any], name: str, place: Place) -> dict[str, Any]:
+def _cut(row: Row, name: str, place: Place) -> RowDict:
     """The columns that a mask belongs to, without what it hides."""
     mask, cut = np.asarray(row[name]), {}
     for column in (name.replace("attention_mask", aligned) for aligned in ALIGNED):

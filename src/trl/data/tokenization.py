@@ -1,13 +1,14 @@
 """Texts and conversations of rows -> token ids, and the boundary between prompt and completion."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from trl.data.formats import (
+    Row,
     common_prefix_length,
     maybe_convert_to_chatml,
     prepare_multimodal_messages,
@@ -39,9 +40,7 @@ def with_eos(processing_class: ProcessingClass, eos_token: str | None) -> Proces
     return changed
 
 
-def read_text(
-    processing_class: ProcessingClass, row: Mapping[str, Any], place: Place, *, may_be_empty: bool = False
-) -> str:
+def read_text(processing_class: ProcessingClass, row: Row, place: Place, *, may_be_empty: bool = False) -> str:
     """The text in the column at `place`, checked; without a placeholder for images."""
     text = check_text(row.get(place.column), place, may_be_empty=may_be_empty)
     image = getattr(processing_class, "image_token", None)
@@ -52,7 +51,7 @@ def read_text(
 
 def read_chat(
     processing_class: ProcessingClass,
-    row: Mapping[str, Any],
+    row: Row,
     place: Place,
     *,
     tools: Sequence[dict | Callable] | None = None,
@@ -72,7 +71,7 @@ def read_chat(
 
 
 def template_inputs(
-    row: Mapping[str, Any], place: Place, *, tools: Sequence[dict | Callable] | None = None
+    row: Row, place: Place, *, tools: Sequence[dict | Callable] | None = None
 ) -> tuple[list[dict | Callable] | None, dict[str, Any]]:
     """The tools of a row, and its variables for the chat template."""
     with place._replace(column="tools").named():

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from datasets import Dataset, Features, List, Value
+from datasets.features.features import FeatureType
 from transformers import PreTrainedTokenizerBase
 
-from trl.data.formats import column_names, is_conversational, maybe_convert_to_chatml
+from trl.data.formats import Row, RowDict, column_names, is_conversational, maybe_convert_to_chatml
 from trl.data.pipeline import AnyDataset, PreparationReport, allowed_ids, first_row, prepare_rows
 from trl.data.preference import Answers, PairTokenizer, PreferencePreparation, Tokens, without_nulls
 from trl.data.preference_rows import (
@@ -139,7 +140,7 @@ def prepare_unpaired_dataset(
     return without_nulls(rows, KL_COLUMNS[1]), report  # type: ignore[return-value]
 
 
-def _row_type(columns: Sequence[str], row: Mapping[str, Any], settings: UnpairedPreparation, name: str) -> RowType:
+def _row_type(columns: Sequence[str], row: Row, settings: UnpairedPreparation, name: str) -> RowType:
     """The type of a data set's rows: tokens, pairs, messages or text, in this order.
 
     Raises: ValueError for columns of none of these.
@@ -221,7 +222,7 @@ class UnpairedTokenizer(PairTokenizer):
     kept_ids: tuple[str, ...] = ()
 
     @property
-    def features(self) -> dict[str, Any]:
+    def features(self) -> dict[str, FeatureType]:
         ids = List(Value("int32"))
         made: dict[str, Any] = {**dict.fromkeys(TOKEN_COLUMNS, ids), "label": Value("bool")}
         made |= dict.fromkeys(WHOLE, ids) if self.keep_whole else {}
@@ -229,7 +230,7 @@ class UnpairedTokenizer(PairTokenizer):
         made |= dict.fromkeys(self.kept_ids, ids)
         return made | dict.fromkeys(self.kept_numbers, Value("float64"))
 
-    def _answers(self, row: dict[str, Any], index: int) -> list[Answers]:
+    def _answers(self, row: Row, index: int) -> list[Answers]:
         reader = self.reader
         if reader.row_type.columns == SIDES:
             has_boundary, labels = reader.row_type.is_chat or "prompt" in row, (True, False)
@@ -244,7 +245,7 @@ class UnpairedTokenizer(PairTokenizer):
             rows.append(Answers(index, prompt, [completion], has_boundary, more))
         return rows
 
-    def _halves(self, row: dict[str, Any], index: int) -> tuple[str, str]:
+    def _halves(self, row: Row, index: int) -> tuple[str, str]:
         """Prompt and completion of a row as text."""
         reader = self.reader
         if not reader.row_type.is_chat:
@@ -257,7 +258,7 @@ class UnpairedTokenizer(PairTokenizer):
         with place.named():
             return split_rendering(reader.processing_class, chat, answer)
 
-    def _embedded(self, prompt: str) -> dict[str, Any]:
+    def _embedded(self, prompt: str) -> RowDict:
         """The prompt under the tokenizer of the embedding model, cut to its length."""
         tokenizer = self.embedding_tokenizer
         if tokenizer is None:
@@ -265,14 +266,14 @@ class UnpairedTokenizer(PairTokenizer):
         truncation = tokenizer.model_max_length < NO_MODEL_LIMIT
         return {EMBEDDING_COLUMN: tokenizer(prompt, truncation=truncation, verbose=False)["input_ids"]}
 
-    def _given(self, row: dict[str, Any], index: int) -> Tokens:
+    def _given(self, row: Row, index: int) -> Tokens:
         self._check_given(row, index)
         label = check_label(row["label"], self.reader.place(index, "label"))
         prompt, completion = (list(row[column]) for column in TOKEN_COLUMNS)
         kept = {column: row[column] for column in self.kept_ids}
         return Tokens(index, prompt, [completion], more={"label": label, **kept})
 
-    def _cut(self, tokens: Tokens) -> dict[str, Any]:
+    def _cut(self, tokens: Tokens) -> RowDict:
         label, (completion,) = tokens.more["label"], tokens.completions
         with self.reader.place(tokens.row, TOKEN_COLUMNS[0]).named():
             (cut,) = self.lengths.cut(tokens.prompt, [completion])

@@ -6,11 +6,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from datasets import Dataset
 
 from trl.data.formats import (
+    Row,
+    StoredOrStream,
     Written,
     column_names,
     is_conversational,
@@ -48,7 +50,7 @@ class Place(NamedTuple):
         """The error for a value here: what was given, what was expected, what to do."""
         return kind(f"{self}: {fault}, expected {expected}. {remedy}")
 
-    def mistyped(self, value: Any, expected: str, remedy: str) -> Exception:
+    def mistyped(self, value: object, expected: str, remedy: str) -> Exception:
         """The error for a value of another type."""
         shown = repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:80]}..."
         return self.error(f"{shown} is of type {type(value).__name__}", expected, remedy, TypeError)
@@ -78,7 +80,7 @@ class RowType(NamedTuple):
         return self.columns == ("prompt", "completion")
 
 
-def sft_row_type(columns: Sequence[str], first_row: Mapping[str, Any], *, text_field: str, name: str) -> RowType:
+def sft_row_type(columns: Sequence[str], first_row: Row, *, text_field: str, name: str) -> RowType:
     """The type of a data set's rows: tokens, prompt and completion, messages or text, in this order.
 
     Raises: ValueError for columns of none of these.
@@ -143,7 +145,7 @@ def wrong_columns(
     return ValueError(f"{name} dataset, row 0, has columns {list(columns)}, expected {takes}. {remedy}")
 
 
-def check_text(value: Any, place: Place, *, may_be_empty: bool = False) -> str:
+def check_text(value: object, place: Place, *, may_be_empty: bool = False) -> str:
     """The text at a place. Raises TypeError for other values, ValueError for None and (unless allowed) for ""."""
     if value is None:
         raise place.error("None", "text", "Fill it in or filter the row out.")
@@ -159,7 +161,7 @@ def check_text(value: Any, place: Place, *, may_be_empty: bool = False) -> str:
     return value
 
 
-def check_label(value: Any, place: Place) -> bool:
+def check_label(value: object, place: Place) -> bool:
     """The true or false at a place. Raises TypeError for anything else (0 and 1 too), ValueError for None."""
     if isinstance(value, bool):
         return value
@@ -173,7 +175,7 @@ def check_label(value: Any, place: Place) -> bool:
     raise place.mistyped(value, "true or false", remedy)
 
 
-def check_number(value: Any, place: Place) -> float:
+def check_number(value: object, place: Place) -> float:
     """The number at a place. Raises TypeError for what is no number, ValueError for None, infinities and NaN."""
     if value is None:
         raise place.error("None", "a number", "Fill it in or filter the row out.")
@@ -194,7 +196,7 @@ def accepted_roles(template: str) -> frozenset[str]:
     return frozenset(KNOWN_ROLES) | frozenset(re.findall(r"""["'](\w+)["']""", template))
 
 
-def check_messages(value: Any, place: Place, *, roles: frozenset[str]) -> list[Message]:
+def check_messages(value: object, place: Place, *, roles: frozenset[str]) -> list[Message]:
     """The messages of a conversation, without the Nones that columnar storage added for absent keys.
 
     Raises: TypeError for what is not a list of dicts, ValueError for empty lists, unknown roles and missing content.
@@ -219,7 +221,7 @@ def check_answer(messages: Sequence[Message], place: Place) -> None:
         raise place.error(fault, "text to train on", "Filter the row out.")
 
 
-def _check_message(message: Any, place: Place, roles: frozenset[str]) -> Message:
+def _check_message(message: object, place: Place, roles: frozenset[str]) -> Message:
     if not isinstance(message, Mapping):
         remedy = 'Write it as {"role": "user", "content": ...}.'
         raise place.mistyped(message, "a dict with 'role' and 'content'", remedy)
@@ -268,7 +270,13 @@ def check_sft_settings(
 
 
 def check_tokenizer(
-    dataset: Any, processing_class: ProcessingClass, place: Place, *, is_chat: bool, needs_eos: bool, tools: Any = None
+    dataset: StoredOrStream,
+    processing_class: ProcessingClass,
+    place: Place,
+    *,
+    is_chat: bool,
+    needs_eos: bool,
+    tools: object = None,
 ) -> None:
     """Check that the tokenizer has what the rows at `place` need, and warn of tools that reach no prompt.
 
@@ -285,7 +293,7 @@ def check_tokenizer(
 
 
 def warn_of_unread_tools(
-    dataset: Any, processing_class: ProcessingClass, *, name: str, is_chat: bool = True, tools: Any = None
+    dataset: StoredOrStream, processing_class: ProcessingClass, *, name: str, is_chat: bool = True, tools: object = None
 ) -> None:
     """Warn of tools that reach no prompt: `tools` given for all rows, or those of conversations' own column.
 
