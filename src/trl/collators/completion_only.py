@@ -6,7 +6,6 @@ import re
 import warnings
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -73,7 +72,7 @@ class DataCollatorForCompletionOnlyLM(DataCollatorMixin):
             pad_token_id=0, padding_free=padding_free, pad_to_multiple_of=pad_to_multiple_of
         )
 
-    def torch_call(self, examples: Sequence[Any]) -> dict[str, Tensor]:
+    def torch_call(self, examples: Sequence[object]) -> dict[str, Tensor]:
         """The batch of some lists of token ids, or rows with `input_ids` (and perhaps `attention_mask`).
 
         Raises: ValueError where rows are padded and the tokenizer has no pad token.

@@ -36,7 +36,7 @@ _LIMITS: Mapping[str, Callable[[Tensor, Tensor, Tensor, int], Tensor]] = {
 }
 
 
-def check_processor(processor: Any) -> None:
+def check_processor(processor: object) -> None:
     """Raises ValueError or TypeError for a processor that no batch can be made with."""
     name = type(processor).__name__
     if not hasattr(processor, "image_processor"):
@@ -49,7 +49,7 @@ def check_processor(processor: Any) -> None:
 
 
 def processed(
-    processor: Any, texts: list[str], images: Sequence[list[Any]], *, adds_special: bool
+    processor: Any, texts: list[str], images: Sequence[list], *, adds_special: bool
 ) -> tuple[dict[str, Tensor], Tensor]:
     """What a processor makes of texts, padded on the right, and images; the positions `(B, T)` of images."""
     made = dict(
@@ -73,7 +73,7 @@ def processed(
     return made, torch.isin(made["input_ids"], torch.tensor(known, dtype=made["input_ids"].dtype))
 
 
-def is_per_token(name: str, value: Any, batch: dict[str, Tensor]) -> bool:
+def is_per_token(name: str, value: object, batch: dict[str, Tensor]) -> bool:
     """Whether a value belongs to the tokens `(B, T, ...)`, not to images."""
     is_of_images = name.startswith(("pixel_", "image_")) and not name.endswith("token_type_ids")
     return isinstance(value, Tensor) and not is_of_images and value.shape[:2] == batch["input_ids"].shape
@@ -83,7 +83,7 @@ class PromptText(NamedTuple):
     """A prompt with a placeholder for each of its images, of whose tokens the last `length` are used."""
 
     text: str
-    images: list[Any]
+    images: list
     length: int
 
 
@@ -111,7 +111,7 @@ def prompt_inputs(
     return inputs
 
 
-def prompt_tokens(reader: ImagePrompts, text: str, images: list[Any]) -> tuple[list[int], list[bool]]:
+def prompt_tokens(reader: ImagePrompts, text: str, images: list) -> tuple[list[int], list[bool]]:
     """A prompt's token ids, with those of its images, and which of them are images'."""
     made, is_image = processed(reader.processor, [text], [images], adds_special=reader.adds_special)
     ids = made["input_ids"][0].tolist()
@@ -119,7 +119,7 @@ def prompt_tokens(reader: ImagePrompts, text: str, images: list[Any]) -> tuple[l
     return ids[kept], is_image[0][kept].tolist()
 
 
-def image_tokens(processor: Any, config: Any) -> tuple[int, ...]:
+def image_tokens(processor: object, config: object) -> tuple[int, ...]:
     """The token ids that a model replaces by image features, sorted."""
     known = [getattr(config, name, None) for name in ("image_token_id", "image_token_index")]
     known += getattr(processor, "image_token_ids", None) or []
@@ -192,7 +192,7 @@ class _ImageCollator(DataCollatorMixin):
         batch["labels"] = batch["input_ids"].masked_fill(is_image | is_padding | is_prompt, IGNORED)
         return self._cut(batch, is_image, starts[:, None], places)
 
-    def _start(self, ids: list[int], half: TextHalves, images: list[Any], adds_special: bool) -> int:
+    def _start(self, ids: list[int], half: TextHalves, images: list, adds_special: bool) -> int:
         """Where a row's completion begins: at the first token that the prompt alone does not have.
 
         Found on the text's own tokens, counted from the end, because images grow to many tokens before it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
         if self.return_tensors != "pt":
             raise ValueError(f"return_tensors must be 'pt', got {self.return_tensors!r}.")
 
-    def torch_call(self, examples: Sequence[Any]) -> dict[str, Tensor]:
+    def torch_call(self, examples: Sequence[object]) -> dict[str, Tensor]:
         """The batch of some rows, in their order."""
         check_filled([()] * len(examples))
         examples = [real_row(row, "", index) for index, row in enumerate(as_rows(examples))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from transformers.data.data_collator import DataCollatorMixin
 
 from trl.collators.rows import (
     IGNORED,
+    Batch,
     Row,
     as_ids,
     check_columns,
@@ -21,6 +22,7 @@ from trl.collators.rows import (
     pad_with_mask,
     real_tokens,
 )
+from trl.data.formats import RowDict
 from trl.data.preference import OWN_PROMPT
 from trl.tensors.padding import pad
 from trl.tensors.segments import Segments
@@ -181,7 +183,7 @@ class Seq2SeqRowsCollator:
 
     pad_token_id: int = 0
 
-    def __call__(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """The batch of some rows, in their order."""
         named = [{"prompt_input_ids": row.get("input_ids"), "labels": row.get("labels")} for row in rows]
         return seq2seq_batch(named, pad_token_id=self.pad_token_id, completions=("labels",))
@@ -218,10 +220,10 @@ class DPODataCollatorWithPadding:
     label_pad_token_id: int = IGNORED
     is_encoder_decoder: bool | None = False
 
-    def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
+    def __call__(self, features: Sequence[Row]) -> RowDict:
         """The padded batch."""
         fill = {"_input_ids": self.pad_token_id, "_attention_mask": 0, "_labels": self.label_pad_token_id}
-        batch: dict[str, Any] = {}
+        batch: RowDict = {}
         for name in features[0]:
             suffix = next((suffix for suffix in fill if name.endswith(suffix)), None)
             values = [feature[name] for feature in features]
@@ -253,7 +255,7 @@ class DataCollatorForPreference(DataCollatorMixin):
     pad_token_id: int
     return_tensors: str = "pt"
 
-    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+    def torch_call(self, examples: Sequence[Row]) -> RowDict:
         """The padded batch."""
         names = [name for name in (*PAIR_COLUMNS, *REFERENCE_COLUMNS) if name in examples[0]]
         rows = [{name: example[name] for name in names} for example in examples]
@@ -264,7 +266,7 @@ class DataCollatorForPreference(DataCollatorMixin):
         return batch
 
 
-def as_pair_batch(batch: Mapping[str, Any], *, prefix_sharing: bool) -> Mapping[str, Any]:
+def as_pair_batch(batch: Batch, *, prefix_sharing: bool) -> Batch:
     """A batch of pairs in the form of `PairCollator`, from any collator.
 
     Also accepted: padded rows with `labels` (chosen and rejected in turn); `prompt_input_ids`, `chosen_input_ids`,
@@ -292,7 +294,7 @@ def as_pair_batch(batch: Mapping[str, Any], *, prefix_sharing: bool) -> Mapping[
     return {name: value.to(batch["chosen_input_ids"].device) for name, value in packed.items()}
 
 
-def _cut_by_labels(batch: Mapping[str, Any], name: str) -> list[tuple[Tensor, Tensor]]:
+def _cut_by_labels(batch: Batch, name: str) -> list[tuple[Tensor, Tensor]]:
     """Whole sequences, cut where their labels begin: prompts and completions."""
     rows = real_tokens(batch, name)
     labels = real_tokens({**batch, name: batch[name.replace("_input_ids", "_labels")]}, name)
@@ -303,7 +305,7 @@ def _cut_by_labels(batch: Mapping[str, Any], name: str) -> list[tuple[Tensor, Te
 # ---- prompts that are trained too (ORPO)
 
 
-def with_prompts_scored(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_prompts_scored(batch: Batch) -> Batch:
     """A batch of pairs (any layout of `as_pair_batch`) in which the tokens of each chosen prompt are labelled as well.
 
     They belong to sequence 2i, in front of its completion. `prompt_tokens (B,)` says how many of a sequence's scored
@@ -332,7 +334,7 @@ def with_prompts_scored(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**batch, "labels": labels, "prompt_tokens": (tokens - 1).clamp(min=0)}
 
 
-def _of_prefix_groups(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+def _of_prefix_groups(batch: Batch) -> dict[str, Tensor]:
     """The prompt in front of every chosen branch, labelled and scored."""
     table = batch["segment_table"][0, 0]
     chosen = table[table[:, 3] > 0][0::2]

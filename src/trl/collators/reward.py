@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,18 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.data.data_collator import DataCollatorMixin
 
-from trl.collators.rows import Row, as_ids, check_columns, check_filled, mask_of, pad_with_mask, real_tokens, round_up
+from trl.collators.rows import (
+    Batch,
+    Row,
+    as_ids,
+    check_columns,
+    check_filled,
+    mask_of,
+    pad_with_mask,
+    real_tokens,
+    round_up,
+)
+from trl.data.formats import RowDict
 from trl.options.checks import check_at_least
 from trl.tensors.segments import Segments
 
@@ -129,12 +140,12 @@ class RewardDataCollatorWithPadding:
     pad_to_multiple_of: int | None = None
     return_tensors: str = "pt"
 
-    def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
+    def __call__(self, features: Sequence[Row]) -> RowDict:
         """The padded batch.
 
         Raises: ValueError for rows without the tokens of both sides.
         """
-        batch: dict[str, Any] = {"return_loss": True}
+        batch: RowDict = {"return_loss": True}
         for older, column in zip(OLDER_COLUMNS, REWARD_COLUMNS, strict=True):
             name, mask = older if older in features[0] else column, mask_of(older)
             for row in features:
@@ -172,17 +183,17 @@ class DataCollatorForPreference(DataCollatorMixin):
     pad_to_multiple_of: int | None = None
     return_tensors: str = "pt"
 
-    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+    def torch_call(self, examples: Sequence[Row]) -> RowDict:
         """The padded batch."""
         ids = [as_ids(row[column]) for column in REWARD_COLUMNS for row in examples]
         padded, mask = pad_with_mask(ids, self.pad_token_id, multiple=self.pad_to_multiple_of)
-        batch: dict[str, Any] = {"input_ids": padded, "attention_mask": mask}
+        batch: RowDict = {"input_ids": padded, "attention_mask": mask}
         if "margin" in examples[0]:
             batch["margin"] = torch.tensor([float(row["margin"]) for row in examples])
         return batch
 
 
-def as_reward_batch(batch: Mapping[str, Any], *, prefix_sharing: bool) -> Mapping[str, Any]:
+def as_reward_batch(batch: Batch, *, prefix_sharing: bool) -> Batch:
     """A batch of pairs in the form of `RewardCollator`, from any collator.
 
     Also accepted: padded rows `(2B, T)` (all chosen, then all rejected); tensors `(B, T)` of each side with their
@@ -200,7 +211,7 @@ def as_reward_batch(batch: Mapping[str, Any], *, prefix_sharing: bool) -> Mappin
     return {**packed, "margin": batch["margin"]} if batch.get("margin") is not None else packed
 
 
-def _in_turn(batch: Mapping[str, Any]) -> dict[str, Any]:
+def _in_turn(batch: Batch) -> RowDict:
     """Padded rows, chosen before rejected, reordered to alternate, and the number of pairs."""
     rows = batch["input_ids"].shape[0]
     if rows % 2:

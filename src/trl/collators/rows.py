@@ -10,20 +10,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from trl.data.formats import Row
 from trl.tensors.padding import IGNORED, pad
 from trl.tensors.segments import Segments
 
-Row = Mapping[str, Any]
+Batch = Mapping[str, Any]
 
 
-def as_ids(value: Any) -> Tensor:
+def as_ids(value: object) -> Tensor:
     """One int64 tensor `(T,)` from a list, array or tensor of numbers or truth values."""
     if isinstance(value, Tensor):
         return value.to(torch.int64)
     return torch.from_numpy(np.array(value, dtype=np.int64))
 
 
-def as_rows(examples: Sequence[Any]) -> list[Row]:
+def as_rows(examples: Sequence[object]) -> list[Row]:
     """Rows of a batch, of which some may be bare lists of token ids."""
     return [row if isinstance(row, Mapping) else {"input_ids": row} for row in examples]
 
@@ -94,7 +95,7 @@ def pad_with_mask(
     return pad(list(rows), value, side, multiple), pad(ones, 0, side, multiple)
 
 
-def real_tokens(batch: Mapping[str, Any], column: str, *, labels: Tensor | None = None) -> list[Tensor]:
+def real_tokens(batch: Batch, column: str, *, labels: Tensor | None = None) -> list[Tensor]:
     """The tokens of each row of a padded column that its mask, if the batch has one, and `labels`, if given, keep."""
     ids = batch[column]
     shown = batch.get(mask_of(column), torch.ones_like(ids)).bool()
@@ -111,7 +112,7 @@ def mask_of(column: str) -> str:
     return column.replace("input_ids", "attention_mask")
 
 
-def check_filled(rows: Sequence[Sequence[Any]]) -> None:
+def check_filled(rows: Sequence[Sequence]) -> None:
     """Raise ValueError for a batch without rows, and for a row with a part (prompt, completion) without tokens."""
     if not rows:
         raise ValueError("a batch must have at least 1 row, got 0. Check the sampler and the data set.")
@@ -120,7 +121,7 @@ def check_filled(rows: Sequence[Sequence[Any]]) -> None:
             raise ValueError(f"row {row} of the batch has sequences of {lengths} tokens, expected 1 or more.")
 
 
-def check_columns(batch: Mapping[str, Any], wanted: Sequence[str]) -> None:
+def check_columns(batch: Batch, wanted: Sequence[str]) -> None:
     """Raise ValueError for a collator's batch that lacks a column."""
     if not set(wanted) <= set(batch):
         raise ValueError(f"a batch must have {', '.join(wanted)}, got {sorted(batch)} (see data_collator).")

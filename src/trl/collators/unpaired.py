@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from trl.collators.preference import completion_batch, row_batch
-from trl.collators.rows import Row, as_ids, check_columns, mask_of, pad_with_mask, real_tokens
+from trl.collators.rows import Batch, Row, as_ids, check_columns, mask_of, pad_with_mask, real_tokens
+from trl.data.formats import RowDict
 from trl.data.unpaired import EMBEDDING_COLUMN, KL_COLUMNS, REFERENCE_LOGPS, TOKEN_COLUMNS
 from trl.tensors.segments import Segments
 
@@ -64,7 +64,7 @@ def completion_columns(*, mismatched: bool) -> list[str]:
     return ["completion_input_ids", MISMATCHED_COLUMN] if mismatched else ["completion_input_ids"]
 
 
-def single_completions(batch: Mapping[str, Any], number: int, *, of: int) -> dict[str, Any]:
+def single_completions(batch: Batch, number: int, *, of: int) -> RowDict:
     """The completion `number` (from 0) of every row, of a batch of rows with `of` completions each, as plain sequences.
 
     >>> row = {"prompt_input_ids": [5], "completion_input_ids": [6, 7], "KL_completion_input_ids": [8], "label": True}
@@ -80,7 +80,7 @@ def single_completions(batch: Mapping[str, Any], number: int, *, of: int) -> dic
     return {name: batch[name][:, tokens] for name in ("input_ids", "position_ids", "labels")}
 
 
-def _tokens_of(batch: Mapping[str, Any], number: int, of: int) -> Tensor:
+def _tokens_of(batch: Batch, number: int, of: int) -> Tensor:
     """The tokens of a packed row that belong to the completions `number` or their prompts: bool `(N,)`."""
     if "segment_table" not in batch:
         return ((batch["position_ids"][0] == 0).cumsum(dim=0) - 1) % of == number
@@ -92,7 +92,7 @@ def _tokens_of(batch: Mapping[str, Any], number: int, of: int) -> Tensor:
     return stays.repeat_interleave(torch.tensor(segments.length)).to(batch["input_ids"].device)
 
 
-def as_unpaired_batch(batch: Mapping[str, Any], *, prefix_sharing: bool, mismatched: bool = False) -> Mapping[str, Any]:
+def as_unpaired_batch(batch: Batch, *, prefix_sharing: bool, mismatched: bool = False) -> Batch:
     """A batch in the form of `UnpairedCollator`, from any collator.
 
     Also accepted: `prompt_input_ids`, `completion_input_ids` (with `mismatched` also `KL_completion_input_ids`) with

@@ -68,7 +68,7 @@ def draw_problem(draw: random.Random) -> Problem:
     return Problem(text, name, thing, f"{a}{sign}{b}", result, mistake)
 
 
-def said(role: str, content: Any, **fields: Any) -> Row:
+def said(role: str, content: object, **fields: object) -> Row:
     return {"role": role, "content": content, **fields}
 
 

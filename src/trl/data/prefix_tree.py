@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -17,7 +18,7 @@ class Node(Generic[Value]):
     items: Any
     depth: int = 0
     parent: Node[Value] | None = None
-    children: dict[Any, Node[Value]] = field(default_factory=dict)
+    children: dict[object, Node[Value]] = field(default_factory=dict)
     value: Value | None = None
 
 
@@ -33,7 +34,7 @@ class PrefixTree(Generic[Value]):
     def __init__(self) -> None:
         self.root = Node[Value](None)
 
-    def shared(self, items: Any) -> tuple[Node[Value], int]:
+    def shared(self, items: Sequence) -> tuple[Node[Value], int]:
         """The node at which a sequence leaves the tree, perhaps among its items, and how many items are in the tree."""
         node, length = self.root, 0
         while length == node.depth and length < len(items):
@@ -43,14 +44,14 @@ class PrefixTree(Generic[Value]):
             node = child
         return node, length
 
-    def longest(self, items: Any) -> Value | None:
+    def longest(self, items: Sequence) -> Value | None:
         """The value under the longest sequence that these items begin with."""
         node, length = self.shared(items)
         while node.parent is not None and (node.depth > length or node.value is None):
             node = node.parent
         return node.value
 
-    def add(self, items: Any, value: Value) -> Node[Value]:
+    def add(self, items: Sequence, value: Value) -> Node[Value]:
         """Keep a value under a sequence, unless it has one; its node."""
         node, length = self.shared(items)
         if (more := node.depth - length) and (parent := node.parent) is not None:

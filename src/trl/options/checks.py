@@ -19,9 +19,10 @@ from trl.options.secrets import redacted
 from trl.options.spelling import did_you_mean
 
 Reader = Callable[[str], Any]
+JSONDict = dict[str, Any] | str | None
 Entry = TypeVar("Entry")
 
-KIND_NAMES: dict[Any, str] = {
+KIND_NAMES: dict[object, str] = {
     string_to_bool: "true or false", int: "a whole number", float: "a number", str: "a plain value"
 }  # fmt: skip
 _READERS: dict[type, Reader] = {bool: string_to_bool, int: int, float: float}
@@ -37,7 +38,7 @@ _SENTINELS = {"max_steps": -1, "local_rank": -1, "top_k": -1}
 _INHERITED_NAMES = frozenset(item.name for item in dataclasses.fields(TrainingArguments))
 
 
-def check_at_least(name: str, value: Any, *, minimum: int, optional: bool = True, hint: str = "") -> None:
+def check_at_least(name: str, value: object, *, minimum: int, optional: bool = True, hint: str = "") -> None:
     """Check that `value` is a whole number >= `minimum`, or None where `optional`.
 
     Raises:
@@ -53,7 +54,7 @@ def check_at_least(name: str, value: Any, *, minimum: int, optional: bool = True
         raise ValueError(f"{name} must be {allowed}, got {value}. {hint}".rstrip())
 
 
-def check_one_of(name: str, value: Any, allowed: Iterable[str], *, optional: bool = False) -> None:
+def check_one_of(name: str, value: object, allowed: Iterable[object], *, optional: bool = False) -> None:
     """Check that `value` is one of `allowed`, or None where `optional`.
 
     Raises:
@@ -83,7 +84,7 @@ def lookup(table: Mapping[str, Entry], name: str, what: str) -> Entry:
     raise ValueError(f"unknown {what} {name!r}; known are {', '.join(map(repr, sorted(table)))}.{remedy}")
 
 
-def json_object(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
+def json_object(name: str, value: JSONDict) -> dict[str, Any] | None:
     """The mapping that `value` holds: itself, or what a JSON string (as a command line passes it) says.
 
     Raises:
@@ -158,7 +159,7 @@ class Kind(NamedTuple):
     reader: Reader | None
     is_list: bool
     takes_none: bool
-    choices: tuple[Any, ...]
+    choices: tuple[object, ...]
     is_json: bool
 
 
@@ -176,7 +177,7 @@ def kinds(config_class: type) -> dict[str, Kind]:
     return {item.name: _kind(item, hints[item.name]) for item in dataclasses.fields(config_class)}
 
 
-def _kind(item: dataclasses.Field, hint: Any) -> Kind:
+def _kind(item: dataclasses.Field, hint: object) -> Kind:
     members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     words = next((get_args(member) for member in members if get_origin(member) is Literal), ())
     lists = [get_args(member)[0] for member in members if get_origin(member) is list]
@@ -196,7 +197,7 @@ def _kind(item: dataclasses.Field, hint: Any) -> Kind:
     )
 
 
-def from_text(reader: Any, text: str) -> Any:
+def from_text(reader: object, text: str) -> Any:
     """`text` read by the type function of an option; anything else that argparse takes as a type is called too.
 
     Raises: ValueError for text that is no such value.
@@ -207,7 +208,7 @@ def from_text(reader: Any, text: str) -> Any:
         raise ValueError(f"must be {KIND_NAMES.get(reader, 'a plain value')}, got {text!r}.") from None
 
 
-def read_text_values(config: Any) -> None:
+def read_text_values(config: object) -> None:
     """Replace text in fields of numbers and booleans by the value that the command line reads from it.
 
     Raises: ValueError naming every field whose text is no such value.
@@ -226,7 +227,7 @@ def read_text_values(config: Any) -> None:
         raise ValueError("\n".join(faults))
 
 
-def check_numbers(config: Any) -> None:
+def check_numbers(config: object) -> None:
     """Check every number against the bounds of its field; a program's own fields have none.
 
     Raises: ValueError naming every field that is out of bounds. TypeError for a field of the library that holds None, a
@@ -283,20 +284,20 @@ def _refusal(field: Kind, bounds: str, value: Any) -> str:
     return f"{text} {item.metadata['help']} Default: {item.default}." if declaration(item).bounds else text
 
 
-def check_choices(config: Any) -> None:
+def check_choices(config: object) -> None:
     """Check every field that takes one of several values; "true" and "false" become booleans where allowed.
 
     Raises: ValueError naming the value and everything that is allowed.
     """
     for name, kind in kinds(library_config(type(config))).items():
         if True in kind.choices:
-            words: dict[str, Any] = {"true": True, "false": False}
+            words: dict[str, object] = {"true": True, "false": False}
             setattr(config, name, words.get(str(getattr(config, name)).lower(), getattr(config, name)))
         if kind.choices:
             check_one_of(name, getattr(config, name), kind.choices, optional=kind.takes_none)
 
 
-def read_json(config: Any) -> None:
+def read_json(config: object) -> None:
     """Replace the text of JSON objects by their dicts. Raises: ValueError, TypeError for anything else."""
     for name, kind in kinds(library_config(type(config))).items():
         if kind.is_json:

@@ -1,8 +1,9 @@
 """Option group of generation for training: lengths, how tokens are drawn, the engine, tools and the logs."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+from trl.options.checks import JSONDict
 from trl.options.groups import OptionGroup, moved, option
 from trl.options.shared import shared
 
@@ -28,7 +29,7 @@ class Completions(OptionGroup):
     top_k: int | None = option(None, "Draw from this many likeliest tokens. None, 0 or -1: all.", ">= 0")
     min_p: float | None = option(None, "Least probability of a token, relative to the likeliest.", "[0, 1]")
     repetition_penalty: float = option(1.0, "Divides the scores of tokens that were there before.", "> 0")
-    generation_kwargs: dict[str, Any] | str | None = option(None, "Fields of GenerationConfig, or JSON.")
+    generation_kwargs: JSONDict = option(None, "Fields of GenerationConfig, or JSON.")
     use_transformers_paged: bool = moved("the engine has no padded cache.", default=False)
     use_vllm: bool = option(False, "Generate with vLLM instead of the trained model.")
     vllm_mode: VLLMMode = option("server", "Where vLLM runs: 'server' (`trl vllm-serve`) or 'colocate'.")
@@ -60,7 +61,7 @@ class Generation(Completions):
     max_prompt_length: int | None = shared(
         "max_prompt_length", None, help="Longest prompt, in tokens; longer ones keep their end. None: no limit."
     )
-    chat_template_kwargs: dict[str, Any] | str | None = option(None, "Chat template's arguments.")
+    chat_template_kwargs: JSONDict = option(None, "Chat template's arguments.")
     cache_implementation: str | None = moved("the engine has a cache of its own.")
     log_unique_prompts: bool = option(False, "Track one completion per prompt.", needs="log_completions")
     wandb_log_unique_prompts: bool | None = moved(to="log_unique_prompts", flag=True)

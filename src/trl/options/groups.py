@@ -5,7 +5,7 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Callable
-from typing import Any, Literal, ParamSpec, Self, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Literal, ParamSpec, Self, TypeVar, get_args, get_origin
 
 from trl.options.checks import (
     DECLARATIONS,
@@ -23,7 +23,9 @@ Config = TypeVar("Config", bound=type)
 Parameters = ParamSpec("Parameters")
 
 
-def option(default: Any, help: str, bounds: str = "", *, needs: str = "", flag: bool = False, **metadata: Any) -> Any:
+def option(
+    default: object, help: str, bounds: str = "", *, needs: str = "", flag: bool = False, **metadata: object
+) -> Any:
     """A dataclass field with help text.
 
     `bounds` limits a number: ">= 1", "> 0", or an interval such as "(0, 1]" (default: "[0, inf)"). A value other than
@@ -34,7 +36,7 @@ def option(default: Any, help: str, bounds: str = "", *, needs: str = "", flag: 
     return _field(default, Declaration(bounds, needs), {"help": help, **_switch(flag), **metadata})
 
 
-def same(owner: type, name: str, *default: Any, **metadata: Any) -> Any:
+def same(owner: type, name: str, *default: object, **metadata: object) -> Any:
     """The field `name` of `owner` in another config, with another default if one is given.
 
     `metadata` replaces parts of it, such as `help`.
@@ -51,10 +53,10 @@ def moved(
     bounds: str = "",
     *,
     to: str | None = None,
-    default: Any = None,
+    default: object = None,
     value_of: Callable[[Any, Any], Any] | None = None,
     flag: bool = False,
-    **metadata: Any,
+    **metadata: object,
 ) -> Any:
     """A field that moves its value `to` another one, or (None) that has no effect any more for this reason.
 
@@ -65,7 +67,7 @@ def moved(
     return _field(default, declared, {"help": help, **_switch(flag), **metadata})
 
 
-def _switch(flag: bool) -> dict[str, Any]:
+def _switch(flag: bool) -> dict[str, object]:
     return {"nargs": "?", "const": True} if flag else {}
 
 
@@ -87,9 +89,11 @@ class OptionGroup:
     `super().check()`. The config that combines the groups calls `settle` once, before anything else reads the values.
     """
 
-    def __new__(cls, *values: Any, **options: Any) -> Self:
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field]]
+
+    def __new__(cls, *values: object, **options: object) -> Self:
         """An instance before `__init__`, which has the options. Raises: TypeError for names that it does not take."""
-        if unknown := [name for name in options if name not in cls.__dataclass_fields__]:  # type: ignore[attr-defined]
+        if unknown := [name for name in options if name not in cls.__dataclass_fields__]:
             _refuse_unknown(cls, cls.__init__, unknown)
         return super().__new__(cls)
 
@@ -140,7 +144,7 @@ def _refuse_unknown(owner: type, init: Callable[..., None], names: list[str]) ->
         raise TypeError("\n".join(messages))
 
 
-def _move_legacy(config: Any) -> None:
+def _move_legacy(config: OptionGroup) -> None:
     """Move the values of fields with a successor, and warn once of all of them."""
     places = []
     for item in dataclasses.fields(config):
@@ -162,7 +166,7 @@ def _move_legacy(config: Any) -> None:
         warn_caller(f"deprecated settings: {'; '.join(places)}.", FutureWarning)
 
 
-def unread_fields(config: Any) -> dict[str, list[str]]:
+def unread_fields(config: OptionGroup) -> dict[str, list[str]]:
     """The changed fields that have no effect, as `name=value`, by the field that they need and that is off."""
     unread: dict[str, list[str]] = {}
     for item in dataclasses.fields(config):
@@ -172,7 +176,7 @@ def unread_fields(config: Any) -> dict[str, list[str]]:
     return unread
 
 
-def _warn_of_unread(config: Any) -> None:
+def _warn_of_unread(config: OptionGroup) -> None:
     for needed, names in unread_fields(config).items():
         warn_caller(
             f"{', '.join(names)} has no effect with {needed}={getattr(config, needed)}. Set {needed}, or leave it out."
@@ -217,7 +221,7 @@ def _default(field: dataclasses.Field) -> str:
     return f"defaults to `{field.default!r}`"
 
 
-def type_name(annotation: Any) -> str:
+def type_name(annotation: object) -> str:
     """A field's type as one would write it: `int | None`, `"bfd" or "wrapped"`."""
     if isinstance(annotation, str):
         return annotation

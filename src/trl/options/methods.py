@@ -1,8 +1,9 @@
 """Option groups that the configs of several methods share: preferences, references, PPO and rewards."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+from trl.options.checks import JSONDict
 from trl.options.groups import OptionGroup, option
 from trl.options.shared import shared
 from trl.options.training import RowOptions
@@ -61,7 +62,7 @@ class ReferencePolicy(OptionGroup):
     """The implicit reward and the reference policy of DPO, KTO and BCO."""
 
     beta: float = option(0.1, "Scale of the implicit reward. Larger: closer to the reference.")
-    ref_model_init_kwargs: dict[str, Any] | str | None = option(None, "Loading arguments of ref_model.")
+    ref_model_init_kwargs: JSONDict = option(None, "Loading arguments of ref_model.")
     precompute_ref_log_probs: bool = option(False, "Score the dataset before the first step; kept on disk.")
 
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from trl.options.checks import JSONDict
 from trl.options.groups import OptionGroup, moved, option, same
 from trl.options.secrets import redacted
 
-JSONDict = dict[str, Any] | str | None
 Weights = Literal["bf16+residual"]
 RESIDUAL: Weights = "bf16+residual"
 PrefixSharingMode = Literal["auto", "true", "false", True, False]  # the words as a command line has them
@@ -19,7 +19,7 @@ PrefixSharingMode = Literal["auto", "true", "false", True, False]  # the words a
 class SharedFields:
     """Each field as `shared(name)` declares it in a config."""
 
-    model_init_kwargs: dict[str, Any] | str | None = option(None, "Arguments of from_pretrained.")
+    model_init_kwargs: JSONDict = option(None, "Arguments of from_pretrained.")
     weights: Weights | None = option(
         None,
         "'bf16+residual': train exactly as float32 weights with a bfloat16 forward, in 14 bytes per weight, not 16 (8 "
@@ -43,7 +43,7 @@ class SharedFields:
     pad_token: str | None = option(None, "Padding token. None: the tokenizer's, else its eos token.")
     label_smoothing: float = option(0.0, "Probability that a pair's label is wrong (cDPO).", "[0, 0.5)")
     teacher_model_name_or_path: str | None = option(None, "Teacher, if none is passed to the trainer.")
-    teacher_model_init_kwargs: dict[str, Any] | str | None = option(
+    teacher_model_init_kwargs: JSONDict = option(
         None, "Arguments of from_pretrained for the teacher, as a dict or JSON object."
     )
     teacher_model_server_url: Mapping[str, str] | str | None = option(
@@ -92,12 +92,12 @@ class LoopOptions(OptionGroup):
         return flatten_dict(redacted(vars(self)))
 
 
-def shared(name: str, *default: Any, **metadata: Any) -> Any:
+def shared(name: str, *default: Any, **metadata: object) -> Any:
     """The field `name` of `SharedFields`, with another default if one is given; `metadata` replaces parts of it."""
     return same(SharedFields, name, *default, **metadata)
 
 
-def flatten_dict(nested: Mapping[str, Any], sep: str = "/") -> dict[str, Any]:
+def flatten_dict(nested: Mapping[str, object], sep: str = "/") -> dict[str, Any]:
     """A nested dict as a flat one, with the keys on the way joined by `sep`.
 
     Raises ValueError for a key that has `sep` in it.

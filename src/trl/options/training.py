@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 from transformers.utils import is_torch_bf16_gpu_available
 
-from trl.options.checks import json_object, warn_caller
+from trl.options.checks import JSONDict, json_object, warn_caller
 from trl.options.groups import OptionGroup, moved, option, same
 from trl.options.model import DTYPES
 from trl.options.secrets import redacted, unwritten
@@ -140,7 +140,7 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
             # accelerate would compute in float32
             raise ValueError("fp16 needs a GPU, and this run is on a CPU. Set bf16 in its place, or leave it out.")
 
-    def set_checkpointing(self, enabled: bool, kwargs: dict[str, Any] | str | None) -> None:
+    def set_checkpointing(self, enabled: bool, kwargs: JSONDict) -> None:
         """Switch gradient checkpointing on or off, under all names that transformers has for it."""
         if enabled:
             kwargs = {"use_reentrant": False, **(json_object("gradient_checkpointing_kwargs", kwargs) or {})}
@@ -167,7 +167,7 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
 class RowOptions(TrainingDefaults):
     """How the model is loaded, and how rows are prepared and cut."""
 
-    model_init_kwargs: dict[str, Any] | str | None = shared("model_init_kwargs")
+    model_init_kwargs: JSONDict = shared("model_init_kwargs")
     dataset_num_proc: int | None = shared("dataset_num_proc")
     max_length: int | None = shared("max_length")
 
@@ -183,19 +183,19 @@ class SequenceOptions(RowOptions):
     activation_offloading: bool = option(False, "Keep activations in CPU memory. No effect on a CPU.")
 
 
-def wrong_config(args: Any, config_class: type) -> TypeError:
+def wrong_config(args: object, config_class: type) -> TypeError:
     """The error for `args` that are no config of this trainer."""
     name = config_class.__name__
     return TypeError(f"args must be a {name}, got {type(args).__name__}. Use {name}(...).")
 
 
-def require_set_up(args: Any) -> None:
+def require_set_up(args: object) -> None:
     """Raise TypeError for a config whose class has a `__post_init__` that leaves ours out."""
     if not hasattr(args, "distributed_state"):
         raise TypeError(f"{type(args).__name__}.__post_init__ must call super().__post_init__().")
 
 
-def config_or_default(args: Any, config_class: type[Config], output_dir: str) -> Config:
+def config_or_default(args: object, config_class: type[Config], output_dir: str) -> Config:
     """`args`, or where None a config with this output directory.
 
     Raises: TypeError for a config of another method, whose defaults would pass for the user's settings, and for a
