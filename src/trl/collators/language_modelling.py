@@ -27,9 +27,8 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
     Padded: `input_ids`, `attention_mask`, `labels`, `(B, T)` each, padded on the right. With `padding_free`, and always
     for packed rows (those with `seq_lengths`): `input_ids`, `position_ids` (restarting at 0 with each sequence) and
     `labels`, `(1, N)` each, without an attention mask; the first label of each sequence is -100. Where N is rounded up,
-    `filler` says by how many tokens. All other columns
-    are left out, except `attention_mask`, whose hidden tokens are removed first, and `position_ids`, which restart with
-    each document of a packed row.
+    `filler` says by how many tokens. All other columns are left out, except `attention_mask`, whose hidden tokens are
+    removed first, and `position_ids`, which restart with each document of a packed row.
 
     Args:
         pad_token_id: Token that fills padded positions.

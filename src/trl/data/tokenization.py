@@ -50,11 +50,7 @@ def read_text(processing_class: ProcessingClass, row: Row, place: Place, *, may_
 
 
 def read_chat(
-    processing_class: ProcessingClass,
-    row: Row,
-    place: Place,
-    *,
-    tools: Sequence[dict | Callable] | None = None,
+    processing_class: ProcessingClass, row: Row, place: Place, *, tools: Sequence[dict | Callable] | None = None
 ) -> Chat:
     """The messages in the column at `place`, checked, with the row's template variables and tools.
 
