@@ -86,7 +86,11 @@ class DataCollatorForCompletionOnlyLM(DataCollatorMixin):
             kept = torch.zeros(len(ids), dtype=torch.bool) if trained is None else torch.from_numpy(trained)
             rows.append({"input_ids": ids, "labels": torch.where(kept, ids, IGNORED)})
         if missing:
-            self._warn(missing, len(rows))
+            self.rows_without_template += missing
+            templates = f"response_template {self.response_template!r}"
+            if self.instruction_template is not None:
+                templates += f" or instruction_template {self.instruction_template!r}"
+            warnings.warn(f"{missing} of {len(rows)} rows without the {templates} are not trained.", stacklevel=2)
         self._set_padding([len(row["input_ids"]) for row in rows])
         batch = self._collate(rows)
         batch["labels"][batch["labels"] == IGNORED] = self.ignore_index
@@ -116,13 +120,6 @@ class DataCollatorForCompletionOnlyLM(DataCollatorMixin):
         for start, end in responses:
             trained[start:end] = False
         return trained
-
-    def _warn(self, missing: int, rows: int) -> None:
-        self.rows_without_template += missing
-        templates = f"response_template {self.response_template!r}"
-        if self.instruction_template is not None:
-            templates += f" or instruction_template {self.instruction_template!r}"
-        warnings.warn(f"{missing} of {rows} rows without the {templates} are not trained.", stacklevel=3)
 
 
 class _Template:

@@ -66,7 +66,16 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
         multiple, alone = self.pad_to_multiple_of, read_column(examples, PROMPT_ALONE)
         prompts = {} if alone is None else {PROMPT_ALONE: pad(alone, IGNORED)}
         if self.padding_free or any(row.get("seq_lengths") is not None for row in examples):
-            lengths = _sequence_lengths(examples, ids)
+            lengths: list[int] = []
+            for index, (row, row_ids) in enumerate(zip(examples, ids, strict=True)):
+                documents = row.get("seq_lengths")
+                parts = [len(row_ids)] if documents is None else as_ids(documents).tolist()
+                if sum(parts) != len(row_ids):
+                    place = f"row {index} of the batch"
+                    raise ValueError(
+                        f"{place}: seq_lengths add up to {sum(parts)}, but there are {len(row_ids)} tokens."
+                    )
+                lengths += parts
             packed = pack_sequences(
                 torch.cat(ids), torch.cat(labels), lengths, pad_token_id=self.pad_token_id, multiple=multiple
             )
@@ -89,16 +98,3 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
                 if name != "labels":
                     labels[index][values == 0] = IGNORED
         return labels
-
-
-def _sequence_lengths(rows: Sequence[Row], ids: list[Tensor]) -> list[int]:
-    lengths: list[int] = []
-    for index, (row, row_ids) in enumerate(zip(rows, ids, strict=True)):
-        documents = row.get("seq_lengths")
-        parts = [len(row_ids)] if documents is None else as_ids(documents).tolist()
-        if sum(parts) != len(row_ids):
-            raise ValueError(
-                f"row {index} of the batch: seq_lengths add up to {sum(parts)}, but there are {len(row_ids)} tokens."
-            )
-        lengths += parts
-    return lengths

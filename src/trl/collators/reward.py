@@ -201,7 +201,14 @@ def as_reward_batch(batch: Batch, *, prefix_sharing: bool) -> Batch:
     ValueError for other batches.
     """
     if "input_ids" in batch:
-        return batch if "rows" in batch else _in_turn(batch)
+        if "rows" in batch:
+            return batch
+        rows = batch["input_ids"].shape[0]
+        if rows % 2:
+            raise ValueError(f"input_ids must have an even number of rows, chosen before rejected, got {rows}.")
+        order = torch.arange(rows, device=batch["input_ids"].device).view(2, -1).T.flatten()  # in turn
+        padded = {name: batch[name][order] for name in ("input_ids", "attention_mask") if name in batch}
+        return {**batch, **padded, "rows": torch.arange(rows // 2, device=order.device)}
     columns = REWARD_COLUMNS if set(REWARD_COLUMNS) <= set(batch) else OLDER_COLUMNS
     check_columns(batch, columns)
     pairs = list(zip(*(real_tokens(batch, column) for column in columns), strict=True))
@@ -209,13 +216,3 @@ def as_reward_batch(batch: Batch, *, prefix_sharing: bool) -> Batch:
     packed = group_batch(pairs, prefix_sharing=prefix_sharing)
     packed = {name: value.to(batch[columns[0]].device) for name, value in packed.items()}
     return {**packed, "margin": batch["margin"]} if batch.get("margin") is not None else packed
-
-
-def _in_turn(batch: Batch) -> RowDict:
-    """Padded rows, chosen before rejected, reordered to alternate, and the number of pairs."""
-    rows = batch["input_ids"].shape[0]
-    if rows % 2:
-        raise ValueError(f"input_ids must have an even number of rows, chosen before rejected, got {rows}.")
-    order = torch.arange(rows, device=batch["input_ids"].device).view(2, -1).T.flatten()
-    padded = {name: batch[name][order] for name in ("input_ids", "attention_mask") if name in batch}
-    return {**batch, **padded, "rows": torch.arange(rows // 2, device=order.device)}

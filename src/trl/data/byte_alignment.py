@@ -21,7 +21,10 @@ def vocabulary_bytes(tokenizer: Any) -> list[bytes]:
     """
     decoder = json.dumps(json.loads(tokenizer.backend_tokenizer.to_str())["decoder"] or {}, ensure_ascii=False)
     special = {token.content for token in tokenizer.added_tokens_decoder.values()}
-    of_char = _byte_of_char()
+    # The alphabet of byte-level BPE: printable bytes are themselves, others the characters from 256 on.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    of_char = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
     def of_token(token: str | None) -> bytes:
         if token is None:
@@ -45,13 +48,6 @@ def vocabulary_bytes(tokenizer: Any) -> list[bytes]:
             "tokenizer."
         )
     return pieces
-
-
-def _byte_of_char() -> dict[str, int]:
-    """The alphabet of byte-level BPE: printable bytes are themselves, others the characters from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 STOP = b"\xff<stop>\xff"

@@ -290,7 +290,11 @@ def check_image_rows(
 
     Raises: ValueError, TypeError or FileNotFoundError naming row, column and remedy.
     """
-    rows = read(_first_texts(dataset, name), column_names(dataset), name)
+    if _is_stored(dataset) and len(dataset):
+        first: Any = next(iter(_texts(dataset)), {})  # without any other column, there are no rows
+    else:
+        first = first_row(iter(dataset), name, "images")  # also of a transform
+    rows = read(first, column_names(dataset), name)
     equal, seen = 0, ""
     if _is_stored(dataset):
         counts = stored_images(dataset, rows.column, name=rows.dataset_name)
@@ -321,13 +325,6 @@ def _is_stored(dataset: StoredOrStream) -> TypeGuard[Dataset]:
 def _texts(dataset: Dataset) -> Dataset:
     """The rows without their images."""
     return dataset.with_format(None).remove_columns([c for c in IMAGE_COLUMNS if c in dataset.column_names])
-
-
-def _first_texts(dataset: StoredOrStream, name: str) -> Row:
-    """The first row of a data set, without its images where they can be left out."""
-    if not _is_stored(dataset) or not len(dataset):
-        return first_row(iter(dataset), name, "images")  # also of a transform
-    return next(iter(_texts(dataset)), {})  # type: ignore[return-value]  # without any other column, there are no rows
 
 
 def stored_images(dataset: Dataset, column: str | None, *, name: str) -> list[int]:

@@ -136,7 +136,13 @@ class PairReader:
         chosen, rejected = head.messages, other.messages
         prompt = row.get("prompt", "")
         if not isinstance(prompt, str):
-            return self._after_prompt(self.chat_of(row, index, "prompt"), chosen, rejected, index)
+            asked, answers = self.chat_of(row, index, "prompt"), (chosen, rejected)
+            length = len(asked.messages)
+            if all(len(answer) > length and answer[:length] == asked.messages for answer in answers):
+                return Pair(asked, chosen[length:], rejected[length:], is_repeated=True)
+            for side, answer in zip(SIDES, answers, strict=True):
+                check_role(answer, self.place(index, side))
+            return Pair(asked, *answers)
         shared = _prompt_messages(chosen, rejected)
         if "prompt" in row:
             self._check_repeats(prompt, chosen[:shared], index)
@@ -146,15 +152,6 @@ class PairReader:
             fault = "the first message is not that of 'rejected', or the assistant's only one"
             raise self._unshared(index, fault)
         return Pair(head._replace(messages=chosen[:shared]), chosen[shared:], rejected[shared:])
-
-    def _after_prompt(self, prompt: Chat, chosen: list[Message], rejected: list[Message], index: int) -> Pair:
-        """Answers to a prompt of its own column; where both are whole conversations, without the prompt's messages."""
-        length, answers = len(prompt.messages), (chosen, rejected)
-        if all(len(answer) > length and answer[:length] == prompt.messages for answer in answers):
-            return Pair(prompt, chosen[length:], rejected[length:], is_repeated=True)
-        for side, answer in zip(SIDES, answers, strict=True):
-            check_role(answer, self.place(index, side))
-        return Pair(prompt, *answers)
 
     def _check_repeats(self, prompt: str, shared: list[Message], index: int) -> None:
         """A prompt of text beside conversations must be one that they begin with."""

@@ -50,7 +50,10 @@ def load_source(
     """
     place = Path(path).expanduser()
     if any((place / mark).is_file() for mark in _SAVED_MARKS):
-        loaded = _load_saved(place, streaming)
+        loaded: Any = datasets.load_from_disk(str(place))
+        loaded = DatasetDict({str(loaded.split or "train"): loaded}) if isinstance(loaded, Dataset) else loaded
+        if streaming:
+            loaded = IterableDatasetDict({name: part.to_iterable_dataset() for name, part in loaded.items()})
         if split is not None and split not in loaded:
             known = sorted(map(str, loaded))
             raise ValueError(f"split {split!r} is not in {path!r}: there are {known}. Choose one of these.")
@@ -92,15 +95,6 @@ def load_source(
         if split is None or not str(error).startswith(("Unknown split", "Bad split")):
             raise
         raise ValueError(f"split {split!r} is not in {path!r}: {error} Choose one of these.") from error
-
-
-def _load_saved(folder: Path, streaming: bool) -> DatasetDict | IterableDatasetDict:
-    saved = datasets.load_from_disk(str(folder))
-    if isinstance(saved, Dataset):
-        saved = DatasetDict({str(saved.split or "train"): saved})
-    if streaming:
-        return IterableDatasetDict({name: part.to_iterable_dataset() for name, part in saved.items()})
-    return saved
 
 
 def _not_found(path: str, reason: str) -> FileNotFoundError:

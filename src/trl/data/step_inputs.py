@@ -240,7 +240,11 @@ class StepRows:
         if mask is not None:
             target = target if self.is_encoder_decoder else target[mask != 0]
             row = row[mask != 0]
-        labels = self._cut_target(target)
+        if self.is_encoder_decoder:  # the beginning of an answer is kept, without padding at its end
+            trained = (target != IGNORED).nonzero()
+            labels = target[: int(trained[-1]) + 1 if len(trained) else 0][: self.max_length]
+        else:
+            labels = self._cut(target).clone()
         predicted = labels if self.is_encoder_decoder else labels[1:]  # nothing predicts a decoder's first token
         if not (predicted != IGNORED).any():
             was_cut = len(target) > len(labels)
@@ -252,13 +256,6 @@ class StepRows:
         if self.max_length is None:
             return row
         return row[-self.max_length :] if self.keep_end else row[: self.max_length]
-
-    def _cut_target(self, target: Tensor) -> Tensor:
-        """As a decoder's tokens; of an encoder-decoder's answer the beginning is kept, without padding at its end."""
-        if not self.is_encoder_decoder:
-            return self._cut(target).clone()
-        trained = (target != IGNORED).nonzero()
-        return target[: int(trained[-1]) + 1 if len(trained) else 0][: self.max_length]
 
 
 class ShuffledShares(Sampler[int]):

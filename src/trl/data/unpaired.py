@@ -199,11 +199,6 @@ class CompletionLengths(PairLengths):
         (side,) = super(CompletionLengths, limits).cut(prompt[len(beginning) :], [content])
         return [Side([*beginning, *side.prompt], [*side.completion, *ending])]
 
-    def cut_one(self, prompt: Ids, completion: Ids) -> Side:
-        """`cut`, with a token of context where a decoder's prompt is empty."""
-        (side,) = self.cut(prompt, [completion])
-        return side if self.is_encoder_decoder else with_context(side)
-
 
 @dataclass(frozen=True)
 class UnpairedTokenizer(PairTokenizer):
@@ -241,7 +236,10 @@ class UnpairedTokenizer(PairTokenizer):
         is_equal = len(halves) == 2 and halves[0] == halves[1]
         rows = []
         for label, (prompt, completion) in zip(labels, halves, strict=True):
-            more = {"label": label, "equal_rows": int(is_equal and not label), **self._embedded(prompt)}
+            more = {"label": label, "equal_rows": int(is_equal and not label)}
+            if (tokenizer := self.embedding_tokenizer) is not None:  # the prompt, cut to the embedding model's length
+                truncation = tokenizer.model_max_length < NO_MODEL_LIMIT
+                more[EMBEDDING_COLUMN] = tokenizer(prompt, truncation=truncation, verbose=False)["input_ids"]
             rows.append(Answers(index, prompt, [completion], has_boundary, more))
         return rows
 
@@ -257,14 +255,6 @@ class UnpairedTokenizer(PairTokenizer):
         check_answer(answer, place)
         with place.named():
             return split_rendering(reader.processing_class, chat, answer)
-
-    def _embedded(self, prompt: str) -> RowDict:
-        """The prompt under the tokenizer of the embedding model, cut to its length."""
-        tokenizer = self.embedding_tokenizer
-        if tokenizer is None:
-            return {}
-        truncation = tokenizer.model_max_length < NO_MODEL_LIMIT
-        return {EMBEDDING_COLUMN: tokenizer(prompt, truncation=truncation, verbose=False)["input_ids"]}
 
     def _given(self, row: Row, index: int) -> Tokens:
         self._check_given(row, index)
@@ -321,7 +311,8 @@ class Mismatching:
             for column, name in zip(WHOLE, TOKEN_COLUMNS, strict=True)
         )
         others = partners(batch["label"], self.group, same_label=self.same_label)
-        sides = [self.lengths.cut_one(*texts) for texts in zip(prompts, (completions[i] for i in others), strict=True)]
+        sides = [self.lengths.cut(prompt, [completions[i]])[0] for prompt, i in zip(prompts, others, strict=True)]
+        sides = sides if self.lengths.is_encoder_decoder else list(map(with_context, sides))
         cut_rows = zip(sides, batch["prompt_input_ids"], strict=True)
         return {
             KL_COLUMNS[0]: [side.completion for side in sides],

@@ -243,12 +243,15 @@ def check_numbers(config: object) -> None:
             continue
         default = "(-inf, inf)" if kind.is_list else _INHERITED.get(name, "[0, inf)")
         bounds = declared.bounds or default
+        low, high, has_low, has_high = _interval(bounds)
         for number in value if isinstance(value, list) and not is_single else [value]:
             is_number = isinstance(number, int if kind.reader is int else (int, float))
             is_wrong = is_single and (number is None or isinstance(number, (list, tuple, dict)))
             if is_wrong or (declared.bounds and (isinstance(number, bool) or not is_number)):
                 raise TypeError(_refusal(kind, bounds, number))
-            if isinstance(number, (int, float)) and not (number == _SENTINELS.get(name) or _is_within(number, bounds)):
+            if not isinstance(number, (int, float)) or number == _SENTINELS.get(name):
+                continue
+            if not (low < number < high or (has_low and number == low) or (has_high and number == high)):
                 faults.append(_refusal(kind, bounds, number))
     if faults:
         raise ValueError("\n".join(faults))
@@ -261,11 +264,6 @@ def _interval(bounds: str) -> tuple[float, float, bool, bool]:
         return float(low), math.inf, sign == ">=", False
     low, high = bounds[1:-1].split(",")
     return float(low), float(high), bounds[0] == "[", bounds[-1] == "]"
-
-
-def _is_within(number: float, bounds: str) -> bool:
-    low, high, has_low, has_high = _interval(bounds)
-    return low < number < high or (has_low and number == low) or (has_high and number == high)
 
 
 def _refusal(field: Kind, bounds: str, value: Any) -> str:

@@ -112,7 +112,9 @@ class OptionGroup:
         self.check()
         check_choices(self)
         check_numbers(self)
-        _warn_of_unread(self)
+        for needed, names in unread_fields(self).items():
+            effect = f"has no effect with {needed}={getattr(self, needed)}"
+            warn_caller(f"{', '.join(names)} {effect}. Set {needed}, or leave it out.")
 
 
 def names_checked(init: Callable[Parameters, None]) -> Callable[Parameters, None]:
@@ -176,13 +178,6 @@ def unread_fields(config: OptionGroup) -> dict[str, list[str]]:
     return unread
 
 
-def _warn_of_unread(config: OptionGroup) -> None:
-    for needed, names in unread_fields(config).items():
-        warn_caller(
-            f"{', '.join(names)} has no effect with {needed}={getattr(config, needed)}. Set {needed}, or leave it out."
-        )
-
-
 def documented(cls: Config) -> Config:
     """Class decorator: append to the docstring one entry per field, with its type, default and help text.
 
@@ -209,16 +204,11 @@ def _is_ours(base: type) -> bool:
 
 def _entry(field: dataclasses.Field) -> str:
     help_text = " ".join(str(field.metadata.get("help", "")).replace("%%", "%").split())
-    head = f"{field.name} (`{type_name(field.type)}`, {_default(field)}):"
+    make = field.default_factory
+    value = field.default if make is dataclasses.MISSING else make()
+    default = "required" if value is dataclasses.MISSING else f"defaults to `{value!r}`"
+    head = f"{field.name} (`{type_name(field.type)}`, {default}):"
     return f"{head}\n{textwrap.fill(help_text, 100, initial_indent='    ', subsequent_indent='    ')}"
-
-
-def _default(field: dataclasses.Field) -> str:
-    if field.default_factory is not dataclasses.MISSING:
-        return f"defaults to `{field.default_factory()!r}`"
-    if field.default is dataclasses.MISSING:
-        return "required"
-    return f"defaults to `{field.default!r}`"
 
 
 def type_name(annotation: object) -> str:
