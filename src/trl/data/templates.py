@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from trl.data.formats import common_prefix_length, is_conversational, remove_none_values, written
+from trl.data.formats import RowDict, common_prefix_length, is_conversational, remove_none_values, written
 from trl.data.rendering import (
     Chat,
     Message,
@@ -54,7 +54,7 @@ def apply_chat_template(
     return {**rendered, "label": example["label"]} if "label" in columns else rendered  # type: ignore[dict-item]
 
 
-def _render_columns(processing_class: ProcessingClass, turns: dict[str, Any], chat: Chat) -> dict[str, str]:
+def _render_columns(processing_class: ProcessingClass, turns: RowDict, chat: Chat) -> dict[str, str]:
     if "messages" in turns:
         return {"text": render(processing_class, chat._replace(messages=turns["messages"]))}
     answers = {key: turns[key] for key in ("chosen", "rejected", "completion") if key in turns}
@@ -173,7 +173,7 @@ def _renders_alike(
 
 
 # How Qwen-style text reads as a message, in the language of transformers' response parser.
-QWEN_RESPONSE_TEMPLATE: dict[str, Any] = {
+QWEN_RESPONSE_TEMPLATE: dict[str, object] = {
     "defaults": {"role": "assistant", "content": ""},
     "start_anchor": "<|im_start|>assistant\n",
     "fields": {
