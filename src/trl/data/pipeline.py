@@ -70,10 +70,8 @@ class Preparation:
     keep_columns: tuple[str, ...] = ()
     policies: ClassVar[tuple[str, ...]] = ("report", "error", "drop")
 
-    @property
-    def sequences(self) -> tuple[tuple[str, ...], ...]:
-        """Columns that make up one sequence, for each sequence of a prepared row."""
-        return (("input_ids",),)
+    sequences: ClassVar[tuple[tuple[str, ...], ...]] = (("input_ids",),)
+    """Columns that make up one sequence, for each sequence of a prepared row."""
 
     @property
     def prepared_columns(self) -> tuple[str, ...]:
@@ -268,7 +266,13 @@ def first_row(dataset: Iterable, name: str, expected: str) -> Row:
 def prepare_rows(
     dataset: AnyDataset, kind: RowKind, settings: Preparation, *, name: str
 ) -> tuple[AnyDataset, PreparationReport]:
-    """The data set as rows of `kind`, and its report; of the other columns `keep_columns` stay."""
+    """The data set as rows of `kind`, and its report, which fills as rows of a stream pass.
+
+    Of the other columns `keep_columns` stay.
+
+    Raises: ValueError or TypeError naming row, column and remedy for the first row that cannot be trained on. A stream
+    is checked on its first rows here, and on the others as they pass.
+    """
     report, columns = PreparationReport(name, warnings=kind.warnings), settings.keep_columns
     rows = map_rows(dataset, kind, name=name, num_proc=settings.num_proc, keep_columns=columns)
     return count_rows(rows, kind, report, settings.untrained_rows), report

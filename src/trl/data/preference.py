@@ -52,14 +52,13 @@ class RewardPreparation(Preparation):
     untrained_rows: Literal["drop", "error"] = "drop"
     policies = ("drop", "error")
 
+    sequences = tuple((f"{side}_input_ids",) for side in SIDES)
+
     @property
     def lengths(self) -> PairLengths:
         """The limits of the sequences."""
-        return PairLengths(self.max_length)
-
-    @property
-    def sequences(self) -> tuple[tuple[str, ...], ...]:
-        return tuple((f"{side}_input_ids",) for side in SIDES)
+        names = [item.name for item in fields(PairLengths) if hasattr(self, item.name)]
+        return PairLengths(**{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,17 +69,11 @@ class PreferencePreparation(RewardPreparation, PairLengths):
     whole prompt, which "drop" counts.
     """
 
+    sequences = tuple((PAIR_COLUMNS[0], completion) for completion in PAIR_COLUMNS[1:])
+
     def __post_init__(self) -> None:
         super().__post_init__()
         PairLengths.__post_init__(self)
-
-    @property
-    def sequences(self) -> tuple[tuple[str, ...], ...]:
-        return tuple((PAIR_COLUMNS[0], completion) for completion in PAIR_COLUMNS[1:])
-
-    @property
-    def lengths(self) -> PairLengths:
-        return PairLengths(**{item.name: getattr(self, item.name) for item in fields(PairLengths)})
 
 
 def prepare_preference_dataset(
@@ -90,10 +83,7 @@ def prepare_preference_dataset(
 
     Where the two completions have different prompts, `rejected_prompt_input_ids` holds the rejected one's; it is None
     elsewhere, and a stored data set without any such row lacks the column. `ref_chosen_logps` and `ref_rejected_logps`
-    are kept. The report of a streaming data set fills as rows pass.
-
-    Raises: ValueError or TypeError naming row, column and remedy for the first row that cannot be trained on. A
-    streaming data set is checked on its first rows here, and on the others as they pass.
+    are kept. Raises as `prepare_rows`.
     """
     rows, report = _prepared(dataset, processing_class, settings, name, PairTokenizer)
     return without_nulls(rows, OWN_PROMPT), report
@@ -104,7 +94,7 @@ def prepare_reward_dataset(
 ) -> tuple[AnyDataset, PreparationReport]:
     """The data set as rows of whole sequences, `chosen_input_ids` and `rejected_input_ids`, and its report.
 
-    A column `margin` is kept as floats. Raises as `prepare_preference_dataset` does.
+    A column `margin` is kept as floats. Raises as `prepare_rows`.
     """
     return _prepared(dataset, processing_class, settings, name, RewardTokenizer)
 

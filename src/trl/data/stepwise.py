@@ -187,10 +187,7 @@ def prepare_stepwise_dataset(
 ) -> tuple[AnyDataset, PreparationReport]:
     """Rows `prompt`, `completions`, `labels` as rows of `input_ids` and `labels` (class or -100), and the report.
 
-    Rows that have `input_ids` already are checked and cut. The report of a stream fills as rows pass.
-
-    Raises: ValueError or TypeError naming row, column and remedy for the first row that cannot be trained on; of a
-    stream the first rows are checked here.
+    Rows that have `input_ids` already are checked and cut. Raises as `prepare_rows`.
     """
     first_row(dataset, name, ", ".join(COLUMNS))
     columns = column_names(dataset)

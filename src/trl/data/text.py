@@ -77,10 +77,7 @@ def prepare_sft_dataset(
     """The data set as rows of `input_ids` (and masks), tokenised, checked, then packed or truncated, and its report.
 
     Steps: formatting function, checks, chat template and tokenisation, policy for untrained rows, packing or
-    truncation. The report of a streaming data set fills as rows pass.
-
-    Raises: ValueError or TypeError naming row, column and remedy for the first row that cannot be trained on. A
-    streaming data set is checked on its first rows here, and on the others as they pass.
+    truncation. Raises as `prepare_rows`.
     """
     name = settings.dataset_name
     report = PreparationReport(name)

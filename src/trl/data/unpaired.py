@@ -59,7 +59,7 @@ class UnpairedPreparation(PreferencePreparation):
     embedding_tokenizer: PreTrainedTokenizerBase | None = None
 
     @property
-    def sequences(self) -> tuple[tuple[str, ...], ...]:
+    def sequences(self) -> tuple[tuple[str, ...], ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         completions = TOKEN_COLUMNS[1:] if self.mismatch_group is None else (TOKEN_COLUMNS[1], KL_COLUMNS[0])
         return tuple((TOKEN_COLUMNS[0], completion) for completion in completions)
 
@@ -88,10 +88,7 @@ def prepare_unpaired_dataset(
     from the first row; of pairs, the row before it with the same label, which is of another pair), cut behind this
     row's prompt; `KL_prompt_input_ids` is that prompt where its length took more or less of it than of
     `prompt_input_ids`, None elsewhere; a stored data set without any such row lacks the column. `reference_logps` and
-    `reference_KL_logps` are kept. The report of a stream fills as rows pass.
-
-    Raises: ValueError or TypeError naming row, column and remedy for the first row that cannot be trained on. A stream
-    is checked on its first rows here, and on the others as they pass.
+    `reference_KL_logps` are kept. Raises as `prepare_rows`.
     """
     row, columns = first_row(dataset, name, "'prompt', 'completion' and 'label'"), column_names(dataset)
     processing_class = with_eos(processing_class, settings.eos_token)
