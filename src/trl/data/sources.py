@@ -55,8 +55,8 @@ def load_source(
         if streaming:
             loaded = IterableDatasetDict({name: part.to_iterable_dataset() for name, part in loaded.items()})
         if split is not None and split not in loaded:
-            known = sorted(map(str, loaded))
-            raise ValueError(f"split {split!r} is not in {path!r}: there are {known}. Choose one of these.")
+            splits = sorted(map(str, loaded))
+            raise ValueError(f"split {split!r} is not in {path!r}: there are {splits}. Choose one of these.")
         return loaded if split is None else loaded[split]
     if place.is_file():
         if name is not None:
@@ -234,12 +234,12 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
 def _read_config(index: int, source: DatasetConfig | Row) -> DatasetConfig:
     if isinstance(source, DatasetConfig):
         return source
-    place, known = f"datasets[{index}]", [item.name for item in fields(DatasetConfig)]
+    place, keys = f"datasets[{index}]", [item.name for item in fields(DatasetConfig)]
     if not isinstance(source, Mapping):
         raise TypeError(f"{place} must be a mapping with at least `path`, got {source!r}.")
-    for key in (key for key in source if key not in known):
-        hint = did_you_mean(str(key), known) or " Remove it."
-        raise ValueError(f"{place} has the unknown key {key!r}, known are {known}.{hint}")
+    for key in (key for key in source if key not in keys):
+        hint = did_you_mean(str(key), keys) or " Remove it."
+        raise ValueError(f"{place} has the unknown key {key!r}, known are {keys}.{hint}")
     if "path" not in source:
         raise ValueError(f"{place} has no `path`, only {sorted(source)}. Add the file, folder or name.")
     return DatasetConfig(**source)
@@ -250,7 +250,7 @@ def _load_part(source: DatasetConfig, streaming: bool) -> Any:
     part: Any = load_source(source.path, streaming=streaming, **options)
     if source.columns is None:
         return part
-    known = column_names(part)
-    if missing := [name for name in source.columns if name not in known]:
-        raise ValueError(f"{source.path!r} has no columns {missing}, there are {known}. Correct `columns`.")
+    columns = column_names(part)
+    if missing := [name for name in source.columns if name not in columns]:
+        raise ValueError(f"{source.path!r} has no columns {missing}, there are {columns}. Correct `columns`.")
     return part.select_columns(source.columns)
