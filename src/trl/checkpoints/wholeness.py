@@ -68,8 +68,8 @@ def publish(
     known. All is flushed to the disk before the rename, so that a power failure leaves no truncated files.
     """
     here = {name: entry for name, entry in (sums or {}).items() if (written / name).is_file()}
-    known = {"format": 1, **facts, "files": {**here, **synced_sums(written, but=here)}}
-    (written / MANIFEST).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    manifest = {"format": 1, **facts, "files": {**here, **synced_sums(written, but=here)}}
+    (written / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     for path in (written / MANIFEST, *(path for path in written.rglob("*") if path.is_dir()), written):
         _sync(path)
     shutil.rmtree(replaced, ignore_errors=True)

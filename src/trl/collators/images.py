@@ -69,8 +69,8 @@ def processed(
         made.pop("mm_token_type_ids", None)
     if types is not None:
         return made, types != 0
-    known = [token for token in processor.image_token_ids if token is not None]
-    return made, torch.isin(made["input_ids"], torch.tensor(known, dtype=made["input_ids"].dtype))
+    tokens = [token for token in processor.image_token_ids if token is not None]
+    return made, torch.isin(made["input_ids"], torch.tensor(tokens, dtype=made["input_ids"].dtype))
 
 
 def is_per_token(name: str, value: object, batch: dict[str, Tensor]) -> bool:
@@ -121,9 +121,9 @@ def prompt_tokens(reader: ImagePrompts, text: str, images: list) -> tuple[list[i
 
 def image_tokens(processor: object, config: object) -> tuple[int, ...]:
     """The token ids that a model replaces by image features, sorted."""
-    known = [getattr(config, name, None) for name in ("image_token_id", "image_token_index")]
-    known += getattr(processor, "image_token_ids", None) or []
-    return tuple(sorted({int(token) for token in known if token is not None}))
+    tokens = [getattr(config, name, None) for name in ("image_token_id", "image_token_index")]
+    tokens += getattr(processor, "image_token_ids", None) or []
+    return tuple(sorted({int(token) for token in tokens if token is not None}))
 
 
 def as_read(ids: Tensor, generated: Tensor, images: Sequence[int], *, pad: int) -> Tensor:

@@ -27,13 +27,13 @@ def pair_row_type(columns: Sequence[str], first_row: Row, *, name: str, for_rewa
 
     Raises: ValueError for columns of none of these.
     """
-    known = (REWARD_COLUMNS, OLDER_REWARD_COLUMNS) if for_reward else (PAIR_COLUMNS,)
-    for tokens in known:
+    pairs = (REWARD_COLUMNS, OLDER_REWARD_COLUMNS) if for_reward else (PAIR_COLUMNS,)
+    for tokens in pairs:
         if set(tokens) <= set(columns):
             return RowType("tokens", tokens)
     if not set(SIDES) <= set(columns):
-        takes = f"'chosen' and 'rejected' (with or without 'prompt'), or tokenized {', '.join(map(repr, known[0]))}"
-        needed = known[0] if set(known[0]) & set(columns) else SIDES
+        takes = f"'chosen' and 'rejected' (with or without 'prompt'), or tokenized {', '.join(map(repr, pairs[0]))}"
+        needed = pairs[0] if set(pairs[0]) & set(columns) else SIDES
         raise wrong_columns(columns, name, takes=takes, needed=needed)
     return RowType("messages" if isinstance(first_row.get("chosen"), list | tuple) else "text", SIDES)
 

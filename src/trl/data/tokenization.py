@@ -29,11 +29,11 @@ def with_eos(processing_class: ProcessingClass, eos_token: str | None) -> Proces
     """
     if eos_token is None or text_tokenizer(processing_class).eos_token == eos_token:
         return processing_class
-    known = text_tokenizer(processing_class).get_vocab()
-    if eos_token not in known:
+    vocabulary = text_tokenizer(processing_class).get_vocab()
+    if eos_token not in vocabulary:
         raise ValueError(
             f"eos_token {eos_token!r} is not in the vocabulary. Add it with tokenizer.add_special_tokens first."
-            f"{did_you_mean(eos_token, known)}"
+            f"{did_you_mean(eos_token, vocabulary)}"
         )
     changed = copy.deepcopy(processing_class)
     text_tokenizer(changed).eos_token = eos_token
