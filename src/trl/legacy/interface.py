@@ -267,6 +267,10 @@ class LegacySFT(Legacy):
     )
     padding_free = View("_padding_free")
 
+    def labels_of(self, batch: Any) -> Tensor:
+        """The labels of the padded rows, for an overridden `compute_loss` that gives logits alone."""
+        return self.scorer.padded_inputs(self.take_batch(batch))["labels"]  # type: ignore[union-attr]
+
 
 class LegacyGroups(Legacy):
     """Attributes of the trainers that learn from rollouts, and what these refuse."""

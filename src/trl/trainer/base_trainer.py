@@ -454,11 +454,15 @@ class BaseTrainer(Trainer):
             predictions, labels = (
                 outputs.get(name) if isinstance(outputs, Mapping) else None for name in (self._predictions, "labels")
             )
+            labels = self.labels_of(batch) if labels is None else labels
             if predictions is None or labels is None:
                 with self.run_metrics.unrecorded():
-                    outcome = self.outcome(model, self.take_batch(batch), with_outputs=True)
-                predictions, labels = outcome.predictions if predictions is None else predictions, outcome.labels
+                    _, predictions, labels, *_ = self.outcome(model, self.take_batch(batch), with_outputs=True)
             return loss.detach(), predictions.detach(), labels
+
+    def labels_of(self, batch: Any) -> Any:
+        """The labels of a batch; None where they are known only together with predictions."""
+        return None
 
     def evaluation_loop(
         self,
