@@ -188,5 +188,5 @@ def test_parts_that_take_no_images():
         make(given={"processing_class": tokenizer, "model": tiny_vision_model(processor)})
     with pytest.raises(ValueError, match="which takes no images, but the rows have some"):
         make(given={"model": tiny_model("llama", vocab_size=len(tokenizer))})
-    with pytest.raises(ValueError, match="a rollout_func was given with rows of images"):
+    with pytest.raises(ValueError, match="a rollout_func or completer was given with rows of images"):
         make(given={"rollout_func": lambda prompts, trainer: {}})

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 
+from trl.options.secrets import unwritten
 from trl.scripts.parser import TrlParser
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.rloo_config import RLOOConfig
@@ -84,18 +85,20 @@ def ranks(rewards, group_size):
     return rewards.view(-1, group_size).argsort(dim=1).argsort(dim=1).to(rewards).flatten()
 
 
-def test_an_estimator_is_a_name_or_a_function_that_a_checkpoint_can_name():
+def test_an_estimator_is_a_name_or_a_function():
     assert (config().estimator, config(scale_rewards="batch").estimator) == ("scaled_by_group", "scaled_by_batch")
     assert (config().reward_scale, config(advantage_estimator="scaled_by_batch").reward_scale) == ("group", "batch")
     assert config(RLOOConfig).advantage_estimator == "leave_one_out"
     for kind in (GRPOConfig, RLOOConfig):
         args = config(kind, advantage_estimator=ranks)
-        assert pickle.loads(pickle.dumps(args)).advantage_estimator is ranks
+        assert pickle.loads(pickle.dumps(unwritten(args))).advantage_estimator == "ranks"
         assert json.loads(args.to_json_string())["advantage_estimator"] == "ranks"
         with pytest.raises(ValueError, match=r"unknown advantage_estimator 'rank'; known are 'leave_one_out'"):
             config(kind, advantage_estimator="rank")
-        for wrong in (lambda rewards, group_size: rewards, len, 3):
-            with pytest.raises(TypeError, match=r"advantage_estimator must be a function of \(rewards, group_size\)"):
+        for wrong in (len, 3):
+            with pytest.raises(
+                TypeError, match=r"advantage_estimator must be a name or a function of \(rewards, group_size\)"
+            ):
                 config(kind, advantage_estimator=wrong)
     with pytest.warns(UserWarning, match=r"scale_rewards='batch' has no effect with an advantage_estimator"):
         config(scale_rewards="batch", advantage_estimator="unscaled")

@@ -13,7 +13,8 @@ from tests.trainer.grpo_runs import even_tokens, logs, make, prompts, run
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.group_advantages import estimated
 from trl.rollouts.experience import ADVANTAGE, OLD, REF, REWARD, SAMPLING_LOGPS, SCORES, TRAINED
-from trl.rollouts.maker import split_begun
+from trl.rollouts.maker import Completed, split_begun
+from trl.rollouts.schedule import stream_of
 
 
 def window(trainer, number=0):
@@ -27,6 +28,65 @@ def test_the_old_and_the_reference_log_probs_are_those_of_the_policy_itself():
     torch.testing.assert_close(found[REF], found[OLD], rtol=0, atol=1e-10)
     advantages = window(trainer).per_row[ADVANTAGE].view(-1, 4)
     torch.testing.assert_close(advantages.sum(dim=1), torch.zeros(2, dtype=torch.float64), rtol=0, atol=1e-9)
+
+
+class Revised:
+    """Drafts, then completions of prompt and draft; the draft is handed to reward functions."""
+
+    exact = True
+    adds = ("draft",)
+
+    def __call__(self, maker, rows, *, streams):
+        drafts = maker.complete(rows["input_ids"], streams=streams).completions.split()
+        prompts = [[*ids, *draft.tolist()] for ids, draft in zip(rows["input_ids"], drafts, strict=True)]
+        again = maker.complete(prompts, streams=[stream_of(stream, (1,), 0) for stream in streams])
+        return Completed(again, {"draft": [draft.tolist() for draft in drafts]})
+
+
+class Half(Revised):
+    def __call__(self, maker, rows, *, streams):
+        half = len(streams) // 2
+        return super().__call__(maker, {"input_ids": rows["input_ids"][:half]}, streams=streams[:half])
+
+
+def add(first: int, second: int) -> int:
+    """The sum.
+
+    Args:
+        first: a number.
+        second: another.
+    """
+    return first + second
+
+
+def longer_than_draft(completion_ids, draft, **_):
+    return [float(len(ids) - len(other)) for ids, other in zip(completion_ids, draft, strict=True)]
+
+
+@pytest.mark.parametrize("method", ["grpo", "rloo", "minillm"])
+def test_a_completer_of_ones_own(method, tmp_path):
+    given, more = {"completer": Revised()}, {"teacher": "gpt2"} if method == "minillm" else {}
+    settings = {"reward_funcs": longer_than_draft, "save_strategy": "steps", "save_steps": 2, **more}
+    whole, _ = run(method, given=dict(given), folder=str(tmp_path), **settings)
+    resumed, _ = make(method, given=dict(given), folder=str(tmp_path), **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
+    first = window(make(method, given=dict(given), **settings)[0])
+    assert (first.prompts.lengths > 3).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"completer": print}, TypeError, "completer must have an attribute exact"),
+        ({"completer": Revised(), "rollout_func": lambda p, t: {}}, ValueError, "rollout_func and completer cannot be"),
+        ({"completer": Revised(), "tools": [add]}, ValueError, "cannot be combined with a rollout_func or completer"),
+        ({"completer": Half()}, ValueError, "completer must return Completed with one completion per row, got 4"),
+    ],
+)
+def test_bad_completers_are_refused(given, error, words):
+    with pytest.raises(error, match=words):
+        run(given=given)
 
 
 def above_median(rewards, group_size):

@@ -3,12 +3,10 @@
 Everything per token is flat, `(K,)`, with the row of each token in `sequence`; log-probs in nats.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +14,7 @@ from torch import Tensor
 from trl.objectives.group_ratios import (
     RATIOS,
     GroupTokens,
+    RatioLevel,
     ratios_of_sequence,
     row_means,
     row_sums,
@@ -23,31 +22,73 @@ from trl.objectives.group_ratios import (
     whole_ratios,
 )
 from trl.objectives.kl import check_shapes, k3
+from trl.options.groups import OptionGroup, option
 from trl.tensors.reduce import LossTerms, Weighted, weighted, where_counted
 from trl.tensors.sequences import sum_by_sequence
 
 Divisor = Literal["rows", "tokens", "rollout_tokens", "longest"]
 
 
-@dataclass(frozen=True, slots=True)
-class GroupOptions:
-    """The settings of `group_policy_loss`, under the names of the configs, which check them; `epsilon_high` None is
-    `epsilon`.
+class LossType(NamedTuple):
+    """A surrogate per token, and what its loss is a mean over.
+
+    "rows": the mean over rows of the mean over their tokens (with `row_sums`: of the sum); "tokens": tokens of the
+    optimiser step; "rollout_tokens": those of the whole rollout batch, in equal shares to its optimiser steps;
+    "longest": the tokens of rows of the greatest length. `ratios`: those that the surrogate takes, where they are not
+    those of `importance_sampling_level`. `parameters`: the settings that the surrogate reads, fields of the config.
     """
 
-    loss_type: str = "dapo"
-    importance_sampling_level: str = "token"
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    delta: float | None = None
-    beta: float = 0.0
-    use_bias_correction_kl: bool = False
-    sapo_temperature_pos: float = 1.0
-    sapo_temperature_neg: float = 1.05
-    vespo_k_pos: float = 2.0
-    vespo_lambda_pos: float = 3.0
-    vespo_k_neg: float = 3.0
-    vespo_lambda_neg: float = 2.0
+    surrogate: Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+    over: Divisor
+    row_sums: bool = False
+    parameters: tuple[str, ...] = ("epsilon", "epsilon_high", "delta")
+    ratios: Callable[[Tensor, GroupTokens], Tensor] | None = None
+
+
+LOSS_TYPES: dict[str, LossType] = {}  # filled below
+
+
+@dataclass
+class GroupOptions(OptionGroup):
+    """The settings of `group_policy_loss`: fields of the config, which checks them. `epsilon_high` None is `epsilon`."""
+
+    loss_type: str = option(
+        "dapo",
+        "The loss, and what it is a mean over: 'grpo' (rows, each the mean of its tokens), 'dapo' (tokens of all "
+        "completions generated at once), 'bnpo' (tokens of the optimiser step), 'dr_grpo' (rows times "
+        "max_completion_length), 'cispo' (as dapo; ratios are weights of log-probabilities), 'sapo' (as grpo; a soft gate "
+        "instead of clipping), 'luspo' (rows, each the sum of its tokens; sequence-level ratios), 'vespo' (as dapo; the "
+        "ratio of the completion is a weight that fades far from 1).",
+        choices=LOSS_TYPES,
+    )
+    importance_sampling_level: RatioLevel = option(
+        "token",
+        "Ratio of new to old probability that is clipped: of each 'token', of the 'sequence' (geometric mean over its "
+        "tokens, GSPO), or 'sequence_token' (GSPO-token: with gradients of each token's own advantage).",
+    )
+    epsilon: float = option(
+        0.2, "How far the ratio of new to old probability may leave 1 before the loss clips it.", "> 0"
+    )
+    epsilon_high: float | None = option(
+        None,
+        "How far it may rise above 1 (DAPO: 0.28); cispo: the largest weight itself (5.0). None: epsilon.",
+        "(0, inf]",
+    )
+    delta: float | None = option(
+        None,
+        "Upper bound of the ratio for negative advantages, above 1 + epsilon_high (INTELLECT-2: 4). None: none.",
+        "[1, inf]",
+    )
+    beta: float = option(0.0, "KL penalty against the reference, per nat, >= 0. 0 trains without a reference policy.")
+    use_bias_correction_kl: bool = option(
+        False, "Multiply the KL estimate by the ratio, so that it is unbiased off-policy (DeepSeek-V3.2)."
+    )
+    sapo_temperature_pos: float = option(1.0, "sapo: how fast the gate closes for advantages > 0.", "> 0")
+    sapo_temperature_neg: float = option(1.05, "sapo: how fast the gate closes for advantages <= 0.", "> 0")
+    vespo_k_pos: float = option(2.0, "vespo: the ratio W is a weight W^k exp(lambda (1 - W)); k for advantages > 0.")
+    vespo_lambda_pos: float = option(3.0, "vespo: lambda for advantages > 0.")
+    vespo_k_neg: float = option(3.0, "vespo: k for advantages <= 0.")
+    vespo_lambda_neg: float = option(2.0, "vespo: lambda for advantages <= 0.")
 
     @property
     def high(self) -> float:
@@ -122,30 +163,20 @@ def _by_sign(advantages: Tensor, positive: float, other: float) -> Tensor:
     return torch.where(advantages > 0, advantages.new_tensor(positive), advantages.new_tensor(other))
 
 
-class LossType(NamedTuple):
-    """A surrogate per token, and what its loss is a mean over.
-
-    "rows": the mean over rows of the mean over their tokens (with `row_sums`: of the sum); "tokens": tokens of the
-    optimiser step; "rollout_tokens": those of the whole rollout batch, in equal shares to its optimiser steps;
-    "longest": the tokens of rows of the greatest length. `ratios`: those that the surrogate takes, where they are not
-    those of `importance_sampling_level`.
-    """
-
-    surrogate: Callable[[Tensor, Tensor, Tensor, GroupOptions], Tensor]
-    over: Divisor
-    row_sums: bool = False
-    ratios: Callable[[Tensor, GroupTokens], Tensor] | None = None
-
-
-LOSS_TYPES: dict[str, LossType] = {
+LOSS_TYPES |= {
     "grpo": LossType(clipped, "rows"),  # Shao et al. 2024 (arXiv:2402.03300)
     "bnpo": LossType(clipped, "tokens"),
     "dapo": LossType(clipped, "rollout_tokens"),  # Yu et al. 2025 (arXiv:2503.14476)
     "dr_grpo": LossType(clipped, "longest"),  # Liu et al. 2025 (arXiv:2503.20783)
-    "cispo": LossType(weighted_likelihood, "rollout_tokens"),
-    "sapo": LossType(soft_gated, "rows"),
+    "cispo": LossType(weighted_likelihood, "rollout_tokens", parameters=("epsilon_high",)),
+    "sapo": LossType(soft_gated, "rows", parameters=("sapo_temperature_pos", "sapo_temperature_neg")),
     "luspo": LossType(clipped, "rows", row_sums=True),  # 2026: a sequence's loss in GSPO times its length
-    "vespo": LossType(gamma_weighted, "rollout_tokens", ratios=ratios_of_sequence),
+    "vespo": LossType(
+        gamma_weighted,
+        "rollout_tokens",
+        parameters=("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+        ratios=ratios_of_sequence,
+    ),
 }
 
 

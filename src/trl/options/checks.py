@@ -8,7 +8,7 @@ import math
 import numbers
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -159,7 +159,7 @@ class Kind(NamedTuple):
     reader: Reader | None
     is_list: bool
     takes_none: bool
-    choices: tuple[object, ...]
+    choices: Collection[object]
     is_json: bool
 
 
@@ -192,7 +192,7 @@ def _kind(item: dataclasses.Field, hint: object) -> Kind:
         None if number is None else _READERS[number],
         is_list,
         type(None) in members,
-        tuple(choices) if is_ours and choices and "help" in item.metadata else (),
+        choices if is_ours and choices and "help" in item.metadata else (),
         is_ours and str in members and any(get_origin(member) is dict for member in members),
     )
 

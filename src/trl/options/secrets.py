@@ -56,10 +56,12 @@ class Unwritten(str):
 
 
 def unwritten(config: Config) -> Config:
-    """A copy of a config that can be saved: secrets are redacted, the Hub's token where it is pickled."""
+    """A copy of a config that can be saved: without secrets (the Hub's token where it is pickled), functions by name."""
     snapshot: Any = copy.copy(config)
     for field in dataclasses.fields(snapshot):
         value = getattr(snapshot, field.name)
+        if callable(value) and not isinstance(value, type):
+            value = getattr(value, "__qualname__", repr(value))
         is_used = field.name == "hub_token" and value
         setattr(snapshot, field.name, Unwritten(value) if is_used else redacted(value, field.name))
     return snapshot

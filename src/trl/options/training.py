@@ -157,11 +157,7 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
         and quantisation configs in them into strings and dicts) and redacts no token that is part of the vocabulary.
         """
         words = {name: value for name, value in vars(self).items() if name.endswith("_token") and "hub" not in name}
-        values = {**super(TrainingDefaults, unwritten(self)).to_dict(), **redacted(words)}
-        return {
-            name: getattr(value, "__qualname__", repr(value)) if callable(value) else value
-            for name, value in values.items()
-        }
+        return {**super(TrainingDefaults, unwritten(self)).to_dict(), **redacted(words)}
 
 
 @dataclass

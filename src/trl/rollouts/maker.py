@@ -67,7 +67,10 @@ class Completed(NamedTuple):
 
 
 class Completer(Protocol):
-    """Completes rows of prompts; `streams` name the random numbers of each row."""
+    """Completes rows of prompts; `streams` name the random numbers of each row.
+
+    An attribute `adds` names the columns that it adds for reward functions; None: whatever they take.
+    """
 
     exact: bool
     """Whether the log-probs are those of the engine."""
@@ -82,6 +85,15 @@ class TextCompleter:
 
     def __call__(self, maker: RolloutMaker, rows: Rows, *, streams: Sequence[int]) -> Completed:
         return Completed(maker.complete(rows[PROMPT_IDS], streams=streams))
+
+
+def check_completer(completer: Completer) -> None:
+    """Raise TypeError for an object that cannot complete."""
+    if not (callable(completer) and isinstance(getattr(completer, "exact", None), bool)):
+        raise TypeError(
+            "completer must have an attribute exact (True or False) and be called as completer(maker, rows, streams=streams), "
+            f"got {completer!r}."
+        )
 
 
 class ApplyRewards(Protocol):
@@ -158,6 +170,9 @@ class RolloutMaker:
         for first in range(0, len(streams), size):
             own = {name: values[first : first + size] for name, values in rows.items()}
             found = self.completer(self, own, streams=streams[first : first + size])
+            if not isinstance(found, Completed) or len(found.experience) != len(streams[first : first + size]):
+                count = len(found.experience) if isinstance(found, Completed) else type(found).__name__
+                raise ValueError(f"completer must return Completed with one completion per row, got {count}.")
             completed.append(found)
             inputs.append(self.inputs(found, own))
             if size < len(streams):

@@ -34,6 +34,7 @@ class RolloutFunction:
     """
 
     exact = False
+    adds = None
 
     def __init__(self, function: Any, trainer: Any, **limits: int | None) -> None:
         self.function, self._trainer, self._limits = function, trainer, limits

@@ -35,9 +35,22 @@ from trl.options.checks import json_object, warn_unread
 from trl.options.generation import AGENT_SETTINGS, TOOL_SETTINGS
 from trl.rewards.functions import column_reward
 from trl.rewards.source import RewardSources
+from trl.rollouts.maker import Completer, check_completer
+from trl.rollouts.rollout_func import check_rollout_func
 from trl.rollouts.schedule import RolloutSizes
 from trl.trainer.group_images import ImagePromptSets
 from trl.trainer.grpo_config import GroupTraining, RolloutTraining
+
+
+def has_completer(rollout_func: Any, completer: Completer | None) -> bool:
+    """Whether something else than the policy completes prompts. Raises: TypeError or ValueError for what cannot."""
+    if rollout_func is not None:
+        check_rollout_func(rollout_func)
+    if completer is not None:
+        check_completer(completer)
+    if rollout_func is not None and completer is not None:
+        raise ValueError("rollout_func and completer cannot be combined. Leave one of them out.")
+    return rollout_func is not None or completer is not None
 
 
 def prompt_sets(
@@ -45,7 +58,7 @@ def prompt_sets(
 ) -> PromptSets:
     """The preparation of data sets; with images where one of `datasets` (or of dicts of them) has some.
 
-    `tools` are the schemas that prompts show; `own` is False for a rollout_func.
+    `tools` are the schemas that prompts show; `own` is False for a rollout_func or completer.
 
     Raises: ImportError, TypeError or ValueError for settings and models that cannot train on rows with images.
     """
@@ -61,7 +74,7 @@ def prompt_sets(
     if has_images(*datasets):
         if args.use_vllm or not own:
             raise ValueError(
-                f"{'use_vllm=True' if own else 'a rollout_func'} was given with rows of images, expected that the policy itself "
+                f"{'use_vllm=True' if own else 'a rollout_func or completer'} was given with rows of images, expected that the policy itself "
                 "generates. Leave it out, or remove the column of images to train on text."
             )
         return ImagePromptSets(policy, settings, **limits)
@@ -368,7 +381,7 @@ def tool_completer(
     found = tools_of(tools)
     unsupported = {
         "images in the data set": has_images(*datasets),
-        "a rollout_func, which generates itself": rollout_func is not None,
+        "a rollout_func or completer, which generates itself": rollout_func is not None,
         "ds3_gather_for_generation=False without vLLM": not (args.ds3_gather_for_generation or args.use_vllm),
     }
     if given := [name for name, is_given in unsupported.items() if is_given]:

@@ -38,7 +38,8 @@ class GRPOTrainer(LegacyGRPO, OnlineTrainer):
         with it. reward_processing_classes: the tokenizer of each reward model (None for functions). callbacks: further
         callbacks. optimizers: an optimizer and a scheduler, instead of those that the config describes. peft_config:
         trains a new adapter of the policy with these settings. tools: functions, sync or async, with type hints and
-        docstrings, that the policy may call in its completions. rollout_func: `func(prompts, trainer)` that generates
+        docstrings, that the policy may call in its completions. completer: a `Completer` of
+        one's own (docs/guides/research.md). rollout_func: `func(prompts, trainer)` that generates
         instead of the policy: a dict with `prompt_ids`,
             `completion_ids`, perhaps `logprobs`, and further fields for the reward functions.
         teacher_model: a model of the same tokenizer, or its name or path, for `teacher_kl_coef`; None with an adapter:

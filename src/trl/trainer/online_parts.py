@@ -23,7 +23,6 @@ from trl.models.policy import Policy, set_up_policy
 from trl.models.reference import Reference
 from trl.rewards.source import RewardSources
 from trl.rollouts.maker import Completer
-from trl.rollouts.rollout_func import check_rollout_func
 from trl.rollouts.schedule import RolloutSizes
 from trl.trainer import group_setup
 from trl.trainer.grpo_config import RolloutTraining
@@ -75,10 +74,10 @@ def online_parts(
     ref_model: Any,
     agent: Any,
     environment_factory: Any,
+    completer: Completer | None = None,
 ) -> OnlineParts:
     """The parts, of the arguments of `OnlineTrainer`. Raises: TypeError, ValueError for what does not fit together."""
-    if rollout_func is not None:
-        check_rollout_func(rollout_func)
+    own = not group_setup.has_completer(rollout_func, completer)
     served = group_setup.check_engine(args)
     assert args.num_generations is not None
     sizes = replace(args.rollout_sizes(), group=args.num_generations)
@@ -87,7 +86,8 @@ def online_parts(
         policy = group_setup.with_served_window(policy, args, served)
     check_decoder_only(causal_core(policy.model))
     sampling = group_setup.sampling_of(args, policy)
-    excluded = {"tools": tools, "rollout_func": rollout_func, "images": has_images(train_dataset, eval_dataset)}
+    excluded = {"tools": tools, "rollout_func": rollout_func, "completer": completer}
+    excluded["images"] = has_images(train_dataset, eval_dataset)
     agents = group_setup.agent_completer(agent, environment_factory, args, policy, rewards=reward_funcs, **excluded)
     if agents is not None:
         reward_funcs, tools = group_setup.agent_rewards(reward_funcs, agents), None
@@ -97,9 +97,11 @@ def online_parts(
     rewards = group_setup.group_rewards(reward_funcs, reward_processing_classes, args, policy)
     tool_loop = None
     if environment_factory is None:
-        tool_loop = group_setup.tool_completer(tools, args, policy, rows, eval_rows, rollout_func=rollout_func)
+        tool_loop = group_setup.tool_completer(
+            tools, args, policy, rows, eval_rows, rollout_func=rollout_func or completer
+        )
     schemas = tool_loop.schemas if tool_loop else None
-    sets = group_setup.prompt_sets(args, policy, rows, eval_rows, tools=schemas, own=rollout_func is None)
+    sets = group_setup.prompt_sets(args, policy, rows, eval_rows, tools=schemas, own=own)
     reference = group_setup.reference_of(args, policy, model, ref_model)
     method = method_type(args)
     teacher = group_setup.teacher_of(teacher_model, args, policy, needed=method.needs_teacher)
@@ -114,6 +116,6 @@ def online_parts(
         rewards=rewards,
         reference=reference,
         teacher=teacher,
-        completer=agents or getattr(sets, "images", None) or tool_loop,
+        completer=completer or agents or getattr(sets, "images", None) or tool_loop,
         served=served,
     )  # fmt: skip

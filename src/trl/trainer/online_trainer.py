@@ -116,6 +116,7 @@ class OnlineTrainer(BaseTrainer):
         ref_model: Any = None,
         agent: Any = None,
         environment_factory: Any = None,
+        completer: Completer | None = None,
     ) -> None:
         args = config_or_default(args, self.config_type, self._tag_names[-1])
         settle_inherited(args, "rollouts")
@@ -125,7 +126,7 @@ class OnlineTrainer(BaseTrainer):
             train_dataset=train_dataset, eval_dataset=eval_dataset,
             reward_funcs=reward_funcs, reward_processing_classes=reward_processing_classes,
             tools=tools, rollout_func=rollout_func, teacher_model=teacher_model, ref_model=ref_model,
-            agent=agent, environment_factory=environment_factory,
+            agent=agent, environment_factory=environment_factory, completer=completer,
         )  # fmt: skip
         policy, self._sets = parts.policy, parts.sets
         self.scorer, self._tokenizer = policy.scorer, policy.tokenizer
@@ -190,7 +191,7 @@ class OnlineTrainer(BaseTrainer):
             refill=refill,
             parts=getattr(self.args, "generation_parts", 1),
         )
-        if not isinstance(completer, RolloutFunction):  # which adds columns
+        if getattr(completer, "adds", ()) is not None:
             given: Any = self.eval_dataset
             later = list(given.values()) if isinstance(given, dict) else [given] if given is not None else []
             for each in (rows, *later):

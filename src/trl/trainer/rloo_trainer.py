@@ -13,6 +13,7 @@ from trl.legacy.interface import LegacyGroups
 from trl.legacy.rloo import of_any_level
 from trl.methods.rloo import RLOOMethod
 from trl.reporting.model_card import Paper
+from trl.rollouts.maker import Completer
 from trl.trainer.online_trainer import AnyDataset, OnlineTrainer, RolloutFunc
 from trl.trainer.rloo_config import RLOOConfig
 from trl.trainer.samples import SampleTables, ShowSamples
@@ -65,6 +66,7 @@ class RLOOTrainer(LegacyGroups, SampleTables, OnlineTrainer):
         agent: Any = None,
         environment_factory: Any = None,
         ref_model: str | nn.Module | PreTrainedModel | None = None,
+        completer: Completer | None = None,
         **older: Any,
     ) -> None:
         super().__init__(
@@ -83,6 +85,7 @@ class RLOOTrainer(LegacyGroups, SampleTables, OnlineTrainer):
             ref_model=ref_model,
             agent=agent,
             environment_factory=environment_factory,
+            completer=completer,
         )  # fmt: skip
         self.method.eos_token_id = self._tokenizer.eos_token_id  # type: ignore[assignment]
         if self.args.local_rollout_forward_batch_size:

@@ -19,6 +19,7 @@ from trl.objectives.group_policy import LOSS_TYPES
 from trl.reporting.model_card import Paper
 from trl.rewards.source import ProcessingClasses, RewardFunc
 from trl.rollouts.experience import MEAN_LENGTH, TRAINED, Experience
+from trl.rollouts.maker import Completer
 from trl.tensors.reduce import LossTerms, weighted
 from trl.tensors.vocabulary_loss import VocabularyLoss
 from trl.trainer.grpo_trainer import GRPOTrainer
@@ -119,9 +120,10 @@ class MiniLLMTrainer(GRPOTrainer):
         reward_processing_classes: ProcessingClasses = None, callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None), peft_config: Any | None = None,
         rollout_func: RolloutFunc | None = None, tools: Sequence[Callable[..., Any]] | None = None,
+        completer: Completer | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             model, dummy_reward_func if reward_funcs is None else reward_funcs, args, train_dataset, eval_dataset,
             processing_class, reward_processing_classes, callbacks, optimizers, peft_config, tools, rollout_func,
-            teacher_model,
+            teacher_model, completer=completer,
         )  # fmt: skip
