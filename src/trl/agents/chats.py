@@ -126,13 +126,13 @@ def readable_all(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Messages as templates read them. Answers of tools, for which clients give ids, have the names of their calls.
     Raises: APIError.
     """
-    found, names = list[Message](), dict[str, str]()
+    readable_messages, names = list[Message](), dict[str, str]()
     for message in map(readable, messages):
         names |= {str(call.get("id")): call["function"]["name"] for call in message.get("tool_calls", [])}
         if message["role"] == "tool" and (name := names.get(str(message.get("tool_call_id")))) is not None:
             message.setdefault("name", name)
-        found.append(message)
-    return found
+        readable_messages.append(message)
+    return readable_messages
 
 
 def readable(message: Mapping[str, Any]) -> Message:
@@ -140,27 +140,27 @@ def readable(message: Mapping[str, Any]) -> Message:
 
     Raises: APIError for a message without a role, and for parts that are not text.
     """
-    found = {name: value for name, value in message.items() if value is not None and value != []}
-    content = found.get("content", "")
+    kept = {name: value for name, value in message.items() if value is not None and value != []}
+    content = kept.get("content", "")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise APIError(400, "messages: only text is supported in content.", param="messages")
         content = "".join(part["text"] for part in content)
-    if not isinstance(found.get("role"), str) or not isinstance(content, str):
+    if not isinstance(kept.get("role"), str) or not isinstance(content, str):
         raise APIError(400, "messages: each needs a role, and content of text.", param="messages")
-    found["content"] = content
-    if found["role"] == "developer":
-        found["role"] = "system"
-    if "tool_calls" in found:
+    kept["content"] = content
+    if kept["role"] == "developer":
+        kept["role"] = "system"
+    if "tool_calls" in kept:
         try:
-            found["tool_calls"] = [_call(call) for call in found["tool_calls"]]
-            check_text(found["tool_calls"])  # arguments are JSON within JSON
+            kept["tool_calls"] = [_call(call) for call in kept["tool_calls"]]
+            check_text(kept["tool_calls"])  # arguments are JSON within JSON
         except ValueError as error:
             raise APIError(400, f"messages: tool_calls: {error}.", param="messages") from None
         except (TypeError, KeyError, AttributeError):
             text = "messages: tool_calls must be a list of calls with names."
             raise APIError(400, text, param="messages") from None
-    return found
+    return kept
 
 
 def _call(call: Any) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class AgentCompleter:
         sampling, precision = maker.sampling, maker.accelerator.mixed_precision
         drawn = sampling, self.budget, self.template_kwargs, type(maker.engine).__name__, precision
         keys = [self.journal.key(*pair, *drawn, self.agent_sampling) for pair in zip(streams, own_rows, strict=True)]
-        held = {key: self.journal.found(key) for key in keys}
+        held = {key: self.journal.recorded(key) for key in keys}
         if self.environments is not None:
             self.environments.made += [one.environment for one in held.values() if one is not None]
         sessions = zip(keys, streams, own_rows, strict=True)
@@ -145,8 +145,8 @@ class AgentCompleter:
     def close(self, *, ends: bool = True) -> None:
         """Close environments of failed episodes, or all where training `ends`; the others are free from now on."""
         if self.environments is not None:
-            found, called = self.environments.released(ends=ends), self.environments.called
-            calls = [self._calls.submit(called(one.close), CLOSING_SECONDS) for one in found]
+            environments, called = self.environments.released(ends=ends), self.environments.called
+            calls = [self._calls.submit(called(one.close), CLOSING_SECONDS) for one in environments]
             for result in map(self._calls.outcome, calls):
                 if isinstance(result, Exception):
                     logger.warning("An environment could not be closed: %r", result)
@@ -169,8 +169,8 @@ class AgentCompleter:
                 return not running
 
             for key, (stream, row, played) in waiting.items():
-                own = copy.deepcopy(row)  # agents append messages to their prompt
-                session = endpoint.session(own, stream=stream, budget=self.budget, version=maker.step)
+                prompt_row = copy.deepcopy(row)  # agents append messages to their prompt
+                session = endpoint.session(prompt_row, stream=stream, budget=self.budget, version=maker.step)
                 call = self._calls.submit(self._play(endpoint, session, played, gate), None).future
                 call.add_done_callback(lambda _: endpoint.broker.wake())
                 running[key] = session, call
@@ -203,19 +203,18 @@ class AgentCompleter:
                 endpoint.close_session(session)
 
 
-def check_agent(given: Any, *, graded: bool = False) -> Callable[[Session, Played], Awaitable[Any]]:
+def check_agent(agent: Any, *, graded: bool = False) -> Callable[[Session, Played], Awaitable[Any]]:
     """The agent as a coroutine function of a session; see `AgentCompleter`.
 
     Raises: TypeError for another kind of object, FileNotFoundError for a command that is not installed.
     """
-    if isinstance(given, (str, list, tuple)):
-        words = shlex.split(given) if isinstance(given, str) else [str(word) for word in given]
+    if isinstance(agent, (str, list, tuple)):
+        words = shlex.split(agent) if isinstance(agent, str) else [str(word) for word in agent]
         if not any("{base_url}" in word for word in words):
             raise TypeError(f"agent={words}: a command needs '{{base_url}}' among its words.")
         if shutil.which(words[0]) is None:
             raise FileNotFoundError(f"agent={words}: there is no program {words[0]!r}. Install it, or give its path.")
         return lambda session, _: _run_command(words, session, graded=graded)
-    agent: Any = given
     called = getattr(type(agent), "__call__", None)  # noqa: B004 - of an object that is called as a function
     try:
         inspect.signature(agent).bind({}, "", "")
@@ -235,16 +234,16 @@ async def _run_command(words: Sequence[str], session: Session, *, graded: bool) 
 
     A row that is in none of its words is its standard input. What it started ends with it, and with this process.
     """
-    given = {
+    variables = {
         "base_url": session.base_url, "api_key": session.api_key, "row": json.dumps(session.row, default=str),
     }  # fmt: skip
     line = list(words)
-    for name, value in given.items():
+    for name, value in variables.items():
         line = [word.replace(f"{{{name}}}", value) for word in line]
     environment = os.environ | {"OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key}
     with TemporaryFile() as given_row, TemporaryFile() as out, TemporaryFile() as err:
         if not any("{row}" in word for word in words):
-            given_row.write(given["row"].encode())
+            given_row.write(variables["row"].encode())
             given_row.seek(0)
         process = await asyncio.create_subprocess_exec(
             "sh", "-c", _LAUNCH, str(given_row.fileno()), *line, env=environment, start_new_session=True,

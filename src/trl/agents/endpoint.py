@@ -120,8 +120,8 @@ class Endpoint:
         key = key or secrets.token_urlsafe(24)
         shared = {"warned": self.warned, "agent_sampling": self.agent_sampling}
         options = {"stream": next(self._numbers), **shared, **options}
-        given = self.chats, self.broker, self.sampling, self.base_url, key, row or {}
-        session = self._open[key] = Session(*given, **options)
+        parts = self.chats, self.broker, self.sampling, self.base_url, key, row or {}
+        session = self._open[key] = Session(*parts, **options)
         return session
 
     def session_of(self, key: str) -> Session | None:

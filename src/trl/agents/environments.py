@@ -73,15 +73,15 @@ class Kind:
             raise ValueError("tools cannot be combined with a StepEnvironment. Leave them out.")
         self.gives_reward = self.steps is not None or callable(getattr(first, "get_reward", None))
         self.reset = inspect.signature(first.reset)
-        own = [] if self.steps is not None else _public_methods(first)
-        self.every = tools_of([*own, *tools])
-        self.own = list(self.every)[: len(own)]
+        methods = [] if self.steps is not None else _public_methods(first)
+        self.every = tools_of([*methods, *tools])
+        self.own_names = list(self.every)[: len(methods)]
         self.schemas = [tool.schema for tool in self.every.values()]
 
     def tools(self, environment: Any) -> dict[str, Tool]:
         """The tools of one environment: its methods and functions."""
-        own = {name: Tool(getattr(environment, name), self.every[name].schema) for name in self.own}
-        return {**self.every, **own}
+        methods = {name: Tool(getattr(environment, name), self.every[name].schema) for name in self.own_names}
+        return {**self.every, **methods}
 
     def arguments(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Those columns of a row that `reset` accepts."""
@@ -119,7 +119,7 @@ class EnvironmentAgent:
     ) -> None:
         self.chooses = isinstance(factory, Mapping)
         factories: Any = factory if self.chooses else {"": factory}
-        self.kinds = {name: Kind(each, tools) for name, each in factories.items()}
+        self.kinds = {name: Kind(factory, tools) for name, factory in factories.items()}
         for kind in self.kinds.values():
             if kind.schemas:
                 check_tool_template(processing_class, kind.schemas, template_kwargs=template_kwargs or {})
@@ -136,9 +136,9 @@ class EnvironmentAgent:
             kind.free, kind.kept = [] if ends else kind.free + kind.kept, []
         free = [one for kind in self.kinds.values() for one in kind.free]
         used = {id(one) for one in free}
-        found = [one for one in self.made if id(one) not in used and hasattr(one, "close")]
+        unused = [one for one in self.made if id(one) not in used and hasattr(one, "close")]
         self.made = free
-        return found
+        return unused
 
     async def play(self, session: Session, played: Played) -> float | None:
         """Run an episode; its reward, None for an environment without one."""
@@ -150,10 +150,10 @@ class EnvironmentAgent:
             kind.free.append(made)
         environment = played.environment = kind.free.pop()
         played.reward_name = kind.name
-        found = await self.called(partial(environment.reset, **kind.arguments(row)))
+        observation = await self.called(partial(environment.reset, **kind.arguments(row)))
         if kind.steps is not None:
-            found = kind.steps.show(getattr(found, "observation", found))
-        await self._turns(session, kind, played, _opening(row["prompt"], found))
+            observation = kind.steps.show(getattr(observation, "observation", observation))
+        await self._turns(session, kind, played, _opening(row["prompt"], observation))
         if kind.gives_reward and kind.steps is None:
             played.reward = await self.called(environment.get_reward)
         if "deadline" not in played.failures:  # else a cancelled call may have left a thread in it
@@ -183,13 +183,13 @@ class EnvironmentAgent:
     async def _observation(self, kind: Kind, played: Played, turn: Turn, *, is_last: bool) -> list[Message]:
         """What a step shows; nothing if it ends the episode."""
         assert kind.steps is not None
-        found = await self.called(partial(played.environment.step, kind.steps.action(turn.text)))
-        if found.reward is not None:
-            played.reward = (played.reward or 0.0) + float(found.reward)
-        played.limited = is_last and not found.done
-        if is_last or found.done:
+        result = await self.called(partial(played.environment.step, kind.steps.action(turn.text)))
+        if result.reward is not None:
+            played.reward = (played.reward or 0.0) + float(result.reward)
+        played.limited = is_last and not result.done
+        if is_last or result.done:
             return []
-        return [{"role": "user", "content": kind.steps.show(found.observation)}]
+        return [{"role": "user", "content": kind.steps.show(result.observation)}]
 
     async def _replies(self, kind: Kind, played: Played, turn: Turn, *, is_last: bool) -> list[Message]:
         """The answers to a turn's calls; none if it ends the episode."""
@@ -220,8 +220,8 @@ class EnvironmentAgent:
         Raises: DeadlinePassed after `seconds`, and what the function raises.
         """
         is_async = inspect.iscoroutinefunction(call)
-        found = call() if is_async else await self.threads.call(call, "environment", seconds)
-        return await bounded(found, seconds) if inspect.isawaitable(found) else found
+        answer = call() if is_async else await self.threads.call(call, "environment", seconds)
+        return await bounded(answer, seconds) if inspect.isawaitable(answer) else answer
 
     def rows(self, dataset: Any) -> Any:
         """A data set's rows with an empty prompt where they have none.
@@ -239,8 +239,8 @@ class EnvironmentAgent:
             raise ValueError("environment_factory needs prompts of messages or none, got text. Use messages.")
         columns = set(dataset.column_names)
         if self.chooses:
-            given = set(dataset[KIND]) if KIND in columns else {None}
-            if unknown := given - self.kinds.keys():
+            names = set(dataset[KIND]) if KIND in columns else {None}
+            if unknown := names - self.kinds.keys():
                 raise ValueError(
                     f"column 'environment' has {sorted(map(str, unknown))}, expected one of {sorted(self.kinds)}. Add or correct it."
                 )

@@ -27,10 +27,10 @@ def sft_rows(sessions: Iterable[Record], *, least_reward: float) -> list[dict[st
     Conversations that end with an empty message are left out.
     """
     return [
-        {"messages": each["messages"], **_tools(each)}
+        {"messages": answered["messages"], **_tools(answered)}
         for session in sessions
         if session["reward"] is not None and session["reward"] >= least_reward
-        for each in _answered(session)
+        for answered in _answered(session)
     ]
 
 
@@ -47,11 +47,13 @@ def preference_rows(sessions: Iterable[Record], *, least_margin: float = 0.0) ->
             key = json.dumps(session["row"], sort_keys=True, default=str)
             groups.setdefault(key, []).append(session)
     for group in groups.values():
-        best, worst = (choose(group, key=lambda each: each["reward"]) for choose in (max, min))
+        best, worst = (choose(group, key=lambda record: record["reward"]) for choose in (max, min))
         if best["reward"] - worst["reward"] <= least_margin:
             continue
-        pair = [max(_answered(each), key=lambda found: len(found["messages"])) for each in (best, worst)]
-        chosen, rejected = (each["messages"] for each in pair)
+        pair = [
+            max(_answered(record), key=lambda conversation: len(conversation["messages"])) for record in (best, worst)
+        ]
+        chosen, rejected = (record["messages"] for record in pair)
         shared = common_prefix_length(chosen, rejected)
         while shared and not all(part[shared:] and part[shared]["role"] == "assistant" for part in (chosen, rejected)):
             shared -= 1
@@ -63,8 +65,8 @@ def preference_rows(sessions: Iterable[Record], *, least_margin: float = 0.0) ->
 
 def _answered(session: Record) -> list[dict[str, Any]]:
     """The conversations whose last message is not empty."""
-    lasts = ((each, each["messages"][-1]) for each in session["conversations"])
-    return [each for each, last in lasts if last.get("content") or last.get("tool_calls")]
+    lasts = ((conversation, conversation["messages"][-1]) for conversation in session["conversations"])
+    return [conversation for conversation, last in lasts if last.get("content") or last.get("tool_calls")]
 
 
 def _tools(conversation: Mapping[str, Any]) -> dict[str, Any]:

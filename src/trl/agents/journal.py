@@ -63,7 +63,7 @@ class Played:
         self.turns, self.cut = len(turns), session.cut is not None
         self.messages = self.messages or [turn.message for turn in turns]
         try:
-            given = result.result()
+            answer = result.result()
         except DeadlinePassed as error:
             self.failure = "deadline"
             return error
@@ -72,7 +72,7 @@ class Played:
                 return None  # the client was told that the budget is spent
             self.failure = "raised"
             return error
-        reward = given["reward"] if isinstance(given, Mapping) and "reward" in given else given
+        reward = answer["reward"] if isinstance(answer, Mapping) and "reward" in answer else answer
         read = read_answers([reward], count=1)
         if read.unusable:
             self.failure = "malformed"
@@ -81,8 +81,8 @@ class Played:
             self.failure = "silent"
             return RewardError("It ended without an answer of the policy: there is nothing to train.")
         (self.reward,) = read.values
-        if isinstance(given, Mapping):
-            others = {str(name): value for name, value in given.items() if name != "reward"}
+        if isinstance(answer, Mapping):
+            others = {str(name): value for name, value in answer.items() if name != "reward"}
             values = read_answers(list(others.values()), count=len(others)).values
             self.results = {n: value for n, value in zip(others, values, strict=True) if value is not None}
         return None
@@ -110,8 +110,8 @@ class Journal:
         """Before the sessions of a rollout batch of a run: read those that have ended. All processes must call it."""
         if self.folder is None:
             return
-        trained = (_local(each) for each in model.parameters() if each.requires_grad)
-        sums: Any = [[each.sum(dtype=torch.float64).item() for each in trained]]
+        trained = (_local(parameter) for parameter in model.parameters() if parameter.requires_grad)
+        sums: Any = [[parameter.sum(dtype=torch.float64).item() for parameter in trained]]
         self._step = step
         self._policy = digest([run, step, gather_object(sums) if is_sharded(model) else sums])
         name = f"{step:08d}-{run}"
@@ -129,7 +129,7 @@ class Journal:
         """Of a session of the present rollout batch."""
         return digest([self._policy, stream, row, settings])
 
-    def found(self, key: str) -> Played | None:
+    def recorded(self, key: str) -> Played | None:
         """The session of a key that has ended; None if it must be run."""
         if (record := self._held.get(key)) is None:
             return None
@@ -160,8 +160,8 @@ class Journal:
 
     def score(self, keys: Sequence[str], rewards: Sequence[float]) -> None:
         """Append the rewards of sessions by all sources, NaN for none."""
-        given = (None if math.isnan(reward) else reward for reward in rewards)
-        self._append({key: {"reward": reward} for key, reward in zip(keys, given, strict=True)})
+        known_rewards = (None if math.isnan(reward) else reward for reward in rewards)
+        self._append({key: {"reward": reward} for key, reward in zip(keys, known_rewards, strict=True)})
 
     def _append(self, records: Mapping[str, Mapping[str, Any]]) -> None:
         if self._file is None:
@@ -185,10 +185,10 @@ def read_sessions(folder: str | Path) -> Iterator[dict[str, Any]]:
 
     With `reward_funcs` the reward is the weighted sum of all.
     """
-    found: dict[str, dict[str, Any]] = {}
+    sessions: dict[str, dict[str, Any]] = {}
     for record in _records(folder, "*.jsonl"):
-        found.setdefault(record["key"], {}).update(record)
-    yield from (record for record in found.values() if "row" in record)
+        sessions.setdefault(record["key"], {}).update(record)
+    yield from (record for record in sessions.values() if "row" in record)
 
 
 def _records(folder: str | Path, files: str) -> Iterator[dict[str, Any]]:

@@ -103,9 +103,9 @@ def _error_of(error: Exception, where: str) -> APIError:
         faults = faults_of(error)
         parts = [
             f"{name} is not supported"
-            if each["type"] == "extra_forbidden"
-            else f"{name or 'body'}: {each['msg'].removeprefix('Value error, ')}"
-            for name, each in faults
+            if fault["type"] == "extra_forbidden"
+            else f"{name or 'body'}: {fault['msg'].removeprefix('Value error, ')}"
+            for name, fault in faults
         ]
         return APIError(400, "; ".join(parts), param=faults[0][0].split(".")[0] or None)
     if isinstance(error, RecursionError):
@@ -195,25 +195,28 @@ class _Form:
 
     def _text(self, turn: Turn) -> dict[str, Any]:
         shown = turn.prompt.text if turn.prompt is not None and self.body.echo else ""
-        found: dict[str, Any] = {"text": shown + turn.text}
+        choice: dict[str, Any] = {"text": shown + turn.text}
         if turn.prompt is not None and self.body.prompt_logprobs is not None:
-            found["prompt_logprobs"] = turn.prompt.in_vllms_form()
-        return found
+            choice["prompt_logprobs"] = turn.prompt.in_vllms_form()
+        return choice
 
     def _chat_logprobs(self, turn: Turn) -> dict[str, Any] | None:
         if not self.body.logprobs:
             return None
         pairs = zip(turn.logprobs, turn.token_bytes, strict=True)
-        content = [{"token": text, "logprob": logp, "bytes": own, "top_logprobs": []} for (text, logp), own in pairs]
+        content = [
+            {"token": text, "logprob": logp, "bytes": token_bytes, "top_logprobs": []}
+            for (text, logp), token_bytes in pairs
+        ]
         return {"content": content, "refusal": None}
 
     def _text_logprobs(self, turn: Turn) -> dict[str, Any] | None:
         if self.body.logprobs is None:
             return None
-        found: list[Any] = [(text, logp, {text: logp}) for text, logp in turn.logprobs]
+        scored: list[Any] = [(text, logp, {text: logp}) for text, logp in turn.logprobs]
         if turn.prompt is not None and self.body.echo:
-            found = [*turn.prompt.tokens(), *found]
-        texts, logps, best = (list(column) for column in zip(*found, strict=True)) if found else ([], [], [])
+            scored = [*turn.prompt.tokens(), *scored]
+        texts, logps, best = (list(column) for column in zip(*scored, strict=True)) if scored else ([], [], [])
         return {
             "tokens": texts,
             "token_logprobs": logps,

@@ -73,7 +73,7 @@ class Turn:
     stops: tuple[str, ...] = ()
     may_call: bool = True  # if there are tools
     state: str | None = None
-    given: str | None = None
+    prompt_text: str | None = None
     generated: Generated | None = None
     prompt: ScoredPrompt | None = None
     future: Future[Generated] | None = None
@@ -113,9 +113,9 @@ class Turn:
     @property
     def whole_text(self) -> str | None:
         """The text of prompt and completion, special tokens included; None for prompts that were no text."""
-        if self.given is None or self.generated is None:
+        if self.prompt_text is None or self.generated is None:
             return None
-        return self.given + self.session.chats.text(self.generated.ids, special=True)
+        return self.prompt_text + self.session.chats.text(self.generated.ids, special=True)
 
     @property
     def message(self) -> Message:
@@ -232,9 +232,9 @@ class Session:
         states = list(accumulate(map(meaning, messages), _next_state, initial=first))
         held = next((count for count in range(len(messages) - 1, 0, -1) if states[count] in self._states), 0)
         options = {"state": states[-1], "stops": body.stops, "may_call": body.tool_choice != "none"}
-        given = self._states.get(states[held]), messages, held, tools
+        conversation = self._states.get(states[held]), messages, held, tools
         try:
-            make = await self._conversation(*given, **options)
+            make = await self._conversation(*conversation, **options)
         except TemplateRefusal as error:
             raise APIError(400, f"messages: {error}", param="messages") from None
         limit = body.max_completion_tokens or body.max_tokens
@@ -295,13 +295,13 @@ class Session:
         parent = self._texts.longest(prompt)
         rest = prompt[len(parent.whole_text or "") if parent else 0 :]
         shown = await _beside(len(rest), partial(self.chats.ids, rest, begins=parent is None))
-        return partial(Turn, self, parent, shown, given=prompt)
+        return partial(Turn, self, parent, shown, prompt_text=prompt)
 
     def _begin(
         self, makers: Sequence[Callable[[], Turn]], body: Body, *, limit: int | None, is_retry: bool
     ) -> list[Turn]:
         """Begin `n` turns of each prompt, or none."""
-        found: list[Turn] = []
+        started: list[Turn] = []
         try:
             for make in makers:
                 turns = [make() for _ in range(body.n)]
@@ -312,15 +312,15 @@ class Session:
                 begun = self._asked.get(tuple(turns[0].context), [])[-body.n :] if is_retry else []
                 for turn in begun:  # whose answers were lost on their way
                     turn.requests += 1
-                found += begun
+                started += begun
                 for number, turn in list(enumerate(turns))[len(begun) :]:
                     self._start(turn, body, number, limit)
-                    found.append(turn)
+                    started.append(turn)
         except APIError:
-            for turn in found:
+            for turn in started:
                 turn.cancel()
             raise
-        return found
+        return started
 
     def _start(self, turn: Turn, body: Body, number: int, limit: int | None) -> None:
         """Send the turn `number` of a request to the engine. Raises: APIError."""
@@ -344,7 +344,7 @@ class Session:
         """Send turns to the engine, in order, as long as the budget holds even if all that run write up to their
         limits.
         """
-        last = takewhile(lambda each: each[1] is not None, reversed(self._running.items()))
+        last = takewhile(lambda entry: entry[1] is not None, reversed(self._running.items()))
         for turn, request in reversed(list(last)):
             assert turn.future is not None and request is not None
             try:
@@ -355,7 +355,7 @@ class Session:
                 del self._running[turn]
                 continue
             if self.budget.tokens is not None:
-                running = (each.limit for each, waits in self._running.items() if waits is None)
+                running = (entry.limit for entry, waits in self._running.items() if waits is None)
                 if self._sampled + sum(running) + limit > self.budget.tokens:
                     return  # until one of those that run has ended
             turn.limit, self._running[turn] = limit, None

@@ -37,17 +37,17 @@ def named_tools(tools: Mapping[str, Any] | Sequence[Any] | None) -> dict[str, Ca
     """
     if not isinstance(tools, Mapping):
         functions = [(tool.func if isinstance(tool, partial) else tool, tool) for tool in tools or ()]
-        pairs = [(getattr(each, "__name__", type(each).__name__), tool) for each, tool in functions]
+        pairs = [(getattr(function, "__name__", type(function).__name__), tool) for function, tool in functions]
     else:
         pairs = tools.items()
-    found: dict[str, Callable[[str], Any]] = {}
+    by_name: dict[str, Callable[[str], Any]] = {}
     for name, tool in pairs:
         if not callable(tool):
             raise TypeError(f"tools[{name!r}] must be callable with a query, got {type(tool).__name__}.")
-        if not _NAME.fullmatch(f"<{name}>") or name in found:
+        if not _NAME.fullmatch(f"<{name}>") or name in by_name:
             raise ValueError(f"tools must have different names without < and >, got {name!r}. Use a dict.")
-        found[name] = tool
-    return found
+        by_name[name] = tool
+    return by_name
 
 
 def parse_call(text: str) -> tuple[str, str] | None:
@@ -122,8 +122,8 @@ class TextHistory:
     @property
     def last_model_text(self) -> str:
         """The text of the newest segment that the model wrote; empty where it wrote none."""
-        own = [span for span, system in zip(self.text_spans, self.system_spans, strict=True) if not system]
-        return self.text[slice(*own[-1])] if own else ""
+        spans = [span for span, system in zip(self.text_spans, self.system_spans, strict=True) if not system]
+        return self.text[slice(*spans[-1])] if spans else ""
 
     def split_query_response_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens of the first segment, tokens behind it, and their mask: 1 on the model's tokens."""
@@ -255,8 +255,8 @@ class TextEnvironment:
             text = self.prompt + query
             history = TextHistory(text, self.tokenizer(text)["input_ids"], system=True)
             if self._room(history) == 0:
-                found = f"{len(history.tokens)} tokens with the prompt"
-                raise ValueError(f"queries[{index}] has {found}, more than max_length={self.max_length}.")
+                size = f"{len(history.tokens)} tokens with the prompt"
+                raise ValueError(f"queries[{index}] has {size}, more than max_length={self.max_length}.")
             histories.append(history)
         return histories
 
@@ -265,10 +265,10 @@ class TextEnvironment:
         active = [index for index, history in enumerate(histories) if not history.completed]
         prompts = [histories[index].tokens.tolist() for index in active]
         streams = [first_rng_stream() + one for one in active]
-        own = (self.request_token, self.call_token, self.submit_token)
-        found = self.engine.generate(prompts, self.sampling, streams=streams)
-        for index, ids in zip(active, (completion.ids for completion in found), strict=True):
-            is_own = self.tokenizer.convert_ids_to_tokens(ids[-1]) in own
+        marks = (self.request_token, self.call_token, self.submit_token)
+        completions = self.engine.generate(prompts, self.sampling, streams=streams)
+        for index, ids in zip(active, (completion.ids for completion in completions), strict=True):
+            is_own = self.tokenizer.convert_ids_to_tokens(ids[-1]) in marks
             ends = ids[-1] in self.tokenizer.all_special_ids and not is_own
             text = self._decode(ids[:-1] if ends else ids)  # an end token is no part of the text
             histories[index].append_segment(text, ids, system=False)
@@ -332,8 +332,8 @@ class TextEnvironment:
             rewards = self.reward_fn([history.last_model_text for history in histories], **reward_kwargs)
         if isinstance(rewards, (int, float)) or getattr(rewards, "ndim", 1) == 0:
             rewards = [rewards] * len(histories)
-        found = read_scores(rewards, count=len(histories), name="reward_fn")
-        for history, reward in zip(histories, found, strict=True):
+        scores = read_scores(rewards, count=len(histories), name="reward_fn")
+        for history, reward in zip(histories, scores, strict=True):
             history.reward = torch.tensor(reward)
         return histories
 

@@ -72,12 +72,12 @@ class TurnReader:
             return self._by_blocks(text)
         try:
             message = self.tokenizer.parse_response(text, prefix=context, tools=self.schemas)
-            found = [_read_call(call.get("function", call)) for call in message.get("tool_calls") or []]
+            calls = [_read_call(call.get("function", call)) for call in message.get("tool_calls") or []]
         except (ValueError, KeyError, TypeError, RecursionError) as error:  # raised for another format
             plain = self._special.sub("", text).strip()
             wrong = ToolCall("", error=f"the call cannot be read ({error}).")
             return Turn({"role": "assistant", "content": plain}, [wrong])
-        return Turn({"role": "assistant", "content": "", **message}, found)
+        return Turn({"role": "assistant", "content": "", **message}, calls)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -97,7 +97,7 @@ class TurnReader:
         message: Message = {"role": "assistant", "content": self._special.sub("", "".join(content)).strip()}
         if known := [call for call in calls if call.error is None]:
             functions = [{"name": call.name, "arguments": call.arguments} for call in known]
-            message["tool_calls"] = [{"type": "function", "function": each} for each in functions]
+            message["tool_calls"] = [{"type": "function", "function": function} for function in functions]
         return Turn(message, calls)
 
 
@@ -110,20 +110,20 @@ def _read_json(text: str, *, closed: bool) -> ToolCall:
         return ToolCall("", error=f"the call is not JSON ({error}), expected {_SHAPE}.")
 
 
-def _read_call(given: Any) -> ToolCall:
+def _read_call(call: Any) -> ToolCall:
     """A call from an object with a name and arguments.
 
     Raises: RecursionError for values that are nested too deeply, ValueError for halves of surrogate pairs.
     """
-    if not isinstance(given, dict) or not isinstance(given.get("name"), str):
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall("", error=f"the call names no tool, expected {_SHAPE}.")
-    arguments = given.get("arguments", {})
+    arguments = call.get("arguments", {})
     if isinstance(arguments, str):  # some models write JSON within JSON
         with contextlib.suppress(ValueError, RecursionError):  # the check of arguments refuses text
             arguments = json.loads(arguments)
     copy.deepcopy(arguments)  # a RecursionError here, and not where the call is made
-    json.dumps([given["name"], arguments], ensure_ascii=False).encode()  # fails for halves of surrogate pairs
-    return ToolCall(given["name"], arguments)
+    json.dumps([call["name"], arguments], ensure_ascii=False).encode()  # fails for halves of surrogate pairs
+    return ToolCall(call["name"], arguments)
 
 
 class ReplyWriter:
@@ -154,17 +154,17 @@ class ReplyWriter:
         text = self._tail(replies, template_kwargs)
         cut = self._end_of_turn(text, self._tail(replies, template_kwargs, answered=False), stop, ends)
         if stop is not None:  # tokenised with `stop`, so that it is not the beginning of a text
-            found = encode(self.tokenizer, [stop + text[cut:]])[0]
-            if found[:1] == [last]:
-                return found[1:]
+            tokens = encode(self.tokenizer, [stop + text[cut:]])[0]
+            if tokens[:1] == [last]:
+                return tokens[1:]
         return encode(self.tokenizer, [text[cut:]])[0]
 
     def _end_of_turn(self, text: str, closed: str, stop: str | None, ends: Collection[int]) -> int:
         """The end, in `text`, of a turn that the model closed with the text `stop`, or left open (None)."""
         shared = common_prefix_length(closed, text)
         if stop is None:
-            own = [at for token in ends if (at := text.find(self._text(token), 0, shared)) >= 0]
-            return min(own, default=shared)
+            places = [at for token in ends if (at := text.find(self._text(token), 0, shared)) >= 0]
+            return min(places, default=shared)
         if (at := text.find(stop, 0, shared)) >= 0:
             return at + len(stop)
         return shared + len(stop) if text.startswith(stop, shared) else shared
@@ -199,7 +199,7 @@ def _id(number: int) -> str:
 def _call_message(names: Sequence[str]) -> Message:
     """An assistant's message with calls, whose arguments can be found in the rendered text."""
     functions = [{"name": name or "tool", "arguments": {"x": _MARK.format(n)}} for n, name in enumerate(names)]
-    calls = [{"id": _id(n), "type": "function", "function": each} for n, each in enumerate(functions)]
+    calls = [{"id": _id(n), "type": "function", "function": function} for n, function in enumerate(functions)]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
@@ -223,8 +223,8 @@ def check_tool_template(
         raise ValueError(f"tools: {error}") from error
     if _ANSWER not in answered:
         raise ValueError("the chat template leaves role 'tool' out. Use that of a model with tools (Qwen3).")
-    found = TurnReader(processing_class, schemas).of_text(written, before).calls
-    if found != [ToolCall(name, calls["tool_calls"][0]["function"]["arguments"])]:
+    calls_read = TurnReader(processing_class, schemas).of_text(written, before).calls
+    if calls_read != [ToolCall(name, calls["tool_calls"][0]["function"]["arguments"])]:
         raise ValueError(
-            f"calls of the chat template cannot be read back: {written[:200]!r} was read as {found}. Use add_response_schema."
+            f"calls of the chat template cannot be read back: {written[:200]!r} was read as {calls_read}. Use add_response_schema."
         )

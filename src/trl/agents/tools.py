@@ -57,13 +57,13 @@ def tools_of(functions: Sequence[Callable[..., Any]] | Any) -> dict[str, Tool]:
     """
     if not isinstance(functions, (list, tuple)):
         raise TypeError(f"tools must be a list of functions, got {type(functions).__name__}.")
-    found: dict[str, Tool] = {}
+    by_name: dict[str, Tool] = {}
     for index, function in enumerate(functions):
         tool = _tool(index, function)
-        if tool.name in found:
+        if tool.name in by_name:
             raise ValueError(f"tools[{index}] is called {tool.name!r}, as another tool. Rename one of them.")
-        found[tool.name] = tool
-    return found
+        by_name[tool.name] = tool
+    return by_name
 
 
 def _tool(index: int, function: Any) -> Tool:
@@ -73,7 +73,7 @@ def _tool(index: int, function: Any) -> Tool:
     try:
         schema = get_json_schema(function)
         parameters = inspect.signature(function).parameters.values()
-        if any(each.kind is each.POSITIONAL_ONLY for each in parameters):
+        if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters):
             raise TypeError("models give arguments by name, and '/' forbids it")
     except Exception as error:  # signatures that cannot be read raise all kinds of errors
         name = getattr(function, "__qualname__", name)
@@ -101,7 +101,7 @@ def mismatch(value: Any, schema: Mapping[str, Any]) -> str | None:
     if value is None and schema.get("nullable"):
         return None
     if "anyOf" in schema:
-        wrong = [mismatch(value, each) for each in schema["anyOf"]]
+        wrong = [mismatch(value, item) for item in schema["anyOf"]]
         return None if None in wrong else f"fits none of its types, got {_kind(value)}"
     kinds = schema.get("type", [])
     kinds = [kinds] if isinstance(kinds, str) else kinds
@@ -116,11 +116,11 @@ def mismatch(value: Any, schema: Mapping[str, Any]) -> str | None:
         if fixed is not None and len(fixed) != len(value):
             return f"must have {len(fixed)} items, got {len(value)}"
         inner = fixed or [schema.get("items", {})] * len(value)
-        parts = [(f"item {n}", each, kind) for n, (each, kind) in enumerate(zip(value, inner, strict=True))]
+        parts = [(f"item {n}", item, kind) for n, (item, kind) in enumerate(zip(value, inner, strict=True))]
     elif isinstance(value, dict):
-        parts = [(f"entry {n!r}", each, schema.get("additionalProperties", {})) for n, each in value.items()]
-    for place, each, kind in parts:
-        if isinstance(kind, Mapping) and (error := mismatch(each, kind)):
+        parts = [(f"entry {n!r}", item, schema.get("additionalProperties", {})) for n, item in value.items()]
+    for place, item, kind in parts:
+        if isinstance(kind, Mapping) and (error := mismatch(item, kind)):
             return f"{place} {error}"
     return None
 
@@ -169,10 +169,10 @@ class ToolRunner:
         ready = [call for call, reply in zip(calls, replies, strict=True) if reply is None]
         started = [(f"tool-{call.name}", partial(self._called, call)) for call in ready]
         outcomes = self._threads.run(started, self.deadline)
-        for place, given in enumerate(outcomes):
-            if inspect.isawaitable(given):  # a coroutine function only makes its coroutine on the thread
-                outcomes[place] = self._loop.submit(given, self.deadline)
-        ended = (self._loop.outcome(each) if isinstance(each, Pending) else each for each in outcomes)
+        for place, outcome in enumerate(outcomes):
+            if inspect.isawaitable(outcome):  # a coroutine function only makes its coroutine on the thread
+                outcomes[place] = self._loop.submit(outcome, self.deadline)
+        ended = (self._loop.outcome(outcome) if isinstance(outcome, Pending) else outcome for outcome in outcomes)
         return [reply_of(next(ended)) if reply is None else reply for reply in replies]
 
     def _called(self, call: ToolCall) -> Any:

@@ -95,8 +95,8 @@ def cross_vocabulary(
     """
     if vocabularies is None:
         return None, sorted_l1(log_p.exp(), log_q.exp())
-    own, other, own_rest, other_rest = vocabularies
-    matched = measure_divergence(log_p[:, own], log_q[:, other], beta=beta)
-    if not (len(own_rest) and len(other_rest)):
+    shared, other, rest, other_rest = vocabularies
+    matched = measure_divergence(log_p[:, shared], log_q[:, other], beta=beta)
+    if not (len(rest) and len(other_rest)):
         return matched, torch.zeros_like(matched)
-    return matched, sorted_l1(log_p[:, own_rest].exp(), log_q[:, other_rest].exp())
+    return matched, sorted_l1(log_p[:, rest].exp(), log_q[:, other_rest].exp())

@@ -68,11 +68,11 @@ class PerPromptStatTracker:
         names, values = np.asarray(prompts), np.asarray(rewards, dtype=np.float64)
         advantages = np.empty_like(values)
         for prompt in dict.fromkeys(names.tolist()):
-            own = values[names == prompt]
+            prompt_rewards = values[names == prompt]
             known = self.stats.setdefault(prompt, deque(maxlen=self.buffer_size))
-            known.extend(own.tolist())
+            known.extend(prompt_rewards.tolist())
             against = values if len(known) < self.min_count else np.asarray(known)
-            advantages[names == prompt] = (own - against.mean()) / (against.std() + 1e-6)
+            advantages[names == prompt] = (prompt_rewards - against.mean()) / (against.std() + 1e-6)
         return advantages
 
     def get_stats(self) -> dict[str, dict[str, Any]]:

@@ -39,9 +39,9 @@ def divergence(student: Tensor, teacher: Tensor, *, beta: float) -> Tensor:
         raise ValueError(
             f"student and teacher must have logits of one shape, got {tuple(student.shape)}, {tuple(teacher.shape)}."
         )
-    found = _Divergence.apply(student.flatten(0, -2), teacher.detach().flatten(0, -2), beta)
-    assert isinstance(found, Tensor)
-    return found.view(student.shape[:-1])
+    divergences = _Divergence.apply(student.flatten(0, -2), teacher.detach().flatten(0, -2), beta)
+    assert isinstance(divergences, Tensor)
+    return divergences.view(student.shape[:-1])
 
 
 class _Divergence(torch.autograd.Function):
@@ -61,9 +61,9 @@ class _Divergence(torch.autograd.Function):
             slopes = gap.sub_(values[:, None]).mul_(p)
         else:
             p_over_mix, q_over_mix = _over_mix(gap, beta)
-            own = _expected(p, p_over_mix)
-            values = beta * _expected(log_q.exp_(), q_over_mix) + (1 - beta) * own
-            slopes = p_over_mix.sub_(own[:, None]).mul_(p).mul_(1 - beta)
+            student_part = _expected(p, p_over_mix)
+            values = beta * _expected(log_q.exp_(), q_over_mix) + (1 - beta) * student_part
+            slopes = p_over_mix.sub_(student_part[:, None]).mul_(p).mul_(1 - beta)
         ctx.dtype = student.dtype
         ctx.save_for_backward(slopes.masked_fill_(p == 0, 0.0) if beta else slopes)
         return values

@@ -62,10 +62,10 @@ def group_relative(rewards: Tensor, group_size: int, *, scale: Scale = "group") 
     >>> group_relative(torch.tensor([1.0, 3.0, 5.0, 5.0]), group_size=2, scale="none")
     tensor([-1.,  1.,  0.,  0.])
     """
-    found = group_moments(rewards, group_size)
-    above = _known(rewards, rewards - found.mean)
-    above = torch.where(found.std <= _SAME, 0.0, above)  # not the rounding of a mean, divided by 1e-4
-    deviation = lookup(SCALES, scale, "scale_rewards")(rewards, found)
+    group = group_moments(rewards, group_size)
+    above = _known(rewards, rewards - group.mean)
+    above = torch.where(group.std <= _SAME, 0.0, above)  # not the rounding of a mean, divided by 1e-4
+    deviation = lookup(SCALES, scale, "scale_rewards")(rewards, group)
     return above if deviation is None else above / (deviation + SMALLEST_STD)
 
 
@@ -78,17 +78,17 @@ def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
     >>> leave_one_out(torch.tensor([1.0, 3.0, 4.0, float("nan")]), group_size=2)
     tensor([-2.,  2.,  0.,  0.])
     """
-    found = group_moments(rewards, group_size)
-    others = (found.count - 1).clamp(min=1)
-    above = (rewards - found.mean) * found.count / others
-    above = torch.where(found.std <= _SAME, 0.0, above)  # not the rounding of a mean, which Adam enlarges
+    group = group_moments(rewards, group_size)
+    others = (group.count - 1).clamp(min=1)
+    above = (rewards - group.mean) * group.count / others
+    above = torch.where(group.std <= _SAME, 0.0, above)  # not the rounding of a mean, which Adam enlarges
     return _known(rewards, above)
 
 
 SCALES: dict[str, Callable[[Tensor, GroupMoments], Tensor | None]] = {
-    "group": lambda rewards, found: found.std,
-    "batch": lambda rewards, found: batch_deviation(rewards),
-    "none": lambda rewards, found: None,
+    "group": lambda rewards, group: group.std,
+    "batch": lambda rewards, group: batch_deviation(rewards),
+    "none": lambda rewards, group: None,
 }
 
 

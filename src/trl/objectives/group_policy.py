@@ -383,10 +383,10 @@ def _divergence(logps: Tensor, tokens: GroupTokens, options: GroupOptions) -> Te
     """k3 to the reference of each trained token; 0 elsewhere, where `logps` are 0."""
     assert tokens.ref_logps is not None
     ref_logps = where_counted(tokens.ref_logps.detach().to(logps.dtype), tokens.mask)
-    found = k3(logps, ref_logps)
+    estimate = k3(logps, ref_logps)
     if not options.use_bias_correction_kl:
-        return found
-    return found * RATIOS[options.importance_sampling_level](logps, tokens)
+        return estimate
+    return estimate * RATIOS[options.importance_sampling_level](logps, tokens)
 
 
 # ---- PAPO: the policy should answer differently when its images are masked
@@ -437,7 +437,7 @@ def perception_loss(
     if masked_entropies is not None:
         metrics["masked_entropy"] = weighted(masked_entropies, mask)
     weights = (options.der_loss_weight1, entropies), (options.der_loss_weight2, masked_entropies)
-    for weight, own in weights:
-        if weight and own is not None:
-            values = values + weight * where_counted(own, mask)
+    for weight, entropy in weights:
+        if weight and entropy is not None:
+            values = values + weight * where_counted(entropy, mask)
     return terms_of_tokens(values, tokens, loss_type, metrics)

@@ -55,8 +55,8 @@ class GroupTokens:
         return (logps if self.old_logps is None else self.old_logps).detach().to(logps.dtype)
 
     def _beside_mask(self) -> dict[str, Tensor]:
-        found = {name: getattr(self, name) for name in _BESIDE_MASK}
-        return {name: value for name, value in found.items() if value is not None}
+        columns = {name: getattr(self, name) for name in _BESIDE_MASK}
+        return {name: value for name, value in columns.items() if value is not None}
 
 
 def token_ratios(logps: Tensor, tokens: GroupTokens) -> Tensor:
@@ -80,8 +80,8 @@ def sequence_token_ratios(logps: Tensor, tokens: GroupTokens) -> Tensor:
 
     Source: Zheng et al. 2025, GSPO-token (arXiv:2507.18071).
     """
-    own = where_counted(logps - logps.detach(), tokens.mask)
-    return cap_exp(mean_log_ratios(logps.detach(), tokens) + own, LARGEST_LOG_RATIO)
+    with_gradient = where_counted(logps - logps.detach(), tokens.mask)
+    return cap_exp(mean_log_ratios(logps.detach(), tokens) + with_gradient, LARGEST_LOG_RATIO)
 
 
 def whole_ratios(logps: Tensor, tokens: GroupTokens) -> Tensor:

@@ -65,15 +65,15 @@ def sequence_metrics(
     """
     policy, known = policy.detach(), ~scores.isnan()
     gap = policy - reference
-    found = {
+    metrics = {
         "objective/kl": weighted(gap, known),
         "objective/entropy": weighted(-policy, known),
         "objective/non_score_reward": weighted(-beta * gap, known),
     }
     if with_scores:
-        found["objective/scores"] = weighted(scores, known)
-        found["objective/rlhf_reward"] = weighted(scores - beta * gap.to(scores), known)
-    return found
+        metrics["objective/scores"] = weighted(scores, known)
+        metrics["objective/rlhf_reward"] = weighted(scores - beta * gap.to(scores), known)
+    return metrics
 
 
 def nash_advantages(preferences: Tensor, log_ratios: Tensor, sequence: Tensor, *, beta: float) -> Tensor:

@@ -33,14 +33,14 @@ def whitened_estimates(
     `of_all` merges the moments of all processes. Fewer than two tokens are not whitened.
     """
 
-    def whitened(given: Tensor, *, shift_mean: bool = True) -> Tensor:
-        measured = of_all(moments(given, mask))
-        return whiten_by(given, measured, shift_mean=shift_mean) if int(measured.count) > 1 else given
+    def whitened(column: Tensor, *, shift_mean: bool = True) -> Tensor:
+        measured = of_all(moments(column, mask))
+        return whiten_by(column, measured, shift_mean=shift_mean) if int(measured.count) > 1 else column
 
     if options.whiten_rewards:
         rewards = whitened(rewards, shift_mean=False)
-    found = gae(rewards, values, mask, gamma=options.gamma, lam=options.lam)
-    return found._replace(advantages=whitened(found.advantages) * (mask != 0).to(values.dtype))
+    estimates = gae(rewards, values, mask, gamma=options.gamma, lam=options.lam)
+    return estimates._replace(advantages=whitened(estimates.advantages) * (mask != 0).to(values.dtype))
 
 
 def clipped_surrogate(

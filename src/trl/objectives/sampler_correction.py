@@ -66,20 +66,20 @@ def correction(
     return Correction(factors, ratios, counted, log_ratios.abs())
 
 
-def correction_metrics(found: Correction, mask: Tensor) -> dict[str, Weighted]:
+def correction_metrics(corrected: Correction, mask: Tensor) -> dict[str, Weighted]:
     """The documented means: `sampling/sampling_logp_difference/mean` in nats,
     `sampling/importance_sampling_ratio/mean`.
     """
     return {
-        "sampling/sampling_logp_difference/mean": weighted(found.gaps, mask),
-        "sampling/importance_sampling_ratio/mean": weighted(found.ratios, found.counted),
+        "sampling/sampling_logp_difference/mean": weighted(corrected.gaps, mask),
+        "sampling/importance_sampling_ratio/mean": weighted(corrected.ratios, corrected.counted),
     }
 
 
-def correction_extremes(found: Correction, mask: Tensor) -> dict[str, Tensor]:
+def correction_extremes(corrected: Correction, mask: Tensor) -> dict[str, Tensor]:
     """The documented extremes, 0-dim, of the rows of one process: `sampling/sampling_logp_difference/max` and
     `sampling/importance_sampling_ratio/min` and `/max`. Empty where nothing is trained."""
-    gaps, ratios = found.gaps[mask != 0], found.ratios[found.counted]
+    gaps, ratios = corrected.gaps[mask != 0], corrected.ratios[corrected.counted]
     if not len(ratios):
         return {}
     return {

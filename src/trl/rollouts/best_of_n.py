@@ -100,8 +100,8 @@ class BestOfNSampler:
             lengths = [sampling.max_new_tokens or max(lengths)] * len(queries)
         prompts = [query for query in queries for _ in range(self.sample_size)]
         first = first_rng_stream()
-        found = self.engine.generate(prompts, sampling, streams=range(first, first + len(prompts)))
-        return [done.ids[: lengths[at // self.sample_size]] for at, done in enumerate(found)]
+        completions = self.engine.generate(prompts, sampling, streams=range(first, first + len(prompts)))
+        return [done.ids[: lengths[at // self.sample_size]] for at, done in enumerate(completions)]
 
 
 def _rows(queries: Queries) -> list[list[int]]:

@@ -240,8 +240,8 @@ def load_rollout_batch(folder: Path, *, rank: int, processes: int, facts: Mappin
     whole = concatenate([Experience.from_state(read_tensors(file)) for file in files])
     if len(whole) % processes:
         return None
-    own = len(whole) // processes
-    return whole.take(torch.arange(rank * own, (rank + 1) * own))
+    local_count = len(whole) // processes
+    return whole.take(torch.arange(rank * local_count, (rank + 1) * local_count))
 
 
 def _name(rank: int | str) -> str:

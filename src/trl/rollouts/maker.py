@@ -152,11 +152,11 @@ class RolloutMaker:
 
     def make(self, number: int) -> Experience:
         """This process's completions of rollout batch `number`, with their rewards."""
-        own, first = self.sizes.own_rows, self.accelerator.process_index * self.sizes.own_rows
+        local_count, first = self.sizes.own_rows, self.accelerator.process_index * self.sizes.own_rows
         rows = [prompt for prompt in self.prompts.of_batch(number) for _ in range(self.sizes.group)]
-        streams = range(number * self.sizes.rows + first, number * self.sizes.rows + first + own)
-        found = self.roll_out(self.prompts.rows[rows[first : first + own]], streams=streams)
-        return found if self.refill is None else self.refill(self, found, number)
+        streams = range(number * self.sizes.rows + first, number * self.sizes.rows + first + local_count)
+        experience = self.roll_out(self.prompts.rows[rows[first : first + local_count]], streams=streams)
+        return experience if self.refill is None else self.refill(self, experience, number)
 
     def roll_out(self, rows: Rows, *, streams: Sequence[int], training: bool = True) -> Experience:
         """Completions of some rows, with the score of each source, and the columns that the method makes of their
@@ -168,25 +168,25 @@ class RolloutMaker:
         inputs: list[RewardInputs] = []
         pending: list[Pending] = []
         for first in range(0, len(streams), size):
-            own = {name: values[first : first + size] for name, values in rows.items()}
-            found = self.completer(self, own, streams=streams[first : first + size])
-            if not isinstance(found, Completed) or len(found.experience) != len(streams[first : first + size]):
-                count = len(found.experience) if isinstance(found, Completed) else type(found).__name__
+            part = {name: values[first : first + size] for name, values in rows.items()}
+            answer = self.completer(self, part, streams=streams[first : first + size])
+            if not isinstance(answer, Completed) or len(answer.experience) != len(streams[first : first + size]):
+                count = len(answer.experience) if isinstance(answer, Completed) else type(answer).__name__
                 raise ValueError(f"completer must return Completed with one completion per row, got {count}.")
-            completed.append(found)
-            inputs.append(self.inputs(found, own))
+            completed.append(answer)
+            inputs.append(self.inputs(answer, part))
             if size < len(streams):
-                score = partial(self._score_after, pending[-1:], found.experience, inputs[-1])
+                score = partial(self._score_after, pending[-1:], answer.experience, inputs[-1])
                 pending.append(start(score, "rewards-of-a-part"))
         if training:
             self._check_sessions(completed)
         results = [part.future.result() for part in pending]
         results = results or [self._score_after([], completed[0].experience, inputs[0])]
         scored = list[Experience]()
-        for found, result in zip(completed, results, strict=True):
-            scored.append(found.experience.with_rows(**source_columns(result)))
-            if found.scored is not None:
-                found.scored(result.rewards.tolist())
+        for answer, result in zip(completed, results, strict=True):
+            scored.append(answer.experience.with_rows(**source_columns(result)))
+            if answer.scored is not None:
+                answer.scored(result.rewards.tolist())
         every, rewards = joined(inputs), torch.cat([result.rewards for result in results])
         self.texts = list(zip(every.prompts, every.completions, strict=True))
         return self.apply_rewards(concatenate(scored), rewards, every, training=training)
@@ -240,20 +240,20 @@ class RolloutMaker:
         completions = Ragged.of([answer.ids for answer in answers])
         return Experience(Ragged.of(prompts), completions, per_token, {STOPPED: stopped})
 
-    def inputs(self, found: Completed, rows: Rows) -> RewardInputs:
+    def inputs(self, completed: Completed, rows: Rows) -> RewardInputs:
         """What reward sources are given."""
-        rows = {**rows, **found.fields}
-        known = [*self.prompts.reward_columns, *found.fields]
+        rows = {**rows, **completed.fields}
+        known = [*self.prompts.reward_columns, *completed.fields]
         inputs = reward_inputs(
-            found.experience,
+            completed.experience,
             rows,
             self.tokenizer,
             columns=[name for name in known if name in rows],
             trainer_state=self._state,
         )
-        if found.messages is None:
+        if completed.messages is None:
             return inputs
-        completions = [with_begun(*pair) for pair in zip(rows["prompt"], found.messages, strict=True)]
+        completions = [with_begun(*pair) for pair in zip(rows["prompt"], completed.messages, strict=True)]
         return replace(inputs, completions=completions)
 
 

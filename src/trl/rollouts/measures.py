@@ -57,29 +57,29 @@ def measured_groups(
 
     Means are over rows; minima, maxima and deviations are averaged over batches. This process logs a `share` of them.
     """
-    found = source_means(rows, sources)
+    metrics = source_means(rows, sources)
     for name, value in reward_metrics(sources, torch.stack(source_table(rows, sources), dim=1)).items():
         if name.endswith("/std") and not math.isnan(value):
-            found[name] = _once(value)
-    found |= reward_statistics(rows[REWARD], group_size, scale=scale)
-    return {**measured_lengths(rows, share=share), **shared(found, share)}
+            metrics[name] = _once(value)
+    metrics |= reward_statistics(rows[REWARD], group_size, scale=scale)
+    return {**measured_lengths(rows, share=share), **shared(metrics, share)}
 
 
-def shared(found: Mapping[str, Weighted], share: float) -> dict[str, Weighted]:
+def shared(metrics: Mapping[str, Weighted], share: float) -> dict[str, Weighted]:
     """Metrics of which this process logs a `share`."""
-    return {name: Weighted(value.total * share, value.count * share) for name, value in found.items()}
+    return {name: Weighted(value.total * share, value.count * share) for name, value in metrics.items()}
 
 
 def measured_lengths(rows: Mapping[str, Tensor], *, share: float) -> dict[str, Weighted]:
     """`completions/*` of rows of all processes, of which this process logs a `share`."""
     lengths, stopped = rows[LENGTH], rows[STOPPED] != 0
-    found = {"completions/clipped_ratio": weighted((~stopped).double())}
-    for name, own in (("", lengths), ("_terminated", lengths[stopped])):
-        if len(own):
-            found[f"completions/mean{name}_length"] = weighted(own)
-            found[f"completions/min{name}_length"] = _once(own.min())
-            found[f"completions/max{name}_length"] = _once(own.max())
-    return shared(found, share)
+    metrics = {"completions/clipped_ratio": weighted((~stopped).double())}
+    for name, counts in (("", lengths), ("_terminated", lengths[stopped])):
+        if len(counts):
+            metrics[f"completions/mean{name}_length"] = weighted(counts)
+            metrics[f"completions/min{name}_length"] = _once(counts.min())
+            metrics[f"completions/max{name}_length"] = _once(counts.max())
+    return shared(metrics, share)
 
 
 def _once(value: Any) -> Weighted:
@@ -101,10 +101,10 @@ def agent_metrics(rows: Mapping[str, Tensor], *, share: float) -> dict[str, Weig
     """
     if TURNS not in rows:
         return {}
-    found = {"agent/turns": weighted(rows[TURNS]), "agent/branches": weighted(rows[CHAINS].clamp(min=1) - 1)}
-    found["agent/cut_ratio"] = weighted(rows[CUT])
-    found |= {f"agent/failures/{kind}": weighted(rows[OUTCOME_OF + kind]) for kind in OUTCOMES}
+    metrics = {"agent/turns": weighted(rows[TURNS]), "agent/branches": weighted(rows[CHAINS].clamp(min=1) - 1)}
+    metrics["agent/cut_ratio"] = weighted(rows[CUT])
+    metrics |= {f"agent/failures/{kind}": weighted(rows[OUTCOME_OF + kind]) for kind in OUTCOMES}
     for name, values in rows.items():
         if name.startswith(RESULT_OF):
-            found[f"agent/{name.removeprefix(RESULT_OF)}/mean"] = weighted(values, ~values.isnan())
-    return shared(found, share)
+            metrics[f"agent/{name.removeprefix(RESULT_OF)}/mean"] = weighted(values, ~values.isnan())
+    return shared(metrics, share)

@@ -54,9 +54,9 @@ class Refill:
             drawn += len(chosen)
             slots = rows_of_groups(missing, sizes.group)
             streams = refill_rng_streams(turn, slots.tolist(), sizes, batch=number)
-            found, more = _sampled(maker, chosen, streams)
-            useful = ~self.lacks_variance(found.per_row)
-            experience, texts = self._placed(maker, (experience, texts), (found, more), slots, useful)
+            replacements, more = _sampled(maker, chosen, streams)
+            useful = ~self.lacks_variance(replacements.per_row)
+            experience, texts = self._placed(maker, (experience, texts), (replacements, more), slots, useful)
             missing = missing[~useful]
         maker.texts = texts
         share = torch.tensor(1 / sizes.processes)
@@ -68,16 +68,16 @@ class Refill:
         self,
         maker: RolloutMaker,
         kept: tuple[Experience, Texts],
-        found: tuple[Experience, Texts],
+        replacements: tuple[Experience, Texts],
         slots: Tensor,
         useful: Tensor,
     ) -> tuple[Experience, Texts]:
-        """This process's rows with those that were `found` for `slots` of the batch, where their group is `useful`."""
-        (old, texts), (new, more) = kept, found
-        own = maker.sizes.own_rows
-        here = (slots // own == maker.accelerator.process_index).nonzero()[:, 0]
+        """This process's rows with the `replacements` for `slots` of the batch, where their group is `useful`."""
+        (old, texts), (new, more) = kept, replacements
+        local_count = maker.sizes.own_rows
+        here = (slots // local_count == maker.accelerator.process_index).nonzero()[:, 0]
         taken = useful[here // maker.sizes.group]
-        placed, at = here[taken], slots[here[taken]] % own
+        placed, at = here[taken], slots[here[taken]] % local_count
         self.discard(concatenate([old.take(at), new.take(here[~taken])]))
         source = torch.arange(len(old))
         source[at] = len(old) + placed
@@ -93,14 +93,14 @@ def _sampled(maker: RolloutMaker, prompts: Sequence[int], streams: Sequence[int]
     too.
     """
     processes, size = maker.sizes.processes, maker.sizes.group
-    own = math.ceil(len(prompts) / processes)
-    first = maker.accelerator.process_index * own
-    groups = torch.arange(first, first + own).clamp(max=len(prompts) - 1)
-    found = maker.roll_out(
+    local_count = math.ceil(len(prompts) / processes)
+    first = maker.accelerator.process_index * local_count
+    groups = torch.arange(first, first + local_count).clamp(max=len(prompts) - 1)
+    experience = maker.roll_out(
         maker.prompts.rows[[prompts[group] for group in groups.repeat_interleave(size).tolist()]],
         streams=[streams[row] for row in rows_of_groups(groups, size).tolist()],
     )
-    parts: list[Any] = [(found, maker.texts)]
+    parts: list[Any] = [(experience, maker.texts)]
     parts = gather_object(parts) if processes > 1 else parts
     whole = concatenate([part for part, _ in parts]).take(torch.arange(len(streams)))
     return whole, [text for _, texts in parts for text in texts]

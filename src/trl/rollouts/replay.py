@@ -35,8 +35,8 @@ class ReplayBuffer:
 
     def add(self, scores: Sequence[float], data: Sequence[Any]) -> None:
         """Keep entries whose scores are among the highest; of equal ones the earlier."""
-        found = [*self.heap, *zip(scores, data, strict=True)]
-        self.heap = sorted(found, key=lambda entry: -entry[0])[: self.max_size]
+        entries = [*self.heap, *zip(scores, data, strict=True)]
+        self.heap = sorted(entries, key=lambda entry: -entry[0])[: self.max_size]
 
     def sample(self, num_samples: int) -> list[Any]:
         """Entries drawn with replacement in proportion to their scores, from torch's generator; none of an empty
@@ -76,10 +76,10 @@ class GroupBuffer:
         """Keep groups, one after another in `rows`, whose `scores (g,)` are among the highest."""
         if not len(scores):
             return
-        found = [rows] if self._rows is None else [rows, self._rows]
+        entries = [rows] if self._rows is None else [rows, self._rows]
         self._scores = torch.cat([scores.double(), self._scores])
         best = self._scores.argsort(descending=True, stable=True)[: self.size].sort().values
-        self._rows, self._scores = concatenate(found), self._scores[best]
+        self._rows, self._scores = concatenate(entries), self._scores[best]
         self._rows = self.rows(best.tolist())
 
     def rows(self, groups: list[int]) -> Experience:

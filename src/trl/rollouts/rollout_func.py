@@ -42,11 +42,11 @@ class RolloutFunction:
 
     def next_streams(self, prompts: Sequence[Sequence[int]]) -> list[int]:
         """A random stream for a completion of each prompt: another one each time that a rollout asks for it."""
-        found = []
+        streams = []
         for prompt in map(tuple, prompts):
-            found.append(stream_of(self._stream, prompt, self._asked[prompt]))
+            streams.append(stream_of(self._stream, prompt, self._asked[prompt]))
             self._asked[prompt] += 1
-        return found
+        return streams
 
     def __call__(self, maker: RolloutMaker, rows: Rows, *, streams: Sequence[int]) -> Completed:
         self._stream, self._asked = streams[0], Counter()
@@ -82,14 +82,14 @@ def generate_rollout_completions(
         for prompt in prompts
     ]
     opened = encode_open(text_tokenizer(tokenizer), texts, add_special_tokens=not any(chats))
-    ids = [list(own) for own, _ in opened]
-    given = dict(generation_overrides or {})
-    if "max_tokens" in given:  # vLLM's name
-        given["max_new_tokens"] = given.pop("max_tokens")
+    ids = [list(prompt_tokens) for prompt_tokens, _ in opened]
+    overrides = dict(generation_overrides or {})
+    if "max_tokens" in overrides:  # vLLM's name
+        overrides["max_new_tokens"] = overrides.pop("max_tokens")
     completer: Any = maker.completer
     streams = completer.next_streams(ids) if isinstance(completer, RolloutFunction) else None
     with maker.accelerator.autocast():
-        found = maker.engine.generate(ids, maker.sampling.updated(given), streams=streams)
+        completions = maker.engine.generate(ids, maker.sampling.updated(overrides), streams=streams)
     return [
         {
             "prompt_ids": prompt,
@@ -97,7 +97,7 @@ def generate_rollout_completions(
             "logprobs": one.logps.tolist(),
             "text": maker.tokenizer.decode(one.ids, skip_special_tokens=True),
         }
-        for prompt, one in zip(ids, found, strict=True)
+        for prompt, one in zip(ids, completions, strict=True)
     ]
 
 
@@ -111,7 +111,7 @@ def check_rollout_func(function: Any) -> None:
 
 
 def read_rollouts(
-    found: Any,
+    answer: Any,
     count: int,
     *,
     end_tokens: Collection[int],
@@ -124,15 +124,15 @@ def read_rollouts(
     Raises: TypeError or ValueError for fields that are no lists, another number of rows or log-probs, token ids that
     are not below `vocabulary`, more than `context_length` tokens in a row, and log-probs above 0.
     """
-    if not isinstance(found, Mapping) or not {"prompt_ids", "completion_ids"} <= found.keys():
-        shown = sorted(found) if isinstance(found, Mapping) else type(found).__name__
+    if not isinstance(answer, Mapping) or not {"prompt_ids", "completion_ids"} <= answer.keys():
+        shown = sorted(answer) if isinstance(answer, Mapping) else type(answer).__name__
         raise TypeError(f"rollout_func must return 'prompt_ids' and 'completion_ids' in a dict, got {shown}.")
-    given = {name: _listed(name, values) for name, values in found.items() if values is not None}
-    for name, values in given.items():
+    fields = {name: _listed(name, values) for name, values in answer.items() if values is not None}
+    for name, values in fields.items():
         if len(values) != count:
             raise ValueError(f"rollout_func must return {count} {name}, one per prompt, got {len(values)}.")
     prompts, completions = (
-        [_ids(name, row, ids, vocabulary) for row, ids in enumerate(given[name])]
+        [_ids(name, row, ids, vocabulary) for row, ids in enumerate(fields[name])]
         for name in ("prompt_ids", "completion_ids")
     )
     for row, tokens in enumerate(map(len, map(operator.add, prompts, completions))):
@@ -140,22 +140,22 @@ def read_rollouts(
             raise ValueError(
                 f"rollout_func returned {tokens} tokens in row {row}, more than the context length {context_length}."
             )
-    columns = {SAMPLING_LOGPS: _logps(given["logprobs"], completions)} if "logprobs" in given else {}
+    columns = {SAMPLING_LOGPS: _logps(fields["logprobs"], completions)} if "logprobs" in fields else {}
     stopped = torch.tensor([ids[-1] in end_tokens for ids in completions])
     experience = Experience(Ragged.of(prompts), Ragged.of(completions), columns, {STOPPED: stopped})
-    return Completed(experience, {name: values for name, values in given.items() if name not in _KNOWN})
+    return Completed(experience, {name: values for name, values in fields.items() if name not in _KNOWN})
 
 
 def _listed(name: str, values: Any) -> list[Any]:
     try:
-        found = iter(values)
+        items = iter(values)
     except TypeError:
         raise TypeError(f"rollout_func must return a list as {name}, got {type(values).__name__}.") from None
-    return list(found)
+    return list(items)
 
 
-def _ids(name: str, row: int, given: Any, vocabulary: int | None) -> list[int]:
-    ids = _listed(f"row {row} of {name}", given.tolist() if hasattr(given, "tolist") else given)
+def _ids(name: str, row: int, tokens: Any, vocabulary: int | None) -> list[int]:
+    ids = _listed(f"row {row} of {name}", tokens.tolist() if hasattr(tokens, "tolist") else tokens)
     most = math.inf if vocabulary is None else vocabulary - 1
     wrong = [token for token in ids if not (isinstance(token, Integral) and 0 <= int(token) <= most)]
     if wrong or not ids:
@@ -169,8 +169,8 @@ def _logps(rows: Sequence[Any], completions: Sequence[Sequence[int]]) -> torch.T
     for row, (logps, ids) in enumerate(zip(rows, completions, strict=True)):
         if (count := len(_listed(f"row {row} of logprobs", logps))) != len(ids):
             raise ValueError(f"rollout_func returned {count} logprobs for {len(ids)} tokens in row {row}.")
-    found = Ragged.of(rows, dtype=torch.float32).values
-    wrong = found[~((found <= _ROUNDING) & found.isfinite())]
+    values = Ragged.of(rows, dtype=torch.float32).values
+    wrong = values[~((values <= _ROUNDING) & values.isfinite())]
     if len(wrong):
         raise ValueError(f"rollout_func must return finite logprobs <= 0, or none, got {float(wrong[0]):g}.")
-    return found
+    return values

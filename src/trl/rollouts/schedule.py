@@ -82,13 +82,13 @@ def group_sizes(args: Any) -> GroupSizes:
     """
     rows = args.device_rows * args.world_size
     accumulated = args.gradient_accumulation_steps
-    given, steps = args.generation_batch_size, args.steps_per_generation
+    batch_size, steps = args.generation_batch_size, args.steps_per_generation
     if steps is None:
-        steps = accumulated if given is None else given // rows
+        steps = accumulated if batch_size is None else batch_size // rows
     generated, whole = rows * steps, math.lcm(rows * accumulated, args.num_generations)
-    if given not in (None, generated):
+    if batch_size not in (None, generated):
         raise ValueError(
-            f"generation_batch_size={given} must be {rows} * steps_per_generation. Set it alone, to a multiple of {whole}."
+            f"generation_batch_size={batch_size} must be {rows} * steps_per_generation. Set it alone, to a multiple of {whole}."
         )
     if generated % args.num_generations:
         raise ValueError(
@@ -183,13 +183,13 @@ def rollout_rows(batch: int, rows: int, *, dataset: int, seed: int, shuffle: boo
     """
     if dataset < 1:
         raise ValueError("train_dataset must have at least 1 row, got 0. Check how it was filtered.")
-    found: list[int] = []
+    drawn: list[int] = []
     position = batch * rows
-    while len(found) < rows:
+    while len(drawn) < rows:
         order = pass_order(position // dataset, dataset, seed=seed, shuffle=shuffle)
-        found += order[position % dataset :][: rows - len(found)]
-        position = batch * rows + len(found)
-    return found
+        drawn += order[position % dataset :][: rows - len(drawn)]
+        position = batch * rows + len(drawn)
+    return drawn
 
 
 def pass_order(number: int, dataset: int, *, seed: int, shuffle: bool = True) -> list[int]:
@@ -231,14 +231,14 @@ def refill_rows(batch: int, first: int, count: int, *, taken: Sequence[int], dat
     >>> sorted(found[0] + found[1])
     [0, 2, 3, 4]
     """
-    found: list[int] = []
+    drawn: list[int] = []
     number = 0
-    while len(found) < first + count:
+    while len(drawn) < first + count:
         order = _generator(seed, _REFILLS, batch, number).permutation(dataset).tolist()
         used = set(taken) if number == 0 else set()
-        found += [row for row in order if row not in used]
+        drawn += [row for row in order if row not in used]
         number += 1
-    return found[first : first + count]
+    return drawn[first : first + count]
 
 
 def refill_rng_streams(turn: int, rows: Sequence[int], sizes: RolloutSizes, *, batch: int) -> list[int]:
@@ -281,12 +281,14 @@ def step_rows(step: int, sizes: RolloutSizes, *, batch: int, process: int, seed:
     tensor([0, 1, 2, 3])
     """
     number, mini_batch = divmod(step, sizes.mini_batches)
-    own = torch.arange(sizes.own_rows).view(-1, sizes.mini_batches, sizes.together)
+    positions = torch.arange(sizes.own_rows).view(-1, sizes.mini_batches, sizes.together)
     if sizes.mini_batches > 1:
-        draws = _generator(seed, _MINI_BATCHES, batch, number).random((len(own) * sizes.processes, sizes.mini_batches))
-        turns = torch.from_numpy(draws.argsort(axis=1))[process * len(own) : (process + 1) * len(own)]
-        own = own.gather(1, turns[:, :, None].expand_as(own))
-    return list(own[:, mini_batch].flatten().chunk(sizes.micro_batches))
+        draws = _generator(seed, _MINI_BATCHES, batch, number).random(
+            (len(positions) * sizes.processes, sizes.mini_batches)
+        )
+        turns = torch.from_numpy(draws.argsort(axis=1))[process * len(positions) : (process + 1) * len(positions)]
+        positions = positions.gather(1, turns[:, :, None].expand_as(positions))
+    return list(positions[:, mini_batch].flatten().chunk(sizes.micro_batches))
 
 
 def _generator(seed: int, *stream: int) -> np.random.Generator:

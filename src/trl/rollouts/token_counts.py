@@ -114,10 +114,10 @@ class TokenCounts:
             claims[FILTERED] = per_row[FILTERED][index]
         return token_ledger(advantages[sampled], {name: claim[sampled] for name, claim in claims.items()})
 
-    def _note(self, found: Tensor, accelerator: Any) -> dict[str, int]:
+    def _note(self, counts: Tensor, accelerator: Any) -> dict[str, int]:
         if accelerator.num_processes > 1:
-            found = accelerator.reduce(found.to(accelerator.device), reduction="sum")
-        added = dict(zip(BUCKETS, found.tolist(), strict=True))
+            counts = accelerator.reduce(counts.to(accelerator.device), reduction="sum")
+        added = dict(zip(BUCKETS, counts.tolist(), strict=True))
         self._counts = {name: count + added[name] for name, count in self._counts.items()}
         return added
 

@@ -188,7 +188,7 @@ def randn_tensor(
     torch.Size([2, 3])
     """
     if isinstance(generator, list):
-        rows = [randn_tensor(tuple(shape[1:]), each, device, dtype) for each in generator]
+        rows = [randn_tensor(tuple(shape[1:]), row_generator, device, dtype) for row_generator in generator]
         return torch.stack(rows)
     source = device if generator is None else generator.device
     return torch.randn(tuple(shape), generator=generator, device=source, dtype=dtype).to(device or source)

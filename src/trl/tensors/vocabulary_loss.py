@@ -72,8 +72,8 @@ def vocabulary_loss(
             raise ValueError(f"loss_of must return {tuple(states.shape[:1])}, got {tuple(values.shape)}.")
         return values, statistics
 
-    total, *found = _VocabularyLoss.apply(hidden, chunk_loss, parts, torch.is_grad_enabled(), *trained)
-    return VocabularyLoss(total, found[0], statistics=found[1])
+    total, *measures = _VocabularyLoss.apply(hidden, chunk_loss, parts, torch.is_grad_enabled(), *trained)
+    return VocabularyLoss(total, measures[0], statistics=measures[1])
 
 
 class _VocabularyLoss(torch.autograd.Function):
@@ -99,13 +99,13 @@ class _VocabularyLoss(torch.autograd.Function):
             if not total.requires_grad:
                 continue
             inputs = [*([states] if wants_hidden else []), *trained]
-            found = torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
+            gradients = torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
             if wants_hidden:
-                slopes[rows], *found = found
-            for whole, gradient in zip(sums, found, strict=True):
+                slopes[rows], *gradients = gradients
+            for whole, gradient in zip(sums, gradients, strict=True):
                 whole += gradient
         ctx.gradients = (slopes if wants_hidden else None, sums, [x.dtype for x in trained])
-        values, statistics = (torch.cat(each) for each in zip(*measured, strict=True))
+        values, statistics = (torch.cat(column) for column in zip(*measured, strict=True))
         ctx.mark_non_differentiable(values, statistics)
         return values.sum(), values, statistics
 
