@@ -242,7 +242,8 @@ class EnvironmentAgent:
             names = set(dataset[KIND]) if KIND in columns else {None}
             if unknown := names - self.kinds.keys():
                 raise ValueError(
-                    f"column 'environment' has {sorted(map(str, unknown))}, expected one of {sorted(self.kinds)}. Add or correct it."
+                    f"column 'environment' has {sorted(map(str, unknown))}, expected one of {sorted(self.kinds)}. "
+                    "Add or correct it."
                 )
         for kind in self.kinds.values():
             kind.check_columns(columns - {KIND} if self.chooses else columns)

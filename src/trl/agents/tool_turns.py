@@ -226,5 +226,6 @@ def check_tool_template(
     calls_read = TurnReader(processing_class, schemas).of_text(written, before).calls
     if calls_read != [ToolCall(name, calls["tool_calls"][0]["function"]["arguments"])]:
         raise ValueError(
-            f"calls of the chat template cannot be read back: {written[:200]!r} was read as {calls_read}. Use add_response_schema."
+            f"calls of the chat template cannot be read back: {written[:200]!r} was read as {calls_read}. "
+            "Use add_response_schema."
         )

@@ -124,7 +124,7 @@ def estimated(estimator: str | AdvantageEstimator, rewards: Tensor, group_size: 
     if advantages.shape != rewards.shape or not _known(rewards, advantages).isfinite().all():
         raise ValueError(
             f"advantage_estimator must return {len(rewards)} finite numbers, one per reward, got shape "
-            f"{tuple(advantages.shape)}: {advantages.flatten()[:8].tolist()}. Rewards without a score are NaN: leave them out of sums."
+            f"{tuple(advantages.shape)}: {advantages.flatten()[:8].tolist()}. Leave rewards that are NaN out of sums."
         )
     return _known(rewards, advantages)
 

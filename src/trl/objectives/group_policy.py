@@ -50,15 +50,15 @@ LOSS_TYPES: dict[str, LossType] = {}  # filled below
 
 @dataclass
 class GroupOptions(OptionGroup):
-    """The settings of `group_policy_loss`: fields of the config, which checks them. `epsilon_high` None is `epsilon`."""
+    """The settings of `group_policy_loss`, fields of the config. `epsilon_high` None is `epsilon`."""
 
     loss_type: str = option(
         "dapo",
         "The loss, and what it is a mean over: 'grpo' (rows, each the mean of its tokens), 'dapo' (tokens of all "
         "completions generated at once), 'bnpo' (tokens of the optimiser step), 'dr_grpo' (rows times "
-        "max_completion_length), 'cispo' (as dapo; ratios are weights of log-probabilities), 'sapo' (as grpo; a soft gate "
-        "instead of clipping), 'luspo' (rows, each the sum of its tokens; sequence-level ratios), 'vespo' (as dapo; the "
-        "ratio of the completion is a weight that fades far from 1).",
+        "max_completion_length), 'cispo' (as dapo; ratios are weights of log-probabilities), 'sapo' (as grpo; a soft "
+        "gate instead of clipping), 'luspo' (rows, each the sum of its tokens; sequence-level ratios), 'vespo' (as "
+        "dapo; the ratio of the completion is a weight that fades far from 1).",
         choices=LOSS_TYPES,
     )
     importance_sampling_level: RatioLevel = option(
@@ -191,7 +191,8 @@ def group_policy_loss(
     sum of `divisor_share` over the optimiser step. Metrics: `clip_metrics`, `kl` with a beta, `entropy` with `entropies
     (K,)`.
 
-    >>> tokens = GroupTokens(torch.zeros(3), torch.tensor([1.0, 1.0, -1.0]), torch.ones(3), torch.tensor([0, 0, 1]), count=2)
+    >>> advantages, rows = torch.tensor([1.0, 1.0, -1.0]), torch.tensor([0, 0, 1])
+    >>> tokens = GroupTokens(torch.zeros(3), advantages, torch.ones(3), rows, count=2)
     >>> group_policy_loss(torch.zeros(3), tokens, GroupOptions("grpo")).values
     tensor([-1.,  1.], dtype=torch.float64)
     """
@@ -246,7 +247,8 @@ def token_losses(tokens: GroupTokens, options: GroupOptions) -> Callable[[Tensor
 
     None where a token's ratio is that of its sequence: then its loss does not follow from its own log-prob.
 
-    >>> tokens = GroupTokens(torch.zeros(3), torch.tensor([1.0, 1.0, -1.0]), torch.ones(3), torch.tensor([0, 0, 1]), count=2)
+    >>> advantages, rows = torch.tensor([1.0, 1.0, -1.0]), torch.tensor([0, 0, 1])
+    >>> tokens = GroupTokens(torch.zeros(3), advantages, torch.ones(3), rows, count=2)
     >>> token_losses(tokens, GroupOptions("grpo"))(torch.zeros(2), slice(1, 3))
     tensor([-0.5000,  1.0000])
     """

@@ -164,8 +164,8 @@ class PairLoss:
     """A loss `(scores, options) -> (B,)`, and what it needs.
 
     `takes_divergence`: it is one of the margin, which any f-divergence may define (`sft` has neither). `smoothed`:
-    `label_smoothing` acts on it. `per_token`: of means over tokens (`PairScores.per_token`); in a list with such a loss,
-    all take means. `needs_step`: it compares a pair with the others of its optimiser step (`StepStatistics`).
+    `label_smoothing` acts on it. `per_token`: of means over tokens (`PairScores.per_token`), as are all losses in its
+    list. `needs_step`: it compares a pair with the others of its optimiser step (`StepStatistics`).
     `divides_by_beta`: beta must not be 0.
     """
 

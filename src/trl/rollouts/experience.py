@@ -52,10 +52,9 @@ class Experience:
     """B completions of prompts. Immutable: `dataclasses.replace` makes the next one.
 
     `per_token` are tensors `(K,)` over the completions' tokens (log-probs, advantages, ...), `per_row` tensors `(B,)`
-    (rewards,
-    ...). `more` are further rows of token ids: the `TEACHER_PROMPTS` that a teacher is shown in place of the prompts, and
-    `BRANCHES` of completions of several parts, each after a prompt of its own. For every part but the first a row of
-    them has its first token's place in the completion, the number of tokens of its prompt, and these.
+    (rewards, ...). `more` are further rows of token ids: the `TEACHER_PROMPTS` that a teacher is shown in place of the
+    prompts, and `BRANCHES` of completions of several parts, each after its own prompt. For every part but the first
+    a row of them has its first token's place in the completion, the number of tokens of its prompt, and these.
     """
 
     prompts: Ragged

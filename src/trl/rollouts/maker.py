@@ -91,8 +91,8 @@ def check_completer(completer: Completer) -> None:
     """Raise TypeError for an object that cannot complete."""
     if not (callable(completer) and isinstance(getattr(completer, "exact", None), bool)):
         raise TypeError(
-            "completer must have an attribute exact (True or False) and be called as completer(maker, rows, streams=streams), "
-            f"got {completer!r}."
+            "completer must have an attribute exact (True or False) and be called as "
+            f"completer(maker, rows, streams=streams), got {completer!r}."
         )
 
 
@@ -203,8 +203,8 @@ class RolloutMaker:
         if all(is_failed for is_failed, _ in processes):
             cause = next((text for _, texts in processes for text in texts if text), "logged before")
             raise RuntimeError(
-                f"All sessions of a rollout batch failed, so there is nothing to learn. The first error: {cause.rstrip('.')}. "
-                "Correct the agent, and resume the run."
+                "All sessions of a rollout batch failed, so there is nothing to learn. The first error: "
+                f"{cause.rstrip('.')}. Correct the agent, and resume the run."
             )
 
     def _score_after(self, earlier: Sequence[Pending], experience: Experience, inputs: RewardInputs) -> RewardResult:

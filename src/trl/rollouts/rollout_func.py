@@ -160,7 +160,8 @@ def _ids(name: str, row: int, tokens: Any, vocabulary: int | None) -> list[int]:
     wrong = [token for token in ids if not (isinstance(token, Integral) and 0 <= int(token) <= most)]
     if wrong or not ids:
         raise ValueError(
-            f"rollout_func returned {repr(wrong[0]) if wrong else 'nothing'} in {name} of row {row}, expected ids from 0 to {most}."
+            f"rollout_func returned {repr(wrong[0]) if wrong else 'nothing'} in {name} of row {row}, "
+            f"expected ids from 0 to {most}."
         )
     return [int(token) for token in ids]
 

@@ -88,11 +88,13 @@ def group_sizes(args: Any) -> GroupSizes:
     generated, whole = rows * steps, math.lcm(rows * accumulated, args.num_generations)
     if batch_size not in (None, generated):
         raise ValueError(
-            f"generation_batch_size={batch_size} must be {rows} * steps_per_generation. Set it alone, to a multiple of {whole}."
+            f"generation_batch_size={batch_size} must be {rows} * steps_per_generation. "
+            f"Set it alone, to a multiple of {whole}."
         )
     if generated % args.num_generations:
         raise ValueError(
-            f"{generated} completions must be a multiple of num_generations={args.num_generations}. Set generation_batch_size to a multiple of {whole}."
+            f"{generated} completions must be a multiple of num_generations={args.num_generations}. "
+            f"Set generation_batch_size to a multiple of {whole}."
         )
     micro_batches = math.lcm(steps, accumulated)
     sizes = RolloutSizes(
@@ -144,11 +146,13 @@ def kept_sizes(sizes: RolloutSizes, keep: int) -> RolloutSizes:
     cuts, groups = sizes.mini_batches * sizes.micro_batches, sizes.own_rows // sizes.group
     if sizes.own_rows % sizes.group:
         raise ValueError(
-            f"each process generates {sizes.own_rows} completions at once, expected whole groups of {sizes.group}. Set generation_batch_size to a multiple of {math.lcm(cuts, sizes.group) * sizes.processes}."
+            f"each process generates {sizes.own_rows} completions at once, expected whole groups of {sizes.group}. "
+            f"Set generation_batch_size to a multiple of {math.lcm(cuts, sizes.group) * sizes.processes}."
         )
     if groups * keep % cuts:
         raise ValueError(
-            f"num_remains_in_group={keep} leaves {groups * keep} completions per process, expected a multiple of {cuts}."
+            f"num_remains_in_group={keep} leaves {groups * keep} completions per process, expected a multiple of "
+            f"{cuts}."
         )
     return replace(sizes, rows=groups * keep * sizes.processes, group=keep)
 

@@ -139,8 +139,13 @@ class TokenCounts:
         """Warn, once, that completions of a batch only differ by their KL penalty."""
         if "kl" not in self._warned:
             self._warned.add("kl")
-            message = "In a batch of completions %s: they only differ by the KL penalty (beta=%s). Logged once; counted in %s."
-            logger.warning(message, _WHY["zero_advantage"], beta, metric)
+            logger.warning(
+                "In a batch of completions %s: they only differ by the KL penalty (beta=%s). "
+                "Logged once; counted in %s.",
+                _WHY["zero_advantage"],
+                beta,
+                metric,
+            )
 
     def logged(self) -> dict[str, float]:
         """`tokens/<bucket>` of the run so far, of `trained` and buckets that are not empty."""

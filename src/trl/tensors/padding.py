@@ -220,7 +220,7 @@ def split_pixel_values_by_grid(batch: dict[str, Tensor]) -> dict[str, Tensor | l
     images = torch.as_tensor(batch.get("num_images", [1] * len(grids))).tolist()
     if sum(images) != len(grids) or sum(lengths) != len(patches):
         raise ValueError(
-            f"image_grid_thw ({len(grids)} grids) must fit {sum(images)} images and {len(patches)} rows of pixel_values."
+            f"image_grid_thw ({len(grids)} grids) must fit {sum(images)} images, {len(patches)} rows of pixel_values."
         )
     sections = [sum(lengths[start:stop]) for start, stop in pairwise([0, *accumulate(images)])]
     return {
