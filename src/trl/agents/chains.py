@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from trl.agents.sessions import Turn
+from trl.data.rendering import Json
 from trl.generation.engine import Generated
 from trl.rollouts.experience import SAMPLING_KEPT, SAMPLING_LOGPS, TOOL_OUTPUT, Experience
 from trl.tensors.ragged import Ragged
@@ -107,7 +108,7 @@ def in_order(turns: Sequence[Turn]) -> list[Turn]:
     return [turn for _, turn in sorted(pairs, key=lambda pair: (pair[0], *_by_tokens(pair[1])))]
 
 
-def conversations_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+def conversations_of(turns: Sequence[Turn]) -> list[Json]:
     """The `messages` and `tools` of each conversation of a session that no other one continues."""
     continued = {turn.parent for turn in turns}
     return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -12,7 +12,7 @@ from typing import Any
 from trl.agents.tool_turns import ReplyWriter, TurnReader
 from trl.agents.tools import ToolCall
 from trl.data.byte_alignment import vocabulary_bytes
-from trl.data.rendering import Chat, Message, ProcessingClass, render_prompt, text_tokenizer
+from trl.data.rendering import Chat, Fields, Json, Message, ProcessingClass, render_prompt, text_tokenizer
 from trl.data.tokenization import encode
 from trl.generation.serving.answers import APIError, ScoredPrompt, check_text
 
@@ -26,12 +26,12 @@ class Chats:
     processing_class: ProcessingClass
     ends: frozenset[int]
     context_length: int
-    template_kwargs: Mapping[str, Any]
+    template_kwargs: Fields
 
     def __post_init__(self) -> None:
         self.tokenizer: Any = text_tokenizer(self.processing_class)
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Fields]) -> list[int]:
         """The tokens of a conversation. Raises: TemplateRefusal, APIError if it is too long."""
         chat = Chat(list(messages), list(tools) or None, self.template_kwargs)
         text = render_prompt(self.processing_class, chat)
@@ -58,7 +58,7 @@ class Chats:
     def _longest_token(self) -> int:
         return max(map(len, self.tokenizer.get_vocab())) + 1  # with a space that tokens do not have
 
-    def after(self, last: int, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
+    def after(self, last: int, messages: Sequence[Message], tools: Sequence[Fields]) -> list[int]:
         """The tokens of messages after a turn with the last token `last`. Raises: TemplateRefusal, APIError if they are
         too long.
         """
@@ -87,7 +87,7 @@ class Chats:
         return list(texts)
 
     def read(
-        self, ids: Sequence[int], context: Sequence[int], tools: Sequence[Any], stops: Sequence[str]
+        self, ids: Sequence[int], context: Sequence[int], tools: Sequence[Fields], stops: Sequence[str]
     ) -> tuple[str, list[ToolCall]]:
         """The text of a completion, and its calls, which are read where there are tools."""
         if not tools:
@@ -122,7 +122,7 @@ def _cut(text: str, stops: Sequence[str]) -> str:
     return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
 
 
-def readable_all(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+def readable_all(messages: Sequence[Fields]) -> list[Message]:
     """Messages as templates read them. Answers of tools, for which clients give ids, have the names of their calls.
     Raises: APIError.
     """
@@ -135,7 +135,7 @@ def readable_all(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     return readable_messages
 
 
-def readable(message: Mapping[str, Any]) -> Message:
+def readable(message: Fields) -> Message:
     """A message as templates read it: texts instead of lists of text parts, arguments as objects.
 
     Raises: APIError for a message without a role, and for parts that are not text.
@@ -163,7 +163,7 @@ def readable(message: Mapping[str, Any]) -> Message:
     return kept
 
 
-def _call(call: Any) -> dict[str, Any]:
+def _call(call: Any) -> Json:
     function, arguments = call["function"], call["function"].get("arguments")
     if not isinstance(function["name"], str):
         raise TypeError

@@ -30,7 +30,7 @@ from trl.agents.journal import REWARD_FIELD, Journal, Played
 from trl.agents.sessions import Budget, Session
 from trl.agents.tool_loop import tool_counts
 from trl.data.prompts import PROMPT_IDS
-from trl.data.rendering import ProcessingClass, text_tokenizer
+from trl.data.rendering import Fields, ProcessingClass, text_tokenizer
 from trl.options.generation import AgentSampling
 from trl.reporting.deadlines import AsyncCalls, DeadlinePassed, bounded
 from trl.rollouts.experience import BRANCHES, RESULT_OF, STOPPED
@@ -73,7 +73,7 @@ class AgentCompleter:
         concurrency: int,
         deadline: float | None,
         journal: Journal,
-        template_kwargs: Mapping[str, Any] | None = None,
+        template_kwargs: Fields | None = None,
         graded: bool = False,
         agent_sampling: AgentSampling = "own",
         host: str = "127.0.0.1",
@@ -151,7 +151,7 @@ class AgentCompleter:
                 if isinstance(result, Exception):
                     logger.warning("An environment could not be closed: %r", result)
 
-    def _run(self, maker: RolloutMaker, waiting: Mapping[str, tuple[int, Mapping[str, Any], Played]]) -> None:
+    def _run(self, maker: RolloutMaker, waiting: Mapping[str, tuple[int, Fields, Played]]) -> None:
         """Run a session for each stream and row, and write it to the journal under its key."""
         gate = asyncio.Semaphore(self.concurrency)
         options: Any = {"sampling": maker.sampling, "template_kwargs": self.template_kwargs}

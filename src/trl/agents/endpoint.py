@@ -7,7 +7,7 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from trl.agents.chats import Chats
 from trl.agents.sessions import Session
-from trl.data.rendering import text_tokenizer
+from trl.data.rendering import Fields, text_tokenizer
 from trl.generation.engine import Engine, Sampling
 from trl.generation.live import Broker, opened
 from trl.generation.transformers.engine import context_length_of, without_wrappers
@@ -57,7 +57,7 @@ class Endpoint:
         *,
         sampling: Sampling | None = None,
         agent_sampling: AgentSampling = "own",
-        template_kwargs: Mapping[str, Any] | None = None,
+        template_kwargs: Fields | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         model_name: str = "policy",
@@ -108,7 +108,7 @@ class Endpoint:
         assert self._server is not None
         return self._server.port
 
-    def session(self, row: Mapping[str, Any] | None = None, *, key: str | None = None, **options: Any) -> Session:
+    def session(self, row: Fields | None = None, *, key: str | None = None, **options: Any) -> Session:
         """Open a session on a row; `options` (`stream`, `budget`, `keeps`, `version`) are those of `Session`.
 
         Its tokens depend on the seed, its `stream` (default: its number) and its requests.

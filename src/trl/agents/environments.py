@@ -19,7 +19,7 @@ from trl.agents.sessions import BUDGET_EXCEEDED, Session, Turn
 from trl.agents.tool_turns import check_tool_template
 from trl.agents.tools import MOST_LEFT_BEHIND, Reply, Tool, ToolCall, as_text, refusal, reply_of, tools_of
 from trl.data.formats import is_list_of_dicts_with, remove_none_values
-from trl.data.rendering import Message, ProcessingClass
+from trl.data.rendering import Fields, Json, Message, ProcessingClass
 from trl.generation.serving.answers import APIError
 from trl.reporting.deadlines import DeadlinePassed, ThreadedCalls, bounded
 from trl.rewards.functions import accepted
@@ -83,7 +83,7 @@ class Kind:
         methods = {name: Tool(getattr(environment, name), self.every[name].schema) for name in self.own_names}
         return {**self.every, **methods}
 
-    def arguments(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(self, row: Fields) -> Json:
         """Those columns of a row that `reset` accepts."""
         return accepted(row, self.reset.parameters)
 
@@ -114,7 +114,7 @@ class EnvironmentAgent:
         *,
         iterations: int | None = None,
         deadline: float | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        template_kwargs: Fields | None = None,
         keeps: bool = False,
     ) -> None:
         self.chooses = isinstance(factory, Mapping)

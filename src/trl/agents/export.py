@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from trl.agents.chains import conversations_of
 from trl.agents.sessions import Session
 from trl.data.formats import common_prefix_length
+from trl.data.rendering import Fields, Json
 
-Record = Mapping[str, Any]
+Record = Fields
 
 
-def session_record(session: Session, reward: float | None) -> dict[str, Any]:
+def session_record(session: Session, reward: float | None) -> Json:
     """The record of a session of an `Endpoint`, as `read_sessions` gives those of a run: `row`, `reward`,
     `conversations`.
     """
     return {"row": dict(session.row), "reward": reward, "conversations": conversations_of(session.turns)}
 
 
-def sft_rows(sessions: Iterable[Record], *, least_reward: float) -> list[dict[str, Any]]:
+def sft_rows(sessions: Iterable[Record], *, least_reward: float) -> list[Json]:
     """The conversations of sessions with at least this reward, each a row with `messages`, and `tools` where it had
     some.
 
@@ -34,7 +34,7 @@ def sft_rows(sessions: Iterable[Record], *, least_reward: float) -> list[dict[st
     ]
 
 
-def preference_rows(sessions: Iterable[Record], *, least_margin: float = 0.0) -> list[dict[str, Any]]:
+def preference_rows(sessions: Iterable[Record], *, least_margin: float = 0.0) -> list[Json]:
     """The best and the worst session of each row whose rewards differ by more than `least_margin`: `prompt`, `chosen`,
     `rejected`.
 
@@ -63,12 +63,12 @@ def preference_rows(sessions: Iterable[Record], *, least_margin: float = 0.0) ->
     return rows
 
 
-def _answered(session: Record) -> list[dict[str, Any]]:
+def _answered(session: Record) -> list[Json]:
     """The conversations whose last message is not empty."""
     lasts = ((conversation, conversation["messages"][-1]) for conversation in session["conversations"])
     return [conversation for conversation, last in lasts if last.get("content") or last.get("tool_calls")]
 
 
-def _tools(conversation: Mapping[str, Any]) -> dict[str, Any]:
+def _tools(conversation: Fields) -> Json:
     """As JSON, because schemas of different tools make no column."""
     return {"tools": json.dumps(conversation["tools"])} if conversation["tools"] else {}

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from trl.agents.chains import Chain, chains_of, conversations_of, in_order
 from trl.agents.sessions import Session
 from trl.agents.tools import Reply
+from trl.data.rendering import Fields, Json
 from trl.models.distributed import is_sharded
 from trl.reporting.deadlines import DeadlinePassed
 from trl.rewards.result import RewardError, read_answers
@@ -37,8 +38,8 @@ class Played:
     """
 
     chains: list[Chain] = field(default_factory=list)
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    conversations: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[Json] = field(default_factory=list)
+    conversations: list[Json] = field(default_factory=list)
     turns: int = 0
     cut: bool = False
     reward: float | None = None
@@ -102,7 +103,7 @@ class Journal:
     ) -> None:
         self.folder, self.rank, self.keeps = folder, rank, keeps
         self.environments = {_path(kind): kind for kind in environments}
-        self._held: dict[str, dict[str, Any]] = {}
+        self._held: dict[str, Json] = {}
         self._file: Path | None = None
         self._step, self._policy = 0, ""
 
@@ -125,7 +126,7 @@ class Journal:
         """After them: other sessions are not written."""
         self._held, self._file = {}, None
 
-    def key(self, stream: int, row: Mapping[str, Any], *settings: Any) -> str:
+    def key(self, stream: int, row: Fields, *settings: Any) -> str:
         """Of a session of the present rollout batch."""
         return digest([self._policy, stream, row, settings])
 
@@ -145,7 +146,7 @@ class Journal:
                 return None
         return Played(**values)
 
-    def write(self, key: str, row: Mapping[str, Any], played: Played) -> None:
+    def write(self, key: str, row: Fields, played: Played) -> None:
         """Append a session, if it has no record."""
         if self._file is None or key in self._held:
             return
@@ -163,7 +164,7 @@ class Journal:
         known_rewards = (None if math.isnan(reward) else reward for reward in rewards)
         self._append({key: {"reward": reward} for key, reward in zip(keys, known_rewards, strict=True)})
 
-    def _append(self, records: Mapping[str, Mapping[str, Any]]) -> None:
+    def _append(self, records: Mapping[str, Fields]) -> None:
         if self._file is None:
             return
         self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -180,18 +181,18 @@ class Journal:
                 file.unlink()
 
 
-def read_sessions(folder: str | Path) -> Iterator[dict[str, Any]]:
+def read_sessions(folder: str | Path) -> Iterator[Json]:
     """The records of a journal: `step`, `row`, `reward`, `conversations` (each with `messages` and `tools`) and more.
 
     With `reward_funcs` the reward is the weighted sum of all.
     """
-    sessions: dict[str, dict[str, Any]] = {}
+    sessions: dict[str, Json] = {}
     for record in _records(folder, "*.jsonl"):
         sessions.setdefault(record["key"], {}).update(record)
     yield from (record for record in sessions.values() if "row" in record)
 
 
-def _records(folder: str | Path, files: str) -> Iterator[dict[str, Any]]:
+def _records(folder: str | Path, files: str) -> Iterator[Json]:
     """The lines of a journal's files: sessions, and the rewards of some."""
     for file in sorted(Path(folder).glob(files)):
         for line in file.read_bytes().splitlines():

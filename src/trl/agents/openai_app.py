@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from itertools import accumulate
 from typing import Any
@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trl.agents.sessions import Session, Turn
+from trl.data.rendering import Fields, Json
 from trl.generation.serving.answers import APIError
 from trl.generation.serving.app import admission, faults_of, unless_gone
 from trl.generation.serving.openai_api import Body, ChatBody, CompletionBody
@@ -147,7 +148,7 @@ async def _events(turns: Sequence[Turn], form: _Form) -> AsyncIterator[str]:
             turn.cancel()
 
 
-def _event(chunk: Mapping[str, Any]) -> str:
+def _event(chunk: Fields) -> str:
     return f"data: {json.dumps(chunk)}\n\n"
 
 
@@ -161,23 +162,23 @@ class _Form:
         name = f"{prefix}-{secrets.token_hex(12)}"
         self.head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
-    def whole(self, turns: Sequence[Turn]) -> dict[str, Any]:
+    def whole(self, turns: Sequence[Turn]) -> Json:
         """A response."""
         content = self._message if self.is_chat else self._text
         choices = [{"index": n, **content(turn), **self.end(turn)} for n, turn in enumerate(turns)]
         return {**self.head, "choices": choices, "usage": self.usage(turns)}
 
-    def part(self, index: int, delta: Mapping[str, Any], end: Mapping[str, Any] | None = None) -> str:
+    def part(self, index: int, delta: Fields, end: Fields | None = None) -> str:
         """An event with what is new in a completion."""
         new = {"delta": delta} if self.is_chat else {"text": delta.get("content", "")}
         return self.event([{"index": index, **new, **(end or {"finish_reason": None, "logprobs": None})}])
 
-    def event(self, choices: list[dict[str, Any]], **more: Any) -> str:
+    def event(self, choices: list[Json], **more: Any) -> str:
         """An event of a stream."""
         kind = "chat.completion.chunk" if self.is_chat else self.head["object"]
         return _event({**self.head, "object": kind, "choices": choices, **more})
 
-    def end(self, turn: Turn) -> dict[str, Any]:
+    def end(self, turn: Turn) -> Json:
         """The entries of a completion that has ended."""
         logprobs = self._chat_logprobs if self.is_chat else self._text_logprobs
         return {"finish_reason": turn.finish_reason, "logprobs": logprobs(turn)}
@@ -188,19 +189,19 @@ class _Form:
         written = sum(turn.completion_tokens for turn in turns)
         return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
-    def _message(self, turn: Turn) -> dict[str, Any]:
+    def _message(self, turn: Turn) -> Json:
         calls = {"tool_calls": turn.tool_calls} if turn.tool_calls else {}
         content = turn.text or (None if calls else "")
         return {"message": {"role": "assistant", "content": content, "refusal": None, **calls}}
 
-    def _text(self, turn: Turn) -> dict[str, Any]:
+    def _text(self, turn: Turn) -> Json:
         shown = turn.prompt.text if turn.prompt is not None and self.body.echo else ""
-        choice: dict[str, Any] = {"text": shown + turn.text}
+        choice: Json = {"text": shown + turn.text}
         if turn.prompt is not None and self.body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = turn.prompt.in_vllms_form()
         return choice
 
-    def _chat_logprobs(self, turn: Turn) -> dict[str, Any] | None:
+    def _chat_logprobs(self, turn: Turn) -> Json | None:
         if not self.body.logprobs:
             return None
         pairs = zip(turn.logprobs, turn.token_bytes, strict=True)
@@ -210,7 +211,7 @@ class _Form:
         ]
         return {"content": content, "refusal": None}
 
-    def _text_logprobs(self, turn: Turn) -> dict[str, Any] | None:
+    def _text_logprobs(self, turn: Turn) -> Json | None:
         if self.body.logprobs is None:
             return None
         scored: list[Any] = [(text, logp, {text: logp}) for text, logp in turn.logprobs]

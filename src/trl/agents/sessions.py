@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from trl.agents.chats import TOO_LONG, Chats, meaning, readable, readable_all
 from trl.agents.tools import ToolCall
 from trl.data.prefix_tree import PrefixTree
-from trl.data.rendering import Message, TemplateRefusal
+from trl.data.rendering import Fields, Json, Message, TemplateRefusal
 from trl.generation.engine import Generated, Sampling
 from trl.generation.live import Broker, Request
 from trl.generation.serving.answers import APIError, ScoredPrompt
@@ -69,7 +69,7 @@ class Turn:
     parent: Turn | None
     shown: list[int]
     messages: Sequence[Message] = ()
-    tools: Sequence[Any] = ()
+    tools: Sequence[Fields] = ()
     stops: tuple[str, ...] = ()
     may_call: bool = True  # if there are tools
     state: str | None = None
@@ -81,7 +81,7 @@ class Turn:
     text, finish_reason, limit = "", "length", 0
     requests = 1  # that wait for it: a retry may overtake the end of the first connection
     calls: list[ToolCall] = field(default_factory=list)  # also those that cannot be read
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    tool_calls: list[Json] = field(default_factory=list)
     newest: list[int] = field(default_factory=list)  # tokens of a stream, written by another thread
     started: float = field(default_factory=time.monotonic)
     ended: float = 0.0
@@ -202,7 +202,7 @@ class Session:
     sampling: Sampling
     base_url: str
     api_key: str
-    row: Mapping[str, Any] = field(default_factory=dict)
+    row: Fields = field(default_factory=dict)
     stream: int = 0
     agent_sampling: AgentSampling = "own"
     keeps: bool = True

@@ -12,6 +12,7 @@ import torch
 from rich.text import Text
 from torch import Tensor
 
+from trl.data.rendering import Fields
 from trl.generation.engine import Engine, Sampling
 from trl.generation.main_process import any_process, first_rng_stream
 from trl.generation.transformers.engine import TransformersEngine, context_length_of, without_wrappers
@@ -30,7 +31,7 @@ STYLES = {
 }
 
 
-def named_tools(tools: Mapping[str, Any] | Sequence[Any] | None) -> dict[str, Callable[[str], Any]]:
+def named_tools(tools: Fields | Sequence[Any] | None) -> dict[str, Callable[[str], Any]]:
     """Tools by name; those of a list are named after their function, or after the class of an object.
 
     Raises: TypeError for a tool that cannot be called, ValueError for invalid or equal names.
@@ -192,7 +193,7 @@ class TextEnvironment:
         max_turns: int = 4,
         max_tool_reponse: int = 100,
         max_length: int | None = None,
-        generation_kwargs: Mapping[str, Any] | None = None,
+        generation_kwargs: Fields | None = None,
         *,
         engine: Engine | None = None,
     ) -> None:

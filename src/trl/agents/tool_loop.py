@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from accelerate.utils import gather_object
@@ -16,7 +16,7 @@ from trl.agents.tool_turns import ReplyWriter, TurnReader, check_tool_template
 from trl.agents.tools import FAILURES, Tool, ToolCall, ToolRunner
 from trl.data.formats import remove_none_values
 from trl.data.prompts import PROMPT_IDS
-from trl.data.rendering import ProcessingClass
+from trl.data.rendering import Fields, ProcessingClass
 from trl.generation.engine import Generated, Sampling, completion_limits
 from trl.rollouts.experience import STOPPED
 from trl.rollouts.maker import Completed, RolloutMaker, Rows
@@ -39,7 +39,7 @@ class Episode(NamedTuple):
     chain: Chain
     stream: int
     limit: int
-    template_kwargs: Mapping[str, Any]
+    template_kwargs: Fields
 
     @property
     def context(self) -> list[int]:
@@ -72,7 +72,7 @@ class ToolLoop:
         iterations: int | None,
         deadline: float | None,
         context_length: int | None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        template_kwargs: Fields | None = None,
     ) -> None:
         self.schemas = [dict(tool.schema) for tool in tools.values()]
         self.template_kwargs = template_kwargs or {}
@@ -113,7 +113,7 @@ class ToolLoop:
         sampling: Sampling,
         *,
         streams: Sequence[int],
-        template_kwargs: Sequence[Mapping[str, Any]],
+        template_kwargs: Sequence[Fields],
         all_done: Callable[[bool], bool] = bool,
     ) -> list[Played]:
         """An episode of each prompt, which depends on its prompt, its stream and its tools' answers only.

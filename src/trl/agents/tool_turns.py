@@ -10,13 +10,14 @@ import contextlib
 import copy
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from trl.agents.tools import ToolCall
 from trl.data.formats import common_prefix_length
 from trl.data.rendering import (
     Chat,
+    Fields,
     Message,
     ProcessingClass,
     TemplateRefusal,
@@ -50,7 +51,7 @@ class TurnReader:
     Blocks inside `<think>` are not calls. The thought stays in the message's content.
     """
 
-    def __init__(self, processing_class: ProcessingClass, schemas: Sequence[Any]) -> None:
+    def __init__(self, processing_class: ProcessingClass, schemas: Sequence[Fields]) -> None:
         self.tokenizer: Any = text_tokenizer(processing_class)
         self.schemas = list(schemas)
         template = getattr(self.tokenizer, "response_template", None)
@@ -131,7 +132,7 @@ class ReplyWriter:
     next.
     """
 
-    def __init__(self, processing_class: ProcessingClass, schemas: Sequence[Any]) -> None:
+    def __init__(self, processing_class: ProcessingClass, schemas: Sequence[Fields]) -> None:
         self.processing_class, self.schemas = processing_class, list(schemas)
         self.tokenizer: Any = text_tokenizer(processing_class)
 
@@ -141,7 +142,7 @@ class ReplyWriter:
         *,
         last: int,
         ends: Collection[int],
-        template_kwargs: Mapping[str, Any],
+        template_kwargs: Fields,
     ) -> list[int]:
         """Messages and the generation prompt, after a turn with the last token `last`; those of the role `tool` answer
         its calls.
@@ -172,7 +173,7 @@ class ReplyWriter:
     def _text(self, token: int) -> str:
         return self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def _tail(self, replies: Sequence[Message], template_kwargs: Mapping[str, Any], *, answered: bool = True) -> str:
+    def _tail(self, replies: Sequence[Message], template_kwargs: Fields, *, answered: bool = True) -> str:
         """The rendered text after the last argument of a call: the end of its turn and, where it is `answered`, its
         answers.
         """
@@ -204,7 +205,7 @@ def _call_message(names: Sequence[str]) -> Message:
 
 
 def check_tool_template(
-    processing_class: ProcessingClass, schemas: Sequence[Any], *, template_kwargs: Mapping[str, Any]
+    processing_class: ProcessingClass, schemas: Sequence[Fields], *, template_kwargs: Fields
 ) -> None:
     """Raise ValueError if a chat template does not show tools or their answers, or writes calls that `TurnReader`
     cannot read.

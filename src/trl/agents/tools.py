@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from transformers.utils import get_json_schema
 
+from trl.data.rendering import Fields, Json
 from trl.reporting.deadlines import AsyncCalls, DeadlinePassed, Pending, ThreadedCalls
 
 Failure = Literal["malformed", "unknown", "arguments", "raised", "deadline"]
@@ -25,7 +26,7 @@ class Tool:
     """A function that a model may call, under the name in its `schema`."""
 
     function: Callable[..., Any]
-    schema: Mapping[str, Any]
+    schema: Fields
 
     @property
     def name(self) -> str:
@@ -92,7 +93,7 @@ _PYTHON: dict[str, tuple[type, ...]] = {
 }
 
 
-def mismatch(value: Any, schema: Mapping[str, Any]) -> str | None:
+def mismatch(value: Any, schema: Fields) -> str | None:
     """Why a JSON value does not fit a JSON schema (types, enum, items, properties' values, anyOf); None if it does.
 
     >>> mismatch("3", {"type": "integer"})
@@ -144,7 +145,7 @@ class Reply(NamedTuple):
     text: str
     failure: Failure | None = None
 
-    def message(self, call: ToolCall) -> dict[str, Any]:
+    def message(self, call: ToolCall) -> Json:
         """The message that answers a call."""
         return {"role": "tool", **({"name": call.name} if call.name else {}), "content": self.text}
 

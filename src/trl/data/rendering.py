@@ -17,6 +17,9 @@ from trl.data.formats import common_prefix_length, remove_none_values, written
 
 _CLOCK = threading.RLock()
 Message = dict[str, Any]
+Json = dict[str, Any]
+Fields = Mapping[str, Any]
+"""Values by name: of a row, of a record, of settings, of a schema."""
 ProcessingClass = PreTrainedTokenizerBase | ProcessorMixin
 
 # What rendering a user's messages may raise: the template's own complaints, and Python's on values it did not expect.

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trl.collators.preference import completion_batch
+from trl.data.rendering import Fields, Json
 from trl.models.packed.layout import TEACHER_BATCH
 from trl.tensors.ragged import Ragged
 
@@ -104,7 +105,7 @@ class Experience:
         """A column per token as rows."""
         return Ragged(self.per_token[name], self.completions.lengths)
 
-    def as_batch(self, *, prefix_sharing: bool) -> dict[str, Any]:
+    def as_batch(self, *, prefix_sharing: bool) -> Json:
         """A packed batch that scores the completion tokens, in the order of `per_token`.
 
         With `prefix_sharing` neighbouring rows of one prompt share it, and so do their further parts whose prompts
@@ -130,7 +131,7 @@ class Experience:
                 begin, place = end, place + 2 + length
             yield prompt, completion[begin:]
 
-    def _batch(self, prompts: Ragged, prefix_sharing: bool) -> dict[str, Any]:
+    def _batch(self, prompts: Ragged, prefix_sharing: bool) -> Json:
         rows: list[tuple[Tensor, list[Tensor]]] = []
         unscored: list[int] = []
         for prompt, completion in self.parts(prompts):
@@ -142,7 +143,7 @@ class Experience:
             else:
                 rows.append((prompt, [completion]))
                 unscored.append(0)
-        batch: dict[str, Any] = completion_batch(rows, prefix_sharing=prefix_sharing, unscored=unscored)
+        batch: Json = completion_batch(rows, prefix_sharing=prefix_sharing, unscored=unscored)
         return {**batch, "rows": torch.arange(len(self))}
 
     def to(self, device: torch.device | str) -> Experience:
@@ -218,13 +219,13 @@ def _check_length(name: str, value: Tensor, length: int, what: str) -> None:
         raise ValueError(f"column {name!r} must have {length} numbers ({what}), got {tuple(value.shape)}.")
 
 
-def save_rollout_batch(folder: Path, experience: Experience, *, rank: int, facts: Mapping[str, Any]) -> None:
+def save_rollout_batch(folder: Path, experience: Experience, *, rank: int, facts: Fields) -> None:
     """Write a process's part of a rollout batch, with `facts` (JSON values) by which it is known again."""
     tensors = {name: value.detach().cpu().clone() for name, value in experience.state().items()}
     save_file(tensors, folder / _name(rank), metadata={"facts": json.dumps(dict(facts), sort_keys=True)})
 
 
-def load_rollout_batch(folder: Path, *, rank: int, processes: int, facts: Mapping[str, Any]) -> Experience | None:
+def load_rollout_batch(folder: Path, *, rank: int, processes: int, facts: Fields) -> Experience | None:
     """A process's part of the rollout batch that `save_rollout_batch` wrote, or None where there is none with these
     `facts`.
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trl.data.formats import is_list_of_dicts_with
 from trl.data.prompts import PROMPT_IDS, columns_for_rewards
-from trl.data.rendering import Message
+from trl.data.rendering import Json, Message
 from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
 from trl.reporting.deadlines import Pending, start
@@ -61,7 +62,7 @@ class Completed(NamedTuple):
 
     experience: Experience
     fields: Mapping[str, Sequence[Any]] = {}
-    messages: Sequence[list[dict[str, Any]]] | None = None
+    messages: Sequence[list[Json]] | None = None
     scored: Callable[[Sequence[float]], None] | None = None
     failure: str = ""
 
@@ -122,7 +123,7 @@ class RolloutMaker:
         rewards: RewardSources,
         apply_rewards: ApplyRewards,
         tokenizer: Any,
-        accelerator: Any,
+        accelerator: Accelerator,
         completer: Completer | None = None,
         refill: Callable[[RolloutMaker, Experience, int], Experience] | None = None,
         parts: int = 1,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trl.data.prompts import PROMPT_IDS
-from trl.data.rendering import Chat, render_prompt, text_tokenizer
+from trl.data.rendering import Chat, Fields, Json, render_prompt, text_tokenizer
 from trl.data.tokenization import encode_open
 from trl.rollouts.experience import SAMPLING_LOGPS, STOPPED, Experience
 from trl.rollouts.maker import Completed, RolloutMaker, Rows
@@ -61,9 +61,9 @@ def generate_rollout_completions(
     trainer: Any,
     prompts: Sequence[Any],
     *,
-    generation_overrides: Mapping[str, Any] | None = None,
+    generation_overrides: Fields | None = None,
     as_chat: bool | None = None,
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """Completions of prompts by the trainer's engine, for a `rollout_func`.
 
     Prompts are texts or conversations (`as_chat`; None: as they are). `generation_overrides` change the trainer's
