@@ -98,9 +98,7 @@ def _by_tokens(turn: Turn) -> Any:
 
 
 def in_order(turns: Sequence[Turn]) -> list[Turn]:
-    """Turns by time; those that ran side by side by their tokens, because their order in time differs from run to
-    run.
-    """
+    """Turns by time; those that ran side by side by their tokens, as their order differs from run to run."""
     by_time = sorted(turns, key=lambda turn: turn.started)
     ends = accumulate((turn.ended for turn in by_time), max, initial=0.0)
     groups = accumulate(turn.started >= end for turn, end in zip(by_time, ends, strict=False))

@@ -39,9 +39,7 @@ class Chats:
         return list(encode(self.tokenizer, [text])[0])
 
     def ids(self, text: str, *, begins: bool) -> list[int]:
-        """The tokens of a text, with the tokenizer's special ones where it `begins`. Raises: APIError if it is too
-        long.
-        """
+        """The tokens of a text, with special ones where it `begins`. Raises: APIError if it is too long."""
         self._check_length(len(text))
         return self.tokenizer(text, **({} if begins else {"add_special_tokens": False}))["input_ids"]
 
@@ -59,9 +57,7 @@ class Chats:
         return max(map(len, self.tokenizer.get_vocab())) + 1  # with a space that tokens do not have
 
     def after(self, last: int, messages: Sequence[Message], tools: Sequence[Fields]) -> list[int]:
-        """The tokens of messages after a turn with the last token `last`. Raises: TemplateRefusal, APIError if they are
-        too long.
-        """
+        """The tokens of messages after a turn with the last token `last`. Raises: TemplateRefusal, APIError."""
         self._check_length(sum(len(message["content"]) for message in messages))
         writer = ReplyWriter(self.processing_class, list(tools))
         return writer.ids(messages, last=last, ends=self.ends, template_kwargs=self.template_kwargs)

@@ -229,8 +229,7 @@ def check_agent(agent: Any, *, graded: bool = False) -> Callable[[Session, Playe
 
 
 async def _run_command(words: Sequence[str], session: Session, *, graded: bool) -> Any:
-    """The JSON value in the last line that a command prints; else the line, or None if `graded`. Its environment has
-    the address and key too.
+    """The JSON value in a command's last line, or else the line (None if `graded`).
 
     A row that is in none of its words is its standard input. What it started ends with it, and with this process.
     """

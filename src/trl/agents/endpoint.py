@@ -33,8 +33,7 @@ _STARTING_S = 30.0
 
 
 class Endpoint:
-    """Serves an engine over HTTP on this machine, with the weights at the beginning of the block, and the model in eval
-    mode.
+    """Serves an engine over HTTP on this machine, with the weights at the block's begin and in eval mode.
 
     Inside the block, `session(row)` gives an address and a key. The engine runs in a thread of its own, or, with
     `threaded=False`, where `run` is called. `sampling` are the settings of all sessions; other values of temperature

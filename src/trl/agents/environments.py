@@ -129,9 +129,7 @@ class EnvironmentAgent:
         self.threads = ThreadedCalls(most_left_behind=MOST_LEFT_BEHIND)
 
     def released(self, *, ends: bool) -> list[Any]:
-        """Make the environments of the last rollout batch free; those that can be closed and are not used again, all if
-        it `ends`.
-        """
+        """Make the last rollout batch's environments free; those to close (all if it `ends`) are returned."""
         for kind in self.kinds.values():
             kind.free, kind.kept = [] if ends else kind.free + kind.kept, []
         free = [one for kind in self.kinds.values() for one in kind.free]

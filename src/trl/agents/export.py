@@ -14,15 +14,12 @@ Record = Fields
 
 
 def session_record(session: Session, reward: float | None) -> Json:
-    """The record of a session of an `Endpoint`, as `read_sessions` gives those of a run: `row`, `reward`,
-    `conversations`.
-    """
+    """The record of an `Endpoint`'s session, as `read_sessions` gives it: `row`, `reward`, `conversations`."""
     return {"row": dict(session.row), "reward": reward, "conversations": conversations_of(session.turns)}
 
 
 def sft_rows(sessions: Iterable[Record], *, least_reward: float) -> list[Json]:
-    """The conversations of sessions with at least this reward, each a row with `messages`, and `tools` where it had
-    some.
+    """The conversations of sessions with at least this reward, as rows with `messages` and perhaps `tools`.
 
     Conversations that end with an empty message are left out.
     """
@@ -35,8 +32,7 @@ def sft_rows(sessions: Iterable[Record], *, least_reward: float) -> list[Json]:
 
 
 def preference_rows(sessions: Iterable[Record], *, least_margin: float = 0.0) -> list[Json]:
-    """The best and the worst session of each row whose rewards differ by more than `least_margin`: `prompt`, `chosen`,
-    `rejected`.
+    """Best and worst session of each row, more than `least_margin` apart: `prompt`, `chosen`, `rejected`.
 
     The prompt is what both have in common up to a message of the policy. Of a session with several conversations the
     longest counts. Sessions without a common beginning, or that end with an empty message, are left out.

@@ -341,9 +341,7 @@ class Session:
         self._admit()
 
     def _admit(self) -> None:
-        """Send turns to the engine, in order, as long as the budget holds even if all that run write up to their
-        limits.
-        """
+        """Send turns to the engine, in order, as long as the budget holds even if all reach their limits."""
         last = takewhile(lambda entry: entry[1] is not None, reversed(self._running.items()))
         for turn, request in reversed(list(last)):
             assert turn.future is not None and request is not None

@@ -225,8 +225,7 @@ class TextEnvironment:
         self._is_sharded = model is not None and is_sharded(model)
 
     def run(self, queries: Sequence[str], **rewards_kwargs: Any) -> Episodes:
-        """Run one episode for each query; `rewards_kwargs` (one value per query each) are passed to the reward
-        function.
+        """Run one episode for each query; `rewards_kwargs` (one value per query) go to the reward function.
 
         Returns the tokens of queries (with the prompt) and responses, the responses' masks (1 for the model's tokens, 0
         for tools'), rewards (0-dim tensors; None without a reward function) and histories.

@@ -176,9 +176,7 @@ class ToolLoop:
 
 
 def tool_counts(played: Sequence[Played]) -> dict[str, list[int]]:
-    """The columns per row of tool calls: their number, whether the number of turns ended the row, and failures by
-    kind.
-    """
+    """The columns per row of tool calls: their number, whether the limit of turns ended it, failures by kind."""
     failed = {FAILED_OF + kind: [one.failures.get(kind, 0) for one in played] for kind in FAILURES}
     return {CALLS: [one.calls for one in played], LIMITED: [one.limited for one in played], **failed}
 

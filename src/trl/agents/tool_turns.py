@@ -45,8 +45,7 @@ class Turn(NamedTuple):
 
 
 class TurnReader:
-    """Parses turns by the tokenizer's `response_template` (transformers), or else as `<tool_call>{JSON}</tool_call>`
-    blocks.
+    """Parses turns by the tokenizer's `response_template`, or else as `<tool_call>{JSON}</tool_call>` blocks.
 
     Blocks inside `<think>` are not calls. The thought stays in the message's content.
     """
@@ -128,9 +127,7 @@ def _read_call(call: Any) -> ToolCall:
 
 
 class ReplyWriter:
-    """Token ids of tool answers and other messages, from the end of the assistant's turn to the beginning of the
-    next.
-    """
+    """Token ids of tool answers and messages, from the end of the assistant's turn to the next one."""
 
     def __init__(self, processing_class: ProcessingClass, schemas: Sequence[Fields]) -> None:
         self.processing_class, self.schemas = processing_class, list(schemas)
@@ -144,8 +141,7 @@ class ReplyWriter:
         ends: Collection[int],
         template_kwargs: Fields,
     ) -> list[int]:
-        """Messages and the generation prompt, after a turn with the last token `last`; those of the role `tool` answer
-        its calls.
+        """Messages and generation prompt after a turn that ends with `last`; `tool` messages answer its calls.
 
         `last` is one of the tokens `ends`, or any other after a stop string.
 
@@ -174,9 +170,7 @@ class ReplyWriter:
         return self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _tail(self, replies: Sequence[Message], template_kwargs: Fields, *, answered: bool = True) -> str:
-        """The rendered text after the last argument of a call: the end of its turn and, where it is `answered`, its
-        answers.
-        """
+        """The rendered text after the last argument of a call: the turn's end and, if `answered`, its answers."""
         tools = [reply for reply in replies if reply["role"] == "tool"]
         if tools:
             turn = _call_message([reply.get("name") or "" for reply in tools])
@@ -207,9 +201,7 @@ def _call_message(names: Sequence[str]) -> Message:
 def check_tool_template(
     processing_class: ProcessingClass, schemas: Sequence[Fields], *, template_kwargs: Fields
 ) -> None:
-    """Raise ValueError if a chat template does not show tools or their answers, or writes calls that `TurnReader`
-    cannot read.
-    """
+    """Raise ValueError if a template does not show tools or answers, or its calls cannot be read back."""
     if not template_source(processing_class):
         raise ValueError("tools need a chat template, the tokenizer has none. Set tokenizer.chat_template.")
     prompt, name = Chat([_QUESTION], list(schemas), template_kwargs), schemas[0]["function"]["name"]

@@ -23,8 +23,7 @@ _SAME = 1e-8  # rewards of a group that deviate by no more than this are equal
 
 
 class GroupMoments(NamedTuple):
-    """Of the group of each completion, `(N,)`: number of known rewards, their mean, and their deviation (over count -
-    1).
+    """Of each completion's group, `(N,)`: number of known rewards, mean, deviation (over count - 1).
 
     Mean and deviation are 0 where too few rewards are known (none, or one).
     """
@@ -70,8 +69,7 @@ def group_relative(rewards: Tensor, group_size: int, *, scale: Scale = "group") 
 
 
 def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
-    """Each reward less the mean of the others of its group, `(N,) -> (N,)`; 0 where there are no others, and where all
-    rewards of a group are equal.
+    """Each reward less the mean of the others of its group, `(N,) -> (N,)`; 0 where all are equal, or alone.
 
     Source: Ahmadian et al. 2024, eq. 8 (arXiv:2402.14740).
 
@@ -162,8 +160,7 @@ def has_no_variance(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def best_of_groups(scores: Tensor, group_size: int, keep: int) -> Tensor:
-    """The `keep` completions of each group whose scores are largest, bool `(N,)`; of equal scores the earlier comes
-    first.
+    """The `keep` completions of each group with the largest scores, bool `(N,)`; of equals the earlier.
 
     Raises ValueError for scores that are no numbers. Source: Shrivastava et al. 2025, GFPO, section 3
     (arXiv:2508.09726).

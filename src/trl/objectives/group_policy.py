@@ -299,8 +299,7 @@ def divisor_share(
     rollout_rows: int = 1,
     longest: int = 0,
 ) -> Tensor:
-    """The share of `rows` rows in the number that a loss is divided by, 0-dim float64; shares of an optimiser step add
-    up.
+    """Share of `rows` rows in a loss's divisor, 0-dim float64; shares of an optimiser step add up.
 
     `mask (K,)` of their tokens. `rollout_tokens` and `rollout_rows`: completion tokens (those of truncated completions
     too, whether trained or not) and rows of the whole batch of rollouts, over all processes ("dapo", "cispo": each row
@@ -346,8 +345,7 @@ EXTREMES = {"clip_ratio/low_min": "clip_ratio/low_mean", "clip_ratio/high_max": 
 
 
 def clip_metrics(ratios: Tensor, advantages: Tensor, tokens: GroupTokens, options: GroupOptions) -> dict[str, Weighted]:
-    """The documented shares of what is clipped: tokens, or sequences where the ratio is one of sequences; ratios after
-    `delta`.
+    """The documented shares of what is clipped, of tokens or sequences (as the ratio is); ratios after `delta`.
 
     `clip_ratio/low_mean` (below, with A < 0), `/high_mean` (above, with A > 0) and `/region_mean` (either); for CISPO
     `cispo_clip_ratio`; none for SAPO; for VESPO `vespo/phi_seq_mean`, the mean weight of a sequence.

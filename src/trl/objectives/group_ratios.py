@@ -75,8 +75,7 @@ def sequence_ratios(logps: Tensor, tokens: GroupTokens) -> Tensor:
 
 
 def sequence_token_ratios(logps: Tensor, tokens: GroupTokens) -> Tensor:
-    """`sequence_ratios` in value; each token's gradient is its own alone, so that advantages may differ within a
-    sequence.
+    """`sequence_ratios` in value; a token's gradient is its own alone, so advantages may differ in a sequence.
 
     Source: Zheng et al. 2025, GSPO-token (arXiv:2507.18071).
     """

@@ -57,8 +57,7 @@ def ranked_pairs(
 def sequence_metrics(
     policy: Tensor, reference: Tensor, scores: Tensor, *, beta: float, with_scores: bool
 ) -> dict[str, Weighted]:
-    """Means over completions: divergence and entropy of the sequence, in nats, and scores less the penalty on the
-    former.
+    """Means over completions: a sequence's divergence and entropy in nats, and the penalised scores.
 
     All `(B,)`; log-probs are sums over tokens, completions with a NaN score do not count. Scores of a judge are left
     out.

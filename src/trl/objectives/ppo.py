@@ -27,8 +27,7 @@ def whitened_estimates(
     *,
     of_all: Callable[[Moments], Moments],
 ) -> Estimates:
-    """Advantages, whitened over the batch of all processes, and returns; with `whiten_rewards` of rewards of unit
-    variance.
+    """Advantages, whitened over the batch of all processes, and returns (`whiten_rewards`: of whitened rewards).
 
     `of_all` merges the moments of all processes. Fewer than two tokens are not whitened.
     """

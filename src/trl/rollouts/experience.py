@@ -226,8 +226,7 @@ def save_rollout_batch(folder: Path, experience: Experience, *, rank: int, facts
 
 
 def load_rollout_batch(folder: Path, *, rank: int, processes: int, facts: Fields) -> Experience | None:
-    """A process's part of the rollout batch that `save_rollout_batch` wrote, or None where there is none with these
-    `facts`.
+    """A process's part of a saved rollout batch; None where there is none with these `facts`.
 
     Another number of `processes` than wrote it takes equal parts of the whole, in order.
     """

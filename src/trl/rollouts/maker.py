@@ -160,9 +160,7 @@ class RolloutMaker:
         return experience if self.refill is None else self.refill(self, experience, number)
 
     def roll_out(self, rows: Rows, *, streams: Sequence[int], training: bool = True) -> Experience:
-        """Completions of some rows, with the score of each source, and the columns that the method makes of their
-        sum.
-        """
+        """Completions of some rows, scored by each source, with the columns that the method makes of the sums."""
         groups = math.ceil(len(streams) / self.sizes.group)
         size = math.ceil(groups / (self.parts if training else 1)) * self.sizes.group
         completed: list[Completed] = []
@@ -193,9 +191,7 @@ class RolloutMaker:
         return self.apply_rewards(concatenate(scored), rewards, every, training=training)
 
     def _check_sessions(self, completed: Sequence[Completed]) -> None:
-        """Raise RuntimeError if all sessions of agents failed, in all processes: there is nothing to learn from
-        them.
-        """
+        """Raise RuntimeError if all sessions of agents failed, in all processes."""
         failed = [failed_sessions(one.experience) for one in completed]
         if failed[0] is None:
             return
@@ -225,8 +221,7 @@ class RolloutMaker:
         sampling: Sampling | None = None,
         **inputs: Any,
     ) -> Experience:
-        """One completion of each prompt by the policy, on the CPU; `inputs` are further arguments of the engine's
-        `generate`.
+        """One completion of each prompt by the policy, on the CPU; `inputs` go to the engine's `generate`.
 
         Per token: `sampling_logps` under the distribution that was sampled from, and if it was truncated
         `sampling_kept`, the log of the kept mass. Per row: `stopped`, whether a stop token or string ended it.

@@ -21,8 +21,7 @@ _SCORES = "replay_scores"
 
 
 class ReplayBuffer:
-    """The `max_size` entries with the highest scores, for custom training loops; `heap` is a list of `(score, entry)`,
-    best first.
+    """The `max_size` entries with the highest scores; `heap` is a list of `(score, entry)`, best first.
 
     >>> buffer = ReplayBuffer(max_size=2)
     >>> buffer.add([0.1, 0.3, 0.2], ["a", "b", "c"])
@@ -39,9 +38,7 @@ class ReplayBuffer:
         self.heap = sorted(entries, key=lambda entry: -entry[0])[: self.max_size]
 
     def sample(self, num_samples: int) -> list[Any]:
-        """Entries drawn with replacement in proportion to their scores, from torch's generator; none of an empty
-        buffer.
-        """
+        """Entries drawn with replacement in proportion to their scores, by torch's generator; none of an empty buffer."""
         if not self.heap:
             return []
         weights = torch.tensor([score for score, _ in self.heap], dtype=torch.float64)

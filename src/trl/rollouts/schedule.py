@@ -246,9 +246,7 @@ def refill_rows(batch: int, first: int, count: int, *, taken: Sequence[int], dat
 
 
 def refill_rng_streams(turn: int, rows: Sequence[int], sizes: RolloutSizes, *, batch: int) -> list[int]:
-    """Random streams for rows of a rollout batch that are sampled again, in refill `turn` 1, 2, ... of it: no other row
-    has them.
-    """
+    """Random streams for rows that are sampled again, in refill `turn` 1, 2, ...: no other row has them."""
     return [turn * _ROUND + batch * sizes.rows + row for row in rows]
 
 
