@@ -38,7 +38,7 @@ class ReplayBuffer:
         self.heap = sorted(entries, key=lambda entry: -entry[0])[: self.max_size]
 
     def sample(self, num_samples: int) -> list[Any]:
-        """Entries drawn with replacement in proportion to their scores, by torch's generator; none of an empty buffer."""
+        """Entries drawn with replacement in proportion to their scores (torch's generator); none of an empty one."""
         if not self.heap:
             return []
         weights = torch.tensor([score for score, _ in self.heap], dtype=torch.float64)

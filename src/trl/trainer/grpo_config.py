@@ -159,7 +159,7 @@ class GRPOConfig(GroupOptions, GroupTraining):
     advantage_estimator: str | None | AdvantageEstimator = option(  # noqa: RUF036 (HfArgumentParser looks for None there)
         None,
         "Function of rewards (N,) and group size that returns advantages (N,), or its name: 'scaled_by_group', "
-        "'scaled_by_batch', 'unscaled', 'leave_one_out'. None: as scale_rewards says.",
+        "'scaled_by_batch', 'unscaled', 'leave_one_out'. None, in GRPO: as scale_rewards says.",
     )
     top_entropy_quantile: float = option(
         1.0,

@@ -91,13 +91,7 @@ class RLOOConfig(OlderRLOO, GroupTraining):
 
     beta: float = same(GroupTraining, "beta", 0.05)
     num_generations: int | None = same(GroupTraining, "num_generations", 2)
-    advantage_estimator: str | None | AdvantageEstimator = same(  # noqa: RUF036
-        GRPOConfig,
-        "advantage_estimator",
-        "leave_one_out",
-        help="Function of rewards (N,) and group size that returns advantages (N,), or its name: 'leave_one_out', "
-        "'scaled_by_group', 'scaled_by_batch', 'unscaled'.",
-    )
+    advantage_estimator: str | None | AdvantageEstimator = same(GRPOConfig, "advantage_estimator", "leave_one_out")  # noqa: RUF036
     max_prompt_length: int | None = same(GroupTraining, "max_prompt_length", 512)
     normalize_advantages: bool = option(
         False, "Normalise the advantages of all completions generated at once to mean 0 and deviation 1."
