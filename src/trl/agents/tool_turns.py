@@ -134,12 +134,7 @@ class ReplyWriter:
         self.tokenizer: Any = text_tokenizer(processing_class)
 
     def ids(
-        self,
-        replies: Sequence[Message],
-        *,
-        last: int,
-        ends: Collection[int],
-        template_kwargs: Fields,
+        self, replies: Sequence[Message], *, last: int, ends: Collection[int], template_kwargs: Fields
     ) -> list[int]:
         """Messages and generation prompt after a turn that ends with `last`; `tool` messages answer its calls.
 

@@ -79,13 +79,7 @@ def last_indices(mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gae(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    *,
-    gamma: float = 1.0,
-    lam: float = 0.95,
-    gaps: Gaps = "skip",
+    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 0.95, gaps: Gaps = "skip"
 ) -> Estimates:
     """Generalised advantage estimates, `A_t = r_t + gamma V_{t+1} - V_t + gamma lam A_{t+1}`, and returns `A + V`.
 

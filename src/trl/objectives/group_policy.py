@@ -332,10 +332,7 @@ def entropy_threshold(entropies: Tensor, mask: Tensor, top: float) -> Tensor:
     known = entropies.detach()[mask != 0].to(torch.promote_types(entropies.dtype, torch.float32))
     if not len(known):
         return entropies.new_zeros(())
-    ordered, place = (
-        known.sort().values,
-        (1 - top) * (len(known) - 1),
-    )  # torch.quantile takes at most 2^24 values
+    ordered, place = known.sort().values, (1 - top) * (len(known) - 1)  # torch.quantile takes at most 2^24 values
     quantile = torch.lerp(ordered[int(place)], ordered[math.ceil(place)], place - int(place))
     return (quantile * (1 - 16 * torch.finfo(known.dtype).eps)).to(entropies.dtype)
 

@@ -89,12 +89,7 @@ def full(logps: Tensor, ref_logps: Tensor) -> Tensor:
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-KL_PENALTIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "kl": k1,
-    "abs": absolute,
-    "mse": k2,
-    "full": full,
-}
+KL_PENALTIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"kl": k1, "abs": absolute, "mse": k2, "full": full}
 
 
 def kl_penalty(logps: Tensor, ref_logps: Tensor, kind: str) -> Tensor:

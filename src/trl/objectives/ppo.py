@@ -20,12 +20,7 @@ from trl.tensors.statistics import clip_by_value
 
 
 def whitened_estimates(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    options: PPOOptions,
-    *,
-    of_all: Callable[[Moments], Moments],
+    rewards: Tensor, values: Tensor, mask: Tensor, options: PPOOptions, *, of_all: Callable[[Moments], Moments]
 ) -> Estimates:
     """Advantages, whitened over the batch of all processes, and returns (`whiten_rewards`: of whitened rewards).
 

@@ -58,11 +58,7 @@ class RolloutFunction:
 
 
 def generate_rollout_completions(
-    trainer: Any,
-    prompts: Sequence[Any],
-    *,
-    generation_overrides: Fields | None = None,
-    as_chat: bool | None = None,
+    trainer: Any, prompts: Sequence[Any], *, generation_overrides: Fields | None = None, as_chat: bool | None = None
 ) -> list[Json]:
     """Completions of prompts by the trainer's engine, for a `rollout_func`.
 

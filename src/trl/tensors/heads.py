@@ -112,10 +112,7 @@ class Scoring:
             hidden.new_empty(len(hidden), dtype=torch.bool if number == 2 else exact) if there else None
             for number, there in enumerate(computed)
         )
-        make, inputs = (
-            torch.empty if len(hidden) else torch.zeros,
-            (hidden, weight, bias),
-        )  # the first chunk writes
+        make, inputs = (torch.empty if len(hidden) else torch.zeros, (hidden, weight, bias))  # the first chunk writes
         sums = HeadGradients(
             *(
                 make(x.shape, dtype=exact, device=x.device) if x is not None and want else None

@@ -17,14 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from trl.tensors.heads import (
-    NOTHING_ELSE,
-    PLAIN_LOGITS,
-    Scoring,
-    chunk_size_of_any_head,
-    chunks,
-    without_autocast,
-)
+from trl.tensors.heads import NOTHING_ELSE, PLAIN_LOGITS, Scoring, chunk_size_of_any_head, chunks, without_autocast
 from trl.tensors.softmax_rows import LogitRule, Statistics, TokenScores, wide_scores
 
 # Logits of a call that are smaller than this together wait for the backward pass instead of being

@@ -16,10 +16,7 @@ _PER_ROW = ("pixel_values", "image_grid_thw")
 
 
 def pad(
-    tensors: list[Tensor],
-    padding_value: int = 0,
-    padding_side: str = "right",
-    pad_to_multiple_of: int | None = None,
+    tensors: list[Tensor], padding_value: int = 0, padding_side: str = "right", pad_to_multiple_of: int | None = None
 ) -> Tensor:
     """Stack tensors of one rank and different sizes into one, `B x (S_b, ...) -> (B, S, ...)`.
 
@@ -223,11 +220,7 @@ def split_pixel_values_by_grid(batch: dict[str, Tensor]) -> dict[str, Tensor | l
             f"image_grid_thw ({len(grids)} grids) must fit {sum(images)} images, {len(patches)} rows of pixel_values."
         )
     sections = [sum(lengths[start:stop]) for start, stop in pairwise([0, *accumulate(images)])]
-    return {
-        **batch,
-        "pixel_values": list(patches.split(sections)),
-        "image_grid_thw": list(grids.split(images)),
-    }
+    return {**batch, "pixel_values": list(patches.split(sections)), "image_grid_thw": list(grids.split(images))}
 
 
 def unsplit_pixel_values_by_grid(batch: dict[str, Tensor | list[Tensor]]) -> dict[str, Tensor]:
