@@ -31,7 +31,7 @@ class Chats:
     def __post_init__(self) -> None:
         self.tokenizer: Any = text_tokenizer(self.processing_class)
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Fields]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Json]) -> list[int]:
         """The tokens of a conversation. Raises: TemplateRefusal, APIError if it is too long."""
         chat = Chat(list(messages), list(tools) or None, self.template_kwargs)
         text = render_prompt(self.processing_class, chat)
@@ -56,7 +56,7 @@ class Chats:
     def _longest_token(self) -> int:
         return max(map(len, self.tokenizer.get_vocab())) + 1  # with a space that tokens do not have
 
-    def after(self, last: int, messages: Sequence[Message], tools: Sequence[Fields]) -> list[int]:
+    def after(self, last: int, messages: Sequence[Message], tools: Sequence[Json]) -> list[int]:
         """The tokens of messages after a turn with the last token `last`. Raises: TemplateRefusal, APIError."""
         self._check_length(sum(len(message["content"]) for message in messages))
         writer = ReplyWriter(self.processing_class, list(tools))
@@ -83,7 +83,7 @@ class Chats:
         return list(texts)
 
     def read(
-        self, ids: Sequence[int], context: Sequence[int], tools: Sequence[Fields], stops: Sequence[str]
+        self, ids: Sequence[int], context: Sequence[int], tools: Sequence[Json], stops: Sequence[str]
     ) -> tuple[str, list[ToolCall]]:
         """The text of a completion, and its calls, which are read where there are tools."""
         if not tools:

@@ -69,7 +69,7 @@ class Turn:
     parent: Turn | None
     shown: list[int]
     messages: Sequence[Message] = ()
-    tools: Sequence[Fields] = ()
+    tools: Sequence[Json] = ()
     stops: tuple[str, ...] = ()
     may_call: bool = True  # if there are tools
     state: str | None = None

@@ -18,6 +18,7 @@ from trl.data.formats import common_prefix_length
 from trl.data.rendering import (
     Chat,
     Fields,
+    Json,
     Message,
     ProcessingClass,
     TemplateRefusal,
@@ -50,7 +51,7 @@ class TurnReader:
     Blocks inside `<think>` are not calls. The thought stays in the message's content.
     """
 
-    def __init__(self, processing_class: ProcessingClass, schemas: Sequence[Fields]) -> None:
+    def __init__(self, processing_class: ProcessingClass, schemas: Sequence[Json]) -> None:
         self.tokenizer: Any = text_tokenizer(processing_class)
         self.schemas = list(schemas)
         template = getattr(self.tokenizer, "response_template", None)
@@ -129,7 +130,7 @@ def _read_call(call: Any) -> ToolCall:
 class ReplyWriter:
     """Token ids of tool answers and messages, from the end of the assistant's turn to the next one."""
 
-    def __init__(self, processing_class: ProcessingClass, schemas: Sequence[Fields]) -> None:
+    def __init__(self, processing_class: ProcessingClass, schemas: Sequence[Json]) -> None:
         self.processing_class, self.schemas = processing_class, list(schemas)
         self.tokenizer: Any = text_tokenizer(processing_class)
 
@@ -193,9 +194,7 @@ def _call_message(names: Sequence[str]) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def check_tool_template(
-    processing_class: ProcessingClass, schemas: Sequence[Fields], *, template_kwargs: Fields
-) -> None:
+def check_tool_template(processing_class: ProcessingClass, schemas: Sequence[Json], *, template_kwargs: Fields) -> None:
     """Raise ValueError if a template does not show tools or answers, or its calls cannot be read back."""
     if not template_source(processing_class):
         raise ValueError("tools need a chat template, the tokenizer has none. Set tokenizer.chat_template.")

@@ -26,7 +26,7 @@ class Tool:
     """A function that a model may call, under the name in its `schema`."""
 
     function: Callable[..., Any]
-    schema: Fields
+    schema: Json
 
     @property
     def name(self) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from trl.objectives.group_advantages import Scale, reward_statistics
@@ -24,7 +23,7 @@ OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 TURNS, CHAINS, CUT, OUTCOME_OF = "agent_turns", "agent_chains", "agent_cut", "agent_failed_"
 
 
-def of_all_processes(experience: Experience, accelerator: Accelerator) -> dict[str, Tensor]:
+def of_all_processes(experience: Experience, accelerator: Any) -> dict[str, Tensor]:
     """The columns per row and `length` (sampled tokens) of all processes: float64 `(N,)` on the CPU.
 
     Every process must have the same number of rows.

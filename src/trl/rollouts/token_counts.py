@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from trl.rollouts.experience import (
@@ -80,7 +80,7 @@ class TokenCounts:
         self._warned: set[str] = set()
         self._counts = dict.fromkeys(BUCKETS, 0)
 
-    def add(self, rows: Experience, accelerator: Accelerator, advantages: Tensor | None = None) -> dict[str, int]:
+    def add(self, rows: Experience, accelerator: Any, advantages: Tensor | None = None) -> dict[str, int]:
         """Count sampled rows of this process, with their tokens' `advantages (K,)` (None: `token_advantages`).
 
         Returns the counts added by all processes.
@@ -88,7 +88,7 @@ class TokenCounts:
         advantages = token_advantages(rows) if advantages is None else advantages
         return self._note(self._of(rows, advantages, _used(rows)), accelerator)
 
-    def mask(self, rows: Experience, chosen: Tensor, accelerator: Accelerator) -> None:
+    def mask(self, rows: Experience, chosen: Tensor, accelerator: Any) -> None:
         """Move tokens of counted rows that are not `chosen (K,)` to the bucket `masked`."""
         advantages, used = token_advantages(rows), _used(rows)
         moved = self._of(rows, advantages, used & chosen) - self._of(rows, advantages, used)
@@ -106,7 +106,7 @@ class TokenCounts:
             claims[FILTERED] = per_row[FILTERED][index]
         return token_ledger(advantages[sampled], {name: claim[sampled] for name, claim in claims.items()})
 
-    def _note(self, counts: Tensor, accelerator: Accelerator) -> dict[str, int]:
+    def _note(self, counts: Tensor, accelerator: Any) -> dict[str, int]:
         if accelerator.num_processes > 1:
             counts = accelerator.reduce(counts.to(accelerator.device), reduction="sum")
         added = dict(zip(BUCKETS, counts.tolist(), strict=True))

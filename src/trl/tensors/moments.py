@@ -11,15 +11,12 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trl.tensors.reduce import where_counted
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 _FLOOR = 1e-8  # added to a variance before values are divided by its root
 
@@ -62,7 +59,7 @@ def moments(values: Tensor, mask: Tensor | None = None) -> Moments:
     return Moments(count, mean, where_counted((wide - mean).square(), kept).sum())
 
 
-def over_processes(part: Moments, accelerator: Accelerator) -> Moments:
+def over_processes(part: Moments, accelerator: Any) -> Moments:
     """The moments of what all processes hold, given each one's own; the order of merging is the ranks'."""
     if accelerator.num_processes == 1:
         return part
@@ -95,7 +92,7 @@ class RunningMoments:
     `accelerator` gathers; `var` is the biased variance, as in the saved files of older programs.
     """
 
-    accelerator: Accelerator
+    accelerator: Any
     mean: float = 0
     std: float = 1
     var: float = 1
@@ -124,13 +121,13 @@ class RunningMoments:
         Path(json_path).write_text(json.dumps(state, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     @classmethod
-    def load_from_json(cls, accelerator: Accelerator, json_path: str) -> RunningMoments:
+    def load_from_json(cls, accelerator: Any, json_path: str) -> RunningMoments:
         """Read what `save_to_json` wrote."""
         return cls(accelerator=accelerator, **json.loads(Path(json_path).read_text(encoding="utf-8")))
 
 
 def get_global_statistics(
-    accelerator: Accelerator, xs: Tensor, mask: Tensor | None = None, device: str = "cpu"
+    accelerator: Any, xs: Tensor, mask: Tensor | None = None, device: str = "cpu"
 ) -> tuple[Tensor, Tensor, int]:
     """Mean, biased variance and count of the (masked) values of all processes, as tensors on `device`."""
     whole = over_processes(moments(xs, mask), accelerator)
