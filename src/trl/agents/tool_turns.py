@@ -174,7 +174,7 @@ class ReplyWriter:
             turn = {"role": "assistant", "content": _MARK.format(0)}
         ids = map(_id, range(len(tools)))
         answers = [{**reply, "tool_call_id": next(ids)} if reply["role"] == "tool" else reply for reply in replies]
-        chat = Chat([_QUESTION, turn, *(answers if answered else [])], self.schemas, template_kwargs)
+        chat = Chat([_QUESTION, turn, *(answers if answered else [])], [*self.schemas], template_kwargs)
         text = render(self.processing_class, chat, add_generation_prompt=answered)
         _, mark, tail = text.partition(_MARK.format(max(len(tools) - 1, 0)))
         if not mark:
