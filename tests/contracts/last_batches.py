@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from torch.utils.data import DataLoader
 
-from tests.contracts.methods import CLOCKS, OF_THE_RUN, ROWS, Found, sft
+from tests.contracts.methods import CLOCKS, OF_THE_RUN, ROWS, Found, metrics_of, sft
 from tests.trainer.one_step import fixed_rows
 
 METHODS = (
@@ -81,6 +82,19 @@ def dropped(processes: int) -> Found:
     return Found(trainer.keep.steps, [], {})
 
 
+def loader_of_a_program(processes: int) -> dict[str, float]:
+    """The metrics of five rows, read by an overridden `get_eval_dataloader`."""
+    trainer = sft()
+    rows: Any = trainer.train_dataset.select(range(5))
+
+    def get_eval_dataloader(eval_dataset: Any = None) -> Any:
+        loader = DataLoader(rows, batch_size=4 // processes, collate_fn=trainer.data_collator)
+        return trainer.accelerator.prepare(loader)
+
+    trainer.get_eval_dataloader = get_eval_dataloader
+    return metrics_of(trainer, rows)
+
+
 def uneven() -> list[str]:
     """The errors of processes with data sets of different lengths."""
     trainer, found = sft(), []
@@ -106,7 +120,8 @@ def every(processes: int) -> dict[str, Found]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    results, errors = every(2), uneven()
+    results, errors, metrics = every(2), uneven(), loader_of_a_program(2)
     if torch.distributed.get_rank() == 0:
-        torch.save({**{name: tuple(found) for name, found in results.items()}, "uneven": errors}, sys.argv[1])
+        found = {name: tuple(result) for name, result in results.items()}
+        torch.save({**found, "uneven": errors, "own loader": metrics}, sys.argv[1])
     torch.distributed.barrier()

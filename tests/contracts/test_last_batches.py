@@ -6,7 +6,7 @@ Gradients of each step and the weights at the end agree to 1e-10 of the largest,
 import pytest
 import torch
 
-from tests.contracts.last_batches import METHODS, OTHERS, ROWS, SIZES, dropped, resumed, run, sft
+from tests.contracts.last_batches import METHODS, OTHERS, ROWS, SIZES, dropped, loader_of_a_program, resumed, run, sft
 from tests.contracts.methods import Found
 from tests.contracts.test_invariance import assert_same
 from tests.two_processes import launch
@@ -37,6 +37,10 @@ def test_two_processes_are_one(name, two):
     assert_same(found, alone, 1e-12)
     if name != "all counted":  # which counts padding
         assert found.evaluation == alone.evaluation
+
+
+def test_a_loader_of_the_program_counts_each_row_once(two):
+    assert two["own loader"] == pytest.approx(loader_of_a_program(1), rel=1e-12)
 
 
 def test_data_sets_of_different_lengths_are_refused(two):

@@ -241,6 +241,30 @@ def test_pushes_within_a_run_and_the_averaged_model_have_the_dtype_of_the_files(
     assert create_model_from_path(str(tmp_path / "bema")).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(("strategy", "places"), [("checkpoint", ["last-checkpoint"] * 2), ("all_checkpoints", None)])
+def test_checkpoints_are_pushed_beside_a_model_in_the_dtype_of_the_files(
+    saved, tmp_path, monkeypatch, strategy, places
+):
+    hub, pushed = Mock(), []
+    hub.create_repo.return_value.repo_id = "me/x"
+
+    def upload(*_, folder_path, path_in_repo=None, **__):
+        file = Path(folder_path) / "model.safetensors"
+        pushed.append((path_in_repo, {x.dtype for x in load_file(file).values()}))
+        return Mock()
+
+    hub.upload_folder = upload
+    monkeypatch.setattr(transformers.trainer, "hf_api", lambda: hub)
+    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", upload)
+    settings = {"save_strategy": "steps", "save_steps": 2, "push_to_hub": True, "hub_model_id": "me/x"}
+    METHODS["sft"](saved, str(tmp_path), hub_strategy=strategy, **settings).train()
+    models = [dtypes for place, dtypes in pushed if place is None]
+    checkpoints = [(place, dtypes) for place, dtypes in pushed if place is not None]
+    assert models[:2] == [{torch.bfloat16}] * 2
+    expected = places or ["checkpoint-2", "checkpoint-4"]
+    assert checkpoints == [(place, {torch.float32}) for place in expected]
+
+
 def test_files_that_are_being_pushed_stay_as_they_are(saved, tmp_path, monkeypatch):
     hub, pushed = Mock(), []
     hub.create_repo.return_value.repo_id = "me/x"

@@ -19,6 +19,7 @@ from weakref import proxy
 
 import torch
 from datasets import Dataset
+from huggingface_hub import HfApi
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, Trainer
@@ -61,6 +62,7 @@ from trl.trainer.loaders import (
     check_lengths,
     evaluation_loader,
     fills_up,
+    in_rounds,
     order_of,
     rounds_of,
     row_lengths,
@@ -85,6 +87,7 @@ class BaseTrainer(Trainer):
     _config_class: ClassVar[type]
     _columns: tuple[str, ...] = ()  # that a collator reads
     _predictions: ClassVar[str] = "predictions"  # their name in the outputs of `compute_loss`
+    reads_rounds: ClassVar[bool] = True  # evaluations read each row once, in rounds of one batch for each process
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("loss",)  # that every evaluation has
 
     scorer: Scorer | PolicyValueScorer
@@ -481,6 +484,8 @@ class BaseTrainer(Trainer):
             self.reference.cast(torch.float16 if self.args.fp16_full_eval else torch.bfloat16)
         self._sums["eval"].drain()
         check_lengths(self.accelerator, dataloader.dataset, metric_key_prefix)
+        if self.reads_rounds:  # a loader of an overridden `get_eval_dataloader` too
+            in_rounds(dataloader, self.args.world_size)
         with own_rng_states(), holding(self, "compute_metrics", returns_dict(self.compute_metrics)):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
@@ -582,17 +587,28 @@ class BaseTrainer(Trainer):
             self._push(final)
 
     def _push(self, checkpoint: Path) -> None:
-        folder = str(checkpoint)
-        if self.args.hub_strategy == HubStrategy.EVERY_SAVE:
-            push = None if self.args.hub_always_push else self.push_in_progress
-            # The files of `output_dir` must stay as they are while the main process pushes an earlier model.
-            if on_main(self.accelerator, lambda: push is not None and not push.is_done()):
-                return
-            # In `save_dtype`: a checkpoint's weights, which the parent would copy, are those that train.
-            self.save_model(_internal_call=True)
-            folder = os.devnull
-        with holding(self, "args", unwritten(self.args)):
-            self._push_from_checkpoint(folder)
+        args, strategy = unwritten(self.args), self.args.hub_strategy
+        push = None if args.hub_always_push else self.push_in_progress
+        # The files of `output_dir` must stay as they are while the main process pushes an earlier model.
+        if strategy == HubStrategy.END or on_main(self.accelerator, lambda: push is not None and not push.is_done()):
+            return
+        # In `save_dtype`: a checkpoint's weights, which the parent would copy, are those that train.
+        self.save_model(_internal_call=True)
+        args.hub_strategy = HubStrategy.EVERY_SAVE
+        with holding(self, "args", args):
+            self._push_from_checkpoint(os.devnull)
+        if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS) and self.is_world_process_zero():
+            place = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else checkpoint.name
+            upload = HfApi().upload_folder(
+                repo_id=str(self.hub_model_id),
+                folder_path=checkpoint,
+                path_in_repo=place,
+                commit_message=f"Training in progress, step {self.state.global_step}, checkpoint",
+                token=args.hub_token,
+                run_as_future=True,
+                revision=args.hub_revision,
+            )
+            self.push_in_progress.jobs.append(upload)  # type: ignore[union-attr]
 
     def _get_output_dir(self, trial: Any) -> str:
         """In a run, the run's own folder, where the parent finds no older checkpoint to remove."""

@@ -91,6 +91,7 @@ class OnlineTrainer(BaseTrainer):
     reference: Reference | None = None
     images: PromptImages | None = None
     shares_prefix: bool = False
+    reads_rounds = False  # rows that accelerate repeats are taken out by their number
     evaluation_group: int = 1  # completions of each evaluation prompt
     rows_at_once: int  # rows that are scored in one forward after a rollout
     _sets: PromptSets
