@@ -88,7 +88,7 @@ def _sampler(loader: Any) -> Any:
     batches: Any = getattr(loader, "batch_sampler", None)  # none where a program brings the batches
     while hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler
-    return loader
+    return batches
 
 
 def rounds_of(loader: Any) -> WholeRounds | StreamRounds | None:
