@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
     from trl.agents.text_environment import TextEnvironment as TextEnvironment
     from trl.agents.text_environment import TextHistory as TextHistory
-    from trl.collators.completion_only import (
-        DataCollatorForCompletionOnlyLM as DataCollatorForCompletionOnlyLM,
-    )
+    from trl.collators.completion_only import DataCollatorForCompletionOnlyLM as DataCollatorForCompletionOnlyLM
     from trl.data.arithmetic import make_data as make_data
     from trl.data.formats import extract_prompt as extract_prompt
     from trl.data.formats import is_conversational as is_conversational
@@ -38,9 +36,7 @@ if TYPE_CHECKING:
     from trl.experimental.ppo.ppo_trainer import PPOTrainer as PPOv2Trainer  # noqa: F401
     from trl.models.diffusion.ddim import DDPOSchedulerOutput as DDPOSchedulerOutput
     from trl.models.diffusion.stable_diffusion import DDPOPipelineOutput as DDPOPipelineOutput
-    from trl.models.diffusion.stable_diffusion import (
-        DDPOStableDiffusionPipeline as DDPOStableDiffusionPipeline,
-    )
+    from trl.models.diffusion.stable_diffusion import DDPOStableDiffusionPipeline as DDPOStableDiffusionPipeline
     from trl.models.diffusion.stable_diffusion import (
         DefaultDDPOStableDiffusionPipeline as DefaultDDPOStableDiffusionPipeline,
     )

@@ -119,9 +119,7 @@ def _cut(text: str, stops: Sequence[str]) -> str:
 
 
 def readable_all(messages: Sequence[Fields]) -> list[Message]:
-    """Messages as templates read them. Answers of tools, for which clients give ids, have the names of their calls.
-    Raises: APIError.
-    """
+    """Messages as templates read them: answers of tools have the names of their calls. Raises: APIError."""
     readable_messages, names = list[Message](), dict[str, str]()
     for message in map(readable, messages):
         names |= {str(call.get("id")): call["function"]["name"] for call in message.get("tool_calls", [])}

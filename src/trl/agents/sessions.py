@@ -453,9 +453,7 @@ class Session:
 
 
 async def _beside(length: int, read: Callable[[], Read]) -> Read:
-    """What reading a text of this length gives; a long one is read on a thread, because the event loop serves other
-    sessions.
-    """
+    """What reading such a text gives; a long one is read on a thread: the event loop serves other sessions."""
     return await asyncio.to_thread(read) if length > LONG else read()
 
 

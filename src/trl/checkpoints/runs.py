@@ -102,9 +102,7 @@ class Runs:
 
     @contextmanager
     def writing(self, state: TrainerState, *, writes: bool) -> Iterator[Path]:
-        """The folder for a checkpoint, which is removed where writing fails: an unfinished one takes a full disk's
-        space.
-        """
+        """The folder for a checkpoint, removed where writing fails: an unfinished one would fill the disk."""
         assert self.current is not None
         folder = self.current.folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         try:

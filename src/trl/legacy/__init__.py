@@ -65,9 +65,7 @@ _IGNORED: Mapping[str, Mapping[str, str]] = {
         "dataset_batch_size": "rows are prepared in batches of a fixed size",
     },
     "DPOConfig": {"is_encoder_decoder": "the model's config says what it is"},
-    "RLOOConfig": {
-        "data_collator": "prompts are tokenised by the trainer",
-    },
+    "RLOOConfig": {"data_collator": "prompts are tokenised by the trainer"},
 }
 
 

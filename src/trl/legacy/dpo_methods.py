@@ -30,23 +30,14 @@ from trl.models.policy import make_scorer
 from trl.models.scoring.causal import Scored, mean_logits
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.pairs import PairScores, pair_metrics
-from trl.objectives.preference import (
-    PAIR_LOSSES,
-    nll_coefficient,
-    preference_terms,
-)
+from trl.objectives.preference import PAIR_LOSSES, nll_coefficient, preference_terms
 from trl.options.checks import lookup
 from trl.reporting.metrics import Processes
 from trl.tensors.reduce import LossTerms
 from trl.tensors.sequences import split_pairs, tokens_by_sequence
 
 PairLosses = tuple[Tensor, Tensor, Tensor]
-_OLDER_LOGPS = (
-    "policy_chosen_logps",
-    "policy_rejected_logps",
-    "reference_chosen_logps",
-    "reference_rejected_logps",
-)
+_OLDER_LOGPS = ("policy_chosen_logps", "policy_rejected_logps", "reference_chosen_logps", "reference_rejected_logps")
 
 
 class LegacyDPO(LegacyReference):
@@ -239,9 +230,7 @@ class LegacyDPO(LegacyReference):
         max_completion_length: int | None = None,
         add_special_tokens: bool = True,
     ) -> dict[str, Any]:
-        """`tokenize_row` for a row with `images`: the prompt goes through the processor, whose other values are
-        kept.
-        """
+        """`tokenize_row` for a row with `images`: the prompt goes through the processor."""
         row: dict[str, Any] = dict(
             tokenize_preference_row(features, processing_class, None, max_completion_length, add_special_tokens)
         )

@@ -12,16 +12,7 @@ from torch import Tensor, nn
 
 from trl.collators.preference import DPODataCollatorWithPadding
 from trl.data.formats import common_prefix_length
-from trl.legacy.interface import (
-    LOSSES,
-    NOT_CALLED,
-    RECORDED,
-    REFERENCES,
-    WHOLE_BATCH,
-    Legacy,
-    NotCalled,
-    call_with,
-)
+from trl.legacy.interface import LOSSES, NOT_CALLED, RECORDED, REFERENCES, WHOLE_BATCH, Legacy, NotCalled, call_with
 from trl.methods.method import CONTEXT, Method, Outcome, Scoring, Step
 from trl.models.packed.layout import padded_rows, scored_sequences
 from trl.models.reference import AdapterReference
@@ -259,9 +250,7 @@ class LegacyPairs(LegacyJudged):
         return DPODataCollatorWithPadding(self.scorer.pad_token_id)(rows)
 
     def trained_method(self, step: Step) -> Method:
-        """That of an overridden `get_batch_loss_metrics` (within a step), or of an overridden loss such as
-        `dpo_loss`.
-        """
+        """That of an overridden `get_batch_loss_metrics` (within a step), or of a loss such as `dpo_loss`."""
         if step.counts is not None and self.overridden(*WHOLE_BATCH):
             return OverriddenBatch(self)
         return OverriddenLoss(self) if self.overridden(*LOSSES) else self.method

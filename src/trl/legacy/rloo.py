@@ -65,9 +65,7 @@ def _with_sizes_of_run(
     *,
     is_older_call: bool,
 ) -> RLOOConfig:
-    """A copy with the sizes of the run filled in; without any setting of 0.21 the same config, unless the call is one
-    of 0.21.
-    """
+    """A copy with the run's sizes filled in; the same config without a setting or a call of 0.21."""
     if is_older_call and not args.is_older:
         args = dataclasses.replace(args, rloo_k=args.num_generations)
     if not args.is_older:
@@ -82,9 +80,7 @@ def _with_sizes_of_run(
 
 
 def _older_reward(reward_model: Any, processing_class: Processor | None, args: RLOOConfig) -> Any:
-    """The reward source of a `reward_model`: a classifier reads the policy's tokens, a function of texts whole
-    texts.
-    """
+    """The source of a `reward_model`: a classifier reads the policy's tokens, a function whole texts."""
     if processing_class is None or isinstance(reward_model, (list, tuple)):
         return reward_model
     tokenizer = text_tokenizer(processing_class)

@@ -248,9 +248,7 @@ class LegacyPromptRows(LegacyGroups):
     def tokenize_row(
         feature: Mapping[str, Any], is_encoder_decoder: bool, tokenizer: PreTrainedTokenizerBase
     ) -> dict[str, Any]:
-        """A row with its prompt as `prompt_input_ids` and `prompt_attention_mask`; for decoders after the begin
-        token.
-        """
+        """A row with `prompt_input_ids` and `prompt_attention_mask`; for decoders after the begin token."""
         ids = [int(token) for token in tokenizer(feature["prompt"], add_special_tokens=False)["input_ids"]]  # type: ignore[union-attr]
         begin = tokenizer.bos_token_id
         if not is_encoder_decoder and isinstance(begin, int) and ids[:1] != [begin]:

@@ -140,9 +140,7 @@ class LegacyBCO(LegacyUnpaired):
     match_underlying_distribution = View(lambda trainer: trainer._density is not None)
 
     def forward(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """Log-probs of chosen and rejected completions, `(C,)` and `(R,)`, and their logits `(C, T, V)` and `(R, T,
-        V)`.
-        """
+        """Log-probs `(C,)` and `(R,)` of chosen and rejected completions, and their logits `(., T, V)`."""
         return super().forward(model, batch)[:4]
 
     def compute_reference_log_probs(self, padded_batch: Mapping[str, Any]) -> Tensor:
@@ -184,9 +182,7 @@ class LegacyBCO(LegacyUnpaired):
         return losses, *rewards_by_kind(scores, self.args.beta), delta
 
     def call_loss_method(self, batch: dict[str, Any], policy: Any, reference: Any) -> Any:
-        """What an overridden `bco_loss` gives for a batch; rewards that count already as part of a step do not move
-        delta.
-        """
+        """What an overridden `bco_loss` gives; rewards that already count in a step do not move delta."""
         prompts, kinds = self.method.embeddings(batch), (batch["label"], ~batch["label"])
         embeddings = [None if prompts is None else prompts[kind] for kind in kinds]
         moves = self.mode == "train" and CONTEXT not in batch

@@ -99,9 +99,7 @@ class DPOMethod(Method):
         return scores.per_token(*split_pairs(tokens_by_sequence(scored.positions.sequence, len(policy))))
 
     def terms(self, batch: Batch, scored: Scored, step: Step) -> Outcome:
-        """The losses of a batch's pairs, and the likelihood of their chosen completions where it is part of the
-        loss.
-        """
+        """The losses of a batch's pairs, and the likelihood of their chosen completions if the loss has it."""
         logged = self.pair_scores(batch, scored)
         scores = self._compared(logged)
         if self._compares_pairs:
@@ -137,9 +135,7 @@ class DPOMethod(Method):
         return PairScores.without_reference(scores.chosen, scores.rejected)
 
     def totals(self, batch: Batch, scored: Scored) -> Tensor:
-        """Log-prob of each completion `(2B,)`, those of tokens past the shorter one's length discounted by
-        `ld_alpha`.
-        """
+        """Log-prob of each completion `(2B,)`; tokens past the shorter one's length count `ld_alpha`."""
         sequence, alpha, count = (scored.positions.sequence, self.args.ld_alpha, 2 * row_count(batch, per_row=2))
         if alpha is None:
             return sum_by_sequence(scored.logps, sequence, count)

@@ -79,9 +79,7 @@ class GRPOMethod(GroupMethod):
         return self.args.vllm_importance_sampling_correction and SAMPLING_LOGPS in experience.per_token
 
     def corrected(self, experience: Experience, *, is_exact: bool, counted: Tensor) -> Corrected | None:
-        """With importance weights, or, for a loss with weights of sequences, with the sampler's log-probs as the old
-        ones.
-        """
+        """With importance weights, or, where sequences are weighted, the sampler's log-probs as the old ones."""
         if is_exact or not self._corrects(experience) or OLD not in experience.per_token:
             return None
         row, old = experience.completions.row_index, experience.per_token[OLD]
@@ -119,9 +117,7 @@ class GRPOMethod(GroupMethod):
 
 
 def from_teacher(experience: Experience) -> Tensor:
-    """How much more likely the teacher finds each sampled token, `log q - log p`, `(K,)`; 0 where nothing is
-    trained.
-    """
+    """`log q - log p` `(K,)` of teacher q and policy p for each sampled token; 0 where nothing is trained."""
     columns = experience.per_token
     gaps = reverse_kl_advantages(columns.get(STUDENT, columns[OLD]), columns[TEACHER])
     return where_counted(gaps, columns[TRAINED])

@@ -54,9 +54,7 @@ class Outcome(NamedTuple):
     extremes: Mapping[str, Tensor] = {}
 
     def totals(self, units: Sequence[Unit], counts: Tensor, *, router_weight: float) -> list[Tensor]:
-        """Summed losses for each kind of unit; the router's of a mixture of experts is a mean over the batch's
-        units.
-        """
+        """Summed losses for each kind of unit; the router's loss is a mean over the batch's units."""
         totals = [torch.zeros(()) for _ in units]
         if self.local is not None:
             totals[0] = self.local

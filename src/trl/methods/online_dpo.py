@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 
 
 class OnlineDPOMethod(GroupMethod):
-    """A loss of `PAIR_LOSSES` on pairs of a prompt's completions whose scores differ (Guo et al. 2024,
-    arXiv:2402.04792).
-    """
+    """A loss of `PAIR_LOSSES` on pairs of completions (Guo et al. 2024, arXiv:2402.04792)."""
 
     args: OnlineDPOConfig
     pairs_rows = True

@@ -26,9 +26,7 @@ KL = "kl"
 
 
 class RLOOMethod(GroupMethod):
-    """Rewards less the KL penalty, advantages over the mean of the others, the clipped surrogate of whole
-    completions.
-    """
+    """Rewards less the KL penalty, leave-one-out advantages, the clipped surrogate of whole completions."""
 
     args: RLOOConfig
     eos_token_id: int | None = None

@@ -126,9 +126,7 @@ def rollout_metrics(
 
 
 def estimate_statistics(advantages: Tensor, returns: Tensor, values: Tensor, mask: Tensor) -> Mapping[str, Tensor]:
-    """Means, and unbiased variances where documented, of what a value loss learns from; over masked-in tokens,
-    0-dim.
-    """
+    """Means, and documented unbiased variances, of what a value loss learns from; over the mask, 0-dim."""
     of_returns, of_values = moments(returns, mask), moments(values, mask)
     return {
         "policy/advantages_mean": moments(advantages, mask).mean,

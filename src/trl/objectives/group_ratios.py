@@ -60,9 +60,7 @@ class GroupTokens:
 
 
 def token_ratios(logps: Tensor, tokens: GroupTokens) -> Tensor:
-    """`p / p_old` of each token with gradient, 1 outside of the mask. Source: Schulman et al. 2017
-    (arXiv:1707.06347).
-    """
+    """`p / p_old` of each token with gradient, 1 outside of the mask (Schulman et al. 2017, arXiv:1707.06347)."""
     return probability_ratio(logps, tokens.old(logps), tokens.mask)
 
 

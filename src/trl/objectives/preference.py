@@ -51,9 +51,7 @@ def hinge(scores: PairScores, options: PairOptions) -> Tensor:
 
 
 def ipo(scores: PairScores, options: PairOptions) -> Tensor:
-    """`(h - 1 / (2 beta))^2`. Source: Azar et al. 2023, IPO, eq. 17 (arXiv:2310.12036), on sums; DPO gives means over
-    tokens.
-    """
+    """`(h - 1 / (2 beta))^2`, h of sums, in DPO of means (Azar et al. 2023, IPO, eq. 17, arXiv:2310.12036)."""
     return (margin(scores, options) - 1 / (2 * options.beta)).square()
 
 

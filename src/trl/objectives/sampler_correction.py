@@ -67,9 +67,7 @@ def correction(
 
 
 def correction_metrics(corrected: Correction, mask: Tensor) -> dict[str, Weighted]:
-    """The documented means: `sampling/sampling_logp_difference/mean` in nats,
-    `sampling/importance_sampling_ratio/mean`.
-    """
+    """`sampling/sampling_logp_difference/mean` in nats, `sampling/importance_sampling_ratio/mean`."""
     return {
         "sampling/sampling_logp_difference/mean": weighted(corrected.gaps, mask),
         "sampling/importance_sampling_ratio/mean": weighted(corrected.ratios, corrected.counted),

@@ -71,9 +71,7 @@ def sampled_tokens(rows: Experience) -> Tensor:
 
 
 class TokenCounts:
-    """The number of completion tokens in each bucket since the run began, over all processes, which must count
-    together.
-    """
+    """The completion tokens in each bucket so far, over all processes, which must count together."""
 
     def __init__(self, *, masks_truncated: bool) -> None:
         self._masks_truncated = masks_truncated

@@ -108,10 +108,7 @@ def _check(script_args: TeachScriptArguments, args: GKDConfig, dataset_args: Dat
 
 
 def _prepared(
-    script_args: TeachScriptArguments,
-    args: GKDConfig,
-    model_args: ModelConfig,
-    dataset_args: DatasetMixtureConfig,
+    script_args: TeachScriptArguments, args: GKDConfig, model_args: ModelConfig, dataset_args: DatasetMixtureConfig
 ) -> "tuple[Dataset, Policy]":
     """The rows as GKD trains on them, and the teacher with the student's tokenizer (its own if no student is given)."""
     from trl.models.loading import load_processing_class

@@ -111,10 +111,7 @@ class BaseTrainer(Trainer):
         self.check_class()
         if sets is not None and train_sets is not None:
             self._sets = sets
-            for name, prepare in (
-                ("train_dataset", train_sets.train),
-                ("eval_dataset", sets.evaluation),
-            ):
+            for name, prepare in (("train_dataset", train_sets.train), ("eval_dataset", sets.evaluation)):
                 if kwargs[name] is not None:
                     kwargs[name] = prepare(kwargs[name])
         self._sums = {"train": MetricSums(), "eval": MetricSums()}
@@ -434,15 +431,9 @@ class BaseTrainer(Trainer):
             return super().evaluate(*args, **kwargs)
 
     def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """Loss, and on request predictions and labels, of one evaluation batch; a row that only fills up does not
-        count.
-        """
+        """Loss, and on request predictions and labels, of a batch; a row that only fills up does not count."""
         inputs = self._prepare_inputs(inputs)
         is_extra = self._fills_up()
         if is_extra:

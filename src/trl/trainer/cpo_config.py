@@ -40,9 +40,7 @@ class CPOConfig(PromptFirstOptions):
     )
     simpo_gamma: float = option(0.5, "Margin by which the chosen reward is to exceed the rejected (simpo).")
     alpha: float = option(
-        0.0,
-        "Changes the reward of every loss from log p to (1 - p^-alpha) / alpha (AlphaPO). 0: log p.",
-        "(-inf, inf)",
+        0.0, "Changes the reward of every loss from log p to (1 - p^-alpha) / alpha (AlphaPO). 0: log p.", "(-inf, inf)"
     )
     prefix_sharing: PrefixSharingMode = shared("prefix_sharing")
 

@@ -16,9 +16,7 @@ class PolicyGradientOptions(DiffusionOptions):
     train_cfg: bool = option(True, "Train the guided model. False: sample with guidance, train the model without it.")
     train_adv_clip_max: float = option(5.0, "Largest size of an advantage.", "> 0")
     train_clip_range: float = option(
-        1e-4,
-        "Clip range of the ratio of a step's probabilities, which are means over the latent's elements.",
-        "> 0",
+        1e-4, "Clip range of the ratio of a step's probabilities, which are means over the latent's elements.", "> 0"
     )
     train_timestep_fraction: float = option(1.0, "Share of an image's denoising steps that is trained on.", "(0, 1]")
     async_reward_computation: bool = option(

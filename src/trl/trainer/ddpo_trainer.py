@@ -76,9 +76,7 @@ class DDPOTrainer(DiffusionTrainer):
     _config_class: ClassVar[Any] = DDPOConfig
 
     def set_up(self) -> None:
-        """Check the batch sizes, choose the denoising steps that are trained, and start the threads of async
-        rewards.
-        """
+        """Check the batch sizes, choose the trained denoising steps, and start the threads of async rewards."""
         check_batch_sizes(self.config, self.accelerator.num_processes)
         self._random_steps = self.policy.random_steps().nonzero()[:, 0].tolist()
         steps, share = self.config.sample_num_steps, self.config.train_timestep_fraction

@@ -31,9 +31,7 @@ _KNOWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_G
 
 
 def make_policy(model: Any, config: Any) -> DiffusionPolicy:
-    """The policy of a pipeline, by its kind; one of diffusers gets an adapter. Raises TypeError for another kind of
-    model.
-    """
+    """The policy of a pipeline; one of diffusers gets an adapter. Raises TypeError for another kind of model."""
     if not isinstance(model, (FlowPipeline, DDPOStableDiffusionPipeline)):
         wrappers = (FlowPipeline, DefaultDDPOStableDiffusionPipeline)
         fitting = [kind for kind in wrappers if hasattr(model, kind.part)]
@@ -79,10 +77,7 @@ def make_accelerator(config: Any) -> Accelerator:
         project.pop(name, None)
     AcceleratorState._reset_state()  # a process may train several models; TrainingArguments does the same
     accelerator = Accelerator(
-        log_with=config.log_with,
-        mixed_precision=precision,
-        project_config=ProjectConfiguration(**project),
-        **options,
+        log_with=config.log_with, mixed_precision=precision, project_config=ProjectConfiguration(**project), **options
     )
     kind, count = accelerator.distributed_type, accelerator.gradient_accumulation_steps
     if kind not in _KNOWN or count != 1:

@@ -323,12 +323,7 @@ class DiffusionTrainer:
     # ---- the trained model
 
     def save_pretrained(
-        self,
-        save_directory: str | Path,
-        *,
-        repo_id: str | None = None,
-        push_to_hub: bool = False,
-        **kwargs: Any,
+        self, save_directory: str | Path, *, repo_id: str | None = None, push_to_hub: bool = False, **kwargs: Any
     ) -> str | None:
         """Write the pipeline and the model card into a folder; `push_to_hub` uploads it, and returns its address."""
         if not self.accelerator.is_main_process:
@@ -350,10 +345,7 @@ class DiffusionTrainer:
             return self.save_pretrained(folder, repo_id=repo_id, push_to_hub=True, **kwargs)
 
     def create_model_card(
-        self,
-        model_name: str | None = None,
-        dataset_name: str | None = None,
-        tags: str | list[str] | None = None,
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
         """Write `README.md` into the project's folder."""
         if self.accelerator.is_main_process:

@@ -51,8 +51,7 @@ class DPOConfig(ReferenceSync, ReferencePolicy, PreferenceOptions):
     loss_weights: list[float] | None = option(None, "Weight of each loss of loss_type (MPO). None: 1 each.")
     label_smoothing: float = shared("label_smoothing")
     f_divergence_type: str = option(
-        FDivergenceType.REVERSE_KL,
-        "Regulariser of the policy: reverse_kl, js_divergence or alpha_divergence.",
+        FDivergenceType.REVERSE_KL, "Regulariser of the policy: reverse_kl, js_divergence or alpha_divergence."
     )
     f_alpha_divergence_coef: float = option(
         1.0, "Alpha of the alpha divergence: u^-alpha, u the likelihood ratio.", "(-inf, inf)"

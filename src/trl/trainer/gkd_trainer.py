@@ -342,9 +342,7 @@ class GKDTrainer(LegacyGKD, SFTTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | None]:
-        """The micro-batches of an optimiser step, some with completions of the student or the teacher, and their
-        count.
-        """
+        """The micro-batches of an optimiser step, some with sampled completions, and their count."""
         batches: Any = list(islice(epoch_iterator, num_batches))
         if self._generated is not None and batches:
             step, model = self.state.global_step, self.model_wrapped

@@ -15,14 +15,7 @@ import torch
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 from torch import Tensor
 
-from trl.collators.images import (
-    PromptText,
-    as_read,
-    check_processor,
-    image_tokens,
-    prompt_inputs,
-    prompt_tokens,
-)
+from trl.collators.images import PromptText, as_read, check_processor, image_tokens, prompt_inputs, prompt_tokens
 from trl.data.image_rows import ImagePrompts, check_image_prompts
 from trl.data.prompts import IMAGE_KEY, PROMPT_IDS, PromptPreparation, PromptSets, check_prompt_ids
 from trl.generation.transformers.model_generate import MoreInputs
@@ -77,15 +70,9 @@ class PromptImages:
         return prompts.text(row, index, images), images
 
     def model_inputs(
-        self,
-        prompts: Sequence[tuple[int, int]],
-        ends: Sequence[int],
-        width: int,
-        change: ChangeImages | None = None,
+        self, prompts: Sequence[tuple[int, int]], ends: Sequence[int], width: int, change: ChangeImages | None = None
     ) -> dict[str, Tensor]:
-        """The model's inputs besides tokens, for prompts of one set: pairs of a key and a number of tokens; see
-        `prompt_inputs`.
-        """
+        """The model's inputs besides tokens, for pairs of a key and a number of tokens; see `prompt_inputs`."""
         rows = []
         for row, (key, length) in enumerate(prompts):
             text, images = self._row(key)

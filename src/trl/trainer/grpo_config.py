@@ -162,9 +162,7 @@ class GRPOConfig(GroupOptions, GroupTraining):
         "'scaled_by_batch', 'unscaled', 'leave_one_out'. None, in GRPO: as scale_rewards says.",
     )
     top_entropy_quantile: float = option(
-        1.0,
-        "Share of the tokens that are trained, those of largest entropy (the paper uses 0.2). 1: all.",
-        "[0, 1]",
+        1.0, "Share of the tokens that are trained, those of largest entropy (the paper uses 0.2). 1: all.", "[0, 1]"
     )
     teacher_kl_coef: float = option(
         0.0,
@@ -180,8 +178,7 @@ class GRPOConfig(GroupOptions, GroupTraining):
         ">= 1",
     )
     vllm_importance_sampling_correction: bool = option(
-        True,
-        "Weigh the loss by the ratio of the trainer's probabilities to those of the sampler (any engine).",
+        True, "Weigh the loss by the ratio of the trainer's probabilities to those of the sampler (any engine)."
     )
     vllm_importance_sampling_mode: str = option(
         "sequence_mask",

@@ -157,9 +157,7 @@ def _is_foreign(given: Any, ours: type, of_text: tuple[type, ...]) -> bool:
 
 
 def check_parts(policy: Policy) -> ProcessorMixin:
-    """The policy's processor. Raises ImportError, TypeError or ValueError without Pillow, a processor or a model for
-    images.
-    """
+    """The policy's processor. Raises ImportError, TypeError or ValueError where Pillow, it or a model is missing."""
     if importlib.util.find_spec("PIL") is None:
         raise ImportError("rows with images need Pillow. Install it with: pip install 'trl[vlm]'")
     processing_class, core = policy.processing_class, causal_core(policy.model)

@@ -13,13 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    EvalPrediction,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-    TrainingArguments,
-)
+from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
 from trl.checkpoints.runs import Run

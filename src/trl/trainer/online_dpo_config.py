@@ -41,15 +41,11 @@ class OnlineDPOConfig(JudgeOptions, GroupTraining):
     num_generations: int | None = same(GroupTraining, "num_generations", 2)
     max_new_tokens: int = option(64, "Longest completion, in tokens.", ">= 1")
     max_length: int | None = option(
-        512,
-        "Longest prompt and completion together, in tokens; longer prompts keep their end. None: no limit.",
-        ">= 2",
+        512, "Longest prompt and completion together, in tokens; longer prompts keep their end. None: no limit.", ">= 2"
     )
     max_completion_length: int | None = option(None, "Another name of max_new_tokens.", ">= 1")
     max_prompt_length: int | None = option(
-        None,
-        "Longest prompt, in tokens; longer ones keep their end. None: max_length less max_new_tokens.",
-        ">= 1",
+        None, "Longest prompt, in tokens; longer ones keep their end. None: max_length less max_new_tokens.", ">= 1"
     )
     temperature: float = shared("temperature", 0.9)
     missing_eos_penalty: float | None = option(
@@ -61,8 +57,7 @@ class OnlineDPOConfig(JudgeOptions, GroupTraining):
     )
     loss_type: str = option("sigmoid", "Loss of a pair.", choices=ONLINE_LOSSES)
     pair_selection: Selection = option(
-        "best_worst",
-        "With more than two completions: the best and the worst ('best_worst'), or each two ('all').",
+        "best_worst", "With more than two completions: the best and the worst ('best_worst'), or each two ('all')."
     )
     tie_policy: TiePolicy = option(
         "drop", "Pairs with equal scores: 'drop' them, or train 'both' orders with half the weight."

@@ -239,9 +239,7 @@ class OnlineTrainer(BaseTrainer):
         return min(max(state.remainder - self.args.process_index * rows, 0), rows)
 
     def _rows_of_all(self, experience: Experience, *, is_evaluation: bool) -> dict[str, Tensor]:
-        """The columns per row of all processes, without the rows that accelerate repeats to fill an evaluation
-        batch.
-        """
+        """The columns per row of all processes, without rows that accelerate repeats to fill a batch."""
         rows, state = of_all_processes(experience, self.accelerator), self.accelerator.gradient_state
         if not (is_evaluation and self.args.world_size > 1 and state.end_of_dataloader and state.remainder > 0):
             return rows
@@ -349,10 +347,7 @@ class OnlineTrainer(BaseTrainer):
             ScoreOptions(temperature=each) for each in (self.scoring_temperature, self._teacher_temperature)
         )
         policy: Any = without_ddp(self.model_wrapped)  # type: ignore[arg-type]
-        scored_by = {
-            REF: (self.reference, own),
-            TEACHER: (getattr(self.teacher, "reference", None), teachers),
-        }
+        scored_by = {REF: (self.reference, own), TEACHER: (getattr(self.teacher, "reference", None), teachers)}
         with self.accelerator.autocast():
             if OLD in columns:
                 scored = self.scorer.score(policy, batch, own)

@@ -23,7 +23,6 @@ class ORPOConfig(PromptFirstOptions):
 
     learning_rate: float = same(TrainingArguments, "learning_rate", 1e-6)
     beta: float = option(
-        0.1,
-        "Weight of the odds-ratio loss beside the likelihood of the chosen sequences: the paper's lambda.",
+        0.1, "Weight of the odds-ratio loss beside the likelihood of the chosen sequences: the paper's lambda."
     )
     prefix_sharing: PrefixSharingMode = shared("prefix_sharing")

@@ -1,6 +1,4 @@
-"""Configuration of PPO step by step, with a loop of the user's own, and what all configs of a policy's own responses
-share.
-"""
+"""Configuration of PPO step by step, and what all configs of a policy's own responses share."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -14,13 +12,7 @@ from trl.options.methods import PPOOptions
 from trl.options.shared import JSONDict, LoopOptions, Weights, shared
 from trl.options.training import TrainingDefaults
 
-_OF_DATA_SETS = {
-    "num_ppo_epochs",
-    "reward_model_path",
-    "kl_coef",
-    "kl_estimator",
-    "ds3_gather_for_generation",
-}
+_OF_DATA_SETS = {"num_ppo_epochs", "reward_model_path", "kl_coef", "kl_estimator", "ds3_gather_for_generation"}
 KLPenalty = Literal["kl", "abs", "mse", "full"]
 
 
@@ -49,8 +41,7 @@ class EpisodeOptions(OptionGroup):
         ">= 1",
     )
     sft_model_path: str = option(
-        "EleutherAI/pythia-160m",
-        "Where a script loads the policy from. The trainer takes the model it is given.",
+        "EleutherAI/pythia-160m", "Where a script loads the policy from. The trainer takes the model it is given."
     )
 
     def check(self) -> None:
@@ -88,8 +79,7 @@ class OnPolicyConfig(EpisodeOptions, TrainingDefaults):
     world_size: int | None = option(None, "Number of processes. Filled in by the trainer.")
     num_total_batches: int | None = option(None, "Rollouts of the whole run. Filled in by the trainer.")
     micro_batch_size: int | None = option(
-        None,
-        "Rows per pass, over all processes: per_device_train_batch_size * world_size. Filled in by the trainer.",
+        None, "Rows per pass, over all processes: per_device_train_batch_size * world_size. Filled in by the trainer."
     )
     local_batch_size: int | None = option(
         None,
@@ -155,8 +145,7 @@ class PPOConfig(LoopOptions, PPOOptions):
     model_name: str | None = option("gpt2", "Name of the model, for scripts and trackers only.")
     query_dataset: str | None = option("imdb", "Name of the data set, for scripts and trackers only.")
     reward_model: str | None = option(
-        "sentiment-analysis:lvwerra/distilbert-imdb",
-        "Name of the reward model, for scripts and trackers only.",
+        "sentiment-analysis:lvwerra/distilbert-imdb", "Name of the reward model, for scripts and trackers only."
     )
     remove_unused_columns: bool = option(
         True, "Keep only 'query', 'response', 'label' and the model's inputs of a datasets.Dataset."

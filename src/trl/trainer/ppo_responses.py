@@ -80,9 +80,7 @@ def responses_as_rows(queries: Sequence[Tensor], responses: Sequence[Tensor]) ->
 def score_responses(
     scorer: Any, model: nn.Module, rows: Experience, *, logits: bool = False, entropies: bool = False
 ) -> ResponseScores:
-    """Scores of one forward pass, with gradient unless it is off; equal queries are neighbours, so that they can be
-    shared.
-    """
+    """Scores of one forward pass, with gradient unless it is off; equal queries must be neighbours."""
     prompts = [prompt.tolist() for prompt in rows.prompts.split()]
     order = torch.tensor(sorted(range(len(rows)), key=prompts.__getitem__))
     rows = rows.take(order.to(rows.prompts.values.device))

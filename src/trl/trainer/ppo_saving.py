@@ -65,12 +65,7 @@ class SavedPolicy:
             self.dataloader.load_state_dict(state["loader"])
 
     def save_pretrained(
-        self,
-        save_directory: str | Path,
-        *,
-        repo_id: str | None = None,
-        push_to_hub: bool = False,
-        **kwargs: Any,
+        self, save_directory: str | Path, *, repo_id: str | None = None, push_to_hub: bool = False, **kwargs: Any
     ) -> str | None:
         """Save policy (value head included), tokenizer and model card into a folder; all processes must call it.
 
@@ -102,9 +97,7 @@ class SavedPolicy:
         create_pr: bool = False,
         max_shard_size: int | str = "50GB",
     ) -> str | None:
-        """Upload policy, tokenizer and model card; returns the address on the main process. All processes must call
-        it.
-        """
+        """Upload policy, tokenizer and card; the address on the main process. All processes must call it."""
         with tempfile.TemporaryDirectory() as folder:
             return self.save_pretrained(
                 folder, repo_id=repo_id, push_to_hub=True, commit_message=commit_message, private=private, token=token,

@@ -39,21 +39,11 @@ _CITATION = """@article{ziegler2019finetuning,
     journal = {arXiv preprint arXiv:1909.08593},
     year    = {2019}
 }"""
-_FACTS = (
-    "learning_rate",
-    "batch_size",
-    "mini_batch_size",
-    "ppo_epochs",
-    "init_kl_coef",
-    "kl_penalty",
-    "seed",
-)
+_FACTS = ("learning_rate", "batch_size", "mini_batch_size", "ppo_epochs", "init_kl_coef", "kl_penalty", "seed")
 
 
 def check_parts(config: Any, model: Any, tokenizer: Any, unknown: Mapping[str, Any]) -> None:
-    """Raise TypeError for a config, model or tokenizer that is missing or of another kind, and for `unknown`
-    arguments.
-    """
+    """Raise TypeError for a config, model or tokenizer of another kind, and for `unknown` arguments."""
     if unknown or not isinstance(config, PPOConfig):
         given = f"arguments {sorted(unknown)}" if unknown else type(config).__name__
         raise TypeError(
@@ -161,10 +151,7 @@ def _counting(config: PPOConfig) -> GradientAccumulationPlugin:
 
 
 def set_up_reference(
-    model: ModelWithValueHead,
-    ref_model: Any,
-    scorer: Any,
-    shared: int | None,
+    model: ModelWithValueHead, ref_model: Any, scorer: Any, shared: int | None
 ) -> tuple[Reference, Any]:
     """The reference, and the model that it is (None for the policy without its adapter).
 

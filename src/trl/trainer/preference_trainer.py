@@ -27,9 +27,7 @@ from trl.trainer.samples import log_evaluation_samples
 
 
 def row_sets(prepare: Prepare, kind: type[Preparation], args: Any, policy: Policy, **given: Any) -> PreparedSets:
-    """The sets of a trainer with the config `args`: every setting of `kind` is its field of the same name, unless
-    `given`.
-    """
+    """The sets of a trainer: each setting of `kind` is the field of `args` of that name, unless `given`."""
     settings = {item.name: getattr(args, item.name) for item in fields(kind) if hasattr(args, item.name)}
     settings |= {"num_proc": args.dataset_num_proc, "vocab_size": embedded_tokens(policy.model), **given}
     return PreparedSets(prepare, kind(**settings), policy.processing_class, partial(check_positions, policy.model))

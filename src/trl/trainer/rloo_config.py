@@ -18,9 +18,7 @@ _OLDER_NAMES = {"num_iterations": "num_ppo_epochs", "max_completion_length": "re
 
 @dataclass
 class OlderRLOO(EpisodeOptions):
-    """Settings of RLOO from 0.9 to 0.21. With one of them, the settings that are left out have the defaults of that
-    time.
-    """
+    """Settings of RLOO from 0.9 to 0.21: with one of them, all others have the defaults of that time."""
 
     rloo_k: int | None = moved(to="num_generations")
     cliprange: float | None = moved(to="epsilon")
@@ -41,8 +39,7 @@ class OlderRLOO(EpisodeOptions):
     local_rollout_forward_batch_size: int | None = same(OnPolicyConfig, "local_rollout_forward_batch_size", None)
     num_sample_generations: int | None = same(OnPolicyConfig, "num_sample_generations", None)
     reward_model_path: str = option(
-        "EleutherAI/pythia-160m",
-        "Where a script loads the reward model from. The trainer takes the model it is given.",
+        "EleutherAI/pythia-160m", "Where a script loads the reward model from. The trainer takes the model it is given."
     )
 
     is_older = False

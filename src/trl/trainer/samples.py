@@ -249,12 +249,7 @@ class ShownCompletions:
         self._names: tuple[str, ...] = ()
 
     def gather(
-        self,
-        experience: Experience,
-        texts: Sequence[tuple[Any, Any]],
-        names: Sequence[str],
-        *,
-        advantages: Tensor,
+        self, experience: Experience, texts: Sequence[tuple[Any, Any]], names: Sequence[str], *, advantages: Tensor
     ) -> None:
         """Gather the rows of all processes, with scores and advantages; all must call it."""
         scores = [column.tolist() for column in source_table(experience.per_row, names)]

@@ -11,13 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from trl.collators.images import is_per_token
 from trl.generation.transformers.requests import Requests

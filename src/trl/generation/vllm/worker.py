@@ -118,9 +118,7 @@ class WeightReceiver:
     def _end_reload(self) -> None:
         """Finish a reload that failed, with mixed weights, which the next reload needs."""
         from vllm.config import set_current_vllm_config  # pyright: ignore
-        from vllm.model_executor.model_loader.reload import (  # pyright: ignore
-            finalize_layerwise_reload,
-        )
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload  # pyright: ignore
 
         with set_current_vllm_config(self.vllm_config), torch.device(self.device):
             finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
