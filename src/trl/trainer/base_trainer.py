@@ -182,7 +182,7 @@ class BaseTrainer(Trainer):
         """
         if getattr(self.args, "sync_ref_model", False):
             self.add_callback(SyncRefModelCallback(None, self.accelerator))
-        elif not any(isinstance(each, SyncRefModelCallback) for each in self.callback_handler.callbacks):
+        elif not any(isinstance(callback, SyncRefModelCallback) for callback in self.callback_handler.callbacks):
             reason = "with sync_ref_model=False. Set sync_ref_model=True, or leave it out"
             warn_unread(self.args, SYNC_SETTINGS, reason)
         self._moved_reference = attach_reference(self.callback_handler.callbacks, self.reference, self.model)
@@ -196,19 +196,19 @@ class BaseTrainer(Trainer):
 
     def take_batch(self, batch: Any) -> Any:
         """A batch in the method's `layout`, with the context of its step."""
-        own = batch if self.layout is None else self.layout(batch)
-        kept = {name: batch[name] for name in (CONTEXT, FILLS_UP) if name in batch and name not in own}
-        return {**own, **kept} if kept else own
+        rows = batch if self.layout is None else self.layout(batch)
+        marks = {name: batch[name] for name in (CONTEXT, FILLS_UP) if name in batch and name not in rows}
+        return {**rows, **marks} if marks else rows
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """A batch on the device; log-probs of others keep their precision, also under DeepSpeed, which casts floats."""
-        found = super()._prepare_inputs(inputs)
-        known = {
+        prepared = super()._prepare_inputs(inputs)
+        logps = {
             name: value.to(self.args.device)
             for name, value in inputs.items()
             if name.startswith(("ref_", "teacher_logps")) and isinstance(value, Tensor)
         }
-        return {**found, **known} if known else found
+        return {**prepared, **logps} if logps else prepared
 
     def handed_out(self, batch: Any, drawn: Any) -> Any:
         """What `compute_loss` is given for a batch, which `take_batch` made from the collator's, the `drawn` one."""
@@ -234,9 +234,9 @@ class BaseTrainer(Trainer):
         if drawn and self._fills_up():
             drawn[-1] = {**drawn[-1], FILLS_UP: True}
         for batch in drawn:
-            own = self.take_batch(batch)
-            counts.append(self.method.count(own).to(device) * (FILLS_UP not in batch))
-            batches.append(self.handed_out(own, batch))
+            rows = self.take_batch(batch)
+            counts.append(self.method.count(rows).to(device) * (FILLS_UP not in batch))
+            batches.append(self.handed_out(rows, batch))
         count = sum(counts, torch.zeros((), dtype=torch.int64, device=device))
         if self.accelerator.num_processes > 1:
             count = self.accelerator.reduce(count, reduction="sum")
@@ -322,33 +322,33 @@ class BaseTrainer(Trainer):
         is_extra = FILLS_UP in inputs
         if self.mode == "train" and self._token_counts is None and not is_extra:
             self.run_metrics.count_tokens(count_sequence_tokens(self.method.learned(inputs)))
-        own = self.method.count(inputs)
-        step = own.clamp(min=1)
+        counts = self.method.count(inputs)
+        step = counts.clamp(min=1)
         if num_items_in_batch is not None:
             step = torch.as_tensor(num_items_in_batch).view(-1)
-        found = self.outcome(model, inputs, step=step, with_outputs=return_outputs)
-        loss = found.loss(self.method.units, own, step, router_weight=self.scorer.router_weight)
+        outcome = self.outcome(model, inputs, step=step, with_outputs=return_outputs)
+        loss = outcome.loss(self.method.units, counts, step, router_weight=self.scorer.router_weight)
         if is_extra:
             loss = loss * 0  # with the collectives of the others, and a gradient of zeros
         else:
-            self._record(found, own)
+            self._record(outcome, counts)
         if num_items_in_batch is not None and self.accelerator.num_processes > 1:
             loss = loss * self.accelerator.num_processes  # of which DDP, FSDP and DeepSpeed take the mean
-        outputs = {"loss": loss, self._predictions: found.predictions, "labels": found.labels}
-        known = {name: value for name, value in outputs.items() if value is not None}
-        return (loss, known) if return_outputs else loss
+        outputs = {"loss": loss, self._predictions: outcome.predictions, "labels": outcome.labels}
+        outputs = {name: value for name, value in outputs.items() if value is not None}
+        return (loss, outputs) if return_outputs else loss
 
-    def _record(self, found: Outcome, own: Tensor) -> None:
+    def _record(self, outcome: Outcome, counts: Tensor) -> None:
         sums = self._sums[self.mode]
-        sums.add_extremes(found.extremes)
-        for terms in found.terms:
+        sums.add_extremes(outcome.extremes)
+        for terms in outcome.terms:
             sums.add_all(terms.metrics)
-        if found.aux_loss is not None:
-            sums.add("aux_loss", Weighted(found.aux_loss, torch.ones(())))
+        if outcome.aux_loss is not None:
+            sums.add("aux_loss", Weighted(outcome.aux_loss, torch.ones(())))
         if self.mode == "eval":
             units = self.method.units
-            totals = found.totals(units, own, router_weight=self.scorer.router_weight)
-            for unit, *part in zip(units, totals, own, strict=True):
+            totals = outcome.totals(units, counts, router_weight=self.scorer.router_weight)
+            for unit, *part in zip(units, totals, counts, strict=True):
                 sums.add(LOSS_PARTS + unit, Weighted(*part))
 
     # ---- metrics
