@@ -206,7 +206,7 @@ def assert_members(cls: type, members: list[str]) -> None:
         assert hasattr(cls, name), f"{cls.__name__} has no {name}"
         raw: Any = inspect.getattr_static(cls, name)
         if kind == "property ":
-            assert isinstance(raw, property)
+            assert inspect.isdatadescriptor(raw)
         else:
             assert kind != "static " or isinstance(raw, staticmethod)
             assert_signature(getattr(cls, name), signature)

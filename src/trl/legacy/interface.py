@@ -126,14 +126,14 @@ class View:
     def __get__(self, trainer: Any, owner: type) -> Any:
         if trainer is None:
             return self
-        if "args" in vars(trainer):
+        if _is_built(trainer):
             return self._read(trainer)
         if self._name in vars(trainer):
             return vars(trainer)[self._name]
         raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}")
 
     def __set__(self, trainer: Any, value: Any) -> None:
-        if "args" not in vars(trainer):
+        if not _is_built(trainer):
             vars(trainer)[self._name] = value
         elif self._field in LIVE:
             setattr(trainer.args, self._field, value)
@@ -142,6 +142,11 @@ class View:
                 f"{self._name} of {type(trainer).__name__} cannot be set after the trainer was built, got {value!r}. Set it in "
                 f"{type(trainer.args).__name__}, or give it to the constructor."
             )
+
+
+def _is_built(trainer: Any) -> bool:
+    """Whether the constructor of transformers runs or has run; a subclass may set `args` before."""
+    return {"args", "_sums"} <= vars(trainer).keys()
 
 
 def _same(value: Any, other: Any) -> bool:

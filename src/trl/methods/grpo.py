@@ -43,7 +43,7 @@ class GRPOMethod(GroupMethod):
 
     def __init__(self, args: GRPOConfig) -> None:
         super().__init__(args)
-        self.reward_scale = args.reward_scale
+        self.reward_scale, self.estimator = args.reward_scale, args.estimator
         self.needs_teacher = self.scores_teacher = args.teacher_kl_coef != 0
 
     @property
@@ -52,7 +52,7 @@ class GRPOMethod(GroupMethod):
         return LOSS_TYPES[self.settings.loss_type].ratios is not None
 
     def rewards_and_advantages(self, rows: Mapping[str, Tensor], group_size: int) -> tuple[Tensor, Tensor]:
-        return rows[SCORES], estimated(self.args.estimator, rows[SCORES], group_size)
+        return rows[SCORES], estimated(self.estimator, rows[SCORES], group_size)
 
     def with_teacher(self, experience: Experience) -> Experience:
         """With an advantage of each token, to which the teacher's and the policy's log-probs add."""

@@ -170,8 +170,10 @@ def load_checkpoint_weights(model: nn.Module, folder: Path) -> None:
     `from_pretrained` puts back. Raises: ValueError if a weight is missing.
     """
     missing, unexpected = set(model.state_dict()), False
-    for file in sorted(folder.glob("model*.safetensors")):
-        result = model.load_state_dict(load_file(file), strict=False)
+    for file in sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("pytorch_model*.bin")):
+        is_safe = file.suffix == ".safetensors"
+        weights = load_file(file) if is_safe else torch.load(file, map_location="cpu", weights_only=True)
+        result = model.load_state_dict(weights, strict=False)
         missing &= set(result.missing_keys)
         unexpected |= bool(result.unexpected_keys)
     if unexpected:

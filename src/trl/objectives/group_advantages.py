@@ -6,6 +6,7 @@ one after another. NaN is no opinion: such a completion counts in no mean, and i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Literal, NamedTuple, Protocol
@@ -118,11 +119,13 @@ def estimated(estimator: str | AdvantageEstimator, rewards: Tensor, group_size: 
     tensor([0., 2., 0.])
     """
     function = lookup(ADVANTAGES, estimator, "advantage_estimator") if isinstance(estimator, str) else estimator
-    advantages = torch.as_tensor(function(rewards, group_size))
+    result = function(rewards, group_size)
+    advantages = rewards.new_full((1,), math.nan) if result is None else torch.as_tensor(result)
     if advantages.shape != rewards.shape or not _known(rewards, advantages).isfinite().all():
         raise ValueError(
             f"advantage_estimator must return {len(rewards)} finite numbers, one per reward, got shape "
-            f"{tuple(advantages.shape)}: {advantages.flatten()[:8].tolist()}. Leave rewards that are NaN out of sums."
+            f"{tuple(advantages.shape)}: {advantages.flatten()[:8].tolist()}. Return a tensor of the shape of rewards; where "
+            "rewards are NaN, leave them out of sums."
         )
     return _known(rewards, advantages)
 

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 Config = TypeVar("Config")
@@ -61,7 +62,8 @@ def unwritten(config: Config) -> Config:
     for field in dataclasses.fields(snapshot):
         value = getattr(snapshot, field.name)
         if callable(value) and not isinstance(value, type):
-            value = getattr(value, "__qualname__", repr(value))
+            function = value.func if isinstance(value, partial) else value
+            value = getattr(function, "__qualname__", type(function).__qualname__)
         is_used = field.name == "hub_token" and value
         setattr(snapshot, field.name, Unwritten(value) if is_used else redacted(value, field.name))
     return snapshot

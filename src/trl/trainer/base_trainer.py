@@ -32,6 +32,7 @@ from trl.checkpoints.runs import Run, Runs
 from trl.checkpoints.wholeness import naming_weights
 from trl.data.prepared_sets import DataSets
 from trl.data.rendering import run_date_of
+from trl.data.streaming import StreamRounds, is_streaming
 from trl.methods.method import CONTEXT, LOSS_PARTS, Context, Method, Outcome, Scoring, Step
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.models.loading import cast_state, load_checkpoint_weights, name_dtype, save_dtype
@@ -60,7 +61,6 @@ from trl.trainer.inherited import Data, settle_inherited
 from trl.trainer.loaders import (
     GroupedByLength,
     check_lengths,
-    evaluation_loader,
     fills_up,
     in_rounds,
     order_of,
@@ -395,6 +395,11 @@ class BaseTrainer(Trainer):
         with ExitStack() as stack:
             run = self._enter_run(stack, resume_from_checkpoint)
             output = super().train(run.checkpoint, *args, **kwargs)
+        if self.args.load_best_model_at_end and self.state.best_global_step and not self.state.best_model_checkpoint:
+            logger.warning(
+                "The best model, of step %d, was not saved, so the model is that of the last step. Set save_steps to eval_steps.",
+                self.state.best_global_step,
+            )
         return summary_of(output, self.state.log_history, self._mean_loss())
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
@@ -418,11 +423,13 @@ class BaseTrainer(Trainer):
             check_best_metric(self)
         if checkpoint is None:
             return
-        self.load_state(Path(checkpoint))
+        self.load_progress(Path(checkpoint))
         order = order_of(self.callback_handler.train_dataloader)
         if isinstance(order, GroupedByLength):  # the parent does not find it where several processes skip seen rows
             order.set_epoch(int(self.state.epoch or 0))
         if self.state.global_step >= self.state.max_steps:  # there is no step before which the parent would load it
+            loader: Any = self.callback_handler.train_dataloader
+            self.state.num_train_epochs = super().set_initial_training_values(self.args, loader)[0]
             self._load_rng_state(checkpoint)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -505,7 +512,8 @@ class BaseTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader:
         """The training batches; a stream starts again when it ends, so that every step is whole."""
         args, rows = self.args, self.train_dataset
-        if args.train_sampling_strategy == "group_by_length" and isinstance(rows, Dataset):
+        has_own_order = type(self)._get_train_sampler is not Trainer._get_train_sampler  # of a program's subclass
+        if args.train_sampling_strategy == "group_by_length" and isinstance(rows, Dataset) and not has_own_order:
             tokens = None if self._sets is None else self._sets.row_tokens(rows)
             lengths = row_lengths(rows, tokens, args.length_column_name)
             step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -521,16 +529,27 @@ class BaseTrainer(Trainer):
         """Batches of an evaluation set; rows that are not tokenised yet are prepared as those of the constructor."""
         rows = eval_dataset if self._sets is None else self._sets.later(eval_dataset)
         is_own = rows is None or isinstance(rows, str) or rows is self.eval_dataset
-        chosen: Any = self.eval_dataset if rows is None else rows
-        chosen = self.eval_dataset[chosen] if isinstance(chosen, str) else chosen  # type: ignore[index]
         # The parent keeps one loader with persistent workers, and takes it for any set that is given.
-        with holding(self.args, "dataloader_persistent_workers", self.args.dataloader_persistent_workers and is_own):
-            return evaluation_loader(super().get_eval_dataloader, rows, chosen, self.args)
+        persistent = self.args.dataloader_persistent_workers and is_own
+        with holding(self.args, "dataloader_persistent_workers", persistent):
+            return super().get_eval_dataloader(rows)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """Batches to predict on; rows that are not tokenised yet are prepared as those of the constructor."""
         rows = test_dataset if self._sets is None else self._sets.later(test_dataset)
-        return evaluation_loader(super().get_test_dataloader, rows, rows, self.args)
+        return super().get_test_dataloader(rows)
+
+    def _get_dataloader(self, dataset: Any, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
+        """A loader of whole rounds, also for a program's own `get_*_dataloader`; evaluations read all rows, in order."""
+        settings = self.args
+        if not is_training and is_streaming(dataset):  # hides a length of other rows (ConstantLengthDataset)
+            place = {"process": settings.process_index, "processes": settings.world_size}
+            dataset = StreamRounds(dataset, settings.eval_batch_size, **place)
+        drops = is_training and settings.dataloader_drop_last
+        order = settings.train_sampling_strategy if is_training else "random"
+        with holding(settings, "dataloader_drop_last", drops), holding(settings, "train_sampling_strategy", order):
+            loader = super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
+        return in_rounds(loader, settings.world_size)
 
     @property
     def order_seed(self) -> int:
@@ -569,7 +588,7 @@ class BaseTrainer(Trainer):
             with self.runs.writing(self.state, writes=args.should_save) as folder, holding(args, "push_to_hub", False):
                 super()._save_checkpoint(model, trial)
                 if not args.save_only_model:
-                    self.save_state(folder)
+                    self.save_progress(folder)
             limits = {"writes": args.should_save, "limit": args.save_total_limit}
             final = self.runs.publish(folder, Path(str(args.output_dir)), self.state, **limits)
         if is_generated(Path(args.output_dir or ".")):
@@ -638,7 +657,7 @@ class BaseTrainer(Trainer):
         else:
             self._load_from_checkpoint(best)
 
-    def save_state(self, folder: Path) -> None:
+    def save_progress(self, folder: Path) -> None:
         """Write into a checkpoint what resuming needs beside weights, optimiser and random state, on every process."""
         counts = {} if self._token_counts is None else {"tokens": self._token_counts.state()}
         save_progress(
@@ -659,8 +678,8 @@ class BaseTrainer(Trainer):
         if self._moved_reference is not None:
             self._moved_reference.save(str(folder))
 
-    def load_state(self, folder: Path) -> None:
-        """Load what `save_state` wrote, when training begins."""
+    def load_progress(self, folder: Path) -> None:
+        """Load what `save_progress` wrote, when training begins."""
         if self._moved_reference is not None:
             self._moved_reference.load(str(folder))
         state = None

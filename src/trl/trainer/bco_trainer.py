@@ -96,9 +96,9 @@ class BCOTrainer(LegacyBCO, UnpairedTrainer):
         """With matching, rows also hold their prompts under the tokenizer of the embedding model."""
         return {} if self._density is None else {"embedding_tokenizer": self._density.embedding_tokenizer}
 
-    def save_state(self, folder: Path) -> None:
+    def save_progress(self, folder: Path) -> None:
         """Write into a checkpoint also the running mean of rewards and the density of prompts."""
-        super().save_state(folder)
+        super().save_progress(folder)
         if not self.args.should_save:
             return
         mean = self.method.mean_reward
@@ -106,9 +106,9 @@ class BCOTrainer(LegacyBCO, UnpairedTrainer):
         if self._density is not None:
             self._density.save(str(folder))
 
-    def load_state(self, folder: Path) -> None:
-        """Load what `save_state` wrote, when training begins."""
-        super().load_state(folder)
+    def load_progress(self, folder: Path) -> None:
+        """Load what `save_progress` wrote, when training begins."""
+        super().load_progress(folder)
         if self._density is not None:
             self._density.load(str(folder))
 

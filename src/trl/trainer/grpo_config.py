@@ -7,7 +7,7 @@ from typing import Any, ClassVar, get_args
 from transformers import TrainingArguments
 
 from trl.objectives.group_advantages import ADVANTAGES, OF_SCALE, SCALES, AdvantageEstimator, Scale
-from trl.objectives.group_policy import LOSS_TYPES, GroupOptions
+from trl.objectives.group_policy import LOSS_TYPES, Divisor, GroupOptions
 from trl.objectives.group_ratios import RATIOS
 from trl.objectives.sampler_correction import CorrectionMode
 from trl.options.checks import check_at_least, lookup, warn_caller, warn_unread
@@ -125,11 +125,13 @@ class GroupTraining(ReferenceSync, RolloutTraining):
 
 def check_estimator(estimator: str | AdvantageEstimator | None) -> None:
     """Raise ValueError for an unknown name, TypeError for what is no function of rewards and group size."""
+    if estimator is None:  # the default of the method
+        return
     if isinstance(estimator, str):
         lookup(ADVANTAGES, estimator, "advantage_estimator")
         return
     try:
-        inspect.signature(estimator).bind(None, 2)  # type: ignore[arg-type]
+        inspect.signature(estimator).bind(None, 2)
     except TypeError as error:
         raise TypeError(
             f"advantage_estimator must be a name or a function of (rewards, group_size), got {estimator!r} ({error})."
@@ -198,7 +200,14 @@ class GRPOConfig(GroupOptions, GroupTraining):
                 "loss_type='luspo' reads ratios of whole sequences: importance_sampling_level='sequence' is used."
             )
             self.importance_sampling_level = "sequence"
-        lookup(LOSS_TYPES, self.loss_type, "loss_type")
+        row = lookup(LOSS_TYPES, self.loss_type, "loss_type")
+        missing = [name for name in row.parameters if not hasattr(self, name)]
+        if missing or row.over not in get_args(Divisor):
+            raise ValueError(
+                f"loss_type={self.loss_type!r} reads {', '.join(row.parameters) or 'no setting'} of {type(self).__name__}, which "
+                f"lacks {', '.join(missing) or 'none'}, and is a mean over {row.over!r}, one of {', '.join(get_args(Divisor))}. "
+                "Give the settings to a subclass of the config."
+            )
         lookup(RATIOS, self.importance_sampling_level, "importance_sampling_level")
         lookup(SCALES, self.scale_rewards, "scale_rewards")
         if self.advantage_estimator is not None:

@@ -11,13 +11,11 @@ from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 from accelerate.state import GradientState
 from datasets import Dataset
 from torch.utils.data import BatchSampler, DataLoader, Sampler
-from transformers import TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import has_length
 
 from trl.data.ragged import list_lengths
 from trl.data.streaming import RepeatedStream, StreamRounds, is_streaming
-from trl.models.switches import holding
 
 
 class GroupedByLength(LengthGroupedSampler):
@@ -76,7 +74,7 @@ class WholeRounds(BatchSampler):
 def in_rounds(loader: DataLoader, processes: int) -> DataLoader:
     """Let accelerate's loader read whole rounds, and every row that a process has of a `StreamRounds`."""
     shard, stream = loader.batch_sampler, loader.dataset
-    if isinstance(shard, BatchSamplerShard) and not isinstance(shard.batch_sampler, WholeRounds):
+    if isinstance(shard, BatchSamplerShard) and type(shard.batch_sampler) is BatchSampler:  # not a program's own
         shard.batch_sampler, shard.even_batches = WholeRounds(shard.batch_sampler, processes), False
     elif isinstance(stream, IterableDatasetShard) and isinstance(stream.dataset, StreamRounds):
         stream.batch_size, stream.num_processes, stream.process_index = 1, 1, 0
@@ -134,24 +132,15 @@ def training_loader(
     if rows is None:
         raise ValueError("training needs a train_dataset, got None. Pass it to the trainer.")
     repeats = is_streaming(rows) and not isinstance(rows, RepeatedStream)
-    loader = in_rounds(make(RepeatedStream(rows) if repeats else rows, "Training", batch, is_training=True), processes)
+    loader = make(RepeatedStream(rows) if repeats else rows, "Training", batch, is_training=True)
     if worker_seed is not None:
         inner: Any = getattr(loader, "base_dataloader", loader)  # accelerate's
         inner.generator = torch.Generator().manual_seed(worker_seed)
     batches: Any = loader
-    if has_length(batches) and not len(batches):
-        dataset: Any = loader.dataset
+    dataset: Any = loader.dataset
+    if has_length(batches) and not len(batches) and len(dataset):
         raise ValueError(
             f"dataloader_drop_last=True drops all {len(dataset)} training rows: they do not fill a batch of "
             f"{batch * processes} (over all processes). Set it to False, or lower per_device_train_batch_size."
         )
     return loader
-
-
-def evaluation_loader(make: Callable[[Any], DataLoader], key: Any, rows: Any, args: TrainingArguments) -> DataLoader:
-    """The loader that `make` builds of `rows`, which it knows as `key`: of all of them, in their order."""
-    if is_streaming(rows):  # hides a length of other rows (ConstantLengthDataset)
-        place = {"process": args.process_index, "processes": args.world_size}
-        key = StreamRounds(rows, args.eval_batch_size, **place)
-    with holding(args, "dataloader_drop_last", False), holding(args, "train_sampling_strategy", "random"):
-        return in_rounds(make(key), args.world_size)

@@ -582,9 +582,9 @@ class OnlineTrainer(BaseTrainer):
         if (close := getattr(self.rollouts.completer, "close", None)) is not None:
             close()
 
-    def save_state(self, folder: Path) -> None:
+    def save_progress(self, folder: Path) -> None:
         """Write into a checkpoint also the rollout batch that the run is in."""
-        super().save_state(folder)
+        super().save_progress(folder)
         if self._journal is not None:
             first = self.state.global_step - self.state.global_step % self.sizes.steps
             self._journal.prune(first, run=self._run_name)
@@ -596,9 +596,9 @@ class OnlineTrainer(BaseTrainer):
         super()._load_best_model()
         _forget_copy(self.rollouts.engine)
 
-    def load_state(self, folder: Path) -> None:
-        """Load what `save_state` wrote, when training begins."""
-        super().load_state(folder)
+    def load_progress(self, folder: Path) -> None:
+        """Load what `save_progress` wrote, when training begins."""
+        super().load_progress(folder)
         _forget_copy(self.rollouts.engine)  # the weights have just been loaded too
         if not self.state.global_step % self.sizes.steps:
             return

@@ -23,6 +23,7 @@ from trl.collators.images import DataCollatorForVisionLanguageModeling
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.data.image_rows import has_images
 from trl.legacy.interface import LegacySFT, takes
+from trl.methods.method import Method, Step
 from trl.methods.sft import LogitsMethod, SFTMethod
 from trl.models.parts import check_decoder_only
 from trl.models.scoring.causal import Scorer
@@ -119,9 +120,15 @@ class SFTTrainer(LegacySFT, BaseTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )  # fmt: skip
-        if compute_loss_func is not None or self.label_smoother is not None:
-            self.method = LogitsMethod(args.loss_type, compute_loss_func, self.label_smoother)
         check_collator(self.data_collator, self.train_dataset, args)
+
+    def trained_method(self, step: Step) -> Method:
+        """The method of a batch: a loss of logits where the trainer has one, perhaps set after its constructor."""
+        args: Any = self.args
+        has_loss = self.compute_loss_func is not None or self.label_smoother is not None
+        if not has_loss or type(self.method) is not SFTMethod:
+            return super().trained_method(step)
+        return LogitsMethod(args.loss_type, self.compute_loss_func, self.label_smoother)
 
     # ---- what a variant may do otherwise
 

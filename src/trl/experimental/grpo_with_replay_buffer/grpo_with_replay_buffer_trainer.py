@@ -97,13 +97,13 @@ class GRPOWithReplayBufferTrainer(LegacyReplay, GRPOTrainer):
         rows = rows.with_rows(**{MEAN_LENGTH: share.expand(len(rows)).clone()})
         return rows.take(torch.arange(first, first + self.sizes.own_rows))
 
-    def save_state(self, folder: Path) -> None:
+    def save_progress(self, folder: Path) -> None:
         """Write into a checkpoint also the buffer."""
-        super().save_state(folder)
+        super().save_progress(folder)
         if self.args.process_index == 0:
             self.buffer.save(str(folder))
 
-    def load_state(self, folder: Path) -> None:
-        """Load what `save_state` wrote, when training begins."""
-        super().load_state(folder)
+    def load_progress(self, folder: Path) -> None:
+        """Load what `save_progress` wrote, when training begins."""
+        super().load_progress(folder)
         self.buffer.load(str(folder))

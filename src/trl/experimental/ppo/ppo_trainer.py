@@ -229,9 +229,9 @@ class PPOTrainer(LegacyGroups, SampleTables, OnlineTrainer):
         self._started, self._batches_before = time.monotonic(), 0
         return super().train(*args, **kwargs)
 
-    def load_state(self, folder: Path) -> None:
+    def load_progress(self, folder: Path) -> None:
         """Load the state of a checkpoint, when training begins."""
-        super().load_state(folder)
+        super().load_progress(folder)
         self._batches_before = -(-self.state.global_step // self.sizes.steps)
 
     # ---- the reference

@@ -58,7 +58,13 @@ class BEMACallback(TrainerCallback):
 
     @torch.no_grad()
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: nn.Module,
+        **kwargs: object,
     ):
         sharded = any(hasattr(p, "ds_id") or hasattr(p, "device_mesh") for p in model.parameters())
         if sharded or any("FullyShardedDataParallel" in type(part).__name__ for part in model.modules()):
@@ -75,7 +81,13 @@ class BEMACallback(TrainerCallback):
 
     @torch.no_grad()
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: nn.Module,
+        **kwargs: object,
     ):
         step = state.global_step
         if self.running_model is None or step < self.update_after:
