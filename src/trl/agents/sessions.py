@@ -46,9 +46,7 @@ _PAUSE_S = 0.05  # between the events of a stream
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The most turns, sampled tokens and seconds of a session, and the most tokens after a first prompt (`length`, with
-    those of the agent); None for no limit.
-    """
+    """The most turns, sampled tokens, seconds, and tokens after a first prompt of a session; None: no limit."""
 
     turns: int | None = None
     tokens: int | None = None

@@ -251,9 +251,7 @@ class Legacy(_Trainer):
     def begin(
         self, model: Any, args: Any, processing_class: Any, peft_config: Any, older: Mapping[str, Any] = {}, **kwargs: Any,
     ) -> tuple[Policy, Any]:  # fmt: skip
-        """`BaseTrainer.begin`, with `older` arguments moved onto the config. Raises ValueError for a reference that is
-        computed before, for which overridden methods are not called.
-        """
+        """`BaseTrainer.begin`; `older` arguments are moved onto the config. Raises: ValueError."""
         arguments = {"model": model, "args": args, "processing_class": processing_class, "older": older}
         moved = move_onto_config(self._config_class, **arguments)
         if getattr(moved.args, "precompute_ref_log_probs", False) and self.overridden(*REFERENCES):

@@ -1,6 +1,4 @@
-"""`MODEL_CARD_TEMPLATE` of 0.4-0.23: texts for `.format(model_name=..., model_id=...)`. Trainers write
-`trl.reporting.model_card`'s.
-"""
+"""`MODEL_CARD_TEMPLATE` of 0.4-0.23: texts for `.format(...)`; trainers write `trl.reporting.model_card`'s."""
 
 _CARD = """---
 library_name: {library}

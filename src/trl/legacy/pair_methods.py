@@ -209,9 +209,7 @@ class LegacyReward(LegacyJudged):
     """Batches of `RewardTrainer` at 0.4-0.26."""
 
     def handed_out(self, batch: Any, drawn: Any) -> Any:
-        """The batch; for an overridden `compute_loss` with the columns of 0.4-0.26: each side's by itself, and chosen
-        sequences above rejected ones.
-        """
+        """The batch; an overridden `compute_loss` gets the columns of 0.4-0.26."""
         if not self.overridden("compute_loss"):
             return batch
         if "rows" not in drawn:

@@ -256,9 +256,7 @@ class LegacyPromptRows(LegacyGroups):
         return {**feature, "prompt_input_ids": ids, "prompt_attention_mask": [1] * len(ids)}
 
     def process_vision_row(self, features: dict[str, Any], processing_class: Any = None) -> dict[str, Any]:
-        """A row with `prompt` and `images` as the processor makes it: `prompt_input_ids`, `prompt_attention_mask` and
-        what belongs to the images.
-        """
+        """A row with `prompt` and `images` as the processor makes it."""
         processor: Any = processing_class or self.processing_class
         inputs = processor(images=features["images"], text=features["prompt"], add_special_tokens=False)
         names = {"input_ids": "prompt_input_ids", "attention_mask": "prompt_attention_mask"}

@@ -97,8 +97,7 @@ def clip_gradients(optimizer: Any, parameters: Iterable[Tensor], limit: float) -
 class ClipGradients:
     """Takes the place of `Accelerator.clip_grad_norm_`: gives `check` each norm before the update.
 
-    The gradients of bfloat16 weights with residuals, for which `optimizer` returns their optimiser, are clipped in
-    float32.
+    Gradients of bfloat16 weights with residuals, whose optimiser `optimizer` returns, are clipped in float32.
     """
 
     def __init__(

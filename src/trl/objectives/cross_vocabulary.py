@@ -43,8 +43,7 @@ def span_measures(logits: Tensor, targets: Tensor, first: Tensor, inside: Tensor
 
 
 def measure_divergence(log_p: Tensor, log_q: Tensor, *, beta: float) -> Tensor:
-    """`divergence` of measures that need not sum to 1, `(G, M), (G, M) -> (G,)`, in nats: at least 0, and 0 where they
-    are equal.
+    """`divergence` of measures that need not sum to 1, `(G, M), (G, M) -> (G,)`, in nats; 0 where they are equal.
 
     `beta=0` is `sum q log(q / p) - q + p`, `beta=1` the same with p and q exchanged; the generalised Jensen-Shannon
     divergence needs no such terms. Of distributions it is `divergence`. Only `log_p` gets a gradient.

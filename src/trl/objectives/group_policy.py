@@ -242,8 +242,7 @@ def _judged(logps: Tensor, tokens: GroupTokens, options: GroupOptions) -> _Judge
 
 
 def token_losses(tokens: GroupTokens, options: GroupOptions) -> Callable[[Tensor, slice], Tensor] | None:
-    """`(log-probs of some tokens (C,), which of them) -> what each adds, (C,)`, to the sum of `group_policy_loss`'s
-    terms.
+    """`(log-probs of some tokens (C,), which of them) -> what each adds to the terms of `group_policy_loss`, (C,)`.
 
     None where a token's ratio is that of its sequence: then its loss does not follow from its own log-prob.
 

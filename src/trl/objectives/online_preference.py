@@ -59,8 +59,7 @@ def sequence_metrics(
 ) -> dict[str, Weighted]:
     """Means over completions: a sequence's divergence and entropy in nats, and the penalised scores.
 
-    All `(B,)`; log-probs are sums over tokens, completions with a NaN score do not count. Scores of a judge are left
-    out.
+    All `(B,)`; log-probs are sums over tokens, completions with a NaN score do not count. A judge's are left out.
     """
     policy, known = policy.detach(), ~scores.isnan()
     gap = policy - reference

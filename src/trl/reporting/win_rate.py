@@ -46,8 +46,7 @@ def shares_of_first(
     Answers are 0 or 1, the better one, and 0.5 for a tie. Equal texts are a tie and are not shown to the judge.
     `options` go to its `judge`; with `return_scores=True` it gives the probability that the first wins.
 
-    Raises: TypeError for a judge without `return_scores`, JudgeError for another number of answers or for other
-    answers.
+    Raises: TypeError for a judge without `return_scores`, JudgeError for answers that are too many, few, or others.
     """
     soft = bool(options.get("return_scores"))
     if soft and "return_scores" not in inspect.signature(judge.judge).parameters:

@@ -83,8 +83,7 @@ def accuracy_reward(completions: Sequence[Text], solution: Sequence[str], **kwar
 
     The answer is the last `\boxed{...}` (several joined by commas or `and` are one list), or LaTeX (`$...$`) after
     words such as "the final answer is". The solution is a number, an expression or LaTeX. math-verify (the `math`
-    extra) compares them as mathematics, in a separate process: `1/2` equals `0.5`. A comparison of more than 5 s counts
-    as wrong.
+    extra) compares them as mathematics, in a process of its own: `1/2` equals `0.5`. After 5 s it counts as wrong.
 
     Raises: ImportError without math-verify.
     """

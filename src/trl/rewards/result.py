@@ -44,8 +44,7 @@ class RewardInputs:
     """B completions, in the terms of reward functions. Scoring changes nothing in it.
 
     `prompts` and `completions` are texts, or lists of messages; the ids are lists of token ids, empty if unknown.
-    `columns` are the other columns of the dataset, one value for each row; `prompt` and `completion` are removed from
-    them.
+    `columns` are the other columns of the data set, one value for each row, without `prompt` and `completion`.
 
     Raises: ValueError for columns of another length, or with the name of an argument that every function is given.
     """
@@ -202,8 +201,7 @@ def combine(scores: Tensor, weights: Tensor) -> Tensor:
 def reward_metrics(names: Sequence[str], scores: Tensor) -> dict[str, float]:
     """`rewards/<name>/mean` and `rewards/<name>/std` of each source's scores `(N, S)`.
 
-    The deviation divides by n - 1, as `torch.std` does. A mean without scores is NaN, and a deviation of fewer than
-    two.
+    The deviation divides by n - 1, as `torch.std` does. A mean without scores is NaN, as a deviation of one score.
     """
     metrics: dict[str, float] = {}
     for name, column in zip(names, scores.unbind(dim=1), strict=True):

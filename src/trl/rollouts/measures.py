@@ -96,8 +96,7 @@ def agent_metrics(rows: Mapping[str, Tensor], *, share: float) -> dict[str, Weig
     """Metrics of sessions in rows of all processes, of which this process logs a `share`.
 
     `agent/turns` and `agent/branches` per session, `agent/cut_ratio`: share of sessions that a budget ended,
-    `agent/failures/<kind>`: shares that failed, `agent/<name>/mean` of the numbers that agents returned beside their
-    rewards.
+    `agent/failures/<kind>`: shares that failed, `agent/<name>/mean` of the numbers beside agents' rewards.
     """
     if TURNS not in rows:
         return {}

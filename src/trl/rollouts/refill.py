@@ -88,8 +88,7 @@ class Refill:
 def _sampled(maker: RolloutMaker, prompts: Sequence[int], streams: Sequence[int]) -> tuple[Experience, Texts]:
     """Rewarded completions of groups of these rows, all of them on every process, and their texts.
 
-    Every process samples as many whole groups: where that does not come out even, the last ones sample the last group
-    too.
+    Every process samples as many whole groups: the last processes may sample the last group too.
     """
     processes, size = maker.sizes.processes, maker.sizes.group
     local_count = math.ceil(len(prompts) / processes)

@@ -32,8 +32,7 @@ class RolloutSizes:
     """The sizes of a rollout batch, in rows and optimiser steps.
 
     `rows`: over all processes. `mini_batches`: optimiser steps per pass over the rows; `passes`: over the rows.
-    `micro_batches`: per optimiser step; `processes`: that share each micro-batch. `group`: neighbouring rows of one
-    prompt.
+    `micro_batches`: per optimiser step; `processes`: that share each micro-batch. `group`: rows of one prompt.
     """
 
     rows: int
@@ -75,8 +74,7 @@ class GroupSizes(NamedTuple):
 def group_sizes(args: Any) -> GroupSizes:
     """The rollout batch of a config, in rows (completions); a micro-batch of one process has `args.device_rows`.
 
-    If `steps_per_generation` is no multiple of an optimiser step's micro-batches, a rollout batch has several
-    generations.
+    If `steps_per_generation` is no multiple of a step's micro-batches, a rollout batch has several generations.
 
     Raises: ValueError for numbers that do not divide, with those that would.
     """

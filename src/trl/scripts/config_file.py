@@ -35,8 +35,7 @@ class ConfigFile:
 def read_config(path: str) -> ConfigFile:
     """Read a YAML file of options; only plain values are built from it, never Python objects.
 
-    Raises: FileNotFoundError for a missing file, ValueError for one that is not valid YAML or no mapping of names to
-    values.
+    Raises: FileNotFoundError for a missing file, ValueError for one that is no valid YAML mapping of names to values.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"The config file {path} does not exist. Check the path given with --config.")

@@ -23,8 +23,7 @@ class TrlParser(PlainParser, HfArgumentParser):
     Options of the file are defaults, which the command line overrides; its `env:` mapping sets environment variables.
     With subparsers (`add_subparsers`) they are also defaults of the command that the arguments name, or of every
     command where none is named. All faults of a file are reported at once. Options must be written out in full.
-    `other_options` are names that somebody else reads from the same command line (launch options): they are offered as
-    suggestions.
+    `other_options` are names that others read from the same command line (launch options): they are suggested too.
 
     `dataclass_types` are one or more dataclasses without a field `config`; argparse refuses two that share a field.
 

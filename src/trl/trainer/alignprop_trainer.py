@@ -27,8 +27,7 @@ HIGHEST_SCORE = 10.0  # of the aesthetic scorer; no gradient depends on it
 
 
 class AlignPropTrainer(DiffusionTrainer):
-    """Trains a diffusion model on a differentiable reward of its images, through the decoder and the last denoising
-    steps.
+    """Trains a diffusion model on a differentiable reward of its images, through decoder and last denoising steps.
 
     The arguments are those of `DDPOTrainer`. Rewards must be a tensor `(B,)` with gradient. The hook gets a dict with
     `images`, `prompts`, `prompt_metadata` and `rewards` of the last batch, after each optimiser step that is a multiple
@@ -89,8 +88,7 @@ class AlignPropTrainer(DiffusionTrainer):
     def compute_rewards(self, prompt_image_pairs: Mapping[str, Any]) -> Tensor:
         """The rewards `(B,)` of a batch, with gradient.
 
-        Raises: TypeError for rewards that are no tensor with a gradient; ValueError for another number, and NaN or
-        infinity.
+        Raises: TypeError for rewards without a gradient; ValueError for another number, NaN and infinity.
         """
         images = prompt_image_pairs["images"]
         rewards, _ = self.call_reward_function(

@@ -97,9 +97,7 @@ class BaseTrainer(Trainer):
     _token_counts: TokenCounts | None = None  # of sampled tokens; None: tokens are counted when they are trained on
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """The arguments of `transformers.Trainer`, and `sets`, the `DataSets` that prepare the data sets; those for
-        training are prepared by `train_sets` where it is given.
-        """
+        """The arguments of `transformers.Trainer`; `sets` prepare the data, `train_sets` that of training."""
         sets: DataSets | None = kwargs.pop("sets", None)
         train_sets: DataSets | None = kwargs.pop("train_sets", sets)
         collator = kwargs.get("data_collator")
@@ -215,9 +213,7 @@ class BaseTrainer(Trainer):
         return batch
 
     def prepare_step(self, batches: list[Any]) -> None:
-        """Called with all micro-batches of an optimiser step before the first is trained on: puts what the method must
-        know of the whole step into each.
-        """
+        """Put into the batches of a step what the method must know of the whole step, before the first."""
         plans = self.method.plan(batches, self.scoring())
         for batch, context in zip(batches, plans, strict=True):
             if context is not None:
@@ -625,9 +621,7 @@ class BaseTrainer(Trainer):
         return super()._get_output_dir(trial) if self.runs.current is None else str(self.runs.current.folder)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write the model in `save_dtype`; a checkpoint as it is trained, with that dtype in its config for who loads
-        it by name.
-        """
+        """Write the model in `save_dtype`; a checkpoint as it is trained, with that dtype in its config."""
         model: Any = self.accelerator.unwrap_model(self.model)
         args = unwritten(self.args)  # which are written, too
         dtype = save_dtype(model, getattr(args, "save_dtype", None))

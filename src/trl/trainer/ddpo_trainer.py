@@ -100,8 +100,7 @@ class DDPOTrainer(DiffusionTrainer):
     def step(self, epoch: int, global_step: int) -> int:
         """Sample, score and train one epoch; returns the number of optimiser steps so far.
 
-        Logs `reward` (all), `reward_mean`, `reward_std`, then per optimiser step `loss`, `approx_kl`, `clipfrac` and
-        `inner_epoch`.
+        Logs `reward` (all), `reward_mean`, `reward_std`, then per step `loss`, `approx_kl`, `clipfrac`, `inner_epoch`.
         """
         self.policy.model.eval()
         images = self.sample_images(epoch)
@@ -146,8 +145,7 @@ class DDPOTrainer(DiffusionTrainer):
     def compute_rewards(
         self, prompt_image_pairs: Sequence[Batch], is_async: bool = False
     ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-        """Rewards `(B,)` and reward metadata of batches `(images, prompts, metadata)`: one call of the function for
-        each.
+        """Rewards `(B,)` and their metadata of batches `(images, prompts, metadata)`: one call for each batch.
 
         `is_async` calls it for several batches at a time. Raises ValueError for rewards that are not B finite numbers.
         """

@@ -131,8 +131,7 @@ class DiffusionTrainer:
     def train(self, epochs: int | None = None) -> None:
         """Run `step` from the first epoch to `epochs` (default: `num_epochs`); the last epoch is saved too.
 
-        A line for each epoch has its reward and loss. A second call starts at the first epoch again, with the same
-        noise.
+        A line for each epoch has its reward and loss. A second call starts at the first epoch, with the same noise.
         """
         last = (self.config.num_epochs if epochs is None else epochs) - 1
         frequency = self.config.save_freq

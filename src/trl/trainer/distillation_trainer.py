@@ -18,8 +18,7 @@ from trl.trainer.online_trainer import AnyDataset, OnlineTrainer
 
 
 class DistillationTrainer(LegacyGroups, OnlineTrainer):
-    """Trainer of on-policy distillation: the student completes prompts and learns the teacher's distributions at its
-    tokens.
+    """Trainer of on-policy distillation: the student completes prompts and learns the teacher's distributions.
 
     Args:
         model: the student: a causal language model, a `PeftModel`, or a name or path.

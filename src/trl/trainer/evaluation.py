@@ -41,8 +41,7 @@ def returns_dict(compute_metrics: Callable[..., Any] | None) -> Callable[..., An
 
 
 class GatherRows:
-    """Gathers, in place of `Accelerator.gather_for_metrics`, what the evaluation loop of transformers gathers of one
-    batch.
+    """In place of `Accelerator.gather_for_metrics`: gathers what the evaluation loop of transformers has of a batch.
 
     That one counts rows of the data set to leave out repeated ones, and packed rows have several rows of logits. The
     loop first gathers the loss, then logits and labels `(S, ...)`, of which those of a process that `fills_up` do not

@@ -119,9 +119,7 @@ def prompt_lengths(dataset: Dataset) -> np.ndarray:
 
 
 def prompts_of(rows: Mapping[str, Tensor]) -> list[list[int]]:
-    """The prompt of each padded row as tokenised by itself, or its tokens before the first trained one; at least one,
-    for a completion starts after a token.
-    """
+    """The prompt of each padded row as tokenised by itself, else its tokens before the first trained one."""
     prompts, alone = [], rows.get(PROMPT_ALONE)
     for row, (ids, labels, real) in enumerate(
         zip(rows["input_ids"], rows["labels"], rows["attention_mask"] != 0, strict=True)

@@ -69,8 +69,7 @@ class ImageSets(DataSets):
 
 
 def image_sets(given: Any, args: SFTConfig, policy: Policy, formatting_func: Callable[..., Any] | None) -> ImageSets:
-    """The sets of supervised fine-tuning, with the `given` collator, which may read rows in any way, or the default
-    one.
+    """The sets of supervised fine-tuning, with the `given` collator, which may read any rows, or the default one.
 
     Raises: ValueError, TypeError or ImportError for what these rows cannot be trained with.
     """

@@ -17,8 +17,7 @@ __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
 
 class NashMDTrainer(OnlineDPOTrainer):
-    """Trainer of Nash-MD (Munos et al. 2023, arXiv:2312.00886): learns to be preferred to a mixture of policy and
-    reference.
+    """Trainer of Nash-MD (Munos et al. 2023, arXiv:2312.00886): learns to beat a mixture of policy and reference.
 
     Takes what `OnlineDPOTrainer` takes. The gradient is that of the preference less `beta` times the divergence of
     whole sequences from the reference; rewards give preferences by `sigmoid(r - r')`.

@@ -339,9 +339,7 @@ class OnlineTrainer(BaseTrainer):
         return experience.with_tokens(**found)
 
     def score_rollout(self, batch: dict[str, Any], columns: Sequence[str]) -> dict[str, Tensor]:
-        """Columns `(K,)` for each completion token: `old_logps` of the policy, its `values`, `ref_logps` of the
-        reference, `teacher_logps` of the teacher.
-        """
+        """Columns `(K,)` of the completion tokens: `old_logps`, `values`, `ref_logps`, `teacher_logps`."""
         found = dict[str, Tensor]()
         own, teachers = (
             ScoreOptions(temperature=each) for each in (self.scoring_temperature, self._teacher_temperature)
@@ -558,8 +556,7 @@ class OnlineTrainer(BaseTrainer):
     def _show_sample(self) -> None:
         """Print the first prompt of a finished run, its first completion, and the policy's greedy one after all steps.
 
-        Only below the table of `RunLines`, for text that the policy itself completes: a copy would need its weights
-        again.
+        Only below the table of `RunLines`, for text of the policy itself: a copy would need its weights again.
         """
         engine, model = getattr(self.rollouts.engine, "policy", self.rollouts.engine), self.model_wrapped
         assert model is not None

@@ -38,8 +38,7 @@ class SavedPolicy:
     highest_reward: float
 
     def save_state(self, output_dir: str | Path) -> None:
-        """Write everything that the loop carries into a folder, at once or not at all: between two steps, by all
-        processes.
+        """Write everything that the loop carries, at once or not at all: between two steps, by all processes.
 
         Weights, optimiser, scheduler, KL coefficient, running moments, random streams, the loader's place.
         """

@@ -18,8 +18,7 @@ class CheckpointOnSignal(TrainerCallback):
     """Saves at SIGTERM, at the end of an optimiser step, in the place of transformers' callback.
 
     That one may save in the middle of a step: what the step has drawn and measured by then would be part of the
-    checkpoint, and count again in the resumed run. All processes save at the same step, whichever heard the signal
-    first.
+    checkpoint, and count again in the resumed run. All processes save at the same step.
     """
 
     def __init__(self, theirs: JITCheckpointCallback) -> None:
