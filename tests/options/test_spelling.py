@@ -171,3 +171,8 @@ def test_a_misspelt_optimiser_is_answered_without_the_list_of_all(capsys):
     assert main(["sft", "--optim", "adamw8bit"]) == 2
     assert "invalid choice: 'adamw8bit' (of " in (said := capsys.readouterr().err) and len(said) < 300
     assert "Did you mean adamw_8bit?" in said
+
+
+def test_early_stopping_has_a_way():
+    advice = did_you_mean("early_stopping_patience", ["output_dir", "eval_steps"], prefix="--")
+    assert "EarlyStoppingCallback" in advice
