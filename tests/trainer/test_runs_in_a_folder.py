@@ -79,14 +79,14 @@ def test_a_callback_saves_in_a_run_that_was_not_to_save(tmp_path, caplog):
 
 def test_a_checkpoint_without_weights_is_not_published(folder):
     trainer = make(ROWS, folder=folder, **{**SAVED, "max_steps": 3})
-    inner = trainer.save_state
+    inner = trainer.save_progress
 
     def save(written):
         inner(written)
         for file in trainer.runs.current.folder.glob("*/model.safetensors"):
             file.unlink()  # as another program would that takes the folder for an abandoned one
 
-    trainer.save_state = save
+    trainer.save_progress = save
     with pytest.raises(CheckpointError, match=r"has no weights, expected those of step 3"):
         trainer.train(resume_from_checkpoint=True)
     assert sorted(path.name for path in folder.glob("*-*")) == ["checkpoint-1", "checkpoint-2"]
