@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from trl.generation.transformers.engine import TransformersEngine, context_lengt
 from trl.models.distributed import is_sharded
 from trl.models.parts import causal_core, check_decoder_only
 from trl.reporting.tables import open_console
+from trl.rewards.functions import name_of
 from trl.rewards.result import read_scores, refusing_exit
 
 REQUEST, CALL, RESPONSE, SUBMIT = "<request>", "<call>", "<response>", "<submit>"
@@ -36,11 +36,7 @@ def named_tools(tools: Fields | Sequence[Any] | None) -> dict[str, Callable[[str
 
     Raises: TypeError for a tool that cannot be called, ValueError for invalid or equal names.
     """
-    if not isinstance(tools, Mapping):
-        functions = [(tool.func if isinstance(tool, partial) else tool, tool) for tool in tools or ()]
-        pairs = [(getattr(function, "__name__", type(function).__name__), tool) for function, tool in functions]
-    else:
-        pairs = tools.items()
+    pairs = tools.items() if isinstance(tools, Mapping) else [(name_of(tool), tool) for tool in tools or ()]
     by_name: dict[str, Callable[[str], Any]] = {}
     for name, tool in pairs:
         if not callable(tool):

@@ -56,13 +56,20 @@ class Unwritten(str):
         return str, (REDACTED,)
 
 
+def without_partial(function: object) -> object:
+    """The function inside `functools.partial`s."""
+    while isinstance(function, partial):
+        function = function.func
+    return function
+
+
 def unwritten(config: Config) -> Config:
     """A copy of a config that can be saved: without secrets (the Hub's token where it is pickled), functions by name."""
     snapshot: Any = copy.copy(config)
     for field in dataclasses.fields(snapshot):
         value = getattr(snapshot, field.name)
         if callable(value) and not isinstance(value, type):
-            function = value.func if isinstance(value, partial) else value
+            function = without_partial(value)
             value = getattr(function, "__qualname__", type(function).__qualname__)
         is_used = field.name == "hub_token" and value
         setattr(snapshot, field.name, Unwritten(value) if is_used else redacted(value, field.name))

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from trl.data.validation import COMPLETIONS
+from trl.options.secrets import without_partial
 from trl.options.spelling import did_you_mean
 from trl.rewards.judges import BaseJudge, BasePairwiseJudge, BaseRankJudge
 from trl.rewards.result import RewardInputs
@@ -42,7 +43,7 @@ class FunctionSource:
     ) -> None:  # fmt: skip
         self.function, self.name = function, name or name_of(function)
         self.deadline, self.on_failure = deadline, on_failure
-        inner = _without_partial(function)
+        inner = without_partial(function)
         called = inspect.getattr_static(type(inner), "__call__", None)
         self.is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(called)
         self._parameters = parameters_of(function)
@@ -106,14 +107,8 @@ def name_of(function: Function) -> str:
     >>> name_of(functools.partial(len)), name_of([].append), name_of(functools.partial(functools.partial(max)))
     ('len', 'append', 'max')
     """
-    function = _without_partial(function)
-    return getattr(function, "__name__", None) or type(function).__name__
-
-
-def _without_partial(function: Function) -> Function:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function
+    inner = without_partial(function)
+    return getattr(inner, "__name__", None) or type(inner).__name__
 
 
 def parameters_of(function: Function) -> Mapping[str, inspect.Parameter]:
