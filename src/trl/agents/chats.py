@@ -68,10 +68,7 @@ class Chats:
         return _cut(self.tokenizer.decode(list(ids), **options), stops)
 
     def token_bytes(self, ids: Sequence[int]) -> list[list[int] | None]:
-        """The bytes of a completion's tokens, which make up its `text`: none of special tokens.
-
-        None for each where the tokenizer does not say them (WordPiece).
-        """
+        """The bytes of each token of a completion, none of special ones; None where it has none (WordPiece)."""
         try:
             vocabulary = _vocabulary(self.tokenizer, len(self.tokenizer))
         except (ValueError, AttributeError):  # AttributeError: of tokenizers without a fast backend
@@ -92,10 +89,7 @@ class Chats:
         return _cut(turn.message.get("content") or "", stops), turn.calls
 
     def scored(self, prompt: Sequence[int], count: int, as_ids: bool, live: Any) -> ScoredPrompt:
-        """Log-probs of a prompt's tokens, and the `count` most likely ones at each place, by an engine that is `live`.
-
-        Raises: ValueError for an invalid prompt, and for engines that cannot give them.
-        """
+        """Log-probs of a prompt's tokens and of the `count` likeliest. Raises: ValueError if the engine gives none."""
         if not hasattr(live, "prompt_logps"):
             raise ValueError("this engine gives no log-probs of prompts. Serve the model with `trl serve`.")
         places, decode = live.prompt_logps(prompt, count), self.tokenizer.decode
@@ -130,10 +124,7 @@ def readable_all(messages: Sequence[Fields]) -> list[Message]:
 
 
 def readable(message: Fields) -> Message:
-    """A message as templates read it: texts instead of lists of text parts, arguments as objects.
-
-    Raises: APIError for a message without a role, and for parts that are not text.
-    """
+    """A message as templates read it: text content, arguments as objects. Raises: APIError for anything else."""
     kept = {name: value for name, value in message.items() if value is not None and value != []}
     content = kept.get("content", "")
     if isinstance(content, list):

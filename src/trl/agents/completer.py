@@ -204,10 +204,7 @@ class AgentCompleter:
 
 
 def check_agent(agent: Any, *, graded: bool = False) -> Callable[[Session, Played], Awaitable[Any]]:
-    """The agent as a coroutine function of a session; see `AgentCompleter`.
-
-    Raises: TypeError for another kind of object, FileNotFoundError for a command that is not installed.
-    """
+    """The agent, called with a session. Raises: TypeError for other objects, FileNotFoundError for no program."""
     if isinstance(agent, (str, list, tuple)):
         words = shlex.split(agent) if isinstance(agent, str) else [str(word) for word in agent]
         if not any("{base_url}" in word for word in words):
@@ -229,10 +226,7 @@ def check_agent(agent: Any, *, graded: bool = False) -> Callable[[Session, Playe
 
 
 async def _run_command(words: Sequence[str], session: Session, *, graded: bool) -> Any:
-    """The JSON value in a command's last line, or else the line (None if `graded`).
-
-    A row that is in none of its words is its standard input. What it started ends with it, and with this process.
-    """
+    """The JSON value in a command's last line, or the line (None if `graded`). What it started ends with it."""
     variables = {
         "base_url": session.base_url, "api_key": session.api_key, "row": json.dumps(session.row, default=str),
     }  # fmt: skip

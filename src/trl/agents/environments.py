@@ -55,10 +55,7 @@ class StepEnvironment:
 
 
 class Kind:
-    """The environments of one factory: their tools, and those of them that are free.
-
-    Raises: TypeError or ValueError for an object that is no environment, and for methods that cannot be tools.
-    """
+    """The environments of one factory. Raises: TypeError or ValueError for unusable objects and methods."""
 
     def __init__(self, factory: Callable[[], Any], tools: Sequence[Callable[..., Any]]) -> None:
         if not callable(factory):
@@ -213,19 +210,13 @@ class EnvironmentAgent:
             return reply_of(error)
 
     async def called(self, call: Callable[[], Any], seconds: float | None = None) -> Any:
-        """What a function returns, a coroutine function on this event loop and another on a thread.
-
-        Raises: DeadlinePassed after `seconds`, and what the function raises.
-        """
+        """What a call returns or raises, on a thread unless it is async. Raises: DeadlinePassed after `seconds`."""
         is_async = inspect.iscoroutinefunction(call)
         answer = call() if is_async else await self.threads.call(call, "environment", seconds)
         return await bounded(answer, seconds) if inspect.isawaitable(answer) else answer
 
     def rows(self, dataset: Any) -> Any:
-        """A data set's rows with an empty prompt where they have none.
-
-        Raises: ValueError for rows that do not fit the environments.
-        """
+        """Rows, with an empty prompt where there is none. Raises: ValueError if they do not fit the environments."""
         if isinstance(dataset, list):
             dataset = Dataset.from_list(dataset)
         if not isinstance(dataset, (Dataset, IterableDataset)):

@@ -19,10 +19,7 @@ def session_record(session: Session, reward: float | None) -> Json:
 
 
 def sft_rows(sessions: Iterable[Record], *, least_reward: float) -> list[Json]:
-    """The conversations of sessions with at least this reward, as rows with `messages` and perhaps `tools`.
-
-    Conversations that end with an empty message are left out.
-    """
+    """Rows with `messages` (and `tools`) of conversations with at least this reward that end with a message."""
     return [
         {"messages": answered["messages"], **_tools(answered)}
         for session in sessions

@@ -182,10 +182,7 @@ class Journal:
 
 
 def read_sessions(folder: str | Path) -> Iterator[Json]:
-    """The records of a journal: `step`, `row`, `reward`, `conversations` (each with `messages` and `tools`) and more.
-
-    With `reward_funcs` the reward is the weighted sum of all.
-    """
+    """The records of a journal: `step`, `row`, `reward` (the weighted sum), `conversations` and more."""
     sessions: dict[str, Json] = {}
     for record in _records(folder, "*.jsonl"):
         sessions.setdefault(record["key"], {}).update(record)

@@ -261,10 +261,7 @@ class Session:
         return turns
 
     async def extend(self, parent: Turn | None, messages: Sequence[Message], held: int, tools: Any) -> Turn:
-        """The answer to a conversation of which `parent` holds the first `held` messages, its own among them.
-
-        Raises: APIError, TemplateRefusal.
-        """
+        """The answer to messages of which `parent` holds the first `held`. Raises: APIError, TemplateRefusal."""
         make = await self._conversation(parent, messages, held, tools)
         (turn,) = self._begin([make], _PLAIN, limit=None, is_retry=False)
         try:

@@ -32,10 +32,7 @@ STYLES = {
 
 
 def named_tools(tools: Fields | Sequence[Any] | None) -> dict[str, Callable[[str], Any]]:
-    """Tools by name; those of a list are named after their function, or after the class of an object.
-
-    Raises: TypeError for a tool that cannot be called, ValueError for invalid or equal names.
-    """
+    """Tools by name, by default of the function or class. Raises: TypeError or ValueError for unusable ones."""
     pairs = tools.items() if isinstance(tools, Mapping) else [(name_of(tool), tool) for tool in tools or ()]
     by_name: dict[str, Callable[[str], Any]] = {}
     for name, tool in pairs:
@@ -91,10 +88,7 @@ class TextHistory:
         self.append_segment(text, tokens, system=system)
 
     def append_segment(self, text: str, tokens: Tensor | Sequence[int], system: bool = True) -> None:
-        """Add a segment; a `system` one is not trained on.
-
-        Raises: ValueError without tokens, or where the history has ended.
-        """
+        """Add a segment; a `system` one is not trained on. Raises: ValueError without tokens or after the end."""
         tokens = torch.as_tensor(tokens, dtype=torch.int64).flatten().cpu()
         if len(tokens) == 0:
             raise ValueError(f"a segment needs at least one token, got none with the text {text!r}.")
@@ -318,10 +312,7 @@ class TextEnvironment:
         return False, model_turn and not calls
 
     def compute_reward(self, histories: list[TextHistory], **reward_kwargs: Any) -> list[TextHistory]:
-        """Set the reward of every history.
-
-        Raises: ValueError for a wrong number of rewards, and for rewards that are not finite.
-        """
+        """Set the reward of every history. Raises: ValueError for a wrong number of rewards and non-finite ones."""
         if self.reward_fn is None:
             return histories
         with refusing_exit():

@@ -116,10 +116,7 @@ class ToolLoop:
         template_kwargs: Sequence[Fields],
         all_done: Callable[[bool], bool] = bool,
     ) -> list[Played]:
-        """An episode of each prompt, which depends on its prompt, its stream and its tools' answers only.
-
-        `all_done` tells from whether this process is done whether all are that must generate together.
-        """
+        """An episode of each prompt; `all_done` tells whether all processes that generate together are done."""
         limits = completion_limits([len(prompt) for prompt in prompts], sampling, self.context_length)
         chains = [Chain(list(prompt)) for prompt in prompts]
         played = [Played([chain]) for chain in chains]

@@ -46,10 +46,7 @@ class Turn(NamedTuple):
 
 
 class TurnReader:
-    """Parses turns by the tokenizer's `response_template`, or else as `<tool_call>{JSON}</tool_call>` blocks.
-
-    Blocks inside `<think>` are not calls. The thought stays in the message's content.
-    """
+    """Parses turns by the `response_template`, or as `<tool_call>{JSON}</tool_call>` blocks outside `<think>`."""
 
     def __init__(self, processing_class: ProcessingClass, schemas: Sequence[Json]) -> None:
         self.tokenizer: Any = text_tokenizer(processing_class)
@@ -112,10 +109,7 @@ def _read_json(text: str, *, closed: bool) -> ToolCall:
 
 
 def _read_call(call: Any) -> ToolCall:
-    """A call from an object with a name and arguments.
-
-    Raises: RecursionError for values that are nested too deeply, ValueError for halves of surrogate pairs.
-    """
+    """A call from its object. Raises: RecursionError for deep nesting, ValueError for halves of surrogate pairs."""
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall("", error=f"the call names no tool, expected {_SHAPE}.")
     arguments = call.get("arguments", {})

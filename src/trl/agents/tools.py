@@ -51,11 +51,7 @@ class Tool:
 
 
 def tools_of(functions: Sequence[Callable[..., Any]] | Any) -> dict[str, Tool]:
-    """Tools by name.
-
-    Raises: TypeError for objects that are not functions, ValueError for a function without type hints or a docstring,
-    and for equal names.
-    """
+    """Tools by name. Raises: TypeError for no function, ValueError for equal names, no type hints or no docstring."""
     if not isinstance(functions, (list, tuple)):
         raise TypeError(f"tools must be a list of functions, got {type(functions).__name__}.")
     by_name: dict[str, Tool] = {}
@@ -151,10 +147,7 @@ class Reply(NamedTuple):
 
 
 class ToolRunner:
-    """Runs calls of `tools`: all functions at once on threads, then all coroutines at once on one event loop.
-
-    A call that fails, or takes more than `deadline` seconds (None: no limit), is answered with an error.
-    """
+    """Runs calls at once: functions on threads, then coroutines on one event loop, each with `deadline` seconds."""
 
     def __init__(self, tools: Mapping[str, Tool], *, deadline: float | None) -> None:
         self.tools, self.deadline = tools, deadline
@@ -162,10 +155,7 @@ class ToolRunner:
         self._threads = ThreadedCalls(most_left_behind=MOST_LEFT_BEHIND)
 
     def run(self, calls: Sequence[ToolCall]) -> list[Reply]:
-        """The reply to each call, in order.
-
-        Raises: RuntimeError if too many earlier calls are still running.
-        """
+        """The reply to each call, in order. Raises: RuntimeError if too many earlier calls are still running."""
         replies = [refusal(call, self.tools) for call in calls]
         ready = [call for call, reply in zip(calls, replies, strict=True) if reply is None]
         started = [(f"tool-{call.name}", partial(self._called, call)) for call in ready]

@@ -31,11 +31,7 @@ _NOT_COMPARED = (  # what does not change the training, by the begin of its name
 def run_facts(
     *, method: str, config: PreTrainedConfig, adapters: Mapping[str, object], dataset: object, settings: Facts
 ) -> dict[str, Any]:
-    """What a checkpoint says about its run, as JSON values.
-
-    `config` is the model's (its whole numbers count), `adapters` its adapters' by name, `settings` the training
-    arguments.
-    """
+    """What a checkpoint says about its run, as JSON values; of the model's config whole numbers count."""
     text = config.get_text_config().to_dict()
     sizes = {name: value for name, value in text.items() if type(value) is int and "token" not in name}
     model = {"model_type": config.model_type, **sizes, "adapters": {
@@ -47,10 +43,7 @@ def run_facts(
 
 
 def fingerprint(dataset: object) -> dict[str, int | str] | None:
-    """The number of rows, and a hash of at most 1,000 evenly spaced ones; None for a stream.
-
-    Log-probs of a reference or a teacher that were added to the rows do not count, nor a teacher's tokens.
-    """
+    """The number of rows and a hash of at most 1,000, without added log-probs; None for a stream."""
     if not isinstance(dataset, Dataset):
         return {"rows": len(dataset)} if isinstance(dataset, Sized) else None
     count = len(dataset)
@@ -69,10 +62,7 @@ def hash_rows(dataset: Dataset) -> str:
 
 
 def compare(checkpoint: Path, facts: Facts, *, ignore_data: bool = False) -> list[str]:
-    """A line on each setting that differs from those of the checkpoint's run.
-
-    Raises: CheckpointError for one of another method, model or (unless `ignore_data`) data.
-    """
+    """Lines on changed settings. Raises: CheckpointError for another method, model or (unless ignored) data."""
     recorded = redacted(read_manifest(checkpoint))  # older ones have secrets
     if not recorded:
         return []

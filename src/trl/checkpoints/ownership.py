@@ -52,10 +52,7 @@ def run_folder_name() -> str:
 
 @contextmanager
 def owned(folder: Path, *, exclusive: bool = True) -> Iterator[Path]:
-    """Own `folder`, which is removed afterwards.
-
-    With `exclusive`, other runs of this process are refused meanwhile, as those of other processes always are.
-    """
+    """Own `folder`, which is removed afterwards; `exclusive` also refuses other runs of this process meanwhile."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = _lock(folder)
     if lock is not None:

@@ -62,10 +62,7 @@ def save_progress(folder: Path, *, rank: int, state: Progress) -> None:
 
 
 def load_progress(folder: Path, *, rank: int, processes: int) -> Progress | None:
-    """What `save_progress` wrote, or None for a checkpoint without it, with a warning.
-
-    In a run of another number of processes the first process resumes with the sums of all.
-    """
+    """What `save_progress` wrote, shared out anew for other numbers of processes; None (warned) without it."""
     states = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("progress_*.json"))}
     if any(state.get("processes", processes) != processes for state in states.values()):
         return _shared_out(list(states.values()), first=rank == 0)

@@ -117,10 +117,7 @@ def has_weights(folder: Path) -> bool:
 def faults(
     folder: Path, *, without: Sequence[str] = (), needed: Mapping[str, Sequence[str]] = _NEEDED, quick: bool = False
 ) -> dict[str, str]:
-    """File by file, what keeps a run from resuming from `folder`, except for `PARTS` that it does without.
-
-    If `quick`, checksums are not compared, for which all files are read.
-    """
+    """What keeps a run from resuming, by file, but for `PARTS` in `without`; `quick`: without checksums."""
     names, written = _names(folder), read_manifest(folder).get("files", {})  # older ones: a list of names
     reasons = {name: "is missing" for name in written if name not in names}
     for file, patterns in needed.items():
@@ -153,10 +150,7 @@ def newest_whole(output_dir: str | Path, *, but: Path | None = None, quick: bool
 def checkpoint_to_load(
     resume: str | Path | bool | None, output_dir: str | Path, *, without: Sequence[str] = (), quick: bool = False
 ) -> Path | None:
-    """The checkpoint that `resume_from_checkpoint` means: a path, or for True the newest whole one.
-
-    Raises: FileNotFoundError where there is none; CheckpointError where it is not whole.
-    """
+    """The checkpoint to resume from (True: newest whole). Raises: FileNotFoundError, CheckpointError."""
     if resume is None or resume is False:
         return None
     every = checkpoints_in(output_dir)

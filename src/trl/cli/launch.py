@@ -36,11 +36,7 @@ class Plan(NamedTuple):
 
 
 def launch(name: str, module: str, argv: list[str]) -> int:
-    """Run the training script `module` with the arguments of `trl <name>`; returns the exit status.
-
-    A run on one device without launch options, or inside a process that a launcher has started, stays in this process.
-    Others go through `accelerate launch`, once the arguments have been checked here.
-    """
+    """Run a training script in this process or, with launch options or devices, in those accelerate starts."""
     try:
         path, words = take_config_option(argv)
         config = None if path is None else read_config(path)

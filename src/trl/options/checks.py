@@ -39,12 +39,7 @@ _INHERITED_NAMES = frozenset(item.name for item in dataclasses.fields(TrainingAr
 
 
 def check_at_least(name: str, value: object, *, minimum: int, optional: bool = True, hint: str = "") -> None:
-    """Check that `value` is a whole number >= `minimum`, or None where `optional`.
-
-    Raises:
-        TypeError: for anything that is not a whole number (booleans included).
-        ValueError: for a number below `minimum`.
-    """
+    """Raise TypeError unless `value` is a whole number (or None if `optional`), ValueError below `minimum`."""
     if value is None and optional:
         return
     allowed = f"a whole number >= {minimum}" + (" or None" if optional else "")
@@ -55,11 +50,7 @@ def check_at_least(name: str, value: object, *, minimum: int, optional: bool = T
 
 
 def check_one_of(name: str, value: object, allowed: Iterable[object], *, optional: bool = False) -> None:
-    """Check that `value` is one of `allowed`, or None where `optional`.
-
-    Raises:
-        ValueError: naming the value and everything that is allowed.
-    """
+    """Raise ValueError unless `value` is one of `allowed`, or None where `optional`."""
     names = list(allowed)
     if value in names or (optional and value is None):
         return
@@ -85,12 +76,7 @@ def lookup(table: Mapping[str, Entry], name: str, what: str) -> Entry:
 
 
 def json_object(name: str, value: JSONDict) -> dict[str, Any] | None:
-    """The mapping that `value` holds: itself, or what a JSON string (as a command line passes it) says.
-
-    Raises:
-        ValueError: for a string that is not a JSON object.
-        TypeError: for any other type.
-    """
+    """A mapping, or that of a JSON string. Raises: ValueError for other strings, TypeError for other types."""
     if value is None or isinstance(value, dict):
         return value
     if not isinstance(value, str):
@@ -114,10 +100,7 @@ def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def warn_unread(config: Any, names: Iterable[str], reason: str) -> None:
-    """Warn of every field among `names` that `config` changes from its default, where nothing reads it.
-
-    `reason` ends the sentence "<field>=<value> has no effect ...", and says what to do.
-    """
+    """Warn of changed fields among `names`, which have "no effect" for a `reason` that says what to do."""
     for item in dataclasses.fields(config):
         if item.name in names and (value := getattr(config, item.name)) != item.default:
             warn_caller(f"{item.name}={getattr(value, 'value', value)!r} has no effect {reason}.")
@@ -165,10 +148,7 @@ class Kind(NamedTuple):
 
 @functools.cache
 def kinds(config_class: type) -> dict[str, Kind]:
-    """The kinds of a dataclass's fields by name.
-
-    Those of `library_config` alone where a program's own have a type that is not there at run time.
-    """
+    """The kinds of fields by name; of `library_config` alone where a type of a program's own cannot be resolved."""
     try:
         hints = get_type_hints(config_class)
     except NameError:
@@ -198,10 +178,7 @@ def _kind(item: dataclasses.Field, hint: object) -> Kind:
 
 
 def from_text(reader: object, text: str) -> Any:
-    """`text` read by the type function of an option; anything else that argparse takes as a type is called too.
-
-    Raises: ValueError for text that is no such value.
-    """
+    """`text` read by an option's type function. Raises: ValueError for text that is no such value."""
     try:
         return reader(text) if callable(reader) else text
     except (ValueError, TypeError, argparse.ArgumentTypeError):
@@ -209,10 +186,7 @@ def from_text(reader: object, text: str) -> Any:
 
 
 def read_text_values(config: object) -> None:
-    """Replace text in fields of numbers and booleans by the value that the command line reads from it.
-
-    Raises: ValueError naming every field whose text is no such value.
-    """
+    """Read the text in fields of numbers and booleans. Raises: ValueError naming every unreadable field."""
     faults = []
     for name, kind in kinds(type(config)).items():
         value = vars(config).get(name)
@@ -283,10 +257,7 @@ def _refusal(field: Kind, bounds: str, value: Any) -> str:
 
 
 def check_choices(config: object) -> None:
-    """Check every field that takes one of several values; "true" and "false" become booleans where allowed.
-
-    Raises: ValueError naming the value and everything that is allowed.
-    """
+    """Check fields that take one of several values; "true" and "false" may be booleans. Raises: ValueError."""
     for name, kind in kinds(library_config(type(config))).items():
         if True in kind.choices:
             words: dict[str, object] = {"true": True, "false": False}

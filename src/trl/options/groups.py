@@ -37,10 +37,7 @@ def option(
 
 
 def same(owner: type, name: str, *default: object, **metadata: object) -> Any:
-    """The field `name` of `owner` in another config, with another default if one is given.
-
-    `metadata` replaces parts of it, such as `help`.
-    """
+    """The field `name` of `owner` in another config, with another default if given; `metadata` replaces parts."""
     original = next(field for field in dataclasses.fields(owner) if field.name == name)
     is_made = original.default_factory is not dataclasses.MISSING
     (value,) = default or ((original.default_factory if is_made else original.default),)
@@ -58,10 +55,7 @@ def moved(
     flag: bool = False,
     **metadata: object,
 ) -> Any:
-    """A field that moves its value `to` another one, or (None) that has no effect any more for this reason.
-
-    `value_of` turns the config and the value into that of the new field; None leaves the new field as it is.
-    """
+    """A field that moves its value `to` another, as `value_of` makes it (None: not), or is without effect now."""
     help = f"Deprecated: {reason or f'now {to}.'}"
     declared = Declaration(bounds, reason=reason.rstrip("."), moved_to=to, value_of=value_of)
     return _field(default, declared, {"help": help, **_switch(flag), **metadata})
@@ -101,10 +95,7 @@ class OptionGroup:
         """Raise on bad values and bring good ones into their final form."""
 
     def settle(self) -> None:
-        """Read values given as text, move those of older names, and check every field and their combinations.
-
-        Raises: ValueError or TypeError for bad values.
-        """
+        """Read texts, move values of older names, check all fields. Raises: ValueError or TypeError for bad values."""
         read_text_values(self)
         check_numbers(self)
         read_json(self)

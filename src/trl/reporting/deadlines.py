@@ -104,10 +104,7 @@ class ThreadedCalls:
             )
 
     async def call(self, function: Callable[[], Result], name: str, seconds: float | None) -> Result:
-        """What a function returns on its thread within `seconds`, awaited on the running event loop.
-
-        Raises: DeadlinePassed, RuntimeError if too many earlier calls are still running, and what the function raises.
-        """
+        """What a function returns on its thread, awaited. Raises: DeadlinePassed, RuntimeError (`check`), its own."""
         self.check()
         pending = start(function, name)
         try:
@@ -119,10 +116,7 @@ class ThreadedCalls:
     def run(
         self, functions: Sequence[tuple[str, Callable[[], Result]]], seconds: float | None
     ) -> list[Result | BaseException]:
-        """What each function (with its thread's name) returns or raises within `seconds`, else `DeadlinePassed`.
-
-        Raises: RuntimeError if too many earlier calls are still running.
-        """
+        """What each function returns or raises in time, else `DeadlinePassed`. Raises: RuntimeError, see `check`."""
         self.check()
         outcomes: list[Any] = [None] * len(functions)
         waiting, running = deque(enumerate(functions)), dict[Future[Any], tuple[int, Pending]]()
@@ -190,10 +184,7 @@ class AsyncCalls:
             ended.set()
 
     def outcome(self, pending: Pending) -> Any:
-        """What the call returns or raises.
-
-        `DeadlinePassed`, too, if something blocks the loop: that loop is abandoned, and the next call gets another.
-        """
+        """What the call returns or raises; `DeadlinePassed`, too, if its loop is blocked, which is then abandoned."""
         left = _left(pending.until)
         wait([pending.future], timeout=None if left is None else left + GRACE_SECONDS)
         if pending.future.done():

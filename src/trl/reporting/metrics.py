@@ -56,10 +56,7 @@ class MetricSums:
             self.add(name, value)
 
     def drain(self, accelerator: Accelerator | None = None) -> dict[str, float]:
-        """Means over all processes since the last call, in order of first use, then extremes.
-
-        Names whose count is 0 are left out. Every process must call it at the same time.
-        """
+        """Means over all processes since the last call, then extremes; all processes must call it together."""
         sums, self._sums = self._sums, {}
         every, self._extremes = [self.state()["extremes"]], {}
         if accelerator is not None and accelerator.num_processes > 1:
@@ -119,10 +116,7 @@ class Processes:
         self._accelerator = accelerator
 
     def rows(self, table: Tensor) -> tuple[Tensor, int]:
-        """The rows `(n, k)` of every process, one process after another, and where this process's begin.
-
-        Processes may have different numbers of rows.
-        """
+        """The rows `(n, k)` of every process (n may differ), in their order, and where this process's begin."""
         if self._accelerator.num_processes == 1:
             return table, 0
         tables = [part.to(table.device) for part in gather_object([table.detach().cpu()])]

@@ -158,10 +158,7 @@ def generate_model_card(
 def card_of_trainer(
     trainer: Any, *, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
 ) -> ModelCard:
-    """The model card of a trainer's run, from its model, arguments and state.
-
-    Reads the class attributes `_name`, `_paper` (a `Paper`, or None) and `_tag_names`.
-    """
+    """The model card of a trainer's run, from its model, arguments, state, `_name`, `_paper` and `_tag_names`."""
     args = trainer.args
     place = getattr(trainer, "hub_model_id", None) or args.hub_model_id or HERE
     card = card_of_run(

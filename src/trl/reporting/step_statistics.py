@@ -195,10 +195,7 @@ def step_statistics(
 def tracker_logs(
     stats: Mapping[str, Any], scores: Tensor, rewards: Sequence[float], columns: Mapping[str, Any], *, kind: str
 ) -> dict[str, Any]:
-    """A step's statistics with those of the `scores` of all processes, as the tracker `kind` takes them.
-
-    wandb gets a table of this process's `columns` with its `rewards`, other trackers only numbers.
-    """
+    """A step's statistics and those of all `scores`, as a tracker takes them: wandb with a table of `columns`."""
     scores = scores.cpu()
     logs = {
         **stats,

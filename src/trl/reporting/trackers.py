@@ -21,12 +21,7 @@ _WITH_KEYS = ("tracker_kwargs", "push_to_hub_if_best_kwargs")
 
 
 def check_trackers(report_to: str | Iterable[str] | None) -> None:
-    """Check that every tracker of `report_to` is known and installed.
-
-    Raises:
-        ValueError: for an unknown name.
-        ImportError: for one whose package is missing.
-    """
+    """Raise ValueError for an unknown tracker in `report_to`, ImportError for one that is not installed."""
     from transformers.integrations import integration_utils
 
     known = list(integration_utils.INTEGRATION_TO_CALLBACK)

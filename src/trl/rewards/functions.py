@@ -112,10 +112,7 @@ def name_of(function: Function) -> str:
 
 
 def parameters_of(function: Function) -> Mapping[str, inspect.Parameter]:
-    """Its parameters by name; `**columns` if it has no signature.
-
-    Raises: TypeError for a function without parameters, or with positional-only ones.
-    """
+    """Its parameters by name; `**columns` if unknown. Raises: TypeError for none, and for positional-only ones."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -152,10 +149,7 @@ def resolve_reward_funcs(names: Sequence[str]) -> list[Function | str]:
 
 
 def resolve_judge(name: str) -> BasePairwiseJudge:
-    """A pairwise judge: pair_rm, openai, hf or random, or a dotted path as in `resolve_reward_funcs`.
-
-    Raises: ValueError for another name.
-    """
+    """A pairwise judge: pair_rm, openai, hf, random or a dotted path. Raises: ValueError for another name."""
     from trl.rewards import judges
 
     known = {

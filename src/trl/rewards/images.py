@@ -103,10 +103,7 @@ def jpeg_kilobytes(images: Iterable[Tensor]) -> list[float]:
 def jpeg_compressibility(
     images: Iterable[Tensor], prompts: object = None, metadata: object = None
 ) -> tuple[list[float], dict]:
-    """A reward function for images that compress well: less the size as JPEG in kB.
-
-    Source: Black et al. 2023, section 5.1 (arXiv:2305.13301).
-    """
+    """Reward: less the size as JPEG in kB. Source: Black et al. 2023, section 5.1 (arXiv:2305.13301)."""
     return [-size for size in jpeg_kilobytes(images)], {}
 
 
@@ -118,11 +115,7 @@ def jpeg_incompressibility(
 
 
 class ImageFunctionSource(FunctionSource):
-    """A reward function of images as a source.
-
-    It is called with `images` `(B, 3, H, W)`, `prompts`, and the columns that it names. A function of DDPO's form,
-    which returns `(rewards, metadata)`, is one, too.
-    """
+    """A function of `images` `(B, 3, H, W)`, `prompts` and columns as a source; it may also return metadata."""
 
     def score(self, inputs: RewardInputs) -> Any:
         """What the function returns, without metadata."""
@@ -160,10 +153,7 @@ def _scores_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def image_sources(reward_funcs: Any) -> list[Any]:
-    """Reward functions and image-scoring modules as sources; judges and sources as they are.
-
-    Raises: TypeError for anything else.
-    """
+    """Functions and image-scoring modules as sources; judges and sources stay. Raises: TypeError for anything else."""
     scorers = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
     sources = []
     for scorer in scorers:

@@ -70,10 +70,7 @@ class JudgeSource:
             )
 
     def score(self, inputs: RewardInputs) -> list[float | None]:
-        """One number, or None, for each completion.
-
-        Raises: RewardError for invalid answers, and if a judge that compares gets a prompt with a single completion.
-        """
+        """One number, or None, each. Raises: RewardError for invalid answers and for a lone completion to compare."""
         texts: Any = [  # or pictures
             as_picture(completion) if isinstance(completion, Tensor) else content_of(completion)
             for completion in inputs.completions

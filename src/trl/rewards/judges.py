@@ -78,10 +78,7 @@ class BasePairwiseJudge(BaseJudge):
 
     @abstractmethod
     def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
-        """The index (0 or 1) of the better completion of each pair; 0.5 for a tie, -1 for no answer.
-
-        `shuffle_order` shows some pairs in reverse order, against position bias.
-        """
+        """The index (0 or 1) of the better completion; 0.5 for a tie, -1 for no answer. May shuffle pairs."""
 
 
 class BaseBinaryJudge(BaseJudge):
@@ -103,10 +100,7 @@ class BaseBinaryJudge(BaseJudge):
         gold_completions: list[str] | None = None,
         shuffle_order: bool = True,
     ) -> list[int]:
-        """1 for each good completion, 0 for each bad one, -1 for no answer.
-
-        `gold_completions` are reference answers, one for each prompt.
-        """
+        """1 for each good completion, 0 for a bad one, -1 for no answer. `gold_completions`: one answer per prompt."""
 
 
 class RandomPairwiseJudge(BasePairwiseJudge):
@@ -126,10 +120,7 @@ class RandomRankJudge(BaseRankJudge):
 
 
 class AllTrueJudge(BaseBinaryJudge):
-    """Combines binary judges: 1 if all return 1, 0 if any returns 0, else -1.
-
-    Source: the mixture of judges of Xu et al. 2024 (arXiv:2409.20370).
-    """
+    """Combines binary judges: 1 if all return 1, 0 if any returns 0, else -1 (Xu et al. 2024, arXiv:2409.20370)."""
 
     def __init__(self, judges: list[BaseBinaryJudge]) -> None:
         if not judges:
@@ -143,10 +134,7 @@ class AllTrueJudge(BaseBinaryJudge):
         gold_completions: list[str] | None = None,
         shuffle_order: bool = True,
     ) -> list[int]:
-        """1, 0 or -1 for each completion.
-
-        Raises: ValueError for another answer of a judge, and for another number of answers.
-        """
+        """1, 0 or -1 for each completion. Raises: ValueError for other answers, or another number of them."""
         columns = [judge.judge(prompts, completions, gold_completions, shuffle_order) for judge in self.judges]
         for judge, column in zip(self.judges, columns, strict=True):
             if len(column) != len(completions) or not set(column) <= {0, 1, -1}:
@@ -231,10 +219,7 @@ class ChatPairwiseJudge(BasePairwiseJudge):
         """What the endpoint answers to a request."""
 
     def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
-        """0 or 1 for each pair; -1 if the request failed, the answer is neither, or `max_requests` is reached.
-
-        Raises: the first error, if every request failed.
-        """
+        """0 or 1 for each pair, -1 for no answer. Raises: the first error, if every request failed."""
         pairs = shown_pairs(prompts, completions, shuffle=shuffle_order)
         left = None if self.max_requests is None else self.max_requests - self.num_requests
         questions = [
@@ -345,10 +330,7 @@ def _check_placeholders(template: str) -> None:
 
 
 class PairRMJudge(BasePairwiseJudge):
-    """PairRM (Jiang et al. 2023, arXiv:2306.02561), a model of 0.4 billion parameters that compares two completions.
-
-    Raises: ImportError if llm-blender cannot be imported; its release 0.0.2 needs transformers 4.
-    """
+    """PairRM (arXiv:2306.02561), which compares two completions. Raises: ImportError without a working llm-blender."""
 
     def __init__(self) -> None:
         try:
@@ -365,10 +347,7 @@ class PairRMJudge(BasePairwiseJudge):
         self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True,
         return_scores: bool = False, temperature: float = 1.0,
     ) -> list[int | float]:  # fmt: skip
-        """0 or 1 for each pair; with `return_scores`, the probability that the first completion is better.
-
-        The probability is the softmax of the model's two scores divided by `temperature`.
-        """
+        """0 or 1 for each pair, or the probability that the first is better: softmax of scores / `temperature`."""
         if not temperature > 0:
             raise ValueError(f"temperature must be > 0, got {temperature}. Use 1 for the model's own scores.")
         pairs = shown_pairs(prompts, completions, shuffle=shuffle_order)

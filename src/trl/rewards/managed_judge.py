@@ -97,11 +97,7 @@ class ManagedJudge(BasePairwiseJudge):
     def judge(
         self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True, return_scores: bool = False
     ) -> list[int | float]:
-        """0 or 1 for each pair, 0.5 for a tie, -1 for no answer.
-
-        With `return_scores`, how far the first completion wins, in [0, 1]: the judge's probability if it has
-        `return_scores`.
-        """
+        """0 or 1 for each pair, 0.5 for a tie, -1 for no answer; or how far the first completion wins, in [0, 1]."""
         options: dict[str, bool] = {}
         if self._takes_order():
             options["shuffle_order"] = shuffle_order and not self.swap_positions
@@ -235,10 +231,7 @@ class ManagedJudge(BasePairwiseJudge):
 
 
 def managed(judge: BasePairwiseJudge, settings: Any, *, on_failure: RewardFailure = "error") -> ManagedJudge:
-    """The judge with `settings`, an object with the fields of `JudgeOptions`; a `ManagedJudge` stays as it is.
-
-    Raises: ValueError for a `ManagedJudge` beside settings that differ from the defaults.
-    """
+    """The judge with the settings of `JudgeOptions`. Raises: ValueError for a `ManagedJudge` beside other settings."""
     values = {name: getattr(settings, name) for name in JUDGE_SETTINGS}
     if not isinstance(judge, ManagedJudge):
         options = {name.removeprefix("judge_"): value for name, value in values.items()}

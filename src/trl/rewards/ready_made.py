@@ -121,10 +121,7 @@ class MathProcess:
         atexit.register(self.close)
 
     def is_equal(self, gold: str, answer: str) -> bool | None:
-        """Whether the answer in a text equals the gold answer; None if the gold answer cannot be parsed.
-
-        False, too, if the comparison takes more than 5 s or too much memory.
-        """
+        """Whether the answer in a text equals the gold one, within limits; None if gold cannot be parsed."""
         for text in (answer, ""):  # after a failure: whether the gold answer alone can be parsed
             request = {"gold": gold, "answer": text}
             with self._lock:

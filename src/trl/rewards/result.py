@@ -113,10 +113,7 @@ class Answers(NamedTuple):
 
 
 def read_answers(answer: object, *, count: int) -> Answers:
-    """The values `(count,)` of a list, tuple, array or tensor (on any device; detached).
-
-    Raises: RewardError if there are not `count` values.
-    """
+    """The values `(count,)` of a list, tuple, array or tensor. Raises: RewardError for another number of values."""
     if isinstance(answer, (Tensor, np.ndarray)):
         if answer.ndim != 1:
             raise RewardError(f"gave a tensor of shape {tuple(answer.shape)}, expected ({count},).")

@@ -50,11 +50,7 @@ class ColumnMapping(OptionGroup):
         self.renames()
 
     def renames(self) -> dict[str, str]:
-        """Old name -> new name.
-
-        Raises:
-            ValueError: for an item that is not `old=new`, or a name that stands twice on one side.
-        """
+        """Old name -> new name. Raises: ValueError for an item that is not old=new, and for repeated names."""
         if isinstance(self.column_mapping, dict):
             return dict(self.column_mapping)
         renames: dict[str, str] = {}

@@ -63,10 +63,7 @@ class ChatArguments(QuantizationOptions, ModelSource):
 
 
 def loaded_engine(arguments: Any) -> Any:
-    """The engine of a model on its device, with its tokenizer; `arguments` are a `ModelSource` with a `device`.
-
-    Raises: ValueError, OSError for a model or tokenizer that cannot be loaded or has no chat template.
-    """
+    """The engine of a model on its device. Raises: ValueError, OSError if it cannot be loaded or has no template."""
     import torch
     from transformers.utils import logging
 
@@ -115,10 +112,7 @@ class Chat:
         self.messages = [{"role": "system", "content": prompt}] if prompt else []
 
     def answer(self, message: str) -> None:
-        """Stream the model's answer to a message. Ctrl-C ends it; what came so far stays in the conversation.
-
-        Raises: ValueError, jinja2.TemplateError for a conversation that the model or its template cannot take.
-        """
+        """Stream the answer to a message, up to Ctrl-C. Raises: ValueError, TemplateError for unusable messages."""
         ids: list[int] = []
         shown = ""
 

@@ -57,10 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """Figures of the comparison, and `rows` with prompts, answers and shares.
-
-    Raises: ValueError, TypeError, OSError, ImportError for models, prompts or judges that cannot be used.
-    """
+    """Figures, and `rows` with prompts, answers and shares. Raises: ValueError, TypeError, OSError, ImportError."""
     from trl.reporting.win_rate import length_controlled, win_rate, win_shares
     from trl.rewards.functions import resolve_judge
     from trl.rewards.judge_source import as_text

@@ -33,10 +33,7 @@ class ConfigFile:
 
 
 def read_config(path: str) -> ConfigFile:
-    """Read a YAML file of options; only plain values are built from it, never Python objects.
-
-    Raises: FileNotFoundError for a missing file, ValueError for one that is no valid YAML mapping of names to values.
-    """
+    """The options of a YAML file, plain values only. Raises: FileNotFoundError, ValueError for no valid mapping."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"The config file {path} does not exist. Check the path given with --config.")
     text = Path(path).read_text(encoding="utf-8")
@@ -93,10 +90,7 @@ def _lines(path: str, node: Any) -> tuple[dict[str, int], list[str]]:
 
 
 def take_config_option(args: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The path given with `--config` (or None), and the other arguments.
-
-    Raises: ValueError if `--config` has no value or is given twice.
-    """
+    """The path given with `--config` (or None), and the other arguments. Raises: ValueError for none or two paths."""
     paths: list[str] = []
     rest: list[str] = []
     remaining = iter(args)

@@ -25,10 +25,7 @@ Rows = TypeVar("Rows", Dataset, IterableDataset)
 
 
 def model_init_kwargs(model_args: ModelSource, explicit: dict[str, Any] | str | None = None) -> dict[str, Any]:
-    """Keyword arguments of `from_pretrained`; those of `explicit` (the config's own) win.
-
-    A quantised model is placed on this process's device while it loads.
-    """
+    """Arguments of `from_pretrained`; `explicit` ones win. A quantised model is placed on this process's device."""
     quantization = get_quantization_config(model_args)
     named = {
         "revision": model_args.model_revision,
@@ -97,10 +94,7 @@ def mixed_splits(script_args: ScriptArguments, dataset_args: "DatasetMixtureConf
 
 
 def rename_columns(dataset: Rows, renames: Mapping[str, str], *, name: str) -> Rows:
-    """The dataset with its columns renamed (old name -> new name).
-
-    Raises: ValueError if a column to rename is missing, or a new name is taken by another column.
-    """
+    """The dataset with columns renamed (old -> new). Raises: ValueError for a missing column or a taken new name."""
     if not renames:
         return dataset
     present = column_names(dataset)
@@ -161,10 +155,7 @@ def checkpoint_to_resume(
 
 
 def check_processes(args: TrainingArguments) -> None:
-    """Raise ValueError if processes are not connected, or do not shard as their launcher's environment says.
-
-    Without an accelerator accelerate (1.15) reports neither.
-    """
+    """Raise ValueError if processes are unconnected or do not shard, which accelerate (1.15) hides on CPUs."""
     started = int(os.environ.get("WORLD_SIZE") or 1)
     if args.world_size != started:
         raise ValueError(f"{started} processes are not connected. On a CPU use --accelerate_config cpu.")

@@ -141,10 +141,7 @@ class TrlParser(PlainParser, HfArgumentParser):
         return tuple(built)
 
     def set_defaults_with_config(self, **kwargs: object) -> list[str]:
-        """Make these values the defaults of options, also in subparsers; returns unknown ones as on a command line.
-
-        Raises: ValueError that names every value that does not fit its option.
-        """
+        """Make values the defaults of options; returns unknown ones as words. Raises: ValueError for misfits."""
         remaining, faults = self._set_defaults(kwargs, [], where=lambda name: "")
         _raise_all(faults)
         return remaining

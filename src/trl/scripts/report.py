@@ -160,10 +160,7 @@ def _optimizer_size(trainer: Trainer, trained: Sequence[torch.Tensor]) -> int:
 
 
 def finish(trainer: Trainer, *, dataset_name: str | None, command: str, newest: Path | None) -> None:
-    """Save the model (and push it), print where it is, how to use it and how to resume, and end the process group.
-
-    `newest` is the run's newest checkpoint.
-    """
+    """Save the model (and push it), and print how to use it and how to resume from the `newest` checkpoint."""
     args = trainer.args
     trainer.save_model(args.output_dir)
     if args.push_to_hub:
@@ -192,11 +189,7 @@ def usage(trainer: Trainer) -> list[str]:
 
 
 def resume_hint(newest: Path | None, args: "TrainingArguments", *, command: str, finished: bool) -> str:
-    """The command that resumes a run from its `newest` checkpoint.
-
-    A `finished` run needs an option that makes it longer. `true` names the newest checkpoint in the run's folder,
-    unless that belongs to an earlier run.
-    """
+    """The command that resumes a run from its `newest` checkpoint; a `finished` one needs more steps or epochs."""
     if newest is None:
         strategy = getattr(args.save_strategy, "value", args.save_strategy)
         every = f", --save_steps {args.save_steps}" if strategy == "steps" else ""

@@ -49,10 +49,7 @@ def make_parser() -> TrlParser:
 
 
 def serve(arguments: ServeArguments) -> None:
-    """Answer requests until SIGTERM or Ctrl-C.
-
-    Raises: CommandError if the model or the token is missing, or the address is taken.
-    """
+    """Answer requests until SIGTERM or Ctrl-C. Raises: CommandError without model, token or a free address."""
     from trl.generation.serving.connection import (
         VARIABLE,
         check_token_source,

@@ -167,10 +167,7 @@ def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
 def _write_shards(
     folder: Path, rows: "Dataset", policy: "Policy", script_args: TeachScriptArguments, args: GKDConfig
 ) -> list[Path]:
-    """Write the shards that are missing, each whole or not at all, and return the files of all shards.
-
-    Of several processes each writes its share, which follows from the shards' numbers alone.
-    """
+    """Write this process's share of the missing shards, each whole or not at all; returns all files."""
     import pyarrow.parquet as pq
     from tqdm.auto import tqdm
 

@@ -74,10 +74,7 @@ def train(name: str, script_args: CommandArguments, training_args: "AnyConfig", 
 
 @contextmanager
 def reporting_interruptions(trainer: "BaseTrainer", *, command: str) -> Iterator[None]:
-    """Log the last step and how to resume if training is interrupted; if it fails, add that to the traceback.
-
-    Raises: CommandError for a missing package, and for a checkpoint that cannot be used.
-    """
+    """On interruption or failure say the step and how to resume. Raises: CommandError before the first step."""
     from trl.checkpoints.wholeness import CheckpointError
     from trl.scripts.report import interruption
 

@@ -46,10 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve(arguments: ServeArguments) -> None:
-    """Load the model and answer requests until SIGTERM or Ctrl-C.
-
-    Raises: CommandError if vLLM or the token is missing, or the address is taken.
-    """
+    """Serve until SIGTERM or Ctrl-C. Raises: CommandError without vLLM or the token, or if the address is taken."""
     from trl.generation.serving.connection import CannotServe, check_token_source
 
     os.environ["VLLM_LOGGING_LEVEL"] = arguments.log_level.upper()

@@ -154,10 +154,7 @@ def group_inputs(run: Run) -> Inputs:
 
 
 class Stage(NamedTuple):
-    """A stage: modules and prefix of its trainer and config, its arguments, and settings of the config.
-
-    `accuracy` is the metric of the held-out pairs.
-    """
+    """A stage: where its trainer and config are, their arguments, and the metric of held-out pairs (`accuracy`)."""
 
     modules: tuple[str, str]
     prefix: str
@@ -307,10 +304,7 @@ def print_stages(console: Console, results: Sequence[Mapping[str, object]]) -> N
 
 
 def draw(path: Path, curves: Mapping[str, Curves]) -> None:
-    """Write a PNG with one panel per stage: shares of right answers on the left axis, rewards and KL on the right.
-
-    Raises: ImportError without matplotlib.
-    """
+    """Write a PNG with a panel per stage: shares left, rewards and KL right. Raises: ImportError without matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.2 * len(curves), 4), layout="constrained")
