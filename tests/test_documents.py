@@ -22,6 +22,8 @@ from examples import small_model
 from trl.cli.launch import make_plan
 from trl.cli.main import COMMANDS
 from trl.cli.main import main as trl_main
+from trl.objectives.group_advantages import ADVANTAGES
+from trl.objectives.group_policy import LOSS_TYPES
 from trl.scripts.config_file import ConfigFile, take_config_option
 from trl.scripts.quickstart import make_parser as quickstart_parser
 from trl.scripts.sft import make_parser as sft_parser
@@ -342,7 +344,18 @@ def run_forked(words: list[str]) -> None:
     assert os.waitstatus_to_exitcode(wait_status) == 0, f"{shlex.join(words)}\n{printed[-6000:]}"
 
 
+@pytest.fixture
+def restored_tables():
+    """Rows that a page adds to a table of losses or advantages are gone after its test."""
+    rows = [(table, dict(table)) for table in (ADVANTAGES, LOSS_TYPES)]
+    yield
+    for table, before in rows:
+        table.clear()
+        table.update(before)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("restored_tables")
 @pytest.mark.parametrize("path", STORIES, ids=label)
 def test_guides_run_as_printed(path, tmp_path, monkeypatch):
     """All commands and Python examples of a guide, one after another, in a folder with a clone and nothing else."""
@@ -358,6 +371,7 @@ def test_guides_run_as_printed(path, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("restored_tables")
 @pytest.mark.parametrize("path", PYTHON_PAGES, ids=label)
 def test_examples_run(path, workshop, monkeypatch, capsys):
     """All Python examples of a document, and a method's commands, one after another as a reader would run them."""

@@ -291,8 +291,8 @@ def test_weights_that_were_loaded_are_sent_again(group_port, monkeypatch):
         assert len(stand_in.received) == 2
         torch.testing.assert_close(stand_in.served.state_dict(), trainer.model.state_dict(), rtol=0, atol=0)
         written()
-        monkeypatch.setattr(BaseTrainer, "load_state", lambda self, folder: None)
-        trainer.load_state(Path("checkpoint-0"))
+        monkeypatch.setattr(BaseTrainer, "load_progress", lambda self, folder: None)
+        trainer.load_progress(Path("checkpoint-0"))
         trainer.evaluate(rows)
         assert len(stand_in.received) == 3
         torch.testing.assert_close(stand_in.served.state_dict(), trainer.model.state_dict(), rtol=0, atol=0)
