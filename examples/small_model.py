@@ -23,10 +23,13 @@ PAD, START, EOS = "<|pad|>", "<|im_start|>", "<|im_end|>"
 KINDS = ("problems", "chats", "steps", "tools")  # together they have every word of `trl data`
 
 
-def strings(path: Path) -> Iterator[str]:
-    """Every string value of every row of a jsonl file."""
-    for line in path.read_text(encoding="utf-8").splitlines():
-        yield from (value for value in json.loads(line).values() if isinstance(value, str))
+def strings(value: object) -> Iterator[str]:
+    """Every string of a row: of its values, and inside their lists and dicts, as those of `messages`."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from strings(part)
 
 
 def built_in() -> Iterator[str]:
@@ -85,7 +88,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
     args = parser.parse_args()
 
-    tokenizer = train_tokenizer(strings(args.text) if args.text else built_in(), args.vocabulary)
+    lines = args.text.read_text(encoding="utf-8").splitlines() if args.text else []
+    texts = (text for line in lines for text in strings(json.loads(line))) if args.text else built_in()
+    tokenizer = train_tokenizer(texts, args.vocabulary)
     model = small_llama(tokenizer, seed=args.seed, layers=args.layers, width=args.width)
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)

@@ -84,6 +84,15 @@ def tokenizer():
     return small_model.train_tokenizer(small_model.built_in(), vocabulary=600)
 
 
+def test_a_small_model_reads_the_strings_inside_of_messages():
+    row = {
+        "id": 3,
+        "messages": [{"role": "user", "content": "When?"}, {"role": "assistant", "content": None}],
+        "note": "x",
+    }
+    assert list(small_model.strings(row)) == ["user", "When?", "assistant", "x"]
+
+
 @pytest.mark.parametrize(("name", "method", "settings"), METHODS)
 def test_methods_train_on_their_rows_without_a_warning(name, method, settings, tokenizer, tmp_path, caplog):
     model = small_model.small_llama(tokenizer, seed=0, layers=1, width=64)

@@ -115,12 +115,12 @@ SFT = {
     "unknown label": Bad([{"input_ids": [5, 6], "labels": [-100, 100000]}], ValueError, "row 0, column 'labels'"),
     "negative token": Bad([{"input_ids": [5, -1]}], ValueError, "token id -1"),
     "packing without a length": Bad([{"text": "a"}], ValueError, "packing=True with max_length=None", {"packing": True}),
-    "mixed: number": Bad([{"text": "a"}, {"text": 3}], TypeError, "row 1, column 'text': 3 is of type int"),
+    "mixed: number": Bad([{"text": "a"}, {"text": 3}], TypeError, "row 1, column 'text': 3 is of type int, expected a string. Write it in quotes in a .jsonl file"),
     "mixed: text and conversations": Bad([TURN, {"prompt": "a", "completion": "b"}], TypeError, "row 1, column 'prompt': 'a' is of type str"),
     "mixed: conversations and text": Bad([{"prompt": "a", "completion": "b"}, TURN], TypeError, "row 1, column 'prompt': a list"),
 }  # fmt: skip
 BOTH = {  # what pairs and reward models refuse
-    "no rejected": Bad([{"prompt": "a", "chosen": "b"}], ValueError, "Rename the columns, or add 'rejected'"),
+    "no rejected": Bad([{"prompt": "a", "chosen": "b"}], ValueError, "Rename the columns (--column_mapping OLD=NEW ..., or rows.rename_columns in Python), or add 'rejected'"),
     "completions": Bad([{"prompt": "a", "completion": "b"}], ValueError, "SFTTrainer"),
     "None": Bad(after(PAIR, chosen=None), ValueError, "row 1, column 'chosen'"),
     "empty completion": Bad(after(PAIR, rejected=""), ValueError, "row 1, column 'rejected'"),
@@ -162,7 +162,7 @@ REWARDS = {
     "mask of zeros": Bad([{"input_ids_chosen": [7, 6], "attention_mask_chosen": [0, 0], "input_ids_rejected": [8]}], ValueError, "row 0, column 'input_ids_chosen'"),
 }  # fmt: skip
 UNPAIRED = {
-    "label 1": Bad(judged(label=1)[1:], TypeError, "row 0, column 'label': 1 is of type int, expected true or false. Convert the column with"),
+    "label 1": Bad(judged(label=1)[1:], TypeError, "row 0, column 'label': 1 is of type int, expected true or false. Write true or false in a .jsonl file; in Python,"),
     "label 2": Bad(judged(label=2)[1:], TypeError, "column 'label': 2 is of type int, expected true or false. Map it to True"),
     "label missing in a row": Bad(judged(label=None), ValueError, "train dataset, row 1, column 'label': None, expected true or false"),
     "no label": Bad([{"prompt": "a", "completion": "b"}], ValueError, "add 'label'"),
@@ -185,7 +185,7 @@ UNPAIRED = {
 
 STEPS = {
     "labels of another number": Bad(after(SOLVED, labels=[True]), ValueError, "train dataset, row 1, column 'labels': 1 labels for 2 steps"),
-    "labels that are numbers": Bad([{**SOLVED, "labels": [1, 0]}], TypeError, "row 0, column 'labels[0]': 1 is of type int, expected true or false. Convert the column"),
+    "labels that are numbers": Bad([{**SOLVED, "labels": [1, 0]}], TypeError, "row 0, column 'labels[0]': 1 is of type int, expected true or false. Write true or false"),
     "a label that is missing": Bad([{**SOLVED, "labels": [True, None]}], ValueError, "row 0, column 'labels[1]': None"),
     "one label": Bad([{**SOLVED, "labels": True}], TypeError, "row 0, column 'labels': True is of type bool, expected a list"),
     "no steps": Bad([{**SOLVED, "completions": [], "labels": []}], ValueError, "row 0, column 'completions': an empty list"),

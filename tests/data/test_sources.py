@@ -78,6 +78,17 @@ def test_saved_data_sets(tmp_path: Path, streaming: bool):
         load_source("several", split="test", streaming=streaming)
 
 
+def test_slices_of_saved_data_sets(tmp_path: Path):
+    rows = Dataset.from_list(ROWS)
+    rows.save_to_disk(tmp_path / "one")
+    DatasetDict({"train": rows, "dev": rows.select([2])}).save_to_disk(tmp_path / "several")
+    assert list(load_source("one", split="train[:2]")) == ROWS[:2]
+    assert list(load_source("one", split="train[67%:]")) == ROWS[2:]
+    assert list(load_source("several", split="dev+train[:1]")) == [ROWS[2], ROWS[0]]
+    with pytest.raises(ValueError, match=r"split 'tset\[:2\]' is not in 'one'.*'train'"):
+        load_source("one", split="tset[:2]")
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_unknown_split(tmp_path: Path, streaming: bool):
     path = str(write_jsonl(tmp_path / "x.jsonl", ROWS))

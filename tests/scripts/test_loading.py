@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
 from trl.data.sources import DatasetConfig, DatasetMixtureConfig
 from trl.scripts.arguments import ScriptArguments
@@ -41,9 +42,16 @@ def test_streaming(file):
     assert next(iter(train)) == {"prompt": "0?", "answer": "0"}
 
 
-def test_a_missing_test_split_lists_those_there_are_and_the_way_out(file):
-    with pytest.raises(ValueError, match=r"dataset_test_split: .*'test'.*\['train'\].*eval_strategy"):
+def test_a_missing_test_split_lists_those_there_are_and_the_ways_out(file, tmp_path):
+    wanted = (
+        r"dataset_test_split: .*'test'.*\['train'\].*--test_split_size.*_train_split 'train\[:90%\]' --dataset_test_split"
+        r" 'train\[90%:\]'.*a folder with train.jsonl and test.jsonl.*eval_strategy"
+    )
+    with pytest.raises(ValueError, match=wanted):
         load(ScriptArguments(file), evaluate=True)
+    Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match=wanted):
+        load(ScriptArguments(str(tmp_path / "saved")), evaluate=True)
 
 
 def test_files_and_folders_without_the_configuration(file):

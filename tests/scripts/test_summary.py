@@ -31,7 +31,11 @@ def test_a_model_is_shown_in_use():
     assert usage(finished_trainer(**made, template=chat)) == ["  trl chat out"]
     assert usage(finished_trainer(**made, template=chat, adapters=adapters)) == ["  trl chat out  # an adapter of base"]
     load = ["  from transformers import pipeline", '  model = pipeline("text-generation", "out")']
-    assert usage(finished_trainer(**made)) == load
+    assert usage(finished_trainer(**made)) == [*load, '  print(model("Some text")[0]["generated_text"])']
+    assert usage(finished_trainer(**made, template=chat), has_chats=False) == [
+        *load,
+        '  print(model("Some text")[0]["generated_text"])',
+    ]
     made["core"] = LlamaForSequenceClassification()
     assert usage(finished_trainer(**made, template=chat))[1:] == ['  model = pipeline("text-classification", "out")']
 

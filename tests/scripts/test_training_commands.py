@@ -66,7 +66,7 @@ def test_the_whole_command(run, name, tmp_path, capsys):
     out = capsys.readouterr().out
     for words in (
         f"Model saved in {tmp_path / 'out'}", "first     best     last\n", "\neval loss ",
-        f'", "{tmp_path / "out"}")' if name in ("reward", "prm") else f"\n  trl chat {tmp_path / 'out'}\n", f"To resume: trl {name}",
+        '  model = pipeline("t', f'", "{tmp_path / "out"}")\n', f"To resume: trl {name}",  # no row is a chat
     ):  # fmt: skip
         assert words in out
     assert (tmp_path / "out" / "model.safetensors").is_file()
@@ -75,6 +75,14 @@ def test_the_whole_command(run, name, tmp_path, capsys):
     if name == "reward":
         model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
         assert model.config.num_labels == 1 and re.search(r"eval acc +1.000 +- +1.000", out)
+
+
+def test_a_model_of_chats_is_used_in_a_chat(run, tmp_path, capsys):
+    ask, good, bad = (
+        {"role": role, "content": text} for role, text in (("user", "How?"), ("assistant", "So."), ("assistant", "No."))
+    )
+    assert run("dpo", rows=[{"chosen": [ask, good], "rejected": [ask, bad]}] * 4) == 0
+    assert f"\n  trl chat {tmp_path / 'out'}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo"])
@@ -169,7 +177,7 @@ def test_reentrant_checkpointing_and_bias_buffers(tmp_path, model_path):
         str(tmp_path / "rows.jsonl"), gradient_checkpointing_use_reentrant=True, ignore_bias_buffers=True
     )
     args = SFTConfig(str(tmp_path), use_cpu=True, report_to="none")
-    trainer = training.build_trainer("sft", script_args, args, ModelConfig(model_path), DatasetMixtureConfig())
+    trainer, _ = training.build_trainer("sft", script_args, args, ModelConfig(model_path), DatasetMixtureConfig())
     assert trainer.args.gradient_checkpointing_kwargs == {"use_reentrant": True}
     assert trainer.model._ddp_params_and_buffers_to_ignore == []
 

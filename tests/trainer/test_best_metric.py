@@ -75,6 +75,10 @@ def test_metrics_of_preferences_and_rewards():
     assert dpo_runs.make(**best, metric_for_best_model="rewards/margins").train().global_step == 1
     with pytest.raises(ValueError, match=r"'reward/margin' is not among .*'eval_rewards/margins'"):
         dpo_runs.make(**best, metric_for_best_model="reward/margin").train()
+    with pytest.raises(ValueError, match=r"'acc' is not among .* The screen's acc is 'rewards/accuracies'. Set that.$"):
+        dpo_runs.make(**best, metric_for_best_model="acc").train()
+    with pytest.raises(ValueError, match="The screen's acc is 'held_rewards/accuracies'"):
+        dpo_runs.make(**{**best, "eval_dataset": {"held": rows}}, metric_for_best_model="eval_held_acc").train()
     best = {**BEST, "given": {"eval_dataset": grpo_runs.prompts(3)}, "save_strategy": "no", "max_steps": 1}
     with pytest.raises(ValueError, match=r"'eval_rewrad' is not among .*'eval_reward'"):
         grpo_runs.run(**best, metric_for_best_model="eval_rewrad")

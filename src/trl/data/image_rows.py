@@ -43,8 +43,8 @@ WITHOUT = {
     "image": "Filter the row out, or use a column 'images' with [] for rows without images.",
 }
 CAST = {
-    "images": 'Let datasets decode the column: cast_column("images", List(Image())).',
-    "image": 'Let datasets decode the column: cast_column("image", Image()).',
+    name: f'Let datasets decode the column: rows.cast_column("{name}", {kind}); for a command, then rows.to_parquet.'
+    for name, kind in (("images", "List(Image())"), ("image", "Image()"))
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import datasets
 import pyarrow as pa
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, concatenate_datasets
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, ReadInstruction, concatenate_datasets
 from datasets.exceptions import DataFilesNotFoundError, DatasetGenerationError, DatasetNotFoundError
 
 from trl.data.formats import Row, column_names
@@ -52,11 +52,17 @@ def load_source(
     if any((place / mark).is_file() for mark in _SAVED_MARKS):
         loaded: Any = datasets.load_from_disk(str(place))
         loaded = DatasetDict({str(loaded.split or "train"): loaded}) if isinstance(loaded, Dataset) else loaded
+        if split is not None and split not in loaded:
+            lengths = {str(name): len(part) for name, part in loaded.items()}
+            try:
+                parts: Any = ReadInstruction.from_spec(split).to_absolute(lengths)
+            except ValueError as error:
+                there = f"split {split!r} is not in {path!r}: there are {sorted(lengths)}. Choose one of these."
+                raise ValueError(there) from error
+            slices = [loaded[part.splitname].select(range(part.from_, part.to)) for part in parts]
+            loaded = DatasetDict({split: concatenate_datasets(slices)})
         if streaming:
             loaded = IterableDatasetDict({name: part.to_iterable_dataset() for name, part in loaded.items()})
-        if split is not None and split not in loaded:
-            splits = sorted(map(str, loaded))
-            raise ValueError(f"split {split!r} is not in {path!r}: there are {splits}. Choose one of these.")
         return loaded if split is None else loaded[split]
     if place.is_file():
         if name is not None:

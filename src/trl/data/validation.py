@@ -25,6 +25,9 @@ from trl.options.spelling import did_you_mean
 
 logger = logging.getLogger(__name__)
 
+# Remedies for commands, which read files, and for Python.
+RENAME = "Rename the columns (--column_mapping OLD=NEW ..., or rows.rename_columns in Python)"
+IN_QUOTES = "Write it in quotes in a .jsonl file; in Python, convert it with str()"
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 SFT_TYPES = (
@@ -97,7 +100,7 @@ def sft_row_type(columns: Sequence[str], first_row: Row, *, text_field: str, nam
         is_chat = is_list_of_dicts_with(row[text_field], "role")
         return RowType("messages" if is_chat else "text", (text_field,))
     needed = ("prompt", "completion") if {"prompt", "completion"} & set(columns) else (text_field,)
-    remedy = None if len(needed) == 2 else "Rename columns, set dataset_text_field, or pass formatting_func."
+    remedy = None if len(needed) == 2 else f"{RENAME}, set dataset_text_field, or pass formatting_func in Python."
     remedy = renaming(columns) or remedy
     raise wrong_columns(columns, name, takes=SFT_TYPES, needed=needed, remedy=remedy)
 
@@ -138,7 +141,7 @@ def wrong_columns(
 ) -> ValueError:
     """The error for a data set without some `needed` columns; for rows of another kind with their trainers."""
     missing = [repr(column) for column in needed if column not in columns]
-    remedy = remedy or f"Rename the columns, or add {' and '.join(missing)}."
+    remedy = remedy or f"{RENAME}, or add {' and '.join(missing)}."
     if not set(needed) - {"prompt"} & set(columns):
         kinds = [kind for marks, kind in _OTHER_KINDS if marks <= set(columns)]
         remedy = f"These rows are {kinds[0]}. {remedy}" if kinds else remedy
@@ -154,7 +157,7 @@ def check_text(value: object, place: Place, *, may_be_empty: bool = False) -> st
         raise place.error("a list", "a string as in the other columns and rows", remedy, TypeError)
     if not isinstance(value, str):
         # A column of numbers in a CSV file is read as numbers, without their leading zeros.
-        remedy = f"Convert it with str(), a whole column with rows.cast_column({place.column!r}, Value('string'))."
+        remedy = f"{IN_QUOTES}, a whole column with rows.cast_column({place.column!r}, Value('string'))."
         raise place.mistyped(value, "a string", remedy)
     if not value and not may_be_empty:
         raise place.error("an empty string", "text to train on", "Filter the row out.")
@@ -170,7 +173,8 @@ def check_label(value: object, place: Place) -> bool:
     remedy = "Map it to True where the completion (or step) is good, and to False elsewhere."
     if isinstance(value, int) and value in (0, 1):
         remedy = (
-            "Convert the column with dataset.cast_column (to Value('bool'), or a list of it), or values with bool()."
+            "Write true or false in a .jsonl file; in Python, convert values with bool(), or the column with "
+            "rows.cast_column (to Value('bool'), or a list of it)."
         )
     raise place.mistyped(value, "true or false", remedy)
 
@@ -238,7 +242,7 @@ def _check_message(message: object, place: Place, roles: frozenset[str]) -> Mess
         raise place.error(fault, expected, "Fill it in or filter the row out.")
     if content is not None and not isinstance(content, str | list):
         fault = f"content {content!r} is of type {type(content).__name__}"
-        raise place.error(fault, "a string or a list of parts", "Convert it with str().", TypeError)
+        raise place.error(fault, "a string or a list of parts", f"{IN_QUOTES}.", TypeError)
     for part in content if isinstance(content, list) else []:
         if not isinstance(part, Mapping) or "type" not in part:
             remedy = 'Write text as {"type": "text", "text": ...}.'

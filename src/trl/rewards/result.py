@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trl.data.validation import RENAME
 from trl.tensors.reduce import Weighted, weighted
 
 Text = str | Sequence[dict[str, Any]]  # or messages
@@ -60,7 +61,7 @@ class RewardInputs:
         columns = {name: v for name, v in self.columns.items() if name not in ("prompt", "completion")}
         object.__setattr__(self, "columns", columns)
         if taken := sorted(set(columns) & set(RESERVED)):
-            raise ValueError(f"the dataset has columns {taken}, arguments of every reward function. Rename them.")
+            raise ValueError(f"the dataset has columns {taken}, arguments of every reward function. {RENAME}.")
         lists = {"completions": self.completions} | {f"column {name!r}": v for name, v in columns.items()}
         lists |= {n: ids for n in ("completion_ids", "prompt_ids") if len(ids := getattr(self, n))}
         for name, values in lists.items():

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 Rows = TypeVar("Rows", Dataset, IterableDataset)
+_OTHER_ROWS = (
+    " Or hold rows back: --test_split_size 0.1, or --dataset_train_split 'train[:90%]' --dataset_test_split "
+    "'train[90%:]'; or use a folder with train.jsonl and test.jsonl; or set eval_strategy to 'no'."
+)
 
 
 def model_init_kwargs(model_args: ModelSource, explicit: dict[str, Any] | str | None = None) -> dict[str, Any]:
@@ -73,8 +77,7 @@ def load_train_and_eval(
                 raise ValueError(f"the mixture has {', '.join(map(repr, mixture))}, not {split!r}.")
             rows = load_source(path, split=split, **settings) if mixture is None else mixture[split]
         except ValueError as error:
-            way_out = " Or set eval_strategy to 'no'." if option == "dataset_test_split" else ""
-            raise ValueError(f"{option}: {error}{way_out}") from error
+            raise ValueError(f"{option}: {error}{_OTHER_ROWS if option == 'dataset_test_split' else ''}") from error
         loaded.append(rename_columns(rows, renames, name=f"split {split!r}"))
     return loaded[0], (loaded[1] if evaluate else None)
 

@@ -159,8 +159,13 @@ def _optimizer_size(trainer: Trainer, trained: Sequence[torch.Tensor]) -> int:
 # --- after training
 
 
-def finish(trainer: Trainer, *, dataset_name: str | None, command: str, newest: Path | None) -> None:
-    """Save the model (and push it), and print how to use it and how to resume from the `newest` checkpoint."""
+def finish(
+    trainer: Trainer, *, dataset_name: str | None, command: str, newest: Path | None, has_chats: bool = True
+) -> None:
+    """Save the model (and push it), and print how to use it and how to resume from the `newest` checkpoint.
+
+    `has_chats`: it was trained on conversations.
+    """
     args = trainer.args
     trainer.save_model(args.output_dir)
     if args.push_to_hub:
@@ -171,21 +176,25 @@ def finish(trainer: Trainer, *, dataset_name: str | None, command: str, newest: 
             name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
             place += f": that of step {state.best_global_step}, the best ({name} {state.best_metric:.4g})"
         finished = state.global_step >= state.max_steps  # not one that a signal stopped
-        print("\n".join([place, *usage(trainer), resume_hint(newest, args, command=command, finished=finished)]))
+        resume = resume_hint(newest, args, command=command, finished=finished)
+        print("\n".join([place, *usage(trainer, has_chats=has_chats), resume]))
     trainer.accelerator.end_training()
 
 
-def usage(trainer: Trainer) -> list[str]:
-    """How to use the saved model: `trl chat`, or Python without a chat template; adapters name their base."""
+def usage(trainer: Trainer, *, has_chats: bool = True) -> list[str]:
+    """How to use the saved model: `trl chat`, or Python without chats or a chat template; adapters name their base."""
     core, folder = trainer.scorer.core, trainer.args.output_dir
     task = next((task for end, task in _TASKS.items() if type(core).__name__.endswith(end)), None)
-    chats = task == "text-generation" and text_tokenizer(trainer.processing_class).chat_template
     if task is None:
         return []
+    writes = task == "text-generation"
     adapters = getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {})
     bases = [f"  # an adapter of {adapter.base_model_name_or_path}" for adapter in adapters.values()]
-    load = f"trl chat {folder}" if chats else f'model = pipeline("{task}", "{folder}")'
-    return [*([] if chats else ["  from transformers import pipeline"]), f"  {load}{bases[0] if bases else ''}"]
+    base = bases[0] if bases else ""
+    if writes and has_chats and text_tokenizer(trainer.processing_class).chat_template:
+        return [f"  trl chat {folder}{base}"]
+    lines = ["  from transformers import pipeline", f'  model = pipeline("{task}", "{folder}"){base}']
+    return [*lines, '  print(model("Some text")[0]["generated_text"])'] if writes else lines
 
 
 def resume_hint(newest: Path | None, args: "TrainingArguments", *, command: str, finished: bool) -> str:

@@ -59,7 +59,7 @@ def train(name: str, script_args: CommandArguments, training_args: "AnyConfig", 
         )
         settings = changed_settings(script_args, training_args, *others)
         made_folder = not Path(output_dir).exists()
-        trainer = build_trainer(name, script_args, training_args, *others)
+        trainer, has_chats = build_trainer(name, script_args, training_args, *others)
     if script_args.dry_run:
         describe(trainer, settings, made_folder=made_folder)
         return trainer
@@ -68,7 +68,8 @@ def train(name: str, script_args: CommandArguments, training_args: "AnyConfig", 
         if any(getattr(callback, "is_made", False) for callback in trainer.callback_handler.callbacks):
             trainer.accelerator.end_training()
             raise Terminated  # after the checkpoint that enable_jit_checkpoint asks for
-        finish(trainer, dataset_name=script_args.dataset_name, command=name, newest=trainer.newest_checkpoint)
+        source, newest = script_args.dataset_name, trainer.newest_checkpoint
+        finish(trainer, dataset_name=source, command=name, newest=newest, has_chats=has_chats)
     return trainer
 
 
@@ -234,8 +235,12 @@ COMMANDS = {
 
 def build_trainer(
     name: str, script_args: CommandArguments, training_args: Any, model_args: ModelConfig, dataset_args: Any
-) -> "BaseTrainer":
-    """The trainer of the command `name`, its data sets loaded and checked."""
+) -> "tuple[BaseTrainer, bool]":
+    """The trainer of the command `name`, its data sets loaded and checked, and whether their rows are conversations.
+
+    Those of tokenised rows are not known, and taken to be.
+    """
+    from trl.data.formats import is_list_of_dicts_with
     from trl.models.peft import get_peft_config
 
     command = COMMANDS[name]
@@ -255,7 +260,9 @@ def build_trainer(
     if script_args.ignore_bias_buffers:  # DistributedDataParallel does not broadcast them
         names = [name for name, buffer in trainer.model.named_buffers() if str(buffer.dtype) == "torch.bool"]
         trainer.model._ddp_params_and_buffers_to_ignore = names
-    return trainer
+    row = next(iter(train_dataset))
+    turns = any(is_list_of_dicts_with(value, speaker) for value in row.values() for speaker in ("role", "from"))
+    return trainer, turns or any(name.endswith("input_ids") for name in row)
 
 
 def training_command(name: str, module: str) -> tuple[Callable[..., "BaseTrainer"], Callable[..., TrlParser]]:

@@ -20,6 +20,7 @@ from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy
 from trl.methods.method import LOSS_PARTS
 from trl.models.switches import holding, undisturbed
 from trl.reporting.metrics import MetricSums
+from trl.reporting.run_lines import SHOWN
 
 logger = logging.getLogger("trl.trainer.base_trainer")
 
@@ -117,9 +118,12 @@ def check_best_metric(trainer: Any) -> None:
         loader = trainer.get_eval_dataloader(name)
         found = trainer.evaluation_loop(loader, "metric_for_best_model", metric_key_prefix=prefix).metrics
     if f"{prefix}_{metric}" not in found:
+        on_screen = [label for label, short in SHOWN.items() if short == metric and f"{prefix}_{label}" in found]
+        full = f"{prefix}_{on_screen[0]}".removeprefix("eval_") if on_screen else ""
+        remedy = f"The screen's {metric} is {full!r}. Set that." if full else "Choose one of them."
         raise ValueError(
-            f"metric_for_best_model={args.metric_for_best_model!r} is not among the metrics of an evaluation, which are "
-            f"{sorted(found)}. Choose one of them."
+            f"metric_for_best_model={args.metric_for_best_model!r} is not among the metrics of an evaluation, which "
+            f"are {sorted(found)}. {remedy}"
         )
 
 
