@@ -88,7 +88,7 @@ def prepare_fsdp(model: nn.Module, accelerator: Accelerator) -> nn.Module:
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
         model = fsdp2_prepare_model(accelerator, model)
-    elif not is_fsdp1(model):
+    elif not isinstance(model, FullyShardedDataParallel):
         plugin.set_auto_wrap_policy(model)
         model = FullyShardedDataParallel(
             model,
@@ -100,15 +100,10 @@ def prepare_fsdp(model: nn.Module, accelerator: Accelerator) -> nn.Module:
     return model.eval()
 
 
-def is_fsdp1(model: object) -> bool:
-    """Whether a module is wrapped by the first version of FSDP."""
-    return isinstance(model, FullyShardedDataParallel)
-
-
 def is_sharded(model: nn.Module) -> bool:
     """Whether the model's weights are sharded over processes (ZeRO-3, FSDP of either version)."""
     parts = any(hasattr(p, "ds_id") or isinstance(p, DTensor) for p in model.parameters())
-    return parts or any(is_fsdp1(module) for module in model.modules())
+    return parts or any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
 def gathered_parameters(
@@ -230,7 +225,7 @@ def unwrap_model_for_generation(
             owner.generation_config = copy.deepcopy(config)
             block.callback(setattr, owner, "generation_config", config)
             owner.generation_config.update(**generation_kwargs)
-        if is_fsdp1(model):
+        if isinstance(model, FullyShardedDataParallel):
             block.enter_context(FullyShardedDataParallel.summon_full_params(model, writeback=False))
         elif plugin is not None and plugin.zero_stage == 3 and gather_deepspeed3_params:
             block.enter_context(gathered_parameters(model.parameters()))

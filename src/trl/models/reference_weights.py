@@ -15,9 +15,10 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trl.models.distributed import gathered_parameters, is_fsdp1, is_sharded, reshard
+from trl.models.distributed import gathered_parameters, is_sharded, reshard
 from trl.models.parts import causal_core
 from trl.models.peft import is_peft_model
 
@@ -165,6 +166,6 @@ def _plain(value: object) -> object:
 
 
 def _prepare_to_read(module: nn.Module) -> None:
-    if any(is_fsdp1(part) for part in module.modules()):
+    if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
         raise ValueError("FSDP 1 flattens weights, which a reference needs by name. Use fsdp_version: 2.")
     reshard(module)

@@ -138,10 +138,11 @@ def check_positions(model: nn.Module, lengths: Sequence[int] | np.ndarray, *, da
 
     Raises ValueError for a model with a table of positions, and warns for one that computes them.
     """
-    table, limit = table_of_positions(model), _positions(model)
-    if table is not None:
+    if (table := table_of_positions(model)) is not None:
         check_table(lengths, table, dataset_name=dataset_name)
-    elif limit is not None and np.max(lengths, initial=0) > limit:
+        return
+    limit = getattr(causal_core(model).config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(limit, int) and np.max(lengths, initial=0) > limit:
         logger.warning("%s", _too_long(lengths, limit, dataset_name))
 
 
@@ -160,18 +161,14 @@ def _too_long(lengths: Sequence[int] | np.ndarray, limit: int, dataset_name: str
     )
 
 
-def _positions(model: nn.Module) -> int | None:
-    limit = getattr(causal_core(model).config.get_text_config(), "max_position_embeddings", None)
-    return limit if isinstance(limit, int) else None
-
-
 def table_of_positions(model: nn.Module) -> int | None:
     """Rows of the model's table of positions (GPT-2, OPT); None where positions are computed (rotary, ALiBi)."""
     has_table = any(
         isinstance(module, nn.Embedding) and name.rpartition(".")[2] in POSITION_TABLES
         for name, module in model.named_modules()
     )
-    return _positions(model) if has_table else None
+    limit = getattr(causal_core(model).config.get_text_config(), "max_position_embeddings", None)
+    return limit if has_table and isinstance(limit, int) else None
 
 
 # ---- classifiers

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,9 +44,9 @@ def chunk_size_of_any_head(hidden: Tensor) -> int:
     return (CPU_CHUNK_ROWS if hidden.device.type == "cpu" else ACCELERATOR_CHUNK_ROWS)[0]
 
 
-def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
-    """A block without autocast on the tensor's device."""
-    return torch.autocast(tensor.device.type, enabled=False)
+def without_autocast(device: str) -> AbstractContextManager[object]:
+    """A block without autocast on a type of device."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def chunks(count: int, size: int) -> Iterator[slice]:
@@ -71,10 +70,7 @@ class Scoring:
     wanted: Statistics
     chunk_size: int
     product_dtype: torch.dtype
-
-    @property
-    def exact_dtype(self) -> torch.dtype:
-        return torch.promote_types(self.product_dtype, torch.float32)
+    exact_dtype: torch.dtype
 
     @classmethod
     def over(
@@ -84,12 +80,11 @@ class Scoring:
         dtype, device = torch.promote_types(hidden.dtype, weight.dtype), hidden.device
         if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device.type)
-        itemsize = torch.promote_types(dtype, torch.float32).itemsize
-        count = max(1, len(hidden))
-        size = chunk_size or default_chunk_size(len(weight), itemsize=itemsize, device=device)
+        exact, count = torch.promote_types(dtype, torch.float32), max(1, len(hidden))
+        size = chunk_size or default_chunk_size(len(weight), itemsize=exact.itemsize, device=device)
         if chunk_size is None:  # even chunks: a short one costs as much in sums
             size = math.ceil(count / math.ceil(count / size))
-        return cls(rule, wanted, min(size, count), dtype)
+        return cls(rule, wanted, min(size, count), dtype, exact)
 
     def run(
         self,
@@ -112,14 +107,12 @@ class Scoring:
             hidden.new_empty(len(hidden), dtype=torch.bool if number == 2 else exact) if there else None
             for number, there in enumerate(computed)
         )
-        make, inputs = (torch.empty if len(hidden) else torch.zeros, (hidden, weight, bias))  # the first chunk writes
+        make = torch.empty if len(hidden) else torch.zeros  # the first chunk writes
+        inputs = zip((hidden, weight, bias), wants, strict=True)
         sums = HeadGradients(
-            *(
-                make(x.shape, dtype=exact, device=x.device) if x is not None and want else None
-                for x, want in zip(inputs, wants, strict=True)
-            )
+            *(make(x.shape, dtype=exact, device=x.device) if x is not None and want else None for x, want in inputs)
         )
-        with without_autocast(hidden):
+        with without_autocast(hidden.device.type):
             head = Head(weight.to(dtype), None if bias is None else bias.to(dtype))
             # As few buffers as the steps on a chunk allow.
             caps = any(wants) and self.rule.soft_cap is not None
@@ -129,7 +122,7 @@ class Scoring:
             space = Workspace(logits, shifted, exps)
             ties = dtype.itemsize < 4 or self.rule.soft_cap is not None
             for number, rows in enumerate(chunks(len(hidden), self.chunk_size)):
-                part = space.first(rows.stop - rows.start)
+                part = Workspace._make(buffer[: rows.stop - rows.start] for buffer in space)
                 if kept is not None and number < len(kept):
                     part = part._replace(logits=kept[number])
                 else:
@@ -138,7 +131,9 @@ class Scoring:
                         kept.append(part.logits)
                     head.logits_into(part.logits, hidden[rows], self.rule)
                 chunk = score_rows(part, targets[rows], rule=self.rule, wanted=wanted, ties=ties)
-                scores.write(rows, chunk.scores)
+                for whole, values in zip(scores, chunk.scores, strict=True):
+                    if whole is not None and values is not None:
+                        whole[rows] = values
                 if slopes_of is None:
                     continue
                 slopes = slopes_of(chunk.scores.logps, rows)

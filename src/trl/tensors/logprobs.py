@@ -111,7 +111,7 @@ def token_scores_through(
 
     def scores(states: Tensor, labels: Tensor) -> tuple[Tensor | None, ...]:
         products = head(states)
-        with without_autocast(hidden):
+        with without_autocast(hidden.device.type):
             return tuple(wide_scores(rule.logits(products), labels, rule=rule, wanted=wanted))
 
     size = chunk_size or chunk_size_of_any_head(hidden)
@@ -182,8 +182,15 @@ class _LocalLoss(torch.autograd.Function):
         values = hidden.new_empty(len(hidden), dtype=scoring.exact_dtype)
 
         def slopes_of(logps: Tensor, rows: slice) -> tuple[Tensor, None]:
-            values[rows], slopes = _losses(loss_of, logps, rows, with_slopes=any(wants))
-            return slopes, None
+            with torch.set_grad_enabled(any(wants)):
+                leaf = logps.detach().requires_grad_(any(wants))
+                losses = loss_of(leaf, rows)
+                if losses.shape != logps.shape:
+                    raise ValueError(f"loss_of must return {tuple(logps.shape)}, got {tuple(losses.shape)}.")
+                values[rows] = losses.detach()
+                if not losses.requires_grad:
+                    return torch.zeros_like(logps), None
+                return torch.autograd.grad(losses.sum(), leaf, allow_unused=True, materialize_grads=True)[0], None
 
         scores, sums = scoring.run(hidden, weight, bias, targets, wants=wants, slopes_of=slopes_of)
         ctx.sums, ctx.inputs = sums, [None if x is None else x.new_empty(0) for x in (hidden, weight, bias)]
@@ -198,19 +205,6 @@ class _LocalLoss(torch.autograd.Function):
         # Without another reference autograd takes the sums over as gradients instead of copying them.
         sums, ctx.sums = ctx.sums, None
         return (*sums.cast(*ctx.inputs, slope=slope), None, None, None, None)
-
-
-def _losses(loss_of: LossOf, logps: Tensor, rows: slice, *, with_slopes: bool) -> tuple[Tensor, Tensor]:
-    """Losses `(C,)` of one chunk and their slopes over the log-probs."""
-    with torch.set_grad_enabled(with_slopes):
-        leaf = logps.detach().requires_grad_(with_slopes)
-        values = loss_of(leaf, rows)
-        if values.shape != logps.shape:
-            raise ValueError(f"loss_of must return {tuple(logps.shape)}, got {tuple(values.shape)}.")
-        if not values.requires_grad:
-            return values, torch.zeros_like(logps)
-        slopes = torch.autograd.grad(values.sum(), leaf, allow_unused=True, materialize_grads=True)[0]
-    return values.detach(), slopes
 
 
 def local_loss_through(

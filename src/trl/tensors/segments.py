@@ -55,7 +55,7 @@ class Segments:
         """
         sizes = tuple(int(length) for length in lengths)
         zeros = (0,) * len(sizes)
-        return cls(_starts(sizes), sizes, zeros, zeros)
+        return cls(tuple(accumulate(sizes, initial=0))[:-1], sizes, zeros, zeros)
 
     @classmethod
     def from_prefix_groups(cls, groups: Iterable[tuple[int, Sequence[int]]]) -> Segments:
@@ -69,7 +69,7 @@ class Segments:
             prefixes += [(0, 0)] + [(end, prompt)] * len(branches)
             end += prompt + sum(branches)
         prefix_start, prefix_length = zip(*prefixes, strict=True) if prefixes else ((), ())
-        return cls(_starts(sizes), tuple(sizes), prefix_start, prefix_length)
+        return cls(tuple(accumulate(sizes, initial=0))[:-1], tuple(sizes), prefix_start, prefix_length)
 
     @classmethod
     def from_table(cls, table: Tensor) -> Segments:
@@ -113,7 +113,3 @@ class Segments:
         branches = Counter(prefix_start for _, _, prefix_start, prefix_length in self if prefix_length)
         counts = torch.tensor([branches[start] or 1 for start in self.start])
         return counts.repeat_interleave(torch.tensor(self.length))
-
-
-def _starts(sizes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(accumulate(sizes[:-1], initial=0)) if sizes else ()

@@ -34,15 +34,10 @@ class LogitRule:
         if not self.temperature > 0:
             raise ValueError(f"temperature must be > 0, got {self.temperature}.")
 
-    @property
-    def linear_slope(self) -> float:
-        """Slope of the logits over the products where the soft cap does not bend them."""
-        return self.scale / self.temperature
-
     def apply_(self, products: Tensor) -> Tensor:
         """Turn head products into logits, in place."""
         if self.soft_cap is None:
-            return products if self.linear_slope == 1.0 else products.mul_(self.linear_slope)
+            return products if self.scale == self.temperature else products.mul_(self.scale / self.temperature)
         products.mul_(self.scale / self.soft_cap).tanh_()
         return products.mul_(self.soft_cap / self.temperature)
 
@@ -50,14 +45,8 @@ class LogitRule:
         """The same out of place, in float32 or wider, for autograd."""
         products = products.to(torch.promote_types(products.dtype, torch.float32))
         if self.soft_cap is None:
-            return products * self.linear_slope
+            return products * (self.scale / self.temperature)
         return torch.tanh(products * (self.scale / self.soft_cap)) * (self.soft_cap / self.temperature)
-
-    def through_cap_(self, slopes: Tensor, logits: Tensor, *, scratch: Tensor) -> None:
-        """Multiply `slopes` in place by the slope of the cap, 1 - tanh^2; overwrites `scratch`."""
-        if self.soft_cap is not None:
-            bend = torch.mul(logits, self.temperature / self.soft_cap, out=scratch).square_()
-            slopes.addcmul_(slopes, bend, value=-1.0)
 
 
 class Workspace(NamedTuple):
@@ -66,10 +55,6 @@ class Workspace(NamedTuple):
     logits: Tensor
     shifted: Tensor
     exps: Tensor
-
-    def first(self, count: int) -> Workspace:
-        """The same buffers, cut to their first `count` rows."""
-        return Workspace(self.logits[:count], self.shifted[:count], self.exps[:count])
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +83,6 @@ class TokenScores(NamedTuple):
     correct: Tensor | None = None
     log_collision: Tensor | None = None
     mean_logits: Tensor | None = None
-
-    def write(self, rows: slice, part: TokenScores) -> None:
-        """Write the scores of a chunk of tokens."""
-        for whole, values in zip(self, part, strict=True):
-            if whole is not None and values is not None:
-                whole[rows] = values
 
 
 class RowScores(NamedTuple):
@@ -174,7 +153,7 @@ def row_slopes_(
     Returns the factors `(C, 1)`: multiplying them into the narrow side of the products that follow saves a
     pass over the vocabulary. Per logit, d logp = onehot - p and d entropy = -p (log p + entropy).
     """
-    index, scale = targets.unsqueeze(1), rule.linear_slope / scores.total
+    index, scale = targets.unsqueeze(1), rule.scale / rule.temperature / scores.total
     along_logps = logps_slope.unsqueeze(1)
     if entropies_slope is None or scores.scores.entropies is None:
         space.exps.scatter_add_(1, index, -scores.total)
@@ -186,5 +165,7 @@ def row_slopes_(
         space.exps.mul_(space.shifted)
         space.exps.scatter_add_(1, index, along_logps * scores.total)
         factors = scale
-    rule.through_cap_(space.exps, space.logits, scratch=space.shifted)
+    if rule.soft_cap is not None:  # its slope is 1 - tanh^2
+        bend = torch.mul(space.logits, rule.temperature / rule.soft_cap, out=space.shifted).square_()
+        space.exps.addcmul_(space.exps, bend, value=-1.0)
     return factors

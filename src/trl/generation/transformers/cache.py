@@ -12,9 +12,8 @@ used.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from trl.generation.transformers.reuse import Held
 from trl.models.packed.attention import packed_attention
 from trl.models.switches import holding
+from trl.tensors.heads import without_autocast
 
 
 def attend_part(
@@ -34,11 +34,16 @@ def attend_part(
     """Attention over a part of the keys, and the log-sum-exp of its scores.
 
     `query (B, heads, M, D)`, `key`, `value` `(B, heads, K, D)`, `bias` broadcastable to `(B, heads, M, K)` ->
-    `(B, heads, M, D)` and `(B, heads, M)`, both at least float32.
+    `(B, heads, M, D)` and `(B, heads, M)`, both at least float32: scores in half precision change weights by per cents.
     """
     batch, heads, rows, _ = query.shape
-    query, key, value = (part.flatten(0, 1) for part in (query, key, value))
-    scores = _products(query, key, scale)
+    query, key, value = query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), value.flatten(0, 1)
+    if query.dtype.itemsize >= 4:
+        scores = torch.baddbmm(query.new_empty(1), query, key, beta=0, alpha=scale)
+    elif query.is_cuda:
+        scores = torch.bmm(query, key, out_dtype=torch.float32).mul_(scale)
+    else:
+        scores = torch.bmm(query.float(), key.float()).mul_(scale)
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
     if bias is not None:
@@ -48,22 +53,6 @@ def attend_part(
     total = weights.sum(dim=-1, keepdim=True)
     output = torch.bmm(weights.to(value.dtype), value).to(total.dtype) / total
     return output.view(batch, heads, rows, -1), (peak + total.log()).view(batch, heads, rows)
-
-
-def _products(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """`scale * query @ key^T`, at least float32: scores in half precision change weights by per cents."""
-    key = key.transpose(1, 2)
-    if query.dtype.itemsize >= 4:
-        return torch.baddbmm(query.new_empty(1), query, key, beta=0, alpha=scale)
-    if query.is_cuda:
-        return torch.bmm(query, key, out_dtype=torch.float32).mul_(scale)
-    return torch.bmm(query.float(), key.float()).mul_(scale)
-
-
-def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Tensor:
-    """Combine attention over two disjoint sets of keys: outputs `(..., D)` with their log-sum-exps `(...)`."""
-    share = torch.sigmoid(second[1] - first[1])
-    return torch.lerp(first[0], second[0], share[..., None])
 
 
 def visibility_bias(visible: Tensor) -> Tensor:
@@ -116,7 +105,8 @@ class Step:
     """The layout of one decoding step, which all layers share.
 
     `columns` `(R,)` is the index of each row's newest token in its completion, `prompt` `(R,)` the row's prompt,
-    `lengths` `(G,)` the prompts' lengths.
+    `lengths` `(G,)` the prompts' lengths. `per_prompt` is the maximum number of rows of one prompt, `slots` each row's
+    index in a table with so many rows for each prompt; None if it is the row's number.
     """
 
     def __init__(self, columns: Tensor, prompt: Tensor, lengths: Tensor) -> None:
@@ -125,35 +115,23 @@ class Step:
         self.longest = int(lengths.max())
         self.level = bool((columns == self.width - 1).all())
         self.rows = torch.arange(len(columns), device=columns.device)
+        counts, order = torch.bincount(prompt, minlength=len(lengths)), torch.argsort(prompt, stable=True)
+        self.per_prompt = int(counts.max())
+        slots = torch.empty_like(order)
+        rank = self.rows - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+        slots[order] = prompt[order] * self.per_prompt + rank
+        is_full = len(columns) == len(lengths) * self.per_prompt
+        self.slots = None if is_full and bool((slots == self.rows).all()) else slots
+        self.prompt_bias: Tensor | None = None
+        if not bool((lengths == self.longest).all()):
+            keys = torch.arange(self.longest, device=lengths.device)
+            self.prompt_bias = visibility_bias(keys < lengths[:, None])[:, None, None]
         self._biases: dict[int | None, tuple[Tensor | None, Tensor | None, bool]] = {}  # by window
 
     def advance(self) -> None:
         """Go to the next step of the same rows."""
         self.columns, self.width = self.columns + 1, self.width + 1
         self._biases.clear()
-
-    @cached_property
-    def per_prompt(self) -> int:
-        """The maximum number of rows of one prompt."""
-        return int(torch.bincount(self.prompt).max())
-
-    @cached_property
-    def slots(self) -> Tensor | None:
-        """Each row's index in a table with `per_prompt` rows for each prompt; None if it is the row's number."""
-        order = torch.argsort(self.prompt, stable=True)
-        counts = torch.bincount(self.prompt, minlength=len(self.lengths))
-        rank = self.rows - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-        slots = torch.empty_like(order)
-        slots[order] = self.prompt[order] * self.per_prompt + rank
-        full = len(self.rows) == len(self.lengths) * self.per_prompt
-        return None if full and bool((slots == self.rows).all()) else slots
-
-    @cached_property
-    def prompt_bias(self) -> Tensor | None:
-        if bool((self.lengths == self.longest).all()):
-            return None
-        keys = torch.arange(self.longest, device=self.lengths.device)
-        return visibility_bias(keys < self.lengths[:, None])[:, None, None]
 
     def biases(self, window: int | None) -> tuple[Tensor | None, Tensor | None, bool]:
         """Attention biases of prompts and completions; whether the first is by row (with an active sliding window)."""
@@ -180,11 +158,6 @@ class Step:
         table[self.slots] = rows
         return table.view(shape)
 
-    def from_slots(self, table: Tensor) -> Tensor:
-        """The inverse of `to_slots`."""
-        rows = table.flatten(0, 1)
-        return rows if self.slots is None else rows[self.slots]
-
 
 class RolloutCache:
     """Keys and values `(..., heads, tokens, D)` of all layers: of G prompts, and of the own tokens of R rows."""
@@ -196,30 +169,26 @@ class RolloutCache:
         self.most_columns = 0  # maximum completion length
         self.step: Step | None = None
         self._arriving: tuple[Tensor, int] | None = None
-        self._held: Sequence[Held | None] = ()  # of the arriving prompts
+        self.held: Sequence[Held | None] = ()  # of the arriving prompts; empty if nothing is held
 
     def expect_prompts(self, lengths: Sequence[int], device: torch.device, held: Sequence[Held | None] = ()) -> None:
         """Prepare for prompts, of which so many tokens come one after another in the packed row of the next forward.
 
         The tokens before them are those that are `held`.
         """
-        self._held = held if any(held) else ()
-        before = [0 if part is None else part.length for part in self._held or [None] * len(lengths)]
+        self.held = held if any(held) else ()
+        before = [0 if part is None else part.length for part in self.held or [None] * len(lengths)]
         # In the order of `store_prompts`: the packed row, then what is held.
         places = torch.arange(sum(lengths) + sum(before)).split([*lengths, *before])
         rows = [torch.cat(pair) for pair in zip(places[len(lengths) :], places[: len(lengths)], strict=True)]
         self._arriving = (pad_sequence(rows, batch_first=True).to(device), len(self.lengths))
         self.lengths += map(len, rows)
 
-    def held_of(self, layer: int) -> list[tuple[Tensor, Tensor] | None]:
-        """Keys and values of a layer before those of the next forward; empty if nothing is held."""
-        return [None if part is None else part.layers[layer] for part in self._held]
-
     def store_prompts(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store the keys and values `(heads, N, D)` of a packed row of prompts."""
         assert self._arriving is not None
         (index, first), cache = self._arriving, self.layers[layer]
-        held = [pair for pair in self.held_of(layer) if pair is not None]
+        held = [part.layers[layer] for part in self.held if part is not None]
         for number, (name, part) in enumerate((("prompt_key", key), ("prompt_value", value))):
             part = torch.cat([part, *(pair[number] for pair in held)], dim=1)
             buffer, count, longest = cache.get(name), len(self.lengths), max(self.lengths)
@@ -244,10 +213,14 @@ class RolloutCache:
             prompt_bias = step.to_slots(prompt_bias)[:, None].repeat_interleave(grouped.shape[2], dim=2)
         key, value = (cache[name][: len(step.lengths), :, : step.longest] for name in ("prompt_key", "prompt_value"))
         output, total = (
-            step.from_slots(part.unflatten(2, table.shape[2:4]).transpose(1, 2))
+            part.unflatten(2, table.shape[2:4]).transpose(1, 2).flatten(0, 1)
             for part in attend_part(table.flatten(2, 3), key, value, prompt_bias, **options)
         )
-        return merge(completion, (output, total)).view(len(query), -1, value.shape[3]).to(value.dtype)
+        if step.slots is not None:
+            output, total = output[step.slots], total[step.slots]
+        share = torch.sigmoid(total - completion[1])  # of the prompt in the sum over both sets of keys
+        merged = torch.lerp(completion[0], output, share[..., None])
+        return merged.view(len(query), -1, value.shape[3]).to(value.dtype)
 
     def _with_newest(self, cache: dict[str, Tensor], step: Step, key: Tensor, value: Tensor) -> Iterator[Tensor]:
         """The rows' own keys, then their values, with the newest ones stored."""
@@ -311,18 +284,14 @@ def rollout_attention(
         cache.store_prompts(layer, key[0], value[0])
         return packed_attention(
             module, query, key, value, attention_mask, 0.0, scaling,
-            sliding_window=sliding_window, softcap=softcap, held=cache.held_of(layer), **kwargs,
+            sliding_window=sliding_window, softcap=softcap,
+            held=[None if part is None else part.layers[layer] for part in cache.held], **kwargs,
         )  # fmt: skip
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = sliding_window or getattr(module, "sliding_window", None)
     newest = (part[0].transpose(0, 1) for part in (query, key, value))
     with without_autocast(query.device.type):
         return cache.attend(layer, *newest, scale=scale, window=window, softcap=softcap)[None], None
-
-
-def without_autocast(device: str) -> AbstractContextManager[object]:
-    """A block without autocast."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 @contextmanager

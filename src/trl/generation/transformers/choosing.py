@@ -37,21 +37,16 @@ def choose(logits: Tensor, numbers: Tensor, sampling: Sampling) -> Chosen:
     if sampling.temperature not in (0.0, 1.0):
         values.div_(sampling.temperature)
     exps = pad(values, (0, -values.shape[1] % _BLOCK), value=-math.inf).exp_()
-    totals = exps.sum(dim=1)
+    totals, kept = exps.sum(dim=1), None
     if sampling.greedy:
         ids = values.argmax(dim=1)
-        return Chosen(ids, _at(values, ids) - totals.log(), None)
-    kept = None
-    if sampling.truncates_distribution:
-        exps[:, : values.shape[1]].masked_fill_(values < _border(values, exps, sampling)[:, None], 0.0)
-        remaining = exps.sum(dim=1)
-        kept, totals = (remaining / totals).log(), remaining
-    ids = _invert(exps, numbers).clamp_(max=values.shape[1] - 1)  # larger if logits are not finite
-    return Chosen(ids, _at(values, ids) - totals.log(), kept)
-
-
-def _at(values: Tensor, ids: Tensor) -> Tensor:
-    return values.gather(1, ids[:, None])[:, 0]
+    else:
+        if sampling.truncates_distribution:
+            exps[:, : values.shape[1]].masked_fill_(values < _border(values, exps, sampling)[:, None], 0.0)
+            remaining = exps.sum(dim=1)
+            kept, totals = (remaining / totals).log(), remaining
+        ids = _invert(exps, numbers).clamp_(max=values.shape[1] - 1)  # larger if logits are not finite
+    return Chosen(ids, values.gather(1, ids[:, None])[:, 0] - totals.log(), kept)
 
 
 def _invert(exps: Tensor, numbers: Tensor) -> Tensor:

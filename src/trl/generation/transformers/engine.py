@@ -65,18 +65,15 @@ class TransformersEngine:
         if is_bidirectional(core := causal_core(without_wrappers(model))):
             raise ValueError(
                 f"{type(core).__name__} attends to later tokens (is_causal=False): its log-probs of a completion are "
-                "not "
-                "those that it was sampled with. Generate with a causal model."
+                "not those that it was sampled with. Generate with a causal model."
             )
         self.model, self.tokenizer, self.accelerator = model, tokenizer, accelerator
         self.route: Route = route
         self.max_batch, self.gather_zero3, self.reuse_memory = max_batch, gather_zero3, reuse_memory
         self.fallbacks: list[str] = []
         self._warned: set[str] = set()
-        self._checked: tuple[PreTrainedModel | None, str | None] = (
-            None,
-            None,
-        )  # a model, and why its forward cannot use our cache
+        # A model, and why its forward cannot use our cache.
+        self._checked: tuple[PreTrainedModel | None, str | None] = (None, None)
 
     def generate(
         self, prompts: Prompts, sampling: Sampling, *, streams: Numbers = None, limits: Numbers = None,
@@ -92,7 +89,7 @@ class TransformersEngine:
         seed = fresh_seed() if sampling.seed is None else sampling.seed
         with generating(self.model, self.accelerator, gather_zero3=self.gather_zero3) as model:
             core = causal_core(model)
-            begin = [core.config.decoder_start_token_id or 0] if _is_encoder_decoder(core) else None
+            begin = [core.config.decoder_start_token_id or 0] if core.config.is_encoder_decoder else None
             length, vocabulary = context_length_of(model), embedded_tokens(core)
             rows, names = check_requests(
                 prompts, streams, context_length=length, vocabulary=vocabulary, room=0 if begin else 1
@@ -115,7 +112,7 @@ class TransformersEngine:
         dtype = self._autocast_dtype()
         with generating(self.model, self.accelerator, gather_zero3=self.gather_zero3) as model:
             core = causal_core(model)
-            route = "generate" if _is_encoder_decoder(core) else self._route(model, core)
+            route = "generate" if core.config.is_encoder_decoder else self._route(model, core)
             if route == "generate":
                 yield LiveCalls(self)
                 return
@@ -123,7 +120,7 @@ class TransformersEngine:
             length, vocabulary = context_length_of(model), embedded_tokens(core)
             requests = Requests(context_length=length, device=core.device)
             cache = RolloutCache(config.num_hidden_layers)
-            decoder = self._decoder(route, core, cache, dtype)
+            decoder = FusedDecoder(core, cache, dtype=dtype) if route == "fused" else OwnForward(core, cache)
             autocast = partial(torch.autocast, core.device.type, dtype=dtype, enabled=dtype is not None)
 
             @contextmanager
@@ -194,13 +191,8 @@ class TransformersEngine:
             return
         cache = RolloutCache(config.num_hidden_layers)
         with rollout_attention_of(core, cache):
-            decoder = self._decoder(route, core, cache, dtype)
+            decoder = FusedDecoder(core, cache, dtype=dtype) if route == "fused" else OwnForward(core, cache)
             RolloutLoop(decoder, cache, requests, max_rows=rows).run()
-
-    def _decoder(
-        self, route: Route, core: PreTrainedModel, cache: RolloutCache, dtype: torch.dtype | None
-    ) -> OwnForward:
-        return FusedDecoder(core, cache, dtype=dtype) if route == "fused" else OwnForward(core, cache)
 
     def _rules(self, sampling: Sampling, core: PreTrainedModel, ends: Sequence[int]) -> Rules:
         processors = Processors(core, sampling, ends) if sampling.processors else None
@@ -239,13 +231,9 @@ class TransformersEngine:
             logger.warning(message)
 
 
-def _is_encoder_decoder(core: PreTrainedModel) -> bool:
-    return getattr(core.config, "is_encoder_decoder", False)
-
-
 def forward_unsupported(model: nn.Module, core: PreTrainedModel) -> str | None:
     """Why a model's own forward cannot use our cache; None if it can."""
-    if _is_encoder_decoder(core):
+    if core.config.is_encoder_decoder:
         return "it is an encoder-decoder model"
     if len(set((getattr(core, "hf_device_map", None) or {}).values())) > 1:
         return "its layers are on several devices"
@@ -262,7 +250,7 @@ def context_length_of(model: nn.Module, at_most: int | None = None) -> int | Non
     A decoder's positions are those of prompt and completion; an encoder-decoder has as many for each.
     """
     core = causal_core(model)
-    config = core.config if _is_encoder_decoder(core) else core.config.get_text_config()
+    config = core.config if core.config.is_encoder_decoder else core.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and prompt_learning_unsupported(model) is not None:
         positions -= getattr(model.active_peft_config, "num_virtual_tokens", None) or 0

@@ -245,7 +245,11 @@ class Requests:
         if self.listener is not None:
             self.listener(requests, drawn.ids)
         self.counts[requests] = counts = counts + 1
-        self.stopped[requests] = stopped = self._stopped(rules, requests, drawn.ids, counts)
+        stopped = torch.isin(drawn.ids, rules.ends)
+        if (strings := rules.strings) is not None:
+            for row in [row for row, token in enumerate(drawn.ids.tolist()) if strings.may_end(token)]:
+                stopped[row] |= strings.ended(self.ids[requests[row], : int(counts[row])].tolist())
+        self.stopped[requests] = stopped
         return drawn.ids, stopped | (counts >= self._limits[requests])
 
     def _penalise(self, rules: Rules, requests: Tensor, counts: Tensor, logits: Tensor) -> None:
@@ -261,14 +265,6 @@ class Requests:
         if self._has_minima:
             early = (counts < self._minima[requests]).nonzero()[:, 0]
             logits[early[:, None], rules.ends[rules.ends < logits.shape[1]]] = -torch.inf
-
-    def _stopped(self, rules: Rules, requests: Tensor, ids: Tensor, counts: Tensor) -> Tensor:
-        """Bool `(R,)`: requests that end by a stop token or string with their newest tokens `ids`."""
-        stopped = torch.isin(ids, rules.ends)
-        if (strings := rules.strings) is not None:
-            for row in [row for row, token in enumerate(ids.tolist()) if strings.may_end(token)]:
-                stopped[row] |= strings.ended(self.ids[requests[row], : int(counts[row])].tolist())
-        return stopped
 
     def results(self, requests: Sequence[int] | None = None) -> list[Generated]:
         """The completions of requests (by default all), in their order."""

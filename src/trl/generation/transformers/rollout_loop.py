@@ -61,7 +61,14 @@ class RolloutLoop:
             self.cache.most_columns = self.requests.longest
             self._admit()
         if len(self.request):
-            self._advance()
+            if self.cache.step is None:
+                columns = self.requests.counts[self.request] - 1
+                self.cache.step = Step(columns, self.prompt, self.lengths)
+            step = self.cache.step
+            logits = self.decoder.decode(self.token, self.lengths[self.prompt] + step.columns)
+            self.token, done = self.requests.extend(self.request, logits)
+            step.advance()
+            self._finish(done)
 
     def cancel(self, request: int) -> None:
         """Take a request out, whether it waits or runs."""
@@ -82,7 +89,19 @@ class RolloutLoop:
                 logits = self.decoder.prefill(prompts, list(new.values()))
                 self.firsts.update(zip(new, logits, strict=True))
                 self.lengths = torch.cat([self.lengths, self.lengths.new_tensor(lengths)])
-            self._enter(arriving)
+            numbers = [self.requests.prompt_of[request] for request in arriving]
+            logits = torch.stack([self.firsts[number] for number in numbers])
+            waiting = self._waiting_prompt()
+            self.firsts = {number: row for number, row in self.firsts.items() if number == waiting}
+            entering = self.request.new_tensor(arriving)
+            tokens, done = self.requests.extend(entering, logits)
+            done = torch.cat([torch.zeros(len(self.request), dtype=torch.bool, device=done.device), done])
+            self.request = torch.cat([self.request, entering])
+            places = self.prompt.new_tensor([self.place_of[number] for number in numbers])
+            self.prompt = torch.cat([self.prompt, places])
+            self.token = torch.cat([self.token, tokens])
+            self.cache.step = None
+            self._finish(done)
 
     def _next_requests(self) -> tuple[list[int], dict[int, Held | None]]:
         """The next requests that fit, and those of their prompts that are not cached yet, with what is held of each."""
@@ -101,36 +120,9 @@ class RolloutLoop:
             arriving.append(self.queue.popleft())
         return arriving, new
 
-    def _enter(self, arriving: list[int]) -> None:
-        """Add rows for requests with cached prompts, and draw their first tokens."""
-        numbers = [self.requests.prompt_of[request] for request in arriving]
-        logits = torch.stack([self.firsts[number] for number in numbers])
-        waiting = self._waiting_prompt()
-        self.firsts = {number: first for number, first in self.firsts.items() if number == waiting}
-        entering = self.request.new_tensor(arriving)
-        tokens, done = self.requests.extend(entering, logits)
-        done = torch.cat([torch.zeros(len(self.request), dtype=torch.bool, device=done.device), done])
-        self.request = torch.cat([self.request, entering])
-        places = self.prompt.new_tensor([self.place_of[number] for number in numbers])
-        self.prompt = torch.cat([self.prompt, places])
-        self.token = torch.cat([self.token, tokens])
-        self.cache.step = None
-        self._finish(done)
-
     def _waiting_prompt(self) -> int | None:
         """The prompt of the next waiting request, which may be cached for earlier requests."""
         return self.requests.prompt_of[self.queue[0]] if self.queue else None
-
-    def _advance(self) -> None:
-        """Draw one token for every row."""
-        if self.cache.step is None:
-            columns = self.requests.counts[self.request] - 1
-            self.cache.step = Step(columns, self.prompt, self.lengths)
-        step = self.cache.step
-        logits = self.decoder.decode(self.token, self.lengths[self.prompt] + step.columns)
-        self.token, done = self.requests.extend(self.request, logits)
-        step.advance()
-        self._finish(done)
 
     def _finish(self, done: Tensor) -> None:
         """Remove rows that are done, and prompts that no row or waiting request needs."""
@@ -185,19 +177,14 @@ def default_rows(
     """
     prompts = len(requests.prompts) * max(map(len, requests.prompts.values()))  # in one table
     held = requests.longest + prompts // len(requests.prompt_of)
-    cached = 2 * _key_numbers(config) * itemsize * held
     budget = row_memory(requests.device) if memory is None else memory
-    return int(max(1, min(most, budget // (cached + 12 * getattr(config, "vocab_size", 1)))))
-
-
-def _key_numbers(config: PretrainedConfig) -> int:
-    """The numbers in the keys of a token, of all layers that do not use another layer's."""
     layers = [config] * getattr(config, "num_hidden_layers", 1)
     if getattr(config, "is_heterogeneous", False):  # layers of several shapes (Gemma 4)
         layers = list(config.per_layer_config)
-    total = 0
+    keys = 0  # numbers in those of a token, of all layers that do not use another layer's
     for layer in layers[: len(layers) - (getattr(config, "num_kv_shared_layers", None) or 0)]:
         query_heads = getattr(layer, "num_attention_heads", 1)
         heads = getattr(layer, "num_key_value_heads", None) or query_heads
-        total += heads * (getattr(layer, "head_dim", None) or getattr(layer, "hidden_size", 0) // query_heads)
-    return total
+        keys += heads * (getattr(layer, "head_dim", None) or getattr(layer, "hidden_size", 0) // query_heads)
+    row = 2 * keys * itemsize * held + 12 * getattr(config, "vocab_size", 1)
+    return int(max(1, min(most, budget // row)))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedTokenizerBase
 
 from trl.generation.engine import Generated, Numbers, Prompts, Sampling, check_requests, completion_limits
@@ -25,7 +26,7 @@ from trl.generation.transformers.engine import MIXED, context_length_of, generat
 from trl.generation.transformers.requests import end_tokens, fresh_seed, rng_stream_keys
 from trl.generation.vllm.backend import Answer, Request, Steps, check_vllm
 from trl.generation.vllm.weights import WeightParts, check_sendable
-from trl.models.distributed import is_fsdp1, reshard
+from trl.models.distributed import reshard
 from trl.models.parts import causal_core
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ class PolicyCopy(ABC):
 
     def _send_all(self) -> None:
         dtype = MIXED.get(getattr(self.accelerator, "mixed_precision", "no"))
-        if not is_fsdp1(self.model):
+        if not isinstance(self.model, FullyShardedDataParallel):
             self._send(WeightParts(self.model, dtype))
             return
         with generating(self.model, self.accelerator) as whole:  # FSDP1 gathers the whole model only

@@ -79,9 +79,19 @@ class _Plan:
     @classmethod
     def of(cls, table: Tensor) -> _Plan:
         plan = _PLANS.get(table)
-        if plan is None:
-            segments = Segments.from_table(table)
-            plan = _PLANS[table] = cls(segments, tuple(_calls(segments)), {}, [])
+        if plan is not None:
+            return plan
+        segments, calls = Segments.from_table(table), list[_Call]()
+        prefixes: dict[int, int] = {}  # start of a plain segment -> its call
+        for start, length, prefix_start, prefix in segments:
+            if prefix and prefix_start + prefix == start:
+                calls[-1] = calls[-1]._replace(length=prefix + length)
+            elif prefix:
+                calls.append(_Call(length, prefixes[prefix_start], prefix))
+            else:
+                prefixes[start] = len(calls)
+                calls.append(_Call(length, len(calls), 0))
+        plan = _PLANS[table] = cls(segments, tuple(calls), {}, [])
         return plan
 
     def mask(self, length: int, seen: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -93,20 +103,6 @@ class _Plan:
                 mask = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(~mask, -torch.inf)
             self.masks[key] = mask
         return self.masks[key]
-
-
-def _calls(segments: Segments) -> list[_Call]:
-    calls: list[_Call] = []
-    prefixes: dict[int, int] = {}  # start of a plain segment -> its call
-    for start, length, prefix_start, prefix in segments:
-        if prefix and prefix_start + prefix == start:
-            calls[-1] = calls[-1]._replace(length=prefix + length)
-        elif prefix:
-            calls.append(_Call(length, prefixes[prefix_start], prefix))
-        else:
-            prefixes[start] = len(calls)
-            calls.append(_Call(length, len(calls), 0))
-    return calls
 
 
 _PLANS: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -140,11 +136,15 @@ def packed_attention(
     longest = max((pair[0].shape[1] for pair in before if pair is not None), default=0)
     if window and longest + max(call.prompt + call.length for call in plan.calls) <= window:
         window = None  # no segment is long enough to meet it
-    query, key, value = _in_autocast_dtype(query, key, value)
-    if not longest and _takes_variable_length(query, dropout, softcap):
-        return _variable_length(query, key, value, plan, scaling, window), None
+    device = query.device.type
+    if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)  # rotary embeddings leave queries and keys in float32
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    plain = not longest and dropout == 0.0 and softcap is None and query.shape[-1] <= 256
+    if plain and query.is_cuda and query.dtype.itemsize == 2 and (kernel := _variable_length_kernel()) is not None:
+        return _variable_length(kernel, query, key, value, plan, scaling, window), None
     groups, repeats = query.shape[1] // key.shape[1], 1
-    if groups > 1 and (softcap is not None or query.device.type != "cpu"):
+    if groups > 1 and (softcap is not None or device != "cpu"):
         # On a CPU SDPA shares key heads itself, 10 % faster; other devices would leave their fast kernels for it.
         key, value, repeats = repeat_kv(key, groups), repeat_kv(value, groups), groups
     lengths = [call.length for call in plan.calls]
@@ -161,14 +161,6 @@ def packed_attention(
             v = torch.cat([values[call.prefix][:, :, : call.prompt], v], dim=2)
         outputs.append(_one_call(plan, q, k, v, dropout, scaling, window, softcap).transpose(1, 2))
     return torch.cat(outputs, dim=1), None
-
-
-def _in_autocast_dtype(*parts: Tensor) -> tuple[Tensor, ...]:
-    """Queries, keys and values in the autocast dtype; rotary embeddings leave the former two in float32."""
-    device = parts[0].device.type
-    if not torch.is_autocast_enabled(device) or parts[0].dtype == torch.float64:
-        return parts
-    return tuple(part.to(torch.get_autocast_dtype(device)) for part in parts)
 
 
 def _one_call(
@@ -220,12 +212,6 @@ def _soft_capped(
 # ---- one kernel for all segments on a GPU
 
 
-def _takes_variable_length(query: Tensor, dropout: float, softcap: float | None) -> bool:
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    plain = dropout == 0.0 and softcap is None and query.shape[-1] <= 256
-    return query.is_cuda and half and plain and _variable_length_kernel() is not None
-
-
 @cache
 def _variable_length_kernel() -> Callable[..., Any] | None:
     """PyTorch's variable-length attention with windows and grouped heads (later than 2.10), or None."""
@@ -238,11 +224,10 @@ def _variable_length_kernel() -> Callable[..., Any] | None:
 
 
 def _variable_length(
-    query: Tensor, key: Tensor, value: Tensor, plan: _Plan, scaling: float | None, window: int | None
-) -> Tensor:
+    kernel: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, plan: _Plan, scaling: float | None,
+    window: int | None,
+) -> Tensor:  # fmt: skip
     """PyTorch's variable-length flash attention; keys of a prompt are gathered once per branch."""
-    kernel = _variable_length_kernel()
-    assert kernel is not None
     if not plan.bounds:
         plan.bounds.append(_variable_length_bounds(plan.segments, query.device))
     bounds = plan.bounds[0]
