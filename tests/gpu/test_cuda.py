@@ -139,9 +139,9 @@ def test_every_token_entropy_on_the_device():
 
 def test_sums_of_metrics_take_parts_from_any_device():
     sums = MetricSums()
-    sums.add("aux_loss", Weighted(torch.tensor(2.0, device="cuda"), torch.ones(())))
-    sums.add("aux_loss", Weighted(torch.tensor(4.0), torch.ones(())))
-    sums.add("other", Weighted(torch.tensor(1.0), torch.tensor(2, device="cuda")))
+    sums.add({"aux_loss": Weighted(torch.tensor(2.0, device="cuda"), torch.ones(()))})
+    sums.add({"aux_loss": Weighted(torch.tensor(4.0), torch.ones(()))})
+    sums.add({"other": Weighted(torch.tensor(1.0), torch.tensor(2, device="cuda"))})
     assert sums.drain() == {"aux_loss": 3.0, "other": 0.5}
 
 

@@ -19,7 +19,7 @@ from trl.objectives.group_advantages import (
     normalized,
     reward_statistics,
 )
-from trl.rewards.result import combine
+from trl.rewards.result import RewardResult
 
 NAN = float("nan")
 REWARDS = torch.tensor([1.0, 2.0, 6.0, 0.0, 0.0, 3.0], dtype=torch.float64)  # two groups of three
@@ -97,7 +97,8 @@ def test_normalized():
 
 
 def test_logged_numbers_leave_out_rows_without_any_opinion():
-    rewards = combine(torch.tensor([[1.0, NAN], [0.0, 2.0], [NAN, NAN], [1.0, 1.0]]), torch.tensor([1.0, 0.5]))
+    scores = torch.tensor([[1.0, NAN], [0.0, 2.0], [NAN, NAN], [1.0, 1.0]])
+    rewards = RewardResult(("a", "b"), scores, torch.tensor([1.0, 0.5]), {}, {}).rewards
     close(rewards, [1.0, 1.0, NAN, 1.5])
     found = {name: value.mean.item() for name, value in reward_statistics(rewards, 2).items()}
     assert found == pytest.approx({"reward": 3.5 / 3, "reward_std": 0.0, "frac_reward_zero_std": 1.0})

@@ -42,8 +42,8 @@ def test_extremes_of_all_processes(monkeypatch):
 def test_means_are_those_since_the_last_log_and_keep_their_digits():
     sums, one = MetricSums(), torch.tensor(1.0)
     for total in (torch.tensor(2.0**24), one):
-        sums.add("loss", Weighted(total, one))
-    sums.add("nothing", Weighted(0 * one, 0 * one))
+        sums.add({"loss": Weighted(total, one)})
+    sums.add({"nothing": Weighted(0 * one, 0 * one)})
     assert sums.drain() == {"loss": (2**24 + 1) / 2} and sums.drain() == {}
 
 

@@ -285,7 +285,7 @@ class LegacyPairs(LegacyJudged):
         """
         for name, value in metrics.items():
             pair = Weighted(torch.as_tensor(self._rows_stored * float(value)), torch.tensor(self._rows_stored))
-            self._sums[train_eval].add(name.removeprefix("eval_") if train_eval == "eval" else name, pair)
+            self._sums[train_eval].add({name.removeprefix("eval_") if train_eval == "eval" else name: pair})
 
     # ---- completions
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +26,8 @@ class MetricSums:
     """Running totals and counts by name, kept on the device until they are asked for.
 
     >>> sums = MetricSums()
-    >>> sums.add("accuracy", Weighted(torch.tensor(3.0), torch.tensor(4)))
-    >>> sums.add("accuracy", Weighted(torch.tensor(0.0), torch.tensor(2)))
+    >>> sums.add({"accuracy": Weighted(torch.tensor(3.0), torch.tensor(4))})
+    >>> sums.add({"accuracy": Weighted(torch.tensor(0.0), torch.tensor(2))})
     >>> sums.drain()
     {'accuracy': 0.5}
     """
@@ -43,17 +43,12 @@ class MetricSums:
             extreme = torch.fmin if _is_smallest(name) else torch.fmax  # which ignore NaN
             self._extremes[name] = scalar if known is None else extreme(known.to(scalar.device), scalar)
 
-    def add(self, name: str, value: Weighted) -> None:
-        """Add a total and its count (scalars, on any device)."""
-        total = _scalar(value.total)
-        pair = torch.stack([total, _scalar(value.count).to(total.device)])
-        known = self._sums.get(name)
-        self._sums[name] = pair if known is None else known + pair.to(known.device)
-
-    def add_all(self, values: Mapping[str, Weighted]) -> None:
-        """`add` for each item."""
+    def add(self, values: Mapping[str, Weighted]) -> None:
+        """Add totals and their counts (scalars, on any device)."""
         for name, value in values.items():
-            self.add(name, value)
+            total, known = _scalar(value.total), self._sums.get(name)
+            pair = torch.stack([total, _scalar(value.count).to(total.device)])
+            self._sums[name] = pair if known is None else known + pair.to(known.device)
 
     def drain(self, accelerator: Accelerator | None = None) -> dict[str, float]:
         """Means over all processes since the last call, then extremes; all processes must call it together."""
@@ -109,25 +104,24 @@ def _over_processes(sums: dict[str, Tensor], accelerator: Accelerator) -> dict[s
     return dict(zip(names, reduced.unbind(), strict=True))  # type: ignore[union-attr]
 
 
-class Processes:
+class Processes(NamedTuple):
     """Numbers of all processes. Every process must make the same calls at the same time."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
+    accelerator: Accelerator
 
     def rows(self, table: Tensor) -> tuple[Tensor, int]:
         """The rows `(n, k)` of every process (n may differ), in their order, and where this process's begin."""
-        if self._accelerator.num_processes == 1:
+        if self.accelerator.num_processes == 1:
             return table, 0
         tables = [part.to(table.device) for part in gather_object([table.detach().cpu()])]
-        return torch.cat(tables), sum(len(part) for part in tables[: self._accelerator.process_index])
+        return torch.cat(tables), sum(len(part) for part in tables[: self.accelerator.process_index])
 
     def sum(self, parts: Sequence[Weighted]) -> Weighted:
         """The sum of all parts of all processes."""
         total, count = (torch.stack(part).sum() for part in zip(*parts, strict=True))
-        if self._accelerator.num_processes == 1:
+        if self.accelerator.num_processes == 1:
             return Weighted(total, count)
-        both = self._accelerator.reduce(torch.stack([total, count.to(total)]), reduction="sum")
+        both = self.accelerator.reduce(torch.stack([total, count.to(total)]), reduction="sum")
         return Weighted(*both)  # type: ignore[misc]
 
 

@@ -164,7 +164,7 @@ def step_statistics(
     those of all processes, log-probs of single tokens this process's.
     """
     counted, sums = masks != 0, MetricSums()
-    sums.add_all(rollout_metrics(TokenRewards(non_score_reward, non_score_reward), kls, logprobs, scores, masks))
+    sums.add(rollout_metrics(TokenRewards(non_score_reward, non_score_reward), kls, logprobs, scores, masks))
     columns = {
         "kl": where_counted(kls, counted).sum(dim=1),
         "scores": scores,

@@ -167,12 +167,10 @@ def resolve_judge(name: str) -> BasePairwiseJudge:
 
     if "." not in name:
         raise refused()
-    module_name, _, attribute = name.rpartition(".")
-    module = _imported(module_name, refused)
-    judge: Any = getattr(module, attribute, None)
+    module, judge = _imported(name, refused)
     if not _is_judge(judge):
         there = sorted(n for n, v in vars(module).items() if _is_judge(v))
-        raise refused(f" It is no class of a judge. Module {module_name!r} has {there}.")
+        raise refused(f" It is no class of a judge. Module {module.__name__!r} has {there}.")
     return judge()
 
 
@@ -204,15 +202,13 @@ def _resolve(name: str) -> Function | str:
 
 
 def _function(path: str) -> Function:
-    module_name, _, attribute = path.rpartition(".")
-    module = _imported(module_name, functools.partial(_unknown, path))
-    function: Any = getattr(module, attribute, None)
+    module, function = _imported(path, functools.partial(_unknown, path))
     if _is_judge(function):
         return function()
     if isinstance(function, type) or not callable(function):
         others = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
         raise ValueError(
-            f"reward function {path!r} is no function, and no class of a judge. Module {module_name!r} has {others}."
+            f"reward function {path!r} is no function, and no class of a judge. Module {module.__name__!r} has {others}."
         )
     return function
 
@@ -221,11 +217,13 @@ def _is_judge(candidate: object) -> bool:
     return isinstance(candidate, type) and issubclass(candidate, (BaseJudge, BaseRankJudge))
 
 
-def _imported(module_name: str, refused: Callable[[str], ValueError]) -> ModuleType:
-    here = os.getcwd()
+def _imported(path: str, refused: Callable[[str], ValueError]) -> tuple[ModuleType, Any]:
+    """The module of a dotted path, also from the working directory, and what the path names in it (or None)."""
+    (module_name, _, attribute), here = path.rpartition("."), os.getcwd()
     sys.path.insert(0, here)
     try:
-        return import_module(module_name)
+        module = import_module(module_name)
+        return module, getattr(module, attribute, None)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # an import of the module itself fails

@@ -94,12 +94,9 @@ class BaseBinaryJudge(BaseJudge):
 
     @abstractmethod
     def judge(
-        self,
-        prompts: list[str],
-        completions: list[str],
-        gold_completions: list[str] | None = None,
+        self, prompts: list[str], completions: list[str], gold_completions: list[str] | None = None,
         shuffle_order: bool = True,
-    ) -> list[int]:
+    ) -> list[int]:  # fmt: skip
         """1 for each good completion, 0 for a bad one, -1 for no answer. `gold_completions`: one answer per prompt."""
 
 
@@ -128,12 +125,9 @@ class AllTrueJudge(BaseBinaryJudge):
         self.judges = judges
 
     def judge(
-        self,
-        prompts: list[str],
-        completions: list[str],
-        gold_completions: list[str] | None = None,
+        self, prompts: list[str], completions: list[str], gold_completions: list[str] | None = None,
         shuffle_order: bool = True,
-    ) -> list[int]:
+    ) -> list[int]:  # fmt: skip
         """1, 0 or -1 for each completion. Raises: ValueError for other answers, or another number of them."""
         columns = [judge.judge(prompts, completions, gold_completions, shuffle_order) for judge in self.judges]
         for judge, column in zip(self.judges, columns, strict=True):
@@ -194,7 +188,15 @@ class ChatPairwiseJudge(BasePairwiseJudge):
 
     def __init__(self, system_prompt: str | None, *, max_requests: int | None, max_workers: int) -> None:
         self.system_prompt = QUESTION if system_prompt is None else system_prompt
-        _check_placeholders(self.system_prompt)
+        try:
+            placeholders = {name for _, name, _, _ in Formatter().parse(self.system_prompt) if name is not None}
+        except ValueError as error:
+            placeholders = str(error)
+        if placeholders != set(PLACEHOLDERS):
+            raise ValueError(
+                f"system_prompt has {placeholders}, expected the placeholders {', '.join(PLACEHOLDERS)}. "
+                "Double other braces."
+            )
         check_at_least("max_workers", max_workers, minimum=1, optional=False)
         check_at_least("max_requests", max_requests, minimum=0)
         self.max_requests, self.max_workers = max_requests, max_workers
@@ -315,18 +317,6 @@ def _openai_client(timeout: float) -> Any:
     if not os.environ.get("OPENAI_API_KEY"):
         raise ValueError("OPENAI_API_KEY is not set, which OpenAIPairwiseJudge needs. Set it, or pass a client.")
     return openai.OpenAI(timeout=timeout)
-
-
-def _check_placeholders(template: str) -> None:
-    try:
-        placeholders = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
-    except ValueError as error:
-        placeholders = str(error)
-    if placeholders != set(PLACEHOLDERS):
-        raise ValueError(
-            f"system_prompt has {placeholders}, expected the placeholders {', '.join(PLACEHOLDERS)}. "
-            "Double other braces."
-        )
 
 
 class PairRMJudge(BasePairwiseJudge):

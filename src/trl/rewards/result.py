@@ -177,8 +177,9 @@ class RewardResult:
 
     @property
     def rewards(self) -> Tensor:
-        """The weighted sum `(B,)` of the scores; NaN for rows without any."""
-        return combine(self.scores, self.weights)
+        """The weighted sum `(B,)` of the scores: NaN adds nothing, a row of NaN is NaN."""
+        sums = torch.where(self.scores.isnan(), 0.0, self.scores * self.weights).sum(dim=1)
+        return torch.where(self.unscored, torch.nan, sums)
 
     @property
     def unscored(self) -> Tensor:
@@ -188,12 +189,6 @@ class RewardResult:
     def metrics(self) -> dict[str, float]:
         """`reward_metrics` of the rows of this process."""
         return reward_metrics(self.names, self.scores)
-
-
-def combine(scores: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sum of each row's scores, `(B, S), (S,) -> (B,)`: NaN adds nothing, a row of NaN is NaN."""
-    missing = scores.isnan()
-    return torch.where(missing.all(dim=1), torch.nan, torch.where(missing, 0.0, scores * weights).sum(dim=1))
 
 
 def reward_metrics(names: Sequence[str], scores: Tensor) -> dict[str, float]:

@@ -338,14 +338,14 @@ class BaseTrainer(Trainer):
         sums = self._sums[self.mode]
         sums.add_extremes(outcome.extremes)
         for terms in outcome.terms:
-            sums.add_all(terms.metrics)
+            sums.add(terms.metrics)
         if outcome.aux_loss is not None:
-            sums.add("aux_loss", Weighted(outcome.aux_loss, torch.ones(())))
+            sums.add({"aux_loss": Weighted(outcome.aux_loss, torch.ones(()))})
         if self.mode == "eval":
             units = self.method.units
             totals = outcome.totals(units, counts, router_weight=self.scorer.router_weight)
             for unit, *part in zip(units, totals, counts, strict=True):
-                sums.add(LOSS_PARTS + unit, Weighted(*part))
+                sums.add({LOSS_PARTS + unit: Weighted(*part)})
 
     # ---- metrics
 

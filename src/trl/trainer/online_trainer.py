@@ -227,7 +227,7 @@ class OnlineTrainer(BaseTrainer):
         if found is None:
             return experience
         sums = self._sums["train" if group_size is None else "eval"]
-        sums.add_all(found.means)
+        sums.add(found.means)
         sums.add_extremes(found.extremes)
         return found.experience
 
@@ -283,7 +283,7 @@ class OnlineTrainer(BaseTrainer):
             journal.end()
         experience = self.advantages(self.scored(made, learning=True))
         if self.rollouts.refill is not None:
-            self._sums["train"].add_all(self.rollouts.refill.measured)
+            self._sums["train"].add(self.rollouts.refill.measured)
         if self._token_counts is not None:
             self._token_counts.warn_untrained(self._count_sampled(experience))
             if self.args.log_completions:
@@ -302,7 +302,7 @@ class OnlineTrainer(BaseTrainer):
         return None if self.runs.current is None else self.runs.current.facts["run"]
 
     def _record_rollouts(self, experience: Experience) -> None:
-        self._sums["train"].add_all(self.rollout_metrics(experience, share=1 / self.args.world_size))
+        self._sums["train"].add(self.rollout_metrics(experience, share=1 / self.args.world_size))
 
     def _count_sampled(self, experience: Experience, *, is_discarded: bool = False) -> dict[str, int]:
         """Count the tokens of this process's rows, which are learned from or discarded; all processes must call it.
@@ -430,7 +430,7 @@ class OnlineTrainer(BaseTrainer):
         self._turns += 1
         if self._turns == self.sizes.micro_batches and self._token_counts is not None:
             seconds = torch.tensor(time.monotonic() - self._step_started)
-            self._sums["train"].add("step_time", Weighted(seconds, torch.ones(())))
+            self._sums["train"].add({"step_time": Weighted(seconds, torch.ones(()))})
         return loss
 
     def rows_of_step(self, step: int, sizes: RolloutSizes | None = None) -> list[Tensor]:
@@ -505,7 +505,7 @@ class OnlineTrainer(BaseTrainer):
         rows, share = self._rows_of_all(experience, is_evaluation=True), 1 / self.args.world_size
         measured = self.method.metrics(rows, self.rollouts.rewards.names, self.evaluation_group, share=share)
         means, extremes = split_extremes(measured)
-        self._sums["eval"].add_all(means)
+        self._sums["eval"].add(means)
         self._sums["eval"].add_extremes(extremes)
         own = min(self.own_rows(), len(inputs))
         # A process without a row of its own runs a group for the collectives; a method may compare its rows.
@@ -513,7 +513,7 @@ class OnlineTrainer(BaseTrainer):
         batch: Any = self._prepare_inputs(self.micro_batch(experience))  # type: ignore[arg-type]
         found = self.outcome(model, batch)
         if own:
-            self._sums["eval"].add_all(self.method.token_metrics(experience))
+            self._sums["eval"].add(self.method.token_metrics(experience))
             self._record(found, self.method.count(batch))
         return None, None, None
 

@@ -79,9 +79,7 @@ class GRPOWithReplayBufferTrainer(LegacyReplay, GRPOTrainer):
         share = torch.tensor(1 / self.args.world_size, dtype=torch.float64)
         replaced = len(missing) * size / self.sizes.rows
         measured = {"replaced_groups": replaced, "buffer_groups": len(self.buffer)}
-        self._sums["train"].add_all(
-            {f"replay/{name}": Weighted(value * share, share) for name, value in measured.items()}
-        )
+        self._sums["train"].add({f"replay/{name}": Weighted(value * share, share) for name, value in measured.items()})
         return batch
 
     def _replaced(self, every: Experience, missing: Tensor, number: int) -> Experience:

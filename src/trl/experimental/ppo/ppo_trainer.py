@@ -207,7 +207,7 @@ class PPOTrainer(LegacyGroups, SampleTables, OnlineTrainer):
         experience = self.evaluation_rollout(inputs[: max(rows, 1)])  # at least one row for the collectives
         if rows:
             whole: Any = self.callback_handler.eval_dataloader.dataset  # type: ignore[union-attr]
-            self._sums["eval"].add_all(self.rollout_metrics(experience, share=rows / len(whole)))
+            self._sums["eval"].add(self.rollout_metrics(experience, share=rows / len(whole)))
         return None, None, None
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
