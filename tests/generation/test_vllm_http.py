@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 from concurrent.futures import Future
+from contextlib import closing
 
 import pytest
 
@@ -289,7 +290,7 @@ def test_a_body_that_is_too_long_is_413(served):
 
 def test_the_address_is_taken_before_there_is_a_model():
     server = GenerationServer("127.0.0.1", 0)
-    with server, pytest.raises(ConnectionRefusedError):  # bound, and not listening yet
+    with closing(server), pytest.raises(ConnectionRefusedError):  # bound, and not listening yet
         socket.create_connection(("127.0.0.1", server.port), timeout=5)
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
         GenerationServer("127.0.0.1", taken.getsockname()[1])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import openai
@@ -84,7 +85,7 @@ def test_where_the_key_is_and_a_port_that_is_taken_meanwhile(secret, taken, tmp_
     monkeypatch.setenv("TRL_VLLM_SERVER_TOKEN", secret)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(Endpoint, "run", lambda self, until: None)
-    with HTTPServer("127.0.0.1", 0) as other:
+    with closing(HTTPServer("127.0.0.1", 0)) as other:
         monkeypatch.setattr("trl.scripts.serve.loaded_engine", lambda arguments: (taken and other.listen()) or engine)
         assert main(["serve", "MODEL", "--port", str(other.port if taken else 0)]) == 2 * taken
         said = capsys.readouterr()

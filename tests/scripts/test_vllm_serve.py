@@ -3,7 +3,7 @@
 import os
 import signal
 import socket
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -110,7 +110,7 @@ def test_a_second_server_on_the_port_leaves_the_token_of_the_first(listens, with
     from trl.generation.serving.app import GenerationServer
 
     first, idle = GenerationServer("127.0.0.1", 0), SimpleNamespace(close=lambda: None)
-    with first, server_token("127.0.0.1", first.port) as token, monkeypatch.context() as patched:
+    with closing(first), server_token("127.0.0.1", first.port) as token, monkeypatch.context() as patched:
         if listens == "first":
             first.listen()
         else:  # both were loading

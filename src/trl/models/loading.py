@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,24 +88,35 @@ def create_model_from_path(
         except FileNotFoundError:
             raise
         except SafetensorError as error:
-            broken = {file.name: why for file in sorted(folder.rglob("*.safetensors")) if (why := unreadable(file))}
-            raise ValueError(
-                f"'{model_id}' has damaged weights: {listed(broken) or error}. Save or download them again."
-            ) from error
+            files = sorted(folder.rglob("*.safetensors"))
+            broken = listed({file.name: why for file in files if (why := unreadable(file))})
+            raise ValueError(f"'{model_id}' has damaged weights: {broken or error}. Save them again.") from error
         except OSError as error:
             raise FileNotFoundError(f"'{model_id}' could not be loaded: {_first_line(error)}.") from error
-        # A classification head may be new.
-        required = f"{model.base_model_prefix}." if "Classification" in type(model).__name__ else ""
-        lacking = sorted(name for name in info["missing_keys"] if name.startswith(required))
-        if lacking and not allows_missing:
-            raise ValueError(
-                f"'{model_id}' lacks {len(lacking)} weights of {type(model).__name__} ({', '.join(lacking[:3])}), "
-                "which "
-                "would be random. Or set model_init_kwargs={'allow_missing_weights': True}."
-            )
+        if not allows_missing:
+            _check_complete(model, info["missing_keys"], model_id)
         if file_dtype is not None:
             setattr(model, _FILE_DTYPE, file_dtype)
         return model
+
+
+def _check_safetensors(folder: Path) -> None:
+    if not any(folder.rglob("*.safetensors")):
+        files = [file.name for file in sorted(folder.iterdir()) if file.suffix in (".bin", ".pt", ".pth", ".ckpt")]
+        raise FileNotFoundError(
+            f"'{folder}' holds {', '.join(files) or 'no weights'}, expected safetensors. If you trust it, convert it "
+            "with from_pretrained(path, use_safetensors=False).save_pretrained(path)."
+        )
+
+
+def _check_complete(model: PreTrainedModel, missing: Iterable[str], model_id: str) -> None:
+    """Raise ValueError for `missing` weights; a classification head may be new."""
+    required = f"{model.base_model_prefix}." if "Classification" in type(model).__name__ else ""
+    if lacking := sorted(name for name in missing if name.startswith(required)):
+        raise ValueError(
+            f"'{model_id}' lacks {len(lacking)} weights of {type(model).__name__} ({', '.join(lacking[:3])}), which "
+            "would be random. Or set model_init_kwargs={'allow_missing_weights': True}."
+        )
 
 
 def _trained_dtype(model_id: str, kwargs: dict[str, Any]) -> torch.dtype | None:
@@ -214,11 +225,9 @@ def load_processing_class(
 
 
 def apply_special_tokens(
-    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
-    *,
-    eos_token: str | None = None,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin, *, eos_token: str | None = None,
     pad_token: str | None = None,
-) -> PreTrainedTokenizerBase:
+) -> PreTrainedTokenizerBase:  # fmt: skip
     """Set eos and pad on the tokenizer (of the processor) in place, and return the tokenizer.
 
     Both must be in its vocabulary. Without any pad token, eos pads: what is trained is chosen by position, never by
@@ -267,21 +276,9 @@ def _architecture_of(model_id: str, kwargs: LoadArguments) -> type:
     if architecture is None:
         raise ValueError(
             f"'{model_id}' is a {names[0]}, unknown to transformers. Upgrade, or set trust_remote_code=True if you "
-            "have "
-            "read and trust the code in that repository."
+            "have read and trust the code in that repository."
         )
     return architecture
-
-
-def _check_safetensors(folder: Path) -> None:
-    if any(folder.rglob("*.safetensors")):
-        return
-    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-    raise FileNotFoundError(
-        f"'{folder}' holds {', '.join(pickles) or 'no weights'}, expected safetensors. If you trust it, convert it "
-        "with "
-        "from_pretrained(path, use_safetensors=False).save_pretrained(path)."
-    )
 
 
 def load_adapter(
@@ -338,20 +335,10 @@ class ChatMlSpecialTokens:
     eos_token: str = "<|im_end|>"
     pad_token: str = "<|im_end|>"
 
-    @property
-    def system(self) -> str:
-        """The beginning of a system message."""
-        return f"{self.bos_token}system"
-
-    @property
-    def user(self) -> str:
-        """The beginning of a user message."""
-        return f"{self.bos_token}user"
-
-    @property
-    def assistant(self) -> str:
-        """The beginning of an assistant message."""
-        return f"{self.bos_token}assistant"
+    # The beginning of a message of each role.
+    system = property(lambda self: f"{self.bos_token}system")
+    user = property(lambda self: f"{self.bos_token}user")
+    assistant = property(lambda self: f"{self.bos_token}assistant")
 
     @property
     def chat_template(self) -> str:
@@ -396,28 +383,20 @@ def clone_chat_template(
 
 
 def setup_chat_format(
-    model: PreTrainedModel,
-    tokenizer: Tokenizer,
-    format: Literal["chatml"] | None = "chatml",
+    model: PreTrainedModel, tokenizer: Tokenizer, format: Literal["chatml"] | None = "chatml",
     resize_to_multiple_of: int | None = None,
-) -> tuple[PreTrainedModel, Tokenizer]:
+) -> tuple[PreTrainedModel, Tokenizer]:  # fmt: skip
     """Give a base model a ready-made chat format: its template, special tokens and embedding rows, in place.
 
     Raises `ValueError` for an unknown format and for a tokenizer that has a template already.
     """
     if format not in CHAT_FORMATS:
-        raise ValueError(f"format must be one of {sorted(CHAT_FORMATS)}, got {format!r}.")
+        raise ValueError(f"format must be one of {[*CHAT_FORMATS]}, got {format!r}.")
     if tokenizer.chat_template is not None:
         raise ValueError("The tokenizer has a chat template. Leave setup_chat_format out, or set it to None.")
     tokens = CHAT_FORMATS[format]()
-    before = set(tokenizer.get_vocab().values())
-    vocabulary_before = len(tokenizer)
-    fields: dict[str, Any] = {
-        "bos_token": tokens.bos_token,
-        "eos_token": tokens.eos_token,
-        "pad_token": tokens.pad_token,
-    }
-    tokenizer.add_special_tokens(fields)
+    before, vocabulary_before = set(tokenizer.get_vocab().values()), len(tokenizer)
+    tokenizer.add_special_tokens(vars(tokens))
     tokenizer.chat_template = tokens.chat_template
     added = sorted(set(tokenizer.get_vocab().values()) - before)
     _grow_embeddings(model, len(tokenizer), vocabulary_before, added, resize_to_multiple_of)

@@ -54,18 +54,13 @@ class Policy(NamedTuple):
 
 
 def set_up_policy(
-    model: object,
-    args: Any,  # a training config
-    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
-    peft_config: PeftConfig | None,
-    *,
-    classifier: ClassifierKind | None = None,
-    trained: bool = True,
-) -> Policy:
+    model: object, args: Any, processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
+    peft_config: PeftConfig | None, *, classifier: ClassifierKind | None = None, trained: bool = True,
+) -> Policy:  # fmt: skip
     """Load model and tokenizer, set tokens and template, add the adapter, make the scorer; log its fallbacks.
 
     A model given by name is loaded to train all of its weights, unless there is a `peft_config` or it is not to be
-    `trained`. Of `args` the fields `model_init_kwargs`, `eos_token`, `pad_token`, `chat_template_path`,
+    `trained`. Of the config `args` the fields `model_init_kwargs`, `eos_token`, `pad_token`, `chat_template_path`,
     `disable_dropout` and `cast_lm_head_to_fp32` are used if there are such. With `classifier` the model is one of that
     kind: its config gets the padding token, and an adapter trains its head too. Raises: what `load_model`,
     `load_classifier`, `check_processing_class` and `prepare_peft_model` raise.
@@ -112,10 +107,8 @@ def set_up_policy(
         disable_dropout_in_model(loaded)
     if getattr(args, "cast_lm_head_to_fp32", False):
         cast_head_to_float32(loaded)
-    if classifier is None:
-        scorer = make_scorer(loaded, tokenizer)
-    else:
-        scorer = ClassificationScorer(loaded, pad_token_id=pad_token_id(tokenizer))
+    make = language_scorer if classifier is None else ClassificationScorer
+    scorer = make(loaded, pad_token_id=pad_token_id(tokenizer))
     report_fallbacks(loaded, scorer)
     if trained and not keeps_residuals:
         warn_of_rounding(loaded, args.learning_rate)

@@ -100,10 +100,8 @@ class FrozenTeacher(Teacher):
             if size > free:
                 raise ValueError(
                     f"the teacher needs {size / 2**30:.1f} GiB, {device} has {free / 2**30:.1f} GiB left. Shard it "
-                    "(FSDP, "
-                    "ZeRO-3), quantise it (teacher_model_init_kwargs), write its answers into columns (`trl teach`), "
-                    "or "
-                    "serve it elsewhere (teacher_model_server_url)."
+                    "(FSDP, ZeRO-3), quantise it (teacher_model_init_kwargs), write its answers into columns (`trl "
+                    "teach`), or serve it elsewhere (teacher_model_server_url)."
                 )
         self.reference.prepare(accelerator)
 
@@ -221,8 +219,7 @@ def make_teacher(
         if scorer is None or not is_peft_model(student):
             raise ValueError(
                 "teacher_model must be a model, or its name or path, got None. Pass teacher_model, or train an "
-                "adapter, "
-                "whose base is then the teacher."
+                "adapter, whose base is then the teacher."
             )
         return own_teacher("base", student, scorer)
     if is_path:  # before the weights are loaded
@@ -284,8 +281,7 @@ def _check_tokens(tokenizer: PreTrainedTokenizerBase, path: str, trust_remote_co
         examples = ", ".join(f"{i} ({ours[i]!r} and {other[i]!r})" for i in different[:3])
         raise ValueError(
             f"student and teacher ('{path}') have different tokens for {len(different)} of {len(ours)} ids: "
-            f"{examples}. "
-            f"{OTHER_TOKENIZER}"
+            f"{examples}. {OTHER_TOKENIZER}"
         )
 
 

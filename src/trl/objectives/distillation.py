@@ -179,8 +179,7 @@ def discounted_advantages(
     """Sums of the rest of each sequence, `sum_(i >= t) gamma^(i - t) A_i`, `(K,) -> (K,)`.
 
     `normalize` divides by the sum of the weights; `skip` begins at the next token, for a loss that has the token's own
-    divergence already. Tokens of a sequence are in order.
-    Source: Gu et al. 2024, eq. 4 and 5 (arXiv:2306.08543).
+    divergence already. Tokens of a sequence are in order. Source: Gu et al. 2024, eq. 4 and 5 (arXiv:2306.08543).
 
     >>> discounted_advantages(torch.ones(3), torch.zeros(3).long(), 1, gamma=0.5, normalize=False)
     tensor([1.7500, 1.5000, 1.0000])

@@ -290,14 +290,9 @@ def sequence_policy_loss(
 
 
 def divisor_share(
-    loss_type: str,
-    mask: Tensor,
-    rows: int,
-    *,
-    rollout_tokens: float | Tensor = 0,
-    rollout_rows: int = 1,
+    loss_type: str, mask: Tensor, rows: int, *, rollout_tokens: float | Tensor = 0, rollout_rows: int = 1,
     longest: int = 0,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Share of `rows` rows in a loss's divisor, 0-dim float64; shares of an optimiser step add up.
 
     `mask (K,)` of their tokens. `rollout_tokens` and `rollout_rows`: completion tokens (those of truncated completions
@@ -403,15 +398,9 @@ class PerceptionOptions:
 
 
 def perception_loss(
-    logps: Tensor,
-    masked_logps: Tensor,
-    tokens: GroupTokens,
-    options: PerceptionOptions,
-    *,
-    loss_type: str,
-    entropies: Tensor | None = None,
-    masked_entropies: Tensor | None = None,
-) -> LossTerms:
+    logps: Tensor, masked_logps: Tensor, tokens: GroupTokens, options: PerceptionOptions, *, loss_type: str,
+    entropies: Tensor | None = None, masked_entropies: Tensor | None = None,
+) -> LossTerms:  # fmt: skip
     """`-gamma KL(p || p_masked) + eta_1 H(p) + eta_2 H(p_masked)`, as the terms that `loss_type`'s mean is over.
 
     `logps` and `masked_logps` `(K,)`: of one policy, with the images and with masked images, both with gradient. The

@@ -38,14 +38,9 @@ def whitened_estimates(
 
 
 def clipped_surrogate(
-    logps: Tensor,
-    old_logps: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    cliprange: float,
+    logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor, *, cliprange: float,
     entropies: Tensor | None = None,
-) -> LossTerms:
+) -> LossTerms:  # fmt: skip
     """PPO's pessimistic surrogate, `max(-A r, -A clip(r, 1 - c, 1 + c))` per token.
 
     All of one shape, `(B, T)` or `(K,)`; `cliprange` c > 0. Metrics: `policy/clipfrac` (tokens where the clipped side
@@ -84,17 +79,9 @@ class Losses(NamedTuple):
 
 
 def ppo_losses(
-    logps: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    options: PPOOptions,
-    *,
-    old_logps: Tensor,
-    old_values: Tensor,
-    advantages: Tensor,
-    returns: Tensor,
-    entropies: Tensor | None = None,
-) -> Losses:
+    logps: Tensor, values: Tensor, mask: Tensor, options: PPOOptions, *, old_logps: Tensor, old_values: Tensor,
+    advantages: Tensor, returns: Tensor, entropies: Tensor | None = None,
+) -> Losses:  # fmt: skip
     """The losses of tokens, given what the rollout's policy and value function estimated for them."""
     rollout = old_logps.to(logps.dtype), advantages.to(logps.dtype)
     policy = clipped_surrogate(logps, *rollout, mask, cliprange=options.cliprange, entropies=entropies)

@@ -214,14 +214,9 @@ def check_losses(losses: Sequence[str], loss_weights: Sequence[float] | None, op
 
 
 def preference_terms(
-    scores: PairScores,
-    losses: Sequence[str],
-    options: PairOptions,
-    *,
-    loss_weights: Sequence[float] | None = None,
-    pair_weights: Tensor | None = None,
-    logged: PairScores | None = None,
-) -> LossTerms:
+    scores: PairScores, losses: Sequence[str], options: PairOptions, *, loss_weights: Sequence[float] | None = None,
+    pair_weights: Tensor | None = None, logged: PairScores | None = None,
+) -> LossTerms:  # fmt: skip
     """Weighted sum of the named losses per pair, with the metrics.
 
     `loss_weights` (None: 1 each) mix the losses, as in MPO (Wang et al. 2024, arXiv:2411.10442); `pair_weights`

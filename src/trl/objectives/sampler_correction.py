@@ -33,15 +33,9 @@ class Correction(NamedTuple):
 
 @torch.no_grad()
 def correction(
-    logps: Tensor,
-    sampling_logps: Tensor,
-    mask: Tensor,
-    sequence: Tensor,
-    count: int,
-    *,
-    mode: CorrectionMode = "sequence_mask",
-    cap: float = 3.0,
-) -> Correction:
+    logps: Tensor, sampling_logps: Tensor, mask: Tensor, sequence: Tensor, count: int, *,
+    mode: CorrectionMode = "sequence_mask", cap: float = 3.0,
+) -> Correction:  # fmt: skip
     """The ratio `p / p_sampler` of each token, or of each of `count` sequences (a product), kept within `cap`.
 
     `logps` are the trainer's for the weights that sampled; `mode` says whose ratio it is, and whether one above the cap

@@ -75,14 +75,9 @@ KTO_LOSSES: dict[str, Callable[..., Tensor]] = {"kto": kto, "apo_zero_unpaired":
 
 
 def kto_terms(
-    scores: UnpairedScores,
-    *,
-    kl: Tensor,
-    beta: float = 0.1,
-    loss_type: str = "kto",
-    desirable_weight: float = 1.0,
+    scores: UnpairedScores, *, kl: Tensor, beta: float = 0.1, loss_type: str = "kto", desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
-) -> LossTerms:
+) -> LossTerms:  # fmt: skip
     """KTO's loss per completion, with the metrics; `kl` 0-dim is the step's `kl_estimate`; APO takes 0 for it.
 
     The weights of the two kinds scale values, not counts: the mean is over all completions.

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,7 @@ def serve(arguments: ServeArguments) -> None:
             from trl.generation.serving.app import HTTPServer
 
         with reporting_input_errors(), needing_address(arguments.host, arguments.port):
-            server = stack.enter_context(HTTPServer(arguments.host, arguments.port))
+            server = stack.enter_context(closing(HTTPServer(arguments.host, arguments.port)))
         with reporting_input_errors():
             engine = loaded_engine(arguments)
         name = arguments.served_model_name or str(arguments.model_name_or_path)

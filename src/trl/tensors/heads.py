@@ -87,16 +87,10 @@ class Scoring:
         return cls(rule, wanted, min(size, count), dtype, exact)
 
     def run(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        *,
-        wants: Sequence[bool] = (False, False, False),
-        slopes_of: SlopesOf | None = None,
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *,
+        wants: Sequence[bool] = (False, False, False), slopes_of: SlopesOf | None = None,
         kept: list[Tensor] | None = None,
-    ) -> tuple[TokenScores, HeadGradients]:
+    ) -> tuple[TokenScores, HeadGradients]:  # fmt: skip
         """Scores of all tokens, and gradients of hidden states, weight and bias where `wants`, by the loss's slopes.
 
         `kept` holds the chunks' logits: an empty list takes them, a full one has them from an earlier call.

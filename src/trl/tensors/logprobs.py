@@ -29,21 +29,14 @@ AnyHead = Callable[[Tensor], Tensor]
 
 
 def token_scores(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None = None,
-    rule: LogitRule = PLAIN_LOGITS,
-    wanted: Statistics = NOTHING_ELSE,
-    chunk_size: int | None = None,
-) -> TokenScores:
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, rule: LogitRule = PLAIN_LOGITS,
+    wanted: Statistics = NOTHING_ELSE, chunk_size: int | None = None,
+) -> TokenScores:  # fmt: skip
     """Log-probs of `targets` under `softmax(rule(hidden @ weight.T + bias))`, with gradient.
 
-    Shapes `hidden (N, H)`, `weight (V, H)`, `bias (V,)`, `targets (N,)` in `[0, V)`. Results are float32, or
-    float64 for float64 inputs; `wanted` names what else to compute, of which entropies carry a gradient too.
-    `chunk_size` is in tokens (None: by size).
-    Products run in the autocast dtype where autocast is on.
+    Shapes `hidden (N, H)`, `weight (V, H)`, `bias (V,)`, `targets (N,)` in `[0, V)`. Results are float32, or float64
+    for float64 inputs; `wanted` names what else to compute, of which entropies carry a gradient too. `chunk_size` is in
+    tokens (None: by size). Products run in the autocast dtype where autocast is on.
 
     >>> hidden, weight = torch.eye(2), torch.log(torch.tensor([[0.25, 0.5], [0.75, 0.5]]))
     >>> token_scores(hidden, weight, torch.tensor([1, 0])).logps.exp()
@@ -56,14 +49,9 @@ def token_scores(
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        scoring: Scoring,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scoring: Scoring,
         with_gradient: bool,
-    ) -> tuple[Tensor | None, ...]:
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         small = len(hidden) * len(weight) * scoring.exact_dtype.itemsize < KEEP_BYTES
         kept: list[Tensor] | None = [] if small and with_gradient and any(ctx.needs_input_grad) else None
         scores, _ = scoring.run(hidden, weight, bias, targets, kept=kept)
@@ -91,14 +79,9 @@ class _TokenScores(torch.autograd.Function):
 
 
 def token_scores_through(
-    head: AnyHead,
-    hidden: Tensor,
-    targets: Tensor,
-    *,
-    rule: LogitRule = PLAIN_LOGITS,
-    wanted: Statistics = NOTHING_ELSE,
-    chunk_size: int | None = None,
-) -> TokenScores:
+    head: AnyHead, hidden: Tensor, targets: Tensor, *, rule: LogitRule = PLAIN_LOGITS,
+    wanted: Statistics = NOTHING_ELSE, chunk_size: int | None = None,
+) -> TokenScores:  # fmt: skip
     """`token_scores` for a head that is no plain `(weight, bias)`: wrapped by LoRA or DoRA, quantised, or custom.
 
     The head is called on chunks of hidden states, and again in the backward pass (activation checkpointing), so its own
@@ -137,16 +120,9 @@ class LocalLoss(NamedTuple):
 
 
 def local_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    loss_of: LossOf,
-    *,
-    bias: Tensor | None = None,
-    rule: LogitRule = PLAIN_LOGITS,
-    wanted: Statistics = NOTHING_ELSE,
-    chunk_size: int | None = None,
-) -> LocalLoss:
+    hidden: Tensor, weight: Tensor, targets: Tensor, loss_of: LossOf, *, bias: Tensor | None = None,
+    rule: LogitRule = PLAIN_LOGITS, wanted: Statistics = NOTHING_ELSE, chunk_size: int | None = None,
+) -> LocalLoss:  # fmt: skip
     """Sum of `loss_of(logps, rows)` over chunks of tokens, its gradients computed in the same pass.
 
     Shapes as in `token_scores`. `loss_of` gets the log-probs `(C,)` of the tokens `rows` (a slice of `N`) and
@@ -169,15 +145,9 @@ def local_loss(
 class _LocalLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        loss_of: LossOf,
-        scoring: Scoring,
-        with_gradient: bool,
-    ) -> tuple[Tensor | None, ...]:
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, loss_of: LossOf,
+        scoring: Scoring, with_gradient: bool,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         wants = ctx.needs_input_grad[:3] if with_gradient else (False, False, False)
         values = hidden.new_empty(len(hidden), dtype=scoring.exact_dtype)
 
@@ -208,15 +178,9 @@ class _LocalLoss(torch.autograd.Function):
 
 
 def local_loss_through(
-    head: AnyHead,
-    hidden: Tensor,
-    targets: Tensor,
-    loss_of: LossOf,
-    *,
-    rule: LogitRule = PLAIN_LOGITS,
-    wanted: Statistics = NOTHING_ELSE,
-    chunk_size: int | None = None,
-) -> LocalLoss:
+    head: AnyHead, hidden: Tensor, targets: Tensor, loss_of: LossOf, *, rule: LogitRule = PLAIN_LOGITS,
+    wanted: Statistics = NOTHING_ELSE, chunk_size: int | None = None,
+) -> LocalLoss:  # fmt: skip
     """`local_loss` for any head: the same contract, with one more product per chunk.
 
     >>> loss = local_loss_through(torch.nn.Identity(), torch.zeros(2, 4), torch.tensor([0, 1]), lambda x, rows: -x)

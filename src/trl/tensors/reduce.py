@@ -87,9 +87,8 @@ def count_units(terms: LossTerms | Tensor) -> Tensor:
 def reduce_terms(terms: LossTerms, denominator: Tensor | float) -> Tensor:
     """Loss of one micro-batch, a share of the step's: the weighted sum of the values over `denominator`.
 
-    `denominator` is the number of units in the whole optimiser step (or the constant, for
-    `per="constant"`). Shares add up to the step's loss; a denominator of 0 gives 0 with zero gradient.
-    Raises ValueError for shapes that differ.
+    `denominator` is the number of units in the whole optimiser step (or the constant, for `per="constant"`). Shares add
+    up to the step's loss; a denominator of 0 gives 0 with zero gradient. Raises ValueError for shapes that differ.
 
     >>> terms = LossTerms(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1.0, 1.0, 0.0]), "token", {})
     >>> reduce_terms(terms, denominator=4)

@@ -140,13 +140,9 @@ def wide_scores(logits: Tensor, targets: Tensor, *, rule: LogitRule, wanted: Sta
 
 
 def row_slopes_(
-    space: Workspace,
-    scores: RowScores,
-    targets: Tensor,
-    rule: LogitRule,
-    logps_slope: Tensor,
+    space: Workspace, scores: RowScores, targets: Tensor, rule: LogitRule, logps_slope: Tensor,
     entropies_slope: Tensor | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Turn `space.exps` into the loss's slopes over the head products, up to one factor per row.
 
     `logps_slope` and `entropies_slope` `(C,)` are the loss's slopes over the log-probs and entropies.

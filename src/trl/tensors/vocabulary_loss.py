@@ -36,16 +36,10 @@ class VocabularyLoss(NamedTuple):
 
 
 def vocabulary_loss(
-    hidden: Tensor,
-    logits_of: LogitsOf,
-    loss_of: LossOfLogits,
-    *,
-    parameters: Iterable[Tensor],
-    vocabulary: int,
-    others: Callable[[slice], Tensor] | None = None,
-    chunk_size: int | None = None,
+    hidden: Tensor, logits_of: LogitsOf, loss_of: LossOfLogits, *, parameters: Iterable[Tensor], vocabulary: int,
+    others: Callable[[slice], Tensor] | None = None, chunk_size: int | None = None,
     parts: Sequence[slice] | None = None,
-) -> VocabularyLoss:
+) -> VocabularyLoss:  # fmt: skip
     """Sum of `loss_of(logits, other logits, rows)` over chunks of tokens, its gradients computed in the same pass.
 
     `hidden (N, H)` and the `parameters` that `logits_of` uses get gradients; whatever else `loss_of` reads is a
@@ -79,13 +73,9 @@ def vocabulary_loss(
 class _VocabularyLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        chunk_loss: Callable[[Tensor, slice], tuple[Tensor, Tensor]],
-        parts: Sequence[slice],
-        with_gradient: bool,
-        *trained: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: Any, hidden: Tensor, chunk_loss: Callable[[Tensor, slice], tuple[Tensor, Tensor]], parts: Sequence[slice],
+        with_gradient: bool, *trained: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         wants_hidden = with_gradient and ctx.needs_input_grad[0]
         with_gradient = wants_hidden or (with_gradient and bool(trained))
         measured, slopes = [], torch.zeros_like(hidden)

@@ -8,7 +8,7 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, field_validator, model_validator
@@ -120,12 +120,6 @@ class HTTPServer:
         """Release the address."""
         self._socket.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
 
 class GenerationServer(HTTPServer):
     """The server of `trl vllm-serve`, whose address is taken before the model is loaded."""
@@ -139,9 +133,8 @@ class GenerationServer(HTTPServer):
             scope["path"] = f"{scope['path'].rstrip('/')}/"
             if scope["path"] == "/health/" or hmac.compare_digest(client_token.encode("latin-1"), token.encode()):
                 return None
-            answer = _error(401, "The token is missing or wrong. Set TRL_VLLM_SERVER_TOKEN on both sides.")
-            answer.headers["WWW-Authenticate"] = "Bearer"
-            return answer
+            text = "The token is missing or wrong. Set TRL_VLLM_SERVER_TOKEN on both sides."
+            return JSONResponse({"error": text}, 401, {"WWW-Authenticate": "Bearer"})
 
         self.run(admission(make_app(self, backend), refusal, most_bytes=max_body_bytes))
         if self.died is not None:
@@ -188,7 +181,12 @@ def admission(app: ASGIApp, refusal: Refusal, *, most_bytes: int, seconds: float
 
 async def unless_gone(request: Request, work: Awaitable[Result]) -> Result:
     """The result of `work`. Raises: HTTPException if the client goes away before, or the server shuts down."""
-    watch, result = asyncio.ensure_future(_gone(request)), asyncio.ensure_future(work)
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    watch, result = asyncio.ensure_future(gone()), asyncio.ensure_future(work)
     result.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # which no one may read
     try:
         await asyncio.wait({watch, result}, return_when=asyncio.FIRST_COMPLETED)
@@ -200,12 +198,6 @@ async def unless_gone(request: Request, work: Awaitable[Result]) -> Result:
     finally:
         watch.cancel()
         result.cancel()
-
-
-async def _gone(request: Request) -> None:
-    """Ends when the client closes its connection."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def faults_of(error: RequestValidationError) -> list[tuple[str, Json]]:
@@ -251,6 +243,31 @@ def make_app(server: GenerationServer, backend: VLLMBackend) -> FastAPI:
     async def chat(body: ChatBody) -> JSONResponse:
         return _completions(await _called(lambda: backend.chat(body)))
 
+    async def failed(request: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, HTTPException):
+            text = f"{error.detail} ({request.method} {request.url.path})"
+            return JSONResponse({"error": text}, error.status_code)
+        status, text = next(status for kind, status in _STATUS.items() if isinstance(error, kind)), str(error)
+        if isinstance(error, BackendDied):
+            server.died = error
+            server.shutdown()
+        elif isinstance(error, RequestValidationError):
+            text = "; ".join(f"{name or 'body'}: {fault['msg']}" for name, fault in faults_of(error))
+        elif status == 500:  # which is logged
+            text = f"{type(error).__name__}: {error}"
+        if status == 400 and request.url.path in _SENDING:
+            await _called(backend.leave)  # the client would wait for this server to receive
+        return JSONResponse({"error": text}, status)
+
+    for kind in (HTTPException, *_STATUS):
+        app.add_exception_handler(kind, failed)
+    add_weight_endpoints(app, server, backend)
+    return app
+
+
+def add_weight_endpoints(app: FastAPI, server: GenerationServer, backend: VLLMBackend) -> None:
+    """The endpoints by which a client's weights replace the backend's."""
+
     @app.post("/init_communicator/")
     async def init_communicator(body: JoinBody) -> Json:
         if body.world_size != (size := backend.world_size + 1):
@@ -281,33 +298,10 @@ def make_app(server: GenerationServer, backend: VLLMBackend) -> FastAPI:
         await _called(lambda: backend.leave(None if body is None else body.channel))
         return {"status": "ok"}
 
-    async def failed(request: Request, error: Exception) -> JSONResponse:
-        if isinstance(error, HTTPException):
-            return _error(error.status_code, f"{error.detail} ({request.method} {request.url.path})")
-        status, text = next(status for kind, status in _STATUS.items() if isinstance(error, kind)), str(error)
-        if isinstance(error, BackendDied):
-            server.died = error
-            server.shutdown()
-        elif isinstance(error, RequestValidationError):
-            text = "; ".join(f"{name or 'body'}: {fault['msg']}" for name, fault in faults_of(error))
-        elif status == 500:  # which is logged
-            text = f"{type(error).__name__}: {error}"
-        if status == 400 and request.url.path in _SENDING:
-            await _called(backend.leave)  # the client would wait for this server to receive
-        return _error(status, text)
-
-    for kind in (HTTPException, *_STATUS):
-        app.add_exception_handler(kind, failed)
-    return app
-
 
 async def _called(function: Callable[[], Result]) -> Result:
     """The result of a long call, on a daemon thread, which does not delay shutdown."""
     return await asyncio.wrap_future(start(function, "vllm-server").future)
-
-
-def _error(status: int, text: str) -> JSONResponse:
-    return JSONResponse({"error": text}, status)
 
 
 def _completions(answer: Json) -> JSONResponse:

@@ -116,9 +116,8 @@ class PolicyCopy(ABC):
             raise RuntimeError(f"vLLM ended a completion with {finish_reason!r}. See its log.")
         if sampling.vocabulary is not None and (last := max(ids, default=0)) >= sampling.vocabulary:
             raise ValueError(
-                f"a completion has token id {last}, expected ids below {sampling.vocabulary}, which policy and "
-                "teacher both have. "
-                "Generate without vLLM (use_vllm=False), which draws no others."
+                f"a completion has token id {last}, expected ids below {sampling.vocabulary}, which policy and teacher "
+                "both have. Generate without vLLM (use_vllm=False), which draws no others."
             )
         return Generated(ids, torch.tensor(answer["logprobs"], dtype=torch.float32), None, finish_reason)
 

@@ -18,7 +18,7 @@ def run_server(model: ServedModel, host: str, port: int) -> None:
     """
     with until_told(), ExitStack() as stack:
         with needing_address(host, port):
-            server = stack.enter_context(GenerationServer(host, port))
+            server = stack.enter_context(closing(GenerationServer(host, port)))
         try:
             backend = stack.enter_context(closing(VLLMBackend(model)))
         except Exception as error:

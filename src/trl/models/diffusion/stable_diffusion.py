@@ -113,20 +113,17 @@ def pipeline_step_with_grad(
                 "truncated_backprop_timestep or truncated_rand_backprop_minmax, or take more steps."
             )
     device, guidance = pipeline._execution_device, guidance_scale if guidance_scale > 1 else None
-    positive, negative = pipeline.encode_prompt(
-        prompt, device, num_images_per_prompt or 1, guidance is not None, negative_prompt,
-        prompt_embeds=prompt_embeds, negative_prompt_embeds=negative_prompt_embeds,
-    )  # fmt: skip
+    known = {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}
+    asked = prompt, device, num_images_per_prompt or 1, guidance is not None, negative_prompt
+    positive, negative = pipeline.encode_prompt(*asked, **known)
     embeds = positive if guidance is None else torch.cat([negative, positive])
     scheduler = copy.deepcopy(pipeline.scheduler)  # another thread may sample, too
     for schedule in (scheduler, pipeline.scheduler):
         schedule.set_timesteps(num_inference_steps, device=device)
     size = pipeline.unet.config.sample_size * pipeline.vae_scale_factor
     sources = list(generator) if isinstance(generator, (list, tuple)) else generator
-    x = pipeline.prepare_latents(
-        len(positive), pipeline.unet.config.in_channels, height or size, width or size, positive.dtype, device,
-        sources, latents,
-    )  # fmt: skip
+    shape = len(positive), pipeline.unet.config.in_channels, height or size, width or size
+    x = pipeline.prepare_latents(*shape, positive.dtype, device, sources, latents)
 
     def predict(x: Tensor, timestep: Tensor) -> Tensor:
         return predict_noise(
