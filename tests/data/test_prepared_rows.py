@@ -16,6 +16,7 @@ from datasets import Dataset, Features, Image, List, Value
 from tests.tiny import tiny_classifier, tiny_model, tiny_seq2seq
 from tests.tiny_tokenizers import tiny_tokenizer
 
+from trl.data.pipeline import prepare_dataset
 from trl.data.preference import (
     PreferencePreparation,
     RewardPreparation,
@@ -189,6 +190,10 @@ CASES: dict[str, tuple[str, list[dict], dict[str, Any], dict[str, Any]]] = {
     "prompts tokens": ("prompts", [{"input_ids": [0, 5, 6], "attention_mask": [0, 1, 1], "answer": "x"}], {}, {}),
     "prompts wrong id": ("prompts", [{"input_ids": [5, 999]}], {"vocabulary": 400}, {}),
 }  # fmt: skip
+
+
+def test_one_function_prepares_rows_of_every_kind() -> None:
+    assert {prepare for prepare, _ in PREPARE.values()} == {prepare_dataset}
 
 
 def digest(value: Any) -> str:

@@ -65,14 +65,6 @@ def is_conversational_from_value(example: Row) -> bool:
     return is_list_of_dicts_with(example.get("conversations"), "from", "value")
 
 
-def _to_chatml_message(message: object) -> object:
-    if not isinstance(message, Mapping) or not ("from" in message or "value" in message):
-        return message
-    renamed = {{"from": "role", "value": "content"}.get(key, key): value for key, value in message.items()}
-    role = renamed.get("role")
-    return {**renamed, "role": SPEAKER_ROLES.get(role, role) if isinstance(role, str) else role}
-
-
 def maybe_convert_to_chatml(example: dict[str, list]) -> dict[str, list]:
     """The row with `from`/`value` messages turned into `role`/`content` and `conversations` renamed to `messages`.
 
@@ -85,8 +77,14 @@ def maybe_convert_to_chatml(example: dict[str, list]) -> dict[str, list]:
     converted = dict(example)
     for key in (*CONVERSATIONAL_COLUMNS, "conversations"):
         value = converted.get(key)
-        if isinstance(value, list) and value and isinstance(value[0], Mapping):
-            converted[key] = [_to_chatml_message(message) for message in value]
+        if not (isinstance(value, list) and value and isinstance(value[0], Mapping)):
+            continue
+        converted[key] = messages = list(value)
+        for index, message in enumerate(messages):
+            if isinstance(message, Mapping) and ("from" in message or "value" in message):
+                renamed = {{"from": "role", "value": "content"}.get(name, name): part for name, part in message.items()}
+                role = renamed.get("role")
+                messages[index] = {**renamed, "role": SPEAKER_ROLES.get(role, role) if isinstance(role, str) else role}
     if "conversations" in converted and "messages" not in converted:
         return {("messages" if key == "conversations" else key): value for key, value in converted.items()}
     return converted

@@ -88,7 +88,7 @@ def has_images(*datasets: object) -> bool:
 
 def refuse_images(dataset: StoredOrStream, *, name: str) -> None:
     """Raise ValueError for a data set with images that is given to a trainer of text."""
-    if has_images(dataset):
+    if set(IMAGE_COLUMNS) & set(column_names(dataset)):
         raise ValueError(
             f"{name} dataset has images, but this trainer was made for text. Remove the column of images. SFTTrainer, "
             "DPOTrainer, GRPOTrainer and RLOOTrainer take images if the data sets given to their constructor have them."

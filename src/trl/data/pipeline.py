@@ -3,9 +3,9 @@
 import copy
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 from datasets import Dataset, Features, IterableDataset, Value
@@ -14,7 +14,8 @@ from datasets.features.features import FeatureType
 from trl.data.formats import Row, RowDict, StoredOrStream, column_names, written
 from trl.data.ragged import STREAM_BATCH
 from trl.data.rendering import ProcessingClass, text_tokenizer
-from trl.data.token_rows import is_plain, real_row
+from trl.data.token_rows import is_plain, mask_columns, real_row
+from trl.data.tokenization import with_eos
 from trl.data.validation import Place
 from trl.options.checks import check_at_least, check_one_of
 
@@ -52,12 +53,13 @@ WARNINGS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preparation:
-    """Settings that all kinds of rows share; lengths in tokens, None for no limit.
+class Preparation(ABC):
+    """How rows of one kind are prepared: their `row_kind` and its settings; lengths in tokens, None for no limit.
 
     `untrained_rows`: what happens to rows in which nothing is trained: "report" keeps and counts them, "error" raises,
     "drop" leaves them out and counts them. `vocab_size`: number of token ids that the model embeds (None: that of the
-    tokenizer, checked for rows that are tokens already). `keep_columns` stay beside the tokens.
+    tokenizer, checked for rows that are tokens already). `keep_columns` stay beside the tokens. `eos_token`: the
+    tokenizer's, where it is another one. `skip_prepare`: rows stay as they are.
 
     Raises: ValueError for an unknown policy and for lengths below 1.
     """
@@ -68,8 +70,12 @@ class Preparation:
     vocab_size: int | None = None
     untrained_rows: UntrainedPolicy = "report"
     keep_columns: tuple[str, ...] = ()
+    eos_token: str | None = None
+    skip_prepare: bool = False
     policies: ClassVar[tuple[str, ...]] = ("report", "error", "drop")
 
+    takes: ClassVar[str]
+    """The columns of the rows, in words."""
     sequences: ClassVar[tuple[tuple[str, ...], ...]] = (("input_ids",),)
     """Columns that make up one sequence, for each sequence of a prepared row."""
 
@@ -82,6 +88,22 @@ class Preparation:
         check_one_of("untrained_rows", self.untrained_rows, self.policies)
         for name in ("max_length", "max_prompt_length", "max_completion_length"):
             check_at_least(name, getattr(self, name, None), minimum=1)
+
+    @abstractmethod
+    def row_kind(self, dataset: StoredOrStream, row: Row, processing_class: ProcessingClass, name: str) -> "RowKind":
+        """The kind of the rows of a data set, of which `row` is the first.
+
+        Raises: ValueError for columns of none, and for settings that do not fit them.
+        """
+
+    def finished(self, rows: StoredOrStream, kind: Any, report: "PreparationReport") -> StoredOrStream:
+        """The prepared rows in their last form."""
+        return rows
+
+    def is_prepared(self, dataset: StoredOrStream) -> bool:
+        """Whether rows are prepared already."""
+        columns = column_names(dataset)
+        return set(self.prepared_columns) <= set(columns) and not mask_columns(columns)
 
 
 @dataclass
@@ -113,19 +135,6 @@ class PreparationReport:
     first: dict[str, list[int]] = field(default_factory=dict)
     warnings: Mapping[str, str] = field(default_factory=lambda: WARNINGS, repr=False)
     warned: list[str] = field(default_factory=list)  # counts that a warning was already given for
-
-    def add(self, numbers: Numbers, kept: np.ndarray) -> None:
-        """Add the numbers of rows, of which those at the positions `kept` stay."""
-        self.rows += len(numbers["row"])
-        self.tokens += int(numbers["tokens"][kept].sum())
-        self.dropped_rows += len(numbers["row"]) - len(kept)
-        self.truncated_rows += int((numbers["removed_tokens"] > 0).sum())
-        for name in set(numbers) - {"row", "tokens"}:
-            values = numbers[name]
-            setattr(self, name, getattr(self, name) + int(values.sum()))
-            if values.any():
-                rows = numbers["row"][values > 0][:SHOWN_ROWS].tolist()
-                self.first[name] = [*self.first.get(name, []), *rows][:SHOWN_ROWS]
 
     def summary(self) -> str:
         """Every count that is not zero, in one line."""
@@ -223,8 +232,28 @@ class RowKind(ABC):
 
     @property
     @abstractmethod
-    def features(self) -> dict[str, FeatureType]:
-        """The columns that rows become, and their types."""
+    def features(self) -> Mapping[str, FeatureType | None]:
+        """The columns that rows become, and their types; None: those of a stream are not known."""
+
+    def map(
+        self, dataset: StoredOrStream, *, num_proc: int | None = None, keep_columns: Sequence[str] = ()
+    ) -> StoredOrStream:
+        """The data set with the columns of `features`, `counts` and `keep_columns` only."""
+        columns, types = column_names(dataset), {**self.features, **dict.fromkeys(self.counts, Value("int32"))}
+        kept = [column for column in keep_columns if column in columns and column not in types]
+        types = {**{column: (dataset.features or {}).get(column) for column in kept}, **types}
+        is_stored = isinstance(dataset, Dataset)
+        options: RowDict = {"num_proc": num_proc, "desc": f"Tokenizing {self.dataset_name} dataset"}
+        return dataset.map(
+            self,
+            batched=True,
+            with_indices=True,
+            batch_size=1000 if is_stored else STREAM_BATCH,
+            fn_kwargs={"json_columns": json_columns(dataset)},
+            remove_columns=[column for column in columns if column not in kept],
+            features=None if None in types.values() else Features(types),
+            **(options if is_stored else {}),
+        )
 
     def complaint(self, numbers: Mapping[str, int]) -> tuple[str, str, str, str]:
         """Of a row of these numbers without a trained token: its column, what is given, expected, and the remedy."""
@@ -242,60 +271,43 @@ class RowKind(ABC):
         return {name: np.asarray(columns[name]) for name in self.counts}
 
 
-def refuse_transform(dataset: object, name: str) -> None:
-    """Raise ValueError for a data set whose rows are made by a transform when they are read."""
+def first_row(dataset: StoredOrStream | Iterator[Row], name: str, expected: str) -> Row:
+    """The first row of a data set.
+
+    Raises: ValueError where there is none, and for rows that a transform makes when they are read.
+    """
     if (getattr(dataset, "format", None) or {}).get("type") == "custom":
         raise ValueError(
             f"{name} dataset has a transform (with_transform or set_transform), expected stored rows, which are "
             "tokenised before the first step. Store what it makes: dataset.with_format(None).map(transform, "
             "batched=True, remove_columns=dataset.column_names)."
         )
-
-
-def first_row(dataset: Iterable, name: str, expected: str) -> Row:
-    """The first row of a data set.
-
-    Raises: ValueError where there is none, and for a data set with a transform.
-    """
-    refuse_transform(dataset, name)
-    for row in dataset:
+    rows: Any = dataset.with_format(None) if isinstance(dataset, Dataset) else dataset
+    for row in rows:
         return row
     raise ValueError(f"{name} dataset: no rows, expected {expected}. Check its file and filters.")
 
 
-def prepare_rows(
-    dataset: AnyDataset, kind: RowKind, settings: Preparation, *, name: str
+def prepare_dataset(
+    dataset: AnyDataset, processing_class: ProcessingClass, settings: Preparation, *, name: str = "train"
 ) -> tuple[AnyDataset, PreparationReport]:
-    """The data set as rows of `kind`, and its report, which fills as rows of a stream pass.
+    """The data set as rows of token ids, and its report, which fills as rows of a stream pass.
 
     Of the other columns `keep_columns` stay.
 
     Raises: ValueError or TypeError naming row, column and remedy for the first row that cannot be trained on. A stream
     is checked on its first rows here, and on the others as they pass.
     """
-    report, columns = PreparationReport(name, warnings=kind.warnings), settings.keep_columns
-    rows = map_rows(dataset, kind, name=name, num_proc=settings.num_proc, keep_columns=columns)
-    return count_rows(rows, kind, report, settings.untrained_rows), report
-
-
-def map_rows(
-    dataset: StoredOrStream, kind: RowKind, *, name: str, num_proc: int | None = None, keep_columns: Sequence[str] = ()
-) -> Any:
-    """The data set with the columns of `kind`, its counts and `keep_columns` only."""
-    columns, types = column_names(dataset), {**kind.features, **dict.fromkeys(kind.counts, Value("int32"))}
-    kept = [column for column in keep_columns if column in columns and column not in types]
-    is_stored = isinstance(dataset, Dataset)
-    types = {**{column: (dataset.features or {}).get(column) for column in kept}, **types}
-    return dataset.map(
-        kind,
-        batched=True,
-        with_indices=True,
-        batch_size=1000 if is_stored else STREAM_BATCH,
-        fn_kwargs={"json_columns": json_columns(dataset)},
-        remove_columns=[column for column in columns if column not in kept],
-        features=None if None in types.values() else Features(types),
-        **({"num_proc": num_proc, "desc": f"Tokenizing {name} dataset"} if is_stored else {}),
-    )
+    if settings.skip_prepare:
+        return dataset, PreparationReport(name)
+    row = first_row(dataset, name, settings.takes)
+    if settings.eos_token is not None:
+        processing_class = with_eos(processing_class, settings.eos_token)
+    kind = settings.row_kind(dataset, row, processing_class, name)
+    report = PreparationReport(name, warnings=kind.warnings)
+    rows = kind.map(dataset, num_proc=settings.num_proc, keep_columns=settings.keep_columns)
+    rows = count_rows(rows, kind, report, settings.untrained_rows)
+    return cast(AnyDataset, settings.finished(rows, kind, report)), report
 
 
 def json_columns(dataset: StoredOrStream) -> RowDict:
@@ -347,7 +359,10 @@ class Counting:
         return {name: [values[row] for row in kept] for name, values in batch.items() if name not in counts}
 
     def tally(self, numbers: Numbers, *, is_whole: bool) -> np.ndarray:
-        """Positions of the rows to keep. `is_whole`: rows that are all untrained are an error under every policy."""
+        """Add the numbers of rows to the report: the positions of the rows to keep.
+
+        `is_whole`: rows that are all untrained are an error under every policy.
+        """
         untrained = numbers["untrained_rows"] > 0
         bad = np.any([numbers[name] > 0 for name in self.kind.refused if name in numbers], axis=0)
         is_all = is_whole and bool(untrained.all())
@@ -360,5 +375,15 @@ class Counting:
             place = Place(self.report.dataset_name, row["row"], column)
             raise place.error(fault, expected, remedy + rest)
         kept = np.flatnonzero(~untrained) if self.policy == "drop" else np.arange(len(untrained))
-        self.report.add(numbers, kept)
+        report = self.report
+        report.rows += len(untrained)
+        report.tokens += int(numbers["tokens"][kept].sum())
+        report.dropped_rows += len(untrained) - len(kept)
+        report.truncated_rows += int((numbers["removed_tokens"] > 0).sum())
+        for name in set(numbers) - {"row", "tokens"}:
+            values = numbers[name]
+            setattr(report, name, getattr(report, name) + int(values.sum()))
+            if values.any():
+                rows = numbers["row"][values > 0][:SHOWN_ROWS].tolist()
+                report.first[name] = [*report.first.get(name, []), *rows][:SHOWN_ROWS]
         return kept

@@ -10,15 +10,13 @@ from datasets.features.features import FeatureType
 from trl.data.formats import Row, RowDict, StoredOrStream, column_names
 from trl.data.pipeline import (
     WARNINGS,
-    AnyDataset,
     Preparation,
     PreparationReport,
     RowKind,
     Vocabulary,
     allowed_ids,
     check_ids,
-    first_row,
-    prepare_rows,
+    prepare_dataset,
 )
 from trl.data.preference_rows import (
     OLDER_REWARD_COLUMNS,
@@ -32,100 +30,12 @@ from trl.data.preference_rows import (
 )
 from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.data.templates import shared_prompt
-from trl.data.tokenization import Ids, encode, tokenize_split, with_eos
+from trl.data.tokenization import Ids, encode, tokenize_split
 from trl.data.validation import check_number
 
 # The prompt of a rejected completion, where truncation (or an empty prompt) gave it another than the chosen one has.
 OWN_PROMPT = "rejected_prompt_input_ids"
 REFERENCE_LOGPS = ("ref_chosen_logps", "ref_rejected_logps")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardPreparation(Preparation):
-    """How rows of preferences become whole sequences; longer ones than `max_length` are dropped, or an error.
-
-    `tools` replace the rows' own column `tools`.
-    """
-
-    eos_token: str | None = None
-    tools: list | None = None
-    untrained_rows: Literal["drop", "error"] = "drop"
-    policies = ("drop", "error")
-
-    sequences = tuple((f"{side}_input_ids",) for side in SIDES)
-
-    @property
-    def lengths(self) -> PairLengths:
-        """The limits of the sequences."""
-        names = [item.name for item in fields(PairLengths) if hasattr(self, item.name)]
-        return PairLengths(**{name: getattr(self, name) for name in names})
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreferencePreparation(RewardPreparation, PairLengths):
-    """How rows of preferences become prompts and completions; for the lengths see `PairLengths`.
-
-    Rows that lose a whole completion to truncation are dropped, or an error; "error" also refuses rows that lose their
-    whole prompt, which "drop" counts.
-    """
-
-    sequences = tuple((PAIR_COLUMNS[0], completion) for completion in PAIR_COLUMNS[1:])
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        PairLengths.__post_init__(self)
-
-
-def prepare_preference_dataset(
-    dataset: AnyDataset, processing_class: ProcessingClass, settings: PreferencePreparation, *, name: str = "train"
-) -> tuple[AnyDataset, PreparationReport]:
-    """The data set as rows of `prompt_input_ids`, `chosen_input_ids`, `rejected_input_ids`, and its report.
-
-    Where the two completions have different prompts, `rejected_prompt_input_ids` holds the rejected one's; it is None
-    elsewhere, and a stored data set without any such row lacks the column. `ref_chosen_logps` and `ref_rejected_logps`
-    are kept. Raises as `prepare_rows`.
-    """
-    rows, report = _prepared(dataset, processing_class, settings, name, PairTokenizer)
-    return without_nulls(rows, OWN_PROMPT), report
-
-
-def prepare_reward_dataset(
-    dataset: AnyDataset, processing_class: ProcessingClass, settings: RewardPreparation, *, name: str = "train"
-) -> tuple[AnyDataset, PreparationReport]:
-    """The data set as rows of whole sequences, `chosen_input_ids` and `rejected_input_ids`, and its report.
-
-    A column `margin` is kept as floats. Raises as `prepare_rows`.
-    """
-    return _prepared(dataset, processing_class, settings, name, RewardTokenizer)
-
-
-def _prepared(
-    dataset: AnyDataset,
-    processing_class: ProcessingClass,
-    settings: RewardPreparation,
-    name: str,
-    make: "type[PairTokenizer]",
-) -> tuple[AnyDataset, PreparationReport]:
-    for_reward = make is RewardTokenizer
-    row, columns = first_row(dataset, name, "'chosen' and 'rejected'"), column_names(dataset)
-    row_type = pair_row_type(columns, row, name=name, for_reward=for_reward)
-    processing_class = with_eos(processing_class, settings.eos_token)
-    reader = PairReader(processing_class, row_type, name, not for_reward, settings.tools)
-    reader.check(dataset)
-    kind = make(
-        reader,
-        settings.lengths,
-        allowed_ids(processing_class, settings.vocab_size, is_tokenized=row_type.kind == "tokens"),
-        settings.add_special_tokens,
-        tuple(column for column in make.given_numbers if column in columns),
-    )
-    return prepare_rows(dataset, kind, settings, name=name)
-
-
-def without_nulls(dataset: StoredOrStream, column: str) -> Any:
-    """A stored data set without this column if no row has a value in it."""
-    is_empty = isinstance(dataset, Dataset) and dataset.data.column(column).null_count == len(dataset.data)
-    return dataset.remove_columns(column) if is_empty else dataset
 
 
 class Answers(NamedTuple):
@@ -307,6 +217,74 @@ class RewardTokenizer(PairTokenizer):
         limit = f"max_length {self.lengths.max_length} tokens"
         fault = f"this sequence or the one in 'rejected_input_ids' has more than {limit}"
         return "chosen_input_ids", fault, "at most as many", "Raise max_length, or filter the row out."
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardPreparation(Preparation):
+    """How rows of preferences become whole sequences; longer ones than `max_length` are dropped, or an error.
+
+    `tools` replace the rows' own column `tools`. A column `margin` is kept as floats.
+    """
+
+    tools: list | None = None
+    untrained_rows: Literal["drop", "error"] = "drop"
+    policies = ("drop", "error")
+
+    sequences = tuple((f"{side}_input_ids",) for side in SIDES)
+    takes = "'chosen' and 'rejected'"
+    tokenizer: ClassVar[type[PairTokenizer]] = RewardTokenizer
+
+    @property
+    def lengths(self) -> PairLengths:
+        """The limits of the sequences."""
+        names = [item.name for item in fields(PairLengths) if hasattr(self, item.name)]
+        return PairLengths(**{name: getattr(self, name) for name in names})
+
+    def row_kind(
+        self, dataset: StoredOrStream, row: Row, processing_class: ProcessingClass, name: str
+    ) -> PairTokenizer:
+        columns, make = column_names(dataset), self.tokenizer
+        for_reward = make is RewardTokenizer
+        row_type = pair_row_type(columns, row, name=name, for_reward=for_reward)
+        reader = PairReader(processing_class, row_type, name, not for_reward, self.tools)
+        reader.check(dataset)
+        return make(
+            reader,
+            self.lengths,
+            allowed_ids(processing_class, self.vocab_size, is_tokenized=row_type.kind == "tokens"),
+            self.add_special_tokens,
+            tuple(column for column in make.given_numbers if column in columns),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferencePreparation(RewardPreparation, PairLengths):
+    """How rows of preferences become prompts and completions; for the lengths see `PairLengths`.
+
+    Rows that lose a whole completion to truncation are dropped, or an error; "error" also refuses rows that lose their
+    whole prompt, which "drop" counts. Where the two completions have different prompts, `rejected_prompt_input_ids`
+    holds the rejected one's; it is None elsewhere, and a stored data set without any such row lacks the column.
+    `ref_chosen_logps` and `ref_rejected_logps` are kept.
+    """
+
+    sequences = tuple((PAIR_COLUMNS[0], completion) for completion in PAIR_COLUMNS[1:])
+    tokenizer = PairTokenizer
+    other_prompts: ClassVar[str] = OWN_PROMPT
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        PairLengths.__post_init__(self)
+
+    def finished(self, rows: StoredOrStream, kind: Any, report: PreparationReport) -> StoredOrStream:
+        """Stored rows without the column of other prompts if none has one."""
+        column = self.other_prompts
+        if isinstance(rows, Dataset) and rows.data.column(column).null_count == len(rows.data):
+            return rows.remove_columns(column)
+        return rows
+
+
+prepare_preference_dataset = prepare_reward_dataset = prepare_dataset
+"""(data set, processing class, settings) -> the rows of pairs that the settings describe; the report."""
 
 
 def tokenize_preference_row(

@@ -4,59 +4,61 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 from torch.utils.data import Dataset as TorchDataset
 
-from trl.data.formats import StoredOrStream, column_names
+from trl.data.formats import StoredOrStream
 from trl.data.image_rows import refuse_images
-from trl.data.pipeline import Preparation, PreparationReport
-from trl.data.ragged import list_lengths
+from trl.data.pipeline import Preparation, prepare_dataset
+from trl.data.ragged import column_blocks, list_lengths
 from trl.data.rendering import ProcessingClass
-from trl.data.token_rows import mask_columns
 
 logger = logging.getLogger(__name__)
 
 RowSet = Dataset | IterableDataset | TorchDataset
 
-Prepare = Callable[..., tuple[Any, PreparationReport]]
-"""(data set, processing class, settings, name=...) -> (prepared data set, report)."""
-
 
 class DataSets(ABC):
     """The training and evaluation sets of one trainer: those of its constructor, and those given later."""
 
-    _own: tuple[RowSet, ...] = ()  # those of the constructor, prepared
+    shuffle_seed: int | None = None  # of the order of the training set's rows; None: as they come
+    _of_constructor: tuple[RowSet, ...] = ()  # prepared
 
     def train(self, dataset: object) -> RowSet:
         """The training set."""
-        return self._kept(check_kind(dataset, "train_dataset"), "train", is_training=True)
+        rows = check_kind(dataset, "train_dataset")
+        if self.shuffle_seed is not None and isinstance(rows, (Dataset, IterableDataset)):
+            rows = rows.shuffle(seed=self.shuffle_seed)
+        prepared = self.prepared(rows, "train", is_training=True)
+        self._of_constructor = (*self._of_constructor, prepared)
+        return prepared
 
     def evaluation(self, dataset: object) -> RowSet | dict[str, RowSet]:
         """The evaluation set, or several by name."""
         if isinstance(dataset, dict):
             parts = {name: check_kind(part, f"eval_dataset[{name!r}]") for name, part in dataset.items()}
-            return {name: self._kept(part, name) for name, part in parts.items()}
-        return self._kept(check_kind(dataset, "eval_dataset"), "eval")
+        else:
+            parts = {"eval": check_kind(dataset, "eval_dataset")}
+        prepared = {name: self.prepared(part, name) for name, part in parts.items()}
+        self._of_constructor = (*self._of_constructor, *prepared.values())
+        return prepared if isinstance(dataset, dict) else prepared["eval"]
 
     def later(self, dataset: Any) -> Any:
         """A set that is given to `evaluate` or `predict`: prepared now, unless it is already."""
-        is_given = isinstance(dataset, (Dataset, IterableDataset))
-        return self.prepared(dataset, "eval") if is_given and not self.is_prepared(dataset) else dataset
+        is_rows = isinstance(dataset, (Dataset, IterableDataset))
+        is_ready = any(dataset is rows for rows in self._of_constructor)
+        return self.prepared(dataset, "eval") if is_rows and not is_ready and not self.is_prepared(dataset) else dataset
 
     def is_prepared(self, dataset: StoredOrStream) -> bool:
         """Whether a set is ready for the collator."""
-        return any(dataset is own_set for own_set in self._own)
-
-    def _kept(self, dataset: RowSet, name: str, *, is_training: bool = False) -> RowSet:
-        prepared = self.prepared(dataset, name, is_training=is_training)
-        self._own = (*self._own, prepared)
-        return prepared
+        return False
 
     @abstractmethod
     def prepared(self, dataset: RowSet, name: str, *, is_training: bool = False) -> RowSet:
@@ -85,27 +87,29 @@ def check_kind(dataset: object, argument: str) -> RowSet:
 class PreparedSets(DataSets):
     """Tokenises data sets before the first step, each on the main process first.
 
-    `check_lengths(lengths, dataset_name=...)` is given the tokens of each row's longest sequence.
+    `train_settings`: those of the training set, where they are others. `check_lengths(lengths, dataset_name=...)` is
+    given the tokens of each row's longest sequence, or of each document of packed rows.
     """
 
-    prepare: Prepare
     settings: Preparation
     processing_class: ProcessingClass
     check_lengths: Callable[..., None]
+    train_settings: Preparation | None = None
+    shuffle_seed: int | None = None
 
     def is_prepared(self, dataset: StoredOrStream) -> bool:
-        columns = column_names(dataset)
-        return set(self.settings.prepared_columns) <= set(columns) and not mask_columns(columns)
+        return self.settings.is_prepared(dataset)
 
     def prepared(self, dataset: RowSet, name: str, *, is_training: bool = False) -> RowSet:
         if not isinstance(dataset, (Dataset, IterableDataset)):
             return dataset
         refuse_images(dataset, name=name)
+        settings = self.train_settings if is_training and self.train_settings is not None else self.settings
         with PartialState().main_process_first():
-            prepared, report = self.prepare(dataset, self.processing_class, self.settings, name=name)
+            prepared, report = prepare_dataset(dataset, self.processing_class, settings, name=name)  # type: ignore[type-var]
         if isinstance(prepared, Dataset):
             logger.info(report.summary())
-            self.check_lengths(np.max(self._lengths(prepared), axis=0), dataset_name=name)
+            self.check_lengths(sequence_lengths(prepared, settings.sequences), dataset_name=name)
         return prepared
 
     def row_tokens(self, dataset: object) -> list[int] | None:
@@ -114,7 +118,12 @@ class PreparedSets(DataSets):
             return None
         return np.sum([list_lengths(dataset, name) for name in names], axis=0).tolist()
 
-    def _lengths(self, dataset: Dataset) -> list:
-        """Tokens of each sequence of the rows."""
-        sequences = self.settings.sequences
-        return [sum(list_lengths(dataset, name) for name in sequence) for sequence in sequences]
+
+def sequence_lengths(dataset: Dataset, sequences: Sequence[Sequence[str]] = (("input_ids",),)) -> np.ndarray:
+    """Tokens of the longest sequence of each prepared row, or of each document of packed ones."""
+    if "seq_lengths" in dataset.column_names:
+        flat: Callable[..., Any] = pc.list_flatten  # type: ignore[attr-defined]
+        return np.concatenate([flat(block).to_numpy() for block in column_blocks(dataset, "seq_lengths")])
+    present = [names for names in sequences if set(names) <= set(dataset.column_names)]
+    lengths = [np.sum([list_lengths(dataset, name) for name in names], axis=0) for names in present]
+    return np.max(lengths, axis=0) if lengths else np.zeros(0, np.int64)

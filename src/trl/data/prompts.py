@@ -14,16 +14,7 @@ from datasets.features.features import FeatureType
 
 from trl.data.formats import Row, RowDict, is_list_of_dicts_with, maybe_convert_to_chatml
 from trl.data.image_rows import has_images, refuse_images
-from trl.data.pipeline import (
-    STREAM_BATCH,
-    RowKind,
-    Vocabulary,
-    check_ids,
-    first_row,
-    json_columns,
-    map_rows,
-    refuse_transform,
-)
+from trl.data.pipeline import STREAM_BATCH, RowKind, Vocabulary, check_ids, first_row, json_columns
 from trl.data.rendering import ProcessingClass, render_prompt, text_tokenizer
 from trl.data.streaming import RowStream
 from trl.data.tokenization import encode_open, read_chat
@@ -67,7 +58,7 @@ def prepare_prompts(
     kind = prompt_tokenizer(dataset, processing_class, settings, name=name)
     kept = [column for column in dataset.column_names if column not in _MASKS]
     rows = dataset.with_format(None)
-    return map_rows(rows, kind, name=name, num_proc=settings.num_proc, keep_columns=kept)
+    return kind.map(rows, num_proc=settings.num_proc, keep_columns=kept)  # type: ignore[return-value]
 
 
 def prompt_tokenizer(
@@ -77,11 +68,10 @@ def prompt_tokenizer(
 
     Raises: ValueError for a data set without prompts, or with prompts that do not fit its settings.
     """
-    refuse_transform(dataset, name)
     columns, is_given = dataset.column_names, PROMPT_IDS in dataset.column_names
     if not is_given and "prompt" not in columns:
         raise ValueError(f"{name} dataset has columns {columns}, expected 'prompt' or 'input_ids'.")
-    row = maybe_convert_to_chatml(dict(first_row(dataset.with_format(None), name, "a prompt")))
+    row = maybe_convert_to_chatml(dict(first_row(dataset, name, "a prompt")))
     is_chat = is_list_of_dicts_with(row.get("prompt"), "role")
     if settings.tools and (is_given or not is_chat):
         raise ValueError(

@@ -69,12 +69,17 @@ def read_ragged(column: pa.ChunkedArray, name: str) -> Ragged:
     if column.null_count:
         row = pc.index(column.is_null(), True).as_py()
         raise ValueError(f"column {name!r}, row {row} ({column.null_count} rows): None, expected a list.")
-    parts = [_flat_values(chunk, name) for chunk in column.chunks]
+    parts, lengths = [], [np.zeros(1, np.int64)]
+    for chunk in column.chunks:
+        offsets = chunk.offsets.to_numpy(zero_copy_only=False).astype(np.int64)  # type: ignore[attr-defined]
+        values = chunk.values.slice(offsets[0], offsets[-1] - offsets[0])  # type: ignore[attr-defined]
+        if values.null_count:
+            raise ValueError(f"column {name!r} has {values.null_count} items that are None. Filter them.")
+        parts.append(values.to_numpy(zero_copy_only=False))
+        lengths.append(np.diff(offsets))
     if not parts:
         parts = [np.empty(0, dtype=column.type.value_type.to_pandas_dtype())]
-    lengths = [np.diff(_offsets(chunk)) for chunk in column.chunks]
-    offsets = np.concatenate([np.zeros(1, np.int64), *lengths]).cumsum()
-    return Ragged(parts[0] if len(parts) == 1 else np.concatenate(parts), offsets)
+    return Ragged(parts[0] if len(parts) == 1 else np.concatenate(parts), np.concatenate(lengths).cumsum())
 
 
 def write_ragged(ragged: Ragged, kind: pa.DataType) -> pa.ChunkedArray:
@@ -115,18 +120,6 @@ def cut_rows(ragged: Ragged, count: int, *, keep_end: bool = False) -> Ragged:
         is_kept = places < np.repeat(ragged.offsets[:-1] + count, lengths)
     offsets = np.concatenate([np.zeros(1, np.int64), np.minimum(lengths, count).cumsum()])
     return Ragged(ragged.values[is_kept], offsets)
-
-
-def _offsets(chunk: pa.Array) -> np.ndarray:
-    return chunk.offsets.to_numpy(zero_copy_only=False).astype(np.int64)  # type: ignore[attr-defined]
-
-
-def _flat_values(chunk: pa.Array, name: str) -> np.ndarray:
-    offsets = _offsets(chunk)
-    values = chunk.values.slice(offsets[0], offsets[-1] - offsets[0])  # type: ignore[attr-defined]
-    if values.null_count:
-        raise ValueError(f"column {name!r} has {values.null_count} items that are None. Filter them.")
-    return values.to_numpy(zero_copy_only=False)
 
 
 def _row_slabs(offsets: np.ndarray) -> list[tuple[int, int]]:

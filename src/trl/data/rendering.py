@@ -96,7 +96,7 @@ def _showing_run_date(processing_class: ProcessingClass) -> Iterator[None]:
     transformers' `strftime_now` reads the clock of its module. A function among the template's variables would do up to
     5.22; 5.23 makes text of it.
     """
-    run_date = run_date_of(processing_class)
+    run_date = getattr(text_tokenizer(processing_class), "run_date", None)
     if run_date is None:
         yield
         return
@@ -168,14 +168,9 @@ def template_source(processing_class: ProcessingClass, *, tools: list | None = N
     return template or ""
 
 
-def opens_for_generation(messages: list[Message]) -> bool:
-    """Whether a prompt ends before the assistant speaks (then it gets the generation prompt), or within its message."""
-    return messages[-1].get("role") != "assistant"
-
-
 def render_prompt(processing_class: ProcessingClass, chat: Chat) -> str:
     """A prompt up to the point where the model goes on: a new assistant message, or the last one left open."""
-    opens = opens_for_generation(chat.messages)
+    opens = chat.messages[-1].get("role") != "assistant"
     return render(processing_class, chat, add_generation_prompt=opens, continue_final_message=not opens)
 
 
@@ -194,7 +189,8 @@ def split_rendering(
     if joint.startswith(opened):
         return opened, joint[len(opened) :]
     cut = common_prefix_length(opened, joint)
-    closed = render(processing_class, prompt) if opens_for_generation(prompt.messages) else opened
+    is_open = prompt.messages[-1].get("role") == "assistant"
+    closed = opened if is_open else render(processing_class, prompt)
     if not joint.startswith(closed):
         raise TemplateRefusal(
             f"the chat template renders the prompt differently once the completion follows ({closed[cut : cut + 20]!r} "

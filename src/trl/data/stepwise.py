@@ -9,18 +9,8 @@ from datasets import List, Value
 from datasets.features.features import FeatureType
 from transformers import PreTrainedTokenizerBase
 
-from trl.data.formats import Row, RowDict, column_names
-from trl.data.pipeline import (
-    AnyDataset,
-    Preparation,
-    PreparationReport,
-    RowKind,
-    Vocabulary,
-    allowed_ids,
-    check_ids,
-    first_row,
-    prepare_rows,
-)
+from trl.data.formats import Row, RowDict, StoredOrStream, column_names
+from trl.data.pipeline import Preparation, RowKind, Vocabulary, allowed_ids, check_ids, prepare_dataset
 from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.data.tokenization import Ids, encode
 from trl.data.validation import Place, check_label, check_text, wrong_columns
@@ -46,14 +36,35 @@ class StepwisePreparation(Preparation):
     is_eval: bool = False
     num_labels: int = 2
 
+    takes = ", ".join(COLUMNS)
+
     @property
     def prepared_columns(self) -> tuple[str, ...]:
         return ("input_ids", "labels")
+
+    def row_kind(
+        self, dataset: StoredOrStream, row: Row, processing_class: ProcessingClass, name: str
+    ) -> "StepwiseTokenizer":
+        columns = column_names(dataset)
+        is_given = "input_ids" in columns
+        needed = ("input_ids", "labels") if is_given else COLUMNS
+        if not set(needed) <= set(columns):
+            takes = (
+                "'prompt' (text), 'completions' (a list of steps) and 'labels' (a list of true or false), "
+                "or tokenized 'input_ids' and 'labels'"
+            )
+            raise wrong_columns(columns, name, takes=takes, needed=needed)
+        vocabulary = allowed_ids(processing_class, self.vocab_size, is_tokenized=is_given)
+        return StepwiseTokenizer(processing_class, self, name, vocabulary, is_given)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.step_separator, str):
             raise TypeError(f"step_separator must be a string, got {self.step_separator!r}.")
+
+
+prepare_stepwise_dataset = prepare_dataset
+"""(data set, processing class, `StepwisePreparation`) -> rows of `input_ids` and `labels` (class or -100); the report."""
 
 
 @dataclass(frozen=True)
@@ -180,25 +191,3 @@ def tokenize_stepwise_row(
     )
     row = StepwiseTokenizer(tokenizer, settings)({name: [value] for name, value in features.items()}, [0])
     return {"input_ids": row["input_ids"][0], "labels": row["labels"][0]}
-
-
-def prepare_stepwise_dataset(
-    dataset: AnyDataset, processing_class: ProcessingClass, settings: StepwisePreparation, *, name: str = "train"
-) -> tuple[AnyDataset, PreparationReport]:
-    """Rows `prompt`, `completions`, `labels` as rows of `input_ids` and `labels` (class or -100), and the report.
-
-    Rows that have `input_ids` already are checked and cut. Raises as `prepare_rows`.
-    """
-    first_row(dataset, name, ", ".join(COLUMNS))
-    columns = column_names(dataset)
-    is_given = "input_ids" in columns
-    needed = ("input_ids", "labels") if is_given else COLUMNS
-    if not set(needed) <= set(columns):
-        takes = (
-            "'prompt' (text), 'completions' (a list of steps) and 'labels' (a list of true or false), "
-            "or tokenized 'input_ids' and 'labels'"
-        )
-        raise wrong_columns(columns, name, takes=takes, needed=needed)
-    vocabulary = allowed_ids(processing_class, settings.vocab_size, is_tokenized=is_given)
-    kind = StepwiseTokenizer(processing_class, settings, name, vocabulary, is_given)
-    return prepare_rows(dataset, kind, settings, name=name)

@@ -1,8 +1,8 @@
 """Rows for supervised fine-tuning (text, messages, prompts, tokens) -> token rows, packed or truncated."""
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,6 @@ from datasets.features.features import FeatureType
 from trl.data.formats import Row, RowDict, StoredOrStream, column_names
 from trl.data.packing import pack_dataset
 from trl.data.pipeline import (
-    AnyDataset,
     Numbers,
     Preparation,
     PreparationReport,
@@ -22,9 +21,7 @@ from trl.data.pipeline import (
     Vocabulary,
     allowed_ids,
     check_ids,
-    count_rows,
-    first_row,
-    map_rows,
+    prepare_dataset,
 )
 from trl.data.ragged import (
     Ragged,
@@ -37,8 +34,8 @@ from trl.data.ragged import (
 )
 from trl.data.rendering import Chat, ProcessingClass, render, split_rendering, text_tokenizer
 from trl.data.spans import StopTokens, assistant_tokens
-from trl.data.token_rows import is_plain
-from trl.data.tokenization import Split, encode, encode_closed, read_chat, read_text, tokenize_split, with_eos
+from trl.data.token_rows import is_plain, mask_columns
+from trl.data.tokenization import Split, encode, encode_closed, read_chat, read_text, tokenize_split
 from trl.data.validation import SFT_TYPES, Place, RowType, check_sft_settings, check_tokenizer, sft_row_type
 from trl.tensors.padding import IGNORED
 
@@ -59,119 +56,89 @@ class SFTPreparation(Preparation):
     completion_only_loss: bool | None = None
     assistant_only_loss: bool = False
     formatting_func: Callable[[dict], object] | None = None
-    eos_token: str | None = None
-    dataset_name: str = "train"
-    skip_prepare: bool = False
     keep_end: bool = False  # of rows that are longer than max_length
     prompts_alone: bool = False  # also tokenise prompts by themselves, for completions that a model writes
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    takes = SFT_TYPES
+
+    def is_prepared(self, dataset: StoredOrStream) -> bool:
+        columns = column_names(dataset)
+        is_packed = "seq_lengths" in columns and not {"position_ids", *mask_columns(columns)} & set(columns)
+        return is_packed or (isinstance(dataset, Dataset) and not len(dataset) and bool(columns))
+
+    def row_kind(
+        self, dataset: StoredOrStream, row: Row, processing_class: ProcessingClass, name: str
+    ) -> "SFTTokenizer":
         if self.packing and self.max_length is None:
             raise ValueError("packing=True with max_length=None, expected a length to fill. Set max_length.")
+        columns, formatter = column_names(dataset), None
+        row_type = RowType("text", (self.text_field,))
+        if self.formatting_func is None or "input_ids" in columns:
+            row_type = sft_row_type(columns, row, text_field=self.text_field, name=name)
+        else:
+            formatter = RowFormatter(self.formatting_func, self.text_field, name)
+        is_given = row_type.kind == "tokens"
+        if is_given and self.formatting_func is not None:
+            logger.warning("%s dataset: formatting_func is ignored, because the rows are tokens already.", name)
+        if row_type.has_completion and isinstance(row.get("label"), bool):
+            text = "%s dataset: SFT trains on rows with 'label' false too. Filter them, or use KTOTrainer."
+            logger.warning(text, name)
+        check_sft_settings(
+            row_type,
+            name=name,
+            columns=columns,
+            assistant_only_loss=self.assistant_only_loss,
+            completion_only_loss=self.completion_only_loss,
+            is_formatted=self.formatting_func is not None,
+        )
+        place, is_text = Place(name, 0, row_type.columns[0]), row_type.kind == "text"
+        check_tokenizer(dataset, processing_class, place, is_chat=row_type.is_chat, needs_eos=is_text)
+        loses_none = self.packing and self.packing_strategy == "wrapped"
+        return SFTTokenizer(
+            processing_class,
+            row_type,
+            name,
+            completion_mask=row_type.has_completion and self.completion_only_loss is not False,
+            assistant_masks=self.assistant_only_loss,
+            add_special_tokens=self.add_special_tokens,
+            max_length=None if loses_none else self.max_length,
+            keep_end=self.keep_end,
+            vocabulary=allowed_ids(processing_class, self.vocab_size, is_tokenized=is_given),
+            prompts_alone=self.prompts_alone and row_type.has_completion and not self.assistant_only_loss,
+            formatter=formatter,
+            columns=self._token_columns(dataset) if is_given else None,
+            splits="Set packing=False." if is_given and self.packing else None if is_given else RowKind.splits,
+        )
+
+    def _token_columns(self, dataset: StoredOrStream) -> Mapping[str, FeatureType | None]:
+        """The columns that are trained on of rows of tokens, with their types; packed rows have `seq_lengths`."""
+        types = without_list_sizes(dataset.features) or {}
+        wanted = {"input_ids", *MASKS, *self.keep_columns}
+        wanted -= {"completion_mask"} if self.completion_only_loss is False else set()
+        columns = {column: types.get(column) for column in column_names(dataset) if column in wanted}
+        return columns | ({} if self.packing else {"seq_lengths": List(Value("int64")) if types else None})
+
+    def finished(self, rows: StoredOrStream, kind: "SFTTokenizer", report: PreparationReport) -> StoredOrStream:
+        """The rows packed or truncated."""
+        length, step = self.max_length, "Packing" if self.packing else "Truncating"
+        options: RowDict = {}
+        if isinstance(rows, Dataset):
+            if kind.prompts_alone and not report.shifted_rows:
+                rows = rows.remove_columns(PROMPT_ALONE)
+            if length is None or (not self.packing and list_lengths(rows, "input_ids").max(initial=0) <= length):
+                return rows  # without a copy of its columns
+            options = {"num_proc": self.num_proc, "desc": f"{step} {kind.dataset_name} dataset"}
+        if length is None:
+            return rows
+        if not self.packing:
+            return truncate_rows(rows, length, options, keep_end=self.keep_end)
+        wanted = ("input_ids", *MASKS, *self.keep_columns)
+        tokens: Any = rows.select_columns([column for column in column_names(rows) if column in wanted])
+        return pack_dataset(tokens, length, self.packing_strategy, options)
 
 
-def prepare_sft_dataset(
-    dataset: AnyDataset, processing_class: ProcessingClass, settings: SFTPreparation
-) -> tuple[AnyDataset, PreparationReport]:
-    """The data set as rows of `input_ids` (and masks), tokenised, checked, then packed or truncated, and its report.
-
-    Steps: formatting function, checks, chat template and tokenisation, policy for untrained rows, packing or
-    truncation. Raises as `prepare_rows`.
-    """
-    name = settings.dataset_name
-    report = PreparationReport(name)
-    if settings.skip_prepare:
-        return dataset, report
-    processing_class = with_eos(processing_class, settings.eos_token)
-    dataset, row_type, columns = _formatted(dataset, settings)
-    is_given = row_type.kind == "tokens"
-    check_sft_settings(
-        row_type,
-        name=name,
-        columns=columns,
-        assistant_only_loss=settings.assistant_only_loss,
-        completion_only_loss=settings.completion_only_loss,
-        is_formatted=settings.formatting_func is not None,
-    )
-    place, is_text = Place(name, 0, row_type.columns[0]), row_type.kind == "text"
-    check_tokenizer(dataset, processing_class, place, is_chat=row_type.is_chat, needs_eos=is_text)
-    loses_none = settings.packing and settings.packing_strategy == "wrapped"
-    kind = SFTTokenizer(
-        processing_class,
-        row_type,
-        name,
-        completion_mask=row_type.has_completion and settings.completion_only_loss is not False,
-        assistant_masks=settings.assistant_only_loss,
-        add_special_tokens=settings.add_special_tokens,
-        max_length=None if loses_none else settings.max_length,
-        keep_end=settings.keep_end,
-        vocabulary=allowed_ids(processing_class, settings.vocab_size, is_tokenized=is_given),
-        prompts_alone=settings.prompts_alone and row_type.has_completion and not settings.assistant_only_loss,
-    )
-    if is_given:
-        rows: Any = _real_rows(dataset, kind, settings)
-    else:
-        rows = map_rows(dataset, kind, name=name, num_proc=settings.num_proc, keep_columns=settings.keep_columns)
-    rows = count_rows(rows, kind, report, settings.untrained_rows)
-    if kind.prompts_alone and isinstance(rows, Dataset) and not report.shifted_rows:
-        rows = rows.remove_columns(PROMPT_ALONE)
-    return _cut(rows, settings), report
-
-
-def _real_rows(dataset: StoredOrStream, kind: "SFTTokenizer", settings: SFTPreparation) -> Any:
-    """Token rows with the columns that are trained on, without masked tokens; packed ones with `seq_lengths`."""
-    columns, packing = column_names(dataset), settings.packing
-    unread = "completion_mask" if settings.completion_only_loss is False else None
-    wanted = {"input_ids", *MASKS, "seq_lengths", *settings.keep_columns} - {unread}
-    kept = [column for column in columns if column in wanted]
-    if is_plain(columns, may_be_packed=not packing):
-        return dataset.select_columns(kept)
-    types = without_list_sizes(dataset.features) or {}
-    made = {column: types.get(column) for column in kept if column != "seq_lengths"}
-    made |= {} if packing else {"seq_lengths": List(Value("int64")) if types else None}
-    kind = replace(kind, columns=made, splits="Set packing=False." if packing else None)
-    rows = map_rows(dataset.with_format(None), kind, name=settings.dataset_name)
-    if isinstance(dataset, Dataset) and not packing and list_lengths(rows, "seq_lengths").max(initial=0) <= 1:
-        rows = rows.remove_columns("seq_lengths")
-    return restore_format(rows, dataset)
-
-
-def _formatted(dataset: StoredOrStream, settings: SFTPreparation) -> tuple[Any, RowType, list[str]]:
-    name = settings.dataset_name
-    row, columns = first_row(dataset, name, SFT_TYPES), column_names(dataset)
-    if settings.formatting_func is not None and "input_ids" in columns:
-        logger.warning("%s dataset: formatting_func is ignored, because the rows are tokens already.", name)
-    elif settings.formatting_func is not None:
-        formatter = RowFormatter(settings.formatting_func, settings.text_field, name)
-        kept = [column for column in settings.keep_columns if column in columns]
-        options = _map_options(dataset, settings, "Formatting")
-        removed = [column for column in columns if column not in kept]
-        dataset = dataset.map(formatter, with_indices=True, remove_columns=removed, **options)
-        return dataset, RowType("text", (settings.text_field,)), [settings.text_field, *kept]
-    row_type = sft_row_type(columns, row, text_field=settings.text_field, name=name)
-    if row_type.has_completion and isinstance(row.get("label"), bool):
-        logger.warning("%s dataset: SFT trains on rows with 'label' false too. Filter them, or use KTOTrainer.", name)
-    return dataset, row_type, columns
-
-
-def _map_options(dataset: StoredOrStream, settings: SFTPreparation, step: str) -> RowDict:
-    desc = f"{step} {settings.dataset_name} dataset"
-    return {"num_proc": settings.num_proc, "desc": desc} if isinstance(dataset, Dataset) else {}
-
-
-def _cut(dataset: Any, settings: SFTPreparation) -> Any:
-    if settings.max_length is None:
-        return dataset
-    if not settings.packing:
-        if isinstance(dataset, Dataset) and list_lengths(dataset, "input_ids").max(initial=0) <= settings.max_length:
-            return dataset  # without a copy of its columns
-        options = _map_options(dataset, settings, "Truncating")
-        return truncate_rows(dataset, settings.max_length, options, keep_end=settings.keep_end)
-    wanted = ("input_ids", *MASKS, *settings.keep_columns)
-    tokens = [column for column in column_names(dataset) if column in wanted]
-    options = _map_options(dataset, settings, "Packing")
-    return pack_dataset(dataset.select_columns(tokens), settings.max_length, settings.packing_strategy, options)
+prepare_sft_dataset = prepare_dataset
+"""(data set, processing class, `SFTPreparation`) -> rows of `input_ids` and masks, packed or truncated; the report."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +153,7 @@ class RowFormatter:
     text_field: str
     dataset_name: str
 
-    def __call__(self, row: RowDict, index: int) -> dict[str, str]:
+    def __call__(self, row: RowDict, index: int) -> str:
         failure, text = None, None
         for argument in (row, {column: [value] for column, value in row.items()}):
             try:
@@ -197,7 +164,7 @@ class RowFormatter:
             if argument is not row and isinstance(text, list) and len(text) == 1:
                 text = text[0]
             if isinstance(text, str):
-                return {self.text_field: text}
+                return text
             if not isinstance(text, list):
                 break
         outcome = f"returned {str(text)[:40]!r} of type {type(text).__name__}"
@@ -230,12 +197,13 @@ class SFTTokenizer(RowKind):
     keep_end: bool = False
     vocabulary: Vocabulary | None = None
     prompts_alone: bool = False
-    columns: dict[str, FeatureType] | None = None
+    formatter: RowFormatter | None = None
+    columns: Mapping[str, FeatureType | None] | None = None
     splits: str | None = RowKind.splits
-    version: int = 4
+    version: int = 5
 
     @property
-    def features(self) -> dict[str, FeatureType]:
+    def features(self) -> Mapping[str, FeatureType | None]:
         if self.columns is not None:
             return self.columns
         masks = {"completion_mask": self.completion_mask, "assistant_masks": self.assistant_masks}
@@ -243,10 +211,27 @@ class SFTTokenizer(RowKind):
         made |= {PROMPT_ALONE: List(Value("int32"))} if self.prompts_alone else {}
         return {"input_ids": List(Value("int32")), **made}
 
+    def map(
+        self, dataset: StoredOrStream, *, num_proc: int | None = None, keep_columns: Sequence[str] = ()
+    ) -> StoredOrStream:
+        """Token rows keep their columns: those that are trained on, without masked tokens."""
+        if self.columns is None:
+            return super().map(dataset, num_proc=num_proc, keep_columns=keep_columns)
+        present, may_be_packed = column_names(dataset), "seq_lengths" in self.columns
+        if is_plain(present, may_be_packed=may_be_packed):
+            return dataset.select_columns([column for column in present if column in self.columns])
+        rows = super().map(dataset.with_format(None))
+        if isinstance(rows, Dataset) and may_be_packed and list_lengths(rows, "seq_lengths").max(initial=0) <= 1:
+            rows = rows.remove_columns("seq_lengths")
+        return restore_format(rows, dataset)
+
     def rows(self, rows: Sequence[Row], indices: Sequence[int]) -> list[RowDict]:
         if self.columns is not None:
             return [{**row, "seq_lengths": row.get("seq_lengths") or [len(row["input_ids"])]} for row in rows]
         places = [Place(self.dataset_name, index, self.row_type.columns[-1]) for index in indices]
+        if self.formatter is not None:
+            texts = [self.formatter(dict(row), index) for row, index in zip(rows, indices, strict=True)]
+            rows = [{self.row_type.columns[0]: text} for text in texts]
         return self._chats(rows, places) if self.row_type.is_chat else self._texts(rows, places)
 
     def _texts(self, rows: Sequence[Row], places: list[Place]) -> list[RowDict]:

@@ -70,8 +70,10 @@ def template_inputs(
     row: Row, place: Place, *, tools: Sequence[dict | Callable] | None = None
 ) -> tuple[list[dict | Callable] | None, dict[str, Any]]:
     """The tools of a row, and its variables for the chat template."""
-    with place._replace(column="tools").named():
-        row_tools = read_tools(row.get("tools") if tools is None else written(tools))
+    row_tools = row.get("tools") if tools is None else written(tools)
+    if row_tools is not None:
+        with place._replace(column="tools").named():
+            row_tools = read_tools(row_tools)
     kwargs = row.get("chat_template_kwargs") or {}
     if not isinstance(kwargs, dict):
         place, remedy = place._replace(column="chat_template_kwargs"), "Give one dict for each row."

@@ -9,9 +9,9 @@ from datasets import Dataset, Features, List, Value
 from datasets.features.features import FeatureType
 from transformers import PreTrainedTokenizerBase
 
-from trl.data.formats import Row, RowDict, column_names, is_conversational, maybe_convert_to_chatml
-from trl.data.pipeline import AnyDataset, PreparationReport, allowed_ids, first_row, prepare_rows
-from trl.data.preference import Answers, PairTokenizer, PreferencePreparation, Tokens, without_nulls
+from trl.data.formats import Row, RowDict, StoredOrStream, column_names, is_conversational, maybe_convert_to_chatml
+from trl.data.pipeline import PreparationReport, allowed_ids, prepare_dataset
+from trl.data.preference import Answers, PairTokenizer, PreferencePreparation, Tokens
 from trl.data.preference_rows import (
     SIDES,
     PairLengths,
@@ -23,7 +23,7 @@ from trl.data.preference_rows import (
     with_context,
 )
 from trl.data.rendering import ProcessingClass, split_rendering, text_tokenizer
-from trl.data.tokenization import Ids, with_eos
+from trl.data.tokenization import Ids
 from trl.data.validation import RowType, check_answer, check_label, wrong_columns
 
 logger = logging.getLogger(__name__)
@@ -44,15 +44,22 @@ class UnpairedPreparation(PreferencePreparation):
     """How rows of prompt, completion and label become token rows.
 
     - Lengths are those of `PairLengths` in the order "prompt_first", for one completion, which keeps its eos.
+    - Pairs are taken apart: each chosen completion (label true) is followed by the rejected one (label false).
     - `mismatch_group`: for KTO's KL estimate, the rows among which completions are exchanged, which are those of one
-      optimiser step. None: no such column.
+      optimiser step. `KL_completion_input_ids` is the completion of the row before it in its group (groups are counted
+      from the first row; of pairs, the row before it with the same label, which is of another pair), cut behind this
+      row's prompt; `KL_prompt_input_ids` is that prompt where its length took more or less of it than of
+      `prompt_input_ids`, None elsewhere; a stored data set without any such row lacks the column. None: no such columns.
     - `label_weights`: KTO's desirable_weight and undesirable_weight, compared with the numbers of rows; None: not
       compared.
     - `embedding_tokenizer`: BCO's; adds `embedding_input_ids`, the prompts under it.
+    - `reference_logps` and `reference_KL_logps` are kept.
 
     Raises: ValueError for `max_length` below 3, for a group of one row, and as `PreferencePreparation`.
     """
 
+    takes = "'prompt', 'completion' and 'label'"
+    other_prompts = KL_COLUMNS[1]
     truncation_order: TruncationOrder = "prompt_first"
     mismatch_group: int | None = None
     label_weights: tuple[float, float] | None = None
@@ -77,64 +84,59 @@ class UnpairedPreparation(PreferencePreparation):
         if self.max_length is not None and self.max_length < 3:
             raise ValueError(f"max_length must be >= 3 (begin, one token, eos), got {self.max_length}.")
 
-
-def prepare_unpaired_dataset(
-    dataset: AnyDataset, processing_class: ProcessingClass, settings: UnpairedPreparation, *, name: str = "train"
-) -> tuple[AnyDataset, PreparationReport]:
-    """The data set as rows of `prompt_input_ids`, `completion_input_ids` and `label`, and its report.
-
-    Pairs are taken apart: each chosen completion (label true) is followed by the rejected one (label false). With
-    `mismatch_group`, `KL_completion_input_ids` is the completion of the row before it in its group (groups are counted
-    from the first row; of pairs, the row before it with the same label, which is of another pair), cut behind this
-    row's prompt; `KL_prompt_input_ids` is that prompt where its length took more or less of it than of
-    `prompt_input_ids`, None elsewhere; a stored data set without any such row lacks the column. `reference_logps` and
-    `reference_KL_logps` are kept. Raises as `prepare_rows`.
-    """
-    row, columns = first_row(dataset, name, "'prompt', 'completion' and 'label'"), column_names(dataset)
-    processing_class = with_eos(processing_class, settings.eos_token)
-    row_type = _row_type(columns, row, settings, name)
-    reader = PairReader(processing_class, row_type, name, tools=settings.tools)
-    reader.check(dataset)
-    is_given, is_paired = row_type.kind == "tokens", row_type.columns == SIDES
-    group = None if is_given and KL_COLUMNS[0] in columns else settings.mismatch_group
-    tokenizer: Any = text_tokenizer(processing_class)
-    lengths = CompletionLengths(**vars(settings.lengths), begin=tokenizer.bos_token_id, eos=tokenizer.eos_token_id)
-    kind = UnpairedTokenizer(
-        reader,
-        lengths,
-        allowed_ids(processing_class, settings.vocab_size, is_tokenized=is_given),
-        settings.add_special_tokens,
-        () if is_paired else tuple(column for column in REFERENCE_LOGPS if column in columns),
-        embedding_tokenizer=None if is_given else settings.embedding_tokenizer,
-        keep_whole=group is not None,
-        kept_ids=tuple(c for c in (*KL_COLUMNS, EMBEDDING_COLUMN) if is_given and c in columns),
-    )
-    rows, report = prepare_rows(dataset, kind, settings, name=name)
-    if isinstance(rows, Dataset):
-        _warn_of_balance(report, settings)
-    if group is None:
-        return rows, report
-    if is_paired and group < 4:
-        logger.warning(
-            "%s dataset: steps of %d rows have too few pairs for the KL estimate. Raise per_device_train_batch_size.",
-            name,
-            group,
+    def row_kind(
+        self, dataset: StoredOrStream, row: Row, processing_class: ProcessingClass, name: str
+    ) -> "UnpairedTokenizer":
+        columns = column_names(dataset)
+        row_type = _row_type(columns, row, self, name)
+        reader = PairReader(processing_class, row_type, name, tools=self.tools)
+        reader.check(dataset)
+        is_given, is_paired = row_type.kind == "tokens", row_type.columns == SIDES
+        group = None if is_given and KL_COLUMNS[0] in columns else self.mismatch_group
+        tokenizer: Any = text_tokenizer(processing_class)
+        ends = {"begin": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
+        return UnpairedTokenizer(
+            reader,
+            CompletionLengths(**vars(self.lengths), **ends),
+            allowed_ids(processing_class, self.vocab_size, is_tokenized=is_given),
+            self.add_special_tokens,
+            () if is_paired else tuple(column for column in REFERENCE_LOGPS if column in columns),
+            embedding_tokenizer=None if is_given else self.embedding_tokenizer,
+            keep_whole=group is not None,
+            kept_ids=tuple(c for c in (*KL_COLUMNS, EMBEDDING_COLUMN) if is_given and c in columns),
         )
-    if isinstance(rows, Dataset) and len(rows) % group == 1:
-        text = "%s dataset: the last row is alone in its step of %d rows, so its KL estimate uses its own completion."
-        logger.warning(text, name, group)
-    features = None
-    if rows.features is not None:
-        kept_features = {column: kind for column, kind in rows.features.items() if column not in WHOLE}
-        features = Features({**kept_features, **dict.fromkeys(KL_COLUMNS, List(Value("int32")))})
-    rows = rows.map(
-        Mismatching(lengths, group, same_label=is_paired),
-        batched=True,
-        batch_size=-(-BATCH // group) * group,
-        remove_columns=list(WHOLE),
-        features=features,
-    )
-    return without_nulls(rows, KL_COLUMNS[1]), report  # type: ignore[return-value]
+
+    def finished(self, rows: StoredOrStream, kind: "UnpairedTokenizer", report: PreparationReport) -> StoredOrStream:
+        """With the mismatched completions."""
+        if isinstance(rows, Dataset):
+            _warn_of_balance(report, self)
+        group, is_paired, name = self.mismatch_group, kind.reader.row_type.columns == SIDES, report.dataset_name
+        if group is None or not kind.keep_whole:
+            return rows
+        if is_paired and group < 4:
+            text = "%s dataset: steps of %d rows have too few pairs for the KL estimate. Raise per_device_train_batch_size."
+            logger.warning(text, name, group)
+        if isinstance(rows, Dataset) and len(rows) % group == 1:
+            text = (
+                "%s dataset: the last row is alone in its step of %d rows, so its KL estimate uses its own completion."
+            )
+            logger.warning(text, name, group)
+        features = None
+        if rows.features is not None:
+            kept = {column: kind for column, kind in rows.features.items() if column not in WHOLE}
+            features = Features({**kept, **dict.fromkeys(KL_COLUMNS, List(Value("int32")))})
+        rows = rows.map(
+            Mismatching(kind.lengths, group, same_label=is_paired),
+            batched=True,
+            batch_size=-(-BATCH // group) * group,
+            remove_columns=list(WHOLE),
+            features=features,
+        )
+        return super().finished(rows, kind, report)
+
+
+prepare_unpaired_dataset = prepare_dataset
+"""(data set, processing class, `UnpairedPreparation`) -> rows of prompts, completions and labels; the report."""
 
 
 def _row_type(columns: Sequence[str], row: Row, settings: UnpairedPreparation, name: str) -> RowType:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trl.collators.preference import DPODataCollatorWithPadding
 from trl.data.formats import common_prefix_length
+from trl.data.pipeline import prepare_dataset
 from trl.legacy.interface import LOSSES, NOT_CALLED, RECORDED, REFERENCES, WHOLE_BATCH, Legacy, NotCalled, call_with
 from trl.methods.method import CONTEXT, Method, Outcome, Scoring, Step
 from trl.models.packed.layout import padded_rows, scored_sequences
@@ -371,7 +372,7 @@ class LegacyReferenceFree(LegacyPairs):
         `model` is not needed. Raises: what the preparation of a data set raises.
         """
         row, sets = Dataset.from_list([dict(feature)]), self._sets
-        prepared, _ = sets.prepare(row, sets.processing_class, sets.settings, name="tokenize_row")
+        prepared, _ = prepare_dataset(row, sets.processing_class, sets.settings, name="tokenize_row")
         return whole_sequences(prepared[0], is_encoder_decoder=self.is_encoder_decoder)
 
 

@@ -115,7 +115,7 @@ def _prepared(
     from trl.models.parts import causal_core, embedded_tokens
     from trl.models.policy import set_up_policy
     from trl.scripts.loading import load_train_and_eval, model_init_kwargs
-    from trl.trainer.gkd_trainer import GKDDatasets
+    from trl.trainer.gkd_trainer import GKDSets, gkd_sets
 
     dataset, _ = load_train_and_eval(script_args, dataset_args, renames=script_args.renames(), evaluate=False)
     args.model_init_kwargs = model_init_kwargs(model_args, args.teacher_model_init_kwargs)
@@ -129,7 +129,8 @@ def _prepared(
         )
     if not hasattr(policy.model, "hf_device_map"):
         policy.model.to(args.device)
-    return GKDDatasets(args, policy, formatting_func=None).prepared(dataset, "train"), policy
+    rows: Any = gkd_sets(args, policy, None, GKDSets).prepared(dataset, "train")
+    return rows, policy
 
 
 def _settings(script_args: TeachScriptArguments, args: GKDConfig, policy: "Policy", rows: "Dataset") -> dict[str, Any]:

@@ -97,9 +97,8 @@ class BaseTrainer(Trainer):
     _token_counts: TokenCounts | None = None  # of sampled tokens; None: tokens are counted when they are trained on
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """The arguments of `transformers.Trainer`; `sets` prepare the data, `train_sets` that of training."""
+        """The arguments of `transformers.Trainer`; `sets` prepare the data."""
         sets: DataSets | None = kwargs.pop("sets", None)
-        train_sets: DataSets | None = kwargs.pop("train_sets", sets)
         collator = kwargs.get("data_collator")
         if isinstance(collator, PreTrainedTokenizerBase):  # it can be called, too
             raise TypeError(
@@ -107,9 +106,9 @@ class BaseTrainer(Trainer):
                 "Give a tokenizer as processing_class=."
             )
         self.check_class()
-        if sets is not None and train_sets is not None:
+        if sets is not None:
             self._sets = sets
-            for name, prepare in (("train_dataset", train_sets.train), ("eval_dataset", sets.evaluation)):
+            for name, prepare in (("train_dataset", sets.train), ("eval_dataset", sets.evaluation)):
                 if kwargs[name] is not None:
                     kwargs[name] = prepare(kwargs[name])
         self._sums = {"train": MetricSums(), "eval": MetricSums()}

@@ -24,7 +24,8 @@ from trl.reporting.model_card import Paper
 from trl.tensors.sequences import split_pairs
 from trl.trainer import images
 from trl.trainer.dpo_config import DPOConfig
-from trl.trainer.preference_trainer import PreferenceTrainer, pair_collator, pair_sets
+from trl.trainer.preference_trainer import PreferenceTrainer, pair_collator
+from trl.trainer.row_sets import pair_sets
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 

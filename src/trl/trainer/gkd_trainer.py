@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from trl._lazy import attach
 from trl.collators.preference import completion_batch
 from trl.data.formats import column_names, last_turn_as_completion
+from trl.data.prepared_sets import RowSet, sequence_lengths
 from trl.data.ragged import column_blocks, read_ragged
 from trl.data.rendering import text_tokenizer
 from trl.data.teacher_columns import (
@@ -35,11 +36,12 @@ from trl.legacy.distillation_methods import LegacyGKD
 from trl.methods.gkd import GKDMethod
 from trl.models.packed.layout import IGNORED
 from trl.models.parts import causal_core, embedded_tokens
+from trl.models.policy import Policy
 from trl.models.setup import check_positions
 from trl.models.teacher import ColumnTeacher, Teacher, TeacherByRow, make_teacher
 from trl.reporting.model_card import Paper
 from trl.trainer.gkd_config import GKDConfig
-from trl.trainer.sft_data import SFTDatasets, sequence_lengths
+from trl.trainer.row_sets import FormattingFunction, SFTSets, sft_sets
 from trl.trainer.sft_trainer import SFTTrainer
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
@@ -137,26 +139,34 @@ def completed(batch: Mapping[str, Any], prompts: list[list[int]], completions: l
     return {**completion_batch(rows, prefix_sharing=False), **own}
 
 
-class GKDDatasets(SFTDatasets):
-    """The last turn of a conversation is its completion; long rows lose the beginning of their prompt."""
+KEPT_COLUMNS = (*TEACHER_COLUMNS, TEACHER, PROMPT_ALONE)
 
-    keep_end = True
-    keep_columns = (*TEACHER_COLUMNS, TEACHER, PROMPT_ALONE)
 
-    def _prepare(self, dataset: Any, name: str, *, packing: bool) -> Any:
-        if packing and isinstance(dataset, (Dataset, IterableDataset)) and TEACHER in column_names(dataset):
+class GKDSets(SFTSets):
+    """The last turn of a conversation is its completion."""
+
+    def prepared(self, dataset: RowSet, name: str, *, is_training: bool = False) -> RowSet:
+        settings: Any = self.train_settings if is_training else self.settings
+        is_rows = isinstance(dataset, (Dataset, IterableDataset))
+        if settings.packing and is_rows and TEACHER in column_names(dataset):
             raise ValueError(
                 f"{name} dataset has a column {TEACHER!r}, by which rows choose among several teachers; packing=True does not keep "
                 "them apart. Leave packing out (rows are never padded), or remove the column."
             )
-        return super()._prepare(dataset, name, packing=packing)
+        if is_rows and settings.formatting_func is None:
+            dataset = last_turn_as_completion(dataset)
+        return super().prepared(dataset, name, is_training=is_training)
 
-    def completes(self) -> bool:
-        args: Any = self.args
-        return bool(args.lmbda or args.seq_kd)
 
-    def rows(self, dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
-        return dataset if self.formatting_func is not None else last_turn_as_completion(dataset)
+AnyGKDSets = TypeVar("AnyGKDSets", bound=GKDSets)
+
+
+def gkd_sets(
+    args: GKDConfig, policy: Policy, formatting_func: FormattingFunction | None, sets: type[AnyGKDSets]
+) -> AnyGKDSets:
+    """The data sets of distillation; long rows lose the beginning of their prompt."""
+    alone = bool(args.lmbda or args.seq_kd)
+    return sft_sets(args, policy, formatting_func, sets, keep_end=True, keep_columns=KEPT_COLUMNS, prompts_alone=alone)
 
 
 def _sets(train: Any, evaluation: Any) -> dict[str, Any]:
@@ -189,12 +199,11 @@ class GKDTrainer(LegacyGKD, SFTTrainer):
         >>> trainer.train()  # doctest: +SKIP
     """
 
-    _columns: tuple[str, ...] = (*SFTTrainer._columns, *GKDDatasets.keep_columns)
+    _columns: tuple[str, ...] = (*SFTTrainer._columns, *KEPT_COLUMNS)
     _tag_names: ClassVar[list[str]] = ["trl", "gkd"]
     _name: ClassVar[str] = "GKD"
     _paper = Paper("On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes", "2306.13649")
     _config_class: ClassVar[type[GKDConfig]] = GKDConfig
-    _sets_class: ClassVar[type[SFTDatasets]] = GKDDatasets
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("loss",)
     method: GKDMethod
     args: GKDConfig
@@ -237,6 +246,10 @@ class GKDTrainer(LegacyGKD, SFTTrainer):
         self.teacher.prepare(self.accelerator)
         self._generated = self._completions() if args.lmbda or args.seq_kd else None
         self._check_lengths()
+
+    def make_sets(self, args: GKDConfig, policy: Policy, formatting_func: FormattingFunction | None) -> GKDSets:
+        """The data sets, of which rows are tokenised."""
+        return gkd_sets(args, policy, formatting_func, GKDSets)
 
     def _make_teacher(self, given: Any, tokenizer: Any, *, rows: Sequence[Any]) -> Teacher:
         """The teacher: servers, columns of the `rows` as they were given (without another teacher), or a model."""

@@ -60,8 +60,6 @@ class ImageSets(DataSets):
     def prepared(self, dataset: Any, name: str, *, is_training: bool = False) -> Any:
         if not isinstance(dataset, (Dataset, IterableDataset)):
             return dataset
-        if is_training and self.shuffle_seed is not None:
-            dataset = dataset.shuffle(seed=self.shuffle_seed)
         if self.check is not None:
             self.check(dataset, self.collator, name=name)
             _try_first_row(dataset, self.collator, self.model, name)

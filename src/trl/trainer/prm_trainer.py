@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -12,15 +11,16 @@ from torch import Tensor, nn
 from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
-from trl.data.stepwise import StepwisePreparation, prepare_stepwise_dataset, tokenize_stepwise_row
+from trl.data.stepwise import StepwisePreparation, tokenize_stepwise_row
 from trl.legacy.pair_methods import LegacyJudged
 from trl.methods.prm import PRMMethod
 from trl.models.packed.layout import is_packed
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.setup import STEP_CLASSIFIER
 from trl.reporting.model_card import Paper
-from trl.trainer.preference_trainer import PreferenceTrainer, row_sets
+from trl.trainer.preference_trainer import PreferenceTrainer
 from trl.trainer.prm_config import PRMConfig
+from trl.trainer.row_sets import row_sets
 
 AnyDataset = Dataset | IterableDataset
 
@@ -80,10 +80,9 @@ class PRMTrainer(LegacyJudged, PreferenceTrainer):
         if model is None and model_init is not None:
             model = model_init()
         policy, args = self.begin(model, args, processing_class, peft_config, older, classifier=STEP_CLASSIFIER)
-        sets = partial(row_sets, prepare_stepwise_dataset, StepwisePreparation, args, policy)
+        sets = row_sets(StepwisePreparation, args, policy, is_eval=True, training={"is_eval": False})
         super().__init__(
-            policy, args, sets=sets(is_eval=True), train_sets=sets(is_eval=False),
-            data_collator=data_collator or DataCollatorForLanguageModeling(self.scorer.pad_token_id),
+            policy, args, sets=sets, data_collator=data_collator or DataCollatorForLanguageModeling(self.scorer.pad_token_id),
             train_dataset=train_dataset, eval_dataset=eval_dataset, compute_metrics=compute_metrics,
             callbacks=callbacks, optimizers=optimizers, preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )  # fmt: skip

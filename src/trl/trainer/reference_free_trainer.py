@@ -21,7 +21,8 @@ from trl.collators.preference import OWN_PROMPT, PAIR_COLUMNS, as_pair_batch, wi
 from trl.methods.reference_free import ReferenceFreeMethod
 from trl.models.policy import is_encoder_decoder
 from trl.models.scoring.base import shares_prefix
-from trl.trainer.preference_trainer import PreferenceTrainer, pair_collator, pair_sets
+from trl.trainer.preference_trainer import PreferenceTrainer, pair_collator
+from trl.trainer.row_sets import pair_sets
 
 AnyDataset = Dataset | IterableDataset
 

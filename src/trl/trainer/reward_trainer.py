@@ -15,15 +15,16 @@ from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBas
 
 from trl._lazy import attach
 from trl.collators.reward import REWARD_COLUMNS, RewardCollator, as_reward_batch
-from trl.data.preference import RewardPreparation, prepare_reward_dataset
+from trl.data.preference import RewardPreparation
 from trl.legacy.pair_methods import LegacyReward
 from trl.methods.reward import RewardMethod
 from trl.models.scoring.base import shares_prefix
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.setup import REWARD_MODEL
 from trl.models.switches import in_eval_mode
-from trl.trainer.preference_trainer import PreferenceTrainer, row_sets
+from trl.trainer.preference_trainer import PreferenceTrainer
 from trl.trainer.reward_config import RewardConfig
+from trl.trainer.row_sets import row_sets
 from trl.trainer.samples import show_table
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
@@ -92,7 +93,7 @@ class RewardTrainer(LegacyReward, PreferenceTrainer):
             pad_to_multiple_of=args.pad_to_multiple_of,
         )
         super().__init__(
-            policy, args, sets=row_sets(prepare_reward_dataset, RewardPreparation, args, policy),
+            policy, args, sets=row_sets(RewardPreparation, args, policy),
             data_collator=data_collator or collator, train_dataset=train_dataset, eval_dataset=eval_dataset,
             compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,

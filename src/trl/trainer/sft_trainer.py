@@ -26,11 +26,12 @@ from trl.legacy.interface import LegacySFT, takes
 from trl.methods.method import Method, Step
 from trl.methods.sft import LogitsMethod, SFTMethod
 from trl.models.parts import check_decoder_only
+from trl.models.policy import Policy
 from trl.models.scoring.causal import Scorer
 from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.images import TEXT_COLUMNS, image_sets
+from trl.trainer.row_sets import FormattingFunction, SFTSets, check_collator, sft_sets
 from trl.trainer.sft_config import SFTConfig
-from trl.trainer.sft_data import SFTDatasets, check_collator
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
@@ -72,7 +73,6 @@ class SFTTrainer(LegacySFT, BaseTrainer):
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("loss", "entropy", "mean_token_accuracy")
     _name: ClassVar[str] = "SFT"
     _config_class: ClassVar[type[SFTConfig]] = SFTConfig
-    _sets_class: ClassVar[type[SFTDatasets]] = SFTDatasets
     _columns: tuple[str, ...] = (
         "input_ids", "labels", "seq_lengths", "completion_mask", "assistant_masks", "attention_mask", "position_ids"
     )  # fmt: skip
@@ -111,7 +111,7 @@ class SFTTrainer(LegacySFT, BaseTrainer):
             sets = image_sets(data_collator, args, policy, formatting_func)
             data_collator = sets.collator
         else:
-            sets = self._sets_class(args, policy, formatting_func=formatting_func)
+            sets = self.make_sets(args, policy, formatting_func)
             data_collator = data_collator or self.make_collator(args)
         super().__init__(
             model=policy.model, args=args, sets=sets, data_collator=data_collator, train_dataset=train_dataset,
@@ -135,6 +135,10 @@ class SFTTrainer(LegacySFT, BaseTrainer):
     def check_model(self, core: PreTrainedModel) -> None:
         """Raise TypeError for a model of a kind that is not trained here."""
         check_decoder_only(core)
+
+    def make_sets(self, args: Any, policy: Policy, formatting_func: FormattingFunction | None) -> SFTSets:
+        """The data sets, of which rows are tokenised."""
+        return sft_sets(args, policy, formatting_func, SFTSets)
 
     def make_collator(self, args: SFTConfig) -> Callable[[list[Any]], dict[str, Any]]:
         """What makes batches of prepared rows where the user gives nothing else; `self.scorer` is there already."""

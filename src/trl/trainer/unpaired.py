@@ -21,14 +21,15 @@ from trl.collators.unpaired import (
     as_unpaired_batch,
     completion_columns,
 )
-from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
+from trl.data.unpaired import UnpairedPreparation
 from trl.methods.unpaired import UnpairedMethod
 from trl.models.policy import is_encoder_decoder
 from trl.models.reference import make_reference
 from trl.models.scoring.base import shares_prefix
 from trl.models.scoring.causal import Scorer
 from trl.models.setup import pad_token_id
-from trl.trainer.preference_trainer import PreferenceTrainer, pair_sets
+from trl.trainer.preference_trainer import PreferenceTrainer
+from trl.trainer.row_sets import pair_sets
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class UnpairedTrainer(PreferenceTrainer):
         encoder_pad = pad_token_id(policy.tokenizer) if encodes else None
         collator = UnpairedCollator(self.shares_prefix, self.mismatched, encoder_pad)
         super().__init__(
-            policy, args, sets=pair_sets(args, policy, prepare_unpaired_dataset, UnpairedPreparation, **settings),
+            policy, args, sets=pair_sets(args, policy, UnpairedPreparation, **settings),
             data_collator=data_collator or collator, train_dataset=train_dataset, eval_dataset=eval_dataset,
             compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,

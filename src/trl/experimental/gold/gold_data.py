@@ -17,14 +17,16 @@ from transformers import PreTrainedTokenizerBase
 
 from trl.collators.rows import Row, as_ids, pad_with_mask, read_column
 from trl.data.byte_alignment import STOP, Alignment, align, shared_tokens, vocabulary_bytes
-from trl.data.formats import column_names
+from trl.data.formats import StoredOrStream, column_names, last_turn_as_completion
+from trl.data.pipeline import prepare_dataset
+from trl.data.prepared_sets import RowSet
 from trl.data.ragged import column_blocks, read_ragged
-from trl.data.text import PROMPT_ALONE, SFTPreparation, prepare_sft_dataset
+from trl.data.text import PROMPT_ALONE, SFTPreparation
 from trl.data.tokenization import encode
 from trl.experimental.gold.gold_config import GOLDConfig
 from trl.models.packed.layout import IGNORED, TEACHER_BATCH
 from trl.objectives.cross_vocabulary import Vocabularies
-from trl.trainer.gkd_trainer import GKDDatasets, prompts_of
+from trl.trainer.gkd_trainer import GKDSets, prompts_of
 
 logger = logging.getLogger(__name__)
 
@@ -185,40 +187,38 @@ def _texts(row: Row, text_field: str) -> list[str]:
     return [content for content in contents if isinstance(content, str)]
 
 
-class GOLDDatasets(GKDDatasets):
+class GOLDSets(GKDSets):
     """Each row tokenised for both sides, with the chat template of each, and aligned."""
 
     pairing: Pairing
 
-    def is_prepared(self, dataset: Any) -> bool:
+    def is_prepared(self, dataset: StoredOrStream) -> bool:
         return super().is_prepared(dataset) or set(COLUMNS) <= set(column_names(dataset))
 
-    def _prepare(self, dataset: Any, name: str, *, packing: bool) -> Dataset:
+    def prepared(self, dataset: RowSet, name: str, *, is_training: bool = False) -> Dataset:
         if not isinstance(dataset, Dataset) or "input_ids" in dataset.column_names:
             raise ValueError(
                 f"{name} dataset: a stream, or rows of tokens, were given with use_uld_loss=True, expected a "
                 "datasets.Dataset of texts or messages, which both tokenizers read. Load it without streaming, before "
                 "it is tokenised."
             )
-        args, rows = self.args, self.rows(dataset)
-        assert isinstance(rows, Dataset)
-        student = super()._prepare(dataset, name, packing=packing)
+        rows, student = last_turn_as_completion(dataset), super().prepared(dataset, name, is_training=is_training)
+        assert isinstance(rows, Dataset) and isinstance(student, Dataset)
         settings = SFTPreparation(
-            text_field=args.dataset_text_field,
-            completion_only_loss=args.completion_only_loss,
-            num_proc=args.dataset_num_proc,
-            dataset_name=f"teacher's {name}",
-            prompts_alone=self.completes(),
+            text_field=self.settings.text_field,
+            completion_only_loss=self.settings.completion_only_loss,
+            num_proc=self.settings.num_proc,
+            prompts_alone=self.settings.prompts_alone,
         )
         with PartialState().main_process_first():
-            theirs, _ = prepare_sft_dataset(rows, self.pairing.tokenizers[1], settings)
+            theirs, _ = prepare_dataset(rows, self.pairing.tokenizers[1], settings, name=f"teacher's {name}")
             theirs = theirs.rename_columns({column: f"{THEIRS}{column}" for column in theirs.column_names})
             every = concatenate_datasets([rows, student, theirs], axis=1)
             removed = [column for column in every.column_names if column not in (*COLUMNS, *PROMPTS_ALONE)]
             aligned = every.map(
-                Aligned(self.pairing, args.dataset_text_field),
+                Aligned(self.pairing, settings.text_field),
                 remove_columns=removed,
-                num_proc=args.dataset_num_proc,
+                num_proc=settings.num_proc,
                 desc=f"Aligning {name} dataset",
             )
         _report(aligned, name)

@@ -15,7 +15,7 @@ from trl._lazy import attach
 from trl.data.rendering import text_tokenizer
 from trl.data.text import PROMPT_ALONE
 from trl.experimental.gold.gold_config import GOLDConfig
-from trl.experimental.gold.gold_data import COLUMNS, PROMPTS_ALONE, THEIRS, GOLDDatasets, PairedCollator, Pairing
+from trl.experimental.gold.gold_data import COLUMNS, PROMPTS_ALONE, THEIRS, GOLDSets, PairedCollator, Pairing
 from trl.experimental.gold.gold_method import ON_POLICY, GOLDMethod, SameTokensMethod
 from trl.experimental.gold.methods import print_prompt_completions_sample_uld
 from trl.generation.engine import Generated, Sampling
@@ -28,8 +28,9 @@ from trl.models.reference import FrozenModel
 from trl.models.setup import pad_token_id
 from trl.models.teacher import FrozenTeacher, Teacher, load_teacher
 from trl.reporting.model_card import Paper
-from trl.trainer.gkd_trainer import GKDDatasets, GKDTrainer, Writer, completed, prompts_of
+from trl.trainer.gkd_trainer import GKDSets, GKDTrainer, Writer, completed, gkd_sets, prompts_of
 from trl.trainer.group_setup import check_engine, engine_of, sampling_of, with_served_window
+from trl.trainer.row_sets import FormattingFunction
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 Collator = Callable[[list[Any]], dict[str, Any]]
@@ -107,15 +108,15 @@ class GOLDTrainer(GKDTrainer):
         else:
             self.method = SameTokensMethod(self.args)
 
-    def _sets_class(self, args: Any, policy: Policy, *, formatting_func: Any = None) -> GKDDatasets:  # type: ignore[override]
+    def make_sets(self, args: GOLDConfig, policy: Policy, formatting_func: FormattingFunction | None) -> GKDSets:
         """The data sets, which a teacher with another tokenizer reads too."""
         if self.teacher_tokenizer is None:
-            return GKDDatasets(args, policy, formatting_func=formatting_func)
+            return gkd_sets(args, policy, formatting_func, GKDSets)
         if formatting_func is not None:
             raise TypeError(
                 "formatting_func was given with use_uld_loss=True, expected rows of texts or messages. Leave it out."
             )
-        sets = GOLDDatasets(args, policy, formatting_func=None)
+        sets = gkd_sets(args, policy, None, GOLDSets)
         sets.pairing = self.pairing = Pairing.of(policy.tokenizer, self.teacher_tokenizer, args)
         return sets
 
