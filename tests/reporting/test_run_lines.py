@@ -203,6 +203,6 @@ def test_a_sample_that_fails_does_not_end_a_finished_run(monkeypatch: Any, caplo
     def fail(*texts: str) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("trl.trainer.online_trainer.print_sample", fail)
+    monkeypatch.setattr("trl.trainer.samples.print_sample", fail)
     assert trainer.train().global_step == 1
     assert "The sample answer after training failed: out of memory" in caplog.text

@@ -16,7 +16,7 @@ from trl.rollouts.experience import (
     TRAINED,
     Experience,
 )
-from trl.rollouts.token_counts import BUCKETS, TokenCounts, sampled_tokens, token_ledger
+from trl.rollouts.token_counts import BUCKETS, TokenCounts, token_advantages, token_ledger
 from trl.tensors.ragged import Ragged
 
 
@@ -76,28 +76,31 @@ def counted():
 
 
 def test_each_token_of_a_rollout_batch_is_counted_once():
-    counts, rows = TokenCounts(masks_truncated=True), counted()
+    sampled, rows = list[torch.Tensor](), counted()
+    advantages, counts = token_advantages(rows), TokenCounts(ALONE, sampled.append, masks_truncated=True)
     expected = {
         TOOL_OUTPUT: 1, "reward_failed": 3, "truncated": 2, FILTERED: 2, "masked": 1, "zero_advantage": 1, "trained": 3,
     }  # fmt: skip
-    assert counts.add(rows, ALONE) == expected
-    assert counts.state() == expected and sampled_tokens(rows) == 13 + 6 * 2
+    assert counts.add(rows, advantages) == expected
+    assert counts.state() == expected and sampled == [torch.tensor(13 + 6 * 2)]
     chosen = torch.ones(14, dtype=torch.bool)
     chosen[[0, 3]] = False  # a trained token, and one without advantage
-    counts.mask(rows, chosen, ALONE)
+    counts.mask(rows, chosen)
     moved = {**expected, "masked": 3, "zero_advantage": 0, "trained": 2}
     assert counts.logged() == {f"tokens/{name}": float(n) for name, n in moved.items() if n}
     two = SimpleNamespace(num_processes=2, device="cpu", reduce=lambda found, reduction: 2 * found)
-    assert TokenCounts(masks_truncated=True).add(rows, two) == {name: 2 * n for name, n in expected.items()}
-    again = TokenCounts(masks_truncated=False)
+    both = TokenCounts(two, sampled.append, masks_truncated=True).add(rows, advantages)
+    assert both == {name: 2 * n for name, n in expected.items()}
+    again = TokenCounts(ALONE, sampled.append, masks_truncated=False)
     again.load_state({"trained": 3})  # of a run that knew fewer buckets
     assert again.state() == {**dict.fromkeys(BUCKETS, 0), "trained": 3}
     again.load_state(counts.state())
-    assert again.add(rows, ALONE, advantages=torch.zeros(14))["masked"] == 2 + 1 and again.state()["trained"] == 2
+    again.discard(rows)
+    assert again.state()["masked"] == 3 + 2 + 1 and again.state()["trained"] == 2
 
 
 def test_a_batch_without_a_trained_token_is_said_once_for_each_reason(caplog):
-    counts, nothing = TokenCounts(masks_truncated=False), dict.fromkeys(BUCKETS, 0)
+    counts, nothing = TokenCounts(ALONE, print, masks_truncated=False), dict.fromkeys(BUCKETS, 0)
     for added in (nothing, {**nothing, "trained": 1, "masked": 5}, {**nothing, FILTERED: 3}):
         counts.warn_untrained(added)
     assert not caplog.records

@@ -561,7 +561,7 @@ def test_only_sessions_of_this_run_and_its_settings_are_taken(other_run, changed
     assert len(started) == repeated
     keys = [record["key"] for record in _records(tmp_path / "sessions", "*.jsonl")]
     assert len(keys) == len(set(keys)) == 16 + repeated + 8 * other_run
-    assert not again._journal._held
+    assert not again.rollouts.completer.journal._held
 
 
 def test_a_session_belongs_to_the_weights_of_each_process(tmp_path):

@@ -87,6 +87,11 @@ class Runs:
         self._random_state_is_due = run.checkpoint is not None and not self.starts_anew("random_state")
         return run
 
+    @property
+    def name(self) -> str | None:
+        """Of the current run."""
+        return None if self.current is None else str(self.current.facts["run"])
+
     def starts_anew(self, part: str) -> bool:
         """Whether a part of the checkpoint is left out on resuming."""
         return self.current is not None and part in self.current.without

@@ -34,6 +34,7 @@ class NashMDMethod(OnlineDPOMethod):
     """
 
     args: NashMDConfig
+    temperature = None  # a policy gradient is that of the distribution that completions come from
 
     @property
     def reference_share(self) -> float:  # type: ignore[override]

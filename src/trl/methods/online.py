@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,9 +33,6 @@ from trl.rollouts.measures import agent_metrics, measured_groups
 from trl.rollouts.token_counts import token_advantages
 from trl.tensors.reduce import LossTerms, Unit, Weighted
 
-if TYPE_CHECKING:
-    pass
-
 EQUAL_REWARDS = "frac_given_reward_zero_std"
 ROLLOUT = "experience"
 """The entry of a batch that holds its rows, an `Experience`."""
@@ -53,6 +50,8 @@ class OnlineMethod(Method):
     needs_teacher: bool = False
     scores_teacher: bool = False
     """Whether it needs the teacher's log-probs of the sampled tokens."""
+    temperature: float | None = None
+    """Of the log-probs that are learned; None: that of sampling."""
     teacher_temperature: float | None = None
     """Of these log-probs; None: that of sampling."""
 

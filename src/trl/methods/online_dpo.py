@@ -29,6 +29,7 @@ class OnlineDPOMethod(GroupMethod):
 
     args: OnlineDPOConfig
     pairs_rows = True
+    temperature = 1.0  # the policy's own distribution is compared with the reference's, however it is sampled
     judge: ManagedJudge | None = None
     """Scores are its shares of won comparisons; None: sums of rewards."""
     epoch: Callable[[], float]

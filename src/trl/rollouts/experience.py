@@ -65,10 +65,12 @@ class Experience:
     more: Mapping[str, Ragged] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, value in self.per_token.items():
-            _check_length(name, value, len(self.completions.values), "completion tokens")
-        for name, value in self.per_row.items():
-            _check_length(name, value, len(self), "rows")
+        tokens, rows = (len(self.completions.values), "completion tokens"), (len(self), "rows")
+        for columns, (length, unit) in ((self.per_token, tokens), (self.per_row, rows)):
+            for name, value in columns.items():
+                if value.ndim != 1 or len(value) != length:
+                    shape = tuple(value.shape)
+                    raise ValueError(f"column {name!r} must have {length} numbers ({unit}), got {shape}.")
 
     def __len__(self) -> int:
         return len(self.completions)
@@ -212,11 +214,6 @@ def concatenate(parts: Sequence[Experience]) -> Experience:
         {name: torch.cat([part.per_row[name] for part in parts]) for name in first.per_row},
         {name: Ragged.joined([part.more[name] for part in parts]) for name in first.more},
     )
-
-
-def _check_length(name: str, value: Tensor, length: int, what: str) -> None:
-    if value.ndim != 1 or len(value) != length:
-        raise ValueError(f"column {name!r} must have {length} numbers ({what}), got {tuple(value.shape)}.")
 
 
 def save_rollout_batch(folder: Path, experience: Experience, *, rank: int, facts: Fields) -> None:

@@ -12,14 +12,16 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor, nn
+from torch.utils.data import Dataset as TorchDataset
+from transformers import PreTrainedTokenizerBase, TrainerState
 
 from trl.data.formats import is_list_of_dicts_with
 from trl.data.prompts import PROMPT_IDS, columns_for_rewards
 from trl.data.rendering import Json, Message
 from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
+from trl.generation.vllm.engine import PolicyCopy
 from trl.reporting.deadlines import Pending, start
 from trl.rewards.result import RewardInputs, RewardResult, joined, source_columns
 from trl.rewards.source import RewardSources
@@ -28,6 +30,7 @@ from trl.rollouts.measures import failed_sessions
 from trl.rollouts.schedule import RolloutSizes, rollout_rows
 from trl.tensors.ragged import Ragged
 
+_EVALUATION_SEED = 0x5EED  # evaluations draw other completions than training, and the same ones every time
 Rows = Mapping[str, Sequence[Any]]
 """Columns of some rows of a data set."""
 
@@ -97,6 +100,19 @@ def check_completer(completer: Completer) -> None:
         )
 
 
+class NumberedRows(TorchDataset[Mapping[str, Any]]):
+    """Rows of a data set, each `copies` times in turn, with their numbers in a column `row`."""
+
+    def __init__(self, dataset: Dataset, copies: int) -> None:
+        self.dataset, self.copies = dataset, copies
+
+    def __len__(self) -> int:
+        return len(self.dataset) * self.copies
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**self.dataset[index // self.copies], "row": index}
+
+
 class ApplyRewards(Protocol):
     """`OnlineMethod.apply_rewards`."""
 
@@ -122,7 +138,7 @@ class RolloutMaker:
         sampling: Sampling,
         rewards: RewardSources,
         apply_rewards: ApplyRewards,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         accelerator: Accelerator,
         completer: Completer | None = None,
         refill: Callable[[RolloutMaker, Experience, int], Experience] | None = None,
@@ -134,7 +150,9 @@ class RolloutMaker:
         self.tokenizer, self.accelerator = tokenizer, accelerator
         self.completer, self.refill, self.parts = completer or TextCompleter(), refill, parts
         self.texts: list[tuple[Any, Any]] = []
-        self._state: Any = None
+        self._model: nn.Module
+        self._state: TrainerState | None = None
+        self._run: str | None = None
 
     @property
     def exact(self) -> bool:
@@ -144,20 +162,57 @@ class RolloutMaker:
     @property
     def step(self) -> int:
         """The optimiser step of the weights that generate."""
+        assert self._state is not None
         return self._state.global_step
 
-    def follow(self, model: Any, state: Any) -> None:
-        """Generate with the present weights of `model` from now on; `state` is the trainer's, for reward functions."""
-        self._state = state
+    def follow(self, model: nn.Module | None, state: TrainerState, *, run: str | None = None) -> None:
+        """Generate with the present weights of `model` from now on.
+
+        `state` is the trainer's, for reward functions; a journal of sessions knows the `run` by its name.
+        """
+        assert model is not None
+        self._model, self._state, self._run = model, state, run
         self.engine.sync_weights(model, state.global_step)
+
+    def forget_weights(self) -> None:
+        """Make an engine with a copy of the policy load it again."""
+        if isinstance(self.engine, PolicyCopy):
+            self.engine.forget()
 
     def make(self, number: int) -> Experience:
         """This process's completions of rollout batch `number`, with their rewards."""
+        journal = getattr(self.completer, "journal", None)
+        if journal is not None:
+            journal.begin(self.step, self._model, run=self._run)
         local_count, first = self.sizes.own_rows, self.accelerator.process_index * self.sizes.own_rows
         rows = [prompt for prompt in self.prompts.of_batch(number) for _ in range(self.sizes.group)]
         streams = range(number * self.sizes.rows + first, number * self.sizes.rows + first + local_count)
         experience = self.roll_out(self.prompts.rows[rows[first : first + local_count]], streams=streams)
-        return experience if self.refill is None else self.refill(self, experience, number)
+        if self.refill is not None:
+            experience = self.refill(self, experience, number)
+        if journal is not None:
+            journal.end()
+        return experience
+
+    def evaluate(self, rows: Sequence[Mapping[str, Any]]) -> Experience:
+        """Completions of some `NumberedRows`, scored: the same ones in every evaluation, but not those of training."""
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        streams = [_EVALUATION_SEED * 2**32 + row for row in columns.pop("row")]
+        return self.roll_out(columns, streams=streams, training=False)
+
+    def check_columns(self, *datasets: Dataset | RowStream) -> None:
+        """Raise ValueError for a reward function with an argument that no column of one of the data sets gives."""
+        adds = getattr(self.completer, "adds", ())
+        if adds is None:
+            return
+        added = [*getattr(self.completer, "reward_names", ()), *adds]
+        for rows in datasets:
+            self.rewards.check_columns([*(n for n in self.prompts.reward_columns if n in rows.column_names), *added])
+
+    def close(self) -> None:
+        """Close the environments of the completer, if it has some."""
+        if (close := getattr(self.completer, "close", None)) is not None:
+            close()
 
     def roll_out(self, rows: Rows, *, streams: Sequence[int], training: bool = True) -> Experience:
         """Completions of some rows, scored by each source, with the columns that the method makes of the sums."""
@@ -177,10 +232,10 @@ class RolloutMaker:
             if size < len(streams):
                 score = partial(self._score_after, pending[-1:], answer.experience, inputs[-1])
                 pending.append(start(score, "rewards-of-a-part"))
-        if training:
-            self._check_sessions(completed)
-        results = [part.future.result() for part in pending]
-        results = results or [self._score_after([], completed[0].experience, inputs[0])]
+        lost = [failed_sessions(answer.experience) for answer in completed]
+        if training and lost[0] is not None:
+            self._check_sessions(completed, lost)
+        results = [part.future.result() for part in pending] or [self.rewards.score(inputs[0], lost=lost[0])]
         scored = list[Experience]()
         for answer, result in zip(completed, results, strict=True):
             scored.append(answer.experience.with_rows(**source_columns(result)))
@@ -190,11 +245,8 @@ class RolloutMaker:
         self.texts = list(zip(every.prompts, every.completions, strict=True))
         return self.apply_rewards(concatenate(scored), rewards, every, training=training)
 
-    def _check_sessions(self, completed: Sequence[Completed]) -> None:
+    def _check_sessions(self, completed: Sequence[Completed], failed: Sequence[Tensor | None]) -> None:
         """Raise RuntimeError if all sessions of agents failed, in all processes."""
-        failed = [failed_sessions(one.experience) for one in completed]
-        if failed[0] is None:
-            return
         are_failed = all(bool(rows.all()) for rows in failed if rows is not None)
         processes = gather_object([(are_failed, [one.failure for one in completed])])
         if all(is_failed for is_failed, _ in processes):
@@ -275,7 +327,9 @@ def reward_inputs(
         prompts = tokenizer.batch_decode(prompt_ids, skip_special_tokens=True)
     completions: Sequence[Any] = texts
     if len(prompts) and is_list_of_dicts_with(prompts[0], "role"):
-        prompts, completions = zip(*map(_answered, prompts, texts), strict=True)
+        prompts, begun = zip(*map(split_begun, prompts), strict=True)
+        answers = map("".join, zip(begun, texts, strict=True))
+        completions = [[{"role": "assistant", "content": answer}] for answer in answers]
     return RewardInputs(
         prompts=list(prompts),
         completions=list(completions),
@@ -286,18 +340,12 @@ def reward_inputs(
     )
 
 
-def _answered(prompt: Sequence[Message], text: str) -> tuple[list[Message], list[Message]]:
-    """A conversation without, and with, the assistant's message, including its beginning in the prompt.
-
-    >>> _answered([{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "<think>"}], "Hm.")
-    ([{'role': 'user', 'content': 'Why?'}], [{'role': 'assistant', 'content': '<think>Hm.'}])
-    """
-    head, begun = split_begun(prompt)
-    return head, [{"role": "assistant", "content": begun + text}]
-
-
 def split_begun(prompt: Sequence[Message]) -> tuple[list[Message], str]:
-    """The messages before the assistant's last one, and the text of that one; all messages and "" without one."""
+    """The messages before the assistant's last one, and the text of that one; all messages and "" without one.
+
+    >>> split_begun([{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "<think>"}])
+    ([{'role': 'user', 'content': 'Why?'}], '<think>')
+    """
     if prompt[-1].get("role") != "assistant":
         return list(prompt), ""
     content = prompt[-1].get("content") or ""

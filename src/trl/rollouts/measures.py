@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from trl.objectives.group_advantages import Scale, reward_statistics
@@ -23,16 +24,33 @@ OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 TURNS, CHAINS, CUT, OUTCOME_OF = "agent_turns", "agent_chains", "agent_cut", "agent_failed_"
 
 
-def of_all_processes(experience: Experience, accelerator: Any) -> dict[str, Tensor]:
+def of_all_processes(
+    experience: Experience, accelerator: Accelerator, *, is_evaluation: bool = False
+) -> dict[str, Tensor]:
     """The columns per row and `length` (sampled tokens) of all processes: float64 `(N,)` on the CPU.
 
-    Every process must have the same number of rows.
+    Every process must have the same number of rows; those that accelerate repeats to fill a batch of an evaluation are
+    left out.
     """
     columns = {**experience.per_row, LENGTH: sampled_lengths(experience)}
     table = torch.stack([column.double() for column in columns.values()], dim=1)
     if accelerator.num_processes > 1:
-        table = accelerator.gather(table.to(accelerator.device)).cpu()
+        table: Any = accelerator.gather(table.to(accelerator.device))
+        table = table[: _rows_read(accelerator) if is_evaluation else None].cpu()
     return dict(zip(columns, table.unbind(dim=1), strict=True))
+
+
+def local_rows(accelerator: Accelerator, rows: int) -> int:
+    """How many of this process's `rows` of an evaluation batch accelerate did not repeat to fill it."""
+    count = _rows_read(accelerator)
+    return rows if count is None else min(max(count - accelerator.process_index * rows, 0), rows)
+
+
+def _rows_read(accelerator: Accelerator) -> int | None:
+    """The rows of all processes in a last evaluation batch that is not full; None for other batches."""
+    state = accelerator.gradient_state
+    is_short = accelerator.num_processes > 1 and state.end_of_dataloader and state.remainder > 0
+    return state.remainder if is_short else None
 
 
 def failed_sessions(experience: Experience) -> Tensor | None:

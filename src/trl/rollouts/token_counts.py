@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from trl.rollouts.experience import (
@@ -64,36 +64,43 @@ def token_advantages(rows: Experience) -> Tensor:
     return rows.per_row[ADVANTAGE][rows.completions.row_index]
 
 
-def sampled_tokens(rows: Experience) -> Tensor:
-    """Tokens of prompts and completions that were sampled for a rollout batch, 0-dim: not of those out of a buffer."""
-    lengths = rows.prompts.lengths + rows.completions.lengths
-    return (lengths[~rows.per_row[REPLAYED].bool()] if REPLAYED in rows.per_row else lengths).sum()
-
-
 class TokenCounts:
-    """The completion tokens in each bucket so far, over all processes, which must count together."""
+    """The completion tokens in each bucket so far, over all processes, which must count together.
 
-    def __init__(self, *, masks_truncated: bool) -> None:
-        self._masks_truncated = masks_truncated
+    `count_sampled` is given the number of sampled tokens of prompts and completions, 0-dim.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, count_sampled: Callable[[Tensor], object], *, masks_truncated: bool
+    ) -> None:
+        self._accelerator, self._count_sampled, self._masks_truncated = accelerator, count_sampled, masks_truncated
         self._warned: set[str] = set()
         self._counts = dict.fromkeys(BUCKETS, 0)
 
-    def add(self, rows: Experience, accelerator: Any, advantages: Tensor | None = None) -> dict[str, int]:
-        """Count sampled rows of this process, with their tokens' `advantages (K,)` (None: `token_advantages`).
+    def add(self, rows: Experience, advantages: Tensor) -> dict[str, int]:
+        """Count sampled rows of this process, with their tokens' `advantages (K,)`, but not those out of a buffer.
 
         Returns the counts added by all processes.
         """
-        advantages = token_advantages(rows) if advantages is None else advantages
-        return self._note(self._of(rows, advantages, _used(rows)), accelerator)
+        lengths = rows.prompts.lengths + rows.completions.lengths
+        self._count_sampled((lengths[~rows.per_row[REPLAYED].bool()] if REPLAYED in rows.per_row else lengths).sum())
+        return self._note(self._of(rows, advantages))
 
-    def mask(self, rows: Experience, chosen: Tensor, accelerator: Any) -> None:
+    def discard(self, rows: Experience) -> None:
+        """Count sampled rows that are not learned from."""
+        self.add(rows, torch.zeros(len(rows.completions.values)))
+
+    def mask(self, rows: Experience, chosen: Tensor) -> None:
         """Move tokens of counted rows that are not `chosen (K,)` to the bucket `masked`."""
-        advantages, used = token_advantages(rows), _used(rows)
-        moved = self._of(rows, advantages, used & chosen) - self._of(rows, advantages, used)
-        self._note(moved, accelerator)
+        advantages = token_advantages(rows)
+        self._note(self._of(rows, advantages, chosen) - self._of(rows, advantages))
 
-    def _of(self, rows: Experience, advantages: Tensor, used: Tensor) -> Tensor:
-        per_row, index = rows.per_row, rows.completions.row_index
+    def _of(self, rows: Experience, advantages: Tensor, chosen: Tensor | None = None) -> Tensor:
+        per_row, index, used = rows.per_row, rows.completions.row_index, rows.per_token[TRAINED].bool()
+        if CORRECTION in rows.per_token:
+            used = used & (rows.per_token[CORRECTION] != 0)
+        if chosen is not None:  # in an optimiser step
+            used = used & chosen
         sampled = ~per_row[REPLAYED].bool()[index] if REPLAYED in per_row else torch.ones_like(index).bool()
         claims: dict[str, Tensor] = {"reward_failed": per_row[SCORES].isnan()[index], "masked": ~used}
         if TOOL_OUTPUT in rows.per_token:
@@ -104,9 +111,9 @@ class TokenCounts:
             claims[FILTERED] = per_row[FILTERED][index]
         return token_ledger(advantages[sampled], {name: claim[sampled] for name, claim in claims.items()})
 
-    def _note(self, counts: Tensor, accelerator: Any) -> dict[str, int]:
-        if accelerator.num_processes > 1:
-            counts = accelerator.reduce(counts.to(accelerator.device), reduction="sum")
+    def _note(self, counts: Tensor) -> dict[str, int]:
+        if self._accelerator.num_processes > 1:
+            counts = self._accelerator.reduce(counts.to(self._accelerator.device), reduction="sum")  # type: ignore[assignment]
         added = dict(zip(BUCKETS, counts.tolist(), strict=True))
         self._counts = {name: count + added[name] for name, count in self._counts.items()}
         return added
@@ -149,9 +156,3 @@ class TokenCounts:
     def load_state(self, state: Mapping[str, int]) -> None:
         """Restore `state`."""
         self._counts = {name: state.get(name, 0) for name in BUCKETS}
-
-
-def _used(rows: Experience) -> Tensor:
-    """Tokens with a weight in the loss, before an optimiser step chooses among them: bool `(K,)`."""
-    used = rows.per_token[TRAINED].bool()
-    return used & (rows.per_token[CORRECTION] != 0) if CORRECTION in rows.per_token else used

@@ -89,7 +89,7 @@ class GRPOTrainer(LegacyGRPO, OnlineTrainer):
         is_first_pass = self.state.global_step % self.sizes.steps < self.sizes.mini_batches
         if is_first_pass and self._token_counts is not None:
             rows = concatenate([batch["experience"] for batch in batches])
-            self._token_counts.mask(rows, chosen, self.accelerator)
+            self._token_counts.mask(rows, chosen)
         for batch, own in zip(batches, parts, strict=True):
             batch["experience"] = batch["experience"].with_tokens(**{CHOSEN: own})
 

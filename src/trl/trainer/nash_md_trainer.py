@@ -39,11 +39,6 @@ class NashMDTrainer(OnlineDPOTrainer):
     has_opponent: ClassVar[bool] = True
     mixture_coef = View("method.reference_share")  # of the present epoch
 
-    @property
-    def scoring_temperature(self) -> float:
-        """That of sampling: a policy gradient is that of the distribution that completions come from."""
-        return self.rollouts.sampling.temperature
-
     def rows_of_step(self, step: int, sizes: Any = None) -> list[Tensor]:
         """The policy's completions alone."""
         return [rows[::2] for rows in super().rows_of_step(step, sizes)]

@@ -150,8 +150,3 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
             accelerator=self.accelerator,
         )
         return TurnsEngine(engine, opponent)
-
-    @property
-    def scoring_temperature(self) -> float:
-        """1: the policy's own distribution is compared with the reference's, whatever completions are sampled at."""
-        return 1.0

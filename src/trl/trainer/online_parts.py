@@ -4,31 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from trl.agents.completer import AgentCompleter
+from trl.agents.completer import Agent, AgentCompleter
 from trl.data.image_rows import has_images
 from trl.data.prompts import PromptSets
 from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
 from trl.generation.vllm.server_engine import Served, VLLMServerEngine
-from trl.methods.online import GroupMethod
+from trl.methods.method import Batch, Scoring
+from trl.methods.online import GroupMethod, OnlineMethod
 from trl.models.parts import causal_core, check_decoder_only, embedded_tokens
 from trl.models.policy import Policy, set_up_policy
 from trl.models.reference import Reference
-from trl.rewards.source import RewardSources
+from trl.models.scoring.causal import Scorer
+from trl.models.scoring.head import ScoreOptions
+from trl.models.switches import without_ddp
+from trl.models.teacher import Teacher
+from trl.rewards.source import ProcessingClasses, RewardFunc, RewardSources
+from trl.rollouts.experience import OLD, REF, SAMPLING_LOGPS, STUDENT, TEACHER, VALUES, Experience
 from trl.rollouts.maker import Completer
 from trl.rollouts.schedule import RolloutSizes
 from trl.trainer import group_setup
 from trl.trainer.grpo_config import RolloutTraining
 
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
 AnyDataset = Dataset | IterableDataset
 RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
+Tools = Sequence[Callable[..., Any]]
+Environments = Callable[[], object] | Mapping[str, Callable[[], object]]
+Optimizers = tuple[Optimizer | None, LRScheduler | None]
 
 
 @dataclass(frozen=True)
@@ -44,12 +60,12 @@ class OnlineParts:
     eval_dataset: Dataset | dict[str, Dataset] | None
     rewards: RewardSources
     reference: Reference | None
-    teacher: Any
+    teacher: Teacher | None
     completer: Completer | None
     """Agents, images or tools; None where the policy alone completes prompts, or a `rollout_func`."""
     served: Served | None
 
-    def engine(self, args: RolloutTraining, model: Any, accelerator: Accelerator) -> Engine:
+    def engine(self, args: RolloutTraining, model: nn.Module | None, accelerator: Accelerator) -> Engine:
         """The engine of rollouts, which agents need live."""
         engine = group_setup.engine_of(args, model, self.policy, accelerator, served=self.served)
         if isinstance(self.completer, AgentCompleter) and not isinstance(engine, VLLMServerEngine):
@@ -58,24 +74,14 @@ class OnlineParts:
 
 
 def online_parts(
-    args: RolloutTraining,
-    method_type: type[GroupMethod],
-    model: str | nn.Module | PreTrainedModel,
-    *,
-    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
-    peft_config: Any,
-    train_dataset: AnyDataset | None,
-    eval_dataset: AnyDataset | dict[str, AnyDataset] | None,
-    reward_funcs: Any,
-    reward_processing_classes: Any,
-    tools: Sequence[Callable[..., Any]] | None,
-    rollout_func: RolloutFunc | None,
-    teacher_model: str | nn.Module | PreTrainedModel | None,
-    ref_model: Any,
-    agent: Any,
-    environment_factory: Any,
-    completer: Completer | None = None,
-) -> OnlineParts:
+    args: RolloutTraining, method_type: type[GroupMethod], model: str | nn.Module | PreTrainedModel, *,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None, peft_config: PeftConfig | None,
+    train_dataset: AnyDataset | None, eval_dataset: AnyDataset | dict[str, AnyDataset] | None,
+    reward_funcs: RewardFunc | Sequence[RewardFunc] | None, reward_processing_classes: ProcessingClasses,
+    tools: Tools | None, rollout_func: RolloutFunc | None, teacher_model: str | nn.Module | PreTrainedModel | None,
+    ref_model: str | nn.Module | PreTrainedModel | None, agent: Agent | None,
+    environment_factory: Environments | None, completer: Completer | None,
+) -> OnlineParts:  # fmt: skip
     """The parts, of the arguments of `OnlineTrainer`. Raises: TypeError, ValueError for what does not fit together."""
     own = not group_setup.has_completer(rollout_func, completer)
     served = group_setup.check_engine(args)
@@ -119,3 +125,58 @@ def online_parts(
         completer=completer or agents or getattr(sets, "images", None) or tool_loop,
         served=served,
     )  # fmt: skip
+
+
+def columns_to_score(
+    experience: Experience, method: OnlineMethod, *, is_exact: bool, is_reused: bool, has_reference: bool,
+    temperature: float, learning: bool,
+) -> tuple[Experience, list[str]]:  # fmt: skip
+    """Rows, and the names of the columns that a method needs beside theirs.
+
+    `is_exact`: the sampler's log-probs are the policy's, and become the old ones. `is_reused`: several optimiser steps
+    learn from the rows. `temperature`: that of sampling.
+    """
+    columns = experience.per_token
+    if is_exact:
+        experience = experience.with_tokens(**{OLD: columns[SAMPLING_LOGPS]})
+    wanted = {
+        REF: has_reference and method.scores_reference,
+        OLD: not is_exact and (is_reused or method.needs_old(experience)),
+        TEACHER: method.scores_teacher,
+        STUDENT: method.scores_teacher and (method.teacher_temperature or temperature) != temperature,
+        VALUES: learning and method.needs_values,
+    }
+    return experience, [name for name, is_wanted in wanted.items() if is_wanted and name not in columns]
+
+
+@torch.no_grad()
+def score_rows(
+    scoring: Scoring, batch: Batch, names: Sequence[str], *, reference: Reference | None, of_teacher: float
+) -> dict[str, Tensor]:
+    """Columns `(K,)` of the completion tokens by name: log-probs of policy, reference and teacher, and values.
+
+    `of_teacher`: the temperature of the teacher's log-probs.
+    """
+    columns, policy, scorer = dict[str, Tensor](), without_ddp(scoring.model), scoring.scorer
+    options, teacher_options = (ScoreOptions(temperature=number) for number in (scoring.temperature, of_teacher))
+    teacher = getattr(scoring.teacher, "reference", None)
+    with scoring.accelerator.autocast():
+        if OLD in names:
+            scored = scorer.score(policy, batch, options)
+            columns = {OLD: scored.logps}
+            if scored.values is not None:
+                columns[VALUES] = scored.values
+        elif VALUES in names:
+            columns[VALUES] = scorer.score_values(policy, batch)
+        for name, model, settings in ((REF, reference, options), (TEACHER, teacher, teacher_options)):
+            if name in names:
+                assert model is not None
+                columns[name] = model.score(scoring.model, batch, partial(_logps, options=settings))
+        if STUDENT in names:
+            columns[STUDENT] = scorer.score(policy, batch, teacher_options).logps
+    return columns
+
+
+def _logps(scorer: Scorer, model: nn.Module, batch: Batch, *, options: ScoreOptions) -> Tensor:
+    """Log-probs of the scored tokens, in order."""
+    return scorer.score(model, batch, options).logps

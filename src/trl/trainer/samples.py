@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -24,14 +25,18 @@ from trl.collators.images import DataCollatorForVisionPreference
 from trl.data.formats import is_conversational
 from trl.data.rendering import text_tokenizer
 from trl.data.templates import maybe_apply_chat_template
+from trl.generation.transformers.engine import TransformersEngine
 from trl.models.distributed import unwrap_model_for_generation
 from trl.models.packed.layout import IGNORED, ROW_KEYS
 from trl.models.switches import holding, undisturbed
+from trl.reporting.run_lines import RunLines, print_sample
 from trl.reporting.tables import print_prompt_completions_sample, print_rich_table
 from trl.reporting.trackers import log_table
 from trl.rewards.result import source_table
 from trl.rollouts.experience import Experience
-from trl.rollouts.maker import Completed
+from trl.rollouts.maker import Completed, TextCompleter
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_NEW_TOKENS = 128
 TABLE = "game_log"
@@ -331,3 +336,27 @@ class ShowSamples(TrainerCallback):
         every = max(1, (options.num_total_batches or 1) // options.num_sample_generations)
         if rest == 0 and (batch - 1) % every == 0:
             self.trainer.generate_completions(sampling=True)
+
+
+def show_sample(trainer: Any, sample: tuple[list[int], list[int]] | None) -> None:
+    """Print a finished run's first prompt and completion, and the policy's greedy completion after all steps.
+
+    Only below the table of `RunLines`, for text of the policy itself: a copy would need its weights again.
+    """
+    engine, model, state = trainer.rollouts.engine, trainer.model_wrapped, trainer.state
+    engine = getattr(engine, "policy", engine)
+    has_table = any(isinstance(callback, RunLines) for callback in trainer.callback_handler.callbacks)
+    is_text = type(engine) is TransformersEngine and isinstance(trainer.rollouts.completer, TextCompleter)
+    if sample is None or not (has_table and is_text) or state.global_step < state.max_steps:
+        return
+    prompt, before = sample
+    greedy = replace(trainer.rollouts.sampling, temperature=0.0)
+    try:
+        # Every process completes its own prompt, as sharded weights need all of them.
+        with undisturbed(model), trainer.accelerator.autocast():
+            engine.sync_weights(model, state.global_step)
+            after = engine.generate([prompt], greedy, streams=[0])[0].ids
+        if trainer.is_world_process_zero():
+            print_sample(*trainer.rollouts.tokenizer.batch_decode([prompt, before, after], skip_special_tokens=True))
+    except Exception as error:  # of a run that is done
+        logger.warning("The sample answer after training failed: %s", error)

@@ -40,6 +40,7 @@ from trl.reporting.metrics import Processes
 from trl.reporting.model_card import Paper
 from trl.rewards.result import source_means
 from trl.rollouts.experience import OLD, REF, Experience
+from trl.rollouts.measures import local_rows
 from trl.rollouts.schedule import fill_in_sizes
 from trl.tensors.reduce import Weighted, weighted
 from trl.trainer.base_trainer import BaseTrainer
@@ -203,8 +204,10 @@ class PPOTrainer(LegacyGroups, SampleTables, OnlineTrainer):
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[None, None, None]:
         """Complete a batch of prompts and record the metrics of rollouts; there is no loss."""
-        rows = min(self.own_rows(), len(inputs))
-        experience = self.evaluation_rollout(inputs[: max(rows, 1)])  # at least one row for the collectives
+        rows = min(local_rows(self.accelerator, self.args.eval_batch_size), len(inputs))
+        self.rollouts.follow(self.model_wrapped, self.state)
+        experience = self.rollouts.evaluate(inputs[: max(rows, 1)])  # at least one row for the collectives
+        experience = self.scored(experience, learning=False)
         if rows:
             whole: Any = self.callback_handler.eval_dataloader.dataset  # type: ignore[union-attr]
             self._sums["eval"].add(self.rollout_metrics(experience, share=rows / len(whole)))
