@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
 
 import torch
 
@@ -52,7 +51,9 @@ class Chain:
         self.kept += [0.0] * len(shown) + kept
 
 
-def experience_of(rows: Sequence[Sequence[Chain]], columns: Mapping[str, Sequence[Any]], *, keeps: bool) -> Experience:
+def experience_of(
+    rows: Sequence[Sequence[Chain]], columns: Mapping[str, Sequence[float]], *, keeps: bool
+) -> Experience:
     """Completions of one chain or several. Tokens that the policy did not sample have a log-prob of 0 and count as tool
     output.
 
@@ -93,7 +94,7 @@ def chains_of(turns: Sequence[Turn]) -> list[Chain]:
     return chains
 
 
-def _by_tokens(turn: Turn) -> Any:
+def _by_tokens(turn: Turn) -> tuple[int, list[int]]:
     return len(turn.context), turn.tokens
 
 

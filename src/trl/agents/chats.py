@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from trl.agents.tool_turns import ReplyWriter, TurnReader
 from trl.agents.tools import ToolCall
 from trl.data.byte_alignment import vocabulary_bytes
@@ -99,7 +101,7 @@ class Chats:
 
 
 @lru_cache(maxsize=1)
-def _vocabulary(tokenizer: Any, size: int) -> list[bytes]:
+def _vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> list[bytes]:
     """The bytes of each of a tokenizer's `size` tokens, without those of special ones."""
     vocabulary = vocabulary_bytes(tokenizer)
     for token, added in tokenizer.added_tokens_decoder.items():
@@ -148,7 +150,7 @@ def readable(message: Fields) -> Message:
     return kept
 
 
-def _call(call: Any) -> Json:
+def _call(call: Json) -> Json:
     function, arguments = call["function"], call["function"].get("arguments")
     if not isinstance(function["name"], str):
         raise TypeError
@@ -157,7 +159,7 @@ def _call(call: Any) -> Json:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def meaning(message: Message) -> Any:
+def meaning(message: Message) -> list[object]:
     """What tells messages apart: not the order of JSON keys, names of calls, or spaces around the content."""
     functions = [call["function"] for call in message.get("tool_calls", [])]
     calls = [[function["name"], function["arguments"]] for function in functions]

@@ -19,7 +19,7 @@ from contextlib import suppress
 from functools import cache, partial
 from itertools import pairwise
 from tempfile import TemporaryFile
-from typing import Any, BinaryIO
+from typing import Any
 
 from accelerate.utils import gather_object
 
@@ -47,7 +47,7 @@ MOST_OUTPUT = 1 << 20  # bytes of a command's output that are read
 _WATCH = "read -r _; kill -9 -$0"
 _LAUNCH = 'read -r _ && exec "$@" </dev/fd/$0'  # not before it is watched
 
-Agent = Callable[..., Awaitable[Any]] | Sequence[str] | str
+Agent = Callable[..., Awaitable[object]] | Sequence[str] | str
 """`async def agent(row, base_url, api_key)`, or a command with `{base_url}`, `{api_key}` and `{row}` in its words."""
 
 
@@ -65,19 +65,10 @@ class AgentCompleter:
     """
 
     def __init__(
-        self,
-        agent: Agent | EnvironmentAgent,
-        processing_class: ProcessingClass,
-        budget: Budget,
-        *,
-        concurrency: int,
-        deadline: float | None,
-        journal: Journal,
-        template_kwargs: Fields | None = None,
-        graded: bool = False,
-        agent_sampling: AgentSampling = "own",
-        host: str = "127.0.0.1",
-    ) -> None:
+        self, agent: Agent | EnvironmentAgent, processing_class: ProcessingClass, budget: Budget, *, concurrency: int,
+        deadline: float | None, journal: Journal, template_kwargs: Fields | None = None, graded: bool = False,
+        agent_sampling: AgentSampling = "own", host: str = "127.0.0.1",
+    ) -> None:  # fmt: skip
         self.agent_sampling: AgentSampling = agent_sampling
         self.exact, self.host = agent_sampling != "agent", host
         self.environments = agent if isinstance(agent, EnvironmentAgent) else None
@@ -131,7 +122,7 @@ class AgentCompleter:
             **{OUTCOME_OF + kind: [one.failure == kind for one in played] for kind in OUTCOMES},
             **{RESULT_OF + n: [one.results.get(n, math.nan) for one in played] for n in sorted(self._results)},
         }
-        fields: dict[str, list[Any]] = {
+        fields: dict[str, list[object]] = {
             name: [one.reward if one.reward_name == name else None for one in played] for name in self.reward_names
         }
         if self.environments is not None:
@@ -154,12 +145,13 @@ class AgentCompleter:
     def _run(self, maker: RolloutMaker, waiting: Mapping[str, tuple[int, Fields, Played]]) -> None:
         """Run a session for each stream and row, and write it to the journal under its key."""
         gate = asyncio.Semaphore(self.concurrency)
-        options: Any = {"sampling": maker.sampling, "template_kwargs": self.template_kwargs}
-        options |= {"threaded": False, "most_sessions": len(waiting)}
-        options["http"] = self.environments is None  # which are of this process
-        options |= {"agent_sampling": self.agent_sampling, "host": self.host, "warned": self._warned}
-        with Endpoint(maker.engine, self.processing_class, **options) as endpoint:
-            running = dict[str, tuple[Session, Future[Any]]]()
+        endpoint = Endpoint(
+            maker.engine, self.processing_class, sampling=maker.sampling, template_kwargs=self.template_kwargs,
+            threaded=False, most_sessions=len(waiting), agent_sampling=self.agent_sampling, host=self.host,
+            http=self.environments is None, warned=self._warned,  # environments are of this process
+        )  # fmt: skip
+        with endpoint:
+            running = dict[str, tuple[Session, Future[object]]]()
 
             def all_ended() -> bool:
                 for key in [key for key, (_, call) in running.items() if call.done()]:
@@ -191,7 +183,7 @@ class AgentCompleter:
             lines = "".join(traceback.format_exception(error)).replace(session.api_key, "***")
             logger.warning("An agent failed; further failures of this type are only counted:\n%s", lines)
 
-    async def _play(self, endpoint: Endpoint, session: Session, played: Played, gate: asyncio.Semaphore) -> Any:
+    async def _play(self, endpoint: Endpoint, session: Session, played: Played, gate: asyncio.Semaphore) -> object:
         async with gate:
             try:
                 return await bounded(self.agent(session, played), self.deadline)
@@ -203,7 +195,7 @@ class AgentCompleter:
                 endpoint.close_session(session)
 
 
-def check_agent(agent: Any, *, graded: bool = False) -> Callable[[Session, Played], Awaitable[Any]]:
+def check_agent(agent: Any, *, graded: bool = False) -> Callable[[Session, Played], Awaitable[object]]:
     """The agent, called with a session. Raises: TypeError for other objects, FileNotFoundError for no program."""
     if isinstance(agent, (str, list, tuple)):
         words = shlex.split(agent) if isinstance(agent, str) else [str(word) for word in agent]
@@ -225,7 +217,7 @@ def check_agent(agent: Any, *, graded: bool = False) -> Callable[[Session, Playe
     return lambda session, _: agent(session.row, session.base_url, session.api_key)
 
 
-async def _run_command(words: Sequence[str], session: Session, *, graded: bool) -> Any:
+async def _run_command(words: Sequence[str], session: Session, *, graded: bool) -> object:
     """The JSON value in a command's last line, or the line (None if `graded`). What it started ends with it."""
     variables = {
         "base_url": session.base_url, "api_key": session.api_key, "row": json.dumps(session.row, default=str),
@@ -255,7 +247,9 @@ async def _run_command(words: Sequence[str], session: Session, *, graded: bool) 
                 with suppress(ProcessLookupError):
                     os.killpg(leader.pid, signal.SIGKILL)
                 await leader.wait()
-        said, error = (_end_of(file) for file in (out, err))
+        for file in (out, err):
+            file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_OUTPUT))
+        said, error = (file.read().decode(errors="replace") for file in (out, err))
     if process.returncode != 0:
         raise RuntimeError(f"{words[0]} ended with status {process.returncode}: {error[-500:]}")
     last = said.strip().splitlines()[-1:] or ["null"]
@@ -265,11 +259,6 @@ async def _run_command(words: Sequence[str], session: Session, *, graded: bool) 
         result = last[0]
     is_reward = isinstance(result, (int, float)) or (isinstance(result, dict) and "reward" in result)
     return result if is_reward or not graded else None
-
-
-def _end_of(file: BinaryIO) -> str:
-    file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_OUTPUT))
-    return file.read().decode(errors="replace")
 
 
 @cache

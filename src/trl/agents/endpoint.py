@@ -12,11 +12,9 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
-
 from trl.agents.chats import Chats
 from trl.agents.sessions import Session
-from trl.data.rendering import Fields, text_tokenizer
+from trl.data.rendering import Fields, ProcessingClass, text_tokenizer
 from trl.generation.engine import Engine, Sampling
 from trl.generation.live import Broker, opened
 from trl.generation.transformers.engine import context_length_of, without_wrappers
@@ -50,22 +48,11 @@ class Endpoint:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin,
-        *,
-        sampling: Sampling | None = None,
-        agent_sampling: AgentSampling = "own",
-        template_kwargs: Fields | None = None,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        model_name: str = "policy",
-        most_sessions: int = MOST_SESSIONS,
-        threaded: bool = True,
-        server: HTTPServer | None = None,
-        http: bool = True,
-        warned: set[str] | None = None,
-    ) -> None:
+        self, engine: Engine, processing_class: ProcessingClass, *, sampling: Sampling | None = None,
+        agent_sampling: AgentSampling = "own", template_kwargs: Fields | None = None, host: str = "127.0.0.1",
+        port: int = 0, model_name: str = "policy", most_sessions: int = MOST_SESSIONS, threaded: bool = True,
+        server: HTTPServer | None = None, http: bool = True, warned: set[str] | None = None,
+    ) -> None:  # fmt: skip
         self.engine, self.agent_sampling, self.model_name = engine, agent_sampling, model_name
         self.warned = set[str]() if warned is None else warned
         self.most_sessions, self.threaded = most_sessions, threaded

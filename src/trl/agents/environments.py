@@ -24,6 +24,7 @@ from trl.generation.serving.answers import APIError
 from trl.reporting.deadlines import DeadlinePassed, ThreadedCalls, bounded
 from trl.rewards.functions import accepted
 
+Factory = Callable[[], Any]  # of environments
 KIND = "environment"  # the column that chooses among several factories
 NO_PROMPT = [{"role": "user", "content": ""}]
 NO_TOOLS = ("reset", "get_reward", "close")
@@ -46,7 +47,7 @@ class StepEnvironment:
         ... )  # doctest: +SKIP
     """
 
-    factory: Callable[[], Any]
+    factory: Factory
     action: Callable[[str], Any] = str
     show: Callable[[Any], str] = as_text
 
@@ -57,7 +58,7 @@ class StepEnvironment:
 class Kind:
     """The environments of one factory. Raises: TypeError or ValueError for unusable objects and methods."""
 
-    def __init__(self, factory: Callable[[], Any], tools: Sequence[Callable[..., Any]]) -> None:
+    def __init__(self, factory: Factory, tools: Sequence[Callable[..., object]]) -> None:
         if not callable(factory):
             raise TypeError(f"environment_factory must be a class or function, got {factory!r}.")
         self.factory, first = factory, factory()
@@ -70,12 +71,15 @@ class Kind:
             raise ValueError("tools cannot be combined with a StepEnvironment. Leave them out.")
         self.gives_reward = self.steps is not None or callable(getattr(first, "get_reward", None))
         self.reset = inspect.signature(first.reset)
-        methods = [] if self.steps is not None else _public_methods(first)
+        functions = (FunctionType, staticmethod, classmethod)
+        names = [name for name in dir(type(first)) if not name.startswith("_") and name not in NO_TOOLS]
+        names = [name for name in names if isinstance(inspect.getattr_static(type(first), name), functions)]
+        methods = [getattr(first, name) for name in names if self.steps is None]
         self.every = tools_of([*methods, *tools])
         self.own_names = list(self.every)[: len(methods)]
         self.schemas = [tool.schema for tool in self.every.values()]
 
-    def tools(self, environment: Any) -> dict[str, Tool]:
+    def tools(self, environment: object) -> dict[str, Tool]:
         """The tools of one environment: its methods and functions."""
         methods = {name: Tool(getattr(environment, name), self.every[name].schema) for name in self.own_names}
         return {**self.every, **methods}
@@ -104,18 +108,12 @@ class EnvironmentAgent:
     """
 
     def __init__(
-        self,
-        factory: Callable[[], Any] | Mapping[str, Callable[[], Any]],
-        processing_class: ProcessingClass,
-        tools: Sequence[Callable[..., Any]],
-        *,
-        iterations: int | None = None,
-        deadline: float | None = None,
-        template_kwargs: Fields | None = None,
-        keeps: bool = False,
-    ) -> None:
+        self, factory: Factory | Mapping[str, Factory], processing_class: ProcessingClass,
+        tools: Sequence[Callable[..., object]], *, iterations: int | None = None, deadline: float | None = None,
+        template_kwargs: Fields | None = None, keeps: bool = False,
+    ) -> None:  # fmt: skip
         self.chooses = isinstance(factory, Mapping)
-        factories: Any = factory if self.chooses else {"": factory}
+        factories = factory if isinstance(factory, Mapping) else {"": factory}
         self.kinds = {name: Kind(factory, tools) for name, factory in factories.items()}
         for kind in self.kinds.values():
             if kind.schemas:
@@ -148,7 +146,11 @@ class EnvironmentAgent:
         observation = await self.called(partial(environment.reset, **kind.arguments(row)))
         if kind.steps is not None:
             observation = kind.steps.show(getattr(observation, "observation", observation))
-        await self._turns(session, kind, played, _opening(row["prompt"], observation))
+        messages = [readable(message) for message in row["prompt"]]
+        if observation is not None:  # ends the last message
+            shown = readable({"role": "user", "content": observation})["content"]
+            messages[-1] = {**messages[-1], "content": messages[-1]["content"] + shown}
+        await self._turns(session, kind, played, messages)
         if kind.gives_reward and kind.steps is None:
             played.reward = await self.called(environment.get_reward)
         if "deadline" not in played.failures:  # else a cancelled call may have left a thread in it
@@ -244,19 +246,3 @@ def with_prompts(dataset: Dataset | IterableDataset) -> Dataset | IterableDatase
     if "prompt" in (dataset.column_names or ()):
         return dataset
     return dataset.map(lambda row: {"prompt": NO_PROMPT, **row})
-
-
-def _opening(prompt: Sequence[Message], observation: Any) -> list[Message]:
-    """A prompt with an observation at the end of its last message."""
-    messages = [readable(message) for message in prompt]
-    if observation is not None:
-        shown = readable({"role": "user", "content": observation})["content"]
-        messages[-1] = {**messages[-1], "content": messages[-1]["content"] + shown}
-    return messages
-
-
-def _public_methods(environment: Any) -> list[Any]:
-    kind, functions = type(environment), (FunctionType, staticmethod, classmethod)
-    names = [name for name in dir(kind) if not name.startswith("_") and name not in NO_TOOLS]
-    names = [name for name in names if isinstance(inspect.getattr_static(kind, name), functions)]
-    return [getattr(environment, name) for name in names]

@@ -57,7 +57,7 @@ class Played:
         if reply.failure is not None:
             self.failures[reply.failure] = self.failures.get(reply.failure, 0) + 1
 
-    def end(self, session: Session, result: Future[Any]) -> BaseException | None:
+    def end(self, session: Session, result: Future[object]) -> BaseException | None:
         """Take what the session holds, and the agent's result; the error that it failed with, if any."""
         turns, self.reward = in_order(session.turns), None
         self.chains, self.conversations = chains_of(turns), conversations_of(turns)
@@ -112,7 +112,7 @@ class Journal:
         if self.folder is None:
             return
         trained = (_local(parameter) for parameter in model.parameters() if parameter.requires_grad)
-        sums: Any = [[parameter.sum(dtype=torch.float64).item() for parameter in trained]]
+        sums = [[parameter.sum(dtype=torch.float64).item() for parameter in trained]]
         self._step = step
         self._policy = digest([run, step, gather_object(sums) if is_sharded(model) else sums])
         name = f"{step:08d}-{run}"
@@ -126,7 +126,7 @@ class Journal:
         """After them: other sessions are not written."""
         self._held, self._file = {}, None
 
-    def key(self, stream: int, row: Fields, *settings: Any) -> str:
+    def key(self, stream: int, row: Fields, *settings: object) -> str:
         """Of a session of the present rollout batch."""
         return digest([self._policy, stream, row, settings])
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -30,29 +30,28 @@ MOST_HEADERS = 100
 def openai_app(
     model_name: str, session_of: Callable[[str], Session | None], failure: Callable[[], Exception | None]
 ) -> ASGIApp:
-    """The endpoints `/v1/chat/completions`, `/v1/completions`, `/v1/models` and `/health`.
+    """The OpenAI-style endpoints of the session of a key; `failure` is the error that ended the engine, if any.
 
-    Requests may give the model any name, as agents have names of their own. `session_of` gives the session of a key,
-    `failure` the error that ended the engine.
+    Requests may give the model any name, as agents have names of their own.
     """
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     card = {"object": "model", "created": int(time.time()), "owned_by": "trl"}
 
     @app.get("/health")
-    async def health() -> Any:
+    async def health() -> dict[str, str]:
         if (error := failure()) is not None:
             raise APIError(503, f"The engine has ended ({type(error).__name__}: {error}).")
         return {"status": "ok"}
 
     @app.get("/v1/models")
-    async def models() -> Any:
+    async def models() -> Json:
         return {"object": "list", "data": [card | {"id": model_name}]}
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Any:
+    async def model(name: str) -> Json:
         return card | {"id": name}
 
-    async def answered(request: Request, body: Body, begin: Callable[..., Awaitable[list[Turn]]]) -> Any:
+    async def answered(request: Request, body: Body, begin: Callable[..., Awaitable[list[Turn]]]) -> Response:
         """JSON, or a stream of events. A client that goes away takes its turns along."""
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"  # of OpenAI's clients
         turns, form = await begin(body, is_retry=is_retry), _Form(body.model or model_name, body)
@@ -65,11 +64,11 @@ def openai_app(
                 turn.cancel()
 
     @app.post("/v1/chat/completions")
-    async def chat(request: Request, body: ChatBody) -> Any:
+    async def chat(request: Request, body: ChatBody) -> Response:
         return await answered(request, body, request.scope["session"].chat)
 
     @app.post("/v1/completions")
-    async def complete(request: Request, body: CompletionBody) -> Any:
+    async def complete(request: Request, body: CompletionBody) -> Response:
         return await answered(request, body, request.scope["session"].complete)
 
     async def failed(request: Request, error: Exception) -> JSONResponse:
@@ -173,7 +172,7 @@ class _Form:
         new = {"delta": delta} if self.is_chat else {"text": delta.get("content", "")}
         return self.event([{"index": index, **new, **(end or {"finish_reason": None, "logprobs": None})}])
 
-    def event(self, choices: list[Json], **more: Any) -> str:
+    def event(self, choices: list[Json], **more: object) -> str:
         """An event of a stream."""
         kind = "chat.completion.chunk" if self.is_chat else self.head["object"]
         return _event({**self.head, "object": kind, "choices": choices, **more})
@@ -204,10 +203,10 @@ class _Form:
     def _chat_logprobs(self, turn: Turn) -> Json | None:
         if not self.body.logprobs:
             return None
-        pairs = zip(turn.logprobs, turn.token_bytes, strict=True)
+        token_bytes = turn.session.chats.token_bytes(turn.generated.ids if turn.generated else [])
         content = [
-            {"token": text, "logprob": logp, "bytes": token_bytes, "top_logprobs": []}
-            for (text, logp), token_bytes in pairs
+            {"token": text, "logprob": logp, "bytes": of_token, "top_logprobs": []}
+            for (text, logp), of_token in zip(turn.logprobs, token_bytes, strict=True)
         ]
         return {"content": content, "refusal": None}
 

@@ -1,5 +1,4 @@
-"""Sessions of agents with the policy: each turn's tokens as they were shown and sampled, whatever the agent does with
-its history.
+"""Sessions of agents with the policy: each turn's tokens as they were shown and sampled.
 
 A turn's prompt is the tokens of the longest history that the session holds, and the newly rendered rest. What the
 policy wrote is never tokenised again. An agent that changes its history begins another branch or another tree.
@@ -12,7 +11,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -104,11 +103,6 @@ class Turn:
         return list(zip(texts, self.generated.logps.tolist(), strict=True))
 
     @property
-    def token_bytes(self) -> list[list[int] | None]:
-        """The bytes of each token; see `Chats.token_bytes`."""
-        return self.session.chats.token_bytes(self.generated.ids if self.generated else [])
-
-    @property
     def whole_text(self) -> str | None:
         """The text of prompt and completion, special tokens included; None for prompts that were no text."""
         if self.prompt_text is None or self.generated is None:
@@ -169,7 +163,7 @@ class Turn:
             self.session.drop(self)
 
 
-async def _ended(future: Future[Any]) -> Any:
+async def _ended(future: Future[Read]) -> Read:
     """The result of the engine. Raises: APIError, or ValueError for what the engine refuses."""
     try:
         return await asyncio.shield(asyncio.wrap_future(future))
@@ -260,7 +254,7 @@ class Session:
             turn.scores = self.broker.call(partial(self.chats.scored, turn.context, body.scored or 0, as_ids))
         return turns
 
-    async def extend(self, parent: Turn | None, messages: Sequence[Message], held: int, tools: Any) -> Turn:
+    async def extend(self, parent: Turn | None, messages: Sequence[Message], held: int, tools: Sequence[Json]) -> Turn:
         """The answer to messages of which `parent` holds the first `held`. Raises: APIError, TemplateRefusal."""
         make = await self._conversation(parent, messages, held, tools)
         (turn,) = self._begin([make], _PLAIN, limit=None, is_retry=False)
@@ -270,7 +264,7 @@ class Session:
             turn.cancel()  # nothing if it has ended
 
     async def _conversation(
-        self, parent: Turn | None, messages: Sequence[Message], held: int, tools: Any, **options: Any
+        self, parent: Turn | None, messages: Sequence[Message], held: int, tools: Sequence[Json], **options: Any
     ) -> Callable[[], Turn]:
         read = partial(self.chats.prompt, messages, tools)
         if parent is not None and parent.generated is not None:
@@ -387,19 +381,16 @@ class Session:
             text = f"{name}={settings[name]:g} differs from this session's {known[name]:g}. Leave it out."
             raise APIError(400, text, param=name)
         if self.agent_sampling == "own":
-            self._warn_ignored(settings)
+            if new := settings.keys() - self.warned:
+                self.warned |= new
+                logger.warning(
+                    "An agent sends %s, which is ignored: completions are sampled with the settings of the run. "
+                    "agent_sampling='agent' takes the agent's, 'strict' refuses them.",
+                    ", ".join(f"{name}={settings[name]:g}" for name in sorted(new)),
+                )
             settings = {}
         seed = {} if self.keeps or body.seed is None else {"seed": body.seed}
         return replace(self.sampling, **settings, **seed, stop_strings=stops)
-
-    def _warn_ignored(self, settings: Mapping[str, float]) -> None:
-        if new := settings.keys() - self.warned:
-            self.warned |= new
-            sent = ", ".join(f"{name}={settings[name]:g}" for name in sorted(new))
-            logger.warning(
-                "An agent sends %s, which is ignored: completions are sampled with the settings of the run. "
-                "agent_sampling='agent' takes the agent's, 'strict' refuses them.", sent,
-            )  # fmt: skip
 
     # ---- answers
 
@@ -452,5 +443,5 @@ async def _beside(length: int, read: Callable[[], Read]) -> Read:
     return await asyncio.to_thread(read) if length > LONG else read()
 
 
-def _next_state(state: str, said: Any) -> str:
+def _next_state(state: str, said: object) -> str:
     return digest([state, said])

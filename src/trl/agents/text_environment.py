@@ -22,6 +22,8 @@ from trl.rewards.functions import name_of
 from trl.rewards.result import read_scores, refusing_exit
 
 REQUEST, CALL, RESPONSE, SUBMIT = "<request>", "<call>", "<response>", "<submit>"
+TextTool = Callable[[str], object]
+Tools = Mapping[str, TextTool] | Sequence[TextTool] | None
 _NAME = re.compile(r"\s*<([^<>]+)>")
 STYLES = {
     "Prompt": "black on grey85",
@@ -31,10 +33,10 @@ STYLES = {
 }
 
 
-def named_tools(tools: Fields | Sequence[Any] | None) -> dict[str, Callable[[str], Any]]:
+def named_tools(tools: Tools) -> dict[str, TextTool]:
     """Tools by name, by default of the function or class. Raises: TypeError or ValueError for unusable ones."""
     pairs = tools.items() if isinstance(tools, Mapping) else [(name_of(tool), tool) for tool in tools or ()]
-    by_name: dict[str, Callable[[str], Any]] = {}
+    by_name: dict[str, TextTool] = {}
     for name, tool in pairs:
         if not callable(tool):
             raise TypeError(f"tools[{name!r}] must be callable with a query, got {type(tool).__name__}.")
@@ -56,7 +58,7 @@ def parse_call(text: str) -> tuple[str, str] | None:
     return (name[1], request[name.end() :]) if called and requested and name else None
 
 
-def answer(tools: Mapping[str, Callable[[str], Any]], text: str) -> str:
+def answer(tools: Mapping[str, TextTool], text: str) -> str:
     """The answer of the tool that a text calls, or the text of an error."""
     call = parse_call(text)
     if call is None or call[0] not in tools:
@@ -174,19 +176,11 @@ class TextEnvironment:
     request_token, call_token, response_token, submit_token = REQUEST, CALL, RESPONSE, SUBMIT
 
     def __init__(
-        self,
-        model: Any = None,
-        tokenizer: Any = None,
-        tools: Mapping[str, Callable[[str], Any]] | Sequence[Callable[[str], Any]] | None = None,
-        reward_fn: Callable[..., Any] | None = None,
-        prompt: str | None = None,
-        max_turns: int = 4,
-        max_tool_reponse: int = 100,
-        max_length: int | None = None,
-        generation_kwargs: Fields | None = None,
-        *,
+        self, model: Any = None, tokenizer: Any = None, tools: Tools = None,
+        reward_fn: Callable[..., Any] | None = None, prompt: str | None = None, max_turns: int = 4,
+        max_tool_reponse: int = 100, max_length: int | None = None, generation_kwargs: Fields | None = None, *,
         engine: Engine | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if engine is None and model is not None:
             engine = TransformersEngine(model, tokenizer=tokenizer)
         if tokenizer is None or engine is None:
@@ -214,7 +208,7 @@ class TextEnvironment:
         )
         self._is_sharded = model is not None and is_sharded(model)
 
-    def run(self, queries: Sequence[str], **rewards_kwargs: Any) -> Episodes:
+    def run(self, queries: Sequence[str], **rewards_kwargs: object) -> Episodes:
         """Run one episode for each query; `rewards_kwargs` (one value per query) go to the reward function.
 
         Returns the tokens of queries (with the prompt) and responses, the responses' masks (1 for the model's tokens, 0
@@ -311,7 +305,7 @@ class TextEnvironment:
         calls = self.request_token in text and self.call_token in text
         return False, model_turn and not calls
 
-    def compute_reward(self, histories: list[TextHistory], **reward_kwargs: Any) -> list[TextHistory]:
+    def compute_reward(self, histories: list[TextHistory], **reward_kwargs: object) -> list[TextHistory]:
         """Set the reward of every history. Raises: ValueError for a wrong number of rewards and non-finite ones."""
         if self.reward_fn is None:
             return histories

@@ -65,15 +65,9 @@ class ToolLoop:
     exact = True
 
     def __init__(
-        self,
-        processing_class: ProcessingClass,
-        tools: Mapping[str, Tool],
-        *,
-        iterations: int | None,
-        deadline: float | None,
-        context_length: int | None,
-        template_kwargs: Fields | None = None,
-    ) -> None:
+        self, processing_class: ProcessingClass, tools: Mapping[str, Tool], *, iterations: int | None,
+        deadline: float | None, context_length: int | None, template_kwargs: Fields | None = None,
+    ) -> None:  # fmt: skip
         self.schemas = [dict(tool.schema) for tool in tools.values()]
         self.template_kwargs = template_kwargs or {}
         check_tool_template(processing_class, self.schemas, template_kwargs=self.template_kwargs)
@@ -107,15 +101,9 @@ class ToolLoop:
         return Completed(experience, messages=[one.messages for one in played])
 
     def play(
-        self,
-        prompts: Sequence[Sequence[int]],
-        generate: Generate,
-        sampling: Sampling,
-        *,
-        streams: Sequence[int],
-        template_kwargs: Sequence[Fields],
-        all_done: Callable[[bool], bool] = bool,
-    ) -> list[Played]:
+        self, prompts: Sequence[Sequence[int]], generate: Generate, sampling: Sampling, *, streams: Sequence[int],
+        template_kwargs: Sequence[Fields], all_done: Callable[[bool], bool] = bool,
+    ) -> list[Played]:  # fmt: skip
         """An episode of each prompt; `all_done` tells whether all processes that generate together are done."""
         limits = completion_limits([len(prompt) for prompt in prompts], sampling, self.context_length)
         chains = [Chain(list(prompt)) for prompt in prompts]

@@ -108,7 +108,7 @@ def _read_json(text: str, *, closed: bool) -> ToolCall:
         return ToolCall("", error=f"the call is not JSON ({error}), expected {_SHAPE}.")
 
 
-def _read_call(call: Any) -> ToolCall:
+def _read_call(call: object) -> ToolCall:
     """A call from its object. Raises: RecursionError for deep nesting, ValueError for halves of surrogate pairs."""
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall("", error=f"the call names no tool, expected {_SHAPE}.")

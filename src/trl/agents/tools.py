@@ -25,7 +25,7 @@ _ADVICE = "Write a function with type hints and a docstring that describes each 
 class Tool:
     """A function that a model may call, under the name in its `schema`."""
 
-    function: Callable[..., Any]
+    function: Callable[..., object]
     schema: Json
 
     @property
@@ -33,7 +33,7 @@ class Tool:
         """The name in its schema."""
         return self.schema["function"]["name"]
 
-    def argument_error(self, arguments: Any) -> str | None:
+    def argument_error(self, arguments: object) -> str | None:
         """What is wrong with the arguments of a call; None if they fit the signature and its type hints."""
         if not isinstance(arguments, dict):
             return f"arguments must be an object with one entry per argument, got {_kind(arguments)}"
@@ -50,7 +50,7 @@ class Tool:
         return None
 
 
-def tools_of(functions: Sequence[Callable[..., Any]] | Any) -> dict[str, Tool]:
+def tools_of(functions: object) -> dict[str, Tool]:
     """Tools by name. Raises: TypeError for no function, ValueError for equal names, no type hints or no docstring."""
     if not isinstance(functions, (list, tuple)):
         raise TypeError(f"tools must be a list of functions, got {type(functions).__name__}.")
@@ -63,7 +63,7 @@ def tools_of(functions: Sequence[Callable[..., Any]] | Any) -> dict[str, Tool]:
     return by_name
 
 
-def _tool(index: int, function: Any) -> Tool:
+def _tool(index: int, function: object) -> Tool:
     name = getattr(function, "__name__", type(function).__name__)
     if not callable(function) or inspect.isclass(function):
         raise TypeError(f"tools[{index}] is a {name}, expected a function, sync or async. {_ADVICE}")
@@ -89,7 +89,7 @@ _PYTHON: dict[str, tuple[type, ...]] = {
 }
 
 
-def mismatch(value: Any, schema: Fields) -> str | None:
+def mismatch(value: object, schema: Fields) -> str | None:
     """Why a JSON value does not fit a JSON schema (types, enum, items, properties' values, anyOf); None if it does.
 
     >>> mismatch("3", {"type": "integer"})
@@ -107,7 +107,7 @@ def mismatch(value: Any, schema: Fields) -> str | None:
         return f"must be {' or '.join(kinds)}, got {_kind(value)}"
     if "enum" in schema and value not in schema["enum"]:
         return f"must be one of {schema['enum']}, got {value!r}"
-    parts: list[tuple[str, Any, Any]] = []
+    parts: list[tuple[str, object, object]] = []
     if isinstance(value, list):
         fixed = schema.get("prefixItems")
         if fixed is not None and len(fixed) != len(value):
@@ -122,7 +122,7 @@ def mismatch(value: Any, schema: Fields) -> str | None:
     return None
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
     return "null" if value is None else f"{names.get(type(value), type(value).__name__)} {value!r}"
 
@@ -166,7 +166,7 @@ class ToolRunner:
         ended = (self._loop.outcome(outcome) if isinstance(outcome, Pending) else outcome for outcome in outcomes)
         return [reply_of(next(ended)) if reply is None else reply for reply in replies]
 
-    def _called(self, call: ToolCall) -> Any:
+    def _called(self, call: ToolCall) -> object:
         return self.tools[call.name].function(**copy.deepcopy(call.arguments))
 
 
@@ -182,7 +182,7 @@ def refusal(call: ToolCall, tools: Mapping[str, Tool]) -> Reply | None:
     return None
 
 
-def reply_of(outcome: Any) -> Reply:
+def reply_of(outcome: object) -> Reply:
     """The reply for a result or an exception."""
     if isinstance(outcome, DeadlinePassed):
         return Reply("Error: the tool did not answer in time.", "deadline")
@@ -195,7 +195,7 @@ def reply_of(outcome: Any) -> Reply:
         return Reply(f"Error: {type(error).__name__} where the tool's answer is written.", "raised")
 
 
-def as_text(answer: Any) -> str:
+def as_text(answer: object) -> str:
     """A tool's result as text: strings as they are, other values as JSON, else as `str` formats them.
 
     >>> as_text({"sum": 3}), as_text(None), as_text({1, 2})
