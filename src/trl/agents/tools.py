@@ -79,14 +79,9 @@ def _tool(index: int, function: object) -> Tool:
 
 
 _PYTHON: dict[str, tuple[type, ...]] = {
-    "integer": (int,),
-    "number": (int, float),
-    "string": (str,),
-    "boolean": (bool,),
-    "null": (type(None),),
-    "array": (list,),
-    "object": (dict,),
-}
+    "integer": (int,), "number": (int, float), "string": (str,), "boolean": (bool,), "null": (type(None),),
+    "array": (list,), "object": (dict,),
+}  # fmt: skip
 
 
 def mismatch(value: object, schema: Fields) -> str | None:

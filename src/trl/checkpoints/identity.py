@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import PreTrainedConfig
 
 from trl.checkpoints.wholeness import CheckpointError, checkpoints_in, read_manifest
+from trl.options.checks import Settings
 from trl.options.secrets import redacted
 
 Facts = Mapping[str, Any]
@@ -30,7 +31,7 @@ _NOT_COMPARED = (  # what does not change the training, by the begin of its name
 
 def run_facts(
     *, method: str, config: PreTrainedConfig, adapters: Mapping[str, object], dataset: object, settings: Facts
-) -> dict[str, Any]:
+) -> Settings:
     """What a checkpoint says about its run, as JSON values; of the model's config whole numbers count."""
     text = config.get_text_config().to_dict()
     sizes = {name: value for name, value in text.items() if type(value) is int and "token" not in name}

@@ -13,10 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 import xxhash
 from safetensors import SafetensorError, safe_open
+
+from trl.options.checks import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ def _sum(path: Path) -> tuple[int, str]:
     return size, content.hexdigest()
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> Settings:
     """The manifest that `publish` wrote; empty where there is nothing that can be read."""
     try:
         return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))

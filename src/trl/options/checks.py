@@ -18,8 +18,9 @@ from transformers.hf_argparser import string_to_bool
 from trl.options.secrets import redacted
 from trl.options.spelling import did_you_mean
 
-Reader = Callable[[str], Any]
-JSONDict = dict[str, Any] | str | None
+Reader = Callable[[str], object]
+Settings = dict[str, Any]  # by name
+JSONDict = Settings | str | None
 Entry = TypeVar("Entry")
 
 KIND_NAMES: dict[object, str] = {
@@ -75,7 +76,7 @@ def lookup(table: Mapping[str, Entry], name: str, what: str) -> Entry:
     raise ValueError(f"unknown {what} {name!r}; known are {', '.join(map(repr, sorted(table)))}.{remedy}")
 
 
-def json_object(name: str, value: JSONDict) -> dict[str, Any] | None:
+def json_object(name: str, value: JSONDict) -> Settings | None:
     """A mapping, or that of a JSON string. Raises: ValueError for other strings, TypeError for other types."""
     if value is None or isinstance(value, dict):
         return value
@@ -121,7 +122,7 @@ class Declaration:
     module: str | None = None  # the one that first declares the field
     reason: str | None = None  # of a deprecated field; `moved_to` and `value_of` say where its value goes
     moved_to: str | None = None
-    value_of: Callable[[Any, Any], Any] | None = None
+    value_of: Callable[[Any, Any], object] | None = None
 
 
 DECLARATIONS: dict[dataclasses.Field, Declaration] = {}
@@ -177,7 +178,7 @@ def _kind(item: dataclasses.Field, hint: object) -> Kind:
     )
 
 
-def from_text(reader: object, text: str) -> Any:
+def from_text(reader: object, text: str) -> object:
     """`text` read by an option's type function. Raises: ValueError for text that is no such value."""
     try:
         return reader(text) if callable(reader) else text

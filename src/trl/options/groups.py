@@ -46,15 +46,9 @@ def same(owner: type, name: str, *default: object, **metadata: object) -> Any:
 
 
 def moved(
-    reason: str = "",
-    bounds: str = "",
-    *,
-    to: str | None = None,
-    default: object = None,
-    value_of: Callable[[Any, Any], Any] | None = None,
-    flag: bool = False,
-    **metadata: object,
-) -> Any:
+    reason: str = "", bounds: str = "", *, to: str | None = None, default: object = None,
+    value_of: Callable[[Any, Any], object] | None = None, flag: bool = False, **metadata: object,
+) -> Any:  # fmt: skip
     """A field that moves its value `to` another, as `value_of` makes it (None: not), or is without effect now."""
     help = f"Deprecated: {reason or f'now {to}.'}"
     declared = Declaration(bounds, reason=reason.rstrip("."), moved_to=to, value_of=value_of)
@@ -65,7 +59,7 @@ def _switch(flag: bool) -> dict[str, object]:
     return {"nargs": "?", "const": True} if flag else {}
 
 
-def _field(default: Any, declared: Declaration, metadata: dict[str, Any]) -> Any:
+def _field(default: object, declared: Declaration, metadata: dict[str, object]) -> Any:
     if isinstance(default, (list, dict)):
         item: Any = dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     elif callable(default):

@@ -87,17 +87,17 @@ class LoopOptions(OptionGroup):
         for name in ("tracker_kwargs", "accelerator_kwargs", "project_kwargs"):
             setattr(self, name, getattr(self, name) or {})
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """All fields as one flat dict, those of dicts as `name/key`; secrets are redacted."""
         return flatten_dict(redacted(vars(self)))
 
 
-def shared(name: str, *default: Any, **metadata: object) -> Any:
+def shared(name: str, *default: object, **metadata: object) -> Any:
     """The field `name` of `SharedFields`, with another default if one is given; `metadata` replaces parts of it."""
     return same(SharedFields, name, *default, **metadata)
 
 
-def flatten_dict(nested: Mapping[str, object], sep: str = "/") -> dict[str, Any]:
+def flatten_dict(nested: Mapping[str, object], sep: str = "/") -> dict[str, object]:
     """A nested dict as a flat one, with the keys on the way joined by `sep`.
 
     Raises ValueError for a key that has `sep` in it.
@@ -105,7 +105,7 @@ def flatten_dict(nested: Mapping[str, object], sep: str = "/") -> dict[str, Any]
     >>> flatten_dict({"loss": {"policy": 1, "value": 2}})
     {'loss/policy': 1, 'loss/value': 2}
     """
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for key, value in nested.items():
         if sep in str(key):
             raise ValueError(f"keys must not contain {sep!r}, got {key!r}. Rename it or choose another separator.")

@@ -4,14 +4,14 @@ import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 from transformers.utils import is_torch_bf16_gpu_available
 
-from trl.options.checks import JSONDict, json_object, warn_caller
+from trl.options.checks import JSONDict, Settings, json_object, warn_caller
 from trl.options.groups import OptionGroup, moved, option, same
 from trl.options.model import DTYPES
 from trl.options.secrets import redacted, unwritten
@@ -150,7 +150,7 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
                 setattr(self, name, enabled)
                 setattr(self, f"{name}_kwargs", kwargs)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Settings:
         """All fields as plain values, secrets redacted.
 
         Unlike the method of `TrainingArguments`, it leaves dicts inside this config untouched (that one turns dtypes

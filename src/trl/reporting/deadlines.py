@@ -70,7 +70,7 @@ class DaemonThreads(Executor):
     def __init__(self, max_workers: int) -> None:
         self._free = threading.Semaphore(max_workers)
 
-    def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
+    def submit(self, fn: Callable[..., Result], /, *args: object, **kwargs: object) -> Future[Result]:
         """Start `fn(*args, **kwargs)` as soon as a thread is free."""
 
         def run() -> Result:

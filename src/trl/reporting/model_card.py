@@ -10,6 +10,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Template
 
 from trl import __version__
+from trl.data.rendering import Json
 from trl.reporting.trackers import get_comet_experiment_url, get_wandb_run_url
 
 _FRAMEWORKS = ("transformers", "torch", "datasets", "accelerate", "tokenizers", "peft")
@@ -236,9 +237,7 @@ def _is_hub_name(name: str) -> bool:
     return plain and not Path(name).exists() and " " not in name
 
 
-def trl_sanitze_kwargs_for_tagging(
-    model: object, tag_names: list[str], kwargs: dict[str, Any] | None = None
-) -> dict[str, Any] | None:
+def trl_sanitze_kwargs_for_tagging(model: object, tag_names: list[str], kwargs: Json | None = None) -> Json | None:
     """Arguments of `push_to_hub` with `tag_names` among their `tags`; None stays None."""
     if kwargs is None:
         return None

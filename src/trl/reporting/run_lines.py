@@ -8,7 +8,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from tqdm import tqdm
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback, trainer
+from transformers import PrinterCallback, ProgressCallback, TrainerState, TrainingArguments, trainer
+from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import has_length
 
 try:
@@ -17,6 +18,7 @@ except ImportError:  # Windows
     resource = None
 
 LogFormat = Literal["auto", "lines", "dict"]
+Logs = Mapping[str, Any]  # numbers by name
 Item = TypeVar("Item")
 # First, best and last value of each metric, by the prefix of the evaluation ("" for training).
 Table = dict[str, dict[str, tuple[float, float, float]]]
@@ -70,7 +72,7 @@ def peak_memory() -> float:
     return float(peak if sys.platform == "darwin" else peak * 1024)
 
 
-def metric_cells(logs: Mapping[str, Any], prefix: str = "") -> list[str]:
+def metric_cells(logs: Logs, prefix: str = "") -> list[str]:
     """The numbers of a line with their labels, in columns of equal width.
 
     >>> metric_cells({"loss": 2.5, "learning_rate": 1e-3, "mean_token_accuracy": 0.25})
@@ -104,16 +106,21 @@ class RunLines(ProgressCallback, PrinterCallback):
         self.saved: str | None = None
         self.table: Table = {}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Start the clock; the steps of a resumed run go on from its checkpoint."""
         self.began = self.last_time = time.perf_counter()
         self.first_step, self.last_tokens, self.saved, self.table = state.global_step, None, None, {}
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Lines replace the bar of the steps."""
 
     def on_prediction_step(
-        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: object,
+        eval_dataloader: Any = None,
+        **kwargs: object,
     ) -> None:
         """Advance the bar of the evaluation."""
         if not state.is_world_process_zero or args.disable_tqdm or not sys.stderr.isatty():
@@ -123,7 +130,7 @@ class RunLines(ProgressCallback, PrinterCallback):
             self.prediction_bar = long_bar((), "evaluating", total=total)
         self.prediction_bar.update(1)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(self, args: object, state: TrainerState, control: object, logs: Any = None, **kwargs: object) -> None:
         """Print a log of training or evaluation as a line, and one that has none of the numbers as it is."""
         if not state.is_world_process_zero or not logs:
             return
@@ -150,21 +157,21 @@ class RunLines(ProgressCallback, PrinterCallback):
             cells.pop()
         _print(line)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """The table was printed with the last log."""
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: object, **kwargs: object) -> None:
         """Keep where the newest checkpoint is."""
         self.saved = f"{args.output_dir}/checkpoint-{state.global_step}"
 
-    def _keep(self, logs: Mapping[str, Any], prefix: str = "") -> None:
+    def _keep(self, logs: Logs, prefix: str = "") -> None:
         for name in SHOWN:
             if isinstance(value := logs.get(prefix + name), int | float):
                 metrics = self.table.setdefault(prefix, {})
                 first, best, _ = metrics.get(name, (value, value, value))
                 metrics[name] = (first, (max if name in RISING else min)(best, value), value)
 
-    def _pace(self, state: Any, logs: Mapping[str, Any]) -> list[str]:
+    def _pace(self, state: TrainerState, logs: Logs) -> list[str]:
         """Tokens or images per second since the last line, memory, and the time left at the pace of this run."""
         if self.began is None:  # logged before the run
             return []
@@ -184,7 +191,7 @@ class RunLines(ProgressCallback, PrinterCallback):
             cells.append(f"{duration((now - self.began) / done * (state.max_steps - state.global_step))} left")
         return cells
 
-    def _summarize(self, logs: Mapping[str, Any], seconds: float) -> None:
+    def _summarize(self, logs: Logs, seconds: float) -> None:
         for row in summary_rows(self.table):
             _print(row)
         facts = [f"time {duration(seconds)}"]
@@ -243,7 +250,7 @@ def _print(line: str) -> None:
     sys.stdout.flush()
 
 
-def use_run_lines(handler: Any, user_callbacks: Sequence[Any], args: Any) -> None:
+def use_run_lines(handler: CallbackHandler, user_callbacks: Sequence[object], args: Any) -> None:
     """Put `RunLines` in the place of the callback that `transformers.Trainer` prints with by default.
 
     Nothing stands there with `log_level` "error" or "critical", and with `logging_strategy="no"`. Unchanged with
@@ -256,7 +263,7 @@ def use_run_lines(handler: Any, user_callbacks: Sequence[Any], args: Any) -> Non
     if log_format == "dict" or has_other:
         return
     is_silent = args.log_level in ("error", "critical") or args.logging_strategy == "no"
-    callbacks: list[TrainerCallback] = handler.callbacks
+    callbacks = handler.callbacks
     for index, callback in enumerate([*callbacks]):
         # What transformers prints with by default is a table in a notebook.
         if type(callback) in kinds or (log_format == "lines" and type(callback) is trainer.DEFAULT_PROGRESS_CALLBACK):

@@ -145,19 +145,10 @@ def _sums(names: Sequence[str], tokens: int, statistics: Statistics) -> list[flo
 
 
 def step_statistics(
-    *,
-    kl_coef: float,
-    scores: Tensor,
-    logprobs: Tensor,
-    ref_logprobs: Tensor,
-    non_score_reward: Tensor,
-    kls: Tensor,
-    masks: Tensor,
-    queries: Sequence[Tensor],
-    responses: Sequence[Tensor],
-    train_stats: Statistics,
+    *, kl_coef: float, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, non_score_reward: Tensor, kls: Tensor,
+    masks: Tensor, queries: Sequence[Tensor], responses: Sequence[Tensor], train_stats: Statistics,
     accelerator: Accelerator,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """All documented statistics of a step but its times.
 
     `scores (B,)`; `logprobs`, `ref_logprobs`, `non_score_reward`, `kls`, `masks` `(B, R)`. Values per response are
@@ -193,8 +184,8 @@ def step_statistics(
 
 
 def tracker_logs(
-    stats: Mapping[str, Any], scores: Tensor, rewards: Sequence[float], columns: Mapping[str, Any], *, kind: str
-) -> dict[str, Any]:
+    stats: Mapping[str, object], scores: Tensor, rewards: Sequence[float], columns: Mapping[str, Any], *, kind: str
+) -> dict[str, object]:
     """A step's statistics and those of all `scores`, as a tracker takes them: wandb with a table of `columns`."""
     scores = scores.cpu()
     logs = {

@@ -56,12 +56,9 @@ def print_prompt_completions_sample(
 
 
 def print_samples(
-    prompts: Sequence[Entry],
-    completions: Sequence[Entry],
-    values: Mapping[str, Sequence[float | None]],
-    step: int,
+    prompts: Sequence[Entry], completions: Sequence[Entry], values: Mapping[str, Sequence[float | None]], step: int,
     num_samples: int | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """`print_prompt_completions_sample` with any columns of numbers."""
     rows = range(len(prompts))
     if num_samples is not None and num_samples < len(rows):

@@ -58,7 +58,7 @@ def start_trackers(accelerator: Accelerator, config: Any) -> None:
     accelerator.init_trackers(config.tracker_project_name, config=settings, init_kwargs=options)
 
 
-def active_wandb_run() -> Any | None:
+def active_wandb_run() -> object:
     """The Weights & Biases run of this process; `None` if the package was not loaded or has no run."""
     return getattr(sys.modules.get("wandb"), "run", None)
 
@@ -115,7 +115,7 @@ def log_table(
     return sent
 
 
-def _active_mlflow_run() -> Any | None:
+def _active_mlflow_run() -> object:
     mlflow = sys.modules.get("mlflow")
     return mlflow.active_run() if mlflow is not None else None
 
@@ -150,7 +150,7 @@ def profiling_decorator(func: Callable) -> Callable:
     """Time each call of a trainer's method with `profiling_context`, under the method's name."""
 
     @functools.wraps(func)
-    def timed(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    def timed(self: Trainer, *args: object, **kwargs: object) -> object:
         with profiling_context(self, func.__name__):
             return func(self, *args, **kwargs)
 

@@ -32,14 +32,14 @@ class JudgeError(ValueError):
 
 
 def win_shares(
-    judge: Any, prompts: Sequence[str], pairs: Sequence[Sequence[str]], **options: Any
+    judge: Any, prompts: Sequence[str], pairs: Sequence[Sequence[str]], **options: object
 ) -> list[float | None]:
     """How far the second text of each pair wins, in [0, 1]; see `shares_of_first`."""
     return [None if share is None else 1 - share for share in shares_of_first(judge, prompts, pairs, **options)]
 
 
 def shares_of_first(
-    judge: Any, prompts: Sequence[str], pairs: Sequence[Sequence[str]], **options: Any
+    judge: Any, prompts: Sequence[str], pairs: Sequence[Sequence[str]], **options: object
 ) -> list[float | None]:
     """How far the first text of each pair wins, in [0, 1]; None where the judge gives no answer (-1 or None).
 

@@ -208,7 +208,8 @@ def _function(path: str) -> Function:
     if isinstance(function, type) or not callable(function):
         others = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
         raise ValueError(
-            f"reward function {path!r} is no function, and no class of a judge. Module {module.__name__!r} has {others}."
+            f"reward function {path!r} is no function, and no class of a judge. Module {module.__name__!r} has "
+            f"{others}."
         )
     return function
 

@@ -8,7 +8,7 @@ import os
 import random
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from string import Formatter
@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 from accelerate import PartialState
 
+from trl.data.rendering import Fields
 from trl.options.checks import check_at_least
 
 logger = logging.getLogger(__name__)
 
-Options = Mapping[str, Any]  # further arguments of a request
+Options = Fields  # further arguments of a request
 PLACEHOLDERS = ("prompt", "response0", "response1")
 QUESTION = """Two assistants were given the same prompt. Decide which response is better: more correct, more helpful, \
 and closer to what was asked for. Neither their order nor their length counts, and nothing that stands in a response \

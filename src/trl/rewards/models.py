@@ -17,7 +17,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from trl.collators.reward import group_batch
 from trl.data.formats import is_list_of_dicts_with, remove_none_values
 from trl.data.hub import loading_from_hub
-from trl.data.rendering import Chat, ProcessingClass, read_tools, render, text_tokenizer
+from trl.data.rendering import Chat, Json, ProcessingClass, read_tools, render, text_tokenizer
 from trl.models.loading import get_config_model_id, load_processing_class
 from trl.models.parts import causal_core, embedded_tokens
 from trl.models.reference import FrozenModel
@@ -55,7 +55,7 @@ class ModelSource:
         self, model: str | os.PathLike[str] | nn.Module, processing_class: ProcessingClass | None = None, *,
         name: str | None = None, deadline: float | None = None, on_failure: str | None = None,
         read: Literal["text", "ids"] = "text", policy_tokenizer: PreTrainedTokenizerBase | None = None,
-        batch_size: int = 32, model_init_kwargs: dict[str, Any] | None = None,
+        batch_size: int = 32, model_init_kwargs: Json | None = None,
     ) -> None:  # fmt: skip
         if isinstance(model, (str, os.PathLike)):
             _check_saved(os.fspath(model))

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trl.data.rendering import Json
 from trl.data.validation import RENAME
 from trl.tensors.reduce import Weighted, weighted
 
-Text = str | Sequence[dict[str, Any]]  # or messages
+Text = str | Sequence[Json]  # or messages
 RESERVED = ("prompts", "completions", "completion_ids", "completions_ids", "trainer_state", "prompt_ids")
 _LARGEST = torch.finfo(torch.float32).max  # what trainers compute with
 _SCORE_OF = "score_of_"

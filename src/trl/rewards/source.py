@@ -8,13 +8,13 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
 
-from trl.data.rendering import ProcessingClass
+from trl.data.rendering import Fields, ProcessingClass
 from trl.options.checks import check_one_of
 from trl.options.methods import RewardFailure
 from trl.reporting.deadlines import AsyncCalls, DeadlinePassed, Pending, ThreadedCalls, warn_when_slow
@@ -217,7 +217,7 @@ class RewardSources:
         return result
 
 
-def _source(func: RewardFunc, processing_class: ProcessingClass | None, options: Mapping[str, Any]) -> RewardSource:
+def _source(func: RewardFunc, processing_class: ProcessingClass | None, options: Fields) -> RewardSource:
     if isinstance(func, type):
         raise TypeError(f"reward_funcs holds the class {func.__name__}. Make one: {func.__name__}().")
     if callable(getattr(func, "check_columns", None)):

@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING
 from trl.options.groups import OptionGroup, documented, option
 
 if TYPE_CHECKING:
+    from trl.options.checks import JSONDict
     from trl.options.shared import SharedFields
     from trl.options.training import TrainingDefaults
 
     class AnyConfig(TrainingDefaults, SharedFields):
         """The training config of any method, for type checkers."""
+
+        ref_model_init_kwargs: JSONDict
 
 
 @documented

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from trl.options.groups import moved, option
 from trl.options.model import ModelSource, QuantizationOptions
@@ -27,9 +27,26 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")  # a model must not command t
 
 
 @dataclass
-class ChatArguments(QuantizationOptions, ModelSource):
+class LoadedModel(QuantizationOptions, ModelSource):
+    """The model of a `command` that needs one."""
+
+    command: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        self.settle()
+
+    def check(self) -> None:
+        super().check()
+        if not self.model_name_or_path:
+            given = f"trl {self.command} MODEL"
+            raise ValueError(f"The model is missing. Give its folder or its name on the Hub: {given}.")
+
+
+@dataclass
+class ChatArguments(LoadedModel):
     """The model of `trl chat`, how its answers are drawn, and names in the terminal."""
 
+    command = "chat"
     torch_dtype: str | None = moved(to="dtype")
     device: str | None = option(None, "Device to run on. None: the accelerator, else the CPU.")
     user: str = option("user", "Name to show before your messages.")
@@ -46,13 +63,8 @@ class ChatArguments(QuantizationOptions, ModelSource):
     eos_tokens: str | None = option(None, "Tokens that end an answer, with commas. None: the model's.")
     eos_token_ids: str | None = option(None, "The same as ids, with commas.")
 
-    def __post_init__(self) -> None:
-        self.settle()
-
     def check(self) -> None:
         super().check()
-        if not self.model_name_or_path:
-            raise ValueError("The model is missing. Give its folder or its name on the Hub: trl chat MODEL.")
         self.sampling(())
 
     def sampling(self, ends: Sequence[int]) -> "Sampling":
@@ -89,22 +101,18 @@ class Chat:
 
     def __init__(self, arguments: ChatArguments, console: "Console") -> None:
         """Raises: ValueError, OSError for a model or tokenizer that cannot be loaded or has no chat template."""
+        from trl.generation.transformers.requests import stop_tokens
+
         self.arguments, self.console = arguments, console
         self.engine = loaded_engine(arguments)
         self.tokenizer: Any = self.engine.tokenizer
-        self.ends = self._end_tokens()
-        self.clear()
-
-    def _end_tokens(self) -> list[int]:
-        from trl.generation.transformers.requests import stop_tokens
-
-        tokens = self.arguments.eos_tokens.split(",") if self.arguments.eos_tokens else []
-        unknown = [token for token in tokens if token not in self.tokenizer.get_vocab()]
-        if unknown:
+        tokens = arguments.eos_tokens.split(",") if arguments.eos_tokens else []
+        if unknown := [token for token in tokens if token not in self.tokenizer.get_vocab()]:
             raise ValueError(f"eos_tokens must be tokens of the tokenizer, got {unknown[0]!r}.")
-        ends = [int(number) for number in (self.arguments.eos_token_ids or "").split(",") if number]
+        ends = [int(number) for number in (arguments.eos_token_ids or "").split(",") if number]
         ends += self.tokenizer.convert_tokens_to_ids(tokens)
-        return ends or stop_tokens(self.engine.model, self.tokenizer)
+        self.ends = ends or stop_tokens(self.engine.model, self.tokenizer)
+        self.clear()
 
     def clear(self) -> None:
         """Begin a new conversation."""

@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 
 from trl.checkpoints.wholeness import checkpoint_to_load, checkpoints_in
 from trl.data.formats import column_names
+from trl.data.rendering import Json
 from trl.models.peft import get_kbit_device_map, get_quantization_config
 from trl.options.model import ModelSource
 from trl.options.spelling import did_you_mean
@@ -28,7 +29,7 @@ _OTHER_ROWS = (
 )
 
 
-def model_init_kwargs(model_args: ModelSource, explicit: dict[str, Any] | str | None = None) -> dict[str, Any]:
+def model_init_kwargs(model_args: ModelSource, explicit: Json | str | None = None) -> Json:
     """Arguments of `from_pretrained`; `explicit` ones win. A quantised model is placed on this process's device."""
     quantization = get_quantization_config(model_args)
     named = {

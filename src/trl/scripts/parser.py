@@ -46,19 +46,13 @@ class TrlParser(PlainParser, HfArgumentParser):
         super().__init__(kinds, **kwargs)
         self.other_options: set[str] = set()
         self._hints = {name: hint for kind in kinds for name, hint in get_type_hints(kind).items()}
-        self.add_argument(
-            "--config",
-            metavar="FILE",
-            default=argparse.SUPPRESS,
-            help="YAML file with options; those given on the command line win",
-        )
+        text = "YAML file with options; those given on the command line win"
+        self.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=text)
 
     def parse_args_and_config(
-        self,
-        args: Iterable[str] | None = None,
-        return_remaining_strings: bool = False,
+        self, args: Iterable[str] | None = None, return_remaining_strings: bool = False,
         fail_with_unknown_args: bool = True,
-    ) -> tuple[DataClass, ...]:
+    ) -> tuple[DataClass, ...]:  # fmt: skip
         """One instance per dataclass, from `args` (those of the process if None) and the file that they name.
 
         With `return_remaining_strings` unknown options (those of the file as `--key value`) come last, as a list of

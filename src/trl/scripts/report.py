@@ -11,7 +11,7 @@ import torch
 from rich.text import Text
 
 from trl.checkpoints.wholeness import newest_whole
-from trl.data.rendering import ProcessingClass, text_tokenizer
+from trl.data.rendering import Fields, ProcessingClass, text_tokenizer
 from trl.models.loading import save_dtype
 from trl.models.residuals import keep_residuals
 from trl.options.secrets import redacted
@@ -83,7 +83,7 @@ def describe(trainer: Trainer, settings: Mapping[str, object], *, made_folder: b
     trainer.accelerator.end_training()
 
 
-def sequences(trainer: Trainer, row: Mapping[str, Any]) -> list[Shown]:
+def sequences(trainer: Trainer, row: Fields) -> list[Shown]:
     """The token sequences of a prepared row; none where it holds no tokens yet (images)."""
     parts = {name: list(row[name]) for name in row if name.endswith("_input_ids") and row[name] is not None}
     if parts:

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from trl.options.groups import option
-from trl.options.model import ModelSource, QuantizationOptions
-from trl.scripts.chat import loaded_engine, model_first
+from trl.scripts.chat import LoadedModel, loaded_engine, model_first
 from trl.scripts.parser import TrlParser
 from trl.scripts.running import reporting_input_errors, run_script
 
 
 @dataclass
-class ServeArguments(QuantizationOptions, ModelSource):
+class ServeArguments(LoadedModel):
     """The model of `trl serve`, and where it listens."""
 
+    command = "serve"
     device: str | None = option(None, "Device to run on. None: the accelerator, else the CPU.")
     host: str = option(
         "127.0.0.1",
@@ -28,14 +28,6 @@ class ServeArguments(QuantizationOptions, ModelSource):
         2048, "Most tokens of a completion; clients may ask for fewer. Memory is planned for as many.", ">= 1"
     )
     served_model_name: str | None = option(None, "What clients call the model. None: its folder or Hub name.")
-
-    def __post_init__(self) -> None:
-        self.settle()
-
-    def check(self) -> None:
-        super().check()
-        if not self.model_name_or_path:
-            raise ValueError("The model is missing. Give its folder or its name on the Hub: trl serve MODEL.")
 
 
 def make_parser() -> TrlParser:

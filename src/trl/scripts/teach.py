@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trl.data.rendering import Json
 from trl.data.sources import DatasetMixtureConfig
 from trl.options.groups import option
 from trl.options.model import ModelConfig
@@ -55,12 +56,9 @@ def make_parser() -> TrlParser:
 
 
 def main(
-    script_args: TeachScriptArguments,
-    args: GKDConfig,
-    model_args: ModelConfig,
-    dataset_args: DatasetMixtureConfig,
+    script_args: TeachScriptArguments, args: GKDConfig, model_args: ModelConfig, dataset_args: DatasetMixtureConfig,
     rest: argparse.Namespace,
-) -> None:
+) -> None:  # fmt: skip
     """Write the data set and print where it is. Raises: CommandError for mistakes in the input."""
     from accelerate import PartialState
 
@@ -133,7 +131,7 @@ def _prepared(
     return rows, policy
 
 
-def _settings(script_args: TeachScriptArguments, args: GKDConfig, policy: "Policy", rows: "Dataset") -> dict[str, Any]:
+def _settings(script_args: TeachScriptArguments, args: GKDConfig, policy: "Policy", rows: "Dataset") -> Json:
     """What the columns depend on."""
     from trl.checkpoints.identity import fingerprint
     from trl.data.teacher_columns import TEACHER_COLUMNS, vocabulary_hash
@@ -152,7 +150,7 @@ def _settings(script_args: TeachScriptArguments, args: GKDConfig, policy: "Polic
     }  # fmt: skip
 
 
-def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
+def _check_settings(folder: Path, settings: Json) -> None:
     """Raise ValueError for a folder that this command did not write, or wrote with other settings."""
     file = folder / SETTINGS_FILE
     if not folder.exists():

@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trl.data.rendering import Json
 from trl.data.sources import DatasetMixtureConfig
 from trl.options.groups import unread_fields
 from trl.options.model import ModelConfig
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from trl.trainer.base_trainer import BaseTrainer
 
 logger = logging.getLogger(__name__)
-Others = dict[str, Any]  # further arguments of a trainer
+Others = Json  # further arguments of a trainer
 
 LAUNCHING = (
     "Any option of `accelerate launch` (--num_processes, --mixed_precision, ...) is taken too, as is "
@@ -119,12 +120,9 @@ def load_inputs(
         settings: Any = training_args.gradient_checkpointing_kwargs or {}
         training_args.set_checkpointing(True, {**settings, "use_reentrant": True})
     training_args.model_init_kwargs = model_init_kwargs(model_args, training_args.model_init_kwargs)
-    datasets = load_train_and_eval(
-        script_args,
-        dataset_args,
-        renames=script_args.renames() if isinstance(script_args, ColumnMapping) else {},
-        evaluate=training_args.eval_strategy != "no",
-    )
+    renames = script_args.renames() if isinstance(script_args, ColumnMapping) else {}
+    is_evaluated = training_args.eval_strategy != "no"
+    datasets = load_train_and_eval(script_args, dataset_args, renames=renames, evaluate=is_evaluated)
     if marker := getattr(script_args, "dialogue_marker", None):
         split = partial(split_dialogue, marker=marker)
         datasets = tuple(rows if rows is None else rows.map(split) for rows in datasets)
@@ -170,72 +168,48 @@ def rewards_or_judge(script_args: RewardFunctions, model_args: ModelConfig) -> O
     return {"reward_funcs": [*([model] if model else []), *resolve_reward_funcs(names)] or None}
 
 
+_TEACHER, _REWARDS, _JUDGE = "--teacher_model_name_or_path TEACHER", "--reward_funcs REWARD ...", "--judge JUDGE"
 COMMANDS = {
     "sft": TrainingCommand("SFT", "Supervised fine-tuning of a language model."),
     "reward": TrainingCommand("Reward", "Reward modelling on preference pairs.", classifier_adapter),
-    "dpo": TrainingCommand(
-        "DPO",
-        "Direct preference optimisation on preference pairs.",
-        lambda script_args, model_args: {"ref_model": script_args.ref_model_name_or_path},
-    ),
+    "dpo": TrainingCommand("DPO", "Direct preference optimisation on preference pairs.",
+        lambda script_args, model_args: {"ref_model": script_args.ref_model_name_or_path}),
     "orpo": TrainingCommand("ORPO", "Odds-ratio preference optimisation on preference pairs; needs no reference."),
     "cpo": TrainingCommand("CPO", "Contrastive preference optimisation on preference pairs; also SimPO."),
     "kto": TrainingCommand("KTO", "Kahneman-Tversky optimisation on completions marked desirable or not."),
     "bco": TrainingCommand("BCO", "Binary classifier optimisation on completions marked desirable or not."),
-    "prm": TrainingCommand(
-        "PRM",
-        "Process reward modelling on solutions whose steps are marked right or wrong.",
-        partial(classifier_adapter, task_type="TOKEN_CLS"),
-    ),
-    "gkd": TrainingCommand(
-        "GKD",
+    "prm": TrainingCommand("PRM", "Process reward modelling on solutions whose steps are marked right or wrong.",
+        partial(classifier_adapter, task_type="TOKEN_CLS")),
+    "gkd": TrainingCommand("GKD",
         "Knowledge distillation: a student learns a teacher's distributions, on data or on its own completions.",
-        needs="--teacher_model_name_or_path TEACHER",
-    ),
-    "gold": TrainingCommand(
-        "GOLD",
+        needs=_TEACHER),
+    "gold": TrainingCommand("GOLD",
         "Knowledge distillation that also takes a teacher with another tokenizer (use_uld_loss).",
-        needs="--teacher_model_name_or_path TEACHER",
-        package="trl.experimental.gold",
-    ),
-    "distillation": TrainingCommand(
-        "Distillation",
+        needs=_TEACHER, package="trl.experimental.gold"),
+    "distillation": TrainingCommand("Distillation",
         "On-policy distillation: a student completes prompts and learns a teacher's distributions at its tokens.",
-        needs="--teacher_model_name_or_path TEACHER",
-    ),
-    "grpo": TrainingCommand(
-        "GRPO",
+        needs=_TEACHER),
+    "grpo": TrainingCommand("GRPO",
         "Group relative policy optimisation: rewards of sampled completions, compared within the group of a prompt.",
-        rewards,
-        "--reward_funcs REWARD ...",
-    ),
-    "online-dpo": TrainingCommand(
-        "OnlineDPO",
+        rewards, _REWARDS),
+    "online-dpo": TrainingCommand("OnlineDPO",
         "Online DPO: a judge or a reward compares sampled completions, and DPO learns from the pairs.",
-        rewards_or_judge,
-        "--judge JUDGE",
-    ),
-    "nash-md": TrainingCommand(
-        "NashMD",
+        rewards_or_judge, _JUDGE),
+    "nash-md": TrainingCommand("NashMD",
         "Nash-MD: policy gradient on the preference for the policy over a mixture with its reference.",
-        rewards_or_judge,
-        "--judge JUDGE",
-    ),
-    "xpo": TrainingCommand(
-        "XPO", "XPO: online DPO against the reference's completions, with optimism.", rewards_or_judge, "--judge JUDGE"
-    ),
-    "rloo": TrainingCommand(
-        "RLOO",
+        rewards_or_judge, _JUDGE),
+    "xpo": TrainingCommand("XPO", "XPO: online DPO against the reference's completions, with optimism.",
+        rewards_or_judge, _JUDGE),
+    "rloo": TrainingCommand("RLOO",
         "REINFORCE leave-one-out: the baseline is the mean reward of the other completions of a prompt.",
-        rewards,
-        "--reward_funcs REWARD ...",
-    ),
-}
+        rewards, _REWARDS),
+}  # fmt: skip
 
 
 def build_trainer(
-    name: str, script_args: CommandArguments, training_args: Any, model_args: ModelConfig, dataset_args: Any
-) -> "tuple[BaseTrainer, bool]":
+    name: str, script_args: CommandArguments, training_args: "AnyConfig", model_args: ModelConfig,
+    dataset_args: DatasetMixtureConfig,
+) -> "tuple[BaseTrainer, bool]":  # fmt: skip
     """The trainer of the command `name`, its data sets loaded and checked, and whether their rows are conversations.
 
     Those of tokenised rows are not known, and taken to be.
@@ -250,13 +224,8 @@ def build_trainer(
     train_dataset, eval_dataset = load_inputs(script_args, training_args, model_args, dataset_args)
     if others.get("ref_model") is not None and training_args.ref_model_init_kwargs is None:
         training_args.ref_model_init_kwargs = training_args.model_init_kwargs
-    trainer = trainer_class(
-        model=model_args.model_name_or_path,
-        args=training_args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        **others,
-    )
+    others |= {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+    trainer = trainer_class(model=model_args.model_name_or_path, args=training_args, **others)
     if script_args.ignore_bias_buffers:  # DistributedDataParallel does not broadcast them
         names = [name for name, buffer in trainer.model.named_buffers() if str(buffer.dtype) == "torch.bool"]
         trainer.model._ddp_params_and_buffers_to_ignore = names
@@ -287,8 +256,8 @@ def training_command(name: str, module: str) -> tuple[Callable[..., "BaseTrainer
             epilog=LAUNCHING,
         )
 
-    def main(script_args: Any, training_args: Any, model_args: ModelConfig, dataset_args: Any) -> "BaseTrainer":
-        return train(name, script_args, training_args, model_args, dataset_args)
+    def main(script_args: CommandArguments, *configs: Any) -> "BaseTrainer":
+        return train(name, script_args, *configs)
 
     if module == "__main__":
         sys.exit(run_script(make_parser(), main))

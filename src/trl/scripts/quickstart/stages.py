@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from trl.data.rendering import Json
 from trl.reporting.tables import open_console
 from trl.scripts.quickstart.task import (
     MAX_ANSWER_TOKENS,
@@ -40,7 +41,7 @@ from trl.scripts.quickstart.task import (
 
 SHOWN_ROWS = 8
 EXACT_MATCH = "exact_match"
-Inputs = dict[str, Any]  # arguments of a trainer
+Inputs = Json  # arguments of a trainer
 Curves = dict[str, list[tuple[int, float]]]  # metric -> (optimiser step, value)
 ENOUGH = 0.5  # share of right answers to training rows at which supervised fine-tuning stops
 PROBED = 100  # training rows that this share is taken of
@@ -160,7 +161,7 @@ class Stage(NamedTuple):
     prefix: str
     steps: int
     inputs: Callable[[Run], Inputs]
-    settings: dict[str, Any]
+    settings: Json
     accuracy: str = ""
 
 
