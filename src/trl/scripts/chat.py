@@ -38,8 +38,8 @@ class LoadedModel(QuantizationOptions, ModelSource):
     def check(self) -> None:
         super().check()
         if not self.model_name_or_path:
-            given = f"trl {self.command} MODEL"
-            raise ValueError(f"The model is missing. Give its folder or its name on the Hub: {given}.")
+            place = "its folder or its name on the Hub"
+            raise ValueError(f"The model is missing. Give {place}: trl {self.command} MODEL.")
 
 
 @dataclass

@@ -256,8 +256,11 @@ def training_command(name: str, module: str) -> tuple[Callable[..., "BaseTrainer
             epilog=LAUNCHING,
         )
 
-    def main(script_args: CommandArguments, *configs: Any) -> "BaseTrainer":
-        return train(name, script_args, *configs)
+    def main(
+        script_args: CommandArguments, training_args: "AnyConfig", model_args: ModelConfig,
+        dataset_args: DatasetMixtureConfig,
+    ) -> "BaseTrainer":  # fmt: skip
+        return train(name, script_args, training_args, model_args, dataset_args)
 
     if module == "__main__":
         sys.exit(run_script(make_parser(), main))
