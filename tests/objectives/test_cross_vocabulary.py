@@ -66,7 +66,7 @@ def test_values_by_hand() -> None:
     matched, rest = cross_vocabulary(log_p, log_q, parts, beta=0.5)
     assert matched is not None and matched.abs().item() < 1e-7
     assert rest.item() == pytest.approx(0.1 + 0.1)
-    no_rest = parts._replace(own_rest=torch.tensor([], dtype=torch.int64))
+    no_rest = parts._replace(rest=torch.tensor([], dtype=torch.int64))
     assert cross_vocabulary(log_p, log_q, no_rest, beta=0.5)[1].item() == 0.0
     assert cross_vocabulary(log_p, log_q, None, beta=0.5)[0] is None
     torch.testing.assert_close(cross_vocabulary(log_p, log_q, None, beta=0.5)[1], sorted_l1(log_p.exp(), log_q.exp()))

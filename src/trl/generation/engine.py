@@ -129,7 +129,7 @@ _NEUTRAL: dict[str, float] = {
 }
 
 
-def _ends(value: Any) -> tuple[int, ...]:
+def _ends(value: int | list[int]) -> tuple[int, ...]:
     """One or several end tokens; negative ones, an old way to say none, are left out."""
     several = value if isinstance(value, (list, tuple)) else [value]
     return tuple(int(token) for token in several if int(token) >= 0)
@@ -146,7 +146,7 @@ _FIELDS: dict[str, tuple[str, Callable[..., object]]] = {
 }
 
 
-def _sampling_fields(generation_kwargs: Mapping[str, Any] | GenerationConfig) -> dict[str, Any]:
+def _sampling_fields(generation_kwargs: Mapping[str, object] | GenerationConfig) -> dict[str, object]:
     """The fields of `Sampling` that are set; None sets nothing."""
     if isinstance(generation_kwargs, GenerationConfig):
         generation_kwargs = vars(generation_kwargs)

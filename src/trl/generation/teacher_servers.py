@@ -118,14 +118,14 @@ class TeacherServer:
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
-    def _of_prompt(self, ids: list[int], choice: Mapping[str, Any]) -> list[dict[int, float]]:
+    def _of_prompt(self, ids: list[int], choice: Json) -> list[dict[int, float]]:
         """vLLM's form: for each token a dict from token ids to their log-probs, of the prompt's own token too."""
         places = choice["prompt_logprobs"]
         entries = [{int(key): float(token["logprob"]) for key, token in place.items()} for place in places[1:]]
         _check_tokens(ids, [[ids[0]], *entries] if places else [])
         return entries
 
-    def _of_echo(self, ids: list[int], choice: Mapping[str, Any]) -> list[dict[int, float]]:
+    def _of_echo(self, ids: list[int], choice: Json) -> list[dict[int, float]]:
         """OpenAI's form: the tokens of the prompt, and for each a dict from tokens to their log-probs."""
         logprobs, by_id = choice["logprobs"], []
         # A generated token may follow.

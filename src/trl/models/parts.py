@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -119,7 +118,7 @@ class _OnlyHidden(BaseModelOutputWithPast):
 
 
 @contextmanager
-def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def replaced_forward(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
     """A block in which `module.forward` is another function; `module(...)` still runs all hooks."""
     before = module.__dict__.get("forward")
     module.forward = forward  # type: ignore[method-assign]

@@ -163,7 +163,7 @@ def merge_adapter(model: "PeftModel") -> PreTrainedModel:
 def prepare_model_for_kbit_training(
     model: PreTrainedModel,
     use_gradient_checkpointing: bool = True,
-    gradient_checkpointing_kwargs: dict[str, Any] | str | None = None,
+    gradient_checkpointing_kwargs: dict[str, object] | str | None = None,
 ) -> PreTrainedModel:
     """Freeze every weight of a quantised model, hold its 16-bit ones (norms, embeddings, head) in float32, return it.
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from trl.checkpoints.progress import date_of_run
 from trl.data.rendering import set_run_date
-from trl.models.loading import apply_special_tokens, load_processing_class
+from trl.models.loading import LoadArguments, apply_special_tokens, load_processing_class
 from trl.models.parts import cast_head_to_float32
 from trl.models.peft import is_peft_model, is_quantized, prepare_peft_model, resolve_dtype
 from trl.models.residuals import to_bfloat16
@@ -65,7 +65,7 @@ def set_up_policy(
     kind: its config gets the padding token, and an adapter trains its head too. Raises: what `load_model`,
     `load_classifier`, `check_processing_class` and `prepare_peft_model` raise.
     """
-    init: dict[str, Any] = args.model_init_kwargs or {}
+    init: LoadArguments = args.model_init_kwargs or {}
     keeps_residuals = trained and getattr(args, "weights", None) is not None
     if keeps_residuals and peft_config is None and isinstance(model, (str, os.PathLike)):
         if resolve_dtype(init.get("dtype")) not in ("auto", torch.bfloat16):

@@ -1,7 +1,6 @@
 """Reference policies behind one interface: `reference.score(policy, batch, forward)`.
 
-`make_reference` chooses once between a frozen model, the policy with its adapter disabled, and the policy with another
-adapter.
+`make_reference` chooses once: a frozen model, or the policy with its adapter disabled or with another adapter.
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ class Reference(Protocol):
     def score(self, policy: nn.Module, batch: Columns, forward: Forward[T]) -> T:
         """`forward(scorer, model, batch)` of the reference, without gradient.
 
-        `policy` may be wrapped (DDP, FSDP2, DeepSpeed). Its train or eval mode, `requires_grad` and the random number
-        generators are restored.
+        `policy` may be wrapped (DDP, FSDP2, DeepSpeed). Its mode, `requires_grad` and random generators are restored.
         """
         with torch.no_grad(), self.active(policy) as model:
             return forward(self.scorer, model, batch)

@@ -2,8 +2,7 @@
 
 The optimiser is the user's. It steps on float32 copies of a few parameters at a time. Of the optimisers for bfloat16 in
 other packages none equals float32 weights: after 200 steps at 1e-6 torch-optimi's Kahan sums are off by 9e-5,
-heavyball's `bf16+16` by 3e-4, torchao's stochastic rounding by 3e-3 (torch 2.13); flashoptim has optimisers of its own,
-for GPUs only.
+heavyball's `bf16+16` by 3e-4, torchao's stochastic rounding by 3e-3 (torch 2.13); flashoptim's are for GPUs only.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -69,7 +68,7 @@ def same_trainable(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 
 def enable_gradient_checkpointing(
-    model: PreTrainedModel, gradient_checkpointing_kwargs: dict[str, Any] | str | None
+    model: PreTrainedModel, gradient_checkpointing_kwargs: dict[str, object] | str | None
 ) -> PreTrainedModel:
     """Turn gradient checkpointing on, in place, and return the model.
 

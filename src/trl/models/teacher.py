@@ -1,8 +1,7 @@
 """Teachers of distillation behind one interface: `teacher.divergence(scorer, model, batch, loss)`.
 
 `make_teacher` makes a separate model a teacher, or the student's base with its adapter disabled, or several that rows
-choose among; `own_teacher` the student itself, its initial weights or a copy that follows it. `ColumnTeacher` reads its
-answers in the batch.
+choose among; `own_teacher` the student itself, its initial weights or a copy. `ColumnTeacher` reads columns.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Teacher(Protocol):
     A kind of teacher says what `over_chunks` reads beside the student (`reads`), and which form of a loss takes it.
     """
 
-    model: Any = None
+    model: nn.Module | None = None
     """A model of its own, which can also generate; None where there is none."""
     vocabulary: int | None = None
     """How many token ids it can read; None: all of the student's."""
@@ -67,8 +66,7 @@ class Teacher(Protocol):
 
         It is computed chunk by chunk. `scorer` is the student's; `model` may be wrapped. `temperature` divides the
         logits of both, `weights` `(K,)` multiply the losses. Teachers that are models read the batch's `teacher_batch`
-        where it has one: other prompts with the same completions in the same order. Call it under autocast where the
-        run uses mixed precision.
+        where it has one: other prompts with the same completions in order. Call it under autocast in mixed precision.
         """
         loss_of, reads = self.loss_of(loss, batch), self.reads(model, batch)
         if weights is not None:

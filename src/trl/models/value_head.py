@@ -60,8 +60,8 @@ class _WithValueHead(PreTrainedModelWrapper):
 
     def forward(
         self, input_ids: Tensor | None = None, past_key_values: Cache | None = None,
-        attention_mask: Tensor | None = None, return_past_key_values: bool = False, **kwargs: Any,
-    ) -> tuple[Any, ...]:  # fmt: skip
+        attention_mask: Tensor | None = None, return_past_key_values: bool = False, **kwargs: object,
+    ) -> tuple[Tensor | Cache | None, ...]:  # fmt: skip
         """`(lm_logits (B, T, V) float32, loss or None, value (B, T))`, and with `return_past_key_values` the cache."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": past_key_values}
         kwargs |= {name: value for name, value in inputs.items() if value is not None}

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from accelerate import Accelerator
@@ -70,7 +70,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
 
     def __init__(
         self, pretrained_model: Any = None, score_module: nn.Module | None = None, supports_rm_adapter: bool = False,
-        rm_adapter_name: str | None = None, **kwargs: Any,
+        rm_adapter_name: str | None = None, **kwargs: object,
     ) -> None:  # fmt: skip
         super().__init__()
         self.pretrained_model = pretrained_model
@@ -89,7 +89,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike[str] | nn.Module, *model_args: Any, **kwargs: Any
-    ) -> Any:
+    ) -> Self:
         """A wrapper around a model given by Hub name or folder, or around a loaded model.
 
         `peft_config` adds a new adapter (an existing one is merged into the base). A folder with an adapter is loaded
@@ -171,7 +171,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         return head.to(next(model.parameters()).device, weight.dtype).requires_grad_(False).eval()
 
     @torch.no_grad()
-    def compute_reward_score(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+    def compute_reward_score(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: object) -> Tensor:
         """Scores of the reward adapter at every position, `(B, T) -> (B, T, C)`, without gradient.
 
         The score of a sequence is that of its last token. `ppo_adapter_name` is the adapter that is active afterwards
@@ -207,7 +207,11 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
         return self.pretrained_model.prepare_inputs_for_generation(*args, **kwargs)
 
     def save_pretrained(
-        self, save_directory: str | os.PathLike[str], *, state_dict: Mapping[str, Tensor] | None = None, **kwargs: Any
+        self,
+        save_directory: str | os.PathLike[str],
+        *,
+        state_dict: Mapping[str, Tensor] | None = None,
+        **kwargs: object,
     ) -> None:
         """Save a checkpoint of the wrapped model (safetensors, sharded by `max_shard_size`) with the added weights.
 
@@ -242,7 +246,7 @@ class PreTrainedModelWrapper(nn.Module, PushToHubMixin):
                 module.state_dict(destination=whole, prefix=f"{prefix}{name}.", keep_vars=keep_vars)
         return whole
 
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
         """Load weights under the names of `state_dict`, or under the modules' own."""
         children = tuple(f"{prefix}{name}." for name, _ in self.named_children())
         for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(children)]:

@@ -53,14 +53,19 @@ def scale_scores(scores: Tensor, *, mean: float = 0.0, std: float = 1.0, clip: f
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, *, kl_coef: float) -> TokenRewards:
     """`-kl_coef * kl` on every token, and the response's score on its last one.
 
-    `scores (B,)`, `kl` and `mask` `(B, T)`. Raises ValueError for a row without a token, for unlike shapes, and for a
-    score that is not finite.
+    `scores (B,)`, `kl`, `mask` `(B, T)`. Raises ValueError for rows without tokens, unlike shapes, scores not finite.
 
     >>> mask = torch.tensor([[1, 1, 0]])
     >>> token_rewards(torch.tensor([2.0]), torch.tensor([[0.5, 1.0, 9.0]]), mask, kl_coef=0.1).rewards
     tensor([[-0.0500,  1.9000,  0.0000]])
     """
-    _check_rows(scores, kl, mask)
+    if kl.shape != mask.shape or scores.shape != mask.shape[:1]:
+        shapes = f"{tuple(scores.shape)}, {tuple(kl.shape)} and {tuple(mask.shape)}"
+        raise ValueError(f"scores must be (B,), kl and mask (B, T), got {shapes}.")
+    if rows := (~torch.isfinite(scores)).nonzero()[:, 0].tolist():
+        raise ValueError(f"scores must be finite, got NaN or infinity in rows {rows}. Check the reward.")
+    if rows := (mask != 0).sum(dim=1).eq(0).nonzero()[:, 0].tolist():
+        raise ValueError(f"every response must have a token that the policy chose, got none in rows {rows}.")
     non_score = where_counted(-kl_coef * kl.detach(), mask)
     rewards = non_score.clone()
     rewards[torch.arange(len(scores), device=kl.device), last_indices(mask)] += scores.to(kl.dtype)
@@ -135,13 +140,3 @@ def estimate_statistics(advantages: Tensor, returns: Tensor, values: Tensor, mas
         "val/mean": of_values.mean,
         "val/var": of_values.variance,
     }
-
-
-def _check_rows(scores: Tensor, kl: Tensor, mask: Tensor) -> None:
-    if kl.shape != mask.shape or scores.shape != mask.shape[:1]:
-        shapes = f"{tuple(scores.shape)}, {tuple(kl.shape)} and {tuple(mask.shape)}"
-        raise ValueError(f"scores must be (B,), kl and mask (B, T), got {shapes}.")
-    if rows := (~torch.isfinite(scores)).nonzero()[:, 0].tolist():
-        raise ValueError(f"scores must be finite, got NaN or infinity in rows {rows}. Check the reward.")
-    if rows := (mask != 0).sum(dim=1).eq(0).nonzero()[:, 0].tolist():
-        raise ValueError(f"every response must have a token that the policy chose, got none in rows {rows}.")

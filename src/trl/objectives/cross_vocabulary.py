@@ -19,9 +19,9 @@ from trl.objectives.distillation import check_beta, sorted_l1
 class Vocabularies(NamedTuple):
     """Ids of the tokens that two vocabularies share, in one order, and of the others of each."""
 
-    own: Tensor
+    shared: Tensor
     other: Tensor
-    own_rest: Tensor
+    rest: Tensor
     other_rest: Tensor
 
 
@@ -85,12 +85,10 @@ def _times(weights: Tensor, values: Tensor) -> Tensor:
 def cross_vocabulary(
     log_p: Tensor, log_q: Tensor, vocabularies: Vocabularies | None, *, beta: float
 ) -> tuple[Tensor | None, Tensor]:
-    """How far two log-measures are apart, `(G, V), (G, V') -> (G,), (G,)`: on the tokens of both vocabularies, and on
-    the others.
+    """Distances of two log-measures, `(G, V), (G, V') -> (G,), (G,)`: on the tokens of both vocabularies, on others.
 
     The first is `measure_divergence`, None without `vocabularies`; the second `sorted_l1` of the other tokens (without
-    `vocabularies` of all), 0 where a side has none. Source: Boizard et al. 2024, eq. 5 (arXiv:2402.12030), for the
-    second.
+    `vocabularies` of all), 0 where a side has none: Boizard et al. 2024, eq. 5 (arXiv:2402.12030).
     """
     if vocabularies is None:
         return None, sorted_l1(log_p.exp(), log_q.exp())

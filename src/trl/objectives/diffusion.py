@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -34,8 +34,7 @@ def gaussian_log_prob(sample: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 
 def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
-    """KL divergence of two Gaussians with one deviation, `(mean - ref_mean)^2 / (2 std^2)`, a mean over elements:
-    `(B,)`.
+    """KL divergence of Gaussians with one deviation, `(mean - ref_mean)^2 / (2 std^2)`, a mean of elements, `(B,)`.
 
     0 for rows whose `std` is 0. Source: Liu et al. 2025, section 3.2 (arXiv:2505.05470).
 
@@ -63,7 +62,7 @@ class PerPromptStatTracker:
         self.buffer_size, self.min_count = buffer_size, min_count
         self.stats: dict[str, deque[float]] = {}
 
-    def update(self, prompts: Sequence[str], rewards: Any) -> np.ndarray:
+    def update(self, prompts: Sequence[str], rewards: npt.ArrayLike) -> np.ndarray:
         """Remember the rewards `(N,)` of N prompts; returns their advantages `(N,)`."""
         names, values = np.asarray(prompts), np.asarray(rewards, dtype=np.float64)
         advantages = np.empty_like(values)
@@ -75,9 +74,9 @@ class PerPromptStatTracker:
             advantages[names == prompt] = (prompt_rewards - against.mean()) / (against.std() + 1e-6)
         return advantages
 
-    def get_stats(self) -> dict[str, dict[str, Any]]:
+    def get_stats(self) -> dict[str, dict[str, float]]:
         """Mean, deviation and number of the remembered rewards of each prompt."""
         return {
-            prompt: {"mean": np.mean(known), "std": np.std(known), "count": len(known)}
+            prompt: {"mean": float(np.mean(known)), "std": float(np.std(known)), "count": len(known)}
             for prompt, known in self.stats.items()
         }

@@ -27,8 +27,7 @@ def divergence(student: Tensor, teacher: Tensor, *, beta: float) -> Tensor:
 
     `beta KL(q | m) + (1 - beta) KL(p | m)` with `m = beta q + (1 - beta) p`; `beta=0` is the forward KL, `KL(q | p)`,
     and `beta=1` the reverse KL, `KL(p | q)`. Only the student's logits get a gradient. Sums are in float32 or wider.
-    Raises: ValueError for a beta outside of [0, 1] or for shapes that differ. Source: Agarwal et al. 2024, eq. 1
-    (arXiv:2306.13649).
+    Raises: ValueError for a beta outside of [0, 1], unlike shapes. Source: Agarwal et al. 2024 (arXiv:2306.13649).
 
     >>> student, teacher = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
     >>> [divergence(student, teacher, beta=beta).item() for beta in (0.0, 1.0)]
@@ -198,8 +197,7 @@ def discounted_advantages(
 
 
 def prefix_weights(advantages: Tensor, sequence: Tensor, count: int, *, gamma: float, epsilon: float) -> Tensor:
-    """`1 + gamma (1 - S_t / S)`, `(K,)`, where `S_t` sums `|A|` before token t and S over the whole sequence, at least
-    `epsilon`.
+    """`1 + gamma (1 - S_t / S)`, `(K,)`: `S_t` sums `|A|` before token t, S in the whole sequence (>= `epsilon`).
 
     Early tokens, whose prefix is still that of the teacher, weigh more. Source: IW-OPD (arXiv:2606.22600).
 

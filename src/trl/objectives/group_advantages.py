@@ -124,8 +124,8 @@ def estimated(estimator: str | AdvantageEstimator, rewards: Tensor, group_size: 
     if advantages.shape != rewards.shape or not _known(rewards, advantages).isfinite().all():
         raise ValueError(
             f"advantage_estimator must return {len(rewards)} finite numbers, one per reward, got shape "
-            f"{tuple(advantages.shape)}: {advantages.flatten()[:8].tolist()}. Return a tensor of the shape of rewards; where "
-            "rewards are NaN, leave them out of sums."
+            f"{tuple(advantages.shape)}: {advantages.flatten()[:8].tolist()}. Return a tensor of the shape of rewards; "
+            "where rewards are NaN, leave them out of sums."
         )
     return _known(rewards, advantages)
 
@@ -165,8 +165,7 @@ def has_no_variance(rewards: Tensor, group_size: int) -> Tensor:
 def best_of_groups(scores: Tensor, group_size: int, keep: int) -> Tensor:
     """The `keep` completions of each group with the largest scores, bool `(N,)`; of equals the earlier.
 
-    Raises ValueError for scores that are no numbers. Source: Shrivastava et al. 2025, GFPO, section 3
-    (arXiv:2508.09726).
+    Raises ValueError for scores that are NaN. Source: Shrivastava et al. 2025, GFPO, section 3 (arXiv:2508.09726).
 
     >>> best_of_groups(torch.tensor([1.0, 3.0, 3.0, -2.0, -1.0, -3.0]), group_size=3, keep=2)
     tensor([False,  True,  True,  True,  True, False])

@@ -6,7 +6,7 @@ Everything per token is flat, `(K,)`, with the row of each token in `sequence`; 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class LossType(NamedTuple):
     those of `importance_sampling_level`. `parameters`: the settings that the surrogate reads, fields of the config.
     """
 
-    surrogate: Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+    surrogate: Callable[[Tensor, Tensor, Tensor, "GroupOptions"], Tensor]
     over: Divisor
     row_sums: bool = False
     parameters: tuple[str, ...] = ("epsilon", "epsilon_high", "delta")
@@ -112,8 +112,7 @@ def clipped(ratios: Tensor, logps: Tensor, advantages: Tensor, options: GroupOpt
 def weighted_likelihood(ratios: Tensor, logps: Tensor, advantages: Tensor, options: GroupOptions) -> Tensor:
     """`-min(r, epsilon_high) A log p` with a ratio that is a mere weight: no token loses its gradient (CISPO).
 
-    `epsilon_high` is the largest weight itself, not what is added to 1. Source: MiniMax 2025, MiniMax-M1
-    (arXiv:2506.13585).
+    `epsilon_high` is the largest weight itself, not what is added to 1. Source: MiniMax-M1 (arXiv:2506.13585).
     """
     return -ratios.detach().clamp(max=options.high) * advantages * logps
 
@@ -188,8 +187,7 @@ def group_policy_loss(
     `logps (K,)` with gradient. A token's surrogate is multiplied by `chosen` and `correction`; `beta` times the k3
     estimate of the divergence from `ref_logps` is added after that (with `use_bias_correction_kl`, times the ratio:
     then its gradient is that of the divergence of the present policy; DeepSeek-V3.2, arXiv:2512.02556). Divide by the
-    sum of `divisor_share` over the optimiser step. Metrics: `clip_metrics`, `kl` with a beta, `entropy` with `entropies
-    (K,)`.
+    sum of `divisor_share` over the optimiser step. Metrics: `clip_metrics`, `kl` with a beta, `entropy` if given.
 
     >>> advantages, rows = torch.tensor([1.0, 1.0, -1.0]), torch.tensor([0, 0, 1])
     >>> tokens = GroupTokens(torch.zeros(3), advantages, torch.ones(3), rows, count=2)
@@ -236,7 +234,10 @@ def _judged(logps: Tensor, tokens: GroupTokens, options: GroupOptions) -> _Judge
         if factor is not None:
             values = values * where_counted(factor.detach().to(values.dtype), mask)
     if options.beta:
-        divergence = _divergence(logps, tokens, options)
+        assert tokens.ref_logps is not None
+        divergence = k3(logps, where_counted(tokens.ref_logps.detach().to(logps.dtype), mask))  # 0 outside of the mask
+        if options.use_bias_correction_kl:
+            divergence = divergence * RATIOS[options.importance_sampling_level](logps, tokens)
         values = values + options.beta * divergence
     return _Judged(values, ratios, divergence)
 
@@ -317,8 +318,7 @@ def entropy_threshold(entropies: Tensor, mask: Tensor, top: float) -> Tensor:
     """The entropy that the `top` share of the trained tokens of a whole batch reach, 0-dim.
 
     `chosen` is then `entropies >= threshold`. It lies below the quantile by a rounding error: positions with the same
-    context have the same entropy but for rounding, and are chosen together or not at all. Source: Wang et al. 2025
-    (arXiv:2506.01939).
+    context have equal entropies but for rounding, and are chosen together. Source: Wang et al. (arXiv:2506.01939).
 
     >>> entropy_threshold(torch.tensor([1.0, 2.0, 3.0, 9.0]), torch.tensor([1, 1, 1, 0]), 0.5)
     tensor(2.0000)
@@ -368,16 +368,6 @@ def _clip_shares(ratios: Tensor, advantages: Tensor, mask: Tensor, options: Grou
 def _bounded(ratios: Tensor, options: GroupOptions) -> Tensor:
     """Ratios at most `delta`."""
     return ratios if options.delta is None else ratios.clamp(max=options.delta)
-
-
-def _divergence(logps: Tensor, tokens: GroupTokens, options: GroupOptions) -> Tensor:
-    """k3 to the reference of each trained token; 0 elsewhere, where `logps` are 0."""
-    assert tokens.ref_logps is not None
-    ref_logps = where_counted(tokens.ref_logps.detach().to(logps.dtype), tokens.mask)
-    estimate = k3(logps, ref_logps)
-    if not options.use_bias_correction_kl:
-        return estimate
-    return estimate * RATIOS[options.importance_sampling_level](logps, tokens)
 
 
 # ---- PAPO: the policy should answer differently when its images are masked

@@ -29,8 +29,7 @@ class GroupTokens:
     `old_logps`: under the policy that the ratio is taken to, None for the one that is being scored; `advantages`;
     `mask`: not 0 where a token is trained; `sequence`: int64, its row. All `(K,)`, as are, where they are wanted,
     `ref_logps`, `correction` (the factor of each token that makes up for another sampler,
-    `sampler_correction.correction`) and `chosen` (bool: the tokens whose surrogate counts; the others keep their KL and
-    their place in the mean).
+    `sampler_correction.correction`) and `chosen` (bool: tokens whose surrogate counts; others keep KL and place).
     """
 
     old_logps: Tensor | None

@@ -1,5 +1,4 @@
-"""Ratios and divergences of a policy and another one (reference, sampler) per token, and the coefficients of a KL
-penalty.
+"""Ratios and divergences of a policy and another one (reference, sampler) per token; coefficients of a KL penalty.
 
 `logps` and `ref_logps` are log-probabilities, in nats, of the same sampled tokens under policy and reference.
 """

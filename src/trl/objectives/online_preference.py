@@ -79,8 +79,7 @@ def nash_advantages(preferences: Tensor, log_ratios: Tensor, sequence: Tensor, *
 
     `preferences` are the probabilities that a completion beats its opponent, `log_ratios` those of policy over
     reference. Policy gradient with these advantages is the exact gradient of `E[P] - beta KL(policy | reference)` over
-    whole sequences. Source: Munos et al. 2023, section 7, with the KL divergence of the tokens to come
-    (arXiv:2312.00886).
+    whole sequences. Source: Munos et al. 2023, section 7 (arXiv:2312.00886), with the KL of the tokens to come.
 
     >>> nash_advantages(torch.tensor([1.0]), torch.tensor([0.5, 1.0]), torch.tensor([0, 0]), beta=0.1)
     tensor([0.3500, 0.4000])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Real
 
 import torch
@@ -51,13 +51,9 @@ class PairScores:
 
     def per_token(self, chosen_lengths: Tensor, rejected_lengths: Tensor) -> PairScores:
         """Means over the tokens of each completion, from sums and lengths `(B,)`."""
-        return replace(
-            self,
-            chosen=self.chosen / chosen_lengths,
-            rejected=self.rejected / rejected_lengths,
-            ref_chosen=self.ref_chosen / chosen_lengths,
-            ref_rejected=self.ref_rejected / rejected_lengths,
-        )
+        policy = self.chosen / chosen_lengths, self.rejected / rejected_lengths
+        reference = self.ref_chosen / chosen_lengths, self.ref_rejected / rejected_lengths
+        return PairScores(*policy, *reference, self.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +97,7 @@ class StepStatistics:
 def step_statistics(scores: PairScores, beta: float) -> StepStatistics:
     """Statistics of the pairs of a whole optimiser step, `(N,)`; hand each micro-batch its `rows`.
 
-    Where a running mean of the rewards is kept, put it in with `dataclasses.replace(found, delta=...)`.
+    Where a running mean of the rewards is kept, put it in with `dataclasses.replace(statistics, delta=...)`.
     """
     chosen, rejected = (ratio.detach() for ratio in scores.ratios)
     policy, reference = (scores.chosen - scores.rejected).detach(), scores.ref_chosen - scores.ref_rejected

@@ -1,7 +1,6 @@
 """PPO's advantages and losses, of both PPO trainers.
 
-Tensors are of one shape, `(B, T)` or (losses only) `(K,)`, one entry per response token; the mask is not 0 on tokens
-that the policy chose.
+Tensors are of one shape, `(B, T)` or (losses) `(K,)`, one entry per response token; the mask is not 0 on the policy's.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ def clipped_surrogate(
 
     All of one shape, `(B, T)` or `(K,)`; `cliprange` c > 0. Metrics: `policy/clipfrac` (tokens where the clipped side
     is the larger), `policy/approxkl` (k2) and `policy/policykl` (k1) from the old to the new policy, `policy/ratio`,
-    and `policy/entropy` where `entropies` of the positions are given. Source: Schulman et al. 2017, eq. 7
-    (arXiv:1707.06347).
+    and `policy/entropy` if `entropies` are given. Source: Schulman et al. 2017, eq. 7 (arXiv:1707.06347).
 
     >>> import torch
     >>> new, old = torch.log(torch.tensor([0.75, 0.25])), torch.log(torch.tensor([0.5, 0.5]))

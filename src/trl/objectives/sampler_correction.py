@@ -69,8 +69,7 @@ def correction_metrics(corrected: Correction, mask: Tensor) -> dict[str, Weighte
 
 
 def correction_extremes(corrected: Correction, mask: Tensor) -> dict[str, Tensor]:
-    """The documented extremes, 0-dim, of the rows of one process: `sampling/sampling_logp_difference/max` and
-    `sampling/importance_sampling_ratio/min` and `/max`. Empty where nothing is trained."""
+    """The documented `sampling/*` extremes, 0-dim, of the rows of one process; empty where nothing is trained."""
     gaps, ratios = corrected.gaps[mask != 0], corrected.ratios[corrected.counted]
     if not len(ratios):
         return {}

@@ -129,8 +129,7 @@ def local_loss(
     returns each one's already weighted loss `(C,)`. A token's loss may depend on that token alone, and only hidden
     states, weight and bias get gradients: whatever else `loss_of` reads is a constant.
 
-    The gradients wait, already summed, for the backward pass, which can run once. Where no input needs a
-    gradient, none is computed.
+    The gradients wait, already summed, for the backward pass, which can run once; none is computed without need.
 
     >>> hidden, weight = torch.zeros(3, 2), torch.ones(4, 2)
     >>> loss = local_loss(hidden, weight, torch.tensor([0, 1, 2]), lambda logps, rows: -logps)

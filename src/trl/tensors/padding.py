@@ -93,8 +93,7 @@ def flush_right(mask: Tensor, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
 def split_tensor_dict(tensor_dict: dict[str, Tensor | None], num_chunks: int) -> list[dict[str, Tensor | None]]:
     """Cut every tensor into `num_chunks` equal parts along its first dimension.
 
-    None values and 0-dim tensors belong to all rows and go into every part. Raises ValueError where the rows
-    cannot be divided evenly.
+    None values and 0-dim tensors go into every part. Raises ValueError where the rows cannot be divided evenly.
 
     >>> split_tensor_dict({"x": torch.arange(4), "y": None}, 2)
     [{'x': tensor([0, 1]), 'y': None}, {'x': tensor([2, 3]), 'y': None}]
@@ -109,7 +108,7 @@ def split_tensor_dict(tensor_dict: dict[str, Tensor | None], num_chunks: int) ->
     return [{name: values[part] for name, values in parts.items()} for part in range(num_chunks)]
 
 
-def shuffle_sequence_dict(seq_dict: Mapping[str, Sequence | Tensor | None]) -> dict[str, Any]:
+def shuffle_sequence_dict(seq_dict: Mapping[str, Sequence | Tensor | None]) -> dict[str, object]:
     """Reorder all sequences and tensors by one random permutation of their rows; None values stay None.
 
     The permutation comes from torch's global generator. Raises ValueError for unequal lengths.
@@ -122,7 +121,7 @@ def shuffle_sequence_dict(seq_dict: Mapping[str, Sequence | Tensor | None]) -> d
         raise ValueError(f"all sequences must have one length, got {lengths}. Shuffle unlike ones apart.")
     order = torch.randperm(next(iter(lengths.values()), 0))
 
-    def shuffled(values: Any) -> Any:
+    def shuffled(values: Sequence | Tensor | None) -> object:
         if isinstance(values, Tensor):
             return values[order.to(values.device)]
         return None if values is None else [values[i] for i in order.tolist()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ class Ragged:
             raise ValueError(f"values and lengths must be flat, got shapes {shapes}.")
 
     @classmethod
-    def of(cls, rows: Sequence[Any], dtype: torch.dtype = torch.int64) -> Ragged:
+    def of(cls, rows: Sequence[Sequence[float] | Tensor], dtype: torch.dtype = torch.int64) -> Ragged:
         """From lists or tensors, one per row."""
         parts = [torch.as_tensor(row, dtype=dtype) for row in rows]
         values = torch.cat(parts) if parts else torch.empty(0, dtype=dtype)

@@ -14,8 +14,7 @@ def sum_by_sequence(values: Tensor, sequence: Tensor, count: int) -> Tensor:
     """Sum of the values of each sequence, `(K,) -> (count,)`; 0 for a sequence without tokens.
 
     `sequence` is int64 `(K,)` in `[0, count)`, in any order. Sums are float64 (float32 on a device without it): the
-    difference of two long ones, a log-ratio, keeps the digits that its terms have. They are the same bits in every run,
-    also on a GPU.
+    difference of two long ones, a log-ratio, keeps its terms' digits. They are bit-exact in every run, also on GPUs.
 
     >>> sum_by_sequence(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 0, 2]), count=3)
     tensor([3., 0., 4.], dtype=torch.float64)

@@ -1,8 +1,7 @@
 """Losses over the whole distribution of each token, of one model or two, without `[tokens, vocabulary]` of either.
 
 A chunk's gradients are taken while its logits are at hand, as in `local_loss`: three matrix products per chunk, and
-nothing of it is kept. So what the other model's head needs (weights that are gathered for its forward) is only used
-there.
+nothing of it is kept. So what the other model's head needs (weights gathered for its forward) is only used there.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ LossOfLogits = Callable[[Tensor, Any, slice], Losses]
 
 
 class VocabularyLoss(NamedTuple):
-    """`total`, the sum of all tokens' losses, with gradient; `values (N,)`, detached; a router's loss where there is
-    one; the statistics `(N, M)` that `loss_of` returned beside the losses.
-    """
+    """`total`, the sum of the losses, with gradient; `values (N,)`, detached; a router's loss; statistics `(N, M)`."""
 
     total: Tensor
     values: Tensor

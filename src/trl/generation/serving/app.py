@@ -8,7 +8,7 @@ import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, field_validator, model_validator
@@ -367,7 +367,7 @@ class ChatBody(SamplingBody):
 
     messages: list[list[Json]]
     chat_template_kwargs: Json | None = None
-    tools: list[Any] | None = None
+    tools: list[object] | None = None
     chat_template: str | None = None
 
     @field_validator("messages")

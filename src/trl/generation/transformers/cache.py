@@ -1,12 +1,10 @@
 """The key-value cache of rollouts in progress: one copy for each prompt, and the completion tokens of each row.
 
 Rows (completions in progress) and prompts are numbered from 0 without gaps: if one leaves, the last ones move into the
-gap. Buffers are preallocated. One that is too small is replaced by one for the present prompts or rows; all are freed
-with the last prompt.
+gap. Buffers are preallocated. One that is too small is replaced; all are freed with the last prompt.
 
 Inside `rollout_attention_of(model, cache)` the attention layers of a model's own forward store their keys and values in
-the cache: those of a packed row of prompts, then those of one new token for each row. The model's own cache is not
-used.
+the cache: those of a packed row of prompts, then those of one new token for each row. The model's own is not used.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -274,7 +271,7 @@ _CACHE: ContextVar[RolloutCache] = ContextVar("rollout cache")
 
 def rollout_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
-    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None, **kwargs: Any,
+    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None, **kwargs: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attention of a packed row of prompts or of newest tokens: `query (1, heads, N, D) -> (1, N, heads, D)`."""
     cache, layer = _CACHE.get(), module.layer_idx

@@ -156,19 +156,16 @@ class Processors:
         for (prompt, count), rows in together.items():
             start = ids.new_tensor(prompt if begin is None else begin).expand(len(rows), -1)
             seen: Any = torch.cat([start, ids[rows, :count]], dim=1)
-            changed[rows] = self._processors(prompt, start.shape[1])(seen, logits[rows])  # type: ignore[arg-type]
+            if prompt not in self._of:
+                # transformers (5.19) has no public function for this; some processors need the prompt or its length.
+                self._of[prompt] = self._core._get_logits_processor(
+                    self._config, input_ids_seq_length=start.shape[1], device=self._core.device,
+                    encoder_input_ids=torch.tensor([prompt], device=self._core.device), model_kwargs={},
+                )  # fmt: skip
+            changed[rows] = self._of[prompt](seen, logits[rows])  # type: ignore[arg-type]
         drawn = choose(changed.clone(), numbers, self._drawn)
         if self._drawn.greedy:
             return drawn
         whole = logits.to(drawn.logps) / self._config.temperature
         left = whole.masked_fill(changed == -torch.inf, -torch.inf)
         return drawn._replace(kept=left.logsumexp(dim=1) - whole.logsumexp(dim=1))
-
-    def _processors(self, prompt: tuple[int, ...], start: int) -> LogitsProcessorList:
-        if prompt not in self._of:
-            # transformers (5.19) has no public function for this; some processors need the prompt or its length.
-            self._of[prompt] = self._core._get_logits_processor(
-                self._config, input_ids_seq_length=start, device=self._core.device,
-                encoder_input_ids=torch.tensor([prompt], device=self._core.device), model_kwargs={},
-            )  # fmt: skip
-        return self._of[prompt]

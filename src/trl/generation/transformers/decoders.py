@@ -100,7 +100,7 @@ def fused_unsupported(model: PreTrainedModel, dtype: torch.dtype | None = None) 
     return None
 
 
-def has_readable_weight(module: Any) -> bool:
+def has_readable_weight(module: nn.Module | None) -> bool:
     """Whether `readable_weight` supports a layer. Its weights may be sharded."""
     if _is_plain_linear(module):
         return True
@@ -132,7 +132,7 @@ def readable_weight(module: Any) -> tuple[Tensor, Tensor | None] | None:
     return weight.to(base.weight.dtype), base.bias
 
 
-def _is_plain_linear(module: nn.Module) -> bool:
+def _is_plain_linear(module: nn.Module | None) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 

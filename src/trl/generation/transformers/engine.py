@@ -48,8 +48,7 @@ class TransformersEngine:
     GPU's free memory). Mixed precision is that of the autocast context around `generate`, else of the `accelerator`.
     `gather_zero3=False` (`ds3_gather_for_generation`) leaves ZeRO-3 weights sharded, which requires `"generate"` and
     the same number of requests in all processes. Requests that come and go (`live`) reuse the keys and values of
-    earlier ones that begin with the same tokens: `reuse_memory` bytes of them are kept (default: a quarter of the
-    memory for rows; 0: none).
+    earlier ones that begin alike: `reuse_memory` bytes of them are kept (default: a quarter of that for rows).
     """
 
     exact = True

@@ -112,7 +112,7 @@ class _Mixture:
     def step(self) -> Step | None:
         return self.members[0].cache.step
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name == "members":
             super().__setattr__(name, value)
         else:  # the step, and the sizes to allocate for

@@ -35,7 +35,7 @@ class RolloutLoop:
         empty = torch.zeros(0, dtype=torch.int64, device=requests.device)
         self.request = self.prompt = self.token = empty  # by place of the row
         self.lengths = empty  # by place of the prompt
-        self.place_of: dict[int | None, int] = {}  # prompt -> its place
+        self.place_of: dict[int, int] = {}  # prompt -> its place
         self.firsts: dict[int, Tensor] = {}  # prompt -> logits after its last token
 
     @property
@@ -91,7 +91,7 @@ class RolloutLoop:
                 self.lengths = torch.cat([self.lengths, self.lengths.new_tensor(lengths)])
             numbers = [self.requests.prompt_of[request] for request in arriving]
             logits = torch.stack([self.firsts[number] for number in numbers])
-            waiting = self._waiting_prompt()
+            waiting = self.requests.prompt_of[self.queue[0]] if self.queue else None  # its prompt is kept
             self.firsts = {number: row for number, row in self.firsts.items() if number == waiting}
             entering = self.request.new_tensor(arriving)
             tokens, done = self.requests.extend(entering, logits)
@@ -120,10 +120,6 @@ class RolloutLoop:
             arriving.append(self.queue.popleft())
         return arriving, new
 
-    def _waiting_prompt(self) -> int | None:
-        """The prompt of the next waiting request, which may be cached for earlier requests."""
-        return self.requests.prompt_of[self.queue[0]] if self.queue else None
-
     def _finish(self, done: Tensor) -> None:
         """Remove rows that are done, and prompts that no row or waiting request needs."""
         if not bool(done.any()):
@@ -139,8 +135,7 @@ class RolloutLoop:
         )
         self.cache.step = None
         needed = torch.bincount(self.prompt, minlength=len(self.lengths)) > 0
-        waiting = self.place_of.get(self._waiting_prompt(), None)
-        if waiting is not None:
+        if self.queue and (waiting := self.place_of.get(self.requests.prompt_of[self.queue[0]])) is not None:
             needed[waiting] = True
         if bool(needed.all()):
             return

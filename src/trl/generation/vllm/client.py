@@ -34,8 +34,7 @@ class VLLMClient:
 
     `base_url` (such as http://10.0.0.7:8000) takes precedence over `host` and `server_port`; the host 0.0.0.0 means
     this machine. `group_port` is the port of the weight channel on the server's machine, `connection_timeout` the time
-    to wait for the server in seconds. `token` is the server's secret (None: TRL_VLLM_SERVER_TOKEN, or the file of a
-    server on this machine).
+    to wait for the server in seconds. `token` is its secret (None: TRL_VLLM_SERVER_TOKEN, or a local server's file).
 
     Raises: ConnectionError if no server answers in time.
 

@@ -325,7 +325,6 @@ class VLLMEngine(PolicyCopy):
         core = causal_core(without_wrappers(self.model))
         dtype = MIXED.get(getattr(self.accelerator, "mixed_precision", "no")) or core.dtype
         launched = torch.distributed.is_available() and torch.distributed.is_initialized()
-        distributed: dict[str, Any] = {"distributed_executor_backend": "external_launcher"} if launched else {}
         with TemporaryDirectory() as folder:
             core.config.save_pretrained(folder)
             if self.tokenizer is not None:
@@ -342,7 +341,7 @@ class VLLMEngine(PolicyCopy):
                 tensor_parallel_size=self.settings.parallel,
                 logprobs_mode="processed_logprobs",
                 seed=0,
-                **distributed,
+                distributed_executor_backend="external_launcher" if launched else None,
             )
 
 

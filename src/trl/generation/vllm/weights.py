@@ -1,8 +1,7 @@
 """The weights of a policy for an engine with its own copy, one part of the model after another.
 
 accelerate's `get_state_dict` would gather the whole model on one process and leave LoRA adapters separate. Here at most
-one layer is whole besides the shards, adapters are added to copies, and names and shapes are known before anything is
-gathered.
+one layer is whole besides the shards, adapters are added to copies, names and shapes are known before gathering.
 """
 
 from __future__ import annotations

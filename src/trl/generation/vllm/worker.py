@@ -9,7 +9,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _JOINING_S = 300.0
-NamedEntry = Sequence[Any]  # name, dtype ("float32") and shape of a weight
+NamedEntry = tuple[str, str, Sequence[int]]  # name, dtype ("float32") and shape of a weight
 
 
 class WeightReceiver:

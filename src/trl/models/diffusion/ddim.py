@@ -86,11 +86,17 @@ def scheduler_step(
         noise = (x - now.sqrt() * clean) / (1 - now).sqrt()
     mean = after.sqrt() * clean + (1 - after - std.square()).clamp(min=0).sqrt() * noise
 
-    following = prev_sample
-    if following is None:
-        drawn = randn_tensor(tuple(x.shape), generator, device=x.device, dtype=dtype)  # type: ignore[arg-type]
-        following = (mean + std * drawn).to(sample.dtype)
-    return DDPOSchedulerOutput(following, gaussian_log_prob(following.to(dtype), mean, std), mean, std)
+    return drawn_step(mean, std, prev_sample, generator, sample.dtype)
+
+
+def drawn_step(
+    mean: Tensor, std: Tensor, latents: Tensor | None, generator: Generators, dtype: torch.dtype
+) -> DDPOSchedulerOutput:
+    """A step to `latents`, drawn in `dtype` where they are None; the log-probability is that of the rounded ones."""
+    if latents is None:
+        noise = randn_tensor(tuple(mean.shape), generator, device=mean.device, dtype=mean.dtype)  # type: ignore[arg-type]
+        latents = (mean + std * noise).to(dtype)
+    return DDPOSchedulerOutput(latents, gaussian_log_prob(latents.to(mean.dtype), mean, std), mean, std)
 
 
 def _as_column(values: Tensor, like: Tensor) -> Tensor:

@@ -11,12 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trl.models.diffusion.ddim import DDPOSchedulerOutput
+from trl.models.diffusion.ddim import DDPOSchedulerOutput, drawn_step
 from trl.models.diffusion.policy import Conditions, DiffusionPolicy, denoise, with_guidance
 from trl.models.diffusion.trained import TrainedPipeline, import_diffusers
 from trl.models.packed.layout import Inputs
-from trl.objectives.diffusion import gaussian_log_prob
-from trl.tensors.statistics import randn_tensor
 
 
 class FlowPipeline(TrainedPipeline):
@@ -44,11 +42,7 @@ def flow_step(
     drift = spread.square() / (2 * now) * step
     mean = x * (1 + drift) + v * (step + drift * (1 - now))
     std = spread * (-step).sqrt()
-    following = next_latents
-    if following is None:
-        drawn = randn_tensor(tuple(x.shape), generators, device=x.device, dtype=dtype)
-        following = (mean + std * drawn).to(latents.dtype)
-    return DDPOSchedulerOutput(following, gaussian_log_prob(following.to(dtype), mean, std), mean, std)
+    return drawn_step(mean, std, next_latents, generators, latents.dtype)
 
 
 def _is_of_no_cut(record: logging.LogRecord) -> bool:

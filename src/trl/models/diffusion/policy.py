@@ -152,7 +152,7 @@ def denoise(
         has_grad = torch.is_grad_enabled() and number >= first_trained
         with torch.set_grad_enabled(has_grad):
             again = has_grad and recomputes
-            output: Any = checkpoint(predict, x, timestep, use_reentrant=False) if again else predict(x, timestep)
+            output = checkpoint(predict, x, timestep, use_reentrant=False) if again else predict(x, timestep)
         drawn = step(output, number, x)
         x = drawn.latents
         latents.append(x)
@@ -165,8 +165,7 @@ def with_guidance(
 ) -> Tensor:  # fmt: skip
     """A model's output for latents `(B, ...)` at `times (B,)`; with `guidance` twice, without the prompt first.
 
-    Source: Ho and Salimans 2022, eq. 6 (arXiv:2207.12598), with weight `guidance - 1`; `rescale` as Lin et al. 2023,
-    eq. 16 (arXiv:2305.08891).
+    Source: Ho and Salimans 2022, eq. 6 (arXiv:2207.12598), weight `guidance - 1`; `rescale`: arXiv:2305.08891, eq. 16.
     """
     if guidance is None:
         return forward(x, times)

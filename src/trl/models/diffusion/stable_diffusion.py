@@ -148,7 +148,7 @@ def pipeline_step_with_grad(
 
 def predict_noise(
     unet: nn.Module, x: Tensor, timestep: int | Tensor, embeds: Tensor, guidance: float | None, *,
-    rescale: float = 0.0, **kwargs: Any,
+    rescale: float = 0.0, **kwargs: object,
 ) -> Tensor:  # fmt: skip
     """The UNet's output for latents `(B, C, h, w)`; with `guidance` embeds are `(2 B, ...)`, negative ones first."""
 

@@ -213,7 +213,7 @@ def _soft_capped(
 
 
 @cache
-def _variable_length_kernel() -> Callable[..., Any] | None:
+def _variable_length_kernel() -> Callable[..., object] | None:
     """PyTorch's variable-length attention with windows and grouped heads (later than 2.10), or None."""
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -224,7 +224,7 @@ def _variable_length_kernel() -> Callable[..., Any] | None:
 
 
 def _variable_length(
-    kernel: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, plan: _Plan, scaling: float | None,
+    kernel: Callable[..., object], query: Tensor, key: Tensor, value: Tensor, plan: _Plan, scaling: float | None,
     window: int | None,
 ) -> Tensor:  # fmt: skip
     """PyTorch's variable-length flash attention; keys of a prompt are gathered once per branch."""
