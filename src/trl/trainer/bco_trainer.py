@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor, nn
-from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from trl._lazy import attach
 from trl.legacy.unpaired_methods import LegacyBCO
@@ -15,8 +13,9 @@ from trl.methods.bco import BCOMethod
 from trl.models.prompt_density import EmbeddingFunction, PromptDensity
 from trl.reporting.model_card import Paper
 from trl.tensors.moments import RunningMoments
+from trl.trainer import arguments
 from trl.trainer.bco_config import BCOConfig
-from trl.trainer.unpaired import AnyDataset, UnpairedTrainer
+from trl.trainer.unpaired import UnpairedTrainer
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
@@ -24,6 +23,9 @@ RUNNING_NAME = "running.json"
 """A checkpoint's file with the mean reward of the run so far, for programs that read it; `std` and `var` are not
 known.
 """
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 
 class BCOTrainer(LegacyBCO, UnpairedTrainer):
@@ -55,26 +57,16 @@ class BCOTrainer(LegacyBCO, UnpairedTrainer):
     args: BCOConfig
 
     def __init__(
-        self,
-        model: PreTrainedModel | nn.Module | str | None = None,
-        ref_model: PreTrainedModel | nn.Module | str | None = None,
-        args: BCOConfig | None = None,
-        train_dataset: AnyDataset | None = None,
-        eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
-        model_init: Callable[[], PreTrainedModel] | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
-        peft_config: Any | None = None,
-        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
-        model_adapter_name: str | None = None,
-        ref_adapter_name: str | None = None,
-        embedding_func: EmbeddingFunction | None = None,
-        embedding_tokenizer: PreTrainedTokenizerBase | None = None,
-        **older: Any,
-    ) -> None:
+        self, model: arguments.AnyModel | None = None, ref_model: arguments.AnyModel | None = None,
+        args: BCOConfig | None = None, train_dataset: arguments.AnyDataset | None = None,
+        eval_dataset: arguments.EvalDatasets | None = None, processing_class: arguments.Processor | None = None,
+        data_collator: arguments.Collator | None = None, model_init: arguments.ModelInit | None = None,
+        callbacks: list[TrainerCallback] | None = None, optimizers: arguments.Optimizers = (None, None),
+        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None, peft_config: PeftConfig | None = None,
+        compute_metrics: arguments.ComputeMetrics | None = None, model_adapter_name: str | None = None,
+        ref_adapter_name: str | None = None, embedding_func: EmbeddingFunction | None = None,
+        embedding_tokenizer: PreTrainedTokenizerBase | None = None, **older: Any,
+    ) -> None:  # fmt: skip
         self._density = _prompt_density(embedding_func, embedding_tokenizer, train_dataset)
         super().__init__(
             model, ref_model, args, train_dataset, eval_dataset, processing_class, data_collator, model_init, callbacks,

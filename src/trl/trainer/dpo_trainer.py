@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from datasets import Dataset, IterableDataset
-from torch import Tensor, nn
-from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from torch import Tensor
+from transformers import TrainerCallback
 
 from trl._lazy import attach
 from trl.collators.images import DataCollatorForVisionPreference
-from trl.collators.preference import PAIR_COLUMNS, REFERENCE_COLUMNS, as_pair_batch
+from trl.collators.preference import PAIR_COLUMNS, REFERENCE_COLUMNS
 from trl.data.image_rows import has_images
 from trl.data.preference import OWN_PROMPT
 from trl.legacy.dpo_methods import LegacyDPO
 from trl.methods.dpo import DPOMethod
 from trl.models.reference import choose_adapters, make_reference
-from trl.models.scoring.base import shares_prefix
 from trl.reporting.model_card import Paper
 from trl.tensors.sequences import split_pairs
-from trl.trainer import images
+from trl.trainer import arguments, images
 from trl.trainer.dpo_config import DPOConfig
-from trl.trainer.preference_trainer import PreferenceTrainer, pair_collator
-from trl.trainer.row_sets import pair_sets
+from trl.trainer.preference_trainer import PreferenceTrainer, pair_parts
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
-AnyDataset = Dataset | IterableDataset
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 
 class DPOTrainer(LegacyDPO, PreferenceTrainer):
@@ -67,44 +64,33 @@ class DPOTrainer(LegacyDPO, PreferenceTrainer):
     _columns: tuple[str, ...] = (*PAIR_COLUMNS, *REFERENCE_COLUMNS, OWN_PROMPT)
 
     def __init__(
-        self,
-        model: str | nn.Module | PreTrainedModel | None = None,
-        ref_model: PreTrainedModel | nn.Module | str | None = None,
-        args: DPOConfig | None = None,
-        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
-        train_dataset: AnyDataset | None = None,
-        eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
-        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
-        peft_config: Any | None = None,
+        self, model: arguments.AnyModel | None = None, ref_model: arguments.AnyModel | None = None,
+        args: DPOConfig | None = None, data_collator: arguments.Collator | None = None,
+        train_dataset: arguments.AnyDataset | None = None, eval_dataset: arguments.EvalDatasets | None = None,
+        processing_class: arguments.Processor | None = None, compute_metrics: arguments.ComputeMetrics | None = None,
+        callbacks: list[TrainerCallback] | None = None, optimizers: arguments.Optimizers = (None, None),
+        optimizer_cls_and_kwargs: arguments.OptimizerClass | None = None,
+        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None, peft_config: PeftConfig | None = None,
         **older: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         policy, args = self.begin(model, args, processing_class, peft_config, older)
         assert isinstance(args, DPOConfig)
-        self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
-        self.layout = partial(as_pair_batch, prefix_sharing=self.shares_prefix)
-        self.method = DPOMethod(args)
+        reference = None
         if args.reference_free and ref_model is None and args.ref_adapter_name is None:
             choose_adapters(policy.model, args)
         else:
-            self.reference = make_reference(policy.model, policy.scorer, ref_model, args=args, path=self._path)
+            reference = make_reference(policy.model, policy.scorer, ref_model, args=args, path=self._path)
+        parts = replace(pair_parts(args, policy, DPOMethod(args), data_collator), reference=reference)
         self.with_images = isinstance(data_collator, DataCollatorForVisionPreference) or has_images(
             train_dataset, eval_dataset
         )
         if self.with_images:
             self._columns = images.PAIR_COLUMNS
             sets = images.image_pair_sets(data_collator, args, policy)
-            data_collator = sets.collator
-        else:
-            sets = pair_sets(args, policy)
-            data_collator = data_collator or pair_collator(policy, shares_prefix=self.shares_prefix)
+            parts = replace(parts, sets=sets, collator=sets.collator)
         super().__init__(
-            policy, args, sets=sets, data_collator=data_collator, train_dataset=train_dataset,
-            eval_dataset=eval_dataset, compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
+            parts, args, train_dataset=train_dataset, eval_dataset=eval_dataset,
+            compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )  # fmt: skip

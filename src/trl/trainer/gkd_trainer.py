@@ -40,8 +40,9 @@ from trl.models.policy import Policy
 from trl.models.setup import check_positions
 from trl.models.teacher import ColumnTeacher, Teacher, TeacherByRow, make_teacher
 from trl.reporting.model_card import Paper
+from trl.trainer.arguments import FormattingFunction
 from trl.trainer.gkd_config import GKDConfig
-from trl.trainer.row_sets import FormattingFunction, SFTSets, sft_sets
+from trl.trainer.row_sets import SFTSets, sft_sets
 from trl.trainer.sft_trainer import SFTTrainer
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,30 +12,60 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 
-from trl.collators.preference import PairCollator
+from trl.collators.preference import PairCollator, as_pair_batch
+from trl.data.prepared_sets import DataSets
+from trl.methods.method import Method
 from trl.models.policy import Policy
 from trl.models.reference import Reference
+from trl.models.scoring.base import shares_prefix
 from trl.models.scoring.head import ScoreOptions
 from trl.models.setup import pad_token_id
+from trl.trainer.arguments import Collator
 from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.precompute import ReferencePass, has_reference_columns, precompute_ref_log_probs
+from trl.trainer.row_sets import pair_sets
 from trl.trainer.samples import log_evaluation_samples
 
 
-def pair_collator(policy: Policy, *, shares_prefix: bool) -> Any:
-    """The collator of tokenised pairs for this policy."""
-    encodes = policy.scorer.core.config.is_encoder_decoder
-    return PairCollator(shares_prefix, pad_token_id(policy.tokenizer) if encodes else None)
+@dataclass(frozen=True)
+class Parts:
+    """What a trainer of judged completions is made of, before transformers' constructor has the accelerator.
+
+    `layout` brings batches, perhaps of a user's own collator, into the form that the method works on.
+    """
+
+    policy: Policy
+    method: Method
+    sets: DataSets
+    collator: Collator
+    layout: Callable[[Any], Any]
+    shares_prefix: bool = False
+    reference: Reference | None = None
+
+
+def pair_parts(args: Any, policy: Policy, method: Method, collator: Collator | None, **settings: Any) -> Parts:
+    """The parts of a trainer of pairs; `settings` are further ones of `PreferencePreparation`."""
+    shares = shares_prefix(policy.scorer, args.prefix_sharing)
+    encoder_pad = pad_token_id(policy.tokenizer) if policy.scorer.core.config.is_encoder_decoder else None
+    layout = partial(as_pair_batch, prefix_sharing=shares)
+    sets = pair_sets(args, policy, **settings)
+    return Parts(policy, method, sets, collator or PairCollator(shares, encoder_pad), layout, shares)
 
 
 class PreferenceTrainer(BaseTrainer):
     """Base of the trainers that learn from judged completions."""
 
     reference: Reference | AskedInAdvance | None = None
+    shares_prefix: bool = False
 
-    def __init__(self, policy: Policy, args: Any, **given: Any) -> None:
-        """`given` are further arguments of `BaseTrainer`."""
-        super().__init__(model=policy.model, args=args, processing_class=policy.processing_class, **given)
+    def __init__(self, parts: Parts, args: Any, **others: Any) -> None:
+        """`others` are further arguments of `BaseTrainer`."""
+        self.method, self.layout = parts.method, parts.layout
+        self.reference, self.shares_prefix = parts.reference, parts.shares_prefix
+        super().__init__(
+            model=parts.policy.model, args=args, sets=parts.sets, data_collator=parts.collator,
+            processing_class=parts.policy.processing_class, **others,
+        )  # fmt: skip
 
     def evaluation_loop(
         self,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from datasets import Dataset, IterableDataset
-from torch import Tensor, nn
-from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.data.stepwise import StepwisePreparation, tokenize_stepwise_row
@@ -18,11 +16,13 @@ from trl.models.packed.layout import is_packed
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.setup import STEP_CLASSIFIER
 from trl.reporting.model_card import Paper
-from trl.trainer.preference_trainer import PreferenceTrainer
+from trl.trainer import arguments
+from trl.trainer.preference_trainer import Parts, PreferenceTrainer
 from trl.trainer.prm_config import PRMConfig
 from trl.trainer.row_sets import row_sets
 
-AnyDataset = Dataset | IterableDataset
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 
 class PRMTrainer(LegacyJudged, PreferenceTrainer):
@@ -57,52 +57,47 @@ class PRMTrainer(LegacyJudged, PreferenceTrainer):
     _paper = Paper("Solving math word problems with process- and outcome-based feedback", "2211.14275")
     args: PRMConfig
     scorer: ClassificationScorer
-    method = PRMMethod()
+    method: PRMMethod
     _config_class: ClassVar[type] = PRMConfig
     _columns: tuple[str, ...] = ("input_ids", "labels")
 
     def __init__(
-        self,
-        model: str | nn.Module | PreTrainedModel | None = None,
-        args: PRMConfig | None = None,
-        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
-        train_dataset: AnyDataset | None = None,
-        eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
-        model_init: Callable[[], PreTrainedModel] | None = None,
-        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
-        peft_config: Any | None = None,
+        self, model: arguments.AnyModel | None = None, args: PRMConfig | None = None,
+        data_collator: arguments.Collator | None = None, train_dataset: arguments.AnyDataset | None = None,
+        eval_dataset: arguments.EvalDatasets | None = None, processing_class: PreTrainedTokenizerBase | None = None,
+        model_init: arguments.ModelInit | None = None, compute_metrics: arguments.ComputeMetrics | None = None,
+        callbacks: list[TrainerCallback] | None = None, optimizers: arguments.Optimizers = (None, None),
+        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None, peft_config: PeftConfig | None = None,
         **older: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if model is None and model_init is not None:
             model = model_init()
         policy, args = self.begin(model, args, processing_class, peft_config, older, classifier=STEP_CLASSIFIER)
         sets = row_sets(StepwisePreparation, args, policy, is_eval=True, training={"is_eval": False})
+        collator = data_collator or DataCollatorForLanguageModeling(self.scorer.pad_token_id)
+        layout = partial(padded_steps, self.scorer)
         super().__init__(
-            policy, args, sets=sets, data_collator=data_collator or DataCollatorForLanguageModeling(self.scorer.pad_token_id),
-            train_dataset=train_dataset, eval_dataset=eval_dataset, compute_metrics=compute_metrics,
-            callbacks=callbacks, optimizers=optimizers, preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            Parts(policy, PRMMethod(), sets, collator, layout), args,
+            train_dataset=train_dataset, eval_dataset=eval_dataset,
+            compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )  # fmt: skip
-
-    # ---- the data
 
     tokenize_row = staticmethod(tokenize_stepwise_row)
 
-    def layout(self, batch: Any) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """A batch as padded rows, with an attention mask.
 
-        Raises: ValueError for a batch without labels.
-        """
-        if batch.get("labels") is None:
-            raise ValueError(
-                f"a batch has {sorted(batch)}, expected 'labels' too: a class at the end of each step, -100 elsewhere. Let "
-                "the data_collator add them, or leave it out."
-            )
-        if is_packed(batch):
-            return self.scorer.padded_inputs(batch)
-        if batch.get("attention_mask") is None:
-            return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
-        return batch
+def padded_steps(scorer: ClassificationScorer, batch: Any) -> Any:
+    """A batch as padded rows, with an attention mask.
+
+    Raises: ValueError for a batch without labels.
+    """
+    if batch.get("labels") is None:
+        raise ValueError(
+            f"a batch has {sorted(batch)}, expected 'labels' too: a class at the end of each step, -100 elsewhere. Let "
+            "the data_collator add them, or leave it out."
+        )
+    if is_packed(batch):
+        return scorer.padded_inputs(batch)
+    if batch.get("attention_mask") is None:
+        return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+    return batch

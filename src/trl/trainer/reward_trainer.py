@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate.utils import gather_object
-from datasets import Dataset, IterableDataset
 from pandas import DataFrame
-from torch import Tensor
-from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from trl._lazy import attach
 from trl.collators.reward import REWARD_COLUMNS, RewardCollator, as_reward_batch
@@ -22,14 +19,16 @@ from trl.models.scoring.base import shares_prefix
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.setup import REWARD_MODEL
 from trl.models.switches import in_eval_mode
-from trl.trainer.preference_trainer import PreferenceTrainer
+from trl.trainer import arguments
+from trl.trainer.preference_trainer import Parts, PreferenceTrainer
 from trl.trainer.reward_config import RewardConfig
 from trl.trainer.row_sets import row_sets
 from trl.trainer.samples import show_table
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
-AnyDataset = Dataset | IterableDataset
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 
 class RewardTrainer(LegacyReward, PreferenceTrainer):
@@ -66,43 +65,31 @@ class RewardTrainer(LegacyReward, PreferenceTrainer):
     _columns: tuple[str, ...] = (*REWARD_COLUMNS, "margin")
 
     def __init__(
-        self,
-        model: str | PreTrainedModel | None = None,
-        args: RewardConfig | None = None,
-        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
-        train_dataset: AnyDataset | None = None,
-        eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
-        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
-        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
-        peft_config: Any | None = None,
+        self, model: str | PreTrainedModel | None = None, args: RewardConfig | None = None,
+        data_collator: arguments.Collator | None = None, train_dataset: arguments.AnyDataset | None = None,
+        eval_dataset: arguments.EvalDatasets | None = None, processing_class: PreTrainedTokenizerBase | None = None,
+        compute_metrics: arguments.ComputeMetrics | None = None, callbacks: list[TrainerCallback] | None = None,
+        optimizers: arguments.Optimizers = (None, None),
+        optimizer_cls_and_kwargs: arguments.OptimizerClass | None = None,
+        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None, peft_config: PeftConfig | None = None,
         **older: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         policy, args = self.begin(model, args, processing_class, peft_config, older, classifier=REWARD_MODEL)
         assert isinstance(args, RewardConfig)
-        self.shares_prefix = shares_prefix(policy.scorer, args.prefix_sharing)
-        self.layout = partial(as_reward_batch, prefix_sharing=self.shares_prefix)
-        self.method = RewardMethod(args)
-        collator = RewardCollator(
-            prefix_sharing=self.shares_prefix,
-            packed=self.scorer.packed,
-            pad_token_id=self.scorer.pad_token_id,
+        shares = shares_prefix(policy.scorer, args.prefix_sharing)
+        layout, scorer = partial(as_reward_batch, prefix_sharing=shares), self.scorer
+        collator = data_collator or RewardCollator(
+            prefix_sharing=shares, packed=scorer.packed, pad_token_id=scorer.pad_token_id,
             pad_to_multiple_of=args.pad_to_multiple_of,
-        )
+        )  # fmt: skip
+        sets = row_sets(RewardPreparation, args, policy)
         super().__init__(
-            policy, args, sets=row_sets(RewardPreparation, args, policy),
-            data_collator=data_collator or collator, train_dataset=train_dataset, eval_dataset=eval_dataset,
+            Parts(policy, RewardMethod(args), sets, collator, layout, shares), args,
+            train_dataset=train_dataset, eval_dataset=eval_dataset,
             compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )  # fmt: skip
-
-    # ---- the data
-
-    # ---- samples
 
     def evaluate(self, *args: Any, num_print_samples: int | None = None, **kwargs: Any) -> dict[str, float]:
         """Evaluate, see `transformers.Trainer.evaluate`; with `num_print_samples` `visualize_samples` comes first."""

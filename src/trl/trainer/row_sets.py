@@ -24,13 +24,13 @@ from trl.models.packed.layout import is_packed
 from trl.models.parts import embedded_tokens
 from trl.models.policy import Policy
 from trl.models.setup import check_positions, table_of_positions
+from trl.trainer.arguments import FormattingFunction
 from trl.trainer.sft_config import SFTConfig
 
 logger = logging.getLogger(__name__)
 
 AnySets = TypeVar("AnySets", bound=PreparedSets)
 AnySFTSets = TypeVar("AnySFTSets", bound="SFTSets")
-FormattingFunction = Callable[[dict[str, Any]], Any]
 PREPARATION_KEYS = ("add_special_tokens", "skip_prepare_dataset", "untrained_rows")
 PACKED_ROWS_TRIED = 16
 

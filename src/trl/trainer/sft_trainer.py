@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from datasets import Dataset, IterableDataset
-from torch import Tensor, nn
-from transformers import (
-    EvalPrediction,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-    TrainerCallback,
-    TrainingArguments,
-)
+from torch import Tensor
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
 from trl._lazy import attach
 from trl.collators.images import DataCollatorForVisionLanguageModeling
@@ -28,17 +19,18 @@ from trl.methods.sft import LogitsMethod, SFTMethod
 from trl.models.parts import check_decoder_only
 from trl.models.policy import Policy
 from trl.models.scoring.causal import Scorer
+from trl.trainer import arguments
 from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.images import TEXT_COLUMNS, image_sets
-from trl.trainer.row_sets import FormattingFunction, SFTSets, check_collator, sft_sets
+from trl.trainer.row_sets import SFTSets, check_collator, sft_sets
 from trl.trainer.sft_config import SFTConfig
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
 logger = logging.getLogger(__name__)
 
-AnyDataset = Dataset | IterableDataset
-EvalDatasets = AnyDataset | dict[str, AnyDataset]
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 
 class SFTTrainer(LegacySFT, BaseTrainer):
@@ -80,23 +72,15 @@ class SFTTrainer(LegacySFT, BaseTrainer):
     scorer: Scorer
 
     def __init__(
-        self,
-        model: str | PreTrainedModel | nn.Module | None = None,
-        args: SFTConfig | TrainingArguments | None = None,
-        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
-        train_dataset: AnyDataset | None = None,
-        eval_dataset: EvalDatasets | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        compute_loss_func: Callable[..., Tensor] | None = None,
-        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
-        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
-        peft_config: Any | None = None,
-        formatting_func: Callable[[dict[str, Any]], Any] | None = None,
-        **older: Any,
-    ) -> None:
+        self, model: arguments.AnyModel | None = None, args: SFTConfig | TrainingArguments | None = None,
+        data_collator: arguments.Collator | None = None, train_dataset: arguments.AnyDataset | None = None,
+        eval_dataset: arguments.EvalDatasets | None = None, processing_class: arguments.Processor | None = None,
+        compute_loss_func: Callable[..., Tensor] | None = None, compute_metrics: arguments.ComputeMetrics | None = None,
+        callbacks: list[TrainerCallback] | None = None, optimizers: arguments.Optimizers = (None, None),
+        optimizer_cls_and_kwargs: arguments.OptimizerClass | None = None,
+        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None, peft_config: PeftConfig | None = None,
+        formatting_func: arguments.FormattingFunction | None = None, **older: Any,
+    ) -> None:  # fmt: skip
         policy, args = self.begin(model, args, processing_class, peft_config, older, data="rows")
         assert isinstance(args, SFTConfig)
         self.method = SFTMethod(args.loss_type)
@@ -136,7 +120,7 @@ class SFTTrainer(LegacySFT, BaseTrainer):
         """Raise TypeError for a model of a kind that is not trained here."""
         check_decoder_only(core)
 
-    def make_sets(self, args: Any, policy: Policy, formatting_func: FormattingFunction | None) -> SFTSets:
+    def make_sets(self, args: Any, policy: Policy, formatting_func: arguments.FormattingFunction | None) -> SFTSets:
         """The data sets, of which rows are tokenised."""
         return sft_sets(args, policy, formatting_func, SFTSets)
 

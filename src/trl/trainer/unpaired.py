@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from datasets import Dataset, IterableDataset
-from torch import Tensor, nn
-from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from datasets import Dataset
+from torch import Tensor
+from transformers import TrainerCallback
 
 from trl.collators.unpaired import (
     EMBEDDING_COLUMN,
@@ -23,17 +24,19 @@ from trl.collators.unpaired import (
 )
 from trl.data.unpaired import UnpairedPreparation
 from trl.methods.unpaired import UnpairedMethod
-from trl.models.policy import is_encoder_decoder
+from trl.models.policy import Policy, is_encoder_decoder
 from trl.models.reference import make_reference
 from trl.models.scoring.base import shares_prefix
 from trl.models.scoring.causal import Scorer
 from trl.models.setup import pad_token_id
-from trl.trainer.preference_trainer import PreferenceTrainer
+from trl.trainer import arguments
+from trl.trainer.preference_trainer import Parts, PreferenceTrainer
 from trl.trainer.row_sets import pair_sets
 
 logger = logging.getLogger(__name__)
 
-AnyDataset = Dataset | IterableDataset
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 
 class UnpairedTrainer(PreferenceTrainer):
@@ -57,49 +60,27 @@ class UnpairedTrainer(PreferenceTrainer):
     scorer: Scorer
 
     def __init__(
-        self,
-        model: PreTrainedModel | nn.Module | str | None = None,
-        ref_model: PreTrainedModel | nn.Module | str | None = None,
-        args: Any = None,
-        train_dataset: AnyDataset | None = None,
-        eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
-        model_init: Callable[[], PreTrainedModel] | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
-        peft_config: Any | None = None,
-        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
-        model_adapter_name: str | None = None,
-        ref_adapter_name: str | None = None,
-        **older: Any,
-    ) -> None:
+        self, model: arguments.AnyModel | None = None, ref_model: arguments.AnyModel | None = None, args: Any = None,
+        train_dataset: arguments.AnyDataset | None = None, eval_dataset: arguments.EvalDatasets | None = None,
+        processing_class: arguments.Processor | None = None, data_collator: arguments.Collator | None = None,
+        model_init: arguments.ModelInit | None = None, callbacks: list[TrainerCallback] | None = None,
+        optimizers: arguments.Optimizers = (None, None),
+        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None, peft_config: PeftConfig | None = None,
+        compute_metrics: arguments.ComputeMetrics | None = None, model_adapter_name: str | None = None,
+        ref_adapter_name: str | None = None, **older: Any,
+    ) -> None:  # fmt: skip
         if model_init is not None:
             older["model_init"] = model_init
         policy, args = self.begin(model, args, processing_class, peft_config, older)
-        encodes = is_encoder_decoder(policy.scorer.core, args)
+        is_encoder_decoder(policy.scorer.core, args)  # raises where args.is_encoder_decoder differs
         self.model_adapter_name, self.ref_adapter_name = model_adapter_name, ref_adapter_name
-        self.reference = make_reference(
-            policy.model,
-            policy.scorer,
-            ref_model,
-            args=args,
-            path=self._path,
-            model_adapter_name=model_adapter_name,
-            ref_adapter_name=ref_adapter_name,
-        )
+        adapters = {"model_adapter_name": model_adapter_name, "ref_adapter_name": ref_adapter_name}
+        reference = make_reference(policy.model, policy.scorer, ref_model, args=args, path=self._path, **adapters)
         settings = self.preparation(args)
         self.mismatched = settings.get("mismatch_group") is not None
-        self.method = self.make_method(args)
-        # One completion behind its prompt is a plain sequence: there is nothing to share.
-        self.shares_prefix = self.mismatched and shares_prefix(policy.scorer, args.prefix_sharing)
-        self.layout = partial(as_unpaired_batch, prefix_sharing=self.shares_prefix, mismatched=self.mismatched)
-        encoder_pad = pad_token_id(policy.tokenizer) if encodes else None
-        collator = UnpairedCollator(self.shares_prefix, self.mismatched, encoder_pad)
+        parts = unpaired_parts(args, policy, self.make_method(args), data_collator, settings)
         super().__init__(
-            policy, args, sets=pair_sets(args, policy, UnpairedPreparation, **settings),
-            data_collator=data_collator or collator, train_dataset=train_dataset, eval_dataset=eval_dataset,
+            replace(parts, reference=reference), args, train_dataset=train_dataset, eval_dataset=eval_dataset,
             compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )  # fmt: skip
@@ -132,6 +113,19 @@ class UnpairedTrainer(PreferenceTrainer):
         assert self.reference is not None
         logps = self.reference.score(self.model_wrapped, batch, self.completion_logps)  # type: ignore[arg-type]
         batch.update(zip(names, logps.view(-1, len(names)).unbind(dim=1), strict=True))
+
+
+def unpaired_parts(
+    args: Any, policy: Policy, method: UnpairedMethod, collator: arguments.Collator | None, settings: Mapping[str, Any]
+) -> Parts:
+    """The parts of a trainer of single completions; `settings` are further ones of `UnpairedPreparation`."""
+    # One completion behind its prompt is a plain sequence: there is nothing to share.
+    mismatched = settings.get("mismatch_group") is not None
+    shares = mismatched and shares_prefix(policy.scorer, args.prefix_sharing)
+    encoder_pad = pad_token_id(policy.tokenizer) if policy.scorer.core.config.is_encoder_decoder else None
+    layout = partial(as_unpaired_batch, prefix_sharing=shares, mismatched=mismatched)
+    sets = pair_sets(args, policy, UnpairedPreparation, **settings)
+    return Parts(policy, method, sets, collator or UnpairedCollator(shares, mismatched, encoder_pad), layout, shares)
 
 
 def _warn_of_blocks(dataset: Any, strategy: str) -> None:

@@ -28,9 +28,9 @@ from trl.models.reference import FrozenModel
 from trl.models.setup import pad_token_id
 from trl.models.teacher import FrozenTeacher, Teacher, load_teacher
 from trl.reporting.model_card import Paper
+from trl.trainer.arguments import FormattingFunction
 from trl.trainer.gkd_trainer import GKDSets, GKDTrainer, Writer, completed, gkd_sets, prompts_of
 from trl.trainer.group_setup import check_engine, engine_of, sampling_of, with_served_window
-from trl.trainer.row_sets import FormattingFunction
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 Collator = Callable[[list[Any]], dict[str, Any]]
