@@ -175,7 +175,9 @@ def allowed_ids(processing_class: ProcessingClass, rows: int | None, *, is_token
     return Vocabulary(rows, f"the model embeds {rows} token ids, the tokenizer has {tokens} tokens")
 
 
-def check_ids(row: Any, vocabulary: Vocabulary | None, place: Place, *, may_be_empty: bool = False) -> None:
+def check_ids(
+    row: Sequence[int] | np.ndarray, vocabulary: Vocabulary | None, place: Place, *, may_be_empty: bool = False
+) -> None:
     """Raise for a row of token ids that the model does not have; -100 in `labels` marks what is not trained."""
     if vocabulary is None:
         return
@@ -210,7 +212,7 @@ class RowKind(ABC):
     """The remedy for packed rows; None: they may be packed."""
 
     def __call__(
-        self, batch: dict[str, list], indices: Sequence[int], json_columns: Mapping[str, Any] = {}
+        self, batch: dict[str, list], indices: Sequence[int], json_columns: Mapping[str, object] = {}
     ) -> dict[str, list]:
         """The columns of `features` and `counts`; `json_columns`: the types of columns that store values as JSON."""
         batch = {

@@ -87,7 +87,7 @@ class PairTokenizer(RowKind):
 
     @property
     def features(self) -> dict[str, FeatureType]:
-        ids: dict[str, Any] = dict.fromkeys(self.columns, List(Value("int32")))
+        ids: dict[str, FeatureType] = dict.fromkeys(self.columns, List(Value("int32")))
         return ids | dict.fromkeys(self.kept_numbers, Value("float32"))
 
     def rows(self, rows: Sequence[Row], indices: Sequence[int]) -> list[RowDict]:

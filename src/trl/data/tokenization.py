@@ -3,12 +3,13 @@
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from trl.data.formats import (
     Row,
+    RowDict,
     common_prefix_length,
     maybe_convert_to_chatml,
     prepare_multimodal_messages,
@@ -68,7 +69,7 @@ def read_chat(
 
 def template_inputs(
     row: Row, place: Place, *, tools: Sequence[dict | Callable] | None = None
-) -> tuple[list[dict | Callable] | None, dict[str, Any]]:
+) -> tuple[list[dict | Callable] | None, RowDict]:
     """The tools of a row, and its variables for the chat template."""
     row_tools = row.get("tools") if tools is None else written(tools)
     if row_tools is not None:

@@ -218,7 +218,7 @@ class UnpairedTokenizer(PairTokenizer):
     @property
     def features(self) -> dict[str, FeatureType]:
         ids = List(Value("int32"))
-        made: dict[str, Any] = {**dict.fromkeys(TOKEN_COLUMNS, ids), "label": Value("bool")}
+        made: dict[str, FeatureType] = {**dict.fromkeys(TOKEN_COLUMNS, ids), "label": Value("bool")}
         made |= dict.fromkeys(WHOLE, ids) if self.keep_whole else {}
         made |= {EMBEDDING_COLUMN: ids} if self.embedding_tokenizer is not None else {}
         made |= dict.fromkeys(self.kept_ids, ids)

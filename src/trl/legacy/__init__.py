@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, Trainer, TrainingArguments
 
+from trl.data.rendering import Fields
 from trl.options.spelling import did_you_mean
 from trl.options.training import TrainingDefaults, require_set_up, wrong_config
 
@@ -83,7 +84,7 @@ def move_onto_config(
     model: str | nn.Module | None,
     args: TrainingArguments | None,
     processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
-    older: Mapping[str, Any],
+    older: Fields,
 ) -> Moved:
     """Move a trainer's older arguments, and make `args` an instance of `config_class`.
 
@@ -98,7 +99,7 @@ def move_onto_config(
 
 
 def move_arguments(
-    config_class: type[TrainingArguments], newer: Mapping[str, Any], older: Mapping[str, Any], *, stacklevel: int = 3
+    config_class: type[TrainingArguments], newer: Fields, older: Fields, *, stacklevel: int = 3
 ) -> dict[str, Any]:
     """The arguments under today's names: `newer` as they are, with those that were given under `older` ones.
 
@@ -131,7 +132,7 @@ def move_arguments(
     return moved
 
 
-def _check_known(older: Mapping[str, Any], config_class: type[TrainingArguments]) -> None:
+def _check_known(older: Fields, config_class: type[TrainingArguments]) -> None:
     moving = next((_KNOWN[kind.__name__] for kind in config_class.__mro__ if kind.__name__ in _KNOWN), ())
     fields = [field.name for field in dataclasses.fields(config_class)]
     for name in set(older) - set(moving):
@@ -147,7 +148,7 @@ def _check_known(older: Mapping[str, Any], config_class: type[TrainingArguments]
 def _as_config(
     args: TrainingArguments | None,
     config_class: type[TrainingArguments],
-    changes: Mapping[str, Any],
+    changes: Fields,
     model: str | nn.Module | None,
 ) -> TrainingArguments:
     if args is None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trl.collators.preference import OWN_PROMPT, REFERENCE_COLUMNS, DPODataCollatorWithPadding
+from trl.data.formats import Row, RowDict
 from trl.data.preference import tokenize_preference_row
 from trl.legacy.interface import RECORDED, REFERENCES, View, call_with, takes
 from trl.legacy.pair_methods import (
@@ -24,7 +25,7 @@ from trl.legacy.pair_methods import (
     whole_sequences,
     with_losses,
 )
-from trl.methods.method import CONTEXT, Outcome
+from trl.methods.method import CONTEXT, Batch, Outcome
 from trl.models.packed.layout import scored_sequences
 from trl.models.policy import make_scorer
 from trl.models.scoring.causal import Scored, mean_logits
@@ -49,7 +50,7 @@ class LegacyDPO(LegacyReference):
 
     # ---- overridden methods
 
-    def recorded_columns(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def recorded_columns(self, batch: Batch) -> RowDict:
         """Prompts and completions of a batch of pairs, the labels of whole sequences, and the reference's log-probs."""
         rows = pairs_of(batch)
         wholes = [whole_sequences(row, is_encoder_decoder="decoder_labels" in batch) for row in rows]
@@ -62,7 +63,7 @@ class LegacyDPO(LegacyReference):
             columns |= dict(zip(REFERENCE_COLUMNS, split_pairs(batch["ref_logps"]), strict=True))
         return columns
 
-    def recorded_outcome(self, batch: dict[str, Any], scored: Scored) -> Outcome:
+    def recorded_outcome(self, batch: RowDict, scored: Scored) -> Outcome:
         """The outcome with losses and rewards of an overridden `dpo_loss`: one call for each `loss_type`, or a single
         one where it takes no such argument. Its own loss includes that of "sft".
         """
@@ -86,7 +87,7 @@ class LegacyDPO(LegacyReference):
 
     # ---- the reference
 
-    def add_reference(self, batch: dict[str, Any]) -> None:
+    def add_reference(self, batch: RowDict) -> None:
         """Put the reference's log-probs `(2B,)` into the batch, perhaps those of an overridden method."""
         name = next((name for name in REFERENCES if self.overridden(name)), None)
         if name is None:
@@ -99,7 +100,7 @@ class LegacyDPO(LegacyReference):
             logps = logps * tokens_by_sequence(scored_sequences(batch), len(logps))
         batch["ref_logps"] = logps
 
-    def compute_ref_log_probs(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def compute_ref_log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Log-probs of chosen and rejected completions under the reference, `(B,)` each (means where a loss takes
         means).
 
@@ -118,7 +119,7 @@ class LegacyDPO(LegacyReference):
     # ---- the forward and the loss
 
     @staticmethod
-    def concatenated_inputs(batch: Mapping[str, Any], padding_value: int = 0, **older: Any) -> dict[str, Tensor | Any]:
+    def concatenated_inputs(batch: Batch, padding_value: int = 0, **older: Any) -> RowDict:
         """Chosen and rejected of a padded batch below each other.
 
         From `prompt_*`, `chosen_*`, `rejected_*` columns (0.12-0.26): `prompt_input_ids`, `prompt_attention_mask`,
@@ -145,9 +146,7 @@ class LegacyDPO(LegacyReference):
         completions = {f"completion_{name}": both_sides(batch, name, value) for name, value in fill.items()}
         return {**wholes, **prompts, **completions}
 
-    def concatenated_forward(
-        self, model: nn.Module, batch: Mapping[str, Any], is_ref_model: bool = False
-    ) -> dict[str, Tensor]:
+    def concatenated_forward(self, model: nn.Module, batch: Batch, is_ref_model: bool = False) -> dict[str, Tensor]:
         """What `model`, the policy or the reference, makes of a batch of pairs, with gradient where there is one.
 
         `chosen_logps` and `rejected_logps` `(B,)` (means where a loss takes means), `mean_chosen_logits` and
@@ -224,14 +223,14 @@ class LegacyDPO(LegacyReference):
 
     @staticmethod
     def process_row(
-        features: Mapping[str, Any],
+        features: Row,
         processing_class: Any,
         max_prompt_length: int | None = None,
         max_completion_length: int | None = None,
         add_special_tokens: bool = True,
-    ) -> dict[str, Any]:
+    ) -> RowDict:
         """`tokenize_row` for a row with `images`: the prompt goes through the processor."""
-        row: dict[str, Any] = dict(
+        row: RowDict = dict(
             tokenize_preference_row(features, processing_class, None, max_completion_length, add_special_tokens)
         )
         text, images = features["prompt"], features.get("images")
@@ -256,14 +255,14 @@ class LegacyDPO(LegacyReference):
         return super().get_batch_samples(*args, **kwargs)
 
 
-def _per_token(trainer: Any, logps: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def _per_token(trainer: LegacyDPO, logps: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """Chosen and rejected of sums `(2B,)`, as means over tokens where one of the trainer's losses takes means."""
     if any(PAIR_LOSSES[name].per_token for name in trainer.args.loss_type):
         logps = logps / tokens_by_sequence(scored_sequences(batch), len(logps))
     return split_pairs(logps)
 
 
-def _scorer_of(trainer: Any, model: nn.Module) -> Any:
+def _scorer_of(trainer: LegacyDPO, model: nn.Module) -> Any:
     """The scoring forward that belongs to a model: the policy's, the reference's, or one of its own."""
     modules = set(model.modules())
     for scorer in (trainer.scorer, getattr(trainer.reference, "scorer", None)):

@@ -11,10 +11,10 @@ from datasets import Dataset
 from torch import Tensor, nn
 
 from trl.collators.preference import DPODataCollatorWithPadding
-from trl.data.formats import common_prefix_length
+from trl.data.formats import Row, RowDict, common_prefix_length
 from trl.data.pipeline import prepare_dataset
 from trl.legacy.interface import LOSSES, NOT_CALLED, RECORDED, REFERENCES, WHOLE_BATCH, Legacy, NotCalled, call_with
-from trl.methods.method import CONTEXT, Method, Outcome, Scoring, Step
+from trl.methods.method import CONTEXT, Batch, Method, Outcome, Scoring, Step
 from trl.models.packed.layout import padded_rows, scored_sequences
 from trl.models.reference import AdapterReference
 from trl.models.scoring.causal import Scored
@@ -30,7 +30,7 @@ SIDES = ("chosen", "rejected")
 
 
 def concatenated_inputs(
-    batch: Mapping[str, Any],
+    batch: Batch,
     is_encoder_decoder: bool = False,
     label_pad_token_id: int = IGNORED,
     padding_value: int = 0,
@@ -59,14 +59,14 @@ def concatenated_inputs(
     return {name: value.to(device) for name, value in columns.items()}
 
 
-def both_sides(batch: Mapping[str, Any], name: str, fill: int) -> Tensor:
+def both_sides(batch: Batch, name: str, fill: int) -> Tensor:
     """A column of chosen and of rejected `(B, T)` below each other, `(2B, T)`, filled up with `fill`."""
     sides = [batch[f"{side}_{name}"] for side in SIDES]
     width = max(side.shape[1] for side in sides)
     return torch.cat([pad_to_length(side, width, fill) for side in sides])
 
 
-def sequences_of(batch: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:
+def sequences_of(batch: Batch) -> list[tuple[list[int], list[int]]]:
     """Prompt and answer of each sequence of a batch of one of the trainers' own collators, in whatever layout."""
     if "decoder_labels" in batch:
         masked = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
@@ -81,7 +81,7 @@ def sequences_of(batch: Mapping[str, Any]) -> list[tuple[list[int], list[int]]]:
     return [(ids[mask][:-count].tolist(), ids[mask][-count:].tolist()) for ids, mask, count in real]
 
 
-def pairs_of(batch: Mapping[str, Any]) -> list[dict[str, list[int]]]:
+def pairs_of(batch: Batch) -> list[dict[str, list[int]]]:
     """The tokenised pairs of a batch of one of the trainers' own collators, in whatever layout."""
     names = ("prompt_input_ids", "chosen_input_ids", "rejected_prompt_input_ids", "rejected_input_ids")
     sequences = sequences_of(batch)
@@ -127,7 +127,7 @@ def get_batch_logps(
     return totals / counted.sum(dim=-1) if average_log_prob else totals
 
 
-def whole_sequences(row: Mapping[str, Any], *, is_encoder_decoder: bool) -> dict[str, list[int]]:
+def whole_sequences(row: Row, *, is_encoder_decoder: bool) -> dict[str, list[int]]:
     """A prepared row of pairs with the columns of 0.7-0.26: sequences with labels, and the prompt.
 
     An encoder-decoder's sequences are its labels alone.
@@ -152,7 +152,7 @@ def mean_chosen_nll(scored: Scored) -> Tensor:
     return reduce_terms(nll, count_units(nll))
 
 
-def build_tokenized_answer(self: Any, prompt: str, answer: str) -> dict[str, list[int]]:
+def build_tokenized_answer(self: LegacyPairs, prompt: str, answer: str) -> dict[str, list[int]]:
     """Token ids of a prompt and of an answer to it, cut where the tokens of both together leave the prompt's."""
     texts = (prompt, prompt + answer)
     head, whole = (self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
@@ -165,16 +165,16 @@ def build_tokenized_answer(self: Any, prompt: str, answer: str) -> dict[str, lis
 class OverriddenBatch(Method):
     """The loss of an overridden `get_batch_loss_metrics` of a trainer, which logs through `store_metrics`."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: LegacyPairs) -> None:
         self.trainer, self.method = trainer, trainer.method
 
-    def score(self, batch: Mapping[str, Any], scoring: Scoring) -> Tensor:
+    def score(self, batch: Batch, scoring: Scoring) -> Tensor:
         """The loss, 0-dim."""
         trainer, step = self.trainer, scoring.step
         overridden = next(name for name in WHOLE_BATCH if trainer.overridden(name))
         name = overridden if overridden in WHOLE_BATCH[:2] else WHOLE_BATCH[0]
         mode = "train" if step.training else "eval"
-        options: dict[str, Any] = {"do_train": step.training} if hasattr(trainer, "bco_loss") else {"train_eval": mode}
+        options: RowDict = {"do_train": step.training} if hasattr(trainer, "bco_loss") else {"train_eval": mode}
         columns = {**batch.get(RECORDED, batch), **({CONTEXT: batch[CONTEXT]} if CONTEXT in batch else {})}
         with holding(trainer, "_is_counted", step.plan is not None):
             loss, metrics = call_with(getattr(trainer, name), scoring.model, columns, **options)
@@ -182,7 +182,7 @@ class OverriddenBatch(Method):
             trainer.store_metrics(metrics, train_eval=mode)
         return loss
 
-    def terms(self, batch: Mapping[str, Any], scored: Tensor, step: Step) -> Outcome:
+    def terms(self, batch: Batch, scored: Tensor, step: Step) -> Outcome:
         """The loss for each row."""
         values = scored.reshape(1).expand(int(self.method.count(batch)[0]))
         return Outcome([LossTerms(values, torch.ones_like(values), self.method.units[0], {})], None, None)
@@ -191,10 +191,10 @@ class OverriddenBatch(Method):
 class OverriddenLoss(Method):
     """The method of a trainer with the losses of an overridden `dpo_loss`, `kto_loss`, ..."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: LegacyPairs) -> None:
         self.trainer, self.learned, self.wants = trainer, trainer.method.learned, trainer.method.wants
 
-    def terms(self, batch: Mapping[str, Any], scored: Scored, step: Step) -> Outcome:
+    def terms(self, batch: Batch, scored: Scored, step: Step) -> Outcome:
         """The losses of the overridden method."""
         with holding(self.trainer, "_is_counted", step.plan is not None):
             return self.trainer.recorded_outcome(batch, scored)
@@ -243,7 +243,7 @@ class LegacyPairs(LegacyJudged):
         columns = self.recorded_columns(batch) if "rows" in drawn else drawn
         return {**columns, **batch, RECORDED: {**batch, **columns} if "rows" in drawn else drawn}
 
-    def recorded_columns(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def recorded_columns(self, batch: Batch) -> RowDict:
         """Whole sequences with labels, and the prompts, of a batch of pairs; padded."""
         rows = [whole_sequences(row, is_encoder_decoder=self.is_encoder_decoder) for row in pairs_of(batch)]
         return DPODataCollatorWithPadding(self.scorer.pad_token_id)(rows)
@@ -254,7 +254,7 @@ class LegacyPairs(LegacyJudged):
             return OverriddenBatch(self)
         return OverriddenLoss(self) if self.overridden(*LOSSES) else self.method
 
-    def with_logits(self, name: str, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Scored, Tensor]:
+    def with_logits(self, name: str, model: nn.Module, batch: Batch) -> tuple[Scored, Tensor]:
         """What the policy makes of a batch, and its logits, for the method `name`."""
         if self.is_encoder_decoder:
             raise TypeError(
@@ -267,7 +267,7 @@ class LegacyPairs(LegacyJudged):
     # ---- the loss
 
     def get_batch_loss_metrics(
-        self, model: nn.Module, batch: Mapping[str, Any], train_eval: Literal["train", "eval"] = "train"
+        self, model: nn.Module, batch: Batch, train_eval: Literal["train", "eval"] = "train"
     ) -> tuple[Tensor, dict[str, float]]:
         """The loss of a batch by itself, with gradient, and its metrics; names begin with `eval_` for "eval"."""
         batch = self.handed_out(self.take_batch(batch), batch)
@@ -290,7 +290,7 @@ class LegacyPairs(LegacyJudged):
 
     # ---- completions
 
-    def generate_from_model(self, model: Any, batch: Mapping[str, Any]) -> list[str]:
+    def generate_from_model(self, model: Any, batch: Batch) -> list[str]:
         """Prompts with what the model makes of them, sampled up to `max_length` tokens, as text.
 
         `batch` has `prompt_input_ids` and `prompt_attention_mask`, `(B, P)`, padded on the left.
@@ -321,7 +321,7 @@ class LegacyReference(LegacyPairs):
         with self.reference.active(self.model) if lends else nullcontext(self.model) as model:
             yield model
 
-    def generate_from_model_and_ref(self, model: Any, batch: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    def generate_from_model_and_ref(self, model: Any, batch: Batch) -> tuple[list[str], list[str]]:
         """`generate_from_model` of the policy and of the reference.
 
         Raises: ValueError without a reference model.
@@ -345,7 +345,7 @@ class LegacyReferenceFree(LegacyPairs):
     concatenated_inputs = staticmethod(concatenated_inputs)
     build_tokenized_answer = build_tokenized_answer
 
-    def recorded_outcome(self, batch: dict[str, Any], scored: Scored) -> Outcome:
+    def recorded_outcome(self, batch: RowDict, scored: Scored) -> Outcome:
         """The outcome with losses and rewards of an overridden `cpo_loss` or `odds_ratio_loss`."""
         scores = self.method.pair_scores(batch, scored)
         losses, chosen, rejected, *_ = getattr(self, self._loss_method)(scores.chosen, scores.rejected)
@@ -353,9 +353,7 @@ class LegacyReferenceFree(LegacyPairs):
         logged = pair_metrics(chosen, rejected, chosen_logps=scores.chosen, rejected_logps=scores.rejected)
         return self.method.outcome(terms._replace(metrics={**terms.metrics, **logged}), scores, batch, scored)
 
-    def concatenated_forward(
-        self, model: nn.Module, batch: Mapping[str, Any]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def concatenated_forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Log-probs of chosen and rejected completions `(B,)` each, their logits `(B, T, V)` each, and the mean negative
         log-likelihood of the chosen sequences (which is part of the loss), with gradient.
 
@@ -366,7 +364,7 @@ class LegacyReferenceFree(LegacyPairs):
         scores, nll = self.method.pair_scores(batch, scored), mean_chosen_nll(scored)
         return scores.chosen, scores.rejected, logits[0::2], logits[1::2], nll
 
-    def tokenize_row(self, feature: Mapping[str, Any], model: Any = None) -> dict[str, list[int]]:
+    def tokenize_row(self, feature: Row, model: object = None) -> dict[str, list[int]]:
         """A row of `prompt`, `chosen` and `rejected` as token ids and labels, cut as training rows are.
 
         `model` is not needed. Raises: what the preparation of a data set raises.

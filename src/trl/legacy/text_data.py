@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, Literal
 
 import datasets
@@ -13,9 +13,10 @@ from datasets import Dataset, Value
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
+from trl.data.formats import Row, RowDict
 from trl.legacy.interface import NOT_CALLED, NOT_CALLED_OF_GROUPS, LegacyGroups, NotCalled, View
 
-FormattingFunction = Callable[[dict[str, Any]], str | list[str]]
+FormattingFunction = Callable[[RowDict], str | list[str]]
 MessagesField = Literal["messages", "conversations"]
 
 Tokens = dict[str, list[int]]
@@ -37,7 +38,7 @@ def conversations_formatting_function(
     It takes one row (a conversation: `-> str`) or a batch of rows as columns (`-> list[str]`).
     """
 
-    def format_row(row: dict[str, Any]) -> str | list[str]:
+    def format_row(row: RowDict) -> str | list[str]:
         messages = row[messages_field]
         if messages and isinstance(messages[0], list):
             return [format_row({messages_field: conversation}) for conversation in messages]  # type: ignore[misc]
@@ -52,7 +53,7 @@ def instructions_formatting_function(tokenizer: PreTrainedTokenizerBase) -> Form
     It takes one row (`-> str`) or a batch of rows as columns (`-> list[str]`).
     """
 
-    def format_row(row: dict[str, Any]) -> str | list[str]:
+    def format_row(row: RowDict) -> str | list[str]:
         prompt, completion = row["prompt"], row["completion"]
         if isinstance(prompt, list):
             pairs = zip(prompt, completion, strict=True)
@@ -79,11 +80,11 @@ def get_formatting_func_from_dataset(
     return None
 
 
-def _is_text(feature: Any) -> bool:
+def _is_text(feature: object) -> bool:
     return getattr(feature, "dtype", None) in ("string", "large_string")
 
 
-def _is_messages(feature: Any) -> bool:
+def _is_messages(feature: object) -> bool:
     message = getattr(feature, "feature", feature)  # a list of dicts, or datasets 3's list of length one
     if isinstance(message, list):
         message = message[0]
@@ -105,9 +106,9 @@ class ConstantLengthDataset(IterableDataset):
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        dataset: Iterable[dict[str, Any]],
+        dataset: Iterable[RowDict],
         dataset_text_field: str | None = None,
-        formatting_func: Callable[[dict[str, Any]], str] | None = None,
+        formatting_func: Callable[[RowDict], str] | None = None,
         infinite: bool = False,
         seq_length: int = 1024,
         num_of_sequences: int = 1024,
@@ -219,8 +220,8 @@ def add_bos_token_if_needed(
 
 
 def add_eos_token_if_needed(
-    eos_token_id: int, chosen_tokens: dict[str, Any], rejected_tokens: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+    eos_token_id: int, chosen_tokens: RowDict, rejected_tokens: RowDict
+) -> tuple[RowDict, RowDict]:
     """End `input_ids` of both answers with the end token, unless they do; `attention_mask` goes along. In place.
 
     >>> pair = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in ([5, 2], [6])]
@@ -245,9 +246,7 @@ class LegacyPromptRows(LegacyGroups):
     judge = View(lambda trainer: getattr(trainer.method.judge, "inner", None))
 
     @staticmethod
-    def tokenize_row(
-        feature: Mapping[str, Any], is_encoder_decoder: bool, tokenizer: PreTrainedTokenizerBase
-    ) -> dict[str, Any]:
+    def tokenize_row(feature: Row, is_encoder_decoder: bool, tokenizer: PreTrainedTokenizerBase) -> RowDict:
         """A row with `prompt_input_ids` and `prompt_attention_mask`; for decoders after the begin token."""
         ids = [int(token) for token in tokenizer(feature["prompt"], add_special_tokens=False)["input_ids"]]  # type: ignore[union-attr]
         begin = tokenizer.bos_token_id
@@ -255,7 +254,7 @@ class LegacyPromptRows(LegacyGroups):
             ids = [begin, *ids]
         return {**feature, "prompt_input_ids": ids, "prompt_attention_mask": [1] * len(ids)}
 
-    def process_vision_row(self, features: dict[str, Any], processing_class: Any = None) -> dict[str, Any]:
+    def process_vision_row(self, features: RowDict, processing_class: Any = None) -> RowDict:
         """A row with `prompt` and `images` as the processor makes it."""
         processor: Any = processing_class or self.processing_class
         inputs = processor(images=features["images"], text=features["prompt"], add_special_tokens=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 import torch
@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from trl.collators.preference import DPODataCollatorWithPadding
 from trl.collators.unpaired import REFERENCE_NAMES
+from trl.data.formats import RowDict
 from trl.legacy.interface import NOT_CALLED, RECORDED, WHOLE, NotCalled, View, call_with
 from trl.legacy.pair_methods import LegacyReference, sequences_of, with_losses
-from trl.methods.method import CONTEXT, Context, Outcome
+from trl.methods.method import CONTEXT, Batch, Context, Outcome
 from trl.models.packed.layout import row_count
 from trl.models.scoring.causal import Scored
 from trl.objectives.unpaired import UnpairedScores, bco_terms, kl_estimate, kto_terms, unpaired_metrics
@@ -30,9 +31,7 @@ class LegacyUnpaired(LegacyReference):
     mismatched: bool
     call_loss_method: Callable[..., Any]  # with a batch, and the log-probs of policy and reference of its two kinds
 
-    def forward(
-        self, model: nn.Module, batch: Mapping[str, Any]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """Log-probs of chosen and rejected completions, `(C,)` and `(R,)`, their logits `(C, T, V)` and `(R, T, V)`, and
         the log-probs `(B,)` of mismatched ones, without gradient (None where the loss has none).
 
@@ -45,13 +44,13 @@ class LegacyUnpaired(LegacyReference):
         chosen = batch["label"]
         return logps[chosen], logps[~chosen], logits[chosen], logits[~chosen], mismatched
 
-    def compute_reference_log_probs(self, padded_batch: Mapping[str, Any]) -> Any:
+    def compute_reference_log_probs(self, padded_batch: Batch) -> Any:
         """The reference's log-probs `(B,)` of a batch's completions and, for loss_type "kto", of its mismatched ones."""
         batch = dict(self.take_batch(padded_batch))
         super().add_reference(batch)
         return batch["ref_logps"], batch.get("ref_kl_logps")
 
-    def add_reference(self, batch: dict[str, Any]) -> None:
+    def add_reference(self, batch: RowDict) -> None:
         """Put the reference's log-probs into the batch, perhaps those of an overridden method."""
         names = list(REFERENCE_NAMES.values())[: self.method.completions_per_row]
         if not self.overridden("compute_reference_log_probs") or all(name in batch for name in names):
@@ -60,10 +59,10 @@ class LegacyUnpaired(LegacyReference):
             logps = self.compute_reference_log_probs(batch.get(RECORDED, batch))
             batch.update(zip(names, logps if isinstance(logps, tuple) else (logps,), strict=False))
 
-    def recorded_columns(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def recorded_columns(self, batch: Batch) -> RowDict:
         """Prompts, and sequences of prompts and completions with labels, padded; `label` is a list of booleans."""
         step, sequences = self.method.completions_per_row, sequences_of(batch)
-        rows: list[dict[str, Any]] = [{"label": bool(label)} for label in batch["label"]]
+        rows: list[RowDict] = [{"label": bool(label)} for label in batch["label"]]
         for place, prefix in enumerate(("", "KL_")[:step]):
             for row, (prompt, answer) in zip(rows, sequences[place::step], strict=True):
                 head = [] if self.is_encoder_decoder else prompt
@@ -73,7 +72,7 @@ class LegacyUnpaired(LegacyReference):
         reference = {column: batch[name] for column, name in REFERENCE_NAMES.items() if name in batch}
         return {**DPODataCollatorWithPadding(self.scorer.pad_token_id)(rows), **reference}
 
-    def recorded_outcome(self, batch: dict[str, Any], scored: Scored) -> Outcome:
+    def recorded_outcome(self, batch: RowDict, scored: Scored) -> Outcome:
         """The outcome with losses and rewards of an overridden `kto_loss` or `bco_loss`."""
         scores = self.method.scores(batch, scored)
         kinds = scores.desirable, ~scores.desirable
@@ -124,7 +123,7 @@ class LegacyKTO(LegacyUnpaired):
         losses = kto_terms(scores, kl=kl, **self.args.loss_options()).values
         return losses, *rewards_by_kind(scores, self.args.beta), kl
 
-    def call_loss_method(self, batch: dict[str, Any], policy: Any, reference: Any) -> Any:
+    def call_loss_method(self, batch: RowDict, policy: Any, reference: Any) -> Any:
         """What an overridden `kto_loss` gives for a batch, with the mismatched completions of that batch."""
         logps = self.method.mismatched_logps(batch, self.scoring()) if self.mismatched else None
         return cast(Any, self.kto_loss)(*policy, logps, *reference, batch.get("ref_kl_logps"))
@@ -139,16 +138,16 @@ class LegacyBCO(LegacyUnpaired):
     embedding_tokenizer = View(lambda trainer: getattr(trainer._density, "embedding_tokenizer", None))
     match_underlying_distribution = View(lambda trainer: trainer._density is not None)
 
-    def forward(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
         """Log-probs `(C,)` and `(R,)` of chosen and rejected completions, and their logits `(., T, V)`."""
         return super().forward(model, batch)[:4]
 
-    def compute_reference_log_probs(self, padded_batch: Mapping[str, Any]) -> Tensor:
+    def compute_reference_log_probs(self, padded_batch: Batch) -> Tensor:
         """The reference's log-probs `(B,)` of a batch's completions."""
         return super().compute_reference_log_probs(padded_batch)[0]
 
     def get_batch_loss_metrics(
-        self, model: nn.Module, batch: Mapping[str, Any], do_train: bool = True
+        self, model: nn.Module, batch: Batch, do_train: bool = True
     ) -> tuple[Tensor, dict[str, float]]:
         """The loss of a batch by itself, with gradient, and its metrics; with `do_train`, in train mode, its rewards
         move delta."""
@@ -181,7 +180,7 @@ class LegacyBCO(LegacyUnpaired):
         losses = bco_terms(scores, beta=self.args.beta, delta=delta, undesirable_weights=weights).values
         return losses, *rewards_by_kind(scores, self.args.beta), delta
 
-    def call_loss_method(self, batch: dict[str, Any], policy: Any, reference: Any) -> Any:
+    def call_loss_method(self, batch: RowDict, policy: Any, reference: Any) -> Any:
         """What an overridden `bco_loss` gives; rewards that already count in a step do not move delta."""
         prompts, kinds = self.method.embeddings(batch), (batch["label"], ~batch["label"])
         embeddings = [None if prompts is None else prompts[kind] for kind in kinds]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from trl._lazy import attach
+from trl.data.rendering import Fields
 from trl.legacy.unpaired_methods import LegacyBCO
 from trl.methods.bco import BCOMethod
 from trl.models.prompt_density import EmbeddingFunction, PromptDensity
@@ -84,7 +85,7 @@ class BCOTrainer(LegacyBCO, UnpairedTrainer):
     def make_method(self, args: BCOConfig) -> BCOMethod:
         return BCOMethod(args, self._density)
 
-    def preparation(self, args: BCOConfig) -> dict[str, Any]:
+    def preparation(self, args: BCOConfig) -> Fields:
         """With matching, rows also hold their prompts under the tokenizer of the embedding model."""
         return {} if self._density is None else {"embedding_tokenizer": self._density.embedding_tokenizer}
 
@@ -105,7 +106,9 @@ class BCOTrainer(LegacyBCO, UnpairedTrainer):
             self._density.load(str(folder))
 
 
-def _prompt_density(embedding_func: Any, embedding_tokenizer: Any, train_dataset: Any) -> PromptDensity | None:
+def _prompt_density(
+    embedding_func: EmbeddingFunction | None, embedding_tokenizer: Any, train_dataset: object
+) -> PromptDensity | None:
     if embedding_func is None and embedding_tokenizer is None:
         return None
     if embedding_func is None:

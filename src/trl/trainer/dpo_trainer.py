@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,6 +15,7 @@ from trl.data.image_rows import has_images
 from trl.data.preference import OWN_PROMPT
 from trl.legacy.dpo_methods import LegacyDPO
 from trl.methods.dpo import DPOMethod
+from trl.methods.method import Batch
 from trl.models.reference import choose_adapters, make_reference
 from trl.reporting.model_card import Paper
 from trl.tensors.sequences import split_pairs
@@ -98,5 +98,5 @@ class DPOTrainer(LegacyDPO, PreferenceTrainer):
 
     with_images: bool = False
 
-    def reference_columns(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    def reference_columns(self, batch: Batch) -> dict[str, Tensor]:
         return dict(zip(REFERENCE_COLUMNS, split_pairs(batch["ref_logps"]), strict=True))

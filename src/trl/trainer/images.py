@@ -11,18 +11,20 @@ from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
+from torch import nn
 from transformers import ProcessorMixin
 
 from trl.collators.images import DataCollatorForVisionLanguageModeling, DataCollatorForVisionPreference
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.collators.preference import REFERENCE_COLUMNS, DPODataCollatorWithPadding, PairCollator
-from trl.data.formats import column_names
+from trl.data.formats import StoredOrStream, column_names
 from trl.data.image_rows import IMAGE_COLUMNS, check_image_rows
-from trl.data.prepared_sets import DataSets
+from trl.data.prepared_sets import DataSets, RowSet
 from trl.data.validation import check_sft_settings
 from trl.models.parts import causal_core, embedded_tokens
 from trl.models.policy import Policy
 from trl.models.setup import check_positions
+from trl.trainer.arguments import Collator, FormattingFunction
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.sft_config import SFTConfig
 
@@ -52,12 +54,12 @@ class ImageSets(DataSets):
     `check(dataset, collator, name=...)` is that of the rows' kind; None where the collator is the user's.
     """
 
-    collator: Any
-    model: Any
+    collator: Collator
+    model: nn.Module
     check: Callable[..., None] | None
     shuffle_seed: int | None = None
 
-    def prepared(self, dataset: Any, name: str, *, is_training: bool = False) -> Any:
+    def prepared(self, dataset: RowSet, name: str, *, is_training: bool = False) -> RowSet:
         if not isinstance(dataset, (Dataset, IterableDataset)):
             return dataset
         if self.check is not None:
@@ -66,7 +68,9 @@ class ImageSets(DataSets):
         return dataset
 
 
-def image_sets(given: Any, args: SFTConfig, policy: Policy, formatting_func: Callable[..., Any] | None) -> ImageSets:
+def image_sets(
+    given: Collator | None, args: SFTConfig, policy: Policy, formatting_func: FormattingFunction | None
+) -> ImageSets:
     """The sets of supervised fine-tuning, with the `given` collator, which may read any rows, or the default one.
 
     Raises: ValueError, TypeError or ImportError for what these rows cannot be trained with.
@@ -94,10 +98,11 @@ def image_sets(given: Any, args: SFTConfig, policy: Policy, formatting_func: Cal
             dataset_text_field=args.dataset_text_field,
         )
         check = None if options.get("skip_prepare_dataset") else _check_texts
+    assert given is not None
     return ImageSets(given, policy.model, check, args.seed if args.shuffle_dataset else None)
 
 
-def image_pair_sets(given: Any, args: DPOConfig, policy: Policy) -> ImageSets:
+def image_pair_sets(given: Collator | None, args: DPOConfig, policy: Policy) -> ImageSets:
     """The sets of preference pairs, with the `given` collator, which may read rows in any way, or the default one.
 
     Raises: ValueError, TypeError or ImportError for what these rows cannot be trained with.
@@ -110,6 +115,7 @@ def image_pair_sets(given: Any, args: DPOConfig, policy: Policy) -> ImageSets:
                 f"generate_during_eval=True with images needs the default data_collator, got {given!r}. Set it to False, or leave "
                 "data_collator out."
             )
+        assert given is not None
         return ImageSets(given, policy.model, None)
     processor = check_parts(policy)
     given = given or DataCollatorForVisionPreference(
@@ -122,7 +128,7 @@ def image_pair_sets(given: Any, args: DPOConfig, policy: Policy) -> ImageSets:
     return ImageSets(given, policy.model, _check_pairs)
 
 
-def _check_texts(dataset: Any, collator: DataCollatorForVisionLanguageModeling, *, name: str) -> None:
+def _check_texts(dataset: StoredOrStream, collator: DataCollatorForVisionLanguageModeling, *, name: str) -> None:
     check_sft_settings(
         check_image_rows(dataset, collator.rows, name=name).row_type,
         name=name,
@@ -133,17 +139,17 @@ def _check_texts(dataset: Any, collator: DataCollatorForVisionLanguageModeling, 
     )
 
 
-def _check_pairs(dataset: Any, collator: DataCollatorForVisionPreference, *, name: str) -> None:
+def _check_pairs(dataset: StoredOrStream, collator: DataCollatorForVisionPreference, *, name: str) -> None:
     check_image_rows(dataset, collator.rows, name=name)
 
 
-def _refuse(args: Any, refused: Mapping[str, str]) -> None:
+def _refuse(args: object, refused: Mapping[str, str]) -> None:
     for name, why in refused.items():
         if getattr(args, name) is True:
             raise ValueError(f"{name}=True with rows of images, expected False: {why}. Set {name}=False.")
 
 
-def _is_foreign(given: Any, ours: type, of_text: tuple[type, ...]) -> bool:
+def _is_foreign(given: object, ours: type, of_text: tuple[type, ...]) -> bool:
     """Whether a data_collator is the user's own. Raises TypeError for one of ours that reads tokens only."""
     if isinstance(given, of_text):
         raise TypeError(
@@ -171,7 +177,7 @@ def check_parts(policy: Policy) -> ProcessorMixin:
     return processing_class
 
 
-def _try_first_row(dataset: Any, collator: Any, model: Any, name: str) -> None:
+def _try_first_row(dataset: StoredOrStream, collator: Collator, model: nn.Module, name: str) -> None:
     """Make a batch of the first row. Raises ValueError where the model cannot take it."""
     batch = copy.copy(collator)([next(iter(dataset))])  # a copy: the trial does not count in rows_cut
     ids = batch["input_ids"]
@@ -185,7 +191,7 @@ def _try_first_row(dataset: Any, collator: Any, model: Any, name: str) -> None:
     check_image_token(batch, causal_core(model).config, name)
 
 
-def check_image_token(batch: dict[str, torch.Tensor], config: Any, name: str) -> None:
+def check_image_token(batch: dict[str, torch.Tensor], config: object, name: str) -> None:
     """Raise ValueError where the processor marks the places of images with another token than the model looks for."""
     token = getattr(config, "image_token_id", None)
     token = getattr(config, "image_token_index", None) if token is None else token

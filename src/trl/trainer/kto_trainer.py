@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from trl.data.rendering import Fields
 from trl.legacy.unpaired_methods import LegacyKTO
 from trl.methods.kto import KTOMethod
 from trl.reporting.model_card import Paper
@@ -51,7 +52,7 @@ class KTOTrainer(LegacyKTO, UnpairedTrainer):
     method: KTOMethod
     args: KTOConfig
 
-    def preparation(self, args: KTOConfig) -> dict[str, Any]:
+    def preparation(self, args: KTOConfig) -> Fields:
         """Completions are exchanged among the rows of an optimiser step, which do not depend on how it is cut."""
         weights = (args.desirable_weight, args.undesirable_weight)
         if args.loss_type != "kto":

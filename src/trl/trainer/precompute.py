@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -31,7 +30,8 @@ from torch import Tensor
 from trl.checkpoints.identity import hash_rows
 from trl.collators.preference import DPODataCollatorWithPadding, PairCollator
 from trl.collators.unpaired import UnpairedCollator
-from trl.data.formats import column_names
+from trl.data.formats import RowDict, column_names
+from trl.data.rendering import Fields
 from trl.reporting.run_lines import long_bar
 
 logger = logging.getLogger(__name__)
@@ -51,14 +51,14 @@ class ReferencePass:
     """
 
     columns: Sequence[str]
-    collate: Callable[[list[dict[str, Any]]], Mapping[str, Any]]
-    score: Callable[[Mapping[str, Any]], Mapping[str, Tensor]]
+    collate: Callable[[list[RowDict]], Fields]
+    score: Callable[[Fields], Mapping[str, Tensor]]
     batch_size: int
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Fields = field(default_factory=dict)
 
 
 def precompute_ref_log_probs(
-    dataset: Any,
+    dataset: object,
     scoring: ReferencePass,
     *,
     reference_fingerprint: str,
@@ -130,7 +130,7 @@ def _score_all(
     return values
 
 
-def has_reference_columns(dataset: Any, columns: Sequence[str], dataset_name: str) -> bool:
+def has_reference_columns(dataset: object, columns: Sequence[str], dataset_name: str) -> bool:
     """Whether a data set has the reference's columns. Raises ValueError where it has some of them."""
     known = column_names(dataset) if isinstance(dataset, (Dataset, IterableDataset)) else []
     present = [column for column in columns if column in known]

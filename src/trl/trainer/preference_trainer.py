@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,10 +14,11 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from trl.collators.preference import PairCollator, as_pair_batch
 from trl.data.prepared_sets import DataSets
-from trl.methods.method import Method
+from trl.methods.method import Batch, Method
 from trl.models.policy import Policy
 from trl.models.reference import Reference
 from trl.models.scoring.base import shares_prefix
+from trl.models.scoring.causal import Scorer
 from trl.models.scoring.head import ScoreOptions
 from trl.models.setup import pad_token_id
 from trl.trainer.arguments import Collator
@@ -38,7 +39,7 @@ class Parts:
     method: Method
     sets: DataSets
     collator: Collator
-    layout: Callable[[Any], Any]
+    layout: Callable[[Any], Batch]
     shares_prefix: bool = False
     reference: Reference | None = None
 
@@ -82,7 +83,7 @@ class PreferenceTrainer(BaseTrainer):
 
     # ---- the reference
 
-    def completion_logps(self, scorer: Any, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    def completion_logps(self, scorer: Scorer, model: nn.Module, batch: Batch) -> Tensor:
         """Log-prob of each completion of a batch under the reference."""
         with self.accelerator.autocast():
             scored = scorer.score(model, batch, ScoreOptions())
@@ -95,7 +96,7 @@ class PreferenceTrainer(BaseTrainer):
         elif "ref_logps" not in batch:
             batch["ref_logps"] = self.reference.score(self.model_wrapped, batch, self.completion_logps)  # type: ignore[arg-type]
 
-    def reference_columns(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    def reference_columns(self, batch: Batch) -> dict[str, Tensor]:
         """The reference's log-probs in a batch, one per row, by their columns in a data set."""
         raise TypeError(f"{type(self).__name__} must override reference_columns.")
 
@@ -121,7 +122,7 @@ class PreferenceTrainer(BaseTrainer):
             return
         assert self.model is not None
 
-        def score(batch: Any) -> dict[str, Tensor]:
+        def score(batch: Batch) -> dict[str, Tensor]:
             own = dict(self.take_batch(batch))
             self.add_reference(own)
             return self.reference_columns(own)
@@ -148,7 +149,7 @@ class AskedInAdvance:
     def cast(self, dtype: torch.dtype) -> None:
         """Columns stay as they are."""
 
-    def score(self, policy: nn.Module, batch: Mapping[str, Any], forward: Any) -> Any:
+    def score(self, policy: nn.Module, batch: Batch, forward: Any) -> Any:
         """Raises ValueError: the reference is gone."""
         raise ValueError(
             f"rows without {' and '.join(self.columns)}: the reference was asked before the first step "

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.data.stepwise import StepwisePreparation, tokenize_stepwise_row
 from trl.legacy.pair_methods import LegacyJudged
+from trl.methods.method import Batch
 from trl.methods.prm import PRMMethod
 from trl.models.packed.layout import is_packed
 from trl.models.scoring.classifier import ClassificationScorer
@@ -86,7 +87,7 @@ class PRMTrainer(LegacyJudged, PreferenceTrainer):
     tokenize_row = staticmethod(tokenize_stepwise_row)
 
 
-def padded_steps(scorer: ClassificationScorer, batch: Any) -> Any:
+def padded_steps(scorer: ClassificationScorer, batch: Batch) -> Batch:
     """A batch as padded rows, with an attention mask.
 
     Raises: ValueError for a batch without labels.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
 from typing import Any, TypeVar
@@ -16,7 +15,7 @@ from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.data.pipeline import Preparation
 from trl.data.preference import PreferencePreparation
 from trl.data.prepared_sets import PreparedSets, RowSet
-from trl.data.rendering import ProcessingClass, text_tokenizer
+from trl.data.rendering import Fields, ProcessingClass, text_tokenizer
 from trl.data.streaming import is_streaming
 from trl.data.templates import get_training_chat_template
 from trl.data.text import SFTPreparation
@@ -24,7 +23,7 @@ from trl.models.packed.layout import is_packed
 from trl.models.parts import embedded_tokens
 from trl.models.policy import Policy
 from trl.models.setup import check_positions, table_of_positions
-from trl.trainer.arguments import FormattingFunction
+from trl.trainer.arguments import Collator, FormattingFunction
 from trl.trainer.sft_config import SFTConfig
 
 logger = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ def row_sets(
     policy: Policy,
     sets: type[AnySets] = PreparedSets,
     *,
-    training: Mapping[str, Any] | None = None,
+    training: Fields | None = None,
     **settings: Any,
 ) -> AnySets:
     """The data sets of a trainer: each setting of `kind` is among `settings`, or the field of `args` of that name.
@@ -129,7 +128,7 @@ def for_training(processing_class: ProcessingClass) -> ProcessingClass:
     return marked
 
 
-def check_collator(collator: Callable[..., Any], dataset: Any, args: SFTConfig) -> None:
+def check_collator(collator: Collator, dataset: object, args: SFTConfig) -> None:
     """Raise ValueError where a collator of the user's does not keep packed sequences apart."""
     is_ours = isinstance(collator, DataCollatorForLanguageModeling)
     is_packing = args.packing and args.packing_strategy == "bfd"

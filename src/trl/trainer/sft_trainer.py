@@ -69,6 +69,7 @@ class SFTTrainer(LegacySFT, BaseTrainer):
         "input_ids", "labels", "seq_lengths", "completion_mask", "assistant_masks", "attention_mask", "position_ids"
     )  # fmt: skip
     _predictions: ClassVar[str] = "logits"
+    args: SFTConfig
     scorer: Scorer
 
     def __init__(
@@ -108,11 +109,10 @@ class SFTTrainer(LegacySFT, BaseTrainer):
 
     def trained_method(self, step: Step) -> Method:
         """The method of a batch: a loss of logits where the trainer has one, perhaps set after its constructor."""
-        args: Any = self.args
         has_loss = self.compute_loss_func is not None or self.label_smoother is not None
         if not has_loss or type(self.method) is not SFTMethod:
             return super().trained_method(step)
-        return LogitsMethod(args.loss_type, self.compute_loss_func, self.label_smoother)
+        return LogitsMethod(self.args.loss_type, self.compute_loss_func, self.label_smoother)
 
     # ---- what a variant may do otherwise
 
@@ -120,11 +120,13 @@ class SFTTrainer(LegacySFT, BaseTrainer):
         """Raise TypeError for a model of a kind that is not trained here."""
         check_decoder_only(core)
 
-    def make_sets(self, args: Any, policy: Policy, formatting_func: arguments.FormattingFunction | None) -> SFTSets:
+    def make_sets(
+        self, args: SFTConfig, policy: Policy, formatting_func: arguments.FormattingFunction | None
+    ) -> SFTSets:
         """The data sets, of which rows are tokenised."""
         return sft_sets(args, policy, formatting_func, SFTSets)
 
-    def make_collator(self, args: SFTConfig) -> Callable[[list[Any]], dict[str, Any]]:
+    def make_collator(self, args: SFTConfig) -> arguments.Collator:
         """What makes batches of prepared rows where the user gives nothing else; `self.scorer` is there already."""
         return DataCollatorForLanguageModeling(
             pad_token_id=self.scorer.pad_token_id,

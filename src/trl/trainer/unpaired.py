@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,9 @@ from trl.collators.unpaired import (
     as_unpaired_batch,
     completion_columns,
 )
+from trl.data.rendering import Fields
 from trl.data.unpaired import UnpairedPreparation
+from trl.methods.method import Batch
 from trl.methods.unpaired import UnpairedMethod
 from trl.models.policy import Policy, is_encoder_decoder
 from trl.models.reference import make_reference
@@ -87,7 +88,7 @@ class UnpairedTrainer(PreferenceTrainer):
         _warn_of_blocks(self.train_dataset, args.train_sampling_strategy)
         self.take_reference([*self._reference_names])
 
-    def preparation(self, args: Any) -> dict[str, Any]:
+    def preparation(self, args: Any) -> Fields:
         """What a method adds to how rows are prepared: settings of `UnpairedPreparation`."""
         raise TypeError(f"{type(self).__name__} must override preparation.")
 
@@ -102,7 +103,7 @@ class UnpairedTrainer(PreferenceTrainer):
         """The entries of a batch with the reference's log-probs, by their columns in a data set."""
         return dict(list(REFERENCE_NAMES.items())[: self.method.completions_per_row])
 
-    def reference_columns(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    def reference_columns(self, batch: Batch) -> dict[str, Tensor]:
         return {column: batch[name] for column, name in self._reference_names.items()}
 
     def add_reference(self, batch: dict[str, Any]) -> None:
@@ -116,7 +117,7 @@ class UnpairedTrainer(PreferenceTrainer):
 
 
 def unpaired_parts(
-    args: Any, policy: Policy, method: UnpairedMethod, collator: arguments.Collator | None, settings: Mapping[str, Any]
+    args: Any, policy: Policy, method: UnpairedMethod, collator: arguments.Collator | None, settings: Fields
 ) -> Parts:
     """The parts of a trainer of single completions; `settings` are further ones of `UnpairedPreparation`."""
     # One completion behind its prompt is a plain sequence: there is nothing to share.
@@ -128,7 +129,7 @@ def unpaired_parts(
     return Parts(policy, method, sets, collator or UnpairedCollator(shares, mismatched, encoder_pad), layout, shares)
 
 
-def _warn_of_blocks(dataset: Any, strategy: str) -> None:
+def _warn_of_blocks(dataset: object, strategy: str) -> None:
     """Say where rows that are visited in their order have all of one kind before all of the other."""
     if strategy != "sequential" or not isinstance(dataset, Dataset):
         return
