@@ -197,7 +197,8 @@ def server():
 
 
 def test_a_judge_by_name_has_no_limit_of_its_own(monkeypatch):
-    monkeypatch.setattr("trl.rewards.judges._openai_client", lambda timeout: object())
+    monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(OpenAI=lambda timeout: object()))
+    monkeypatch.setenv("OPENAI_API_KEY", "a key")
     assert resolve_judge("openai").max_requests is None
 
 

@@ -54,11 +54,7 @@ class Chain:
 def experience_of(
     rows: Sequence[Sequence[Chain]], columns: Mapping[str, Sequence[float]], *, keeps: bool
 ) -> Experience:
-    """Completions of one chain or several. Tokens that the policy did not sample have a log-prob of 0 and count as tool
-    output.
-
-    `columns` are those per row. `keeps`: whether samples have the mass that truncated sampling kept.
-    """
+    """Completions of chains; tokens not sampled are tool output. `keeps`: samples have the mass that was kept."""
     flat = [chain for chains in rows for chain in chains]
     dtype = getattr(torch, next((chain.dtype for chain in flat if chain.dtype is not None), "float32"))
     numbers = {SAMPLING_LOGPS: [logp for chain in flat for logp in chain.logps]}

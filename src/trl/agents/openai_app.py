@@ -30,10 +30,7 @@ MOST_HEADERS = 100
 def openai_app(
     model_name: str, session_of: Callable[[str], Session | None], failure: Callable[[], Exception | None]
 ) -> ASGIApp:
-    """The OpenAI-style endpoints of the session of a key; `failure` is the error that ended the engine, if any.
-
-    Requests may give the model any name, as agents have names of their own.
-    """
+    """The OpenAI-style endpoints over sessions by key, under any model name; `failure` is the engine's error."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     card = {"object": "model", "created": int(time.time()), "owned_by": "trl"}
 

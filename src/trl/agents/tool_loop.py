@@ -119,28 +119,18 @@ class ToolLoop:
                 streams=[episode.stream + round_ * _TURN for episode in active],
                 limits=[episode.room for episode in active],
             )
-            calling = self._take_turns(active, turns, ends)
-            if round_ == self.iterations:
-                for episode, _ in calling:
-                    episode.played.limited = True
-                calling = []
-            active = self._answer(calling, ends)
+            calling: list[tuple[Episode, list[ToolCall]]] = []
+            for episode, generated in zip(active, turns, strict=True):
+                turn = self.reader.read(generated.ids, context=episode.context, ends=ends)
+                episode.chain.add([], generated)
+                episode.played.messages.append(turn.message)
+                if generated.finish_reason == "stop" and turn.calls:
+                    calling.append((episode, turn.calls))
+                    episode.played.limited = round_ == self.iterations
+                else:
+                    episode.chain.ended = generated.finish_reason == "stop"
+            active = self._answer([] if round_ == self.iterations else calling, ends)
         return played
-
-    def _take_turns(
-        self, active: Sequence[Episode], turns: Sequence[Generated], ends: frozenset[int]
-    ) -> list[tuple[Episode, list[ToolCall]]]:
-        """Append the turns, and return the episodes with calls."""
-        calling = []
-        for episode, generated in zip(active, turns, strict=True):
-            turn = self.reader.read(generated.ids, context=episode.context, ends=ends)
-            episode.chain.add([], generated)
-            episode.played.messages.append(turn.message)
-            if generated.finish_reason == "stop" and turn.calls:
-                calling.append((episode, turn.calls))
-            else:
-                episode.chain.ended = generated.finish_reason == "stop"
-        return calling
 
     def _answer(self, calling: Sequence[tuple[Episode, list[ToolCall]]], ends: frozenset[int]) -> list[Episode]:
         """Run all calls at once, and return the episodes that have room to continue after the answers."""

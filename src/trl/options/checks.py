@@ -134,10 +134,7 @@ def declaration(item: dataclasses.Field) -> Declaration:
 
 
 class Kind(NamedTuple):
-    """What a field may hold: a number or boolean that `reader` reads, or a list of them; or anything else (None).
-
-    `choices` are all values of a field of the library that has several; `is_json`: a dict or, as text, a JSON object.
-    """
+    """What a field may hold: what `reader` reads, a list of it, one of `choices`, JSON, or anything (None)."""
 
     item: dataclasses.Field
     reader: Reader | None

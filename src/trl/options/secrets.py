@@ -64,7 +64,7 @@ def without_partial(function: object) -> object:
 
 
 def unwritten(config: Config) -> Config:
-    """A copy of a config that can be saved: without secrets (the Hub's token where it is pickled), functions by name."""
+    """A copy of a config that can be saved: without secrets (the Hub's token only where pickled), functions by name."""
     snapshot: Any = copy.copy(config)
     for field in dataclasses.fields(snapshot):
         value = getattr(snapshot, field.name)

@@ -48,8 +48,8 @@ _STANDS_FOR = {
     "chat_template conversation_template chat_template_jinja prompt_template",
     ": the command names the method: trl sft, trl reward, trl dpo, trl kto, trl grpo": "stage rl rl_type trainer_type "
     "training_method",
-    ": commands have no early stopping: use load_best_model_at_end, or EarlyStoppingCallback in Python": "early_stopping "
-    "early_stopping_patience early_stopping_threshold early_stop",
+    ": commands have no early stopping: use load_best_model_at_end, or EarlyStoppingCallback in Python": "early_stop "
+    "early_stopping early_stopping_patience early_stopping_threshold",
     "per_device_train_batch_size": "micro_batch_size batch_size train_batch_size per_device_batch_size "
     "micro_train_batch_size device_batch_size",
     "per_device_eval_batch_size": "eval_batch_size micro_eval_batch_size",

@@ -193,11 +193,7 @@ def require_set_up(args: object) -> None:
 
 
 def config_or_default(args: object, config_class: type[Config], output_dir: str) -> Config:
-    """`args`, or where None a config with this output directory.
-
-    Raises: TypeError for a config of another method, whose defaults would pass for the user's settings, and for a
-    subclass whose `__post_init__` leaves ours out.
-    """
+    """`args`, or (None) a default config. Raises: TypeError for other configs, and for ones not set up."""
     if args is None:
         return config_class(output_dir)  # pyright: ignore[reportCallIssue]
     if not isinstance(args, config_class):

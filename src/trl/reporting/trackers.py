@@ -96,6 +96,7 @@ def log_table(
     is passed as `tensorboard_writer` (that of transformers' `TensorBoardCallback`). Returns the trackers that got it.
     """
     sent, modules = [], sys.modules
+    trackio_run = getattr(modules.get("trackio.context_vars"), "current_run", None)
     for tracker in report_to:
         if tracker == "tensorboard" and tensorboard_writer is not None:  # its text panel renders Markdown
             lines = [list(table.columns), ["---"] * len(table.columns), *table.itertuples(index=False)]
@@ -103,7 +104,9 @@ def log_table(
             tensorboard_writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
         elif tracker == "wandb" and active_wandb_run() is not None:
             modules["wandb"].log({name: modules["wandb"].Table(dataframe=table)})
-        elif tracker == "trackio" and _trackio_is_active():
+        elif (
+            tracker == "trackio" and "trackio" in modules and trackio_run is not None and trackio_run.get() is not None
+        ):
             modules["trackio"].log({name: modules["trackio"].Table(dataframe=table)}, step=step)
         elif tracker == "comet_ml" and active_comet_experiment() is not None:
             log_table_to_comet_experiment(f"{name}.csv", table)
@@ -118,11 +121,6 @@ def log_table(
 def _active_mlflow_run() -> object:
     mlflow = sys.modules.get("mlflow")
     return mlflow.active_run() if mlflow is not None else None
-
-
-def _trackio_is_active() -> bool:
-    context = getattr(sys.modules.get("trackio.context_vars"), "current_run", None)
-    return "trackio" in sys.modules and context is not None and context.get() is not None
 
 
 @contextmanager

@@ -300,24 +300,23 @@ class OpenAIPairwiseJudge(ChatPairwiseJudge):
         client: Any = None, max_workers: int = 8, timeout: float = 60.0, request_options: Options | None = None,
     ) -> None:  # fmt: skip
         super().__init__(system_prompt, max_requests=max_requests, max_workers=max_workers)
-        self.model, self.client = model, client or _openai_client(timeout)
+        if client is None:
+            try:
+                openai: Any = import_module("openai")
+            except ImportError as error:
+                text = "OpenAIPairwiseJudge needs the openai package. Install it with `pip install 'trl[judges]'`."
+                raise ImportError(text) from error
+            if not os.environ.get("OPENAI_API_KEY"):
+                raise ValueError(
+                    "OPENAI_API_KEY is not set, which OpenAIPairwiseJudge needs. Set it, or pass a client."
+                )
+            client = openai.OpenAI(timeout=timeout)
+        self.model, self.client = model, client
         options = dict(request_options or {})
         self.request_options = options if "max_completion_tokens" in options else {"max_tokens": 1, **options}
 
     def _request(self, **options: object) -> Any:
         return self.client.chat.completions.create(model=self.model, **options)
-
-
-def _openai_client(timeout: float) -> Any:
-    try:
-        openai: Any = import_module("openai")
-    except ImportError as error:
-        raise ImportError(
-            "OpenAIPairwiseJudge needs the openai package. Install it with `pip install 'trl[judges]'`."
-        ) from error
-    if not os.environ.get("OPENAI_API_KEY"):
-        raise ValueError("OPENAI_API_KEY is not set, which OpenAIPairwiseJudge needs. Set it, or pass a client.")
-    return openai.OpenAI(timeout=timeout)
 
 
 class PairRMJudge(BasePairwiseJudge):

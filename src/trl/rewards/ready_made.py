@@ -98,10 +98,7 @@ def reasoning_accuracy_reward(
     reasoning_delimiters: list[str] | None = None,
     **kwargs: object,
 ) -> list[float | None]:
-    """`accuracy_reward` of the text after the last of the `reasoning_delimiters` (default `</think>`).
-
-    A completion whose reasoning does not end gets 0.0 (None if the solution cannot be parsed).
-    """
+    """`accuracy_reward` of the text after the last reasoning delimiter (`</think>`), 0.0 without one."""
     ends = ("</think>",) if reasoning_delimiters is None else reasoning_delimiters
     answers = []
     for text in map(content_of, completions):

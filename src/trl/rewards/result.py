@@ -125,16 +125,28 @@ def read_answers(answer: object, *, count: int) -> Answers:
         raise RewardError(f"gave {kind}, expected a list of {count} numbers.")
     if len(answer) != count:
         raise RewardError(f"gave {len(answer)} values, expected {count}, one for each completion or image.")
-    read = [_read(value) for value in answer]
-    unusable = {row: value for row, value in enumerate(read) if isinstance(value, str)}
-    return Answers([None if isinstance(value, str) else value for value in read], unusable)
+    values, unusable = list[float | None](), dict[int, str]()
+    for row, value in enumerate(answer):
+        if isinstance(value, (Tensor, np.ndarray, np.generic)) and math.prod(value.shape) == 1:
+            value = value.item()
+        number = None
+        if isinstance(value, Real):
+            try:
+                number = float(value)
+            except OverflowError:
+                number = math.inf
+            if not abs(number) <= _LARGEST:
+                unusable[row], number = str(number), None
+        elif isinstance(value, (Tensor, np.ndarray)):
+            unusable[row] = f"a tensor of shape {tuple(value.shape)}"
+        elif value is not None:
+            unusable[row] = f"{reprlib.repr(value)} (a {type(value).__name__})"
+        values.append(number)
+    return Answers(values, unusable)
 
 
 def read_scores(answer: object, *, count: int, name: str, of: str = "text") -> list[float]:
-    """A finite number for each of `count` texts or images (`of`); the function `name` gave a list, or any tensor.
-
-    Raises: ValueError for another number of values, and for values that are not finite numbers (also None).
-    """
+    """Finite numbers for `count` texts or images (`of`) from the function `name`. Raises: ValueError for others."""
     try:
         answers = read_answers(answer.flatten() if isinstance(answer, Tensor) else answer, count=count)
     except RewardError as error:
@@ -146,29 +158,9 @@ def read_scores(answer: object, *, count: int, name: str, of: str = "text") -> l
     return [value for value in answers.values if value is not None]
 
 
-def _read(value: object) -> float | str | None:
-    """The number, None for no score, or a description of an invalid value."""
-    if isinstance(value, (Tensor, np.ndarray, np.generic)):
-        if math.prod(value.shape) != 1:
-            return f"a tensor of shape {tuple(value.shape)}"
-        value = value.item()
-    if value is None:
-        return None
-    if not isinstance(value, Real):
-        return f"{reprlib.repr(value)} (a {type(value).__name__})"
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    return number if abs(number) <= _LARGEST else str(number)
-
-
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """Scores `(B, S)` of B rollouts by S sources: float64 on the CPU, NaN for no score.
-
-    For each source `failures` counts the rows that it failed on, `nones` the other rows without a score.
-    """
+    """Scores `(B, S)` by S sources: float64, NaN for none; `failures`, or `nones`, count the rows without."""
 
     names: tuple[str, ...]
     scores: Tensor
@@ -193,10 +185,7 @@ class RewardResult:
 
 
 def reward_metrics(names: Sequence[str], scores: Tensor) -> dict[str, float]:
-    """`rewards/<name>/mean` and `rewards/<name>/std` of each source's scores `(N, S)`.
-
-    The deviation divides by n - 1, as `torch.std` does. A mean without scores is NaN, as a deviation of one score.
-    """
+    """`rewards/<name>/mean` and `/std` (over n - 1) of each source's scores `(N, S)`; NaN for none, or one."""
     metrics: dict[str, float] = {}
     for name, column in zip(names, scores.unbind(dim=1), strict=True):
         scored = column[~column.isnan()]

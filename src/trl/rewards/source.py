@@ -30,10 +30,7 @@ MOST_LEFT_BEHIND = 8  # threads of one source that missed their deadline
 
 
 class RewardSource(Protocol):
-    """Scores completions: one number or None (no score) for each, or an awaitable of them.
-
-    `deadline` (seconds) and `on_failure` ("error" or "skip") override those of `RewardSources` if they are not None.
-    """
+    """Scores completions: a number or None each. Not None, `deadline` and `on_failure` override the run's."""
 
     name: str
     is_async: bool
@@ -117,10 +114,7 @@ class RewardSources:
             )
 
     def score(self, inputs: RewardInputs, *, lost: Tensor | None = None) -> RewardResult:
-        """Scores of all completions by all sources; functions do not get rows that are `lost`, bool `(B,)`.
-
-        Raises: RewardError if a source whose policy is "error" fails, ValueError for a missing column.
-        """
+        """Scores by all sources, none of `lost` rows. Raises: RewardError, ValueError for a missing column."""
         self.check_columns(inputs.columns)
         kept = torch.ones(len(inputs), dtype=torch.bool) if lost is None else ~lost
         some = inputs if kept.all() else inputs.take(kept.nonzero()[:, 0].tolist())
@@ -200,11 +194,9 @@ class RewardSources:
         for column, source_answers in enumerate(answers):
             values = torch.tensor([math.nan if v is None else v for v in source_answers.values], dtype=scores.dtype)
             scores[kept, column] = values[kept] if len(values) == len(kept) else values
-        failures = {
-            name: len(source_answers.unusable) for name, source_answers in zip(self.names, answers, strict=True)
-        }
-        missing = dict(zip(self.names, scores[kept].isnan().sum(dim=0).tolist(), strict=True))
-        nones = {name: missing[name] - failures[name] for name in self.names}
+        failures = {name: len(of_source.unusable) for name, of_source in zip(self.names, answers, strict=True)}
+        missing = zip(self.names, scores[kept].isnan().sum(dim=0).tolist(), strict=True)
+        nones = {name: count - failures[name] for name, count in missing}
         result = RewardResult(self.names, scores, self.weights, nones, failures)
         rows = (result.unscored & kept).nonzero()[:, 0].tolist()
         if rows and "unscored" not in self._warned:
@@ -271,8 +263,6 @@ def _distinct(names: Sequence[str]) -> tuple[str, ...]:
     """
     distinct: list[str] = []
     for name in names:
-        numbered = (f"{name}_{number}" for number in itertools.count(2))
-        distinct.append(
-            name if name not in distinct else next(candidate for candidate in numbered if candidate not in distinct)
-        )
+        candidates = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+        distinct.append(next(candidate for candidate in candidates if candidate not in distinct))
     return tuple(distinct)

@@ -12,10 +12,7 @@ import yaml
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """The options in a YAML file: their values, the line of each, and the environment variables under `env`.
-
-    `faults`: a message for each name that stands twice and for an `env` that is no mapping, which the parser reports.
-    """
+    """A YAML file's options, the line of each, its environment variables, and messages on what is wrong in it."""
 
     path: str
     values: dict[str, object]

@@ -288,10 +288,7 @@ _OF_NAME = {
 
 
 def sections(actions: Iterable[argparse.Action], kinds: Iterable[type]) -> dict[str, list[argparse.Action]]:
-    """The options of a parser under the titles of their groups; those of a training command in eight groups.
-
-    `kinds` are the dataclasses whose fields the options are. `--no_x` beside a switch `--x` is left out.
-    """
+    """A parser's options by the titles of their groups, without `--no_x` beside a switch `--x`."""
     groups = {field: _group(kind, field) for kind in kinds for field in getattr(kind, "__dataclass_fields__", {})}
     titles: dict[str, list[argparse.Action]] = {}
     if any(base.__module__ == "transformers.training_args" for kind in kinds for base in kind.__mro__):

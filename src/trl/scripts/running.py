@@ -58,7 +58,11 @@ def run_script(
             raise
         return report(parser.prog, error)
     except KeyboardInterrupt as stop:  # each of several processes would show where it was
-        return interrupted(parser.prog, stop)
+        if (
+            not hasattr(stop, "__notes__") and os.environ.get("RANK", "0") == "0"
+        ):  # else a training said how far it came
+            print(f"{parser.prog}: interrupted, no step was trained.", file=sys.stderr)
+        return 130
     except Terminated:
         return 128 + signal.SIGTERM
     return 0
@@ -113,13 +117,6 @@ def notes_shown() -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
-
-
-def interrupted(prog: str, stop: KeyboardInterrupt) -> int:
-    """Print one line, where nothing was logged yet of how far a training came, and return exit status 130."""
-    if not hasattr(stop, "__notes__") and os.environ.get("RANK", "0") == "0":
-        print(f"{prog}: interrupted, no step was trained.", file=sys.stderr)
-    return 130
 
 
 def report(prog: str, error: Exception) -> int:

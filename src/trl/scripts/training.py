@@ -130,10 +130,7 @@ def load_inputs(
 
 
 class TrainingCommand(NamedTuple):
-    """One training command: `<prefix>Trainer` and `<prefix>Config` of `package`, `<prefix>ScriptArguments` if any.
-
-    `others` makes further arguments of the trainer, before the data are loaded. `needs` is part of the usage.
-    """
+    """A command: `<prefix>Trainer` and `Config` of `package`, further arguments, and a part of its usage."""
 
     prefix: str
     description: str

@@ -96,10 +96,7 @@ def share_right(answers: Sequence[str], rows: Sequence[Row]) -> float:
 def make_pairs(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row], *, seed: int
 ) -> list[Row]:
-    """Preference rows: the right answer is chosen; rejected are up to two mistakes of the model and two random ones.
-
-    With the model's mistakes alone, the reward model would only learn to see those, and PPO would find others.
-    """
+    """Right answers against mistakes: the model's, and random ones, lest PPO finds what no reward model saw."""
     prompts = [row for row in rows for _ in range(SAMPLES_PER_PROMPT)]
     sampled = replies(model, tokenizer, prompts, greedy=False, seed=seed)
     draw = random.Random(seed)
