@@ -19,8 +19,7 @@ from trl.tensors.ragged import Ragged
 class Chain:
     """Turns one after another: a prompt, and all tokens after it, of which the policy `sampled` some.
 
-    `logps` and `kept` are those of `Generated`, 0 for the other tokens, as numbers of torch's `dtype` (None: nothing
-    was sampled). `ended`: by the policy.
+    `logps` and `kept` are those of `Generated`, else 0, as numbers of torch's `dtype`. `ended`: by the policy.
     """
 
     prompt: list[int]
@@ -72,10 +71,9 @@ def experience_of(
 
 
 def chains_of(turns: Sequence[Turn]) -> list[Chain]:
-    """A session as chains in which each sampled token is once: one for each tree, and one more for each further branch.
+    """A session as chains in which each sampled token is once: one for each tree and each further branch.
 
-    A branch's prompt is all that came before it. Turns after the same one are ordered by their tokens, short prompts
-    first, and not by time, which differs from run to run for requests side by side.
+    A branch's prompt is all before it. Turns after the same one are ordered by tokens, as times differ from run to run.
     """
     children: dict[Turn | None, list[Turn]] = {}
     for turn in sorted(turns, key=_by_tokens):

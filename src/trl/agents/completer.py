@@ -52,16 +52,13 @@ Agent = Callable[..., Awaitable[object]] | Sequence[str] | str
 
 
 class AgentCompleter:
-    """Completes rows by running an agent, or an environment, on each: a `Completer`. A row's completion is what its
-    session holds.
+    """Completes rows by running an agent, or an environment, on each: a `Completer`; completions are sessions.
 
     `concurrency` sessions run at once, each for at most `deadline` seconds (None: no limit), within a `budget`. The
     agent's result is its reward: a number, None, or a dict with `reward`. An agent that raises, takes too long or never
-    asks the policy has none; such rows are counted. What requests set themselves is handled as `agent_sampling` says
-    (`Session`), and the endpoint listens on `host`. Sessions that the `journal` holds are not run again. With `graded`
-    reward functions give rewards too, so a command may print anything.
-
-    Raises: TypeError for an agent that is neither an async function of (row, base_url, api_key) nor a command.
+    asks the policy has none; such rows are counted. `agent_sampling` as in `Session`; the endpoint listens on `host`.
+    Sessions that the `journal` holds are not run again. With `graded` a command may print anything. Raises: TypeError
+    for no agent.
     """
 
     def __init__(

@@ -97,9 +97,8 @@ class Endpoint:
     def session(self, row: Fields | None = None, *, key: str | None = None, **options: Any) -> Session:
         """Open a session on a row; `options` (`stream`, `budget`, `keeps`, `version`) are those of `Session`.
 
-        Its tokens depend on the seed, its `stream` (default: its number) and its requests.
-
-        Raises: RuntimeError for too many open sessions.
+        Its tokens depend on the seed, its `stream` (default: its number) and requests. Raises: RuntimeError for too
+        many.
         """
         if len(self._open) >= self.most_sessions:
             raise RuntimeError(f"There are {len(self._open)} open sessions, the maximum. Close some.")

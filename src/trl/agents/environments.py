@@ -100,11 +100,11 @@ class Kind:
 class EnvironmentAgent:
     """Runs the policy in environments: a session is an episode.
 
-    A `factory`, or several by name, among which a row's column `environment` chooses. The row's other columns are given
-    to `reset`; text that it returns ends the prompt's last message. Public methods are tools, beside the functions
-    `tools`. The calls of a turn run one after another, each for at most `deadline` seconds, and an episode ends with a
-    turn without calls or after `iterations` rounds of them. Environments are reset for each episode; with `keeps` only
-    in the next rollout batch, because reward functions read them.
+    A `factory`, or several by name, among which a row's column `environment` chooses; `reset` gets the other columns,
+    and text that it returns ends the prompt's last message. Public methods are tools, beside the functions `tools`. The
+    calls of a turn run one after another, each for at most `deadline` seconds. An episode ends with a turn without
+    calls or after `iterations` rounds. With `keeps` environments are reset in the next rollout batch, because reward
+    functions read them.
     """
 
     def __init__(

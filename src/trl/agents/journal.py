@@ -33,8 +33,7 @@ REWARD_FIELD = "agent_reward"
 class Played:
     """A session, or a row with tools: its chains, the reward under its name, why it failed, and its conversations.
 
-    `results` are the numbers that the agent returned beside its reward. `messages` are what the policy wrote, with the
-    answers of tools and of an `environment`. `calls` to `limited` count calls of tools.
+    `results` are numbers beside the reward, `messages` those of policy, tools and `environment`; then counts of calls.
     """
 
     chains: list[Chain] = field(default_factory=list)
@@ -90,12 +89,12 @@ class Played:
 
 
 class Journal:
-    """Records of sessions in files of `folder`, one for each step, run and process.
+    """Records of sessions in files of `folder` (None: none), one for each step, run and process.
 
-    A record belongs to the run, the step, the policy's weights, a random stream, a row and the settings that it was
-    sampled with. `prune` deletes what a checkpoint does not need, unless the journal `keeps` all. With `environments`,
-    their classes, a record has the session's environment: its `__getstate__()`, if that is JSON. Sessions whose
-    environment cannot be restored are not found. Without a folder nothing is written.
+    A record belongs to the run, step, weights, random stream, row and sampling settings. `prune` deletes what a
+    checkpoint does not need, unless the journal `keeps` all. With `environments`, their classes, a record has the
+    session's environment: its `__getstate__()`, if that is JSON. Sessions whose environment cannot be restored are run
+    again.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Sessions of agents with the policy: each turn's tokens as they were shown and sampled.
 
-A turn's prompt is the tokens of the longest history that the session holds, and the newly rendered rest. What the
-policy wrote is never tokenised again. An agent that changes its history begins another branch or another tree.
+A turn's prompt is the tokens of the longest history that the session holds, and the newly rendered rest. An agent that
+changes its history begins another branch or another tree.
 """
 
 from __future__ import annotations
@@ -57,9 +57,8 @@ class Budget:
 class Turn:
     """One completion, with what the client is given when it has ended.
 
-    `shown` are the tokens that came after those of its `parent`, `context` all tokens before the completion,
-    `generated` what the policy wrote, and `tokens` all with it. `messages` and `tools`, or the text `given`, are what
-    the prompt was made of, and `state` is the digest of these messages.
+    `shown` are the tokens after those of `parent`, `context` all before the completion, `tokens` all with what was
+    `generated`. The prompt was made of `messages` (with the digest `state`) and `tools`, or of `prompt_text`.
     """
 
     session: Session
@@ -182,11 +181,10 @@ async def _ended(future: Future[Read]) -> Read:
 class Session:
     """The turns of one API key on one `row`; `base_url` and `api_key` are for any client of OpenAI's API.
 
-    `sampling` are the settings of its completions. Other values of temperature and truncation in a request are ignored,
-    with a warning that `warned` notes, taken, or refused, as `agent_sampling` says; its seed counts where the session
-    keeps nothing. A turn's random stream depends on the session's `stream` and on the turn's prompt, so it does not
-    depend on the order in which turns or sessions run. Without `keeps` turns are forgotten when they end. `version` of
-    the weights is noted on each turn.
+    A request's own temperature and truncation are ignored (noted in `warned`), taken or refused, as `agent_sampling`
+    says; its seed counts where the session keeps nothing. A turn's random stream depends on the session's `stream` and
+    the turn's prompt, not on the order of turns or sessions. Without `keeps` turns are forgotten when they end.
+    `version` of the weights is noted on each turn.
     """
 
     chats: Chats

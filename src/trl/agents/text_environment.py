@@ -73,9 +73,9 @@ def answer(tools: Mapping[str, TextTool], text: str) -> str:
 class TextHistory:
     """Segments of the model or the system (prompt, tools), one after another.
 
-    `text` and `tokens` `(T,)` are those of all segments; `text_spans` and `token_spans` their (begin, end),
-    `system_spans` whether the system wrote them. `token_masks` `(T,)` is 1 for the model's tokens. `completed`,
-    `truncated` and `reward` are set last.
+    `text` and `tokens` `(T,)` are those of all segments, `text_spans` and `token_spans` their (begin, end),
+    `system_spans` who wrote them. `token_masks` `(T,)` is 1 for the model's tokens. `completed`, `truncated` and
+    `reward` are set last.
     """
 
     def __init__(self, text: str, tokens: Tensor | Sequence[int], system: bool = True) -> None:
@@ -211,8 +211,7 @@ class TextEnvironment:
     def run(self, queries: Sequence[str], **rewards_kwargs: object) -> Episodes:
         """Run one episode for each query; `rewards_kwargs` (one value per query) go to the reward function.
 
-        Returns the tokens of queries (with the prompt) and responses, the responses' masks (1 for the model's tokens, 0
-        for tools'), rewards (0-dim tensors; None without a reward function) and histories.
+        Masks of responses are 1 for the model's tokens; rewards are 0-dim tensors, None without a reward function.
         """
         histories = self._begin(queries)
         for _ in range(self.max_turns):

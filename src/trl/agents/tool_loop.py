@@ -53,13 +53,10 @@ class Episode(NamedTuple):
 
 
 class ToolLoop:
-    """Completes prompts with the policy and tools: a `Completer`.
+    """Completes prompts with the policy and tools: a `Completer`. Raises: ValueError for a template without tools.
 
-    A row ends with a turn without calls, after `iterations` rounds of answers (None: no limit), and at its maximum
-    length or the model's `context_length`, which include answers. Other rows are run again from their first token. A
-    tool call takes at most `deadline` seconds (None: no limit).
-
-    Raises: ValueError for a chat template without tools.
+    A row ends with a turn without calls, after `iterations` rounds of answers, and at its maximum length or the model's
+    `context_length`, which include answers. A call takes at most `deadline` seconds. None: no limit.
     """
 
     exact = True
@@ -159,8 +156,7 @@ def tool_counts(played: Sequence[Played]) -> dict[str, list[int]]:
 def tool_metrics(rows: Mapping[str, Tensor], *, share: float) -> dict[str, Weighted]:
     """Metrics of the calls in rows of all processes, of which this process logs a `share`.
 
-    `tools/call_frequency`: calls per completion; `tools/failure_frequency` and `tools/failures/<kind>`: shares of calls
-    that failed (absent without calls); `tools/limit_ratio`: share of completions that the number of turns ended.
+    Calls per completion; shares of calls that failed, in all and by kind; share of completions that the limit ended.
     """
     if CALLS not in rows:
         return {}

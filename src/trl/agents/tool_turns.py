@@ -1,7 +1,6 @@
 """From an assistant's token ids to its message and tool calls, and from tool answers to the token ids that follow.
 
-Sampled tokens are never tokenised again: answers are rendered in a fixed conversation, cut at the end of the
-assistant's turn, and tokenised alone.
+Sampled tokens are kept: answers are rendered in a fixed conversation, cut at the turn's end, and tokenised alone.
 """
 
 from __future__ import annotations
@@ -133,9 +132,7 @@ class ReplyWriter:
     ) -> list[int]:
         """Messages and generation prompt after a turn that ends with `last`; `tool` messages answer its calls.
 
-        `last` is one of the tokens `ends`, or any other after a stop string.
-
-        Raises: TemplateRefusal if the chat template refuses them.
+        `last` is one of the tokens `ends`, or another after a stop string. Raises: TemplateRefusal.
         """
         stop = self._text(last) if last in ends else None
         text = self._tail(replies, template_kwargs)

@@ -1,8 +1,7 @@
 """Run folders: each run writes its checkpoints into a folder of its own, and holds a lock on it.
 
-`_run-<host>-<pid>-<id>` lies in the output directory while the run lasts. It holds a file `lock`, which the operating
-system unlocks when the process ends, however it ends, and the checkpoint that is being written. (The Hub's uploads of
-an output directory leave `_*` out.)
+`_run-<host>-<pid>-<id>` lies in the output directory while the run lasts (the Hub's uploads leave `_*` out), with the
+checkpoint that is being written and a file `lock`, which the system unlocks when the process ends, however it ends.
 """
 
 from __future__ import annotations
@@ -89,11 +88,9 @@ def _lock(folder: Path) -> TextIO | None:
 
 
 def clear(output_dir: Path, caller: str = "", *, alone: bool = True) -> None:
-    """Remove the run folders that dead processes left in `output_dir`; `caller` is that of the caller.
+    """Remove the run folders that dead processes left in `output_dir`; that of the `caller` stays.
 
-    A folder whose owner may be alive stays, with a warning where that cannot be decided.
-
-    Raises: CheckpointError, where the caller must be `alone`, for another active run.
+    One whose owner may be alive stays, with a warning. Raises: CheckpointError, if `alone`, for another active run.
     """
     for folder in sorted(output_dir.glob(f"{PREFIX}*")):
         state = "alive" if folder.name == caller else liveness(folder)

@@ -62,9 +62,7 @@ def launch(name: str, module: str, argv: list[str]) -> int:
 def make_plan(parser: "TrlParser", words: list[str], config: ConfigFile | None) -> Plan:
     """The script's options and those of `accelerate launch`, apart; the command line wins over the file.
 
-    An option that both know is the script's, and so is an unknown one, which its parser reports.
-
-    Raises: argparse.ArgumentError, ValueError for launch options with a wrong value.
+    Options that both or none know are the script's. Raises: argparse.ArgumentError, ValueError for launch options.
     """
     if {"-h", "--help"} & set(words):
         return Plan(words, config, {})
@@ -147,11 +145,9 @@ def default_config() -> str | None:
 
 
 def accelerate_arguments(module: str, options: dict[str, Any]) -> argparse.Namespace:
-    """The arguments of `accelerate launch` for a script, with the launch options that were `given`.
+    """The arguments of `accelerate launch` for a script; several CPU processes start with torchrun, over gloo.
 
-    Several CPU processes start with torchrun and use gloo; accelerate itself would need MPI.
-
-    Raises: ValueError for GPU or sharded training on a CPU, where accelerate (1.15) would train unconnected models.
+    Raises: ValueError for sharded or GPU training on a CPU, where accelerate (1.15) trains unconnected models.
     """
     import torch
     from accelerate.commands.config.config_args import load_config_from_file

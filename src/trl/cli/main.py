@@ -14,8 +14,7 @@ from trl import __version__
 class Command(NamedTuple):
     """One command: its module, what `trl --help` says of it, and how it is run.
 
-    A "plain" module has `main(argv) -> int`. A "training" module has `make_parser()` and a `main` that takes the
-    parsed dataclasses; it is launched, through accelerate where that was asked for.
+    A "plain" module has `main(argv) -> int`, a "training" one `make_parser()` and a `main` that takes its dataclasses.
     """
 
     module: str

@@ -202,8 +202,7 @@ def read_text_values(config: object) -> None:
 def check_numbers(config: object) -> None:
     """Check every number against the bounds of its field; a program's own fields have none.
 
-    Raises: ValueError naming every field that is out of bounds. TypeError for a field of the library that holds None, a
-    list or a dict where that is not allowed, and for one with declared bounds that holds no (whole) number.
+    Raises: ValueError naming those out of bounds, TypeError for a field of the library that holds no number.
     """
     faults = []
     for name, kind in kinds(library_config(type(config))).items():

@@ -73,8 +73,7 @@ def _field(default: object, declared: Declaration, metadata: dict[str, object]) 
 class OptionGroup:
     """Base of all option groups: dataclass mixins that hold related fields and check them.
 
-    What a field's row says is checked for all of them by `settle`; a group checks the rest in `check`, which calls
-    `super().check()`. The config that combines the groups calls `settle` once, before anything else reads the values.
+    `settle`, called once by the config, checks what fields declare; `check`, which calls `super().check()`, the rest.
     """
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field]]
@@ -166,8 +165,7 @@ def unread_fields(config: OptionGroup) -> dict[str, list[str]]:
 def documented(cls: Config) -> Config:
     """Class decorator: append to the docstring one entry per field, with its type, default and help text.
 
-    The hand-written part of the docstring (what the config is for, an example) stays in front. Fields that come from
-    outside the library (those of `transformers.TrainingArguments`) are listed only where their default differs.
+    Fields of `transformers.TrainingArguments` are listed only where their default differs.
     """
     head = inspect.cleandoc(cls.__doc__ or "")
     ours = [base for base in cls.__mro__ if _is_ours(base)]

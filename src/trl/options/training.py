@@ -153,8 +153,7 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
     def to_dict(self) -> Settings:
         """All fields as plain values, secrets redacted.
 
-        Unlike the method of `TrainingArguments`, it leaves dicts inside this config untouched (that one turns dtypes
-        and quantisation configs in them into strings and dicts) and redacts no token that is part of the vocabulary.
+        Unlike that of `TrainingArguments`, it keeps dicts in this config as they are, and tokens of the vocabulary.
         """
         words = {name: value for name, value in vars(self).items() if name.endswith("_token") and "hub" not in name}
         return {**super(TrainingDefaults, unwritten(self)).to_dict(), **redacted(words)}
@@ -205,8 +204,7 @@ def config_or_default(args: object, config_class: type[Config], output_dir: str)
 def default_bf16(*, use_cpu: bool, fp16: bool) -> bool:
     """Whether `bf16=None` means bfloat16 here: on an accelerator that computes in it, and nowhere else.
 
-    False on a CPU (float32), with `fp16=True`, and where `accelerate launch` was told fp16 or fp8: what was asked for
-    explicitly wins over a default.
+    False on a CPU, with `fp16=True`, and where `accelerate launch` was told fp16 or fp8: explicit settings win.
     """
     launched_with = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     on_cpu = use_cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")

@@ -1,7 +1,6 @@
 """Calls with deadlines: functions on daemon threads, coroutines on one event loop.
 
-A thread cannot be stopped from outside. A call that misses its deadline is abandoned: it delays neither the caller nor
-the exit of the program, and the error names its thread.
+A call that misses its deadline is abandoned, as no thread can be stopped, and delays not even the program's exit.
 """
 
 from __future__ import annotations

@@ -93,8 +93,7 @@ def _value(value: float) -> str:
 class RunLines(ProgressCallback, PrinterCallback):
     """One aligned line per log, and a table of first, best and last at the end; on the main process only.
 
-    It stands in the place of the callbacks of transformers that it inherits from, so that removing either removes it.
-    An evaluation has a bar on a terminal after two seconds, unless `disable_tqdm`.
+    It inherits from transformers' callbacks, so that removing either removes it. Long evaluations have a bar.
     """
 
     def __init__(self, counted: Literal["tokens", "images"] = "tokens") -> None:
@@ -253,8 +252,7 @@ def _print(line: str) -> None:
 def use_run_lines(handler: CallbackHandler, user_callbacks: Sequence[object], args: Any) -> None:
     """Put `RunLines` in the place of the callback that `transformers.Trainer` prints with by default.
 
-    Nothing stands there with `log_level` "error" or "critical", and with `logging_strategy="no"`. Unchanged with
-    `log_format="dict"`, in notebooks unless it is "lines", and where the user has a callback of that kind.
+    Not with `log_format="dict"`, in notebooks unless "lines", or beside the user's own; nothing prints if it is silent.
     """
     kinds = (PrinterCallback, ProgressCallback)
     types = [callback if isinstance(callback, type) else type(callback) for callback in user_callbacks]

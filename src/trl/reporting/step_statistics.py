@@ -86,8 +86,8 @@ def _plain(value: Any) -> object:
 class MinibatchRecord:
     """Statistics of a step's minibatches, each with its number of tokens.
 
-    A value of the step is the mean over its optimiser steps. In each of them, means and variances (names that end with
-    `/var`) are those of all tokens of its minibatches on all processes, which must make the same calls.
+    A step's value is the mean over its optimiser steps; in these, means and `/var` are over all tokens of all
+    processes.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -151,8 +151,7 @@ def step_statistics(
 ) -> dict[str, Any]:  # fmt: skip
     """All documented statistics of a step but its times.
 
-    `scores (B,)`; `logprobs`, `ref_logprobs`, `non_score_reward`, `kls`, `masks` `(B, R)`. Values per response are
-    those of all processes, log-probs of single tokens this process's.
+    `scores (B,)`, other tensors `(B, R)`. Values per response are of all processes, log-probs of tokens this process's.
     """
     counted, sums = masks != 0, MetricSums()
     sums.add(rollout_metrics(TokenRewards(non_score_reward, non_score_reward), kls, logprobs, scores, masks))

@@ -48,9 +48,8 @@ def print_prompt_completions_sample(
 ) -> None:  # fmt: skip
     """Print prompts, completions, rewards and advantages side by side, under the training step.
 
-    Prompts and completions are strings or lists of messages, `rewards` maps the name of each reward function to one
-    value per completion (`None` where it had no opinion). `num_samples` of the rows are drawn at random, from a stream
-    of their own; all are printed where it is `None` or larger, none where it is 0.
+    Prompts and completions are strings or messages, `rewards` values per completion (or None) by function.
+    `num_samples` rows are drawn at random, from a stream of their own; None or more: all.
     """
     print_samples(prompts, completions, {**rewards, "Advantage": advantages}, step, num_samples)
 

@@ -90,10 +90,9 @@ def log_table_to_comet_experiment(name: str, table: "DataFrame") -> None:
 def log_table(
     name: str, table: "DataFrame", report_to: Iterable[str], *, step: int | None = None, tensorboard_writer: Any = None
 ) -> list[str]:
-    """Send a `pandas.DataFrame` to every tracker in `report_to` that has an active run and can show tables.
+    """Send a `pandas.DataFrame` to every tracker in `report_to` that shows tables and has a run; returns those.
 
-    `name` is the key of the table, `step` the optimiser step it belongs to. TensorBoard has no global run: its writer
-    is passed as `tensorboard_writer` (that of transformers' `TensorBoardCallback`). Returns the trackers that got it.
+    `name` is the table's key. TensorBoard has no global run: its writer is passed as `tensorboard_writer`.
     """
     sent, modules = [], sys.modules
     trackio_run = getattr(modules.get("trackio.context_vars"), "current_run", None)
@@ -127,8 +126,7 @@ def _active_mlflow_run() -> object:
 def profiling_context(trainer: Trainer, name: str) -> Generator[None, None, None]:
     """Time the block and log it as `profiling/Time taken: <trainer class>.<name>`, in seconds, on the main process.
 
-    Only wandb and mlflow take values between two training logs; a run that reports to neither times nothing. On an
-    accelerator the time is that of the calls, not of the kernels that they queued.
+    Only wandb and mlflow take values between two logs. On an accelerator the time is that of calls, not of kernels.
     """
     report_to: Any = trainer.args.report_to  # a list of names, once TrainingArguments has read it
     if not any(tracker in report_to for tracker in _TIMED):

@@ -43,10 +43,8 @@ def shares_of_first(
 ) -> list[float | None]:
     """How far the first text of each pair wins, in [0, 1]; None where the judge gives no answer (-1 or None).
 
-    Answers are 0 or 1, the better one, and 0.5 for a tie. Equal texts are a tie and are not shown to the judge.
-    `options` go to its `judge`; with `return_scores=True` it gives the probability that the first wins.
-
-    Raises: TypeError for a judge without `return_scores`, JudgeError for answers that are too many, few, or others.
+    Answers are 0 or 1, the better one, 0.5 for a tie, or with `return_scores=True` a probability. Equal texts are a tie
+    and are not shown. Raises: TypeError for a judge without `return_scores`, JudgeError for invalid answers.
     """
     soft = bool(options.get("return_scores"))
     if soft and "return_scores" not in inspect.signature(judge.judge).parameters:

@@ -29,12 +29,10 @@ _ON_REQUEST = {"completions_ids": "completion_ids", "prompt_ids": "prompt_ids"} 
 
 
 class FunctionSource:
-    """A reward function as a source.
+    """A reward function as a source: it takes keyword arguments and returns a number, or None, for each completion.
 
-    It takes keyword arguments and returns one number, or None for no score, for each completion. Without `**kwargs` it
-    is given the arguments that it names. `completions_ids` (another name of `completion_ids`) and `prompt_ids` are only
-    given to functions that name them. `name` (by default the function's) is that of its metrics; `deadline` and
-    `on_failure` as in `RewardSource`.
+    Without `**kwargs` it is given the arguments that it names, `completions_ids` and `prompt_ids` only then. `name` (by
+    default the function's) is that of its metrics; `deadline` and `on_failure` as in `RewardSource`.
     """
 
     def __init__(

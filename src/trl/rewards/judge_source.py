@@ -151,12 +151,10 @@ def as_text(prompt: Text) -> str:
 
 
 def comparison_source(reward_funcs: Any, judge: BasePairwiseJudge | None, args: Any) -> tuple[Any, ManagedJudge | None]:
-    """What compares completions: reward functions, or the judge's shares of won comparisons (or its probabilities).
+    """What compares completions: reward functions, or the judge's shares of won comparisons, and the judge or None.
 
-    The judge comes second, None with reward functions; a `JudgeSource` among them is a reward.
-    `args` has the settings of `JudgeOptions` and of online DPO. With both, the judge decides.
-
-    Raises: ValueError without either, TypeError for another kind of judge.
+    `args` has the settings of `JudgeOptions` and of online DPO; a `JudgeSource` is a reward. With both, the judge
+    decides. Raises: ValueError without either, TypeError for another kind of judge.
     """
     if judge is None and args.judge is not None:
         judge = resolve_judge(args.judge)

@@ -179,9 +179,8 @@ def shown_pairs(prompts: Sequence[str], completions: Sequence[Sequence[str]], *,
 class ChatPairwiseJudge(BasePairwiseJudge):
     """Base of the judges that send a pair to a chat model, which answers "0" or "1".
 
-    `system_prompt` (None: `QUESTION`) has the placeholders `{prompt}`, `{response0}` and `{response1}`; other braces
-    are doubled. Up to `max_workers` requests run at the same time; after `max_requests` (None: no limit) every answer
-    is -1. `num_requests` and `num_tokens` count requests, and the tokens that the endpoint reports.
+    `system_prompt` (None: `QUESTION`) has the placeholders `{prompt}`, `{response0}` and `{response1}`, other braces
+    doubled. Up to `max_workers` requests run at once; after `max_requests` (None: no limit) every answer is -1.
     """
 
     model: str

@@ -1,7 +1,6 @@
 """The process that compares answers for `ready_made.py`: one JSON request per line in, one JSON reply per line out.
 
-Some completions (towers of powers) are simplified in one operation that takes for ever and that no signal handler of
-Python interrupts; a process can be killed.
+Some completions (towers of powers) are simplified for ever, in one operation that no signal interrupts.
 """
 
 from __future__ import annotations

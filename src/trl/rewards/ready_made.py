@@ -1,7 +1,6 @@
 """Ready-made reward functions: correct answers, format and length.
 
-Answers are compared in a separate process (`math_worker.py`), which is killed if it takes too long: math-verify's own
-timeouts are signals, which only work in the main thread on POSIX systems.
+A process (`math_worker.py`) compares answers, as math-verify's own timeouts only work in a POSIX main thread.
 """
 
 from __future__ import annotations

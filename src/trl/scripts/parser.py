@@ -205,11 +205,9 @@ def _raise_all(faults: list[str]) -> None:
 
 
 def _option_value(action: argparse.Action, value: object, *, hint: object = None) -> object:
-    """`value` in the type of the option `action`; `hint` is the type of its dataclass field.
+    """`value` in the type of the option `action`; `hint` is that of its field. Raises: ValueError for others.
 
-    Text becomes a number where the option is one (YAML reads `2e-5` as text), a mapping becomes `key=value` items of a
-    list of strings, entries of a list become dataclasses where the option holds those. Raises ValueError for any other
-    value.
+    Text becomes a number (YAML reads `2e-5` as text), a mapping `key=value` items, entries of a list dataclasses.
     """
     if value is None:
         return None

@@ -42,10 +42,9 @@ def run_script(
     *,
     config: ConfigFile | None = None,
 ) -> int:
-    """Parse `args` (those of the process if None), call `main` with the dataclasses, and return the exit status.
+    """Parse `args` (None: the process's), call `main` with the dataclasses, and return the exit status.
 
-    `config` is a config file that has been read already; otherwise `args` may name one. With TRL_TRACEBACK=1 in the
-    environment errors of the input are raised with their traceback.
+    `config` is a config file that was read already. With TRL_TRACEBACK=1 errors of the input show their traceback.
     """
     try:
         with reporting_input_errors():

@@ -37,9 +37,7 @@ LAUNCHING = (
 
 
 def train(name: str, script_args: CommandArguments, training_args: "AnyConfig", *others: Any) -> "BaseTrainer":
-    """Build the trainer of the command `name`, train it, save its model, print where it is; returns the trainer.
-
-    With `dry_run` the trainer is built and described, and nothing is trained or written.
+    """Build, train and save the trainer of a command, and print where; with `dry_run` only build and describe it.
 
     Raises: CommandError for mistakes in the input, before the first step.
     """
