@@ -152,10 +152,11 @@ def test_commands_are_found():
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory):
-    """A folder with the two models that the pages make by `examples/small_model.py`, and nothing else."""
+    """A folder with the models that the pages make by `examples/small_model.py`, the examples, and nothing else."""
     folder = tmp_path_factory.mktemp("workshop")
+    (folder / "examples").symlink_to(ROOT / "examples")
     tokenizer = small_model.train_tokenizer(small_model.built_in(), vocabulary=4096)
-    for seed, name in enumerate(["model", "student"]):
+    for seed, name in enumerate(["model", "student", "small"]):
         for part in (small_model.small_llama(tokenizer, seed=seed, layers=2, width=128), tokenizer):
             part.save_pretrained(folder / "runs" / name)
     return folder
@@ -271,6 +272,18 @@ def test_the_walks_name_functions_that_exist():
         assert set(names) <= defined_in(ROOT / "src" / "trl" / file), part
 
 
+def longer_commands(path: Path) -> list[list[str]]:
+    """Commands that make data and train on it, which are not run as they are printed: indented ones, and all of
+    start/ and reference/."""
+    text = path.read_text(encoding="utf-8")
+    if path.parent.name in ("guides", "methods"):
+        text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    joined = re.sub(r"\\\n\s+", "", text)
+    lines = re.findall(r"^(?: {4})?((?:trl|python examples/scripts/\S+) .*--.*)$", joined, flags=re.MULTILINE)
+    split = [shlex.split(line, comments=True) for line in lines]
+    return [words for words in split if any(word.startswith(("runs/data/", "runs/model")) for word in words)]
+
+
 # Pages whose commands run too. A block with a title (```bash title="needs a GPU") needs more than the clone and is not run.
 STORIES = [path for path in DOCUMENTS if path.parent.name == "guides" and blocks(path, "bash")]
 PYTHON_PAGES = [path for path in DOCUMENTS if blocks(path, "python") and path not in STORIES]
@@ -352,6 +365,15 @@ def restored_tables():
     for table, before in rows:
         table.clear()
         table.update(before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if longer_commands(path)], ids=label)
+def test_longer_commands_take_a_step(path, workshop, monkeypatch):
+    """Commands of up to a minute, one after another as a reader would run them, with one step in place of all."""
+    monkeypatch.chdir(workshop)
+    for words in longer_commands(path):
+        run_forked(words if words[1] == "data" else [*words, "--max_steps", "1"])
 
 
 @pytest.mark.slow
