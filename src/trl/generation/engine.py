@@ -230,8 +230,7 @@ def check_requests(
         if context_length is not None and len(prompt) + room > context_length:
             wanted = " and must leave room for a completion" if room else ""
             raise ValueError(
-                f"prompts[{index}] has {len(prompt)} tokens, the context length is {context_length}{wanted}. "
-                "Truncate it."
+                f"prompts[{index}] has {len(prompt)} tokens, the context length is {context_length}{wanted}. Cut it."
             )
         if min(prompt) < 0 or (vocabulary is not None and max(prompt) >= vocabulary):
             raise ValueError(
@@ -259,8 +258,7 @@ def completion_limits(
         limit = min(rooms if new_tokens is None else [new_tokens, *rooms])
         if limit < 1:
             raise ValueError(
-                f"prompts[{index}] has {start} tokens, which max_length={sampling.max_length} includes. Use "
-                "max_new_tokens."
+                f"prompts[{index}] has {start} tokens, part of max_length={sampling.max_length}. Use max_new_tokens."
             )
         limits.append(limit if own_limits is None else min(limit, own_limits[index]))
     return limits

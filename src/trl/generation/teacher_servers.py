@@ -135,9 +135,7 @@ class TeacherServer:
         for entry in entries[1:]:
             ids_of = {text: self._ids(text) for text in entry}
             if unclear := [text for text, known in ids_of.items() if len(known) != 1]:
-                raise ValueError(
-                    f"the text {unclear[0]!r} is not one token. Use a server that names tokens by id, such as vLLM"
-                )
+                raise ValueError(f"the text {unclear[0]!r} is not one token. Use a server that gives ids, such as vLLM")
             by_id.append({ids_of[text][0]: float(logp) for text, logp in entry.items()})
         return by_id
 

@@ -35,17 +35,11 @@ def get_peft_config(model_args: ModelConfig) -> "PeftConfig | None":
     from peft import LoraConfig
 
     return LoraConfig(
-        task_type=model_args.lora_task_type,
-        r=model_args.lora_r,
-        target_modules=model_args.lora_target_modules,
-        target_parameters=model_args.lora_target_parameters,
-        lora_alpha=model_args.lora_alpha,
-        lora_dropout=model_args.lora_dropout,
-        bias="none",
-        use_rslora=model_args.use_rslora,
-        use_dora=model_args.use_dora,
-        modules_to_save=model_args.lora_modules_to_save,
-    )
+        task_type=model_args.lora_task_type, r=model_args.lora_r, target_modules=model_args.lora_target_modules,
+        target_parameters=model_args.lora_target_parameters, lora_alpha=model_args.lora_alpha,
+        lora_dropout=model_args.lora_dropout, bias="none", use_rslora=model_args.use_rslora,
+        use_dora=model_args.use_dora, modules_to_save=model_args.lora_modules_to_save,
+    )  # fmt: skip
 
 
 def is_peft_model(model: object) -> bool:

@@ -162,7 +162,5 @@ def is_encoder_decoder(core: PreTrainedModel, args: Any) -> bool:
     if option is not None and option != in_config:
         raise ValueError(f"is_encoder_decoder={option} contradicts {type(core).__name__}. Leave it out.")
     if args.max_completion_length is not None and not in_config:
-        logger.warning(
-            "max_completion_length=%d acts on encoder-decoders only. Set max_length.", args.max_completion_length
-        )
+        logger.warning("max_completion_length=%d acts on encoder-decoders. Set max_length.", args.max_completion_length)
     return in_config

@@ -229,10 +229,7 @@ def make_reference(
         raise ValueError("ref_model cannot be set with a PEFT model, unless force_use_ref_model=True.")
     if trained is not None and ref_model is None:
         if options.precompute_ref_log_probs and shards:
-            raise ValueError(
-                "precompute_ref_log_probs=True with an adapter needs unsharded weights, got ZeRO-3 or FSDP. "
-                "Set it to False."
-            )
+            raise ValueError("precompute_ref_log_probs=True with an adapter excludes ZeRO-3 or FSDP. Set it to False.")
         return AdapterReference(scorer, options.ref_adapter_name, trained)
     if ref_model is None and options.precompute_ref_log_probs and not shards:
         return InitialPolicy(policy, scorer)
@@ -281,9 +278,7 @@ def choose_adapters(policy: Any, args: Any, ref_model: object = None) -> str | N
     known = sorted(policy.peft_config) if is_peft_model(policy) else []
     for field in ("model_adapter_name", "ref_adapter_name"):
         if (name := getattr(args, field)) is not None and name not in known:
-            raise ValueError(
-                f"{field}={name!r} must be an adapter of the model, of {known or 'none'}. Load it with `load_adapter`."
-            )
+            raise ValueError(f"{field}={name!r} must be an adapter of the model, of {known or 'none'}. Load it.")
     if not known:
         return None
     trained = args.model_adapter_name or policy.active_adapter
@@ -328,9 +323,7 @@ def attach_reference(
         raise ValueError(f"{names} move the reference's weights, one callback may. Leave the others out.")
     if not isinstance(reference, FrozenModel):
         kind = "none" if reference is None else f"a {type(reference).__name__}"
-        raise ValueError(
-            f"{names} needs a reference that is a model, this run has {kind}. Leave it (or sync_ref_model) out."
-        )
+        raise ValueError(f"{names} needs a reference that is a model, not {kind}. Leave it or sync_ref_model out.")
     ours, theirs = (
         {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
         for model in (policy or reference.module, reference.module)

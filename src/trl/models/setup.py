@@ -69,8 +69,7 @@ def check_given(
     missing = [weight for weight, parameter in core.named_parameters() if parameter.is_meta]
     if missing and not will_shard():  # which fills the weights of a meta model in by itself
         raise ValueError(
-            f"{name} has no weights for {len(missing)} parameters ({missing[0]}, ...). "
-            "Load it without init_empty_weights."
+            f"{name} lacks {len(missing)} weights ({missing[0]}, ...). Load it without init_empty_weights."
         )
     if init_kwargs:
         raise ValueError("model_init_kwargs needs a model given by name or path, got a loaded one.")
@@ -251,6 +250,4 @@ def check_trained_head(model: nn.Module) -> None:
     """Warn of an adapter that does not train the classification head: a new head would stay random."""
     head = head_of(causal_core(model))
     if head is not None and not any(parameter.requires_grad for parameter in head.parameters()):
-        logger.warning(
-            "The adapter leaves the head %s out. Add it to modules_to_save, unless trained.", type(head).__name__
-        )
+        logger.warning("The adapter leaves the head %s out. Add it to modules_to_save.", type(head).__name__)

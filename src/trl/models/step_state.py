@@ -69,13 +69,11 @@ def load_step_state(
     state = json.loads(values.read_text(encoding="utf-8"))
     if state["processes"] != accelerator.num_processes:
         raise ValueError(
-            f"{folder} was saved by {state['processes']} processes, not {accelerator.num_processes}. Launch as many."
+            f"{folder} is of {state['processes']} processes, not {accelerator.num_processes}. Launch as many."
         )
     has_schedule = (folder / "scheduler.bin").is_file()
     if has_schedule != scheduled:
-        raise ValueError(
-            f"{folder} was saved {'with' if has_schedule else 'without'} an lr_scheduler. Build the trainer likewise."
-        )
+        raise ValueError(f"{folder} was saved {'with' if has_schedule else 'without'} an lr_scheduler. Do likewise.")
     with under_module_names(accelerator):
         accelerator.load_state(str(folder))
     streams = folder / f"random_streams_{accelerator.process_index}.pt"

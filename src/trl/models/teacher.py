@@ -247,15 +247,10 @@ def load_teacher(teacher: object, init_kwargs: LoadArguments | None, student: nn
     """
     if init_kwargs and not isinstance(teacher, (str, os.PathLike)):
         kind = "none" if teacher is None else f"a {type(teacher).__name__} that is loaded already"
-        raise ValueError(
-            f"teacher_model_init_kwargs={dict(init_kwargs)!r} needs teacher_model as a name or path, got {kind}."
-        )
+        raise ValueError(f"teacher_model_init_kwargs={dict(init_kwargs)!r} needs a teacher_model by name, got {kind}.")
     model = load_model(teacher, dict(init_kwargs or {}), name="teacher_model")
     if share_parameters(student, model, trained=True):
-        raise ValueError(
-            "teacher_model and model share weights that train, expected a separate model. "
-            "Load the teacher a second time."
-        )
+        raise ValueError("teacher_model and model share weights that train. Load the teacher a second time.")
     return model
 
 

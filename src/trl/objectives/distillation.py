@@ -35,9 +35,7 @@ def divergence(student: Tensor, teacher: Tensor, *, beta: float) -> Tensor:
     """
     check_beta(beta)
     if student.shape != teacher.shape:
-        raise ValueError(
-            f"student and teacher must have logits of one shape, got {tuple(student.shape)}, {tuple(teacher.shape)}."
-        )
+        raise ValueError(f"logits must have one shape, got {tuple(student.shape)}, {tuple(teacher.shape)}.")
     divergences = _Divergence.apply(student.flatten(0, -2), teacher.detach().flatten(0, -2), beta)
     assert isinstance(divergences, Tensor)
     return divergences.view(student.shape[:-1])

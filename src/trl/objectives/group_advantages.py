@@ -63,8 +63,8 @@ def group_relative(rewards: Tensor, group_size: int, *, scale: Scale = "group") 
     tensor([-1.,  1.,  0.,  0.])
     """
     group = group_moments(rewards, group_size)
-    above = _known(rewards, rewards - group.mean)
-    above = torch.where(group.std <= _SAME, 0.0, above)  # not the rounding of a mean, divided by 1e-4
+    # Not the rounding of a mean, divided by 1e-4.
+    above = torch.where(rewards.isnan() | (group.std <= _SAME), 0.0, rewards - group.mean)
     deviation = lookup(SCALES, scale, "scale_rewards")(rewards, group)
     return above if deviation is None else above / (deviation + SMALLEST_STD)
 
@@ -80,8 +80,7 @@ def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
     group = group_moments(rewards, group_size)
     others = (group.count - 1).clamp(min=1)
     above = (rewards - group.mean) * group.count / others
-    above = torch.where(group.std <= _SAME, 0.0, above)  # not the rounding of a mean, which Adam enlarges
-    return _known(rewards, above)
+    return torch.where(rewards.isnan() | (group.std <= _SAME), 0.0, above)  # not a mean's rounding, which Adam enlarges
 
 
 SCALES: dict[str, Callable[[Tensor, GroupMoments], Tensor | None]] = {
@@ -121,13 +120,13 @@ def estimated(estimator: str | AdvantageEstimator, rewards: Tensor, group_size: 
     function = lookup(ADVANTAGES, estimator, "advantage_estimator") if isinstance(estimator, str) else estimator
     result = function(rewards, group_size)
     advantages = rewards.new_full((1,), math.nan) if result is None else torch.as_tensor(result)
-    if advantages.shape != rewards.shape or not _known(rewards, advantages).isfinite().all():
+    if advantages.shape != rewards.shape or not (advantages.isfinite() | rewards.isnan()).all():
         raise ValueError(
             f"advantage_estimator must return {len(rewards)} finite numbers, one per reward, got shape "
             f"{tuple(advantages.shape)}: {advantages.flatten()[:8].tolist()}. Return a tensor of the shape of rewards; "
             "where rewards are NaN, leave them out of sums."
         )
-    return _known(rewards, advantages)
+    return torch.where(rewards.isnan(), 0.0, advantages)
 
 
 def batch_deviation(rewards: Tensor) -> Tensor:
@@ -191,10 +190,6 @@ def reward_statistics(rewards: Tensor, group_size: int, *, scale: Scale = "group
         "reward_std": weighted(std, known),
         "frac_reward_zero_std": weighted((std <= _SAME).to(rewards.dtype), known),
     }
-
-
-def _known(rewards: Tensor, advantages: Tensor) -> Tensor:
-    return torch.where(rewards.isnan(), 0.0, advantages)
 
 
 def _groups(rewards: Tensor, group_size: int) -> Tensor:

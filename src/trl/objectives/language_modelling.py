@@ -15,13 +15,15 @@ from trl.tensors.statistics import selective_log_softmax
 def nll(logps: Tensor, mask: Tensor) -> LossTerms:
     """Negative log-likelihood of each trained token, `-log p`, in nats.
 
-    `logps` and `mask` (not 0 where trained) have one shape, `(B, T)` or `(N,)`, which is the terms' shape.
+    `logps` and `mask` (not 0 where trained) have one shape, `(B, T)` or `(N,)`, the terms' too; else ValueError.
 
     >>> import torch
     >>> nll(torch.tensor([-0.5, -2.0]), torch.tensor([1, 0])).values
     tensor([0.5000, 2.0000])
     """
-    return LossTerms(-logps, _ones_where(mask, logps), "token", {})
+    if mask.shape != logps.shape:
+        raise ValueError(f"logps and mask must have one shape, got {tuple(logps.shape)}, {tuple(mask.shape)}.")
+    return LossTerms(-logps, (mask != 0).to(logps.dtype), "token", {})
 
 
 def dft(logps: Tensor, mask: Tensor) -> LossTerms:
@@ -34,7 +36,7 @@ def dft(logps: Tensor, mask: Tensor) -> LossTerms:
     >>> dft(torch.log(torch.tensor([0.5, 0.25])), torch.tensor([1, 1])).values
     tensor([0.3466, 0.3466])
     """
-    return LossTerms(-logps.detach().exp() * logps, _ones_where(mask, logps), "token", {})
+    return nll(logps, mask)._replace(values=-logps.detach().exp() * logps)
 
 
 def dft_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
@@ -50,10 +52,3 @@ def dft_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | No
 
 
 LOSS_TYPES: dict[str, Callable[[Tensor, Tensor], LossTerms]] = {"nll": nll, "dft": dft}
-
-
-def _ones_where(mask: Tensor, like: Tensor) -> Tensor:
-    """1 where the mask is not 0, in the dtype of `like`; raises ValueError unless both have one shape."""
-    if mask.shape != like.shape:
-        raise ValueError(f"logps and mask must have one shape, got {tuple(like.shape)}, {tuple(mask.shape)}.")
-    return (mask != 0).to(like.dtype)

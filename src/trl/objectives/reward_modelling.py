@@ -49,9 +49,7 @@ def step_classification(logits: Tensor, labels: Tensor) -> LossTerms:
     tensor([0.6931, 0.0000])
     """
     if logits.shape[:-1] != labels.shape:
-        raise ValueError(
-            f"labels must have one entry per row of logits, got {tuple(labels.shape)}, {tuple(logits.shape)}."
-        )
+        raise ValueError(f"labels must be one per row of logits, got {tuple(labels.shape)}, {tuple(logits.shape)}.")
     ends = labels != IGNORED
     kept = torch.where(ends.unsqueeze(-1), logits, torch.zeros_like(logits)).flatten(0, -2)
     flat = cross_entropy(kept, labels.flatten(), ignore_index=IGNORED, reduction="none")

@@ -60,9 +60,7 @@ def needing_address(host: str, port: int) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise CannotServe(
-            f"Nothing can listen on {host}:{port}: {reason}. Choose another --port, or end its server."
-        ) from error
+        raise CannotServe(f"Nothing can listen on {host}:{port}: {reason}. Choose another --port.") from error
 
 
 def token_file(port: int) -> Path:
@@ -183,8 +181,7 @@ class ServerConnection:
             parts = port = host = None
         if parts is None or parts.scheme not in ("http", "https") or not host or parts.username is not None:
             raise ValueError(
-                f"base_url={redacted(base_url)!r} is no address of a server such as http://localhost:8000, without a "
-                "user's name."
+                f"base_url={redacted(base_url)!r} is no address of a server such as http://localhost:8000 (no user)."
             )
         self.kind, self.variable = kind, variable
         self.base_url, self.token = base_url.rstrip("/"), token

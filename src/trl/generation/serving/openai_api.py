@@ -72,9 +72,7 @@ class ChatBody(Body):
     @classmethod
     def _is_unconstrained(cls, form: object) -> object:
         if form not in ("auto", "none", {"type": "text"}):
-            raise ValueError(
-                f"{form!r:.200} needs constrained decoding, which this endpoint does not have. Leave it out"
-            )
+            raise ValueError(f"{form!r:.200} needs constrained decoding, which is not available. Leave it out")
         return form
 
 

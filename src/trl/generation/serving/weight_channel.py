@@ -138,8 +138,7 @@ class WeightChannel:
         except RuntimeError as error:  # torch's DistError is one
             self.close()
             raise ConnectionError(
-                f"The weight channel broke{otherwise}: {_first_line(error)}. See the log of the other side for the "
-                "reason."
+                f"The weight channel broke{otherwise}: {_first_line(error)}. See the log of the other side."
             ) from error
 
 

@@ -151,8 +151,7 @@ class TransformersEngine:
         core = causal_core(model)
         if (shards or self.together) and (reason := forward_unsupported(model, core)) is not None:
             raise ValueError(
-                f"{type(core).__name__} cannot be sharded where requests come and go, because {reason}. "
-                "Train it without FSDP and ZeRO-3."
+                f"{type(core).__name__} cannot be sharded here, because {reason}. Train without FSDP and ZeRO-3."
             )
 
     @property

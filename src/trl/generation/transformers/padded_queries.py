@@ -94,13 +94,9 @@ def generate(
     inputs = padded_inputs(queries, pad_token_id)
     padding = {} if generation_config.pad_token_id is not None else {"pad_token_id": pad_token_id}
     outputs = model.generate(
-        input_ids=inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
-        generation_config=generation_config,
-        return_dict_in_generate=True,
-        output_scores=True,
-        **padding,
-    )
+        input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], generation_config=generation_config,
+        return_dict_in_generate=True, output_scores=True, **padding,
+    )  # fmt: skip
     responses = outputs.sequences[:, queries.shape[1] :]
     return torch.cat([queries, responses], dim=1), torch.stack(outputs.scores, dim=1)
 

@@ -88,12 +88,9 @@ def make_llm(served: ServedModel, extension: str) -> LLM:
     del arguments["data_parallel_size"]
     arguments["model_impl"] = arguments.pop("vllm_model_impl")
     return LLM(
-        **arguments,
-        tokenizer_revision=served.revision,
-        worker_extension_cls=extension,
-        logprobs_mode="processed_logprobs",
-        seed=0,
-    )
+        **arguments, tokenizer_revision=served.revision, worker_extension_cls=extension,
+        logprobs_mode="processed_logprobs", seed=0,
+    )  # fmt: skip
 
 
 def llm_worker(script_args: ServedModel, data_parallel_rank: int, master_port: int, connection: Connection) -> None:

@@ -330,19 +330,13 @@ class VLLMEngine(PolicyCopy):
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(folder)
             return LLM(
-                model=folder,
-                skip_tokenizer_init=self.tokenizer is None,
-                load_format="dummy",
-                dtype=str(dtype).removeprefix("torch."),
-                max_model_len=self.settings.context_length,
-                gpu_memory_utilization=self.settings.memory,
-                model_impl=self.settings.implementation,
-                enable_sleep_mode=self.settings.sleeps,
-                tensor_parallel_size=self.settings.parallel,
-                logprobs_mode="processed_logprobs",
-                seed=0,
+                model=folder, skip_tokenizer_init=self.tokenizer is None, load_format="dummy",
+                dtype=str(dtype).removeprefix("torch."), max_model_len=self.settings.context_length,
+                gpu_memory_utilization=self.settings.memory, model_impl=self.settings.implementation,
+                enable_sleep_mode=self.settings.sleeps, tensor_parallel_size=self.settings.parallel,
+                logprobs_mode="processed_logprobs", seed=0,
                 distributed_executor_backend="external_launcher" if launched else None,
-            )
+            )  # fmt: skip
 
 
 def _sharing(parallel: int) -> ProcessGroup | None:

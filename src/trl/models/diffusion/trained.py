@@ -27,9 +27,7 @@ def import_diffusers() -> Any:
     try:
         import diffusers
     except ImportError as error:
-        raise ImportError(
-            "Diffusion models need diffusers. Install it with `pip install 'trl[diffusers,peft]'`."
-        ) from error
+        raise ImportError("Diffusion models need diffusers. Run `pip install 'trl[diffusers,peft]'`.") from error
     return diffusers
 
 
@@ -148,9 +146,7 @@ class TrainedPipeline:
         saved = {key.removeprefix(f"{self.part}."): value for key, value in loaded.items()}
         trained = self._adapter() if self.use_lora else model.state_dict()
         if {key: x.shape for key, x in trained.items()} != {key: x.shape for key, x in saved.items()}:
-            raise CheckpointError(
-                f"{file} is missing, or of another model. Resume with the model and the use_lora of that run."
-            )
+            raise CheckpointError(f"{file} is missing, or of another model. Resume with its model and use_lora.")
         if self.use_lora:
             from peft.utils import set_peft_model_state_dict
 
