@@ -189,8 +189,7 @@ def usage(trainer: Trainer, *, has_chats: bool = True) -> list[str]:
         return []
     writes = task == "text-generation"
     adapters = getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {})
-    bases = [f"  # an adapter of {adapter.base_model_name_or_path}" for adapter in adapters.values()]
-    base = bases[0] if bases else ""
+    base = next((f"  # an adapter of {adapter.base_model_name_or_path}" for adapter in adapters.values()), "")
     if writes and has_chats and text_tokenizer(trainer.processing_class).chat_template:
         return [f"  trl chat {folder}{base}"]
     lines = ["  from transformers import pipeline", f'  model = pipeline("{task}", "{folder}"){base}']
