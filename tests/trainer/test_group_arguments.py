@@ -103,7 +103,7 @@ def test_a_checkpoint_on_a_signal_is_that_of_a_whole_step(event, steps, saved, t
     assert ask.trainer.state.global_step == saved
     trainer, _ = make("grpo", **settings, given={"model": with_dropout()})
     trainer.train(resume_from_checkpoint=True)
-    assert logs(trainer) == logs(whole) and trainer.num_tokens() == whole.num_tokens()
+    assert logs(trainer) == logs(whole) and trainer.run_metrics.num_tokens() == whole.run_metrics.num_tokens()
     for own, theirs in zip(trainer.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(own, theirs)
 

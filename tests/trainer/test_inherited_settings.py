@@ -59,7 +59,7 @@ def test_a_run_that_has_ended_trains_nothing_more(method, steps, streams, tmp_pa
     assert first.training_loss > 0
     second = again.train(resume_from_checkpoint=True)
     assert second.global_step == steps and second.training_loss == first.training_loss
-    assert again.num_tokens() == whole.num_tokens() > 0
+    assert again.run_metrics.num_tokens() == whole.run_metrics.num_tokens() > 0
     expected = whole.model.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in again.model.state_dict().items())
 

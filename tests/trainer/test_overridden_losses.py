@@ -220,6 +220,14 @@ def two_arguments(base):
 def test_outcome_with_two_arguments(plain):
     trainer = dpo(two_arguments(DPOTrainer), **CUT)
     assert_same_gradient(step(trainer)[0], times(plain[0], 2))
+
+
+def test_outcome_with_two_arguments_of_a_mixin(plain):
+    mixin = type("Mixin", (), {"outcome": vars(two_arguments(DPOTrainer))["outcome"].__wrapped__})
+    trainer = dpo(type("Own", (mixin, DPOTrainer), {}), **CUT)
+    assert_same_gradient(step(trainer)[0], times(plain[0], 2))
+    further = type("Further", (type(trainer),), {})
+    assert further.outcome is type(trainer).outcome
     trainer.predict(Dataset.from_list(dpo_runs.pairs()[:2]))
 
 

@@ -25,6 +25,28 @@ def test_save_state_writes_the_trainers_state(tmp_path: Any) -> None:
     assert (tmp_path / "trainer_state.json").is_file()
 
 
+def test_a_run_whose_callbacks_were_taken_off_resumes_with_its_sums(tmp_path: Any) -> None:
+    settings = {"max_steps": -1, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 1}
+    whole = make(ROWS, folder=tmp_path, **settings)
+    whole.train()
+    again = make(ROWS, folder=tmp_path, **settings)
+    again.callback_handler.callbacks.clear()
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert again.run_metrics.num_tokens() == whole.run_metrics.num_tokens() > 0
+
+
+def test_an_outcome_without_predictions_is_refused_beside_compute_metrics(tmp_path: Any) -> None:
+    class NoPredictions(SFTTrainer):
+        def outcome(self, model: Any, batch: Any, **kwargs: Any) -> Any:
+            return super().outcome(model, batch, **kwargs)._replace(predictions=None)
+
+    rows, tokenizer = Dataset.from_list(ROWS), tiny_tokenizer()
+    data: dict[str, Any] = {"eval_dataset": rows, "compute_metrics": lambda prediction: {"one": 1.0}}
+    trainer = NoPredictions(model_for(tokenizer), config(tmp_path), processing_class=tokenizer, **data)
+    with pytest.raises(ValueError, match="outcome gives no predictions"):
+        trainer.evaluate()
+
+
 def test_a_loss_function_may_be_set_after_the_constructor(tmp_path: Any) -> None:
     calls: list[int] = []
 

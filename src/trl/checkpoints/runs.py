@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from trl.checkpoints.identity import Facts, compare, of_other_runs
 from trl.checkpoints.ownership import clear, owned, run_folder_name
@@ -56,14 +56,14 @@ class Runs:
     newest_checkpoint: Path | None = None
     """The last checkpoint that the run wrote, else the one that it resumed from."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator, self._random_state_is_due = accelerator, False
+    def __init__(self, accelerator: Accelerator, facts: Callable[[], Facts]) -> None:
+        """`facts()`: what the checkpoints of a run say about it, when it begins."""
+        self._accelerator, self._facts, self._random_state_is_due = accelerator, facts, False
 
     def enter(
         self,
         stack: ExitStack,
         args: TrainingArguments,
-        facts: Callable[[], Facts],
         *,
         resume: str | bool | None = None,
         alone: bool = True,
@@ -71,8 +71,9 @@ class Runs:
     ) -> Run:
         """Begin a run that lasts as long as `stack`: own its folder, check the checkpoint that it resumes from.
 
-        `alone` refuses other runs in this process; a run that neither `saves` nor resumes needs no `facts`.
+        `alone` refuses other runs in this process; `saves` is for one that saves whatever its `save_strategy`.
         """
+        saves = saves or args.save_strategy != SaveStrategy.NO or args.enable_jit_checkpoint
         output_dir = Path(str(args.output_dir))
         folder = self.current.folder if self.current else output_dir / on_main(self._accelerator, run_folder_name)
         if saves and args.should_save:
@@ -80,7 +81,7 @@ class Runs:
         stack.callback(setattr, self, "current", self.current)
 
         def begin() -> Run:
-            return _begin_run(folder, facts() if saves or resume else {}, args, resume=resume, alone=alone)
+            return _begin_run(folder, self._facts() if saves or resume else {}, args, resume=resume, alone=alone)
 
         self.current = run = on_main(self._accelerator, begin)
         self.newest_checkpoint = None if run.checkpoint is None else Path(run.checkpoint)
@@ -106,24 +107,32 @@ class Runs:
         return folder is not None and self.current is not None and Path(folder).parent == self.current.folder
 
     @contextmanager
-    def writing(self, state: TrainerState, *, writes: bool) -> Iterator[Path]:
-        """The folder for a checkpoint, removed where writing fails: an unfinished one would fill the disk."""
-        assert self.current is not None
-        folder = self.current.folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        try:
-            yield folder
-        except Exception:
-            if writes:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
+    def writing(self, args: TrainingArguments, state: TrainerState) -> Iterator[Path]:
+        """The folder to write a checkpoint into; at the end of the block it is renamed into the output directory.
 
-    def publish(self, written: Path, output_dir: Path, state: TrainerState, *, writes: bool, limit: int | None) -> Path:
-        """Rename a checkpoint into the output directory, then remove what `limit` (`save_total_limit`) no longer allows.
+        It is removed where writing fails: an unfinished checkpoint would fill the disk.
+        """
+        with ExitStack() as stack:
+            run = self.current
+            if run is None or "method" not in run.facts:  # no run, or one that was not to save
+                run = self.enter(stack, args, saves=True)
+            folder = run.folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            try:
+                yield folder
+            except Exception:
+                if args.should_save:
+                    shutil.rmtree(folder, ignore_errors=True)
+                raise
+            self._publish(folder, args, state)
+
+    def _publish(self, written: Path, args: TrainingArguments, state: TrainerState) -> None:
+        """Rename a checkpoint into the output directory, then remove what `save_total_limit` no longer allows.
 
         A rename is atomic on one file system, so a run killed at any moment leaves the checkpoint whole or not at all.
-        `writes` holds on the processes that write. Raises: CheckpointError where its weights are not there.
+        Raises: CheckpointError where its weights are not there.
         """
         assert self.current is not None
+        output_dir, writes = Path(str(args.output_dir)), args.should_save
         final = output_dir / written.name
         if state.best_global_step:  # the parent looked for the best checkpoint in the run's folder
             best = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
@@ -141,10 +150,9 @@ class Runs:
                 )
             whole = {name: entry for part_sums in sums for name, entry in part_sums.items()}
             publish(written, final, self.current.facts, replaced=written.parent / "replaced", sums=whole)
-            _rotate(final, state, limit)
+            _rotate(final, state, args.save_total_limit)
         self._accelerator.wait_for_everyone()
         self.newest_checkpoint = final
-        return final
 
 
 def _begin_run(folder: Path, facts: Facts, args: TrainingArguments, *, resume: str | bool | None, alone: bool) -> Run:

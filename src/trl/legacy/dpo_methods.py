@@ -25,8 +25,8 @@ from trl.legacy.pair_methods import (
     whole_sequences,
     with_losses,
 )
-from trl.methods.method import CONTEXT, Batch, Outcome
-from trl.models.packed.layout import scored_sequences
+from trl.methods.method import ALONE, Batch, Outcome
+from trl.models.packed.layout import STEP_PART, scored_sequences
 from trl.models.policy import make_scorer
 from trl.models.scoring.causal import Scored, mean_logits
 from trl.models.scoring.head import ScoreOptions
@@ -68,7 +68,7 @@ class LegacyDPO(LegacyReference):
         one where it takes no such argument. Its own loss includes that of "sft".
         """
         scores, args = self.method.pair_scores(batch, scored), self.args
-        if self.mode == "train" and CONTEXT not in batch:
+        if self.mode == "train" and batch.get(STEP_PART, ALONE).plan is None:
             self.method.count_rewards(scores, Processes(self.accelerator))
         output = self.model_output(scores.chosen, scores.rejected, scored)
         logps = scores.chosen, scores.rejected, scores.ref_chosen, scores.ref_rejected

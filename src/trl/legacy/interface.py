@@ -63,6 +63,8 @@ _ADDED_LATER: Mapping[str, tuple[str, ...]] = {
 }
 """Arguments that overrides need not take; transformers 4.46 added those of its own methods."""
 
+_TAKES_FEWER = "_takes_fewer_arguments"  # marks an override that is called without those
+
 OTHER_NAMES = {
     "epsilon_low": "epsilon",
     "guided_decoding_regex": "vllm_guided_decoding_regex",
@@ -169,6 +171,7 @@ def _without(method: Any, later: Sequence[str]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return method(self, *args[:count], **{name: kwargs[name] for name in kwargs if name not in later})
 
+    setattr(call, _TAKES_FEWER, True)
     return call
 
 
@@ -214,10 +217,11 @@ class Legacy(_Trainer):
         super().__init_subclass__(**kwargs)
         if not cls.__module__.startswith("trl."):
             for name, later in _ADDED_LATER.items():
-                method = vars(cls).get(name)
-                missing = [argument for argument in later if inspect.isfunction(method) and not takes(method, argument)]
-                if missing:
-                    setattr(cls, name, _without(method, missing))
+                method = getattr(cls, name, None)  # perhaps of a mixin
+                if inspect.isfunction(method) and not hasattr(method, _TAKES_FEWER):
+                    missing = [argument for argument in later if not takes(method, argument)]
+                    if missing:
+                        setattr(cls, name, _without(method, missing))
             return
         config = getattr(cls, "_config_class", getattr(cls, "config_type", None))
         for name, field in _fields(config).items() if config else ():
@@ -269,10 +273,6 @@ class LegacySFT(Legacy):
         lambda trainer: getattr(getattr(trainer.model, "active_peft_config", None), "num_virtual_tokens", 0)
     )
     padding_free = View("_padding_free")
-
-    def labels_of(self, batch: Any) -> Tensor:
-        """The labels of the padded rows, for an overridden `compute_loss` that gives logits alone."""
-        return self.scorer.padded_inputs(self.take_batch(batch))["labels"]  # type: ignore[union-attr]
 
 
 class LegacyGroups(Legacy):

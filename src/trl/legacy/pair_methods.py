@@ -14,8 +14,8 @@ from trl.collators.preference import DPODataCollatorWithPadding
 from trl.data.formats import Row, RowDict, common_prefix_length
 from trl.data.pipeline import prepare_dataset
 from trl.legacy.interface import LOSSES, NOT_CALLED, RECORDED, REFERENCES, WHOLE_BATCH, Legacy, NotCalled, call_with
-from trl.methods.method import CONTEXT, Batch, Method, Outcome, Scoring, Step
-from trl.models.packed.layout import padded_rows, scored_sequences
+from trl.methods.method import Batch, Method, Outcome, Scoring, Step
+from trl.models.packed.layout import STEP_PART, padded_rows, scored_sequences
 from trl.models.reference import AdapterReference
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import ScoreOptions
@@ -175,7 +175,7 @@ class OverriddenBatch(Method):
         name = overridden if overridden in WHOLE_BATCH[:2] else WHOLE_BATCH[0]
         mode = "train" if step.training else "eval"
         options: RowDict = {"do_train": step.training} if hasattr(trainer, "bco_loss") else {"train_eval": mode}
-        columns = {**batch.get(RECORDED, batch), **({CONTEXT: batch[CONTEXT]} if CONTEXT in batch else {})}
+        columns = {**batch.get(RECORDED, batch), **({STEP_PART: batch[STEP_PART]} if STEP_PART in batch else {})}
         with holding(trainer, "_is_counted", step.plan is not None):
             loss, metrics = call_with(getattr(trainer, name), scoring.model, columns, **options)
         with holding(trainer, "_rows_stored", float(self.method.count(batch)[0])):

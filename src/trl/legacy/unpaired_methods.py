@@ -13,8 +13,8 @@ from trl.collators.unpaired import REFERENCE_NAMES
 from trl.data.formats import RowDict
 from trl.legacy.interface import NOT_CALLED, RECORDED, WHOLE, NotCalled, View, call_with
 from trl.legacy.pair_methods import LegacyReference, sequences_of, with_losses
-from trl.methods.method import CONTEXT, Batch, Context, Outcome
-from trl.models.packed.layout import row_count
+from trl.methods.method import ALONE, Batch, Outcome, StepPart
+from trl.models.packed.layout import STEP_PART, row_count
 from trl.models.scoring.causal import Scored
 from trl.objectives.unpaired import UnpairedScores, bco_terms, kl_estimate, kto_terms, unpaired_metrics
 from trl.reporting.metrics import Processes
@@ -151,7 +151,9 @@ class LegacyBCO(LegacyUnpaired):
     ) -> tuple[Tensor, dict[str, float]]:
         """The loss of a batch by itself, with gradient, and its metrics; with `do_train`, in train mode, its rewards
         move delta."""
-        return super().get_batch_loss_metrics(model, batch if do_train else {**batch, CONTEXT: Context("not counted")})
+        return super().get_batch_loss_metrics(
+            model, batch if do_train else {**batch, STEP_PART: StepPart("not counted")}
+        )
 
     def bco_loss(
         self,
@@ -184,7 +186,7 @@ class LegacyBCO(LegacyUnpaired):
         """What an overridden `bco_loss` gives; rewards that already count in a step do not move delta."""
         prompts, kinds = self.method.embeddings(batch), (batch["label"], ~batch["label"])
         embeddings = [None if prompts is None else prompts[kind] for kind in kinds]
-        moves = self.mode == "train" and CONTEXT not in batch
+        moves = self.mode == "train" and batch.get(STEP_PART, ALONE).plan is None
         return call_with(self.bco_loss, *policy, *reference, *embeddings, do_train=moves)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,7 +47,7 @@ class BCOMethod(UnpairedMethod):
         """The mean reward of the run so far, 0-dim."""
         return torch.tensor(self.mean_reward.value, dtype=torch.float64)
 
-    def count_rewards(self, scores: UnpairedScores, processes: Processes, batch: Container[str] = ()) -> None:
+    def count_rewards(self, scores: UnpairedScores, processes: Processes, batch: Mapping[str, Any] = {}) -> None:
         """Let the rewards of completions move delta. All processes must call it."""
         self.mean_reward.add(processes.sum([counted(batch, self.args.beta * scores.ratios)]))
 

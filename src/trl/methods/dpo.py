@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from trl.methods.method import Batch, Method, Outcome, Scoring, Step
-from trl.models.packed.layout import FILLS_UP, pair_units, row_count
+from trl.methods.method import ALONE, Batch, Method, Outcome, Scoring, Step
+from trl.models.packed.layout import STEP_PART, pair_units, row_count
 from trl.models.scoring.causal import Scored, mean_logits
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.pairs import PairScores, StepStatistics, step_statistics
@@ -61,12 +61,12 @@ class DPOMethod(Method):
         return self._statistics(batch_scores, scoring.step.processes, batches[-1])
 
     def _statistics(
-        self, batch_scores: Sequence[PairScores], processes: Processes, last: Container[str] = ()
+        self, batch_scores: Sequence[PairScores], processes: Processes, last: Mapping[str, Any] = {}
     ) -> list[StepStatistics]:
         """What each micro-batch must know of all pairs of the step, on all processes; counts their rewards."""
         columns = [[s.chosen, s.rejected, s.ref_chosen, s.ref_rejected] for s in batch_scores]
         rows = torch.cat([torch.stack(column, dim=1).detach() for column in columns])
-        table, first = processes.rows(rows[: len(rows) - (FILLS_UP in last)])
+        table, first = processes.rows(rows[: len(rows) - last.get(STEP_PART, ALONE).fills_up])
         chosen, rejected, ref_chosen, ref_rejected = table.unbind(dim=1)
         scores = PairScores(chosen, rejected, ref_chosen, ref_rejected)
         self.mean_reward.add(weighted(self.args.beta * torch.cat(scores.ratios)))

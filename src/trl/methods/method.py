@@ -5,7 +5,7 @@ A method is handed batches and a `Scoring`: the models of the run, and the optim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from trl.models.packed.layout import FILLS_UP
+from trl.models.packed.layout import STEP_PART
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import ScoreOptions
 from trl.models.switches import undisturbed, without_ddp
@@ -26,15 +26,22 @@ from trl.tensors.vocabulary_loss import VocabularyLoss
 Batch = Mapping[str, Any]
 """The tensors of some rows, and what belongs to their step, by name."""
 LOSS_PARTS = "loss per "
-CONTEXT = "context of the step"
-"""The entry of a batch that holds its part of `Method.plan`, as a `Context`."""
 
 
 @dataclass(frozen=True)
-class Context:
-    """The plan of a batch, in a form that nothing that moves or casts a batch's tensors changes."""
+class StepPart:
+    """What a batch must know of its optimiser step, in a form that nothing that moves or casts tensors changes.
 
-    value: Any
+    `plan`: what `Method.plan` made for it. `fills_up`: none of its rows is its process's own; it runs with the batches
+    of the others, counted nowhere.
+    """
+
+    plan: Any = None
+    fills_up: bool = False
+
+
+ALONE = StepPart()
+"""That of a batch by itself, without an entry `STEP_PART`."""
 
 
 class Outcome(NamedTuple):
@@ -146,9 +153,9 @@ class Scoring:
             )
 
 
-def counted(batch: Container[str], values: Tensor) -> Weighted:
+def counted(batch: Batch, values: Tensor) -> Weighted:
     """The sum of values of a batch and their number; 0 where the batch only fills up."""
-    return weighted(values, torch.full_like(values, FILLS_UP not in batch))
+    return weighted(values, torch.full_like(values, not batch.get(STEP_PART, ALONE).fills_up))
 
 
 class Method:
@@ -182,6 +189,10 @@ class Method:
     def terms(self, batch: Batch, scored: Any, step: Step) -> Outcome:
         """The terms of a batch, from what `score` made of it."""
         raise TypeError(f"{type(self).__name__} must override terms.")
+
+    def labels(self, batch: Batch, scoring: Scoring) -> Tensor | None:
+        """The labels of a batch for `compute_metrics`; None where they come with the predictions only."""
+        return None
 
     def derived(self, means: dict[str, float]) -> dict[str, float]:
         """The metrics to log, from the means of those recorded."""

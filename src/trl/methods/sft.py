@@ -61,7 +61,11 @@ class SFTMethod(Method):
         wants = self.wants(batch, scoring.step)
         if not scoring.step.outputs:
             return TextScores(scoring.logps(batch, wants))
-        return TextScores(*scoring.with_logits(batch, wants), scoring.scorer.padded_inputs(batch)["labels"])
+        return TextScores(*scoring.with_logits(batch, wants), self.labels(batch, scoring))
+
+    def labels(self, batch: Batch, scoring: Scoring) -> Tensor:
+        """Those of the padded rows."""
+        return scoring.scorer.padded_inputs(batch)["labels"]
 
     def terms(self, batch: Batch, scored: TextScores, step: Step) -> Outcome:
         """The loss of each trained token; predictions are the logits."""
@@ -86,7 +90,7 @@ class LogitsMethod(SFTMethod):
         count, scorer = scoring.step.counts, scoring.scorer
         if count is None:
             return super().score(batch, scoring)
-        rows, labels = scorer.padded(batch), scorer.padded_inputs(batch)["labels"]
+        rows, labels = scorer.padded(batch), self.labels(batch, scoring)
         with scoring.accelerator.autocast():
             outputs = scorer.outputs(scoring.model, rows)
         logits = scorer.row_logits(outputs, rows)

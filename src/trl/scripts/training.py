@@ -67,7 +67,7 @@ def train(name: str, script_args: CommandArguments, training_args: "AnyConfig", 
         if any(getattr(callback, "is_made", False) for callback in trainer.callback_handler.callbacks):
             trainer.accelerator.end_training()
             raise Terminated  # after the checkpoint that enable_jit_checkpoint asks for
-        source, newest = script_args.dataset_name, trainer.newest_checkpoint
+        source, newest = script_args.dataset_name, trainer.runs.newest_checkpoint
         finish(trainer, dataset_name=source, command=name, newest=newest, has_chats=has_chats)
     return trainer
 
@@ -80,7 +80,7 @@ def reporting_interruptions(trainer: "BaseTrainer", *, command: str) -> Iterator
 
     def message() -> str:
         step, steps = trainer.state.global_step, trainer.state.max_steps
-        return interruption(trainer.newest_checkpoint, trainer.args, command=command, step=step, steps=steps)
+        return interruption(trainer.runs.newest_checkpoint, trainer.args, command=command, step=step, steps=steps)
 
     try:
         yield

@@ -42,6 +42,7 @@ from trl.models.teacher import ColumnTeacher, Teacher, TeacherByRow, make_teache
 from trl.reporting.model_card import Paper
 from trl.trainer.arguments import FormattingFunction
 from trl.trainer.gkd_config import GKDConfig
+from trl.trainer.loaders import order_seed
 from trl.trainer.row_sets import SFTSets, sft_sets
 from trl.trainer.sft_trainer import SFTTrainer
 
@@ -311,7 +312,7 @@ class GKDTrainer(LegacyGKD, SFTTrainer):
             max_new_tokens=self.args.max_new_tokens,
             temperature=self.args.temperature,
             stop_token_ids=tuple(stop_tokens(model, tokenizer)),
-            seed=self.order_seed,
+            seed=order_seed(self.args),
             vocabulary=self.vocabulary_of(tokenizer),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal, NamedTuple
 
@@ -73,11 +73,15 @@ SETTINGS = (
 # fmt: on
 
 
-def settle_inherited(args: TrainingArguments, data: Data) -> None:
+def settle_inherited(args: TrainingArguments, data: Data, unexpected: Mapping[str, Any] = {}) -> None:
     """Apply the table to `args`: raise ValueError for what is refused, warn of and reset what has no effect.
 
-    Call it before the constructor of `transformers.Trainer`.
+    Call it before the constructor of `transformers.Trainer`. Raises: TypeError for `unexpected` arguments.
     """
+    if unexpected:
+        raise TypeError(
+            f"unexpected keyword arguments {sorted(unexpected)}. Settings are fields of {type(args).__name__}."
+        )
     args.output_dir = os.path.abspath(str(args.output_dir))  # a reward may change the working directory
     if os.path.islink(args.output_dir) and not os.path.exists(args.output_dir):
         target = os.readlink(args.output_dir)
@@ -100,8 +104,18 @@ def settle_inherited(args: TrainingArguments, data: Data) -> None:
         args._n_gpu = 1
 
 
+def replace_inherited(trainer: Any) -> None:
+    """Take over from the constructor of `transformers.Trainer` what these trainers do themselves."""
+    # The loss comes back divided by the count over the whole step: the parent must not divide it again.
+    trainer.model_accepts_loss_kwargs = trainer.loss_is_scaled_for_ga = True
+    # Noise on embeddings is added inside the scoring forward, which knows each sequence's own length.
+    trainer.scorer.neftune_alpha, trainer.neftune_noise_alpha = trainer.neftune_noise_alpha, None
+    if trainer.args.device.type == "cpu":
+        trainer.args.dataloader_pin_memory = False  # there is no device to pin for; torch would warn
+
+
 def _settle(holder: Any, setting: Setting, args: TrainingArguments) -> None:
-    field = next((each for each in fields(holder) if each.name == setting.name), None) if holder else None
+    field = next((field for field in fields(holder) if field.name == setting.name), None) if holder else None
     if field is None:
         return
     value = getattr(holder, field.name)

@@ -180,7 +180,7 @@ class IterativeSFTTrainer(SFTTrainer):
     def _enter(self, checkpoint: str | bool | None) -> Run:
         """Begin a run that lasts as long as this trainer; other trainers of this process may use its folder."""
         with ExitStack() as stack:
-            run = self._enter_run(stack, checkpoint, alone=False)
+            run = self.runs.enter(stack, self.args, resume=checkpoint, alone=False)
             self._ends = weakref.finalize(self, stack.pop_all().close)
         return run
 

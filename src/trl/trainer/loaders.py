@@ -11,11 +11,38 @@ from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 from accelerate.state import GradientState
 from datasets import Dataset
 from torch.utils.data import BatchSampler, DataLoader, Sampler
+from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import has_length
 
+from trl.data.prepared_sets import DataSets
 from trl.data.ragged import list_lengths
 from trl.data.streaming import RepeatedStream, StreamRounds, is_streaming
+from trl.models.switches import holding
+
+
+def prepare_sets(arguments: dict[str, Any]) -> DataSets | None:
+    """Take `sets` out of a trainer's arguments, and let them prepare the data.
+
+    Raises: TypeError for a tokenizer in place of the collator.
+    """
+    collator = arguments.get("data_collator")
+    if isinstance(collator, PreTrainedTokenizerBase):  # it can be called, too
+        raise TypeError(
+            f"data_collator is a tokenizer ({type(collator).__name__}), expected a function that makes batches of rows. "
+            "Give a tokenizer as processing_class=."
+        )
+    sets: DataSets | None = arguments.pop("sets", None)
+    if sets is not None:
+        for name, prepare in (("train_dataset", sets.train), ("eval_dataset", sets.evaluation)):
+            if arguments[name] is not None:
+                arguments[name] = prepare(arguments[name])
+    return sets
+
+
+def later(sets: DataSets | None, rows: Any) -> Any:
+    """Rows that are given to an evaluation, prepared as those of the constructor if they are not tokenised yet."""
+    return rows if sets is None else sets.later(rows)
 
 
 class GroupedByLength(LengthGroupedSampler):
@@ -54,7 +81,7 @@ def row_lengths(dataset: Dataset, tokens: list[int] | None, column: str) -> list
 class WholeRounds(BatchSampler):
     """Batches in rounds of one for each process; the last round is not filled with rows of the first ones.
 
-    A process without a row in it takes the last batch's first row, which `FILLS_UP` marks.
+    A process without a row in it takes the last batch's first row, which `StepPart.fills_up` marks.
     """
 
     def __init__(self, batches: BatchSampler, processes: int) -> None:
@@ -101,12 +128,12 @@ def order_of(loader: Any) -> Sampler | None:
     return getattr(_sampler(loader), "sampler", None)
 
 
-def fills_up(state: GradientState, *, process: int, processes: int) -> bool:
+def fills_up(state: GradientState, args: TrainingArguments) -> bool:
     """Whether the batch that was drawn last is its loader's last one, which has rows for other processes alone."""
-    if not state.end_of_dataloader:
+    if args.world_size == 1 or not state.end_of_dataloader:
         return False
     rounds = rounds_of(state.active_dataloader)
-    return rounds is not None and process >= processes - rounds.missing
+    return rounds is not None and args.process_index >= args.world_size - rounds.missing
 
 
 def check_lengths(accelerator: Accelerator, dataset: Any, name: str) -> None:
@@ -121,26 +148,54 @@ def check_lengths(accelerator: Accelerator, dataset: Any, name: str) -> None:
         )
 
 
+def order_seed(args: TrainingArguments) -> int:
+    """The seed of the order in which rows are visited."""
+    return args.seed if args.data_seed is None else args.data_seed
+
+
+def rounds_loader(
+    make: Callable[..., DataLoader], dataset: Any, args: TrainingArguments, *, training: bool
+) -> DataLoader:
+    """The loader of whole rounds that `make` builds of a data set; evaluations read all rows, in order."""
+    if not training and is_streaming(dataset):  # hides a length of other rows (ConstantLengthDataset)
+        dataset = StreamRounds(dataset, args.eval_batch_size, process=args.process_index, processes=args.world_size)
+    drops = training and args.dataloader_drop_last
+    order = args.train_sampling_strategy if training else "random"
+    with holding(args, "dataloader_drop_last", drops), holding(args, "train_sampling_strategy", order):
+        return in_rounds(make(dataset), args.world_size)
+
+
 def training_loader(
-    make: Callable[..., Any], rows: Any, *, batch: int, processes: int, worker_seed: int | None
+    make: Callable[..., DataLoader],
+    order: Callable[..., Sampler | None],
+    rows: Any,
+    sets: DataSets | None,
+    args: TrainingArguments,
 ) -> DataLoader:
     """The loader that `make` (`Trainer._get_dataloader`) builds of the training rows; a stream repeats at its end.
 
-    `worker_seed` starts persistent workers from a stream of their own: a run starts them once, and again when it
-    resumes. Raises: ValueError without rows, or where `dataloader_drop_last` leaves no batch.
+    `order` makes the sampler; one of a program's stays with `train_sampling_strategy="group_by_length"` too. Persistent
+    workers start from a stream of their own: a run starts them once, and again when it resumes.
+    Raises: ValueError without rows, or where `dataloader_drop_last` leaves no batch.
     """
     if rows is None:
         raise ValueError("training needs a train_dataset, got None. Pass it to the trainer.")
     repeats = is_streaming(rows) and not isinstance(rows, RepeatedStream)
-    loader = make(RepeatedStream(rows) if repeats else rows, "Training", batch, is_training=True)
-    if worker_seed is not None:
+    is_inherited = getattr(order, "__func__", None) is Trainer._get_train_sampler
+    if args.train_sampling_strategy == "group_by_length" and isinstance(rows, Dataset) and is_inherited:
+        lengths = row_lengths(rows, None if sets is None else sets.row_tokens(rows), args.length_column_name)
+        step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        order = lambda _: GroupedByLength(step, lengths, seed=order_seed(args))  # noqa: E731
+    loader = make(RepeatedStream(rows) if repeats else rows, "Training", args.train_batch_size, order, is_training=True)
+    if args.dataloader_persistent_workers:
         inner: Any = getattr(loader, "base_dataloader", loader)  # accelerate's
-        inner.generator = torch.Generator().manual_seed(worker_seed)
+        inner.generator = torch.Generator().manual_seed(order_seed(args))
     batches: Any = loader
     dataset: Any = loader.dataset
     if has_length(batches) and not len(batches) and len(dataset):
         raise ValueError(
             f"dataloader_drop_last=True drops all {len(dataset)} training rows: they do not fill a batch of "
-            f"{batch * processes} (over all processes). Set it to False, or lower per_device_train_batch_size."
+            f"{args.train_batch_size * args.world_size} (over all processes). Set it to False, or lower "
+            "per_device_train_batch_size."
         )
     return loader

@@ -45,6 +45,7 @@ from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.group_images import PromptImages
 from trl.trainer.grpo_config import GroupTraining, RolloutTraining
 from trl.trainer.inherited import settle_inherited
+from trl.trainer.loaders import order_seed
 from trl.trainer.online_parts import (
     AnyDataset,
     Environments,
@@ -55,6 +56,7 @@ from trl.trainer.online_parts import (
     online_parts,
     score_rows,
 )
+from trl.trainer.run_metrics import ends_window
 from trl.trainer.samples import ShownCompletions, show_sample
 
 if TYPE_CHECKING:
@@ -164,7 +166,7 @@ class OnlineTrainer(BaseTrainer):
         as_text = partial(Experience.as_batch, prefix_sharing=self.shares_prefix)
         self.batch_of = as_text if self.images is None else self.images.batch
         self.rollouts = RolloutMaker(
-            Prompts(rows, self.sizes.prompts, self.order_seed, shuffle), self.sizes, engine=engine, sampling=sampling,
+            Prompts(rows, self.sizes.prompts, order_seed(self.args), shuffle), self.sizes, engine=engine, sampling=sampling,
             rewards=rewards, apply_rewards=self.method.apply_rewards, accelerator=self.accelerator,
             tokenizer=text_tokenizer(self.processing_class),  # type: ignore[arg-type]
             completer=completer, refill=refill, parts=getattr(self.args, "generation_parts", 1),
@@ -331,7 +333,7 @@ class OnlineTrainer(BaseTrainer):
     def rows_of_step(self, step: int, sizes: RolloutSizes | None = None) -> list[Tensor]:
         """This process's rows of the rollout batch for each micro-batch of one of its optimiser steps."""
         place = {"batch": self._batch_number, "process": self.args.process_index}
-        return step_rows(step, sizes or self.sizes, seed=self.order_seed, **place)
+        return step_rows(step, sizes or self.sizes, seed=order_seed(self.args), **place)
 
     def micro_batch(self, experience: Experience) -> dict[str, Any]:
         """The input of `compute_loss`: a batch of some rows, and the rows."""
@@ -346,7 +348,7 @@ class OnlineTrainer(BaseTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log; with a training loss also token counts and, with `log_completions`, completions."""
-        counts = self._token_counts if self.ends_window(logs) else None
+        counts = self._token_counts if ends_window(logs, self) else None
         super().log(logs if counts is None else {**logs, **counts.logged()}, start_time)
         if counts is not None and self.args.log_completions:
             self._shown.show(self)
@@ -401,7 +403,8 @@ class OnlineTrainer(BaseTrainer):
         outcome = self.outcome(model, batch)
         if count:
             self._sums["eval"].add(self.method.token_metrics(experience))
-            self._record(outcome, self.method.count(batch))
+            weight, counts = self.scorer.router_weight, self.method.count(batch)
+            self.run_metrics.record("eval", outcome, counts, self.method, router_weight=weight)
         return None, None, None
 
     # ---- checkpoints
@@ -434,7 +437,7 @@ class OnlineTrainer(BaseTrainer):
         if (journal := getattr(self.rollouts.completer, "journal", None)) is not None:
             journal.prune(self.state.global_step - step, run=self.runs.name)
         if self._rollout_batch is not None and step:
-            facts = self.sizes.facts(self.state.global_step, seed=self.order_seed)
+            facts = self.sizes.facts(self.state.global_step, seed=order_seed(self.args))
             save_rollout_batch(folder, self._rollout_batch, rank=self.args.process_index, facts=facts)
 
     def _load_best_model(self) -> None:
@@ -448,7 +451,7 @@ class OnlineTrainer(BaseTrainer):
         self._batch_number, step = divmod(self.state.global_step, self.sizes.steps)
         if step:
             place = {"rank": self.args.process_index, "processes": self.args.world_size}
-            facts = self.sizes.facts(self.state.global_step, seed=self.order_seed)
+            facts = self.sizes.facts(self.state.global_step, seed=order_seed(self.args))
             is_new = self.runs.starts_anew("progress")
             self._rollout_batch = None if is_new else load_rollout_batch(folder, facts=facts, **place)
             if self._rollout_batch is None:

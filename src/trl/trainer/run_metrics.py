@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, TrainOutput
+from transformers.training_args import OptimizerNames
 
-from trl.models.packed.layout import FILLS_UP, count_tokens
+from trl.methods.method import ALONE, LOSS_PARTS, Method, Outcome
+from trl.models.packed.layout import STEP_PART, count_tokens
+from trl.models.residuals import ClipGradients, check_residuals
 from trl.reporting.metrics import MetricSums
+from trl.tensors.reduce import Weighted
+
+logger = logging.getLogger("trl.trainer.base_trainer")
 
 
 class RunMetrics:
@@ -26,7 +33,7 @@ class RunMetrics:
     """Steps whose loss a checkpoint did not know."""
 
     def __init__(self, accelerator: Accelerator, sums: dict[str, MetricSums]) -> None:
-        self._accelerator, self.sums = accelerator, sums
+        self.accelerator, self.sums = accelerator, sums
         self.begin()
 
     def begin(self) -> None:
@@ -36,24 +43,35 @@ class RunMetrics:
 
     def count_tokens(self, count: Tensor) -> None:
         """Count tokens that this process trains on."""
-        self.tokens_seen = self.tokens_seen + count.to(self._accelerator.device)
+        self.tokens_seen = self.tokens_seen + count.to(self.accelerator.device)
 
     def num_tokens(self) -> float:
         """Tokens trained on so far, over all processes, which must all call it."""
-        seen: Any = torch.as_tensor(self.tokens_seen, device=self._accelerator.device)
-        if self._accelerator.num_processes > 1:
-            seen = self._accelerator.reduce(seen, reduction="sum")
+        seen: Any = torch.as_tensor(self.tokens_seen, device=self.accelerator.device)
+        if self.accelerator.num_processes > 1:
+            seen = self.accelerator.reduce(seen, reduction="sum")
         return float(seen)
 
-    def mean_loss(self, total: float, steps: int) -> float:
-        """Of the whole run, also of what was trained before it was resumed, if the checkpoint knows it.
+    def mean_loss(self, trainer: Trainer) -> float:
+        """Of the whole run, also of what was trained before it was resumed, if the checkpoint knows it."""
+        total = trainer._total_loss_scalar  # of which each process knows for itself what was not logged yet
+        if self.accelerator.num_processes > 1:
+            sums: Any = torch.tensor(total, dtype=torch.float64, device=self.accelerator.device)
+            total = self.accelerator.reduce(sums, reduction="mean").item()  # type: ignore[union-attr]
+        return total / max(trainer.state.global_step - self.uncounted_steps, 1)
 
-        `total`: the sum over `steps`, of which each process knows for itself what was not logged yet.
-        """
-        if self._accelerator.num_processes > 1:
-            sums: Any = torch.tensor(total, dtype=torch.float64, device=self._accelerator.device)
-            total = self._accelerator.reduce(sums, reduction="mean").item()  # type: ignore[union-attr]
-        return total / max(steps - self.uncounted_steps, 1)
+    def record(self, mode: str, outcome: Outcome, counts: Tensor, method: Method, *, router_weight: float) -> None:
+        """Add what a batch measured; in an evaluation also its losses, by kind of unit."""
+        sums = self.sums[mode]
+        sums.add_extremes(outcome.extremes)
+        for terms in outcome.terms:
+            sums.add(terms.metrics)
+        if outcome.aux_loss is not None:
+            sums.add({"aux_loss": Weighted(outcome.aux_loss, torch.ones(()))})
+        if mode == "eval":
+            totals = outcome.totals(method.units, counts, router_weight=router_weight)
+            for unit, total, count in zip(method.units, totals, counts, strict=True):
+                sums.add({LOSS_PARTS + unit: Weighted(total, count)})
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -71,7 +89,7 @@ class RunMetrics:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Resume from `state`."""
-        device = self._accelerator.device
+        device = self.accelerator.device
         self.uncounted_steps = state.get("uncounted_steps", 0)
         self.tokens_seen = torch.tensor(state["tokens_seen"], device=device)
         self.sums["train"].load_state(state["metrics"], device)
@@ -83,15 +101,15 @@ class InputTokens(TrainerCallback):
     transformers counts too, by id and with rows that only fill up; its number is replaced after each micro-batch.
     """
 
-    def __init__(self, accelerator: Accelerator, *, padding: bool) -> None:
-        self._accelerator, self._padding, self._seen = accelerator, padding, 0
+    def __init__(self, accelerator: Accelerator, counted: str | bool) -> None:
+        self._accelerator, self._counted, self._seen = accelerator, counted, 0
 
     def add(self, batch: Mapping[str, Any]) -> None:
         """Count a micro-batch; all processes must call it."""
-        if "input_ids" not in batch:
+        if "input_ids" not in batch or self._counted == "no":
             return
-        count = torch.as_tensor(batch["input_ids"].numel()) if self._padding else count_tokens(batch)
-        count = count.to(self._accelerator.device) * (FILLS_UP not in batch)
+        count = torch.as_tensor(batch["input_ids"].numel()) if self._counted == "all" else count_tokens(batch)
+        count = count.to(self._accelerator.device) * (not batch.get(STEP_PART, ALONE).fills_up)
         self._seen += int(self._accelerator.gather(count.view(1)).sum())  # type: ignore[union-attr]
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -105,6 +123,13 @@ class InputTokens(TrainerCallback):
     on_step_end = on_substep_end
 
 
+def ends_window(logs: Mapping[str, float], trainer: Trainer) -> bool:
+    """Whether logs hold a training loss, or are the summary of a run with steps that were not logged yet."""
+    if "train_loss" in logs:
+        return trainer.state.global_step > trainer._globalstep_last_logged
+    return "loss" in logs
+
+
 def logs_step(args: TrainingArguments, state: TrainerState) -> bool:
     """Whether the metrics of the step that is next will be logged."""
     strategy, step = args.logging_strategy, state.global_step + 1
@@ -116,10 +141,15 @@ def logs_step(args: TrainingArguments, state: TrainerState) -> bool:
     return strategy != IntervalStrategy.NO
 
 
-def summary_of(output: TrainOutput, history: Sequence[Mapping[str, float]], loss: float) -> TrainOutput:
+def summary_of(output: TrainOutput, args: TrainingArguments, state: TrainerState, loss: float) -> TrainOutput:
     """What `train` returns: the mean loss, and the metrics that were logged last with it."""
+    if args.load_best_model_at_end and state.best_global_step and not state.best_model_checkpoint:
+        logger.warning(
+            "The best model, of step %d, was not saved, so the model is that of the last step. Set save_steps to eval_steps.",
+            state.best_global_step,
+        )
     # There is no summary where an overridden `log` renames its metrics.
-    summary = next((logs for logs in reversed(history) if "train_loss" in logs), {})
+    summary = next((logs for logs in reversed(state.log_history) if "train_loss" in logs), {})
     metrics = {name: value for name, value in summary.items() if name != "step"}
     return output._replace(training_loss=loss, metrics={**output.metrics, "train_loss": loss, **metrics})
 
@@ -136,12 +166,26 @@ def check_trained(model: nn.Module, device: torch.device) -> None:
         raise ValueError("the trained weights are float16, and this run is on a CPU. Load them in bfloat16 or float32.")
 
 
-def require_finite(name: str, value: float, *, step: int, folder: str | None) -> None:
+def watch_gradients(trainer: Trainer) -> None:
+    """Stop a run whose gradient's norm is not finite; clip gradients of weights with residuals in float32."""
+    accelerator, args = trainer.accelerator, trainer.args
+    has_residuals = getattr(args, "weights", None) is not None
+    if has_residuals:
+        check_residuals(accelerator, OptimizerNames(args.optim).value)
+
+    def check(norm: float) -> None:
+        require_finite("the gradient's norm", norm, trainer.args, trainer.state)
+
+    optimizer = (lambda: trainer.optimizer) if has_residuals else None
+    accelerator.clip_grad_norm_ = ClipGradients(accelerator, check, optimizer)  # type: ignore[method-assign]
+
+
+def require_finite(name: str, value: float, args: TrainingArguments, state: TrainerState) -> None:
     """Raise FloatingPointError, with advice, for a number of the current step that is not finite."""
     if math.isfinite(value):
         return
     raise FloatingPointError(
-        f"{name} must be finite, got {value} in optimiser step {step}. No update was made with it, and checkpoints under "
-        f"{folder} are untouched. Lower learning_rate or max_grad_norm, check the data of this step, or train in "
-        "bfloat16 or float32 if this run uses float16."
+        f"{name} must be finite, got {value} in optimiser step {state.global_step + 1}. No update was made with it, and "
+        f"checkpoints under {state.best_model_checkpoint or args.output_dir} are untouched. Lower "
+        "learning_rate or max_grad_norm, check the data of this step, or train in bfloat16 or float32 if this run uses float16."
     )

@@ -27,7 +27,7 @@ from trl.data.rendering import text_tokenizer
 from trl.data.templates import maybe_apply_chat_template
 from trl.generation.transformers.engine import TransformersEngine
 from trl.models.distributed import unwrap_model_for_generation
-from trl.models.packed.layout import IGNORED, ROW_KEYS
+from trl.models.packed.layout import IGNORED, model_arguments
 from trl.models.switches import holding, undisturbed
 from trl.reporting.run_lines import RunLines, print_sample
 from trl.reporting.tables import print_prompt_completions_sample, print_rich_table
@@ -237,13 +237,9 @@ def illustrated_prompt(batch: Mapping[str, Any]) -> Inputs:
     """The prompt of a batch of one pair with images: its two sequences have the same one, and the same images."""
     end = int((batch["labels"][0] != IGNORED).nonzero()[0])
     shape = batch["input_ids"].shape
-    found = {}
-    for name, value in batch.items():
-        if name == "labels" or name in ROW_KEYS:
-            continue
-        own = value[: len(value) // 2]
-        found[name] = own[:, :end] if value.shape[:2] == shape else own
-    return found
+    inputs = {**{name: batch[name] for name in ("input_ids", "attention_mask")}, **model_arguments(batch)}
+    halves = {name: value[: len(value) // 2] for name, value in inputs.items()}
+    return {name: half[:, :end] if inputs[name].shape[:2] == shape else half for name, half in halves.items()}
 
 
 class ShownCompletions:

@@ -111,7 +111,7 @@ class SFTTrainer(LegacySFT, BaseTrainer):
         """The method of a batch: a loss of logits where the trainer has one, perhaps set after its constructor."""
         has_loss = self.compute_loss_func is not None or self.label_smoother is not None
         if not has_loss or type(self.method) is not SFTMethod:
-            return super().trained_method(step)
+            return self.method
         return LogitsMethod(self.args.loss_type, self.compute_loss_func, self.label_smoother)
 
     # ---- what a variant may do otherwise

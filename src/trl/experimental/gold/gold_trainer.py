@@ -31,6 +31,7 @@ from trl.reporting.model_card import Paper
 from trl.trainer.arguments import FormattingFunction
 from trl.trainer.gkd_trainer import GKDSets, GKDTrainer, Writer, completed, gkd_sets, prompts_of
 from trl.trainer.group_setup import check_engine, engine_of, sampling_of, with_served_window
+from trl.trainer.loaders import order_seed
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 Collator = Callable[[list[Any]], dict[str, Any]]
@@ -147,7 +148,7 @@ class GOLDTrainer(GKDTrainer):
         """How a model's completions are drawn."""
         policy: Any = Policy(model, tokenizer, tokenizer, None)
         sampling = sampling_of(self.args, policy)  # type: ignore[arg-type]
-        return replace(sampling, seed=self.order_seed, vocabulary=self.vocabulary_of(tokenizer))
+        return replace(sampling, seed=order_seed(self.args), vocabulary=self.vocabulary_of(tokenizer))
 
     def vocabulary_of(self, tokenizer: Any) -> int | None:
         """With a teacher of another tokenizer those that the writer's own tokenizer has."""

@@ -21,6 +21,7 @@ from trl.rollouts.replay import ReplayBuffer as ReplayBuffer
 from trl.rollouts.schedule import replayed_groups, rows_of_groups
 from trl.tensors.reduce import Weighted
 from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.loaders import order_seed
 
 
 class ReplayMethod(GRPOMethod):
@@ -84,7 +85,7 @@ class GRPOWithReplayBufferTrainer(LegacyReplay, GRPOTrainer):
 
     def _replaced(self, every: Experience, missing: Tensor, number: int) -> Experience:
         """This process's rows of the rollout batch, with earlier groups in the place of those that are `missing`."""
-        drawn = replayed_groups(number, len(missing), among=len(self.buffer), seed=self.order_seed)
+        drawn = replayed_groups(number, len(missing), among=len(self.buffer), seed=order_seed(self.args))
         earlier = self.buffer.rows(drawn)
         earlier = earlier.with_rows(**{REPLAYED: torch.ones(len(earlier), dtype=torch.bool)})
         source = torch.arange(len(every))

@@ -21,6 +21,7 @@ from trl.rollouts.experience import Experience
 from trl.tensors.reduce import LossTerms
 from trl.trainer.group_images import set_and_row
 from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.loaders import order_seed
 
 _MASKS, _EVALUATION_MASKS = 0x9A90, 0x9A91  # random streams of their own
 
@@ -95,7 +96,7 @@ class PAPOTrainer(GRPOTrainer):
         """
         number, row = set_and_row(key)
         place = [_MASKS, self.state.global_step, row] if number == 0 else [_EVALUATION_MASKS, row]
-        draws = np.random.default_rng([self.order_seed % 2**63, *place])
+        draws = np.random.default_rng([order_seed(self.args) % 2**63, *place])
         return [masked_image(image, self.args.mask_type, self.args.mask_ratio, draws) for image in images]
 
 

@@ -47,6 +47,7 @@ from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.group_setup import reward_sources
 from trl.trainer.inherited import settle_inherited
 from trl.trainer.online_trainer import OnlineTrainer
+from trl.trainer.run_metrics import ends_window
 from trl.trainer.samples import SampleTables, ShowSamples
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
@@ -215,7 +216,7 @@ class PPOTrainer(LegacyGroups, SampleTables, OnlineTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with `eps`, `lr` and `episode` beside a training loss."""
-        if self.ends_window(logs):
+        if ends_window(logs, self):
             batches = -(-self.state.global_step // self.sizes.steps)
             seconds = max(time.monotonic() - self._started, 1e-9)
             done = (batches - self._batches_before) * self.sizes.rows

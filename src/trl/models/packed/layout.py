@@ -25,20 +25,17 @@ Columns = Mapping[str, Any]
 Inputs = dict[str, Any]
 """Keyword arguments of a model's forward."""
 
-# Columns of a method, one number per row or sequence; they are not given to the model.
-ROW_KEYS = frozenset(
-    ["rows", "ref_logps", "ref_kl_logps", "margin", "label", "row_weights", "prompt_tokens", TEACHER, "on_policy"]
-)
-FILLS_UP = "fills_up"  # marks a batch without rows of its process: it runs with the others, counted nowhere
+STEP_PART = "part of the step"  # what a batch must know of its optimiser step
 TEACHER_BATCH = "teacher_batch"  # that a teacher is shown in place of the student's
-_TEACHER = (*TEACHER_COLUMNS, TEACHER_BATCH, PROMPT_ALONE)
-# Columns of the layout; all other keys of a batch are given to the model.
 _SCORED = ("scored_source", "scored_target", "scored_sequence")
-_LAYOUT_KEYS = ROW_KEYS | {
-    "input_ids", "attention_mask", "position_ids", "labels", "segment_table", *_SCORED, "filler",
-    "completion_mask", "assistant_masks", FILLS_UP, "seq_lengths", "num_items_in_batch", "return_loss",
-    *_TEACHER,
-}  # fmt: skip
+_NOT_OF_THE_MODEL = (  # all other entries of a batch are arguments of the model's forward
+    # of the layout
+    "input_ids", "attention_mask", "position_ids", "labels", "segment_table", *_SCORED, "filler", "completion_mask",
+    "assistant_masks", "seq_lengths", "num_items_in_batch", "return_loss", STEP_PART,
+    # of a method: numbers of each row or sequence, and what a teacher is shown
+    "rows", "ref_logps", "ref_kl_logps", "margin", "label", "row_weights", "prompt_tokens", "on_policy", TEACHER,
+    *TEACHER_COLUMNS, TEACHER_BATCH, PROMPT_ALONE,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +166,7 @@ def packed_batch(batch: Columns, *, with_table: bool, shifted: bool = True) -> M
         input_ids, labels, segments = _without_padding(batch)
     device = input_ids.device
     positions = segments.position_ids().to(device)
-    inputs = {"input_ids": input_ids, "position_ids": positions, **_extras(batch)}
+    inputs = {"input_ids": input_ids, "position_ids": positions, **model_arguments(batch)}
     if with_table:
         inputs["attention_mask"] = segments.to_table()
     branches, real = torch.tensor(segments.length), int(count_tokens(batch))
@@ -201,7 +198,7 @@ def padded_batch(batch: Columns, *, pad_token_id: int, shifted: bool = True) -> 
     """
     if not is_packed(batch):
         batch = _padded_on_the_right(batch)
-    extras, batch = _extras(batch), padded_rows(batch, pad_token_id=pad_token_id)
+    extras, batch = model_arguments(batch), padded_rows(batch, pad_token_id=pad_token_id)
     input_ids, mask = batch["input_ids"], batch["attention_mask"]
     rows, width = input_ids.shape
     sequence = torch.arange(rows, device=input_ids.device)[:, None].expand(rows, width)
@@ -216,8 +213,9 @@ def padded_batch(batch: Columns, *, pad_token_id: int, shifted: bool = True) -> 
     )
 
 
-def _extras(batch: Columns) -> Inputs:
-    return {name: x for name, x in batch.items() if name not in _LAYOUT_KEYS and x is not None}
+def model_arguments(batch: Columns) -> Inputs:
+    """The entries of a batch that are given to the model as they are, beside its tokens (images, for example)."""
+    return {name: x for name, x in batch.items() if name not in _NOT_OF_THE_MODEL and x is not None}
 
 
 def _segments(batch: Columns) -> Segments:
@@ -280,7 +278,7 @@ def without_shared_prefixes(batch: Columns, *, pad_token_id: int) -> Columns:
     """A packed row with shared prefixes as padded rows, each with its own copy of the prompt; others as they are."""
     if "segment_table" not in batch or not any(_segments(batch).prefix_length):
         return batch
-    return {**_extras(batch), **padded_rows(batch, pad_token_id=pad_token_id)}
+    return {**model_arguments(batch), **padded_rows(batch, pad_token_id=pad_token_id)}
 
 
 def padded_rows(batch: Columns, *, pad_token_id: int) -> dict[str, Tensor]:

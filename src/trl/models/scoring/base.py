@@ -55,24 +55,20 @@ class ScorerBase:
         self.packed = packed is not False and reason is None
         if packed is not False and reason:
             self.fallbacks.append(f"its batches are padded, because {reason}")
-        self._needs_table = self.packed and use_packed_attention(core)
+        # Completions can share one copy of their prompt; not with flash attention that the user chose.
+        self.shares_prefixes = self.packed and use_packed_attention(core)
 
     @property
     def router_weight(self) -> float:
         """The weight of the router's loss in a mixture of experts; 0 for other models."""
         return getattr(self.core.config.get_text_config(), "router_aux_loss_coef", 0.0)
 
-    @property
-    def shares_prefixes(self) -> bool:
-        """Whether completions can share one copy of their prompt; not with flash attention that the user chose."""
-        return self.packed and self._needs_table
-
     def lay_out(self, batch: Columns, *, shifted: bool = True) -> ModelBatch:
         """The batch in the layout that this model takes."""
         if self.packed:
             if not self.shares_prefixes:  # as another model's layout may have made them
                 batch = without_shared_prefixes(batch, pad_token_id=self.pad_token_id)
-            return packed_batch(batch, with_table=self._needs_table, shifted=shifted)
+            return packed_batch(batch, with_table=self.shares_prefixes, shifted=shifted)
         return padded_batch(batch, pad_token_id=self.pad_token_id, shifted=shifted)
 
     def padded(self, batch: Columns) -> ModelBatch:

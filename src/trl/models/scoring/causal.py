@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -104,7 +105,8 @@ class Scorer(ScorerBase):
         The results do not depend on the layout. Call it under autocast where the run uses mixed precision.
         """
         rows = self.lay_out(batch)
-        return _scored_of(rows, self.through_head(model, rows, _reads_scores(rows, options)))
+        read = partial(score_hidden, rows, options or ScoreOptions())
+        return _scored_of(rows, self.through_head(model, rows, read))
 
     def score_with_logits(
         self, model: nn.Module, batch: Columns, options: ScoreOptions | None = None
@@ -224,7 +226,7 @@ class Scorer(ScorerBase):
             hidden, head = states.flatten(0, 1), self.core.get_output_embeddings()
             assert head is not None
             results = call_head(head, hidden, lambda plain, states: read(plain, states, self.rule, self.bias))
-            return {"aux_loss": aux_loss, **results, **self._values(hidden, rows)}
+            return {"aux_loss": aux_loss, **results, **({} if self.wrapper is None else self._values(hidden, rows))}
 
         with self._as_language_model(), replaced_forward(self.core, forward):
             return model(**rows.inputs)
@@ -254,19 +256,20 @@ class Scorer(ScorerBase):
 
     def score_outputs(self, outputs: Any, rows: ModelBatch, options: ScoreOptions | None = None) -> Scored:
         """Score padded rows from the model's own outputs."""
-        return _scored_of(rows, self._read_outputs(outputs, rows, _reads_scores(rows, options)))
+        read = partial(score_hidden, rows, options or ScoreOptions())
+        return _scored_of(rows, self._read_outputs(outputs, rows, read))
 
     def _read_outputs(self, outputs: Any, rows: ModelBatch, read: Reader) -> Results:
         logits = self.row_logits(outputs, rows).flatten(0, 1)
         results = read(nn.Identity(), logits, LogitRule(), None)
-        hidden = None if self.wrapper is None else last_hidden(outputs)[:, -rows.width :].flatten(0, 1)
-        return {"aux_loss": getattr(outputs, "aux_loss", None), **results, **self._values(hidden, rows)}
+        results = {"aux_loss": getattr(outputs, "aux_loss", None), **results}
+        if self.wrapper is None:
+            return results
+        return results | self._values(last_hidden(outputs)[:, -rows.width :].flatten(0, 1), rows)
 
     # ---- a value head
 
-    def _values(self, hidden: Tensor | None, rows: ModelBatch) -> dict[str, Tensor]:
-        if self.wrapper is None or hidden is None:
-            return {}
+    def _values(self, hidden: Tensor, rows: ModelBatch) -> dict[str, Tensor]:
         return {"values": self.wrapper.v_head(hidden[rows.scored.source]).squeeze(-1)}
 
     def _as_language_model(self, **wanted: bool) -> AbstractContextManager[None]:
@@ -275,13 +278,6 @@ class Scorer(ScorerBase):
             return nullcontext()
         wrapper = self.wrapper
         return replaced_forward(wrapper, lambda **inputs: wrapper.pretrained_model(**inputs, **wanted))
-
-
-def _reads_scores(rows: ModelBatch, options: ScoreOptions | None) -> Reader:
-    def read(head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None) -> Results:
-        return score_hidden(head, hidden, rows, rule, options or ScoreOptions(), bias=bias)
-
-    return read
 
 
 def _logits_of(head: nn.Module, rule: LogitRule, bias: Tensor | None) -> LogitsOf:

@@ -72,9 +72,8 @@ def plain_linear(head: nn.Module) -> nn.Linear | None:
 
 
 def score_hidden(
-    head: nn.Module, hidden: Tensor, batch: ModelBatch, rule: LogitRule, options: ScoreOptions, *,
-    bias: Tensor | None = None,
-) -> Results:  # fmt: skip
+    batch: ModelBatch, options: ScoreOptions, head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None
+) -> Results:
     """Log-probs (or a local loss) of the scored positions, and entropies of the others where all are asked for."""
     rule = replace(rule, temperature=options.temperature)
     states, targets = hidden[batch.scored.source], batch.scored.target

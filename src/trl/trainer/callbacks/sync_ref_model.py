@@ -1,5 +1,7 @@
 """A reference model that follows the policy (TR-DPO)."""
 
+from __future__ import annotations
+
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -8,6 +10,23 @@ from accelerate import Accelerator
 from transformers import TrainerCallback
 
 from trl.models.distributed import gathered_parameters, reshard
+from trl.models.reference import FrozenModel, attach_reference
+from trl.options.checks import warn_unread
+from trl.options.methods import SYNC_SETTINGS
+
+
+def move_reference(trainer: Any) -> FrozenModel | None:
+    """Bring the reference to the device; it is returned if a callback moves it (`sync_ref_model` adds one)."""
+    callbacks = trainer.callback_handler.callbacks
+    if getattr(trainer.args, "sync_ref_model", False):
+        trainer.add_callback(SyncRefModelCallback(None, trainer.accelerator))
+    elif not any(isinstance(callback, SyncRefModelCallback) for callback in callbacks):
+        reason = "with sync_ref_model=False. Set sync_ref_model=True, or leave it out"
+        warn_unread(trainer.args, SYNC_SETTINGS, reason)
+    moved = attach_reference(callbacks, trainer.reference, trainer.model)
+    if trainer.reference is not None:
+        trainer.reference.prepare(trainer.accelerator)
+    return moved
 
 
 @dataclass(eq=False)

@@ -76,7 +76,7 @@ class WinRateCallback(TrainerCallback):
         if self.against is not None:
             return None
         if state.global_step and reference is None:
-            newest = getattr(self.trainer, "newest_checkpoint", None) or "."
+            newest = getattr(getattr(self.trainer, "runs", None), "newest_checkpoint", None) or "."
             folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
             kept = next((file for place in (Path(newest), folder) if (file := place / KEPT).is_file()), None)
             if kept is not None:

@@ -1,0 +1,162 @@
+"""Checkpoints of a trainer: what they say about its run, where it resumes, and their pushes to the Hub."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+from transformers import Trainer
+from transformers.trainer_utils import HubStrategy
+
+from trl.checkpoints.identity import run_facts
+from trl.checkpoints.progress import SavesState, load_progress, on_main, save_progress
+from trl.checkpoints.runs import Run
+from trl.checkpoints.wholeness import naming_weights
+from trl.data.rendering import run_date_of
+from trl.models.loading import cast_state, load_checkpoint_weights, name_dtype, save_dtype
+from trl.models.peft import is_peft_model
+from trl.models.switches import holding
+from trl.options.secrets import unwritten
+from trl.reporting.model_card import card_of_trainer
+from trl.trainer.evaluation import check_best_metric
+from trl.trainer.loaders import GroupedByLength, order_of
+
+
+def facts_of(trainer: Any) -> dict[str, Any]:
+    """What checkpoints say about the run of a trainer, as JSON values."""
+    model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    facts = run_facts(
+        method=trainer._name, config=model.config, adapters=getattr(model, "peft_config", {}),
+        dataset=trainer.train_dataset, settings={**trainer.args.to_dict(), "processes": trainer.args.world_size},
+    )  # fmt: skip
+    begun = run_date_of(trainer._tokenizer)
+    return {**facts, "date": begun} if begun else facts
+
+
+def begin_training(trainer: Any) -> None:
+    """Check what the first evaluation needs, or load the state of the checkpoint, when training begins."""
+    state, run = trainer.state, trainer.runs.current
+    if state.global_step == 0:
+        check_best_metric(trainer)
+    if run is None or run.checkpoint is None:
+        return
+    trainer.load_progress(Path(run.checkpoint))
+    loader: Any = trainer.callback_handler.train_dataloader
+    order = order_of(loader)
+    if isinstance(order, GroupedByLength):  # the parent does not find it where several processes skip seen rows
+        order.set_epoch(int(state.epoch or 0))
+    if state.global_step >= state.max_steps:  # there is no step before which the parent would load it
+        state.num_train_epochs = Trainer.set_initial_training_values(trainer, trainer.args, loader)[0]
+        trainer._load_rng_state(run.checkpoint)
+
+
+def load_weights(trainer: Trainer, folder: str, theirs: Callable[[], None]) -> None:
+    """Load the weights of a checkpoint: by `theirs`, of transformers, where its files are not the model's plain weights.
+
+    Raises: CheckpointError, which names the files, for weights that are incomplete or of another model.
+    """
+    with naming_weights(folder):
+        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or is_peft_model(trainer.model):
+            theirs()
+        else:
+            load_checkpoint_weights(trainer.model, Path(folder))  # type: ignore[arg-type]
+
+
+@contextmanager
+def written_model(trainer: Any, folder: str | None, state: dict[str, Any] | None) -> Iterator[dict[str, Any] | None]:
+    """A block that writes the model, with its state in `save_dtype`, and the arguments without secrets.
+
+    A checkpoint is written as it is trained, with that dtype in its config.
+    """
+    model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    args = unwritten(trainer.args)
+    dtype = save_dtype(model, getattr(args, "save_dtype", None))
+    if dtype is not None and not trainer.runs.holds(folder):
+        state = cast_state(model, model.state_dict() if state is None else state, dtype)
+    with holding(trainer, "args", args):
+        yield state
+    if args.should_save:
+        name_dtype(folder or str(args.output_dir), dtype)
+
+
+def write_progress(trainer: Any, folder: Path) -> None:
+    """Write into a checkpoint what resuming needs beside weights, optimiser and random state, on every process."""
+    tokens, run = trainer._token_counts, trainer.run_metrics.state()
+    method = {**trainer.method.state(), **({} if tokens is None else {"tokens": tokens.state()})}
+    state = {
+        "loss_since_log": trainer._tr_loss.item(), "loss_before_log": trainer._total_loss_scalar,
+        "last_logged_step": trainer._globalstep_last_logged, "processes": trainer.args.world_size,
+        **run, "method": method,
+    }  # fmt: skip
+    save_progress(folder, rank=trainer.args.process_index, state=state)
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, SavesState):
+            callback.save_state(folder)
+    if trainer._moved_reference is not None:
+        trainer._moved_reference.save(str(folder))
+
+
+def read_progress(trainer: Any, folder: Path) -> None:
+    """Load what `write_progress` wrote."""
+    if trainer._moved_reference is not None:
+        trainer._moved_reference.load(str(folder))
+    state = None
+    if not trainer.runs.starts_anew("progress"):
+        state = load_progress(folder, rank=trainer.args.process_index, processes=trainer.args.world_size)
+    if state is None:
+        trainer.run_metrics.uncounted_steps = trainer.state.global_step
+        return
+    trainer.run_metrics.load_state(state)
+    trainer._tr_loss.fill_(state["loss_since_log"])
+    trainer._total_loss_scalar = state["loss_before_log"]
+    trainer._globalstep_last_logged = state["last_logged_step"]
+    method = state.get("method", {})
+    trainer.method.load_state(method)
+    if trainer._token_counts is not None:
+        trainer._token_counts.load_state(method.get("tokens", {}))
+
+
+def write_card(trainer: Any, folder: Path, **facts: Any) -> None:
+    """Write the model card of the run into a folder, on the main process."""
+    if trainer.is_world_process_zero():
+        folder.mkdir(parents=True, exist_ok=True)
+        card_of_trainer(trainer, **facts).save(folder / "README.md")
+
+
+def remaining(values: Sequence[Any], run: Run | None) -> tuple[Any, ...]:
+    """The lengths of a run (`Trainer.set_initial_training_values`); no epoch is left after its last checkpoint.
+
+    There transformers would train one more step.
+    """
+    epochs, updates, *_, max_steps = values
+    done = 0 if run is None else run.step
+    return (epochs if done < max_steps else min(epochs, done // updates), *values[1:])
+
+
+def push(trainer: Any) -> None:
+    """Push the model, and with it the newest checkpoint, as `hub_strategy` says; not while an earlier push is in progress."""
+    args, strategy, checkpoint = unwritten(trainer.args), trainer.args.hub_strategy, trainer.runs.newest_checkpoint
+    assert checkpoint is not None
+    earlier = None if args.hub_always_push else trainer.push_in_progress
+    # The files of `output_dir` must stay as they are while the main process pushes an earlier model.
+    if strategy == HubStrategy.END or on_main(
+        trainer.accelerator, lambda: earlier is not None and not earlier.is_done()
+    ):
+        return
+    # In `save_dtype`: a checkpoint's weights, which the parent would copy, are those that train.
+    trainer.save_model(_internal_call=True)
+    args.hub_strategy = HubStrategy.EVERY_SAVE
+    with holding(trainer, "args", args):
+        trainer._push_from_checkpoint(os.devnull)
+    if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS) and trainer.is_world_process_zero():
+        upload = HfApi().upload_folder(
+            repo_id=str(trainer.hub_model_id), folder_path=checkpoint, token=args.hub_token,
+            path_in_repo="last-checkpoint" if strategy == HubStrategy.CHECKPOINT else checkpoint.name,
+            commit_message=f"Training in progress, step {trainer.state.global_step}, checkpoint",
+            run_as_future=True, revision=args.hub_revision,
+        )  # fmt: skip
+        trainer.push_in_progress.jobs.append(upload)  # type: ignore[union-attr]
