@@ -56,18 +56,13 @@ def experience_of(
     """Completions of chains; tokens not sampled are tool output. `keeps`: samples have the mass that was kept."""
     flat = [chain for chains in rows for chain in chains]
     dtype = getattr(torch, next((chain.dtype for chain in flat if chain.dtype is not None), "float32"))
-    numbers = {SAMPLING_LOGPS: [logp for chain in flat for logp in chain.logps]}
+    numbers = {SAMPLING_LOGPS: torch.tensor([logp for chain in flat for logp in chain.logps], dtype=dtype)}
     if keeps:
-        numbers[SAMPLING_KEPT] = [mass for chain in flat for mass in chain.kept]
-    return Experience(
-        Ragged.of([chains[0].prompt for chains in rows]),
-        Ragged.of([[token for chain in chains for token in chain.ids] for chains in rows]),
-        {
-            **{name: torch.tensor(values, dtype=dtype) for name, values in numbers.items()},
-            TOOL_OUTPUT: torch.tensor([not mark for chain in flat for mark in chain.sampled]),
-        },
-        {name: torch.tensor(values) for name, values in columns.items()},
-    )
+        numbers[SAMPLING_KEPT] = torch.tensor([mass for chain in flat for mass in chain.kept], dtype=dtype)
+    numbers[TOOL_OUTPUT] = torch.tensor([not mark for chain in flat for mark in chain.sampled])
+    prompts = Ragged.of([chains[0].prompt for chains in rows])
+    completions = Ragged.of([[token for chain in chains for token in chain.ids] for chains in rows])
+    return Experience(prompts, completions, numbers, {name: torch.tensor(values) for name, values in columns.items()})
 
 
 def chains_of(turns: Sequence[Turn]) -> list[Chain]:

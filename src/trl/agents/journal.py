@@ -160,8 +160,8 @@ class Journal:
 
     def score(self, keys: Sequence[str], rewards: Sequence[float]) -> None:
         """Append the rewards of sessions by all sources, NaN for none."""
-        known_rewards = (None if math.isnan(reward) else reward for reward in rewards)
-        self._append({key: {"reward": reward} for key, reward in zip(keys, known_rewards, strict=True)})
+        pairs = zip(keys, rewards, strict=True)
+        self._append({key: {"reward": None if math.isnan(reward) else reward} for key, reward in pairs})
 
     def _append(self, records: Mapping[str, Fields]) -> None:
         if self._file is None:

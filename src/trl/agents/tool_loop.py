@@ -86,13 +86,10 @@ class ToolLoop:
         is_alone = maker.accelerator.num_processes == 1 or not maker.engine.together
         kwargs = rows.get("chat_template_kwargs") or [None] * len(streams)
         played = self.play(
-            rows[PROMPT_IDS],
-            generate,
-            maker.sampling,
-            streams=streams,
+            rows[PROMPT_IDS], generate, maker.sampling, streams=streams,
             template_kwargs=[{**self.template_kwargs, **remove_none_values(more or {})} for more in kwargs],
             all_done=bool if is_alone else lambda done: all(gather_object([done])),
-        )
+        )  # fmt: skip
         columns = {STOPPED: [one.chains[0].ended for one in played], **tool_counts(played)}
         experience = experience_of([one.chains for one in played], columns, keeps=keeps)
         return Completed(experience, messages=[one.messages for one in played])

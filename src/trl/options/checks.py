@@ -31,10 +31,8 @@ _READERS: dict[type, Reader] = {bool: string_to_bool, int: int, float: float}
 # Bounds of inherited numbers; the library's own fields declare theirs. Without any: "[0, inf)".
 _INHERITED = {
     "max_grad_norm": "[0, inf]",
-    **dict.fromkeys(
-        ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), ">= 1"
-    ),
-}
+    "per_device_train_batch_size": ">= 1", "per_device_eval_batch_size": ">= 1", "gradient_accumulation_steps": ">= 1",
+}  # fmt: skip
 _SENTINELS = {"max_steps": -1, "local_rank": -1, "top_k": -1}
 _INHERITED_NAMES = frozenset(item.name for item in dataclasses.fields(TrainingArguments))
 
@@ -165,14 +163,9 @@ def _kind(item: dataclasses.Field, hint: object) -> Kind:
         number = next((member for member in _READERS if member in members), None)
     choices = item.metadata.get("choices", () if str in members else words)
     is_ours = item.name not in _INHERITED_NAMES
-    return Kind(
-        item,
-        None if number is None else _READERS[number],
-        is_list,
-        type(None) in members,
-        choices if is_ours and choices and "help" in item.metadata else (),
-        is_ours and str in members and any(get_origin(member) is dict for member in members),
-    )
+    choices = choices if is_ours and choices and "help" in item.metadata else ()
+    is_json = is_ours and str in members and any(get_origin(member) is dict for member in members)
+    return Kind(item, None if number is None else _READERS[number], is_list, type(None) in members, choices, is_json)
 
 
 def from_text(reader: object, text: str) -> object:

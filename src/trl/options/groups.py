@@ -122,9 +122,8 @@ def _refuse_unknown(owner: type, init: Callable[..., None], names: list[str]) ->
         target = OTHER_NAMES.get(name, name).partition(":")[0]
         hint = did_you_mean(name, parameters)
         if target in OF_COMMANDS and target not in parameters:
-            hint = (
-                f" {target} is an option of commands: in Python a field of ModelConfig, or an argument of the trainer."
-            )
+            place = "in Python a field of ModelConfig, or an argument of the trainer"
+            hint = f" {target} is an option of commands: {place}."
         messages.append(f"{owner.__name__} got an unexpected keyword argument {name!r}.{hint}")
     if messages:
         raise TypeError("\n".join(messages))

@@ -55,7 +55,14 @@ class MetricSums:
         sums, self._sums = self._sums, {}
         every, self._extremes = [self.state()["extremes"]], {}
         if accelerator is not None and accelerator.num_processes > 1:
-            sums, every = _over_processes(sums, accelerator), gather_object(every)
+            # A process may have names that another has not.
+            all_names = list(dict.fromkeys(name for local_names in gather_object([list(sums)]) for name in local_names))
+            zero = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+            if all_names:
+                table = torch.stack([sums.get(name, zero).to(zero) for name in all_names])
+                reduced = accelerator.reduce(table, reduction="sum")
+                sums = dict(zip(all_names, reduced.unbind(), strict=True))  # type: ignore[union-attr]
+            every = gather_object(every)
         means = {name: total / count for name, (total, count) in _as_floats(sums).items() if count}
         names = dict.fromkeys(name for extremes in every for name in extremes)
         return means | {
@@ -91,17 +98,6 @@ def _as_floats(values: Mapping[str, Tensor]) -> Numbers:
     device = next(iter(values.values())).device
     table = torch.stack([value.to(device) for value in values.values()]).tolist()
     return dict(zip(values, table, strict=True))
-
-
-def _over_processes(sums: dict[str, Tensor], accelerator: Accelerator) -> dict[str, Tensor]:
-    """The sums of all processes; a process may know names that another does not."""
-    names = list(dict.fromkeys(name for known in gather_object([list(sums)]) for name in known))
-    if not names:
-        return {}
-    zero = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
-    table = torch.stack([sums.get(name, zero).to(zero) for name in names])
-    reduced = accelerator.reduce(table, reduction="sum")
-    return dict(zip(names, reduced.unbind(), strict=True))  # type: ignore[union-attr]
 
 
 class Processes(NamedTuple):

@@ -128,12 +128,9 @@ def generate_model_card(
     on_hub = base_model if base_model and _is_hub_name(base_model) else None
     base = f"[{on_hub}](https://huggingface.co/{on_hub})" if on_hub else f"the model in `{base_model}`"
     data = ModelCardData(
-        base_model=on_hub,
-        datasets=[name for name in datasets if _is_hub_name(name)] or None,
-        library_name="transformers",
-        model_name=model_name,
-        tags=["generated_from_trainer", *tags],
-    )
+        base_model=on_hub, datasets=[name for name in datasets if _is_hub_name(name)] or None,
+        library_name="transformers", model_name=model_name, tags=["generated_from_trainer", *tags],
+    )  # fmt: skip
     versions = {"trl": __version__}
     for package in _FRAMEWORKS:
         with suppress(PackageNotFoundError):  # an optional package

@@ -101,9 +101,8 @@ def length_controlled(shares: Sequence[float | None], lengths: Sequence[tuple[in
     if not rows:
         return math.nan
     target, gaps = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
-    features = torch.stack(
-        [torch.ones_like(gaps), torch.tanh(gaps / gaps.square().mean().sqrt().clamp(min=1e-9))], dim=1
-    )
+    scaled = torch.tanh(gaps / gaps.square().mean().sqrt().clamp(min=1e-9))
+    features = torch.stack([torch.ones_like(gaps), scaled], dim=1)
     weights = torch.zeros(2, dtype=torch.float64)
     ridge = 1e-2 * torch.eye(2, dtype=torch.float64)  # keeps separable answers finite
     for _ in range(50):  # Newton

@@ -63,13 +63,9 @@ class FunctionSource:
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise ValueError if the function needs an argument that is neither a column nor given by the trainer."""
         available = {"prompts", "completions", "completion_ids", "trainer_state", *_ON_REQUEST, *columns}
-        missing = [
-            name
-            for name, parameter in self._parameters.items()
-            if parameter.default is parameter.empty
-            and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-            and name not in available
-        ]
+        required = [parameter for parameter in self._parameters.values() if parameter.default is parameter.empty]
+        named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        missing = [one.name for one in required if one.kind in named and one.name not in available]
         if missing:
             remedy = "Add them, or give the arguments a default."
             if missing == ["solution"] and (answers := [name for name in COMPLETIONS if name in columns]):

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
@@ -230,7 +230,7 @@ class ManagedJudge(BasePairwiseJudge):
         return {key: row[0] for key, row in rows if row is not None}
 
 
-def managed(judge: BasePairwiseJudge, settings: Any, *, on_failure: RewardFailure = "error") -> ManagedJudge:
+def managed(judge: BasePairwiseJudge, settings: object, *, on_failure: RewardFailure = "error") -> ManagedJudge:
     """The judge with the settings of `JudgeOptions`. Raises: ValueError for a `ManagedJudge` beside other settings."""
     values = {name: getattr(settings, name) for name in JUDGE_SETTINGS}
     if not isinstance(judge, ManagedJudge):

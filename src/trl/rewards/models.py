@@ -71,7 +71,15 @@ class ModelSource:
         self.processing_class = processing_class or load_processing_class(core)
         check_processing_class(self.processing_class)
         self.tokenizer = text_tokenizer(self.processing_class)
-        self.reads_ids = read == "ids" and self._has_vocabulary_of(policy_tokenizer)
+        self.reads_ids = read == "ids"
+        if read == "ids":
+            if policy_tokenizer is None:
+                raise ValueError("read='ids' needs policy_tokenizer, got None. Pass it, or use read='text'.")
+            is_same = policy_tokenizer is self.tokenizer or policy_tokenizer.get_vocab() == self.tokenizer.get_vocab()
+            if not is_same:
+                text = "Reward model %r has another tokenizer than the policy: texts are tokenised again by its own."
+                logger.warning(text, self.name)
+            self.reads_ids = is_same
         self.scorer = ClassificationScorer(self.model, pad_token_id=pad_token_id(self.tokenizer))
         for fallback in self.scorer.fallbacks:
             logger.info("Reward model %r: %s.", self.name, fallback)
@@ -138,16 +146,6 @@ class ModelSource:
                 f"was given token {int(ids.max())} in row {row} ({inputs.row_text(row)}), and the model's vocabulary "
                 f"has {self._known_tokens}. Pass the model's own tokenizer (reward_processing_classes)"
             )
-
-    def _has_vocabulary_of(self, policy: PreTrainedTokenizerBase | None) -> bool:
-        if policy is None:
-            raise ValueError("read='ids' needs policy_tokenizer, got None. Pass it, or use read='text'.")
-        if policy is self.tokenizer or policy.get_vocab() == self.tokenizer.get_vocab():
-            return True
-        logger.warning(
-            "Reward model %r has another tokenizer than the policy: texts are tokenised again by its own.", self.name
-        )
-        return False
 
 
 def _check_saved(path: str) -> None:

@@ -118,11 +118,9 @@ def _answers(path: str, rows: Sequence[Row], options: argparse.Namespace) -> lis
     model.to(torch.accelerator.current_accelerator() or "cpu")
     tokenizer = text_tokenizer(load_processing_class(path))
     sampling = Sampling(
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
+        max_new_tokens=options.max_new_tokens, temperature=options.temperature, seed=options.seed,
         stop_token_ids=tuple(stop_tokens(model, tokenizer)),
-        seed=options.seed,
-    )
+    )  # fmt: skip
     prompts = [prompt_ids(row, tokenizer) for row in rows]
     completions = TransformersEngine(model, tokenizer=tokenizer).generate(prompts, sampling)
     return tokenizer.batch_decode([completion.ids for completion in completions], skip_special_tokens=True)

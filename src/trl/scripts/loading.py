@@ -33,13 +33,10 @@ def model_init_kwargs(model_args: ModelSource, explicit: Json | str | None = Non
     """Arguments of `from_pretrained`; `explicit` ones win. A quantised model is placed on this process's device."""
     quantization = get_quantization_config(model_args)
     named = {
-        "revision": model_args.model_revision,
-        "trust_remote_code": model_args.trust_remote_code,
-        "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
-        "quantization_config": quantization,
-        "device_map": None if quantization is None else get_kbit_device_map(),
-    }
+        "revision": model_args.model_revision, "trust_remote_code": model_args.trust_remote_code,
+        "attn_implementation": model_args.attn_implementation, "dtype": model_args.dtype,
+        "quantization_config": quantization, "device_map": None if quantization is None else get_kbit_device_map(),
+    }  # fmt: skip
     arguments = {name: value for name, value in named.items() if value is not None}
     return {**arguments, **explicit} if isinstance(explicit, dict) else arguments
 

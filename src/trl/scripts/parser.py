@@ -253,13 +253,9 @@ LOGGING, HARDWARE, OLDER = "logging, evaluation and saving", "hardware and speed
 _ORDER = ("essential", MODEL, DATA, TRAINING, METHOD, GENERATION, LOGGING, HARDWARE, OLDER)
 # The module that first declares a field -> its group. Other modules of the library declare what belongs to a method.
 _OF_MODULE = {
-    "trl.options.model": MODEL,
-    "trl.options.training": DATA,
-    "trl.data.sources": DATA,
-    "trl.scripts.arguments": DATA,
-    "transformers.training_args": TRAINING,
-    "trl.options.generation": GENERATION,
-}
+    "trl.options.model": MODEL, "trl.options.training": DATA, "trl.data.sources": DATA, "trl.scripts.arguments": DATA,
+    "transformers.training_args": TRAINING, "trl.options.generation": GENERATION,
+}  # fmt: skip
 # Exceptions by name, for modules that declare fields of several groups.
 _MIXED = (
     *("transformers.training_args", "trl.scripts.arguments", "trl.options.shared", "trl.options.training"),

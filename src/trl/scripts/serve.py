@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import Any
 
 from trl.options.groups import option
 from trl.scripts.chat import LoadedModel, loaded_engine, model_first
@@ -64,10 +63,13 @@ def serve(arguments: ServeArguments) -> None:
             engine = loaded_engine(arguments)
         name = arguments.served_model_name or str(arguments.model_name_or_path)
         sampling = Sampling(max_new_tokens=arguments.max_new_tokens)
-        options: Any = {"sampling": sampling, "agent_sampling": "agent", "threaded": False, "model_name": name}
         # Another one may have begun to listen meanwhile.
         with reporting_input_errors(), needing_address(arguments.host, arguments.port):
-            endpoint = stack.enter_context(Endpoint(engine, engine.tokenizer, server=server, **options))
+            endpoint = Endpoint(
+                engine, engine.tokenizer, server=server, sampling=sampling, agent_sampling="agent", threaded=False,
+                model_name=name,
+            )  # fmt: skip
+            stack.enter_context(endpoint)
         with reporting_input_errors():
             token = stack.enter_context(server_token(arguments.host, endpoint.port))
         endpoint.session(key=token, keeps=False)

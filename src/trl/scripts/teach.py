@@ -62,10 +62,19 @@ def main(
     """Write the data set and print where it is. Raises: CommandError for mistakes in the input."""
     from accelerate import PartialState
 
+    from trl.scripts.loading import check_output_dir
+
     script_args.dataset_name = rest.dataset or script_args.dataset_name
     with reporting_input_errors():
-        folder = Path(script_args.output or "")
-        _check(script_args, args, dataset_args)
+        script_args.teacher = script_args.teacher or args.teacher_model_name_or_path
+        for name in ("teacher", "output"):
+            if getattr(script_args, name) is None:
+                raise ValueError(f"{name} is missing. Give --{name}.")
+        folder = Path(str(script_args.output))
+        check_output_dir(str(script_args.output))
+        args.packing = False  # training packs
+        if script_args.dataset_streaming or dataset_args.streaming:
+            raise ValueError("dataset_streaming=True: shards are made of stored rows. Leave it out.")
         rows, policy = _prepared(script_args, args, model_args, dataset_args)
         settings = _settings(script_args, args, policy, rows)
         staging = folder.with_name(f"{folder.name}.incomplete")
@@ -89,20 +98,6 @@ def main(
             f"To train: trl gkd --dataset_name {folder} --model_name_or_path STUDENT --lmbda 0 "
             f"--temperature {args.temperature}"
         )
-
-
-def _check(script_args: TeachScriptArguments, args: GKDConfig, dataset_args: DatasetMixtureConfig) -> None:
-    """Raise ValueError for what is missing, and for settings that the columns do not support."""
-    from trl.scripts.loading import check_output_dir
-
-    script_args.teacher = script_args.teacher or args.teacher_model_name_or_path
-    for name in ("teacher", "output"):
-        if getattr(script_args, name) is None:
-            raise ValueError(f"{name} is missing. Give --{name}.")
-    check_output_dir(str(script_args.output))
-    args.packing = False  # training packs
-    if script_args.dataset_streaming or dataset_args.streaming:
-        raise ValueError("dataset_streaming=True: shards are made of stored rows. Leave it out.")
 
 
 def _prepared(

@@ -14,13 +14,10 @@ Builds a character tokenizer, a small language model and a data set of digits to
 distillation a larger teacher (SFTTrainer), and training with --method. Prints answers and figures for prompts that no
 stage trained on. No network is used.
 """
-METHODS: dict[str, tuple[str, ...]] = {
-    "ppo": ("sft", "reward", "ppo"),
-    "dpo": ("sft", "reward", "dpo"),
-    "grpo": ("sft", "grpo"),
-    "rloo": ("sft", "rloo"),
-    "distillation": ("sft", "teacher", "distillation"),
-}  # the stages of each method
+METHODS: dict[str, tuple[str, ...]] = {  # the stages of each method
+    "ppo": ("sft", "reward", "ppo"), "dpo": ("sft", "reward", "dpo"), "grpo": ("sft", "grpo"),
+    "rloo": ("sft", "rloo"), "distillation": ("sft", "teacher", "distillation"),
+}  # fmt: skip
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -333,8 +333,5 @@ SHARES = {
     "rewards/is_right/mean": "right samples",
 }  # fmt: skip
 AMOUNTS = {
-    "objective/scores": "reward",
-    "rewards/margins": "reward margin",
-    "objective/kl": "KL (nats)",
-    "kl": "KL (nats)",
-}
+    "objective/scores": "reward", "rewards/margins": "reward margin", "objective/kl": "KL (nats)", "kl": "KL (nats)",
+}  # fmt: skip

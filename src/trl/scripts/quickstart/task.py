@@ -52,18 +52,12 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int, layers: int = 2) -> LlamaForCausalLM:
     """A Llama of a few layers, its random weights drawn by `seed`."""
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=192, num_hidden_layers=layers,
+        num_attention_heads=4, max_position_embeddings=64, tie_word_embeddings=True, bos_token_id=None,
         initializer_range=0.08,  # at the usual 0.02 a model this narrow learns several times slower
-        bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,  # type: ignore[arg-type]
         pad_token_id=tokenizer.pad_token_id,  # type: ignore[arg-type]
-    )
+    )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(config)
