@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from datasets import Dataset, List, Value
 from datasets.features.features import FeatureType
 
-from trl.data.formats import Row, RowDict, StoredOrStream, column_names
+from trl.data.formats import Row, RowDict, StoredOrStream, column_names, common_prefix_length
 from trl.data.pipeline import (
     WARNINGS,
     Preparation,
@@ -25,13 +25,15 @@ from trl.data.preference_rows import (
     PairLengths,
     PairReader,
     Side,
+    TruncationMode,
+    TruncationOrder,
     pair_row_type,
     with_context,
 )
 from trl.data.rendering import ProcessingClass, text_tokenizer
-from trl.data.templates import shared_prompt
 from trl.data.tokenization import Ids, encode, tokenize_split
 from trl.data.validation import check_number
+from trl.options.checks import check_one_of
 
 # The prompt of a rejected completion, where truncation (or an empty prompt) gave it another than the chosen one has.
 OWN_PROMPT = "rejected_prompt_input_ids"
@@ -111,7 +113,8 @@ class PairTokenizer(RowKind):
     def _answers(self, row: Row, index: int) -> list[Answers]:
         """The texts of a row of text or messages, each prompt once."""
         chosen, rejected, is_repeated = self.reader.read(row, index)
-        shared = shared_prompt([chosen[0], rejected[0]])
+        # Templates may render the prompt in another way in its middle: what both sides share is the prompt.
+        shared = chosen[0][: common_prefix_length(chosen[0], rejected[0])]
         answers = ["".join(side)[len(shared) :] for side in (chosen, rejected)]
         # The answers of an implicit prompt may part within a token: nobody chose that boundary.
         has_boundary = self.reader.row_type.is_chat or "prompt" in row
@@ -273,7 +276,8 @@ class PreferencePreparation(RewardPreparation, PairLengths):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        PairLengths.__post_init__(self)
+        check_one_of("truncation_mode", self.truncation_mode, get_args(TruncationMode))
+        check_one_of("truncation_order", self.truncation_order, get_args(TruncationOrder))
 
     def finished(self, rows: StoredOrStream, kind: Any, report: PreparationReport) -> StoredOrStream:
         """Stored rows without the column of other prompts if none has one."""

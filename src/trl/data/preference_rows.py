@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from trl.data.formats import Row, StoredOrStream, common_prefix_length, extract_prompt
 from trl.data.rendering import Chat, Message, ProcessingClass, render, render_prompt, split_rendering
 from trl.data.tokenization import Ids, read_chat, read_text
 from trl.data.validation import Place, RowType, check_answer, check_tokenizer, wrong_columns
-from trl.options.checks import check_at_least, check_one_of
 
 TruncationMode = Literal["keep_end", "keep_start"]
 TruncationOrder = Literal["sequence", "prompt_first"]
@@ -228,12 +227,6 @@ class PairLengths:
     truncation_mode: TruncationMode = "keep_end"
     truncation_order: TruncationOrder = "sequence"
     is_encoder_decoder: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("max_length", "max_prompt_length", "max_completion_length"):
-            check_at_least(name, getattr(self, name), minimum=1)
-        check_one_of("truncation_mode", self.truncation_mode, get_args(TruncationMode))
-        check_one_of("truncation_order", self.truncation_order, get_args(TruncationOrder))
 
     def cut(self, prompt: Ids, completions: list[Ids]) -> list[Side]:
         """What is left of each completion and of its prompt; either may be empty.

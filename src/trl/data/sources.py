@@ -50,20 +50,7 @@ def load_source(
     """
     place = Path(path).expanduser()
     if any((place / mark).is_file() for mark in _SAVED_MARKS):
-        loaded: Any = datasets.load_from_disk(str(place))
-        loaded = DatasetDict({str(loaded.split or "train"): loaded}) if isinstance(loaded, Dataset) else loaded
-        if split is not None and split not in loaded:
-            lengths = {str(name): len(part) for name, part in loaded.items()}
-            try:
-                parts: Any = ReadInstruction.from_spec(split).to_absolute(lengths)
-            except ValueError as error:
-                there = f"split {split!r} is not in {path!r}: there are {sorted(lengths)}. Choose one of these."
-                raise ValueError(there) from error
-            slices = [loaded[part.splitname].select(range(part.from_, part.to)) for part in parts]
-            loaded = DatasetDict({split: concatenate_datasets(slices)})
-        if streaming:
-            loaded = IterableDatasetDict({name: part.to_iterable_dataset() for name, part in loaded.items()})
-        return loaded if split is None else loaded[split]
+        return _load_saved(place, path, split, streaming=streaming)
     if place.is_file():
         if name is not None:
             raise ValueError(f"dataset_config {name!r} is not in {path!r}: a file has none. Leave it out.")
@@ -101,6 +88,24 @@ def load_source(
         if split is None or not str(error).startswith(("Unknown split", "Bad split")):
             raise
         raise ValueError(f"split {split!r} is not in {path!r}: {error} Choose one of these.") from error
+
+
+def _load_saved(place: Path, path: str, split: str | None, *, streaming: bool) -> AnyDataset:
+    """The rows of a folder that `save_to_disk` wrote."""
+    loaded: Any = datasets.load_from_disk(str(place))
+    loaded = DatasetDict({str(loaded.split or "train"): loaded}) if isinstance(loaded, Dataset) else loaded
+    if split is not None and split not in loaded:
+        lengths = {str(name): len(part) for name, part in loaded.items()}
+        try:
+            parts: Any = ReadInstruction.from_spec(split).to_absolute(lengths)
+        except ValueError as error:
+            there = f"split {split!r} is not in {path!r}: there are {sorted(lengths)}. Choose one of these."
+            raise ValueError(there) from error
+        slices = [loaded[part.splitname].select(range(part.from_, part.to)) for part in parts]
+        loaded = DatasetDict({split: concatenate_datasets(slices)})
+    if streaming:
+        loaded = IterableDatasetDict({name: part.to_iterable_dataset() for name, part in loaded.items()})
+    return loaded if split is None else loaded[split]
 
 
 def _not_found(path: str, reason: str) -> FileNotFoundError:

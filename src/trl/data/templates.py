@@ -64,16 +64,11 @@ def _render_columns(processing_class: ProcessingClass, turns: RowDict, chat: Cha
     if not answers:
         return {"prompt": render_prompt(processing_class, prompt)}
     pieces = {key: split_rendering(processing_class, prompt, answer) for key, answer in answers.items()}
-    shared = shared_prompt([piece[0] for piece in pieces.values()])
+    heads = [piece[0] for piece in pieces.values()]
+    shared = heads[0]  # all of it, but for templates that are cut in the middle
+    for head in heads[1:]:
+        shared = shared[: common_prefix_length(shared, head)]
     return {"prompt": shared, **{key: "".join(piece)[len(shared) :] for key, piece in pieces.items()}}
-
-
-def shared_prompt(prompts: list[str]) -> str:
-    """What the prompts of all completions have in common: all of it, but for templates that are cut in the middle."""
-    shared = prompts[0]
-    for prompt in prompts[1:]:
-        shared = shared[: common_prefix_length(shared, prompt)]
-    return shared
 
 
 def maybe_apply_chat_template(

@@ -69,9 +69,9 @@ class ImageSets(DataSets):
 
 
 def image_sets(
-    given: Collator | None, args: SFTConfig, policy: Policy, formatting_func: FormattingFunction | None
+    collator: Collator | None, args: SFTConfig, policy: Policy, formatting_func: FormattingFunction | None
 ) -> ImageSets:
-    """The sets of supervised fine-tuning, with the `given` collator, which may read any rows, or the default one.
+    """The sets of supervised fine-tuning, with the user's `collator`, which may read any rows, or the default one.
 
     Raises: ValueError, TypeError or ImportError for what these rows cannot be trained with.
     """
@@ -88,9 +88,9 @@ def image_sets(
             "Leave them out."
         )
     check: Callable[..., None] | None = None
-    if not _is_foreign(given, DataCollatorForVisionLanguageModeling, (DataCollatorForLanguageModeling,)):
+    if not _is_foreign(collator, DataCollatorForVisionLanguageModeling, (DataCollatorForLanguageModeling,)):
         processor = check_parts(policy)
-        given = given or DataCollatorForVisionLanguageModeling(
+        collator = collator or DataCollatorForVisionLanguageModeling(
             processor,
             max_length=args.max_length,
             completion_only_loss=args.completion_only_loss,
@@ -98,34 +98,34 @@ def image_sets(
             dataset_text_field=args.dataset_text_field,
         )
         check = None if options.get("skip_prepare_dataset") else _check_texts
-    assert given is not None
-    return ImageSets(given, policy.model, check, args.seed if args.shuffle_dataset else None)
+    assert collator is not None
+    return ImageSets(collator, policy.model, check, args.seed if args.shuffle_dataset else None)
 
 
-def image_pair_sets(given: Collator | None, args: DPOConfig, policy: Policy) -> ImageSets:
-    """The sets of preference pairs, with the `given` collator, which may read rows in any way, or the default one.
+def image_pair_sets(collator: Collator | None, args: DPOConfig, policy: Policy) -> ImageSets:
+    """The sets of preference pairs, with the user's `collator`, which may read rows in any way, or the default one.
 
     Raises: ValueError, TypeError or ImportError for what these rows cannot be trained with.
     """
     _refuse(args, _REFUSED_OF_PAIRS)
     of_text = (PairCollator, DPODataCollatorWithPadding)
-    if _is_foreign(given, DataCollatorForVisionPreference, of_text):
+    if _is_foreign(collator, DataCollatorForVisionPreference, of_text):
         if args.generate_during_eval:
             raise ValueError(
-                f"generate_during_eval=True with images needs the default data_collator, got {given!r}. Set it to False, or leave "
+                f"generate_during_eval=True with images needs the default data_collator, got {collator!r}. Set it to False, or leave "
                 "data_collator out."
             )
-        assert given is not None
-        return ImageSets(given, policy.model, None)
+        assert collator is not None
+        return ImageSets(collator, policy.model, None)
     processor = check_parts(policy)
-    given = given or DataCollatorForVisionPreference(
+    collator = collator or DataCollatorForVisionPreference(
         processor,
         max_prompt_length=args.max_prompt_length,
         max_completion_length=args.max_completion_length,
         max_length=args.max_length,
         tools=args.tools,  # type: ignore[arg-type]
     )
-    return ImageSets(given, policy.model, _check_pairs)
+    return ImageSets(collator, policy.model, _check_pairs)
 
 
 def _check_texts(dataset: StoredOrStream, collator: DataCollatorForVisionLanguageModeling, *, name: str) -> None:
@@ -149,14 +149,14 @@ def _refuse(args: object, refused: Mapping[str, str]) -> None:
             raise ValueError(f"{name}=True with rows of images, expected False: {why}. Set {name}=False.")
 
 
-def _is_foreign(given: object, ours: type, of_text: tuple[type, ...]) -> bool:
+def _is_foreign(collator: object, ours: type, of_text: tuple[type, ...]) -> bool:
     """Whether a data_collator is the user's own. Raises TypeError for one of ours that reads tokens only."""
-    if isinstance(given, of_text):
+    if isinstance(collator, of_text):
         raise TypeError(
-            f"data_collator is a {type(given).__name__}, which drops the images of the rows. Leave it out, give a "
+            f"data_collator is a {type(collator).__name__}, which drops the images of the rows. Leave it out, give a "
             f"{ours.__name__}, or remove the column of images to train on text."
         )
-    return given is not None and not isinstance(given, ours)
+    return collator is not None and not isinstance(collator, ours)
 
 
 def check_parts(policy: Policy) -> ProcessorMixin:

@@ -7,13 +7,12 @@ import math
 import sys
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
-from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from torch import Tensor
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
 from trl.checkpoints.runs import Run
@@ -24,6 +23,7 @@ from trl.models.parts import embedded_tokens
 from trl.models.setup import check_table, table_of_positions
 from trl.models.switches import empty_cache, enable_gradient_checkpointing
 from trl.reporting.run_lines import RunLines
+from trl.trainer import arguments
 from trl.trainer.iterative_sft_config import IterativeSFTConfig
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
@@ -60,17 +60,12 @@ class IterativeSFTTrainer(SFTTrainer):
     _config_class: ClassVar[type[SFTConfig]] = IterativeSFTConfig
 
     def __init__(
-        self,
-        model: str | PreTrainedModel | nn.Module | None = None,
-        args: IterativeSFTConfig | TrainingArguments | None = None,
-        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
-        eval_dataset: Any = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
-        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
-        **kwargs: Any,
-    ) -> None:
+        self, model: arguments.AnyModel | None = None, args: IterativeSFTConfig | TrainingArguments | None = None,
+        data_collator: arguments.Collator | None = None, eval_dataset: arguments.EvalDatasets | None = None,
+        processing_class: arguments.Processor | None = None, optimizers: arguments.Optimizers = (None, None),
+        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None,
+        compute_metrics: arguments.ComputeMetrics | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
         super().__init__(
             model, args, data_collator=data_collator, eval_dataset=eval_dataset, processing_class=processing_class,
             optimizers=optimizers, preprocess_logits_for_metrics=preprocess_logits_for_metrics,
@@ -91,7 +86,7 @@ class IterativeSFTTrainer(SFTTrainer):
     def check_model(self, core: PreTrainedModel) -> None:
         """Take decoders and encoder-decoders."""
 
-    def make_collator(self, args: SFTConfig) -> Callable[[list[Any]], dict[str, Any]]:
+    def make_collator(self, args: SFTConfig) -> arguments.Collator:
         """That of `SFTTrainer`, or one that puts the labels before the decoder."""
         if not self.scorer.core.config.is_encoder_decoder:
             return super().make_collator(args)
@@ -104,13 +99,9 @@ class IterativeSFTTrainer(SFTTrainer):
     # ---- the steps
 
     def step(
-        self,
-        input_ids: list[Tensor] | None = None,
-        attention_mask: list[Tensor] | None = None,
-        labels: list[Tensor] | None = None,
-        texts: list[str] | None = None,
-        texts_labels: list[str] | None = None,
-    ) -> None:
+        self, input_ids: list[Tensor] | None = None, attention_mask: list[Tensor] | None = None,
+        labels: list[Tensor] | None = None, texts: list[str] | None = None, texts_labels: list[str] | None = None,
+    ) -> None:  # fmt: skip
         """Train once on some rows, in their order: tokens or texts, all this process has for this call.
 
         An optimiser step is made for every `per_device_train_batch_size * gradient_accumulation_steps` rows, and one
@@ -191,9 +182,9 @@ class IterativeSFTTrainer(SFTTrainer):
         # Without max_steps the schedule is made for so many steps that it never moves.
         length = self.args.max_steps if self.args.max_steps > 0 else sys.maxsize
         if self.args.max_steps <= 0:
-            for each in [*self.callback_handler.callbacks]:
-                if isinstance(each, ProgressCallback) and not isinstance(each, RunLines):
-                    self.remove_callback(each)  # a bar without an end
+            for callback in [*self.callback_handler.callbacks]:
+                if isinstance(callback, ProgressCallback) and not isinstance(callback, RunLines):
+                    self.remove_callback(callback)  # a bar without an end
         if self.args.gradient_checkpointing:
             enable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)  # pyright: ignore
         self._init_training_state(length, 1, 1, checkpoint, None)
@@ -216,11 +207,11 @@ class IterativeSFTTrainer(SFTTrainer):
                 "all. Set a larger max_steps, or give fewer rows."
             )
         if self.accelerator.num_processes > 1:
-            own = torch.tensor([batches], device=self.args.device)
-            every = self.accelerator.gather(own).tolist()  # type: ignore[union-attr]
-            if len(set(every)) > 1:
+            local_count = torch.tensor([batches], device=self.args.device)
+            counts = self.accelerator.gather(local_count).tolist()  # type: ignore[union-attr]
+            if len(set(counts)) > 1:
                 raise ValueError(
-                    f"the processes have {every} batches in this call, expected as many each. Give every process as many rows."
+                    f"the processes have {counts} batches in this call, expected as many each. Give every process as many rows."
                 )
 
     def _check_rows(self, rows: Rows) -> None:

@@ -109,15 +109,15 @@ def _score_all(
     size, rank, processes = scoring.batch_size, accelerator.process_index, accelerator.num_processes
     starts = range(0, len(dataset), size)
     # Where batches do not come out even, some processes score the last one again.
-    own = [starts[min(first + rank, len(starts) - 1)] for first in range(0, len(starts), processes)]
-    found = []
+    local_starts = [starts[min(first + rank, len(starts) - 1)] for first in range(0, len(starts), processes)]
+    batches = []
     title = f"Reference log-probabilities ({dataset_name})"
-    for start in long_bar(own, title, accelerator.is_local_main_process):
+    for start in long_bar(local_starts, title, accelerator.is_local_main_process):
         rows = [dataset[row] for row in range(start, min(start + size, len(dataset)))]
         scores = scoring.score(send_to_device(scoring.collate(rows), accelerator.device))
-        found.append((start, {name: scores[name].detach().cpu().double().numpy() for name in scoring.columns}))
+        batches.append((start, {name: scores[name].detach().cpu().double().numpy() for name in scoring.columns}))
     values = {column: np.full(len(dataset), np.nan) for column in scoring.columns}
-    for start, scores in gather_object(found):
+    for start, scores in gather_object(batches):
         for name, part in scores.items():
             values[name][start : start + len(part)] = part
     for column, numbers in values.items():

@@ -123,9 +123,9 @@ class PreferenceTrainer(BaseTrainer):
         assert self.model is not None
 
         def score(batch: Batch) -> dict[str, Tensor]:
-            own = dict(self.take_batch(batch))
-            self.add_reference(own)
-            return self.reference_columns(own)
+            rows = dict(self.take_batch(batch))
+            self.add_reference(rows)
+            return self.reference_columns(rows)
 
         size = getattr(self.args, "precompute_ref_batch_size", None) or self.args.per_device_train_batch_size
         known = partial(

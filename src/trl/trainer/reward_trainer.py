@@ -110,8 +110,7 @@ class RewardTrainer(LegacyReward, PreferenceTrainer):
         model: Any = self.model
         rows: list[Any] = []
         with torch.no_grad(), in_eval_mode(model):
-            for given in self.get_eval_dataloader(dataset):
-                batch = self.take_batch(given)
+            for batch in map(self.take_batch, self.get_eval_dataloader(dataset)):
                 rewards = self.method.score(batch, self.scoring(model))
                 pairs = [[round(v, 4) for v in pair] for pair in rewards.double().tolist()]
                 padded = self.scorer.padded_inputs(batch)

@@ -145,6 +145,6 @@ def _check_one_loss(args: SFTConfig, compute_loss_func: Callable[..., Tensor] | 
         f"loss_type={args.loss_type!r}": args.loss_type != "nll",
         "an outcome without **kwargs": needs_step and not takes_step,
     }
-    given = [name for name, is_set in losses.items() if is_set]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} are two losses, expected one. Leave out all but one of them.")
+    settings = [name for name, is_set in losses.items() if is_set]
+    if len(settings) > 1:
+        raise ValueError(f"{' and '.join(settings)} are two losses, expected one. Leave out all but one of them.")
