@@ -292,12 +292,9 @@ prepare_preference_dataset = prepare_reward_dataset = prepare_dataset
 
 
 def tokenize_preference_row(
-    features: Mapping[str, str],
-    processing_class: ProcessingClass,
-    max_prompt_length: int | None = None,
-    max_completion_length: int | None = None,
-    add_special_tokens: bool = True,
-) -> dict[str, list[int]]:
+    features: Mapping[str, str], processing_class: ProcessingClass, max_prompt_length: int | None = None,
+    max_completion_length: int | None = None, add_special_tokens: bool = True,
+) -> dict[str, list[int]]:  # fmt: skip
     """One row of text as token ids, as the 0.26 trainers' `tokenize_row` gives them: every part tokenised by itself.
 
     `features` holds `prompt`, `chosen` and `rejected`. The completions get an eos and keep their first

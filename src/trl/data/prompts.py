@@ -149,13 +149,9 @@ class PromptSets:
     """
 
     def __init__(
-        self,
-        processing_class: ProcessingClass,
-        settings: PromptPreparation,
-        *,
-        context_length: int | None,
+        self, processing_class: ProcessingClass, settings: PromptPreparation, *, context_length: int | None,
         room: tuple[str, int | None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         longest = None if context_length is None else context_length - 1
         self.processing_class, self.settings = processing_class, replace(settings, longest=longest)
         self.context_length, (self._name, self._room) = context_length, room

@@ -111,12 +111,9 @@ def _showing_run_date(processing_class: ProcessingClass) -> Iterator[None]:
 
 
 def render(
-    processing_class: ProcessingClass,
-    chat: Chat,
-    *,
-    add_generation_prompt: bool = False,
+    processing_class: ProcessingClass, chat: Chat, *, add_generation_prompt: bool = False,
     continue_final_message: bool = False,
-) -> str:
+) -> str:  # fmt: skip
     """The text of a conversation under its chat template.
 
     Raises: TemplateRefusal where the template (or the renderer) does not accept the conversation.

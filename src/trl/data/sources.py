@@ -30,14 +30,9 @@ SPLIT_SEED = 0  # every process must draw the same test rows
 
 
 def load_source(
-    path: str,
-    *,
-    name: str | None = None,
-    split: str | None = None,
-    data_files: DataFiles = None,
-    data_dir: str | None = None,
-    streaming: bool = False,
-) -> AnyDataset:
+    path: str, *, name: str | None = None, split: str | None = None, data_files: DataFiles = None,
+    data_dir: str | None = None, streaming: bool = False,
+) -> AnyDataset:  # fmt: skip
     """The rows under `path`: one split where `split` is given, else all splits by name.
 
     `path` is a .json, .jsonl, .parquet or .csv file (its split is "train"), a folder of such files (those named after

@@ -84,15 +84,9 @@ def token_row(
 
 
 def check_step_inputs(
-    queries: Sequence,
-    responses: Sequence,
-    scores: Sequence | Tensor,
-    masks: Sequence | None,
-    *,
-    batch_size: int,
-    limits: TokenLimits,
-    device: torch.device,
-) -> StepInputs:
+    queries: Sequence, responses: Sequence, scores: Sequence | Tensor, masks: Sequence | None, *, batch_size: int,
+    limits: TokenLimits, device: torch.device,
+) -> StepInputs:  # fmt: skip
     """The inputs of `PPOTrainer.step` in their final form, on a device.
 
     The start token of an encoder-decoder's responses, as `generate` gives them, is removed.
@@ -324,14 +318,9 @@ class QueryLoader(DataLoader):
 
 
 def make_loader(
-    dataset: Any,
-    *,
-    batch_size: int,
-    collate_fn: Callable | None,
-    seed: int,
-    accelerator: Accelerator,
+    dataset: Any, *, batch_size: int, collate_fn: Callable | None, seed: int, accelerator: Accelerator,
     keep: object | None,
-) -> QueryLoader:
+) -> QueryLoader:  # fmt: skip
     """A loader of whole batches, `batch_size` rows per process.
 
     Columns of a `datasets.Dataset` that neither the model `keep` reads nor a loop needs are left out; with `keep` None

@@ -171,15 +171,9 @@ def _check_row(row: Row, index: int, name: str) -> None:
 
 
 def tokenize_stepwise_row(
-    features: Row,
-    tokenizer: PreTrainedTokenizerBase,
-    step_separator: str,
-    max_length: int | None,
-    max_prompt_length: int | None,
-    max_completion_length: int | None,
-    train_on_last_step_only: bool,
-    is_eval: bool,
-) -> dict[str, list[int]]:
+    features: Row, tokenizer: PreTrainedTokenizerBase, step_separator: str, max_length: int | None,
+    max_prompt_length: int | None, max_completion_length: int | None, train_on_last_step_only: bool, is_eval: bool,
+) -> dict[str, list[int]]:  # fmt: skip
     """`input_ids` and `labels` of one row of `prompt`, `completions` and `labels`; see `StepwisePreparation`."""
     settings = StepwisePreparation(
         step_separator=step_separator,

@@ -61,15 +61,9 @@ def trained_tokens(dataset: Dataset, *, completion_only: bool = True) -> np.ndar
 
 
 def check_teacher_columns(
-    source: object,
-    dataset: object,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    temperature: float,
-    max_length: int | None,
-    completion_only: bool = True,
-    name: str = "train",
-) -> None:
+    source: object, dataset: object, tokenizer: PreTrainedTokenizerBase, *, temperature: float,
+    max_length: int | None, completion_only: bool = True, name: str = "train",
+) -> None:  # fmt: skip
     """Raise ValueError unless the columns of rows, before and after preparation, belong to these settings.
 
     Of a stream only the columns' names are checked here.

@@ -155,14 +155,9 @@ class Split(NamedTuple):
 
 
 def tokenize_split(
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[tuple[str, Sequence[str]]],
-    *,
-    add_special_tokens: bool,
-    adds_eos: bool = True,
-    is_chat: bool = False,
-    is_encoder_decoder: bool = False,
-) -> list[Split]:
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[tuple[str, Sequence[str]]], *, add_special_tokens: bool,
+    adds_eos: bool = True, is_chat: bool = False, is_encoder_decoder: bool = False,
+) -> list[Split]:  # fmt: skip
     """Prompts and the completions of each, which are `closed`; with `adds_eos=False` exactly the given texts.
 
     Both are tokenised together, so that no text is lost at the boundary: the first token that the prompt alone does not

@@ -252,14 +252,9 @@ def _check_message(message: object, place: Place, roles: frozenset[str]) -> Mess
 
 
 def check_sft_settings(
-    row_type: RowType,
-    *,
-    name: str,
-    columns: Sequence[str],
-    assistant_only_loss: bool,
-    completion_only_loss: bool | None,
-    is_formatted: bool,
-) -> None:
+    row_type: RowType, *, name: str, columns: Sequence[str], assistant_only_loss: bool,
+    completion_only_loss: bool | None, is_formatted: bool,
+) -> None:  # fmt: skip
     """Raise ValueError for loss settings that this type of rows does not allow, naming column and setting."""
     place, given_tokens = Place(name, 0, row_type.columns[0]), row_type.kind == "tokens"
     masks = set(columns) if given_tokens else set()
@@ -274,14 +269,9 @@ def check_sft_settings(
 
 
 def check_tokenizer(
-    dataset: StoredOrStream,
-    processing_class: ProcessingClass,
-    place: Place,
-    *,
-    is_chat: bool,
-    needs_eos: bool,
+    dataset: StoredOrStream, processing_class: ProcessingClass, place: Place, *, is_chat: bool, needs_eos: bool,
     tools: object = None,
-) -> None:
+) -> None:  # fmt: skip
     """Check that the tokenizer has what the rows at `place` need, and warn of tools that reach no prompt.
 
     Raises: ValueError for conversations without a chat template, and without an eos token where texts end with one.

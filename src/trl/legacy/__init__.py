@@ -79,13 +79,9 @@ class Moved(NamedTuple):
 
 
 def move_onto_config(
-    config_class: type[TrainingArguments],
-    *,
-    model: str | nn.Module | None,
-    args: TrainingArguments | None,
-    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
-    older: Fields,
-) -> Moved:
+    config_class: type[TrainingArguments], *, model: str | nn.Module | None, args: TrainingArguments | None,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None, older: Fields,
+) -> Moved:  # fmt: skip
     """Move a trainer's older arguments, and make `args` an instance of `config_class`.
 
     Raises: TypeError for an argument that no level of the interface knows, ValueError for one given in both places.

@@ -15,14 +15,10 @@ from trl.tensors.padding import first_true_indices
 
 
 def generalized_jsd_loss(
-    student_logits: Tensor,
-    teacher_logits: Tensor,
-    labels: Tensor | None = None,
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    reduction: Literal["batchmean", "sum", "mean", "none"] = "batchmean",
+    student_logits: Tensor, teacher_logits: Tensor, labels: Tensor | None = None, beta: float = 0.5,
+    temperature: float = 1.0, reduction: Literal["batchmean", "sum", "mean", "none"] = "batchmean",
     logits_are_probs: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The divergence of logits `(B, T, V)`; `labels (B, T)` are aligned to them, and -100 where nothing counts.
 
     `batchmean`: over the tokens that count, or without labels the sum over the batch size. `sum`: over tokens. `mean`:

@@ -173,17 +173,11 @@ class LegacyDPO(LegacyReference):
         return output
 
     def dpo_loss(
-        self,
-        chosen_logps: Tensor | None = None,
-        rejected_logps: Tensor | None = None,
-        ref_chosen_logps: Tensor | None = None,
-        ref_rejected_logps: Tensor | None = None,
-        loss_type: str | bool = "sigmoid",
-        model_output: Mapping[str, Tensor] | None = None,
-        *,
-        reference_free: bool = False,
-        **older: Tensor,
-    ) -> PairLosses:
+        self, chosen_logps: Tensor | None = None, rejected_logps: Tensor | None = None,
+        ref_chosen_logps: Tensor | None = None, ref_rejected_logps: Tensor | None = None,
+        loss_type: str | bool = "sigmoid", model_output: Mapping[str, Tensor] | None = None, *,
+        reference_free: bool = False, **older: Tensor,
+    ) -> PairLosses:  # fmt: skip
         """Losses and rewards of chosen and rejected, `(B,)` each, from log-probs `(B,)` of policy and reference.
 
         Settings other than `loss_type` are the trainer's; `sft` needs `model_output["nll_loss"]`. With the names of
@@ -223,12 +217,9 @@ class LegacyDPO(LegacyReference):
 
     @staticmethod
     def process_row(
-        features: Row,
-        processing_class: Any,
-        max_prompt_length: int | None = None,
-        max_completion_length: int | None = None,
-        add_special_tokens: bool = True,
-    ) -> RowDict:
+        features: Row, processing_class: Any, max_prompt_length: int | None = None,
+        max_completion_length: int | None = None, add_special_tokens: bool = True,
+    ) -> RowDict:  # fmt: skip
         """`tokenize_row` for a row with `images`: the prompt goes through the processor."""
         row: RowDict = dict(
             tokenize_preference_row(features, processing_class, None, max_completion_length, add_special_tokens)

@@ -30,12 +30,9 @@ SIDES = ("chosen", "rejected")
 
 
 def concatenated_inputs(
-    batch: Batch,
-    is_encoder_decoder: bool = False,
-    label_pad_token_id: int = IGNORED,
-    padding_value: int = 0,
+    batch: Batch, is_encoder_decoder: bool = False, label_pad_token_id: int = IGNORED, padding_value: int = 0,
     device: torch.device | None = None,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # fmt: skip
     """The columns `chosen_*` and `rejected_*` of a padded batch below each other: `concatenated_*` `(2B, T)`.
 
     Labels are padded with `label_pad_token_id`, token ids with `padding_value`, masks with 0. For an encoder-decoder,
@@ -102,12 +99,9 @@ def with_losses(terms: LossTerms, losses: Tensor) -> LossTerms:
 
 
 def get_batch_logps(
-    logits: Tensor,
-    labels: Tensor,
-    average_log_prob: bool = False,
-    label_pad_token_id: int = IGNORED,
+    logits: Tensor, labels: Tensor, average_log_prob: bool = False, label_pad_token_id: int = IGNORED,
     is_encoder_decoder: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Log-prob of the labels under given logits, `(B, T, V), (B, T) -> (B,)`: a sum over tokens, or their mean.
 
     Labels are shifted here, except for an encoder-decoder; those equal to `label_pad_token_id` do not count. Training

@@ -59,12 +59,9 @@ def of_any_level(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _with_sizes_of_run(
-    args: RLOOConfig,
-    dataset: Dataset | IterableDataset | None,
-    processing_class: Processor | None,
-    *,
+    args: RLOOConfig, dataset: Dataset | IterableDataset | None, processing_class: Processor | None, *,
     is_older_call: bool,
-) -> RLOOConfig:
+) -> RLOOConfig:  # fmt: skip
     """A copy with the run's sizes filled in; the same config without a setting or a call of 0.21."""
     if is_older_call and not args.is_older:
         args = dataclasses.replace(args, rloo_k=args.num_generations)

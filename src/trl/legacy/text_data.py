@@ -104,22 +104,11 @@ class ConstantLengthDataset(IterableDataset):
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        dataset: Iterable[RowDict],
-        dataset_text_field: str | None = None,
-        formatting_func: Callable[[RowDict], str] | None = None,
-        infinite: bool = False,
-        seq_length: int = 1024,
-        num_of_sequences: int = 1024,
-        chars_per_token: float = 3.6,
-        eos_token_id: int = 0,
-        shuffle: bool = True,
-        append_concat_token: bool = True,
-        add_special_tokens: bool = True,
-        *,
-        seed: int = 0,
-    ) -> None:
+        self, tokenizer: PreTrainedTokenizerBase, dataset: Iterable[RowDict], dataset_text_field: str | None = None,
+        formatting_func: Callable[[RowDict], str] | None = None, infinite: bool = False, seq_length: int = 1024,
+        num_of_sequences: int = 1024, chars_per_token: float = 3.6, eos_token_id: int = 0, shuffle: bool = True,
+        append_concat_token: bool = True, add_special_tokens: bool = True, *, seed: int = 0,
+    ) -> None:  # fmt: skip
         if (dataset_text_field is None) == (formatting_func is None):
             raise ValueError(
                 f"dataset_text_field is {dataset_text_field!r} and formatting_func is {formatting_func!r}, expected exactly "
@@ -190,14 +179,9 @@ class ConstantLengthDataset(IterableDataset):
 
 
 def add_bos_token_if_needed(
-    bos_token_id: int | None,
-    prompt_len_input_ids: int,
-    prompt_tokens: Tokens,
-    chosen_prompt_len_input_ids: int,
-    chosen_tokens: Tokens,
-    rejected_prompt_len_input_ids: int,
-    rejected_tokens: Tokens,
-) -> tuple[Tokens, Tokens, Tokens]:
+    bos_token_id: int | None, prompt_len_input_ids: int, prompt_tokens: Tokens, chosen_prompt_len_input_ids: int,
+    chosen_tokens: Tokens, rejected_prompt_len_input_ids: int, rejected_tokens: Tokens,
+) -> tuple[Tokens, Tokens, Tokens]:  # fmt: skip
     """Begin `prompt_input_ids` of the prompt, and of the prompt as it stands before each answer, with the begin token.
 
     `*_len_input_ids` are their lengths in tokens. Those that begin with it stay as they are, and so does everything

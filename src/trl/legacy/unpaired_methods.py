@@ -100,14 +100,9 @@ class LegacyKTO(LegacyUnpaired):
             super().prepare_step(batches)
 
     def kto_loss(
-        self,
-        policy_chosen_logps: Tensor,
-        policy_rejected_logps: Tensor,
-        policy_KL_logps: Tensor | None,
-        reference_chosen_logps: Tensor,
-        reference_rejected_logps: Tensor,
-        reference_KL_logps: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        self, policy_chosen_logps: Tensor, policy_rejected_logps: Tensor, policy_KL_logps: Tensor | None,
+        reference_chosen_logps: Tensor, reference_rejected_logps: Tensor, reference_KL_logps: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """Losses of the chosen, then the rejected completions, the rewards of either, and the KL estimate, 0-dim.
 
         Log-probs are sums `(C,)`, `(R,)`, and `(B,)` of mismatched completions, which loss_type "apo_zero_unpaired"
@@ -156,15 +151,10 @@ class LegacyBCO(LegacyUnpaired):
         )
 
     def bco_loss(
-        self,
-        policy_chosen_logps: Tensor,
-        policy_rejected_logps: Tensor,
-        reference_chosen_logps: Tensor,
-        reference_rejected_logps: Tensor,
-        chosen_embeddings: Tensor | None = None,
-        rejected_embeddings: Tensor | None = None,
-        do_train: bool = True,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        self, policy_chosen_logps: Tensor, policy_rejected_logps: Tensor, reference_chosen_logps: Tensor,
+        reference_rejected_logps: Tensor, chosen_embeddings: Tensor | None = None,
+        rejected_embeddings: Tensor | None = None, do_train: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """Losses of the chosen, then the rejected completions, the rewards of either, and delta, 0-dim.
 
         Log-probs are sums `(C,)`, `(R,)`, embeddings those of the prompts, `(C, H)` and `(R, H)`, where distributions

@@ -58,13 +58,9 @@ class ReferencePass:
 
 
 def precompute_ref_log_probs(
-    dataset: object,
-    scoring: ReferencePass,
-    *,
-    reference_fingerprint: str,
-    accelerator: Accelerator,
+    dataset: object, scoring: ReferencePass, *, reference_fingerprint: str, accelerator: Accelerator,
     dataset_name: str = "train",
-) -> Dataset:
+) -> Dataset:  # fmt: skip
     """The dataset with the reference's columns: read from disk if an earlier run left them there, else computed.
 
     Each process scores its share; afterwards all have the same columns. Values are float64, which holds the float32

@@ -35,14 +35,9 @@ PACKED_ROWS_TRIED = 16
 
 
 def row_sets(
-    kind: type[Preparation],
-    args: Any,
-    policy: Policy,
-    sets: type[AnySets] = PreparedSets,
-    *,
-    training: Fields | None = None,
-    **settings: Any,
-) -> AnySets:
+    kind: type[Preparation], args: Any, policy: Policy, sets: type[AnySets] = PreparedSets, *,
+    training: Fields | None = None, **settings: Any,
+) -> AnySets:  # fmt: skip
     """The data sets of a trainer: each setting of `kind` is among `settings`, or the field of `args` of that name.
 
     `training`: those that are others for the training set.
