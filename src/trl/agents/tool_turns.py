@@ -86,7 +86,12 @@ class TurnReader:
         rest, calls, content = text[len(thought) :], [], [thought]
         place = 0
         for block in _BLOCK.finditer(rest):
-            call = _read_json(block[1], closed=CLOSE in block[0])
+            try:
+                call = ToolCall("", error=f"the call is not closed, expected {_SHAPE}.")
+                if CLOSE in block[0]:
+                    call = _read_call(json.loads(block[1]))
+            except (ValueError, RecursionError) as error:
+                call = ToolCall("", error=f"the call is not JSON ({error}), expected {_SHAPE}.")
             content.append(rest[place : block.start() if call.error is None else block.end()])
             calls.append(call)
             place = block.end()
@@ -96,15 +101,6 @@ class TurnReader:
             functions = [{"name": call.name, "arguments": call.arguments} for call in known]
             message["tool_calls"] = [{"type": "function", "function": function} for function in functions]
         return Turn(message, calls)
-
-
-def _read_json(text: str, *, closed: bool) -> ToolCall:
-    if not closed:
-        return ToolCall("", error=f"the call is not closed, expected {_SHAPE}.")
-    try:
-        return _read_call(json.loads(text))
-    except (ValueError, RecursionError) as error:
-        return ToolCall("", error=f"the call is not JSON ({error}), expected {_SHAPE}.")
 
 
 def _read_call(call: object) -> ToolCall:

@@ -56,26 +56,21 @@ def tools_of(functions: object) -> dict[str, Tool]:
         raise TypeError(f"tools must be a list of functions, got {type(functions).__name__}.")
     by_name: dict[str, Tool] = {}
     for index, function in enumerate(functions):
-        tool = _tool(index, function)
+        name = getattr(function, "__name__", type(function).__name__)
+        if not callable(function) or inspect.isclass(function):
+            raise TypeError(f"tools[{index}] is a {name}, expected a function, sync or async. {_ADVICE}")
+        try:
+            tool = Tool(function, get_json_schema(function))
+            parameters = inspect.signature(function).parameters.values()
+            if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters):
+                raise TypeError("models give arguments by name, and '/' forbids it")
+        except Exception as error:  # signatures that cannot be read raise all kinds of errors
+            name = getattr(function, "__qualname__", name)
+            raise ValueError(f"tool {name} has no schema: {str(error).rstrip('.!')}. {_ADVICE}") from error
         if tool.name in by_name:
             raise ValueError(f"tools[{index}] is called {tool.name!r}, as another tool. Rename one of them.")
         by_name[tool.name] = tool
     return by_name
-
-
-def _tool(index: int, function: object) -> Tool:
-    name = getattr(function, "__name__", type(function).__name__)
-    if not callable(function) or inspect.isclass(function):
-        raise TypeError(f"tools[{index}] is a {name}, expected a function, sync or async. {_ADVICE}")
-    try:
-        schema = get_json_schema(function)
-        parameters = inspect.signature(function).parameters.values()
-        if any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters):
-            raise TypeError("models give arguments by name, and '/' forbids it")
-    except Exception as error:  # signatures that cannot be read raise all kinds of errors
-        name = getattr(function, "__qualname__", name)
-        raise ValueError(f"tool {name} has no schema: {str(error).rstrip('.!')}. {_ADVICE}") from error
-    return Tool(function, schema)
 
 
 _PYTHON: dict[str, tuple[type, ...]] = {

@@ -114,13 +114,9 @@ class RunLines(ProgressCallback, PrinterCallback):
         """Lines replace the bar of the steps."""
 
     def on_prediction_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: object,
-        eval_dataloader: Any = None,
+        self, args: TrainingArguments, state: TrainerState, control: object, eval_dataloader: Any = None,
         **kwargs: object,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Advance the bar of the evaluation."""
         if not state.is_world_process_zero or args.disable_tqdm or not sys.stderr.isatty():
             return
@@ -134,7 +130,15 @@ class RunLines(ProgressCallback, PrinterCallback):
         if not state.is_world_process_zero or not logs:
             return
         if "train_loss" in logs and self.began is not None:  # the summary of a run
-            self._summarize(logs, time.perf_counter() - self.began)
+            facts = [f"time {duration(time.perf_counter() - self.began)}"]
+            if (count := logs.get(f"num_{self.counted}", self.last_tokens)) is not None:
+                facts.append(f"{self.counted} {short_number(count)}")
+            if memory := peak_memory():
+                facts.append(f"peak memory {memory / 2**30:.1f}G")
+            for row in [*summary_rows(self.table), "   ".join(facts)]:
+                _print(row)
+            if self.saved is not None:
+                _print(f"Newest checkpoint: {self.saved}")
             return
         training = metric_cells(logs)
         prefixes = [name.removesuffix("runtime") for name in logs if name.endswith("_runtime")]
@@ -189,18 +193,6 @@ class RunLines(ProgressCallback, PrinterCallback):
         if done > 0 and state.max_steps < sys.maxsize:
             cells.append(f"{duration((now - self.began) / done * (state.max_steps - state.global_step))} left")
         return cells
-
-    def _summarize(self, logs: Logs, seconds: float) -> None:
-        for row in summary_rows(self.table):
-            _print(row)
-        facts = [f"time {duration(seconds)}"]
-        if (count := logs.get(f"num_{self.counted}", self.last_tokens)) is not None:
-            facts.append(f"{self.counted} {short_number(count)}")
-        if memory := peak_memory():
-            facts.append(f"peak memory {memory / 2**30:.1f}G")
-        _print("   ".join(facts))
-        if self.saved is not None:
-            _print(f"Newest checkpoint: {self.saved}")
 
 
 def long_bar(items: Iterable[Item], title: str, is_shown: bool = True, *, total: int | None = None) -> "tqdm[Item]":

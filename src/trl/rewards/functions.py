@@ -190,21 +190,15 @@ def _resolve(name: str) -> Function | str:
         raise _unknown(name, " There is no such folder.")
     if "/" in name:
         return name
-    if "." in name:
-        return _function(name)
-    raise _unknown(name)
-
-
-def _function(path: str) -> Function:
-    module, function = _imported(path, functools.partial(_unknown, path))
+    if "." not in name:
+        raise _unknown(name)
+    module, function = _imported(name, functools.partial(_unknown, name))
     if _is_judge(function):
         return function()
     if isinstance(function, type) or not callable(function):
         others = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
-        raise ValueError(
-            f"reward function {path!r} is no function, and no class of a judge. Module {module.__name__!r} has "
-            f"{others}."
-        )
+        wrong = f"reward function {name!r} is no function, and no class of a judge"
+        raise ValueError(f"{wrong}. Module {module.__name__!r} has {others}.")
     return function
 
 
