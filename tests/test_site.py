@@ -1,6 +1,8 @@
 """The site: every page is in its navigation, every public name on an API page, docstrings become Markdown."""
 
+import ast
 import importlib.util
+import re
 import tomllib
 from pathlib import Path
 
@@ -56,3 +58,17 @@ def test_docstrings_become_markdown():
         "5",
         "```",
     ]
+
+
+def test_each_argument_of_a_docstring_begins_a_line() -> None:
+    begins = re.compile(r"    [\w*`]+(, [\w*]+)*( \(.*\))?:")
+    wrong = []
+    for path in (ROOT / "src" / "trl").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            text = ast.get_docstring(node) if isinstance(node, (ast.ClassDef, ast.FunctionDef)) else None
+            _, _, block = (text or "").partition("Args:\n")
+            lines = block.split("\n\n")[0].splitlines()
+            wrong += [f"{path.name}: {line}" for line in lines if line[4:5] not in ("", " ") and not begins.match(line)]
+            run_in = re.compile(r"\. (?:args|tools|peft_config|optimizers|callbacks|compute_metrics|eval_dataset): ")
+            wrong += [f"{path.name}: {line}" for line in lines if run_in.search(line)]
+    assert not wrong

@@ -310,8 +310,7 @@ class DataCollatorForVisionPreference(_ImageCollator):
     Args:
         processor: Processor with a tokenizer and an image processor.
         max_prompt_length: Longer prompts lose their start, in tokens; None: no limit. An image that would lose tokens
-        is
-            an error, here and below.
+            is an error, here and below.
         max_completion_length: Longer completions lose their end.
         max_length: Sequences lose their end beyond this many tokens, those of the images counted.
         pad_to_multiple_of: Rounds T up to a multiple, in tokens.

@@ -56,14 +56,12 @@ class DDPOTrainer(DiffusionTrainer):
     Args:
         config: its settings.
         reward_function: `(images, prompts, metadata) -> (rewards, reward_metadata)`, plain or async. Images are `(B, 3,
-        H, W)` in
-            0..1, prompts and metadata tuples of length B, rewards B numbers.
+            H, W)` in 0..1, prompts and metadata tuples of length B, rewards B numbers.
         prompt_function: returns `(prompt, metadata)`, called once for each image.
         sd_pipeline: the pipeline to train.
         image_samples_hook: `(images, global_step, tracker)`, called on the main process before each epoch's training.
-        `images` is
-            a list with an entry `[images, prompts, metadata, rewards, reward_metadata]` for each of its batches;
-            `tracker` is None without `log_with`.
+            `images` is a list with an entry `[images, prompts, metadata, rewards, reward_metadata]` for each of its
+            batches; `tracker` is None without `log_with`.
 
     Example:
         >>> trainer = DDPOTrainer(config, reward_function, prompt_function, pipeline)  # doctest: +SKIP

@@ -23,14 +23,15 @@ class DistillationTrainer(LegacyGroups, OnlineTrainer):
     Args:
         model: the student: a causal language model, a `PeftModel`, or a name or path.
         teacher_model: a model of the same tokenizer, or its name or path. None: the one that the config names, or, of
-        an
-            adapter that trains, its base.
+            an adapter that trains, its base.
         args: a `DistillationConfig`.
         train_dataset: rows with a `prompt` (text or messages) or tokenised, with `input_ids`. A stream needs
-        `max_steps`. eval_dataset: the same kind of rows, or a dict of several sets by name. processing_class: the
-        student's tokenizer, or its processor where prompts have images. quantization_config: how the student is
-        quantised when it is loaded by name or path. peft_config: trains a new adapter of the student with these
-        settings. tools: functions, sync or async, that the student may call; their outputs are not trained on.
+            `max_steps`.
+        eval_dataset: the same kind of rows, or a dict of several sets by name.
+        processing_class: the student's tokenizer, or its processor where prompts have images.
+        quantization_config: how the student is quantised when it is loaded by name or path.
+        peft_config: trains a new adapter of the student with these settings.
+        tools: functions, sync or async, that the student may call; their outputs are not trained on.
 
     The loss is the mean over the completion tokens of an optimiser step, of all its micro-batches on all processes
     (arXiv:2306.13649, with lmbda = 1).

@@ -182,9 +182,8 @@ class GKDTrainer(LegacyGKD, SFTTrainer):
     Args:
         model: the student: a causal language model, or a name or path.
         teacher_model: the teacher: a model of the same tokenizer, its name or path, or the address of a server; or a
-        dict of
-            several by the rows' column `teacher`. None: the rows' columns of `trl teach`, or with an adapter the
-            student's base.
+            dict of several by the rows' column `teacher`. None: the rows' columns of `trl teach`, or with an adapter
+            the student's base.
         args: a `GKDConfig`.
         train_dataset: rows of `messages`, whose last turn is the completion, or of prompt and completion.
 

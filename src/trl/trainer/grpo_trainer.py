@@ -27,28 +27,28 @@ class GRPOTrainer(LegacyGRPO, OnlineTrainer):
     Args:
         model: the policy: a causal language model, a `PeftModel`, or a name or path.
         reward_funcs: functions `func(prompts=, completions=, completion_ids=, trainer_state=, **columns)`, async ones
-        too,
-            sequence classifiers with one label or their paths, or several of them, whose weighted sum is the reward.
+            too, sequence classifiers with one label or their paths, or several of them, whose weighted sum is the
+            reward.
         args: a `GRPOConfig`.
         train_dataset: rows with a `prompt` (text or messages) or tokenised, with `input_ids`; other columns are handed
-        to
-            reward functions. A stream needs `max_steps`.
+            to reward functions. A stream needs `max_steps`.
         eval_dataset: the same kind of rows, or a dict of several sets by name.
         processing_class: the policy's tokenizer, or its processor where prompts have images; by default the one saved
-        with it. reward_processing_classes: the tokenizer of each reward model (None for functions). callbacks: further
-        callbacks. optimizers: an optimizer and a scheduler, instead of those that the config describes. peft_config:
-        trains a new adapter of the policy with these settings. tools: functions, sync or async, with type hints and
-        docstrings, that the policy may call in its completions. completer: a `Completer` of
-        one's own (docs/guides/research.md). rollout_func: `func(prompts, trainer)` that generates
-        instead of the policy: a dict with `prompt_ids`,
+            with it.
+        reward_processing_classes: the tokenizer of each reward model (None for functions).
+        callbacks: further callbacks.
+        optimizers: an optimizer and a scheduler, instead of those that the config describes.
+        peft_config: trains a new adapter of the policy with these settings.
+        tools: functions, sync or async, with type hints and docstrings, that the policy may call in its completions.
+        completer: a `Completer` of one's own (docs/guides/research.md).
+        rollout_func: `func(prompts, trainer)` that generates instead of the policy: a dict with `prompt_ids`,
             `completion_ids`, perhaps `logprobs`, and further fields for the reward functions.
         teacher_model: a model of the same tokenizer, or its name or path, for `teacher_kl_coef`; None with an adapter:
-        its base. agent: `async def agent(row, base_url, api_key)` that talks to the policy over OpenAI's API and
-        returns its reward, or a
-            command (docs/guides/agents.md). `reward_funcs` may be None then.
+            its base.
+        agent: `async def agent(row, base_url, api_key)` that talks to the policy over OpenAI's API and returns its
+            reward, or a command (docs/guides/agents.md). `reward_funcs` may be None then.
         environment_factory: makes objects with `reset(**row)`, whose other public methods are tools, and which may have
-        a
-            `get_reward`; or a dict of several, among which the column `environment` chooses (docs/guides/agents.md).
+            a `get_reward`; or a dict of several, among which the column `environment` chooses (docs/guides/agents.md).
             `train_dataset` may be None then.
 
     Example:

@@ -39,13 +39,12 @@ class RewardTrainer(LegacyReward, PreferenceTrainer):
             files the head is missing and starts at random.
         args: a `RewardConfig`; a plain `TrainingArguments` is taken over into one.
         data_collator: makes batches of tokenised pairs; by default `RewardCollator`.
-        train_dataset: preference rows (`chosen`, `rejected`, with or without `prompt`), standard or conversational,
-        where
-            wanted with a `margin`; or tokenised.
+        train_dataset: preference rows (`chosen`, `rejected`, with or without `prompt`, with or without a `margin`),
+            standard or conversational; or tokenised.
         eval_dataset: the same, or a dict of several by name.
         processing_class: the tokenizer; by default the one saved with the model.
-        compute_metrics: `EvalPrediction -> dict`; predictions `(N, 2)` are the rewards of chosen and rejected, labels
-        0. peft_config: trains a new adapter with these settings, and the head, instead of the model.
+        compute_metrics: `EvalPrediction -> dict`; predictions `(N, 2)` are the rewards of chosen and rejected, labels 0.
+        peft_config: trains a new adapter with these settings, and the head, instead of the model.
 
     The loss is the mean over all pairs of an optimiser step, of all its micro-batches on all processes.
 

@@ -46,10 +46,11 @@ class SFTTrainer(LegacySFT, BaseTrainer):
             vision-language model.
         eval_dataset: the same, or a dict of several by name.
         processing_class: the tokenizer, or the processor of a vision-language model; by default the one saved with the
-        model. compute_loss_func: your own `(outputs, labels, num_items_in_batch) -> loss`; it is given the model's
-        logits. compute_metrics: `EvalPrediction -> dict`; it is given logits and labels of padded rows. peft_config:
-        trains a new adapter with these settings instead of the model. formatting_func: `row -> text` for rows of any
-        other shape.
+            model.
+        compute_loss_func: your own `(outputs, labels, num_items_in_batch) -> loss`; it is given the model's logits.
+        compute_metrics: `EvalPrediction -> dict`; it is given logits and labels of padded rows.
+        peft_config: trains a new adapter with these settings instead of the model.
+        formatting_func: `row -> text` for rows of any other shape.
 
     The loss is the mean over all trained tokens of an optimiser step: of all its micro-batches on all processes.
 
