@@ -61,14 +61,9 @@ class Runs:
         self._accelerator, self._facts, self._random_state_is_due = accelerator, facts, False
 
     def enter(
-        self,
-        stack: ExitStack,
-        args: TrainingArguments,
-        *,
-        resume: str | bool | None = None,
-        alone: bool = True,
-        saves: bool = False,
-    ) -> Run:
+        self, stack: ExitStack, args: TrainingArguments, *, resume: str | bool | None = None,
+        alone: bool = True, saves: bool = False,
+    ) -> Run:  # fmt: skip
         """Begin a run that lasts as long as `stack`: own its folder, check the checkpoint that it resumes from.
 
         `alone` refuses other runs in this process; `saves` is for one that saves whatever its `save_strategy`.

@@ -45,16 +45,10 @@ class DataCollatorForCompletionOnlyLM(DataCollatorMixin):
     """
 
     def __init__(
-        self,
-        response_template: str | Sequence[int],
-        instruction_template: str | Sequence[int] | None = None,
-        *,
-        tokenizer: PreTrainedTokenizerBase,
-        mlm: bool = False,
-        ignore_index: int = IGNORED,
-        padding_free: bool = False,
-        pad_to_multiple_of: int | None = None,
-    ) -> None:
+        self, response_template: str | Sequence[int], instruction_template: str | Sequence[int] | None = None,
+        *, tokenizer: PreTrainedTokenizerBase, mlm: bool = False, ignore_index: int = IGNORED,
+        padding_free: bool = False, pad_to_multiple_of: int | None = None,
+    ) -> None:  # fmt: skip
         if mlm:
             raise ValueError("mlm must be False, got True. Leave it out.")
         self.response_template = response_template

@@ -155,11 +155,9 @@ class RewardDataCollatorWithPadding:
                 for row in features
             ]
             padded: Any = self.tokenizer.pad(
-                sides,
-                padding=self.padding,
-                pad_to_multiple_of=self.pad_to_multiple_of,
+                sides, padding=self.padding, pad_to_multiple_of=self.pad_to_multiple_of,
                 return_tensors=self.return_tensors,
-            )
+            )  # fmt: skip
             batch[older] = padded["input_ids"]
             batch[mask] = padded["attention_mask"]
         if features[0].get("margin") is not None:

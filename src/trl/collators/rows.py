@@ -55,14 +55,9 @@ def round_up(length: int, multiple: int | None) -> int:
 
 
 def pack_sequences(
-    ids: Tensor,
-    labels: Tensor,
-    lengths: Sequence[int],
-    *,
-    pad_token_id: int,
-    multiple: int | None = None,
+    ids: Tensor, labels: Tensor, lengths: Sequence[int], *, pad_token_id: int, multiple: int | None = None,
     ignored: int = IGNORED,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # fmt: skip
     """Sequences that lie one after another as one packed batch: `input_ids`, `position_ids`, `labels`, `(1, N)` each.
 
     `lengths` are those of the sequences; each one's first label is ignored, because nothing before it predicts it.

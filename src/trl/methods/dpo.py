@@ -110,13 +110,9 @@ class DPOMethod(Method):
                 known = self.statistics(scores)
             scores = replace(scores, step=known)
         terms = preference_terms(
-            scores,
-            self.args.loss_type,
-            self.args.pair_options(),
-            loss_weights=self.args.loss_weights,
-            pair_weights=self.pair_weights(scored, len(logged.chosen)),
-            logged=logged,
-        )
+            scores, self.args.loss_type, self.args.pair_options(), loss_weights=self.args.loss_weights,
+            pair_weights=self.pair_weights(scored, len(logged.chosen)), logged=logged,
+        )  # fmt: skip
         return self.outcome(terms, logged, scored, nll=self._nll_coefficient)
 
     def outcome(self, terms: LossTerms, logged: PairScores, scored: Scored, *, nll: float | None) -> Outcome:

@@ -108,12 +108,9 @@ class GRPOMethod(GroupMethod):
 
     def divisor(self, experience: Experience) -> Tensor:
         return divisor_share(
-            self.settings.loss_type,
-            experience.per_token[TRAINED],
-            len(experience),
-            rollout_tokens=experience.per_row[MEAN_LENGTH][0],
-            longest=self.args.max_completion_length or 0,
-        )
+            self.settings.loss_type, experience.per_token[TRAINED], len(experience),
+            rollout_tokens=experience.per_row[MEAN_LENGTH][0], longest=self.args.max_completion_length or 0,
+        )  # fmt: skip
 
 
 def from_teacher(experience: Experience) -> Tensor:

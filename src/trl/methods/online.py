@@ -208,15 +208,9 @@ class GroupMethod(OnlineMethod):
         """The columns of a micro-batch; a column `advantage` per token precedes that per row."""
         columns, sequence = experience.per_token, experience.completions.row_index
         return GroupTokens(
-            self.old_logps(experience, step),
-            token_advantages(experience),
-            columns[TRAINED],
-            sequence,
-            len(experience),
-            columns.get(REF),
-            columns.get(CORRECTION),
-            columns.get(CHOSEN),
-        )
+            self.old_logps(experience, step), token_advantages(experience), columns[TRAINED], sequence,
+            len(experience), columns.get(REF), columns.get(CORRECTION), columns.get(CHOSEN),
+        )  # fmt: skip
 
     def old_logps(self, experience: Experience, step: Step) -> Tensor | None:
         """The denominator of ratios, `(K,)`; None for the policy that is being scored, in the first step on a rollout

@@ -35,10 +35,9 @@ class RewardMethod(Method):
         """The loss of a batch's pairs."""
         margin = batch.get("margin")
         terms = bradley_terry(
-            *scored.unbind(dim=1),
-            margin=None if margin is None else margin.to(scored),
+            *scored.unbind(dim=1), margin=None if margin is None else margin.to(scored),
             center_coefficient=self.args.center_rewards_coefficient,
-        )
+        )  # fmt: skip
         labels = torch.zeros(len(scored), dtype=torch.int64, device=scored.device)
         smallest, largest = scored.detach().aminmax()
         return Outcome([terms], scored, labels, extremes={"min_reward": smallest, "max_reward": largest})

@@ -166,12 +166,9 @@ def rounds_loader(
 
 
 def training_loader(
-    make: Callable[..., DataLoader],
-    order: Callable[..., Sampler | None],
-    rows: Any,
-    sets: DataSets | None,
+    make: Callable[..., DataLoader], order: Callable[..., Sampler | None], rows: Any, sets: DataSets | None,
     args: TrainingArguments,
-) -> DataLoader:
+) -> DataLoader:  # fmt: skip
     """The loader that `make` (`Trainer._get_dataloader`) builds of the training rows; a stream repeats at its end.
 
     `order` makes the sampler; one of a program's stays with `train_sampling_strategy="group_by_length"` too. Persistent

@@ -207,10 +207,9 @@ def padded_batch(batch: Columns, *, pad_token_id: int, shifted: bool = True) -> 
     return ModelBatch(
         inputs=inputs,
         scored=_positions(labels, sequence, mask) if shifted else labelled_positions(labels, sequence, mask),
-        real_tokens=mask.flatten().nonzero()[:, 0],
-        sequence_lengths=(lengths[:, None] * mask).flatten(),
+        real_tokens=mask.flatten().nonzero()[:, 0], sequence_lengths=(lengths[:, None] * mask).flatten(),
         sequence_ends=torch.arange(rows, device=mask.device) * width + lengths - 1,
-    )
+    )  # fmt: skip
 
 
 def model_arguments(batch: Columns) -> Inputs:

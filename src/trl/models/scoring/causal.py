@@ -147,14 +147,10 @@ class Scorer(ScorerBase):
                 logits_of = _logits_of(head, rule, bias)
                 reads = others if states is None else self._reads_own(states, logits_of, hidden.dtype, rule)
                 loss = vocabulary_loss(
-                    hidden[rows.scored.source],
-                    logits_of,
-                    loss_of,
-                    parameters=head.parameters(),
-                    vocabulary=vocabulary,
-                    others=reads,
+                    hidden[rows.scored.source], logits_of, loss_of, parameters=head.parameters(),
+                    vocabulary=vocabulary, others=reads,
                     parts=None if parts is None else [part for part, _ in parts],
-                )
+                )  # fmt: skip
                 return {"total": loss.total, "losses": loss.values, "statistics": loss.statistics}
 
             with torch.set_grad_enabled(with_gradient):

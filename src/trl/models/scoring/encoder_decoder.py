@@ -48,11 +48,9 @@ class Seq2SeqScorer(Scorer):
         mask, decoder_input_ids = inputs["attention_mask"], inputs.pop("decoder_input_ids")
         encoded = core.get_encoder()(**inputs).last_hidden_state
         decoded = core.get_decoder()(
-            input_ids=decoder_input_ids,
-            encoder_hidden_states=encoded[rows.prompts],
-            encoder_attention_mask=mask[rows.prompts],
-            use_cache=False,
-        )
+            input_ids=decoder_input_ids, encoder_hidden_states=encoded[rows.prompts],
+            encoder_attention_mask=mask[rows.prompts], use_cache=False,
+        )  # fmt: skip
         return decoded.last_hidden_state, None
 
     def own_inputs(self, rows: ModelBatch) -> Inputs:
@@ -75,13 +73,10 @@ class Seq2SeqScorer(Scorer):
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
         inputs["decoder_input_ids"] = _shifted_right(self.core, labels, pad_token_id=self.pad_token_id)
         return ModelBatch(
-            inputs=inputs,
-            scored=scored,
-            real_tokens=scored.source,
+            inputs=inputs, scored=scored, real_tokens=scored.source,
             sequence_lengths=(lengths[:, None] * real).flatten(),
-            sequence_ends=sequence[:, 0] * width + lengths - 1,
-            prompts=batch["decoder_prompt"],
-        )
+            sequence_ends=sequence[:, 0] * width + lengths - 1, prompts=batch["decoder_prompt"],
+        )  # fmt: skip
 
 
 def language_scorer(model: nn.Module, *, pad_token_id: int = 0, packed: bool | None = None) -> Scorer:
