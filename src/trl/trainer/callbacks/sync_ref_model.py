@@ -1,7 +1,5 @@
 """A reference model that follows the policy (TR-DPO)."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
