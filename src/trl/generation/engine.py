@@ -90,11 +90,23 @@ class Sampling:
             raise ValueError(f"{engine} does not support {settings} of generation_kwargs. Use use_vllm=False.")
 
     def updated(self, generation_kwargs: Any) -> Sampling:
-        """These settings overridden by transformers' `GenerationConfig`, or a dict with its field names.
+        """These settings overridden by transformers' `GenerationConfig`, or a dict with its field names (None: unset).
 
         Raises: ValueError for unsupported settings (beams, constraints, ...) and unknown names.
         """
-        return self if not generation_kwargs else replace(self, **_sampling_fields(generation_kwargs))
+        if not generation_kwargs:
+            return self
+        is_config = isinstance(generation_kwargs, GenerationConfig)
+        settings = (vars(generation_kwargs) if is_config else generation_kwargs).items()
+        rest = {name: value for name, value in settings if value is not None and not name.startswith("_")}
+        fields = {_FIELDS[name][0]: _FIELDS[name][1](rest.pop(name)) for name in _FIELDS if name in rest}
+        if refused := [f"{name}={rest[name]!r}" for name in unsupported_settings(rest)]:
+            raise ValueError(
+                f"generation_kwargs has {', '.join(sorted(refused))}, which rollouts do not support. "
+                f"Supported are {', '.join(sorted({*_FIELDS, *_PROCESSED}))}."
+            )
+        processors = tuple(item for item in rest.items() if item[0] in _PROCESSED and item not in _NEUTRAL.items())
+        return replace(self, **fields, processors=processors or self.processors)
 
 
 # Settings of `generate` that do not change which tokens come out, or that the engine decides.
@@ -144,22 +156,6 @@ _FIELDS: dict[str, tuple[str, Callable[..., object]]] = {
     "eos_token_id": ("stop_token_ids", _ends),
     "stop_strings": ("stop_strings", lambda value: (value,) if isinstance(value, str) else tuple(value)),
 }
-
-
-def _sampling_fields(generation_kwargs: Mapping[str, object] | GenerationConfig) -> dict[str, object]:
-    """The fields of `Sampling` that are set; None sets nothing."""
-    if isinstance(generation_kwargs, GenerationConfig):
-        generation_kwargs = vars(generation_kwargs)
-    settings = generation_kwargs.items()
-    rest = {name: value for name, value in settings if value is not None and not name.startswith("_")}
-    fields = {_FIELDS[name][0]: _FIELDS[name][1](rest.pop(name)) for name in _FIELDS if name in rest}
-    if refused := [f"{name}={rest[name]!r}" for name in unsupported_settings(rest)]:
-        raise ValueError(
-            f"generation_kwargs has {', '.join(sorted(refused))}, which rollouts do not support. "
-            f"Supported are {', '.join(sorted({*_FIELDS, *_PROCESSED}))}."
-        )
-    processors = tuple(item for item in rest.items() if item[0] in _PROCESSED and item not in _NEUTRAL.items())
-    return {**fields, "processors": processors} if processors else fields
 
 
 def unsupported_settings(settings: Mapping[str, object]) -> list[str]:

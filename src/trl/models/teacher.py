@@ -69,9 +69,14 @@ class Teacher(Protocol):
         where it has one: other prompts with the same completions in order. Call it under autocast in mixed precision.
         """
         loss_of, reads = self.loss_of(loss, batch), self.reads(model, batch)
-        if weights is not None:
-            loss_of = _weighted(loss_of, weights)
-        return scorer.over_chunks(model, batch, loss_of, temperature=temperature, **reads)
+
+        def weighted(logits: Tensor, others: Tensor | None, rows: slice) -> Losses:
+            losses = loss_of(logits, others, rows)
+            if weights is None:
+                return losses
+            return (losses[0] * weights[rows], losses[1]) if isinstance(losses, tuple) else losses * weights[rows]
+
+        return scorer.over_chunks(model, batch, weighted, temperature=temperature, **reads)
 
 
 class FrozenTeacher(Teacher):
@@ -184,18 +189,6 @@ def _rows_of(padded: Mapping[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
         return {name: value[rows] for name, value in padded.items()}
     first = {name: value[:1] for name, value in padded.items()}
     return {**first, "labels": torch.full_like(first["labels"], IGNORED)}
-
-
-def _weighted(loss_of: LossOfLogits, weights: Tensor) -> LossOfLogits:
-    """The losses times `weights`; statistics beside them stay as they are."""
-
-    def weighted(logits: Tensor, others: Tensor | None, rows: slice) -> Losses:
-        losses = loss_of(logits, others, rows)
-        if isinstance(losses, tuple):
-            return losses[0] * weights[rows], losses[1]
-        return losses * weights[rows]
-
-    return weighted
 
 
 def make_teacher(

@@ -176,11 +176,6 @@ class Requests:
         rows, self._free = self._free[:count], self._free[count:]
         return rows
 
-    @property
-    def longest(self) -> int:
-        """The largest of the limits."""
-        return max(self.limits.values())
-
     def release(self, request: int) -> None:
         """Forget a request."""
         number = self.prompt_of.pop(request)

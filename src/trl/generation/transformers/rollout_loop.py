@@ -58,7 +58,7 @@ class RolloutLoop:
         if self.queue and free >= min(len(self.queue), max(1, self.max_rows // _REFILL_SHARE)):
             wanted = running + len(self.queue)
             self.cache.capacity = min(2 * wanted if running else wanted, self.max_rows)
-            self.cache.most_columns = self.requests.longest
+            self.cache.most_columns = max(self.requests.limits.values())
             self._admit()
         if len(self.request):
             if self.cache.step is None:
@@ -171,7 +171,7 @@ def default_rows(
     A row needs keys and values of its tokens and of its share of the prompts, and three rows of logits.
     """
     prompts = len(requests.prompts) * max(map(len, requests.prompts.values()))  # in one table
-    held = requests.longest + prompts // len(requests.prompt_of)
+    held = max(requests.limits.values()) + prompts // len(requests.prompt_of)
     budget = row_memory(requests.device) if memory is None else memory
     layers = [config] * getattr(config, "num_hidden_layers", 1)
     if getattr(config, "is_heterogeneous", False):  # layers of several shapes (Gemma 4)
