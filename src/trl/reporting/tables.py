@@ -51,7 +51,14 @@ def print_prompt_completions_sample(
     Prompts and completions are strings or messages, `rewards` values per completion (or None) by function.
     `num_samples` rows are drawn at random, from a stream of their own; None or more: all.
     """
-    values: dict[str, list[float]] = {**rewards, "Advantage": advantages}
+    print_samples(prompts, completions, {**rewards, "Advantage": advantages}, step, num_samples)
+
+
+def print_samples(
+    prompts: Sequence[Entry], completions: Sequence[Entry], values: Mapping[str, Sequence[float | None]], step: int,
+    num_samples: int | None = None,
+) -> None:  # fmt: skip
+    """`print_prompt_completions_sample` with any columns of numbers."""
     rows = range(len(prompts))
     if num_samples is not None and num_samples < len(rows):
         if num_samples <= 0:
