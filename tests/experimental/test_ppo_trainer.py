@@ -80,7 +80,7 @@ def test_prompts_that_cannot_be_completed():
         make(data=Dataset.from_dict({"input_ids": [[5], []]}))
     with pytest.raises(ValueError, match="token id 96, expected 0 to 95"):
         make(data=Dataset.from_dict({"input_ids": [[5, 96]]}))
-    with pytest.raises(ValueError, match=r"expected 'prompt' or 'input_ids'"):
+    with pytest.raises(ValueError, match=r"expected 'prompt' or 'input_ids'\. .*--column_mapping"):
         make(data=Dataset.from_dict({"text": ["w3"]}))
     with pytest.raises(ValueError, match="row 1, column 'prompt': None"):
         make(data=Dataset.from_list([{"prompt": "w3"}, {"prompt": None}]))

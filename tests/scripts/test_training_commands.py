@@ -148,6 +148,11 @@ BAD = [
         "lora_alpha=64, lora_dropout=0.0 has no effect without adapters",
     ),
     ("dpo", "--dialogue_marker Bot:", "share no 'Bot:'"),
+    (
+        "sft",
+        "--eval_strategy steps --dataset_test_split train --metric_for_best_model acc",
+        "The screen's acc is 'mean_token_accuracy'. Set that.",
+    ),
     ("dpo", "--ref_model_name_or_path /nowhere", "/nowhere"),
     ("kto", "--column_mapping question=prompt answer=completion answer=label", "answer"),
     ("reward", "--column_mapping chosen=answer", "chosen_input_ids"),

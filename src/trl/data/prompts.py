@@ -18,7 +18,7 @@ from trl.data.pipeline import STREAM_BATCH, RowKind, Vocabulary, check_ids, firs
 from trl.data.rendering import ProcessingClass, render_prompt, text_tokenizer
 from trl.data.streaming import RowStream
 from trl.data.tokenization import encode_open, read_chat
-from trl.data.validation import Place, check_text, check_tokenizer
+from trl.data.validation import Place, check_text, check_tokenizer, wrong_columns
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def prompt_tokenizer(
     """
     columns, is_given = dataset.column_names, PROMPT_IDS in dataset.column_names
     if not is_given and "prompt" not in columns:
-        raise ValueError(f"{name} dataset has columns {columns}, expected 'prompt' or 'input_ids'.")
+        raise wrong_columns(columns, name, takes="'prompt' or 'input_ids'", needed=["prompt"])
     row = maybe_convert_to_chatml(dict(first_row(dataset, name, "a prompt")))
     is_chat = is_list_of_dicts_with(row.get("prompt"), "role")
     if settings.tools and (is_given or not is_chat):

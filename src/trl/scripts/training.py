@@ -77,6 +77,7 @@ def reporting_interruptions(trainer: "BaseTrainer", *, command: str) -> Iterator
     """On interruption or failure say the step and how to resume. Raises: CommandError before the first step."""
     from trl.checkpoints.wholeness import CheckpointError
     from trl.scripts.report import interruption
+    from trl.trainer.evaluation import UnknownMetric
 
     def message() -> str:
         step, steps = trainer.state.global_step, trainer.state.max_steps
@@ -92,7 +93,7 @@ def reporting_interruptions(trainer: "BaseTrainer", *, command: str) -> Iterator
     except Exception as error:
         if trainer.state.global_step:
             error.add_note(message())
-        elif isinstance(error, (ImportError, CheckpointError)):
+        elif isinstance(error, (ImportError, CheckpointError, UnknownMetric)):
             raise CommandError(str(error)) from error
         raise
 

@@ -90,8 +90,12 @@ def chosen_metric(args: TrainingArguments, sets: Any) -> tuple[str | None, str] 
     return longest, name.removeprefix(f"{longest}_")
 
 
+class UnknownMetric(ValueError):
+    """`metric_for_best_model` names no metric of an evaluation."""
+
+
 def check_best_metric(trainer: Any) -> None:
-    """Raise ValueError where an evaluation of one batch does not have the chosen metric; nothing of it is kept.
+    """Raise UnknownMetric where an evaluation of one batch does not have the chosen metric; nothing of it is kept.
 
     Metrics that the trainer's class lists in `evaluation_metrics` are known without one.
     """
@@ -122,7 +126,7 @@ def check_best_metric(trainer: Any) -> None:
         on_screen = [label for label, short in SHOWN.items() if short == metric and f"{prefix}_{label}" in metrics]
         full = f"{prefix}_{on_screen[0]}".removeprefix("eval_") if on_screen else ""
         remedy = f"The screen's {metric} is {full!r}. Set that." if full else "Choose one of them."
-        raise ValueError(
+        raise UnknownMetric(
             f"metric_for_best_model={args.metric_for_best_model!r} is not among the metrics of an evaluation, which "
             f"are {sorted(metrics)}. {remedy}"
         )
