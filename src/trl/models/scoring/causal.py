@@ -80,6 +80,7 @@ class Scorer(ScorerBase):
     """
 
     rule: LogitRule
+    bias: Tensor | None = None  # (V,): outside of the head
 
     def __init__(self, model: nn.Module, *, pad_token_id: int = 0, packed: bool | None = None) -> None:
         self.wrapper: Any = model if isinstance(model, SUPPORTED_ARCHITECTURES) else None
@@ -87,11 +88,6 @@ class Scorer(ScorerBase):
         core = causal_core(inner)
         reason = prompt_learning_unsupported(inner) or self._set_up_head(core)
         super().__init__(core, unsupported_reason=reason, pad_token_id=pad_token_id, packed=packed)
-
-    @property
-    def bias(self) -> Tensor | None:
-        """A bias `(V,)` outside of the head."""
-        return None
 
     def _set_up_head(self, core: PreTrainedModel) -> str | None:
         """Set `rule`; the reason why it and the head do not give the model's logits, None if they do."""

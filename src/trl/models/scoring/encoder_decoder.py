@@ -37,7 +37,7 @@ class Seq2SeqScorer(Scorer):
         return logits_unsupported(core, [encoder, decoder], head, self.rule, bias=self.bias, decoder_input_ids=ids)
 
     @property
-    def bias(self) -> Tensor | None:
+    def bias(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The bias `(V,)` that BART-like models add to their head's products."""
         bias = getattr(self.core, "final_logits_bias", None)
         return None if bias is None else bias[0]
