@@ -141,8 +141,8 @@ class View:
             setattr(trainer.args, self._field, value)
         elif not _same(value, getattr(trainer, self._name)):
             raise AttributeError(
-                f"{self._name} of {type(trainer).__name__} cannot be set after the trainer was built, got {value!r}. Set it in "
-                f"{type(trainer.args).__name__}, or give it to the constructor."
+                f"{self._name} of {type(trainer).__name__} cannot be set after the trainer was built, got {value!r}. "
+                f"Set it in {type(trainer.args).__name__}, or give it to the constructor."
             )
 
 
@@ -260,8 +260,8 @@ class Legacy(_Trainer):
         moved = move_onto_config(self._config_class, **arguments)
         if getattr(moved.args, "precompute_ref_log_probs", False) and self.overridden(*REFERENCES):
             raise ValueError(
-                f"precompute_ref_log_probs=True does not call {' or '.join(REFERENCES)}, which {type(self).__name__} overrides. "
-                "Set it to False."
+                f"precompute_ref_log_probs=True does not call {' or '.join(REFERENCES)}, which {type(self).__name__} "
+                "overrides. Set it to False."
             )
         return super().begin(moved.model, moved.args, moved.processing_class, peft_config, **kwargs)
 
@@ -321,7 +321,8 @@ class LegacyReplay(LegacyGroups):
     def slice_group_data(self, *args: Any, **named: Any) -> Any:
         """Not supported, nor are the other methods of 0.26 for padded tensors."""
         raise RuntimeError(
-            "GRPOWithReplayBufferTrainer has no replay of padded tensors. Training replaces groups in make_rollout_batch(number); for a loop "
+            "GRPOWithReplayBufferTrainer has no replay of padded tensors. Training replaces groups in "
+            "make_rollout_batch(number); for a loop "
             "of your own use ReplayBuffer(max_size) with add(scores, data) and sample(num_samples)."
         )
 

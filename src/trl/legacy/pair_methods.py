@@ -109,8 +109,8 @@ def get_batch_logps(
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
-            f"logits and labels must agree in rows and tokens, got {tuple(logits.shape)} and {tuple(labels.shape)}. Take "
-            "both from the same padded batch."
+            f"logits and labels must agree in rows and tokens, got {tuple(logits.shape)} and {tuple(labels.shape)}. "
+            "Take both from the same padded batch."
         )
     if not is_encoder_decoder:
         logits, labels = logits[:, :-1], labels[:, 1:]
@@ -252,8 +252,8 @@ class LegacyPairs(LegacyJudged):
         """What the policy makes of a batch, and its logits, for the method `name`."""
         if self.is_encoder_decoder:
             raise TypeError(
-                f"{name} gives logits over whole sequences, which encoder-decoders do not have. Call get_batch_loss_metrics, "
-                "or the model."
+                f"{name} gives logits over whole sequences, which encoder-decoders do not have. Call "
+                "get_batch_loss_metrics, or the model."
             )
         with self.accelerator.autocast():
             return self.scorer.score_with_logits(model, batch, ScoreOptions())

@@ -113,8 +113,8 @@ def _prompt_density(
         return None
     if embedding_func is None:
         raise ValueError(
-            "embedding_tokenizer without embedding_func, expected both or neither. Give the function that embeds prompts, or "
-            "leave both out."
+            "embedding_tokenizer without embedding_func, expected both or neither. Give the function that embeds "
+            "prompts, or leave both out."
         )
     if train_dataset is None:
         raise ValueError(

@@ -28,15 +28,15 @@ class CPOConfig(PromptFirstOptions):
     beta: float = option(0.1, "Scale of the implicit reward, beta * log p. ipo: 1 / (2 * beta) is the gap it aims at.")
     loss_type: str = option(
         "sigmoid",
-        "Loss of a pair: sigmoid (CPO), hinge, ipo, simpo, or alphapo (simpo with cpo_alpha 0). ipo and simpo take means "
-        "over a completion's tokens, the others sums.",
+        "Loss of a pair: sigmoid (CPO), hinge, ipo, simpo, or alphapo (simpo with cpo_alpha 0). ipo and simpo take "
+        "means over a completion's tokens, the others sums.",
         choices=tuple(CPO_LOSSES),
     )
     label_smoothing: float = shared("label_smoothing")
     cpo_alpha: float = option(
         1.0,
-        "Weight of the chosen completions' negative log-likelihood, a mean over their tokens. 0: none (SimPO, AlphaPO); "
-        "with simpo above 0: CPO-SimPO.",
+        "Weight of the chosen completions' negative log-likelihood, a mean over their tokens. 0: none (SimPO, "
+        "AlphaPO); with simpo above 0: CPO-SimPO.",
     )
     simpo_gamma: float = option(0.5, "Margin by which the chosen reward is to exceed the rejected (simpo).")
     alpha: float = option(

@@ -44,7 +44,8 @@ class DPOConfig(ReferenceSync, ReferencePolicy, PreferenceOptions):
     learning_rate: float = same(TrainingArguments, "learning_rate", 1e-6)
     loss_type: list[str] = option(
         ["sigmoid"],
-        "Loss of a pair, or several: sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_pair, "
+        "Loss of a pair, or several: sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, "
+        "aot_pair, "
         "apo_zero, apo_down, discopop, sft. Averaged over the pairs of an optimiser step (sft: over the chosen "
         "completions' tokens).",
     )
@@ -60,8 +61,8 @@ class DPOConfig(ReferenceSync, ReferencePolicy, PreferenceOptions):
     use_weighting: bool = option(False, "Weigh each pair by its probability under the policy (WPO).")
     rpo_alpha: float | None = option(
         None,
-        "Weight of the chosen completions' negative log-likelihood, a mean over their tokens, in the loss (RPO; the paper "
-        "uses 1.0). None: none.",
+        "Weight of the chosen completions' negative log-likelihood, a mean over their tokens, in the loss (RPO; the "
+        "paper uses 1.0). None: none.",
     )
     ld_alpha: float | None = option(
         None, "Weight of log-probabilities past the shorter completion's length (LD-DPO). None: 1.", "[0, 1]"
@@ -120,8 +121,8 @@ class DPOConfig(ReferenceSync, ReferencePolicy, PreferenceOptions):
     def _check_reference(self) -> None:
         if self.sync_ref_model and self.precompute_ref_log_probs:
             raise ValueError(
-                "sync_ref_model=True changes the reference while training, and precompute_ref_log_probs=True scores with "
-                "it once, before. Set one of them to False."
+                "sync_ref_model=True changes the reference while training, and precompute_ref_log_probs=True scores "
+                "with it once, before. Set one of them to False."
             )
         if self.reference_free and self.sync_ref_model:
             raise ValueError(

@@ -42,7 +42,8 @@ class DPOTrainer(LegacyDPO, PreferenceTrainer):
         eval_dataset: the same, or a dict of several by name.
         processing_class: the tokenizer, or the processor of a vision-language model; by default the one saved with the
             model.
-        compute_metrics: `EvalPrediction -> dict`; predictions `(N, 2)` are the rewards of chosen and rejected, labels 0.
+        compute_metrics: `EvalPrediction -> dict`; predictions `(N, 2)` are the rewards of chosen and rejected, and
+            labels 0.
         peft_config: trains a new adapter with these settings instead of the model.
 
     The loss is the mean over all pairs of an optimiser step, of all its micro-batches on all processes.

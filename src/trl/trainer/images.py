@@ -78,14 +78,14 @@ def image_sets(
     _refuse(args, _REFUSED)
     if formatting_func is not None:
         raise ValueError(
-            "formatting_func was given with rows of images, expected None: the processor needs messages or texts beside "
-            "the images. Map the rows to 'messages', or to 'prompt' and 'completion', before training."
+            "formatting_func was given with rows of images, expected None: the processor needs messages or texts "
+            "beside the images. Map the rows to 'messages', or to 'prompt' and 'completion', before training."
         )
     options: Any = args.dataset_kwargs or {}
     if unused := sorted(set(options) - {"skip_prepare_dataset"}):
         raise ValueError(
-            f"dataset_kwargs has {unused}, expected skip_prepare_dataset only: the data collator tokenises rows with images. "
-            "Leave them out."
+            f"dataset_kwargs has {unused}, expected skip_prepare_dataset only: the data collator tokenises rows with "
+            "images. Leave them out."
         )
     check: Callable[..., None] | None = None
     if not _is_foreign(collator, DataCollatorForVisionLanguageModeling, (DataCollatorForLanguageModeling,)):
@@ -112,8 +112,8 @@ def image_pair_sets(collator: Collator | None, args: DPOConfig, policy: Policy) 
     if _is_foreign(collator, DataCollatorForVisionPreference, of_text):
         if args.generate_during_eval:
             raise ValueError(
-                f"generate_during_eval=True with images needs the default data_collator, got {collator!r}. Set it to False, or leave "
-                "data_collator out."
+                f"generate_during_eval=True with images needs the default data_collator, got {collator!r}. Set it to "
+                "False, or leave data_collator out."
             )
         assert collator is not None
         return ImageSets(collator, policy.model, None)
@@ -171,7 +171,8 @@ def check_parts(policy: Policy) -> ProcessorMixin:
         )
     if "pixel_values" not in inspect.signature(type(core).forward).parameters:
         raise ValueError(
-            f"model is a {type(core).__name__}, which takes no images, but the rows have some, expected a vision-language "
+            f"model is a {type(core).__name__}, which takes no images, but the rows have some, expected a "
+            "vision-language "
             "model. Load one with AutoModelForImageTextToText, or remove the column of images to train on text."
         )
     return processing_class
@@ -185,8 +186,8 @@ def _try_first_row(dataset: StoredOrStream, collator: Collator, model: nn.Module
     rows = embedded_tokens(model)
     if int(ids.max()) >= rows:
         raise ValueError(
-            f"{name} dataset, row 0: the processor makes token id {int(ids.max())}, expected 0 to {rows - 1}, the model's "
-            "vocabulary. Use the processor that belongs to the model."
+            f"{name} dataset, row 0: the processor makes token id {int(ids.max())}, expected 0 to {rows - 1}, the "
+            "model's vocabulary. Use the processor that belongs to the model."
         )
     check_image_token(batch, causal_core(model).config, name)
 

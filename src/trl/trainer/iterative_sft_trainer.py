@@ -203,8 +203,8 @@ class IterativeSFTTrainer(SFTTrainer):
         done = self.state.global_step
         if 0 < self.args.max_steps < done + updates:
             raise ValueError(
-                f"this call makes {updates} optimiser steps after {done}, expected at most max_steps={self.args.max_steps} in "
-                "all. Set a larger max_steps, or give fewer rows."
+                f"this call makes {updates} optimiser steps after {done}, expected at most "
+                f"max_steps={self.args.max_steps} in all. Set a larger max_steps, or give fewer rows."
             )
         if self.accelerator.num_processes > 1:
             local_count = torch.tensor([batches], device=self.args.device)
@@ -224,6 +224,6 @@ class IterativeSFTTrainer(SFTTrainer):
             ids = row["input_ids"]
             if not (int(ids.min()) >= 0 and int(ids.max()) < known):
                 raise ValueError(
-                    f"row {number} has the tokens {int(ids.min())} to {int(ids.max())}, expected 0 to {known - 1}, which the "
-                    "model knows. Use the tokenizer that belongs to it."
+                    f"row {number} has the tokens {int(ids.min())} to {int(ids.max())}, expected 0 to {known - 1}, "
+                    "which the model knows. Use the tokenizer that belongs to it."
                 )

@@ -120,7 +120,8 @@ def _score_all(
         bad = np.flatnonzero(~np.isfinite(numbers))
         if len(bad):
             raise ValueError(
-                f"{dataset_name} dataset, row {bad[0]}: {column} must be finite, got {numbers[bad[0]]} ({len(bad)} such "
+                f"{dataset_name} dataset, row {bad[0]}: {column} must be finite, got {numbers[bad[0]]} ({len(bad)} "
+                "such "
                 "rows). Check the reference's weights, and its precision: float16 overflows where bfloat16 does not."
             )
     return values
@@ -133,8 +134,8 @@ def has_reference_columns(dataset: object, columns: Sequence[str], dataset_name:
     if present and len(present) < len(columns):
         missing = [column for column in columns if column not in known]
         raise ValueError(
-            f"{dataset_name} dataset has the reference's columns {present} and lacks {missing}, expected all or none. Remove "
-            "them to have all computed."
+            f"{dataset_name} dataset has the reference's columns {present} and lacks {missing}, expected all or none. "
+            "Remove them to have all computed."
         )
     return bool(present)
 

@@ -115,7 +115,8 @@ class PreferenceTrainer(BaseTrainer):
             has_columns = part is not None and has_reference_columns(part, columns, name)
             if has_columns and self._moved_reference is not None:
                 raise ValueError(
-                    f"the {name} dataset has the reference's log-probabilities, columns {list(columns)}, but the reference changes "
+                    f"the {name} dataset has the reference's log-probabilities, columns {list(columns)}, but the "
+                    "reference changes "
                     "in training (sync_ref_model, or a callback). Remove the columns, or keep the reference fixed."
                 )
         if not self.args.precompute_ref_log_probs:  # type: ignore[attr-defined]

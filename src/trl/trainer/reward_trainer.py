@@ -43,7 +43,8 @@ class RewardTrainer(LegacyReward, PreferenceTrainer):
             standard or conversational; or tokenised.
         eval_dataset: the same, or a dict of several by name.
         processing_class: the tokenizer; by default the one saved with the model.
-        compute_metrics: `EvalPrediction -> dict`; predictions `(N, 2)` are the rewards of chosen and rejected, labels 0.
+        compute_metrics: `EvalPrediction -> dict`; predictions `(N, 2)` are the rewards of chosen and rejected, and
+            labels 0.
         peft_config: trains a new adapter with these settings, and the head, instead of the model.
 
     The loss is the mean over all pairs of an optimiser step, of all its micro-batches on all processes.

@@ -94,15 +94,15 @@ class SFTSets(PreparedSets):
         prepared = super().prepared(dataset, name, is_training=is_training)
         if table is not None and (length is None or length > table):
             raise ValueError(
-                f"{name} dataset is a stream, max_length is {length} and the model has positions for {table} tokens. Set "
-                f"max_length to at most {table}."
+                f"{name} dataset is a stream, max_length is {length} and the model has positions for {table} tokens. "
+                f"Set max_length to at most {table}."
             )
         if not isinstance(dataset, (Dataset, IterableDataset)) and not is_streaming(dataset) and len(dataset):  # type: ignore[arg-type]
             row = dataset[0]
             if "input_ids" not in row:
                 raise ValueError(
-                    f"{name} dataset, row 0, has {sorted(row)}: a torch data set must give tokens ('input_ids'). Make a "
-                    "datasets.Dataset of its rows to have them tokenised."
+                    f"{name} dataset, row 0, has {sorted(row)}: a torch data set must give tokens ('input_ids'). Make "
+                    "a datasets.Dataset of its rows to have them tokenised."
                 )
         return prepared
 

@@ -37,8 +37,8 @@ class SFTConfig(SequenceOptions):
     packing: bool = option(False, "Fill each training row with several sequences, up to max_length tokens.")
     packing_strategy: PackingStrategy = option(
         "bfd",
-        "'bfd' (best fit, longest first) keeps sequences whole, cuts those longer than max_length and separates them in "
-        "the attention; 'wrapped' chains all tokens and cuts them every max_length, mid-sequence too.",
+        "'bfd' (best fit, longest first) keeps sequences whole, cuts those longer than max_length and separates them "
+        "in the attention; 'wrapped' chains all tokens and cuts them every max_length, mid-sequence too.",
     )
     eval_packing: bool | None = option(None, "Pack the evaluation rows. None: the same as packing.", flag=True)
     padding_free: bool = shared("padding_free")
@@ -52,8 +52,8 @@ class SFTConfig(SequenceOptions):
     )
     loss_type: SFTLoss = option(
         "nll",
-        "Loss of a token with probability p: 'nll' is -log p, 'dft' (dynamic fine-tuning) is -p log p with p held constant "
-        "as a weight. Averaged over all trained tokens of an optimiser step.",
+        "Loss of a token with probability p: 'nll' is -log p, 'dft' (dynamic fine-tuning) is -p log p with p held "
+        "constant as a weight. Averaged over all trained tokens of an optimiser step.",
     )
     max_seq_length: int | None = moved(to="max_length")
 
@@ -62,8 +62,8 @@ class SFTConfig(SequenceOptions):
         if isinstance(self.dataset_kwargs, dict) and "append_concat_token" in self.dataset_kwargs:
             self.dataset_kwargs = {k: v for k, v in self.dataset_kwargs.items() if k != "append_concat_token"}
             warn_caller(
-                "dataset_kwargs={'append_concat_token': ...} has no effect: every row ends with its own stop token, packed "
-                "or not. Leave it out.",
+                "dataset_kwargs={'append_concat_token': ...} has no effect: every row ends with its own stop token, "
+                "packed or not. Leave it out.",
                 FutureWarning,
             )
         for name in ("packing", "eval_packing"):

@@ -136,7 +136,8 @@ def _warn_of_blocks(dataset: object, strategy: str) -> None:
     labels = np.asarray(dataset.with_format("numpy")["label"][:])
     if len(labels) > 2 and (labels[1:] != labels[:-1]).sum() == 1:
         logger.warning(
-            "train dataset: all %s rows come before all others, and rows are visited in their order, so that steps see one "
+            "train dataset: all %s rows come before all others, and rows are visited in their order, so that steps see "
+            "one "
             "kind only. Set train_sampling_strategy='random' (shuffling helps rows with a label, not pairs, which are laid out so).",
             "desirable" if labels[0] else "undesirable",
         )
