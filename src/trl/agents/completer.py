@@ -55,10 +55,9 @@ class AgentCompleter:
     """Completes rows by running an agent, or an environment, on each: a `Completer`; completions are sessions.
 
     `concurrency` sessions run at once, each for at most `deadline` seconds (None: no limit), within a `budget`. The
-    agent's result is its reward: a number, None, or a dict with `reward`. An agent that raises, takes too long or never
-    asks the policy has none; such rows are counted. `agent_sampling` as in `Session`; the endpoint listens on `host`.
-    Sessions that the `journal` holds are not run again. With `graded` a command may print anything. Raises: TypeError
-    for no agent.
+    agent's result is its reward: a number, None, or a dict with `reward`; failed or silent agents have none and are
+    counted. `agent_sampling` as in `Session`; the endpoint listens on `host`. Sessions that the `journal` holds are not
+    run again. With `graded` a command may print anything. Raises: TypeError for no agent.
     """
 
     def __init__(

@@ -26,12 +26,11 @@ Parameters = ParamSpec("Parameters")
 def option(
     default: object, help: str, bounds: str = "", *, needs: str = "", flag: bool = False, **metadata: object
 ) -> Any:
-    """A dataclass field with help text.
+    """A dataclass field with help text; `metadata` goes to argparse.
 
-    `bounds` limits a number: ">= 1", "> 0", or an interval such as "(0, 1]" (default: "[0, inf)"). A value other than
-    the default has no effect, with a warning, unless the field `needs` is true. A `flag` may stand alone on a command
-    line although None is its default. `metadata` goes to argparse. Lists and dicts are copied for every instance; a
-    function makes the default.
+    `bounds` limits a number: ">= 1", "> 0", or an interval such as "(0, 1]" (default: "[0, inf)"). A value without the
+    field that it `needs` warns. A `flag` may stand alone on a command line although None is its default. Lists and
+    dicts are copied for every instance; a function makes the default.
     """
     return _field(default, Declaration(bounds, needs), {"help": help, **_switch(flag), **metadata})
 
@@ -171,7 +170,14 @@ def documented(cls: Config) -> Config:
     names = {name for base in ours for name in vars(base).get("__annotations__", {})}
     fields = [field for field in dataclasses.fields(cls) if field.name in names]
     fields.sort(key=lambda field: declaration(field).reason is not None)  # older names last
-    entries = [_entry(field) for field in fields]
+    entries = []
+    for field in fields:
+        help_text = " ".join(str(field.metadata.get("help", "")).replace("%%", "%").split())
+        make = field.default_factory
+        value = field.default if make is dataclasses.MISSING else make()
+        default = "required" if value is dataclasses.MISSING else f"defaults to `{value!r}`"
+        entries.append(f"{field.name} (`{type_name(field.type)}`, {default}):")
+        entries.append(textwrap.fill(help_text, 100, initial_indent="    ", subsequent_indent="    "))
     parts = [head, "Parameters:", textwrap.indent("\n".join(entries), "    ")]
     outside = [base.__name__ for base in cls.__mro__ if dataclasses.is_dataclass(base) and not _is_ours(base)]
     if outside:
@@ -182,15 +188,6 @@ def documented(cls: Config) -> Config:
 
 def _is_ours(base: type) -> bool:
     return base.__module__.split(".")[0] not in ("transformers", "builtins")
-
-
-def _entry(field: dataclasses.Field) -> str:
-    help_text = " ".join(str(field.metadata.get("help", "")).replace("%%", "%").split())
-    make = field.default_factory
-    value = field.default if make is dataclasses.MISSING else make()
-    default = "required" if value is dataclasses.MISSING else f"defaults to `{value!r}`"
-    head = f"{field.name} (`{type_name(field.type)}`, {default}):"
-    return f"{head}\n{textwrap.fill(help_text, 100, initial_indent='    ', subsequent_indent='    ')}"
 
 
 def type_name(annotation: object) -> str:

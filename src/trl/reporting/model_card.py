@@ -119,10 +119,9 @@ def generate_model_card(
 ) -> ModelCard:  # fmt: skip
     """Fill a model card.
 
-    `base_model` is a Hub name or a local path, `paper_id` an arXiv id, `hub_model_id` what the example loads ("." for
-    the card's own folder), `trainer_citation` BibTeX (without it: of the paper's title and id), `training_facts` become
-    rows of the table of settings, `usage` is a Python example (without it: an answer to a chat). A `template_file`
-    (Jinja) replaces ours and gets the same variables.
+    `hub_model_id` is what the example loads ("." for the card's own folder), `paper_id` an arXiv id, `trainer_citation`
+    BibTeX (default: of the paper), `training_facts` the table of settings, `usage` a Python example (default: a chat).
+    A `template_file` (Jinja) replaces ours and gets the same variables.
     """
     datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name or [])
     on_hub = base_model if base_model and _is_hub_name(base_model) else None

@@ -132,12 +132,10 @@ def __getattr__(name: str) -> dict[str, Function | str]:
 def resolve_reward_funcs(names: Sequence[str]) -> list[Function | str]:
     """Reward functions and judges by name or dotted path; folders and Hub names of reward models stay as they are.
 
-    Known names are those of `trl.rewards`; `get_soft_overlong_punishment` takes its lengths in brackets, for example
-    `get_soft_overlong_punishment(max_completion_len=512,soft_punish_cache=64)`, by default 1280 and 256. A dotted path
-    is that of a function, or of a judge's class (called without arguments), in a module that can be imported, also from
-    the working directory.
-
-    Raises: ValueError for any other name.
+    Names are those of `trl.rewards`; lengths may follow in brackets, as in
+    `get_soft_overlong_punishment(max_completion_len=512,soft_punish_cache=64)` (default: 1280 and 256). Dotted paths
+    name functions or judges' classes (called without arguments), also in the working directory. Raises: ValueError for
+    any other name.
     """
     return [_resolve(name) for name in names]
 

@@ -42,9 +42,8 @@ class MLP(nn.Module):
 class AestheticScorer(nn.Module):
     """Aesthetic scores of images, about 1 to 10, differentiable: a linear head on CLIP's normalised image features.
 
-    `model_id` is a Hub name or a folder, `model_filename` the head's weights in it; `clip_model` the name or folder of
-    the CLIP model. Source: LAION's improved aesthetic predictor
-    (github.com/christophschuhmann/improved-aesthetic-predictor).
+    `model_id` is a Hub name or folder, `model_filename` the head's weights in it; `clip_model` names CLIP. Source:
+    LAION's improved aesthetic predictor (github.com/christophschuhmann/improved-aesthetic-predictor).
     """
 
     def __init__(self, *, dtype: torch.dtype, model_id: str, model_filename: str, clip_model: str = CLIP) -> None:

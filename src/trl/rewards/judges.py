@@ -285,13 +285,10 @@ class HfPairwiseJudge(ChatPairwiseJudge):
 
 
 class OpenAIPairwiseJudge(ChatPairwiseJudge):
-    """A model behind an endpoint with OpenAI's chat completions API (the `judges` extra).
+    """A model behind an endpoint with OpenAI's API, or a `client` (`openai.OpenAI`). Raises: ImportError without it.
 
-    The address is OPENAI_BASE_URL, the key OPENAI_API_KEY. `client` is another `openai.OpenAI`, `timeout` that of a
-    request in seconds; `request_options` are further arguments of each request (`max_tokens` is 1 unless
-    `max_completion_tokens`, for reasoning models, is given). The others as in `ChatPairwiseJudge`.
-
-    Raises: ImportError without the openai package.
+    The address is OPENAI_BASE_URL, the key OPENAI_API_KEY. `timeout` is in seconds, `request_options` are further
+    arguments of each request (`max_tokens` is 1 unless `max_completion_tokens`, for reasoning models, is given).
     """
 
     def __init__(

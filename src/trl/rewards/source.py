@@ -79,7 +79,13 @@ class RewardSources:
         if not funcs:
             raise ValueError("reward_funcs is empty. Pass at least one function, reward model or judge.")
         _check_limits(deadline, on_failure)  # before reward models are loaded
-        self.weights = _weights(weights, len(funcs))
+        factors = [1.0] * len(funcs) if weights is None else [*weights]
+        if len(factors) != len(funcs):
+            wrong = f"reward_weights has {len(factors)} weights for {len(funcs)} reward functions"
+            raise ValueError(f"{wrong}. Give one for each.")
+        self.weights = torch.tensor([float(factor) for factor in factors], dtype=torch.float64)
+        if not self.weights.isfinite().all():
+            raise ValueError(f"reward_weights must be finite, got {factors}. Use 0 to only log a reward.")
         classes = _one_each(processing_classes, funcs)
         self.sources: list[RewardSource] = [
             _source(func, processing, model_options) for func, processing in zip(funcs, classes, strict=True)
@@ -230,17 +236,6 @@ def _check_limits(deadline: float | None, on_failure: str) -> None:
     if deadline is not None and not (deadline > 0 and math.isfinite(deadline)):
         raise ValueError(f"reward_deadline must be > 0 seconds, got {deadline}. Use None for no limit.")
     check_one_of("reward_failure", on_failure, get_args(RewardFailure))
-
-
-def _weights(weights: Sequence[float] | None, count: int) -> Tensor:
-    if weights is None:
-        return torch.ones(count, dtype=torch.float64)
-    if len(weights) != count:
-        raise ValueError(f"reward_weights has {len(weights)} weights for {count} reward functions. Give one for each.")
-    checked = torch.tensor([float(weight) for weight in weights], dtype=torch.float64)
-    if not checked.isfinite().all():
-        raise ValueError(f"reward_weights must be finite, got {list(weights)}. Use 0 to only log a reward.")
-    return checked
 
 
 def _one_each(classes: ProcessingClasses, sources: Sequence[RewardFunc]) -> list[ProcessingClass | None]:

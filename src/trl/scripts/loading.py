@@ -46,11 +46,8 @@ def load_train_and_eval(
 ) -> "tuple[Rows, Rows | None]":
     """The training dataset, and the evaluation dataset if `evaluate` (else None), columns renamed.
 
-    They come from `dataset_name`, or from the mixture in `datasets`. With `test_split_size` the evaluation rows are
-    drawn from the training split.
-
-    Raises: ValueError if no dataset is named, both ways are used, or a split or a column does not exist,
-    FileNotFoundError for a local path that does not exist.
+    They come from `dataset_name`, or the mixture in `datasets`; with `test_split_size` the second is drawn from the
+    first. Raises: ValueError for no dataset, two of them, or a missing split or column; FileNotFoundError.
     """
     if bool(script_args.dataset_name) == bool(dataset_args.datasets):
         sources = "Both dataset_name and a mixture are" if dataset_args.datasets else "No dataset is"
@@ -136,13 +133,10 @@ def check_push(args: TrainingArguments) -> None:
 def checkpoint_to_resume(
     resume_from_checkpoint: str | bool | None, output_dir: str | Path, *, without: Sequence[str] = ()
 ) -> str | bool | None:
-    """What `--resume_from_checkpoint` asks a trainer for: a path, or True, the newest whole checkpoint in `output_dir`.
+    """What `--resume_from_checkpoint` asks a trainer for: a path, True (the newest whole one), or None to start anew.
 
-    Checksums are left to the trainer, which compares them once, on the main process. None for a fresh start: no such
-    option, or (printed) no checkpoint yet.
-
-    Raises: FileNotFoundError for a path that is no directory, CheckpointError if the checkpoint, or every one in
-    `output_dir`, lost a part; `without` may be missing.
+    The trainer compares checksums. Raises: FileNotFoundError for a path that is no directory, CheckpointError if the
+    checkpoint, or every one in `output_dir`, lost a part that is not in `without`.
     """
     wanted = str(resume_from_checkpoint).strip()
     if resume_from_checkpoint is None or wanted.lower() in ("", "false", "no", "none"):

@@ -36,10 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def merge(adapter: str, out: str, base: str | None = None) -> None:
     """Save the base model of an adapter, in its own dtype and with the adapter added, and the tokenizer, in `out`.
 
-    `base` is where the base lies now (None: where the adapter names it).
-
-    Raises: ValueError for a folder without an adapter, an adapter that cannot be merged and an `out` that is not empty;
-    FileNotFoundError for a base that is not there.
+    `base`: where the base lies now (None: as the adapter says). Raises: ValueError for no adapter, one that cannot be
+    merged or an `out` that is not empty, FileNotFoundError for a missing base.
     """
     if not (Path(adapter) / "adapter_config.json").is_file():
         raise ValueError(f"'{adapter}' has no adapter_config.json, expected the folder of a saved adapter.")

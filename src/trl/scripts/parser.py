@@ -55,11 +55,9 @@ class TrlParser(PlainParser, HfArgumentParser):
     ) -> tuple[DataClass, ...]:  # fmt: skip
         """One instance per dataclass, from `args` (those of the process if None) and the file that they name.
 
-        With `return_remaining_strings` unknown options (those of the file as `--key value`) come last, as a list of
-        strings. Otherwise they are an error, or a warning without `fail_with_unknown_args`.
-
-        Raises: ValueError for unknown options and values that the dataclasses reject, FileNotFoundError for a missing
-        file, SystemExit with status 2 for a value of the wrong type on the command line.
+        Unknown options are an error, or a warning without `fail_with_unknown_args`; with `return_remaining_strings`
+        they come last, as a list of strings. Raises: ValueError for them and for values that the dataclasses reject,
+        FileNotFoundError, SystemExit with status 2 for a value of the wrong type on the command line.
         """
         path, words = take_config_option(list(sys.argv[1:] if args is None else args))
         config = None if path is None else read_config(path)
