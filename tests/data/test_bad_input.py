@@ -162,7 +162,7 @@ REWARDS = {
     "mask of zeros": Bad([{"input_ids_chosen": [7, 6], "attention_mask_chosen": [0, 0], "input_ids_rejected": [8]}], ValueError, "row 0, column 'input_ids_chosen'"),
 }  # fmt: skip
 UNPAIRED = {
-    "label 1": Bad(judged(label=1)[1:], TypeError, "row 0, column 'label': 1 is of type int, expected true or false. Write true or false in a .jsonl file; in Python,"),
+    "label 1": Bad(judged(label=1)[1:], TypeError, "row 0, column 'label': 1 is of type int, expected true or false. Write true or false in a .jsonl file; in Python, bool()"),
     "label 2": Bad(judged(label=2)[1:], TypeError, "column 'label': 2 is of type int, expected true or false. Map it to True"),
     "label missing in a row": Bad(judged(label=None), ValueError, "train dataset, row 1, column 'label': None, expected true or false"),
     "no label": Bad([{"prompt": "a", "completion": "b"}], ValueError, "add 'label'"),

@@ -172,10 +172,7 @@ def check_label(value: object, place: Place) -> bool:
         raise place.error("None", "true or false", "Fill it in or filter the row out.")
     remedy = "Map it to True where the completion (or step) is good, and to False elsewhere."
     if isinstance(value, int) and value in (0, 1):
-        remedy = (
-            "Write true or false in a .jsonl file; in Python, convert values with bool(), or the column with "
-            "rows.cast_column (to Value('bool'), or a list of it)."
-        )
+        remedy = "Write true or false in a .jsonl file; in Python, bool() or rows.cast_column (to Value('bool'))."
     raise place.mistyped(value, "true or false", remedy)
 
 
