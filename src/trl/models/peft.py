@@ -3,7 +3,7 @@
 import logging
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from accelerate import PartialState
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig
 
 logger = logging.getLogger(__name__)
+
+AdapterConfig: TypeAlias = "PeftConfig | None"
+"""The settings of a new adapter that trains; None for none."""
 
 _EMBEDDINGS_AND_HEADS = ("lm_head", "embed_tokens", "wte", "wpe", "score")
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from trl.legacy.interface import LegacyGroups
 from trl.methods.distillation import DistillationMethod
+from trl.models.peft import AdapterConfig
 from trl.options.groups import names_checked
-from trl.options.training import config_or_default
+from trl.options.training import Optimizers, config_or_default
 from trl.reporting.model_card import Paper
 from trl.trainer.distillation_config import DistillationConfig
-from trl.trainer.online_trainer import AnyDataset, OnlineTrainer
+from trl.trainer.group_setup import AnyDataset, Tools
+from trl.trainer.online_trainer import OnlineTrainer
 
 
 class DistillationTrainer(LegacyGroups, OnlineTrainer):
@@ -53,19 +55,14 @@ class DistillationTrainer(LegacyGroups, OnlineTrainer):
 
     @names_checked
     def __init__(
-        self,
-        model: str | nn.Module | PreTrainedModel,
-        teacher_model: str | nn.Module | PreTrainedModel | None = None,
-        args: DistillationConfig | None = None,
-        train_dataset: AnyDataset | None = None,
-        eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
+        self, model: str | nn.Module | PreTrainedModel,
+        teacher_model: str | nn.Module | PreTrainedModel | None = None, args: DistillationConfig | None = None,
+        train_dataset: AnyDataset | None = None, eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        quantization_config: Any | None = None,
-        peft_config: Any | None = None,
-        tools: Sequence[Callable[..., Any]] | None = None,
-    ) -> None:
+        callbacks: list[TrainerCallback] | None = None, optimizers: Optimizers = (None, None),
+        quantization_config: QuantizationConfigMixin | None = None, peft_config: AdapterConfig = None,
+        tools: Tools | None = None,
+    ) -> None:  # fmt: skip
         args = config_or_default(args, self.config_type, self._tag_names[-1])  # type: ignore[assignment]
         assert args is not None
         if quantization_config is not None:

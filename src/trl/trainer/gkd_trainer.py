@@ -11,7 +11,14 @@ import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from transformers import (
+    DataCollator,
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainerCallback,
+)
 
 from trl._lazy import attach
 from trl.collators.preference import completion_batch
@@ -36,9 +43,11 @@ from trl.legacy.distillation_methods import LegacyGKD
 from trl.methods.gkd import GKDMethod
 from trl.models.packed.layout import IGNORED
 from trl.models.parts import causal_core, embedded_tokens
+from trl.models.peft import AdapterConfig
 from trl.models.policy import Policy
 from trl.models.setup import check_positions
 from trl.models.teacher import ColumnTeacher, Teacher, TeacherByRow, make_teacher
+from trl.options.training import Optimizers
 from trl.reporting.model_card import Paper
 from trl.trainer.arguments import FormattingFunction
 from trl.trainer.gkd_config import GKDConfig
@@ -48,14 +57,17 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
+AnyTeacher = str | PreTrainedModel | nn.Module | Mapping[str, str | nn.Module]
+MicroBatch = Mapping[str, Tensor]
+
 
 class Writer(NamedTuple):
     """An engine, the prompts that it completes of a micro-batch, and the micro-batch with its completions."""
 
     engine: Engine
     sampling: Sampling
-    prompts: Callable[[Any], list[list[int]]]
-    batch: Callable[[Any, list[list[int]], list[Generated]], Any]
+    prompts: Callable[[MicroBatch], list[list[int]]]
+    batch: Callable[[MicroBatch, list[list[int]], list[Generated]], MicroBatch]
 
 
 @dataclass(frozen=True)
@@ -81,11 +93,11 @@ class GeneratedCompletions:
         draws = np.random.default_rng([seed, step]).random(count).tolist()
         return [self.student if draw < self.lmbda else self.teacher for draw in draws]
 
-    def replaced(self, batches: Sequence[Any], step: int, model: Any) -> list[Any]:
+    def replaced(self, batches: Sequence[MicroBatch], step: int, model: nn.Module) -> list[MicroBatch]:
         """The micro-batches of an optimiser step; `model` is the student's, with its present weights."""
-        found, writers = list(batches), self.writers(step, len(batches))
+        replaced, writers = list(batches), self.writers(step, len(batches))
         for writer in (self.student, self.teacher):
-            turns = [turn for turn, each in enumerate(writers) if writer is not None and each is writer]
+            turns = [turn for turn, chosen in enumerate(writers) if chosen is writer]
             if writer is None or not turns:
                 continue
             if writer is self.student:
@@ -99,9 +111,9 @@ class GeneratedCompletions:
             flat = [prompt for turn in turns for prompt in prompts[turn]]
             completions = iter(writer.engine.generate(flat, writer.sampling, streams=streams))
             for turn in turns:
-                own = list(islice(completions, len(prompts[turn])))
-                found[turn] = writer.batch(batches[turn], prompts[turn], own)
-        return found
+                answers = list(islice(completions, len(prompts[turn])))
+                replaced[turn] = writer.batch(batches[turn], prompts[turn], answers)
+        return replaced
 
 
 def prompt_lengths(dataset: Dataset) -> np.ndarray:
@@ -134,11 +146,11 @@ def prompts_of(rows: Mapping[str, Tensor]) -> list[list[int]]:
     return prompts
 
 
-def completed(batch: Mapping[str, Any], prompts: list[list[int]], completions: list[Generated]) -> dict[str, Tensor]:
+def completed(batch: MicroBatch, prompts: list[list[int]], completions: list[Generated]) -> dict[str, Tensor]:
     """The prompts of a batch with one completion each, of the same teachers."""
-    rows = [(prompt, [each.ids]) for prompt, each in zip(prompts, completions, strict=True)]
-    own = {TEACHER: batch[TEACHER]} if TEACHER in batch else {}
-    return {**completion_batch(rows, prefix_sharing=False), **own}
+    rows = [(prompt, [completion.ids]) for prompt, completion in zip(prompts, completions, strict=True)]
+    teachers = {TEACHER: batch[TEACHER]} if TEACHER in batch else {}
+    return {**completion_batch(rows, prefix_sharing=False), **teachers}
 
 
 KEPT_COLUMNS = (*TEACHER_COLUMNS, TEACHER, PROMPT_ALONE)
@@ -171,7 +183,7 @@ def gkd_sets(
     return sft_sets(args, policy, formatting_func, sets, keep_end=True, keep_columns=KEPT_COLUMNS, prompts_alone=alone)
 
 
-def _sets(train: Any, evaluation: Any) -> dict[str, Any]:
+def _sets(train: RowSet | None, evaluation: RowSet | Mapping[str, RowSet] | None) -> dict[str, RowSet | None]:
     """The data sets of a trainer by name."""
     return {"train": train, **(evaluation if isinstance(evaluation, Mapping) else {"eval": evaluation})}
 
@@ -210,22 +222,16 @@ class GKDTrainer(LegacyGKD, SFTTrainer):
     args: GKDConfig
 
     def __init__(
-        self,
-        model: str | PreTrainedModel | nn.Module | None = None,
-        teacher_model: str | PreTrainedModel | nn.Module | Mapping[str, Any] | None = None,
-        args: GKDConfig | None = None,
-        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
+        self, model: str | PreTrainedModel | nn.Module | None = None,
+        teacher_model: AnyTeacher | None = None, args: GKDConfig | None = None,
+        data_collator: DataCollator | None = None, train_dataset: AnyDataset | None = None,
+        eval_dataset: EvalDatasets | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        compute_metrics: Callable[..., dict[str, Any]] | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
+        compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
+        callbacks: list[TrainerCallback] | None = None, optimizers: Optimizers = (None, None),
         preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
-        peft_config: Any | None = None,
-        formatting_func: Callable[[dict[str, Any]], Any] | None = None,
-        **older: Any,
-    ) -> None:
+        peft_config: AdapterConfig = None, formatting_func: FormattingFunction | None = None, **older: Any,
+    ) -> None:  # fmt: skip
         if older.pop("compute_loss_func", None) is not None:
             raise TypeError("compute_loss_func is another loss than the divergence of GKD. Leave it out.")
         super().__init__(
@@ -237,8 +243,8 @@ class GKDTrainer(LegacyGKD, SFTTrainer):
         if self.with_images:
             raise ValueError("GKD trains on text, got rows with images. Take the columns of images out.")
         self.method = GKDMethod(args)
-        given: Any = teacher_model or args.teacher_model_server_url or args.teacher_model_name_or_path
-        self.teacher = self._make_teacher(given, tokenizer, rows=(train_dataset, eval_dataset))
+        teacher: Any = teacher_model or args.teacher_model_server_url or args.teacher_model_name_or_path
+        self.teacher = self._make_teacher(teacher, tokenizer, rows=(train_dataset, eval_dataset))
         if args.seq_kd and self.teacher.model is None:
             raise ValueError(
                 "seq_kd=True needs a teacher that generates: a model other than the student's base. Pass teacher_model, or set "
@@ -252,7 +258,9 @@ class GKDTrainer(LegacyGKD, SFTTrainer):
         """The data sets, of which rows are tokenised."""
         return gkd_sets(args, policy, formatting_func, GKDSets)
 
-    def _make_teacher(self, given: Any, tokenizer: Any, *, rows: Sequence[Any]) -> Teacher:
+    def _make_teacher(
+        self, given: AnyTeacher | None, tokenizer: PreTrainedTokenizerBase, *, rows: Sequence[Any]
+    ) -> Teacher:
         """The teacher: servers, columns of the `rows` as they were given (without another teacher), or a model."""
         args, student = self.args, self.model
         assert student is not None
@@ -301,11 +309,11 @@ class GKDTrainer(LegacyGKD, SFTTrainer):
         """What generates the teacher's."""
         return self._writer(self.teacher.model, self._tokenizer)
 
-    def _writer(self, model: Any, tokenizer: Any) -> Writer:
+    def _writer(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Writer:
         engine = TransformersEngine(model, tokenizer=tokenizer, accelerator=self.accelerator)
         return Writer(engine, self.sampling(without_wrappers(model), tokenizer), self._prompts, completed)
 
-    def sampling(self, model: Any, tokenizer: Any) -> Sampling:
+    def sampling(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Sampling:
         """How a model's completions are drawn."""
         return Sampling(
             max_new_tokens=self.args.max_new_tokens,
@@ -315,20 +323,22 @@ class GKDTrainer(LegacyGKD, SFTTrainer):
             vocabulary=self.vocabulary_of(tokenizer),
         )
 
-    def vocabulary_of(self, tokenizer: Any) -> int | None:
+    def vocabulary_of(self, tokenizer: PreTrainedTokenizerBase) -> int | None:
         """How many token ids completions may have: those that the student and all models that teach it have."""
         return min(self.scorer.vocabulary, self.teacher.vocabulary or self.scorer.vocabulary)
 
-    def _prompts(self, batch: Mapping[str, Any]) -> list[list[int]]:
+    def _prompts(self, batch: MicroBatch) -> list[list[int]]:
         return prompts_of({**batch, **self.scorer.padded_inputs(batch)})
 
     def _check_lengths(self) -> None:
         """`check_side` of the training set. Rows of streams are not known before."""
-        dataset, teacher = self.train_dataset, without_wrappers(self.teacher.model or self.model)
+        dataset, student = self.train_dataset, self.model
+        assert student is not None
         if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names:
-            self.check_side(dataset, [self.model, *([teacher] if self.args.seq_kd else [])], teacher)
+            teacher = without_wrappers(self.teacher.model or student)
+            self.check_side(dataset, [student, *([teacher] if self.args.seq_kd else [])], teacher)
 
-    def check_side(self, dataset: Dataset, writers: Sequence[Any], reader: Any) -> None:
+    def check_side(self, dataset: Dataset, writers: Sequence[nn.Module], reader: nn.Module) -> None:
         """Raise ValueError for rows that the `reader` has no positions for, and, if completions are generated, without
         a prompt or with one that fills the context of one of the `writers`.
         """
@@ -357,8 +367,8 @@ class GKDTrainer(LegacyGKD, SFTTrainer):
         """The micro-batches of an optimiser step, some with sampled completions, and their count."""
         batches: Any = list(islice(epoch_iterator, num_batches))
         if self._generated is not None and batches:
-            step, model = self.state.global_step, self.model_wrapped
-            batches = self._generated.replaced(batches, step, model)
+            assert self.model_wrapped is not None
+            batches = self._generated.replaced(batches, self.state.global_step, self.model_wrapped)
         if isinstance(self.teacher, TeacherServers) and batches:
             batches = self.teacher.filled(batches, self.scorer.padded_inputs)
         return super().get_batch_samples(iter(batches), num_batches, device)

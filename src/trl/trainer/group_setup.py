@@ -8,9 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
 from datasets import Dataset, IterableDataset
+from torch import nn
 
-from trl.agents.completer import AgentCompleter
+from trl.agents.completer import Agent, AgentCompleter
 from trl.agents.endpoint import check_host
 from trl.agents.environments import EnvironmentAgent, with_prompts
 from trl.agents.journal import Journal
@@ -19,6 +21,7 @@ from trl.agents.tool_loop import ToolLoop
 from trl.agents.tools import tools_of
 from trl.data.image_rows import has_images
 from trl.data.prompts import PromptPreparation, PromptSets
+from trl.data.rendering import Json
 from trl.data.streaming import RowStream
 from trl.generation.engine import Sampling
 from trl.generation.teacher_servers import served_teacher
@@ -30,19 +33,26 @@ from trl.generation.vllm.server_engine import Served, VLLMServerEngine, check_se
 from trl.models.parts import embedded_tokens
 from trl.models.policy import Policy
 from trl.models.reference import Reference, make_reference
-from trl.models.teacher import make_teacher, own_teacher
+from trl.models.teacher import Teacher, make_teacher, own_teacher
 from trl.options.checks import json_object, warn_unread
 from trl.options.generation import AGENT_SETTINGS, TOOL_SETTINGS
 from trl.rewards.functions import column_reward
-from trl.rewards.source import RewardSources
+from trl.rewards.source import ProcessingClasses, RewardFunc, RewardSources
 from trl.rollouts.maker import Completer, check_completer
 from trl.rollouts.rollout_func import check_rollout_func
 from trl.rollouts.schedule import RolloutSizes
 from trl.trainer.group_images import ImagePromptSets
 from trl.trainer.grpo_config import GroupTraining, RolloutTraining
 
+AnyDataset = Dataset | IterableDataset
+AnySets = AnyDataset | Mapping[str, AnyDataset] | None
+RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
+RewardFuncs = RewardFunc | Sequence[RewardFunc] | None
+Tools = Sequence[Callable[..., Any]]
+Environments = Callable[[], object] | Mapping[str, Callable[[], object]]
 
-def has_completer(rollout_func: Any, completer: Completer | None) -> bool:
+
+def has_completer(rollout_func: RolloutFunc | None, completer: Completer | None) -> bool:
     """Whether something else than the policy completes prompts. Raises: TypeError or ValueError for what cannot."""
     if rollout_func is not None:
         check_rollout_func(rollout_func)
@@ -54,11 +64,11 @@ def has_completer(rollout_func: Any, completer: Completer | None) -> bool:
 
 
 def prompt_sets(
-    args: RolloutTraining, policy: Policy, *datasets: Any, tools: Any = None, own: bool = True
+    args: RolloutTraining, policy: Policy, *datasets: AnySets, tools: list[Json] | None = None, by_policy: bool = True
 ) -> PromptSets:
     """The preparation of data sets; with images where one of `datasets` (or of dicts of them) has some.
 
-    `tools` are the schemas that prompts show; `own` is False for a rollout_func or completer.
+    `tools` are the schemas that prompts show; `by_policy` is False for a rollout_func or completer.
 
     Raises: ImportError, TypeError or ValueError for settings and models that cannot train on rows with images.
     """
@@ -69,19 +79,19 @@ def prompt_sets(
         template_kwargs=args.chat_template_kwargs,  # type: ignore[arg-type]
         tools=tools,
     )
-    length = rollout_window(args, policy) if own else context_length_of(policy.model)
+    length = rollout_window(args, policy) if by_policy else context_length_of(policy.model)
     limits: Any = {"context_length": length, "room": ("max_completion_length", args.max_completion_length)}
     if has_images(*datasets):
-        if args.use_vllm or not own:
+        if args.use_vllm or not by_policy:
             raise ValueError(
-                f"{'use_vllm=True' if own else 'a rollout_func or completer'} was given with rows of images, expected that the policy itself "
+                f"{'use_vllm=True' if by_policy else 'a rollout_func or completer'} was given with rows of images, expected that the policy itself "
                 "generates. Leave it out, or remove the column of images to train on text."
             )
         return ImagePromptSets(policy, settings, **limits)
     return PromptSets(policy.processing_class, settings, **limits)
 
 
-def training_prompts(sets: PromptSets, dataset: Any, args: RolloutTraining) -> Dataset | RowStream:
+def training_prompts(sets: PromptSets, dataset: AnyDataset | None, args: RolloutTraining) -> Dataset | RowStream:
     """The rows that a trainer of groups draws its prompts from.
 
     Raises: TypeError or ValueError for no data set of prompts, and for a stream with settings that need its length.
@@ -90,9 +100,9 @@ def training_prompts(sets: PromptSets, dataset: Any, args: RolloutTraining) -> D
         return sets(dataset, "train")
     resamples = isinstance(args, GroupTraining) and args.dynamic_sampling
     if args.max_steps <= 0 or resamples:
-        given = "dynamic_sampling=True" if resamples else f"max_steps={args.max_steps}"
+        setting = "dynamic_sampling=True" if resamples else f"max_steps={args.max_steps}"
         raise ValueError(
-            f"train dataset is a stream, which needs max_steps > 0 and dynamic_sampling=False, got {given}. Change it, or load "
+            f"train dataset is a stream, which needs max_steps > 0 and dynamic_sampling=False, got {setting}. Change it, or load "
             "the data set without streaming."
         )
     seed = args.seed if args.data_seed is None else args.data_seed
@@ -101,9 +111,9 @@ def training_prompts(sets: PromptSets, dataset: Any, args: RolloutTraining) -> D
 
 def rollout_window(args: RolloutTraining, policy: Policy) -> int | None:
     """The most tokens of prompt and completion, of the model and vLLM; None for no limit."""
-    given = getattr(args, "vllm_max_model_length", None) if args.use_vllm else None
-    found = given, policy.context_length
-    return context_length_of(policy.model, min((each for each in found if each is not None), default=None))
+    served = getattr(args, "vllm_max_model_length", None) if args.use_vllm else None
+    lengths = [length for length in (served, policy.context_length) if length is not None]
+    return context_length_of(policy.model, min(lengths, default=None))
 
 
 def sampling_of(args: RolloutTraining, policy: Policy) -> Sampling:
@@ -155,9 +165,15 @@ def with_served_window(policy: Policy, args: RolloutTraining, served: Served) ->
 
 
 def engine_of(
-    args: RolloutTraining, model: Any, policy: Policy, accelerator: Any, *, served: Served | None = None
+    args: RolloutTraining,
+    model: nn.Module | None,
+    policy: Policy,
+    accelerator: Accelerator,
+    *,
+    served: Served | None = None,
 ) -> TransformersEngine | VLLMEngine | VLLMServerEngine:
     """The engine: vLLM in the server that was found or in this process, or the policy itself."""
+    assert model is not None
     if served is not None:
         return VLLMServerEngine(
             model,
@@ -181,7 +197,9 @@ def engine_of(
     return VLLMEngine(model, settings=settings, **parts)
 
 
-def reference_of(args: RolloutTraining, policy: Policy, model: Any, ref_model: Any = None) -> Reference | None:
+def reference_of(
+    args: RolloutTraining, policy: Policy, model: str | nn.Module, ref_model: str | nn.Module | None = None
+) -> Reference | None:
     """The reference: `ref_model`, a copy of the policy, or the base of its adapter; None for beta = 0.
 
     Raises: ValueError for a `ref_model` that would have no effect.
@@ -198,7 +216,9 @@ def reference_of(args: RolloutTraining, policy: Policy, model: Any, ref_model: A
     return make_reference(policy.model, policy.scorer, ref_model, args=args, path=path)
 
 
-def group_rewards(reward_funcs: Any, processing_classes: Any, args: RolloutTraining, policy: Policy) -> RewardSources:
+def group_rewards(
+    reward_funcs: RewardFuncs, processing_classes: ProcessingClasses, args: RolloutTraining, policy: Policy
+) -> RewardSources:
     """The reward sources of groups; a method without rewards has one that returns 0.
 
     Raises: ValueError without any, and for a judge that would not see all completions of a prompt.
@@ -219,20 +239,26 @@ def group_rewards(reward_funcs: Any, processing_classes: Any, args: RolloutTrain
 
 
 def reward_sources(
-    reward_funcs: Any, processing_classes: Any, args: Any, policy: Policy, *, batch_size: int, **more: Any
+    reward_funcs: RewardFuncs,
+    processing_classes: ProcessingClasses,
+    args: Any,
+    policy: Policy,
+    *,
+    batch_size: int,
+    **more: Any,
 ) -> RewardSources:
     """The reward sources, of a config with the options of `RewardPolicy`; `more` are further arguments of
     `RewardSources`.
 
     Raises: ValueError without any.
     """
-    given = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
-    if not given or any(each is None for each in given):
+    functions: Any = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+    if not functions or any(function is None for function in functions):
         raise ValueError(
             f"reward_funcs is {reward_funcs!r}, expected functions, reward models or their paths. Pass at least one."
         )
     return RewardSources(
-        given,
+        functions,
         weights=args.reward_weights,
         processing_classes=processing_classes,
         deadline=args.reward_deadline,
@@ -243,12 +269,14 @@ def reward_sources(
     )
 
 
-def no_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
+def no_reward(completions: Sequence[object], **columns: object) -> list[float]:
     """0 for each completion."""
     return [0.0] * len(completions)
 
 
-def teacher_of(teacher: Any, args: RolloutTraining, policy: Policy, *, needed: bool) -> Any:
+def teacher_of(
+    teacher: str | nn.Module | Mapping[str, object] | None, args: RolloutTraining, policy: Policy, *, needed: bool
+) -> Teacher | None:
     """The teacher that was passed, or that the config names, or one made of the policy; None where none is needed.
 
     Raises: ValueError without a teacher, or with one that would have no effect.
@@ -256,22 +284,22 @@ def teacher_of(teacher: Any, args: RolloutTraining, policy: Policy, *, needed: b
     if kind := getattr(args, "teacher_model_kind", None):
         return own_teacher(kind, policy.model, policy.scorer)
     names = ("teacher_model_server_url", "teacher_model_name_or_path")
-    given = teacher or next(filter(None, (getattr(args, name, None) for name in names)), None)
-    if isinstance(given, Mapping) or (isinstance(given, str) and given.lstrip().startswith("{")):
-        names = list(given if isinstance(given, Mapping) else json_object("teacher_model", given) or ())
+    teacher = teacher or next(filter(None, (getattr(args, name, None) for name in names)), None)
+    if isinstance(teacher, Mapping) or (isinstance(teacher, str) and teacher.lstrip().startswith("{")):
+        names = list(teacher if isinstance(teacher, Mapping) else json_object("teacher_model", teacher) or ())
         raise ValueError(
             f"teacher_model has several teachers, {names}, which prompts do not choose "
             "among. Give one teacher, or use GKDTrainer, where rows choose."
         )
     if hasattr(args, names[0]):
         size = embedded_tokens(policy.scorer.core)
-        served = served_teacher(given, args, policy.tokenizer, vocabulary=size)
+        served = served_teacher(teacher, args, policy.tokenizer, vocabulary=size)
         if served is not None:
             return served
     if needed:
         kwargs: Any = getattr(args, "teacher_model_init_kwargs", None)
-        return make_teacher(given, kwargs, policy.model, policy.tokenizer, scorer=policy.scorer)
-    if given is not None:
+        return make_teacher(teacher, kwargs, policy.model, policy.tokenizer, scorer=policy.scorer)
+    if teacher is not None:
         raise ValueError(
             "teacher_model was given with teacher_kl_coef=0, which learns nothing from it. Set teacher_kl_coef (1.0, say), or "
             "leave the teacher out."
@@ -280,8 +308,15 @@ def teacher_of(teacher: Any, args: RolloutTraining, policy: Policy, *, needed: b
 
 
 def agent_completer(
-    agent: Any, environment_factory: Any, args: RolloutTraining, policy: Policy, *, rewards: Any, **other: Any
-) -> Any:
+    agent: Agent | None,
+    environment_factory: Environments | None,
+    args: RolloutTraining,
+    policy: Policy,
+    *,
+    rewards: RewardFuncs,
+    tools: Tools | None,
+    **other: object,
+) -> AgentCompleter | None:
     """The agent of a run, or its environments as one; None for neither. `other` are what they exclude, by name.
 
     Environments may have `tools` beside their own, and need `rewards` if they give none.
@@ -293,30 +328,32 @@ def agent_completer(
         return None
     name = "environment_factory" if agent is None else "agent"
     if agent is not None:
-        other["environment_factory"] = environment_factory
-    tools = other.pop("tools") if agent is None else None
-    if agent is None and isinstance(args, GroupTraining) and args.generation_parts > 1:
+        other = {"tools": tools, **other, "environment_factory": environment_factory}
+    elif isinstance(args, GroupTraining) and args.generation_parts > 1:
         other["generation_parts > 1"] = True
     other["ds3_gather_for_generation=False"] = not (args.ds3_gather_for_generation or args.use_vllm)
-    if given := [name for name, each in other.items() if each]:
-        raise ValueError(f"{name} cannot be combined with {', '.join(given)}. Leave one of them out.")
-    if agent is not None and not (find_spec("fastapi") and find_spec("uvicorn")):
-        raise ImportError("agent needs a server. Install it with `pip install 'trl[serve]'`.")
-    if agent is not None:
-        check_host(args.agent_host)
+    if excluded := [name for name, is_given in other.items() if is_given]:
+        raise ValueError(f"{name} cannot be combined with {', '.join(excluded)}. Leave one of them out.")
     kwargs: Any = {"template_kwargs": args.chat_template_kwargs}
     length, folder, environments = None, None, list[type]()
-    if agent is None:
-        limits = {"iterations": args.max_tool_calling_iterations, "deadline": args.tool_deadline}
-        given = environment_factory, policy.processing_class, tools or ()
-        agent = EnvironmentAgent(*given, keeps=bool(rewards), **limits, **kwargs)
+    if agent is not None:
+        if not (find_spec("fastapi") and find_spec("uvicorn")):
+            raise ImportError("agent needs a server. Install it with `pip install 'trl[serve]'`.")
+        check_host(args.agent_host)
+        player: Agent | EnvironmentAgent = agent
+    else:
+        assert environment_factory is not None
+        player = EnvironmentAgent(
+            environment_factory, policy.processing_class, tools or (), keeps=bool(rewards),
+            iterations=args.max_tool_calling_iterations, deadline=args.tool_deadline, **kwargs,
+        )  # fmt: skip
         if rewards:  # which read them
-            environments = [type(one) for one in agent.made]
+            environments = [type(environment) for environment in player.made]
         length = args.max_completion_length
     if args.save_strategy != "no" or args.agent_keep_sessions:
         folder = Path(args.output_dir or ".") / "sessions"
     return AgentCompleter(
-        agent,
+        player,
         policy.processing_class,
         Budget(args.agent_max_turns, args.agent_max_tokens, length=length),
         concurrency=args.agent_concurrency,
@@ -329,23 +366,22 @@ def agent_completer(
     )
 
 
-def agent_rewards(reward_funcs: Any, agents: Any) -> list[Any]:
+def agent_rewards(reward_funcs: RewardFuncs, agents: AgentCompleter) -> list[RewardFunc]:
     """The reward sources of a run with an agent: its own come last. Raises: ValueError for none."""
-    given = [] if reward_funcs is None else reward_funcs
-    several = given if isinstance(given, (list, tuple)) else [given]
-    every = [*several, *map(column_reward, agents.reward_names)]
-    if not every:
+    functions: Any = [] if reward_funcs is None else reward_funcs
+    functions = functions if isinstance(functions, (list, tuple)) else [functions]
+    if not functions and not agents.reward_names:
         raise ValueError("there are no reward_funcs, and no environment has get_reward. Give one of them.")
-    return every
+    return [*functions, *map(column_reward, agents.reward_names)]
 
 
-def environment_rows(agents: Any, dataset: Any) -> Any:
+def environment_rows(agents: Completer | None, dataset: Any) -> Any:
     """A data set, or several by name, in the form of the run: with agents and environments each row has a prompt.
 
     Raises: ValueError for rows that do not fit the environments.
     """
     if isinstance(dataset, dict):
-        return {name: environment_rows(agents, each) for name, each in dataset.items()}
+        return {name: environment_rows(agents, rows) for name, rows in dataset.items()}
     if not isinstance(agents, AgentCompleter):
         return dataset
     if agents.environments is not None:
@@ -364,11 +400,7 @@ def seed_rows(args: RolloutTraining, sizes: RolloutSizes) -> Dataset:
 
 
 def tool_completer(
-    tools: Sequence[Callable[..., Any]] | None,
-    args: RolloutTraining,
-    policy: Policy,
-    *datasets: Any,
-    rollout_func: Any = None,
+    tools: Tools | None, args: RolloutTraining, policy: Policy, *datasets: AnySets, generates: bool = False
 ) -> ToolLoop | None:
     """The tools of a run on some data sets (or dicts of them); None for none.
 
@@ -378,17 +410,19 @@ def tool_completer(
     if not tools:
         warn_unread(args, TOOL_SETTINGS, "without tools. Pass tools to the trainer, or leave it out")
         return None
-    found = tools_of(tools)
+    functions = tools_of(tools)
     unsupported = {
         "images in the data set": has_images(*datasets),
-        "a rollout_func or completer, which generates itself": rollout_func is not None,
+        "a rollout_func or completer, which generates itself": generates,
         "ds3_gather_for_generation=False without vLLM": not (args.ds3_gather_for_generation or args.use_vllm),
     }
-    if given := [name for name, is_given in unsupported.items() if is_given]:
-        raise ValueError(f"tools={list(found)} cannot be combined with {', '.join(given)}. Leave one of them out.")
+    if excluded := [name for name, is_given in unsupported.items() if is_given]:
+        raise ValueError(
+            f"tools={list(functions)} cannot be combined with {', '.join(excluded)}. Leave one of them out."
+        )
     return ToolLoop(
         policy.processing_class,
-        found,
+        functions,
         template_kwargs=args.chat_template_kwargs,  # type: ignore[arg-type]
         iterations=args.max_tool_calling_iterations,
         deadline=args.tool_deadline,

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import ClassVar
 
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from transformers import (
+    DataCollator,
+    EvalPrediction,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    TrainerCallback,
+)
 
 from trl._lazy import attach
+from trl.agents.completer import Agent
 from trl.data.image_rows import has_images
 from trl.generation.engine import Engine
 from trl.generation.transformers.mixture import MixtureEngine, TurnsEngine
 from trl.legacy.text_data import LegacyPromptRows
 from trl.methods.online_dpo import OnlineDPOMethod
+from trl.models.peft import AdapterConfig
 from trl.options.groups import names_checked
-from trl.options.training import config_or_default
+from trl.options.training import Optimizers, config_or_default
 from trl.reporting.model_card import Paper
 from trl.rewards.judge_source import comparison_source
 from trl.rewards.judges import BasePairwiseJudge
+from trl.rewards.source import ProcessingClasses
+from trl.trainer.group_setup import AnyDataset, Environments, RewardFuncs, Tools
 from trl.trainer.online_dpo_config import OnlineDPOConfig
-from trl.trainer.online_trainer import AnyDataset, OnlineTrainer
+from trl.trainer.online_trainer import OnlineTrainer
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
@@ -62,42 +73,34 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
 
     @names_checked
     def __init__(
-        self,
-        model: str | nn.Module | PreTrainedModel | None = None,
+        self, model: str | nn.Module | PreTrainedModel | None = None,
         ref_model: PreTrainedModel | nn.Module | str | None = None,
-        reward_funcs: Any | Sequence[Any] | None = None,
-        judge: BasePairwiseJudge | None = None,
-        args: OnlineDPOConfig | None = None,
-        data_collator: Any = None,
-        train_dataset: AnyDataset | None = None,
-        eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
+        reward_funcs: RewardFuncs = None, judge: BasePairwiseJudge | None = None,
+        args: OnlineDPOConfig | None = None, data_collator: DataCollator | None = None,
+        train_dataset: AnyDataset | None = None, eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        reward_processing_classes: Any | None = None,
-        peft_config: Any | None = None,
-        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
-        tools: Sequence[Callable[..., Any]] | None = None,
-        agent: Any = None,
-        environment_factory: Any = None,
-    ) -> None:
+        reward_processing_classes: ProcessingClasses = None, peft_config: AdapterConfig = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
+        callbacks: list[TrainerCallback] | None = None, optimizers: Optimizers = (None, None),
+        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None, tools: Tools | None = None,
+        agent: Agent | None = None, environment_factory: Environments | None = None,
+    ) -> None:  # fmt: skip
         unread = {
             "data_collator": data_collator,
             "compute_metrics": compute_metrics,
             "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
         }
-        if given := [name for name, value in unread.items() if value is not None]:
+        if names := [name for name, value in unread.items() if value is not None]:
             raise TypeError(
-                f"{self._name} trains on its own completions and does not use {' and '.join(given)}. Leave it out."
+                f"{self._name} trains on its own completions and does not use {' and '.join(names)}. Leave it out."
             )
         args = config_or_default(args, self.config_type, self._tag_names[-1])  # type: ignore[assignment]
         assert isinstance(args, OnlineDPOConfig)
         has_agent = agent is not None or environment_factory is not None
         wrong = {"tools": tools, "images": has_images(train_dataset, eval_dataset), "an agent": has_agent}
-        if self.has_opponent and (given := [name for name in wrong if wrong[name]]):
+        if self.has_opponent and (names := [name for name in wrong if wrong[name]]):
             raise ValueError(
-                f"{self._name} generates with an opponent on prompts of text alone, got {given[0]}. Leave them out, or "
+                f"{self._name} generates with an opponent on prompts of text alone, got {names[0]}. Leave them out, or "
                 "use OnlineDPOTrainer."
             )
         if has_agent and (judge or args.judge):
@@ -107,20 +110,9 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
             sources, managed = comparison_source(reward_funcs, judge, args)
         super().__init__(
             model,  # type: ignore[arg-type]
-            sources,
-            args,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            reward_processing_classes,
-            callbacks,
-            optimizers,
-            peft_config,
-            tools,
-            ref_model=ref_model,
-            agent=agent,
-            environment_factory=environment_factory,
-        )
+            sources, args, train_dataset, eval_dataset, processing_class, reward_processing_classes, callbacks,
+            optimizers, peft_config, tools, ref_model=ref_model, agent=agent, environment_factory=environment_factory,
+        )  # fmt: skip
         if args.missing_eos_penalty is not None and not self.rollouts.sampling.stop_token_ids:
             raise ValueError(
                 f"missing_eos_penalty={args.missing_eos_penalty} needs an end token, tokenizer and model have none. Set eos_token of the "

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from trl.agents.completer import Agent, AgentCompleter
@@ -24,27 +21,20 @@ from trl.generation.vllm.server_engine import Served, VLLMServerEngine
 from trl.methods.method import Batch, Scoring
 from trl.methods.online import GroupMethod, OnlineMethod
 from trl.models.parts import causal_core, check_decoder_only, embedded_tokens
+from trl.models.peft import AdapterConfig
 from trl.models.policy import Policy, set_up_policy
 from trl.models.reference import Reference
 from trl.models.scoring.causal import Scorer
 from trl.models.scoring.head import ScoreOptions
 from trl.models.switches import without_ddp
 from trl.models.teacher import Teacher
-from trl.rewards.source import ProcessingClasses, RewardFunc, RewardSources
+from trl.rewards.source import ProcessingClasses, RewardSources
 from trl.rollouts.experience import OLD, REF, SAMPLING_LOGPS, STUDENT, TEACHER, VALUES, Experience
 from trl.rollouts.maker import Completer
 from trl.rollouts.schedule import RolloutSizes
 from trl.trainer import group_setup
+from trl.trainer.group_setup import AnyDataset, Environments, RewardFuncs, RolloutFunc, Tools
 from trl.trainer.grpo_config import RolloutTraining
-
-if TYPE_CHECKING:
-    from peft import PeftConfig
-
-AnyDataset = Dataset | IterableDataset
-RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
-Tools = Sequence[Callable[..., Any]]
-Environments = Callable[[], object] | Mapping[str, Callable[[], object]]
-Optimizers = tuple[Optimizer | None, LRScheduler | None]
 
 
 @dataclass(frozen=True)
@@ -75,15 +65,15 @@ class OnlineParts:
 
 def online_parts(
     args: RolloutTraining, method_type: type[GroupMethod], model: str | nn.Module | PreTrainedModel, *,
-    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None, peft_config: PeftConfig | None,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None, peft_config: AdapterConfig,
     train_dataset: AnyDataset | None, eval_dataset: AnyDataset | dict[str, AnyDataset] | None,
-    reward_funcs: RewardFunc | Sequence[RewardFunc] | None, reward_processing_classes: ProcessingClasses,
+    reward_funcs: RewardFuncs, reward_processing_classes: ProcessingClasses,
     tools: Tools | None, rollout_func: RolloutFunc | None, teacher_model: str | nn.Module | PreTrainedModel | None,
     ref_model: str | nn.Module | PreTrainedModel | None, agent: Agent | None,
     environment_factory: Environments | None, completer: Completer | None,
 ) -> OnlineParts:  # fmt: skip
     """The parts, of the arguments of `OnlineTrainer`. Raises: TypeError, ValueError for what does not fit together."""
-    own = not group_setup.has_completer(rollout_func, completer)
+    by_policy = not group_setup.has_completer(rollout_func, completer)
     served = group_setup.check_engine(args)
     assert args.num_generations is not None
     sizes = replace(args.rollout_sizes(), group=args.num_generations)
@@ -103,11 +93,9 @@ def online_parts(
     rewards = group_setup.group_rewards(reward_funcs, reward_processing_classes, args, policy)
     tool_loop = None
     if environment_factory is None:
-        tool_loop = group_setup.tool_completer(
-            tools, args, policy, rows, eval_rows, rollout_func=rollout_func or completer
-        )
+        tool_loop = group_setup.tool_completer(tools, args, policy, rows, eval_rows, generates=not by_policy)
     schemas = tool_loop.schemas if tool_loop else None
-    sets = group_setup.prompt_sets(args, policy, rows, eval_rows, tools=schemas, own=own)
+    sets = group_setup.prompt_sets(args, policy, rows, eval_rows, tools=schemas, by_policy=by_policy)
     reference = group_setup.reference_of(args, policy, model, ref_model)
     method = method_type(args)
     teacher = group_setup.teacher_of(teacher_model, args, policy, needed=method.needs_teacher)

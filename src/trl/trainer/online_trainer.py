@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset
@@ -24,14 +24,15 @@ from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
 from trl.methods.method import Scoring
 from trl.methods.online import EQUAL_REWARDS, ROLLOUT, GroupMethod
+from trl.models.peft import AdapterConfig
 from trl.models.reference import Reference
 from trl.models.scoring.base import shares_prefix
 from trl.models.scoring.causal import Scored
 from trl.models.switches import undisturbed
 from trl.options.groups import names_checked
-from trl.options.training import config_or_default
+from trl.options.training import Optimizers, config_or_default
 from trl.rewards.models import place_reward_models
-from trl.rewards.source import ProcessingClasses, RewardFunc, RewardSources
+from trl.rewards.source import ProcessingClasses, RewardSources
 from trl.rollouts.experience import ADVANTAGE, MEAN_LENGTH, REWARD, Experience, load_rollout_batch, save_rollout_batch
 from trl.rollouts.maker import Completer, NumberedRows, Prompts, RolloutMaker
 from trl.rollouts.measures import local_rows, of_all_processes, split_extremes
@@ -43,24 +44,13 @@ from trl.tensors.reduce import LossTerms, Weighted
 from trl.trainer import group_setup
 from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.group_images import PromptImages
+from trl.trainer.group_setup import AnyDataset, Environments, RewardFuncs, RolloutFunc, Tools
 from trl.trainer.grpo_config import GroupTraining, RolloutTraining
 from trl.trainer.inherited import settle_inherited
 from trl.trainer.loaders import order_seed
-from trl.trainer.online_parts import (
-    AnyDataset,
-    Environments,
-    Optimizers,
-    RolloutFunc,
-    Tools,
-    columns_to_score,
-    online_parts,
-    score_rows,
-)
+from trl.trainer.online_parts import columns_to_score, online_parts, score_rows
 from trl.trainer.run_metrics import ends_window
 from trl.trainer.samples import ShownCompletions, show_sample
-
-if TYPE_CHECKING:
-    from peft import PeftConfig
 
 logger = logging.getLogger(__name__)
 
@@ -100,12 +90,12 @@ class OnlineTrainer(BaseTrainer):
 
     @names_checked
     def __init__(
-        self, model: str | nn.Module | PreTrainedModel, reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
+        self, model: str | nn.Module | PreTrainedModel, reward_funcs: RewardFuncs = None,
         args: RolloutTraining | None = None, train_dataset: AnyDataset | None = None,
         eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         reward_processing_classes: ProcessingClasses = None, callbacks: list[TrainerCallback] | None = None,
-        optimizers: Optimizers = (None, None), peft_config: PeftConfig | None = None, tools: Tools | None = None,
+        optimizers: Optimizers = (None, None), peft_config: AdapterConfig = None, tools: Tools | None = None,
         rollout_func: RolloutFunc | None = None, teacher_model: str | nn.Module | PreTrainedModel | None = None,
         ref_model: str | nn.Module | PreTrainedModel | None = None, agent: Agent | None = None,
         environment_factory: Environments | None = None, completer: Completer | None = None,

@@ -11,6 +11,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import GradientState
 from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trl.data.step_inputs import TokenLimits
@@ -42,7 +43,7 @@ _CITATION = """@article{ziegler2019finetuning,
 _FACTS = ("learning_rate", "batch_size", "mini_batch_size", "ppo_epochs", "init_kl_coef", "kl_penalty", "seed")
 
 
-def check_parts(config: Any, model: Any, tokenizer: Any, unknown: Mapping[str, Any]) -> None:
+def check_parts(config: object, model: object, tokenizer: object, unknown: Mapping[str, object]) -> None:
     """Raise TypeError for a config, model or tokenizer of another kind, and for `unknown` arguments."""
     if unknown or not isinstance(config, PPOConfig):
         given = f"arguments {sorted(unknown)}" if unknown else type(config).__name__
@@ -65,25 +66,19 @@ class StepParts(NamedTuple):
     """What a step-level trainer is made of, prepared by accelerate."""
 
     accelerator: Accelerator
-    model: Any
+    model: Any  # as accelerate prepares it
     optimizer: Any
     lr_scheduler: Any
     scorer: Any
     reference: Reference
-    ref_model: Any
+    ref_model: nn.Module | None
     limits: TokenLimits
 
 
 def step_parts(
-    config: PPOConfig,
-    model: ModelWithValueHead,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    ref_model: Any,
-    optimizer: torch.optim.Optimizer | None,
-    lr_scheduler: Any,
-    num_shared_layers: int | None,
-) -> StepParts:
+    config: PPOConfig, model: ModelWithValueHead, tokenizer: PreTrainedTokenizerBase, *, ref_model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None, lr_scheduler: LRScheduler | None, num_shared_layers: int | None,
+) -> StepParts:  # fmt: skip
     """The parts of a trainer. Raises: TypeError, ValueError for what does not fit together."""
     accelerator = make_accelerator(config)
     config.is_encoder_decoder, config.is_peft_model = bool(model.config.is_encoder_decoder), bool(model.is_peft_model)
@@ -151,8 +146,8 @@ def _counting(config: PPOConfig) -> GradientAccumulationPlugin:
 
 
 def set_up_reference(
-    model: ModelWithValueHead, ref_model: Any, scorer: Any, shared: int | None
-) -> tuple[Reference, Any]:
+    model: ModelWithValueHead, ref_model: nn.Module | None, scorer: Any, shared: int | None
+) -> tuple[Reference, nn.Module | None]:
     """The reference, and the model that it is (None for the policy without its adapter).
 
     Without `ref_model` a policy with adapters is its own reference, any other is copied but for the first `shared`
@@ -175,7 +170,7 @@ def set_up_reference(
 
 
 def check_optimiser(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, scheduler: Any, learning_rate: float
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, scheduler: LRScheduler | None, learning_rate: float
 ) -> torch.optim.Optimizer:
     """The given optimiser, or Adam over the parameters that train.
 
@@ -203,7 +198,7 @@ def check_optimiser(
         raise ValueError(
             "model must have parameters that train, got none. Load its adapter with is_trainable=True, or give peft_config."
         )
-    fused = all(each.is_floating_point() and each.device.type in ("cpu", "cuda") for each in trained)
+    fused = all(weight.is_floating_point() and weight.device.type in ("cpu", "cuda") for weight in trained)
     return torch.optim.Adam(trained, lr=learning_rate, fused=fused)
 
 

@@ -8,16 +8,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import set_seed
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import DataCollator, PreTrainedTokenizerBase, set_seed
 
 from trl._lazy import attach
 from trl.collators.rows import pad_with_mask
+from trl.data.prepared_sets import RowSet
 from trl.data.step_inputs import QueryLoader, StepInputs, check_queries, check_step_inputs, make_loader
 from trl.models.policy import make_scorer
 from trl.models.setup import pad_token_id
 from trl.models.switches import empty_cache, holding, undisturbed, without_ddp
+from trl.models.value_head import ModelWithValueHead
 from trl.objectives.advantages import estimate_statistics, scale_scores, token_rewards
 from trl.objectives.kl import AdaptiveKLController, FixedKLController, kl_penalty, probability_ratio
 from trl.objectives.ppo import ppo_losses, whitened_estimates
@@ -63,21 +66,13 @@ class PPOTrainer(SavedPolicy):
     _gradient_is_used: bool = False
 
     def __init__(
-        self,
-        config: PPOConfig | None = None,
-        model: Any = None,
-        ref_model: Any = None,
-        tokenizer: Any = None,
-        dataset: Any = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        data_collator: Callable | None = None,
-        num_shared_layers: int | None = None,
-        lr_scheduler: Any = None,
-        training_data_collator: Callable | None = None,
-        *,
-        train_dataset: Any = None,
-        **unknown: Any,
-    ) -> None:
+        self, config: PPOConfig | None = None, model: ModelWithValueHead | None = None,
+        ref_model: nn.Module | None = None, tokenizer: PreTrainedTokenizerBase | None = None,
+        dataset: RowSet | None = None, optimizer: torch.optim.Optimizer | None = None,
+        data_collator: DataCollator | None = None, num_shared_layers: int | None = None,
+        lr_scheduler: LRScheduler | None = None, training_data_collator: DataCollator | None = None, *,
+        train_dataset: RowSet | None = None, **unknown: object,
+    ) -> None:  # fmt: skip
         ppo_setup.check_parts(config, model, tokenizer, unknown)
         if type(self).prepare_model_inputs is not PPOTrainer.prepare_model_inputs:
             raise TypeError(
@@ -87,7 +82,7 @@ class PPOTrainer(SavedPolicy):
         self._warn_once = WarnOnce()
         if training_data_collator is not None:
             self._warn_once("training_data_collator has no effect: responses are scored without padding.")
-        assert config is not None
+        assert config is not None and model is not None and tokenizer is not None  # `check_parts`
         set_seed(config.seed)
         parts = ppo_setup.step_parts(
             config, model, tokenizer, ref_model=ref_model, optimizer=optimizer, lr_scheduler=lr_scheduler,
@@ -111,7 +106,7 @@ class PPOTrainer(SavedPolicy):
 
     # ---- the parts of a loop
 
-    def prepare_dataloader(self, dataset: Any, data_collator: Callable | None = None) -> QueryLoader:
+    def prepare_dataloader(self, dataset: RowSet, data_collator: DataCollator | None = None) -> QueryLoader:
         """A loader of `batch_size` rows per process, shuffled by the seed; incomplete batches are left out.
 
         Columns that neither the model nor a loop reads are left out of a `datasets.Dataset` (`remove_unused_columns`).
@@ -119,23 +114,15 @@ class PPOTrainer(SavedPolicy):
         """
         model = self.accelerator.unwrap_model(self.model)
         return make_loader(
-            dataset,
-            batch_size=self.config.batch_size,
-            collate_fn=data_collator,
-            seed=self.config.seed,
-            accelerator=self.accelerator,
-            keep=model if self.config.remove_unused_columns else None,
-        )
+            dataset, batch_size=self.config.batch_size, collate_fn=data_collator, seed=self.config.seed,
+            accelerator=self.accelerator, keep=model if self.config.remove_unused_columns else None,
+        )  # fmt: skip
 
     def generate(
-        self,
-        query_tensor: Tensor | list[Tensor],
-        length_sampler: Callable[[], int] | None = None,
-        batch_size: int = 4,
-        return_prompt: bool = True,
-        generate_ref_response: bool = False,
+        self, query_tensor: Tensor | list[Tensor], length_sampler: Callable[[], int] | None = None,
+        batch_size: int = 4, return_prompt: bool = True, generate_ref_response: bool = False,
         **generation_kwargs: Any,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Responses of the policy to a list of queries: 1-D tensors in a list.
 
         A single query `(length,)` or rows `(B, length)` give a tensor `(1 or B, length)`, padded on the right.
@@ -152,7 +139,7 @@ class PPOTrainer(SavedPolicy):
         options: Any = {"length_sampler": length_sampler, "return_prompt": return_prompt}
         pad = getattr(self.tokenizer, "pad_token_id", None) or 0
 
-        def respond(model: Any) -> list[Tensor] | Tensor:
+        def respond(model: nn.Module) -> list[Tensor] | Tensor:
             rows = self._respond(model, queries, generation_kwargs, **options)
             return rows if is_list else pad_sequence(rows, batch_first=True, padding_value=pad)
 
@@ -165,12 +152,9 @@ class PPOTrainer(SavedPolicy):
         return (responses, reference) if generate_ref_response else responses
 
     def step(
-        self,
-        queries: list[Tensor],
-        responses: list[Tensor],
-        scores: list[Tensor] | Tensor,
+        self, queries: list[Tensor], responses: list[Tensor], scores: list[Tensor] | Tensor,
         response_masks: list[Tensor] | None = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any]:  # fmt: skip
         """Train on `batch_size` queries with their responses and scores; returns the step's statistics.
 
         All are checked before anything changes. `response_masks` are 0 on response tokens that the policy did not
@@ -221,22 +205,13 @@ class PPOTrainer(SavedPolicy):
     def compute_advantages(self, values: Tensor, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Values, advantages whitened over the batch of all processes, and returns, 0 outside of the mask."""
         of_all = partial(over_processes, accelerator=self.accelerator)
-        found = whitened_estimates(rewards, values, mask, self.config, of_all=of_all)
-        return values * (mask != 0).to(values.dtype), found.advantages, found.returns
+        estimates = whitened_estimates(rewards, values, mask, self.config, of_all=of_all)
+        return values * (mask != 0).to(values.dtype), estimates.advantages, estimates.returns
 
     def loss(
-        self,
-        old_logprobs: Tensor,
-        values: Tensor,
-        logits: Tensor | None,
-        vpreds: Tensor,
-        logprobs: Tensor,
-        mask: Tensor,
-        advantages: Tensor,
-        returns: Tensor,
-        *,
-        entropies: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        self, old_logprobs: Tensor, values: Tensor, logits: Tensor | None, vpreds: Tensor, logprobs: Tensor,
+        mask: Tensor, advantages: Tensor, returns: Tensor, *, entropies: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
         """Policy loss, value loss times `vf_coef`, both means over the minibatch's tokens, and statistics.
 
         The entropy is that of `logits (B, R, V)` unless `entropies` are given; without either it is left out. Both
@@ -261,18 +236,9 @@ class PPOTrainer(SavedPolicy):
         return *losses, stats
 
     def train_minibatch(
-        self,
-        old_logprobs: Tensor,
-        values: Tensor,
-        logprobs: Tensor,
-        logits: Tensor | None,
-        vpreds: Tensor,
-        mask: Tensor,
-        advantages: Tensor,
-        returns: Tensor,
-        *,
-        entropies: Tensor | None = None,
-    ) -> dict[str, Tensor]:
+        self, old_logprobs: Tensor, values: Tensor, logprobs: Tensor, logits: Tensor | None, vpreds: Tensor,
+        mask: Tensor, advantages: Tensor, returns: Tensor, *, entropies: Tensor | None = None,
+    ) -> dict[str, Tensor]:  # fmt: skip
         """The loss of one minibatch, backward, and with the last of an optimiser step's minibatches the update.
 
         Inside `step` a token counts alike in whichever minibatch or process of an optimiser step it is. Returns the
@@ -327,7 +293,7 @@ class PPOTrainer(SavedPolicy):
 
     def batched_forward_pass(
         self,
-        model: Any,
+        model: nn.Module,
         queries: list[Tensor],
         responses: list[Tensor],
         model_inputs: dict[str, Any] | None = None,
@@ -349,7 +315,7 @@ class PPOTrainer(SavedPolicy):
         masks = response_masks or [torch.ones_like(response) for response in responses]
         return logps, logits, values, pad_sequence(masks, batch_first=True)
 
-    def _scorer_of(self, model: Any) -> tuple[Any, Any]:
+    def _scorer_of(self, model: nn.Module) -> tuple[Any, nn.Module]:
         """The scorer of a model, and the module to call: of a reference with a value head the model inside."""
         if self.accelerator.unwrap_model(model) is self.scorer.wrapper:
             return self.scorer, model

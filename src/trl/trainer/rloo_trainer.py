@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from trl._lazy import attach
+from trl.agents.completer import Agent
 from trl.legacy.interface import LegacyGroups
 from trl.legacy.rloo import of_any_level
 from trl.methods.rloo import RLOOMethod
+from trl.models.peft import AdapterConfig
+from trl.options.training import Optimizers
 from trl.reporting.model_card import Paper
+from trl.rewards.source import ProcessingClasses
 from trl.rollouts.maker import Completer
-from trl.trainer.online_trainer import AnyDataset, OnlineTrainer, RolloutFunc
+from trl.trainer.group_setup import AnyDataset, Environments, RewardFuncs, RolloutFunc, Tools
+from trl.trainer.online_trainer import OnlineTrainer
 from trl.trainer.rloo_config import RLOOConfig
 from trl.trainer.samples import SampleTables, ShowSamples
 
@@ -50,42 +54,21 @@ class RLOOTrainer(LegacyGroups, SampleTables, OnlineTrainer):
 
     @of_any_level
     def __init__(
-        self,
-        model: str | nn.Module | PreTrainedModel | None = None,
-        reward_funcs: Any | Sequence[Any] = None,
-        args: RLOOConfig | None = None,
-        train_dataset: AnyDataset | None = None,
-        eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
+        self, model: str | nn.Module | PreTrainedModel | None = None,
+        reward_funcs: RewardFuncs = None, args: RLOOConfig | None = None,
+        train_dataset: AnyDataset | None = None, eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        reward_processing_classes: Any | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        peft_config: Any | None = None,
-        tools: Sequence[Callable[..., Any]] | None = None,
-        rollout_func: RolloutFunc | None = None,
-        agent: Any = None,
-        environment_factory: Any = None,
-        ref_model: str | nn.Module | PreTrainedModel | None = None,
-        completer: Completer | None = None,
-        **older: Any,
-    ) -> None:
+        reward_processing_classes: ProcessingClasses = None, callbacks: list[TrainerCallback] | None = None,
+        optimizers: Optimizers = (None, None), peft_config: AdapterConfig = None, tools: Tools | None = None,
+        rollout_func: RolloutFunc | None = None, agent: Agent | None = None,
+        environment_factory: Environments | None = None, ref_model: str | nn.Module | PreTrainedModel | None = None,
+        completer: Completer | None = None, **older: object,
+    ) -> None:  # fmt: skip
         super().__init__(
             model,  # type: ignore[arg-type]
-            reward_funcs,
-            args,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            reward_processing_classes,
-            callbacks,
-            optimizers,
-            peft_config,
-            tools,
-            rollout_func,
-            ref_model=ref_model,
-            agent=agent,
-            environment_factory=environment_factory,
-            completer=completer,
+            reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes, callbacks,
+            optimizers, peft_config, tools, rollout_func, ref_model=ref_model, agent=agent,
+            environment_factory=environment_factory, completer=completer,
         )  # fmt: skip
         self.method.eos_token_id = self._tokenizer.eos_token_id  # type: ignore[assignment]
         if self.args.local_rollout_forward_batch_size:

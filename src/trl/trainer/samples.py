@@ -18,16 +18,26 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
-from transformers import GenerationConfig, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.integrations import TensorBoardCallback
 
 from trl.collators.images import DataCollatorForVisionPreference
 from trl.data.formats import is_conversational
+from trl.data.prepared_sets import RowSet
 from trl.data.rendering import text_tokenizer
 from trl.data.templates import maybe_apply_chat_template
 from trl.generation.transformers.engine import TransformersEngine
 from trl.models.distributed import unwrap_model_for_generation
 from trl.models.packed.layout import IGNORED, model_arguments
+from trl.models.reference import Reference
 from trl.models.switches import holding, undisturbed
 from trl.reporting.run_lines import RunLines, print_sample
 from trl.reporting.tables import print_prompt_completions_sample, print_rich_table
@@ -41,6 +51,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_NEW_TOKENS = 128
 TABLE = "game_log"
 
+Row = dict[str, Any]
 Inputs = dict[str, Tensor]
 """What `generate` takes for one prompt: `input_ids (1, P)`, and tensors of its images, if it has any."""
 
@@ -52,15 +63,15 @@ class Sample(NamedTuple):
     completion: str
 
 
-def evaluation_rows(trainer: Any, num_prompts: int | None, caller: str) -> list[dict[str, Any]]:
+def evaluation_rows(trainer: Any, num_prompts: int | None, caller: str) -> list[Row]:
     """The first `num_prompts` rows (all with `None`) of the trainer's evaluation dataset.
 
     Raises `ValueError` if there is none, for no rows, and for rows of no known kind.
     """
     dataset = trainer.eval_dataset
     if dataset is None or isinstance(dataset, dict):
-        given = "none" if dataset is None else f"{len(dataset)} of them"
-        raise ValueError(f"{caller} needs one eval_dataset, got {given}. Pass `eval_dataset` to the trainer.")
+        number = "none" if dataset is None else f"{len(dataset)} of them"
+        raise ValueError(f"{caller} needs one eval_dataset, got {number}. Pass `eval_dataset` to the trainer.")
     rows = list(dataset if num_prompts is None else dataset.take(max(num_prompts, 0)))
     if not rows:
         raise ValueError(f"{caller} needs at least one prompt, got num_prompts={num_prompts} of {dataset}.")
@@ -73,7 +84,7 @@ def evaluation_rows(trainer: Any, num_prompts: int | None, caller: str) -> list[
     return rows
 
 
-def prompt_ids(row: dict[str, Any], tokenizer: Any) -> list[int]:
+def prompt_ids(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Token ids of a row's prompt, rendered up to where the model goes on."""
     if "prompt_input_ids" in row:
         return list(row["prompt_input_ids"])
@@ -86,11 +97,11 @@ def prompt_ids(row: dict[str, Any], tokenizer: Any) -> list[int]:
 
 def sample_completions(
     trainer: Any,
-    rows: Sequence[dict[str, Any]],
+    rows: Sequence[Row],
     generation_config: GenerationConfig | None,
     *,
-    reference: Any = None,
-    inputs_of: Callable[[dict[str, Any]], Inputs] | None = None,
+    reference: Reference | None = None,
+    inputs_of: Callable[[Row], Inputs] | None = None,
     generation_kwargs: dict[str, Any] | None = None,
     seed: int | None = None,
 ) -> list[Sample]:
@@ -124,10 +135,10 @@ def sample_completions(
             torch.manual_seed(seed + accelerator.process_index)
         for start in range(0, len(prompts), batch_size):
             some = prompts[start : start + batch_size]
-            found = complete(model, tokenizer, some, generation_config)
+            answers = complete(model, tokenizer, some, generation_config)
             samples += [
                 Sample(tokenizer.decode(prompt["input_ids"][0]), tokenizer.decode(ids, skip_special_tokens=True))
-                for prompt, ids in zip(some, found, strict=True)
+                for prompt, ids in zip(some, answers, strict=True)
             ]
     return gather_object(samples)[: len(rows)] if accelerator.num_processes > 1 else samples
 
@@ -147,8 +158,8 @@ def complete(
     ids = torch.full((len(prompts), width), pad)
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
-        own = prompt["input_ids"][0]
-        ids[row, width - len(own) :], mask[row, width - len(own) :] = own, 1
+        tokens = prompt["input_ids"][0]
+        ids[row, width - len(tokens) :], mask[row, width - len(tokens) :] = tokens, 1
     inputs = {**prompts[0], "input_ids": ids, "attention_mask": mask}
     inputs = {name: value.to(model.device) for name, value in inputs.items()}
     options: dict[str, Any] = {"pad_token_id": pad}
@@ -167,8 +178,8 @@ def generation_settings(trainer: Any, *, longest_prompt: int) -> dict[str, Any]:
     if model.config.is_encoder_decoder:
         room = getattr(args, "max_completion_length", None) or args.max_length
     tokenizer: Any = text_tokenizer(trainer.processing_class)
-    own = getattr(model.generation_config, "eos_token_id", None)
-    ends = own if isinstance(own, list) else [own]
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    ends = ends if isinstance(ends, list) else [ends]
     return {
         "do_sample": True,
         "max_new_tokens": DEFAULT_NEW_TOKENS if room is None else room,
@@ -177,7 +188,7 @@ def generation_settings(trainer: Any, *, longest_prompt: int) -> dict[str, Any]:
     }
 
 
-def log_evaluation_samples(trainer: Any, dataset: Any, *, prefix: str = "eval") -> pd.DataFrame | None:
+def log_evaluation_samples(trainer: Any, dataset: RowSet, *, prefix: str = "eval") -> pd.DataFrame | None:
     """Complete a random batch of an evaluation set's prompts, and send the table to the trackers and the terminal.
 
     Columns: `Prompt`, `Policy` and, with a reference model, `Ref Model`. Prompts and samples depend on seed,
@@ -196,7 +207,7 @@ def log_evaluation_samples(trainer: Any, dataset: Any, *, prefix: str = "eval") 
     return table
 
 
-def show_table(trainer: Any, name: str, table: pd.DataFrame, *, printed: int | None = None) -> None:
+def show_table(trainer: Trainer, name: str, table: pd.DataFrame, *, printed: int | None = None) -> None:
     """Print a table, or its first `printed` rows, and send it to the trackers."""
     print_rich_table(table.iloc[:printed])
     send_table(trainer, name, table)
@@ -205,11 +216,11 @@ def show_table(trainer: Any, name: str, table: pd.DataFrame, *, printed: int | N
 def send_table(trainer: Any, name: str, table: pd.DataFrame) -> list[str]:
     """Send a table to the trackers of the run; returns those that took it."""
     callbacks, step = trainer.callback_handler.callbacks, trainer.state.global_step
-    writer = next((each.tb_writer for each in callbacks if isinstance(each, TensorBoardCallback)), None)
+    writer = next((one.tb_writer for one in callbacks if isinstance(one, TensorBoardCallback)), None)
     return log_table(name, table, trainer.args.report_to, step=step, tensorboard_writer=writer)
 
 
-def _some_rows(dataset: Any, count: int, *, key: tuple) -> list[dict[str, Any]]:
+def _some_rows(dataset: RowSet, count: int, *, key: tuple) -> list[Row]:
     """Random rows of a stored set; a stream cannot be looked into and gives its first ones."""
     if not isinstance(dataset, Dataset):
         rounds = getattr(dataset, "dataset", dataset)  # within accelerate's part of a process
@@ -218,7 +229,7 @@ def _some_rows(dataset: Any, count: int, *, key: tuple) -> list[dict[str, Any]]:
     return [dataset[index] for index in draw.sample(range(len(dataset)), min(count, len(dataset)))]
 
 
-def _table(trainer: Any, rows: Sequence[dict[str, Any]], *, seed: int) -> pd.DataFrame:
+def _table(trainer: Any, rows: Sequence[Row], *, seed: int) -> pd.DataFrame:
     tokenizer, collator = text_tokenizer(trainer.processing_class), trainer.data_collator
     if isinstance(collator, DataCollatorForVisionPreference):
         inputs = [illustrated_prompt(collator([row])) for row in rows]
@@ -227,13 +238,13 @@ def _table(trainer: Any, rows: Sequence[dict[str, Any]], *, seed: int) -> pd.Dat
     settings = generation_settings(trainer, longest_prompt=max(row["input_ids"].shape[1] for row in inputs))
     sample = partial(sample_completions, trainer, inputs, None, inputs_of=dict, generation_kwargs=settings, seed=seed)
     policy = sample()
-    columns = {"Prompt": [each.prompt for each in policy], "Policy": [each.completion for each in policy]}
+    columns = {"Prompt": [row.prompt for row in policy], "Policy": [row.completion for row in policy]}
     if hasattr(trainer.reference, "active"):
-        columns["Ref Model"] = [each.completion for each in sample(reference=trainer.reference)]
+        columns["Ref Model"] = [row.completion for row in sample(reference=trainer.reference)]
     return pd.DataFrame(columns)
 
 
-def illustrated_prompt(batch: Mapping[str, Any]) -> Inputs:
+def illustrated_prompt(batch: Mapping[str, Tensor]) -> Inputs:
     """The prompt of a batch of one pair with images: its two sequences have the same one, and the same images."""
     end = int((batch["labels"][0] != IGNORED).nonzero()[0])
     shape = batch["input_ids"].shape
@@ -246,17 +257,22 @@ class ShownCompletions:
     """The newest batch of completions, of all processes, until it is shown."""
 
     def __init__(self) -> None:
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[Row] = []
         self._names: tuple[str, ...] = ()
 
     def gather(
-        self, experience: Experience, texts: Sequence[tuple[Any, Any]], names: Sequence[str], *, advantages: Tensor
+        self,
+        experience: Experience,
+        texts: Sequence[tuple[object, object]],
+        names: Sequence[str],
+        *,
+        advantages: Tensor,
     ) -> None:
         """Gather the rows of all processes, with scores and advantages; all must call it."""
         scores = [column.tolist() for column in source_table(experience.per_row, names)]
         columns = ("prompt", "completion", *names, "advantage")
         every = zip(texts, zip(*scores, strict=True), advantages.tolist(), strict=True)
-        rows = [dict(zip(columns, (*text, *own, advantage), strict=True)) for text, own, advantage in every]
+        rows = [dict(zip(columns, (*text, *row, advantage), strict=True)) for text, row, advantage in every]
         self._rows, self._names = gather_object(rows), tuple(names)
 
     def show(self, trainer: Any) -> None:
@@ -322,10 +338,12 @@ class SampleTables:
 class ShowSamples(TrainerCallback):
     """Shows responses `num_sample_generations` times over a run, evenly, at the end of a rollout batch."""
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer: Any = trainer
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """After the last optimiser step of every so many rollout batches."""
         options = self.trainer.args
         batch, rest = divmod(state.global_step, self.trainer.sizes.steps)

@@ -12,8 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from trl.experimental.gfpo.gfpo_config import GFPOConfig
 from trl.legacy.interface import View
 from trl.methods.grpo import GRPOMethod
+from trl.models.peft import AdapterConfig
 from trl.objectives.group_advantages import best_of_groups
-from trl.options.training import config_or_default
+from trl.options.training import Optimizers, config_or_default
 from trl.reporting.model_card import Paper
 from trl.rewards.functions import accepted, name_of, parameters_of
 from trl.rewards.result import RewardInputs
@@ -21,6 +22,7 @@ from trl.rewards.source import ProcessingClasses, RewardFunc
 from trl.rollouts.experience import FILTERED, LENGTH, SCORES, Experience
 from trl.rollouts.schedule import RolloutSizes
 from trl.tensors.reduce import Weighted, weighted
+from trl.trainer.group_setup import AnyDataset
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 Item = TypeVar("Item")
@@ -96,11 +98,11 @@ class GFPOTrainer(GRPOTrainer):
 
     def __init__(
         self, model: str | nn.Module | PreTrainedModel, reward_funcs: RewardFunc | Sequence[RewardFunc],
-        args: GFPOConfig | None = None, train_dataset: Any | None = None, eval_dataset: Any | None = None,
+        args: GFPOConfig | None = None, train_dataset: AnyDataset | None = None, eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         reward_processing_classes: ProcessingClasses = None, group_filter_func: GroupFilterFunc | None = None,
-        callbacks: list[TrainerCallback] | None = None, optimizers: tuple[Any, Any] = (None, None),
-        peft_config: Any | None = None, **more: Any,
+        callbacks: list[TrainerCallback] | None = None, optimizers: Optimizers = (None, None),
+        peft_config: AdapterConfig = None, **more: Any,
     ) -> None:  # fmt: skip
         args = config_or_default(args, GFPOConfig, "gfpo")
         if (group_filter_func is None) != (args.num_remains_in_group is None):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from trl._lazy import attach
 from trl.data.rendering import text_tokenizer
@@ -23,13 +23,15 @@ from trl.generation.transformers.engine import without_wrappers
 from trl.models.loading import get_config_model_id, load_processing_class
 from trl.models.packed.layout import TEACHER_BATCH
 from trl.models.parts import causal_core
+from trl.models.peft import AdapterConfig
 from trl.models.policy import Policy, make_scorer
 from trl.models.reference import FrozenModel
 from trl.models.setup import pad_token_id
 from trl.models.teacher import FrozenTeacher, Teacher, load_teacher
+from trl.options.training import Optimizers
 from trl.reporting.model_card import Paper
-from trl.trainer.arguments import FormattingFunction
-from trl.trainer.gkd_trainer import GKDSets, GKDTrainer, Writer, completed, gkd_sets, prompts_of
+from trl.trainer.arguments import AnyDataset, EvalDatasets, FormattingFunction
+from trl.trainer.gkd_trainer import AnyTeacher, GKDSets, GKDTrainer, MicroBatch, Writer, completed, gkd_sets, prompts_of
 from trl.trainer.group_setup import check_engine, engine_of, sampling_of, with_served_window
 from trl.trainer.loaders import order_seed
 
@@ -74,12 +76,13 @@ class GOLDTrainer(GKDTrainer):
     def __init__(
         self, model: str | PreTrainedModel | nn.Module | None = None,
         teacher_model: str | PreTrainedModel | nn.Module | None = None, args: GOLDConfig | None = None,
-        data_collator: Collator | None = None, train_dataset: Any = None, eval_dataset: Any = None,
+        data_collator: Collator | None = None, train_dataset: AnyDataset | None = None,
+        eval_dataset: EvalDatasets | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        compute_metrics: Callable[..., dict[str, Any]] | None = None, callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
+        compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None, callbacks: list[TrainerCallback] | None = None,
+        optimizers: Optimizers = (None, None),
         preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
-        peft_config: Any | None = None, **older: Any,
+        peft_config: AdapterConfig = None, **older: Any,
     ) -> None:  # fmt: skip
         if getattr(args, "use_uld_loss", False):
             if data_collator is not None:
@@ -121,13 +124,15 @@ class GOLDTrainer(GKDTrainer):
         sets.pairing = self.pairing = Pairing.of(policy.tokenizer, self.teacher_tokenizer, args)
         return sets
 
-    def make_collator(self, args: Any) -> Collator:
+    def make_collator(self, args: GOLDConfig) -> Collator:
         """Batches of both sides."""
         if self.teacher_tokenizer is None:
             return super().make_collator(args)
         return PairedCollator((self.scorer.pad_token_id, pad_token_id(self.teacher_tokenizer)), args.pad_to_multiple_of)
 
-    def _make_teacher(self, teacher: Any, tokenizer: Any, *, rows: Sequence[Any]) -> Teacher:
+    def _make_teacher(
+        self, teacher: AnyTeacher | None, tokenizer: PreTrainedTokenizerBase, *, rows: Sequence[Any]
+    ) -> Teacher:
         """The teacher; with a tokenizer of its own it is a model, of any vocabulary."""
         if self.teacher_tokenizer is None:
             return super()._make_teacher(teacher, tokenizer, rows=rows)
@@ -144,13 +149,13 @@ class GOLDTrainer(GKDTrainer):
 
     # ---- completions
 
-    def sampling(self, model: Any, tokenizer: Any) -> Sampling:
+    def sampling(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Sampling:
         """How a model's completions are drawn."""
         policy: Any = Policy(model, tokenizer, tokenizer, None)
         sampling = sampling_of(self.args, policy)  # type: ignore[arg-type]
         return replace(sampling, seed=order_seed(self.args), vocabulary=self.vocabulary_of(tokenizer))
 
-    def vocabulary_of(self, tokenizer: Any) -> int | None:
+    def vocabulary_of(self, tokenizer: PreTrainedTokenizerBase) -> int | None:
         """With a teacher of another tokenizer those that the writer's own tokenizer has."""
         if self.pairing is None:
             return super().vocabulary_of(tokenizer)
@@ -176,11 +181,13 @@ class GOLDTrainer(GKDTrainer):
             batch=lambda batch, _, completions: self._paired(batch, completions, by_teacher=True),
         )
 
-    def _paired(self, batch: Mapping[str, Any], completions: list[Generated], *, by_teacher: bool) -> dict[str, Tensor]:
+    def _paired(self, batch: MicroBatch, completions: list[Generated], *, by_teacher: bool) -> dict[str, Tensor]:
         assert self.pairing is not None
         return self.make_collator(self.args)(self.pairing.generated(batch, completions, by_teacher=by_teacher))
 
-    def _on_policy(self, batch: Any, prompts: list[list[int]], completions: list[Generated]) -> dict[str, Tensor]:
+    def _on_policy(
+        self, batch: MicroBatch, prompts: list[list[int]], completions: list[Generated]
+    ) -> dict[str, Tensor]:
         """A micro-batch with the student's completions, of which some are printed."""
         args, step = self.args, self.state.global_step
         if args.log_completions and step % args.log_completions_steps == 0 and self.is_world_process_zero():
@@ -199,6 +206,7 @@ class GOLDTrainer(GKDTrainer):
         if self.pairing is None or not isinstance(dataset, Dataset):
             super()._check_lengths()
             return
+        assert self.model is not None
         models = self.model, without_wrappers(self.teacher.model)
         for name, model, writes in zip(("", THEIRS), models, (True, self.args.seq_kd), strict=True):
             names = {f"{name}{column}": column for column in ("input_ids", "completion_mask", PROMPT_ALONE)}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +12,19 @@ from trl.experimental.minillm.minillm_config import MiniLLMConfig
 from trl.methods.grpo import GRPOMethod
 from trl.methods.method import Batch, Outcome, Scoring, Step
 from trl.methods.online import ROLLOUT
+from trl.models.peft import AdapterConfig
 from trl.models.scoring.causal import Scored
 from trl.objectives.distillation import Divergence, discounted_advantages
 from trl.objectives.group_policy import LOSS_TYPES
+from trl.options.training import Optimizers
 from trl.reporting.model_card import Paper
-from trl.rewards.source import ProcessingClasses, RewardFunc
+from trl.rewards.source import ProcessingClasses
 from trl.rollouts.experience import MEAN_LENGTH, TRAINED, Experience
 from trl.rollouts.maker import Completer
 from trl.tensors.reduce import LossTerms, weighted
 from trl.tensors.vocabulary_loss import VocabularyLoss
+from trl.trainer.group_setup import AnyDataset, RewardFuncs, RolloutFunc, Tools
 from trl.trainer.grpo_trainer import GRPOTrainer
-from trl.trainer.online_trainer import AnyDataset, RolloutFunc
 
 
 def dummy_reward_func(completions: list, **kwargs: object) -> list[float]:
@@ -113,14 +114,13 @@ class MiniLLMTrainer(GRPOTrainer):
 
     def __init__(
         self, model: str | nn.Module | PreTrainedModel,
-        teacher_model: str | nn.Module | PreTrainedModel | None = None,
-        reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None, args: MiniLLMConfig | None = None,
-        train_dataset: AnyDataset | None = None, eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
+        teacher_model: str | nn.Module | PreTrainedModel | None = None, reward_funcs: RewardFuncs = None,
+        args: MiniLLMConfig | None = None, train_dataset: AnyDataset | None = None,
+        eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         reward_processing_classes: ProcessingClasses = None, callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None), peft_config: Any | None = None,
-        rollout_func: RolloutFunc | None = None, tools: Sequence[Callable[..., Any]] | None = None,
-        completer: Completer | None = None,
+        optimizers: Optimizers = (None, None), peft_config: AdapterConfig = None,
+        rollout_func: RolloutFunc | None = None, tools: Tools | None = None, completer: Completer | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             model, dummy_reward_func if reward_funcs is None else reward_funcs, args, train_dataset, eval_dataset,

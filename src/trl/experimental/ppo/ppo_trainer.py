@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,20 +31,23 @@ from trl.generation.transformers.engine import TransformersEngine, context_lengt
 from trl.legacy import move_arguments
 from trl.legacy.interface import LegacyGroups, NotCalled, View
 from trl.models.parts import embedded_tokens
+from trl.models.peft import AdapterConfig
 from trl.models.reference import make_reference
 from trl.models.scoring.base import shares_prefix
 from trl.models.scoring.values import POLICY, VALUE, PolicyAndValue, PolicyValueScorer
 from trl.models.switches import holding
 from trl.objectives.kl import k1
+from trl.options.training import Optimizers
 from trl.reporting.metrics import Processes
 from trl.reporting.model_card import Paper
 from trl.rewards.result import source_means
+from trl.rewards.source import ProcessingClasses
 from trl.rollouts.experience import OLD, REF, Experience
 from trl.rollouts.measures import local_rows
 from trl.rollouts.schedule import fill_in_sizes
 from trl.tensors.reduce import Weighted, weighted
 from trl.trainer.base_trainer import BaseTrainer
-from trl.trainer.group_setup import reward_sources
+from trl.trainer.group_setup import RewardFuncs, reward_sources
 from trl.trainer.inherited import settle_inherited
 from trl.trainer.online_trainer import OnlineTrainer
 from trl.trainer.run_metrics import ends_window
@@ -96,23 +99,18 @@ class PPOTrainer(LegacyGroups, SampleTables, OnlineTrainer):
     method: PPOMethod  # type: ignore[assignment]
 
     def __init__(
-        self,
-        args: PPOConfig | None = None,
+        self, args: PPOConfig | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         model: nn.Module | PreTrainedModel | str | None = None,
         ref_model: nn.Module | PreTrainedModel | str | None = None,
-        reward_model: nn.Module | PreTrainedModel | str | None = None,
-        train_dataset: Dataset | None = None,
+        reward_model: nn.Module | PreTrainedModel | str | None = None, train_dataset: Dataset | None = None,
         value_model: nn.Module | PreTrainedModel | str | None = None,
         data_collator: DataCollatorWithPadding | None = None,
-        eval_dataset: Dataset | dict[str, Dataset] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        callbacks: list[TrainerCallback] | None = None,
-        peft_config: Any | None = None,
-        reward_funcs: Any | Sequence[Any] | None = None,
-        reward_processing_classes: Any | None = None,
-        **older: Any,
-    ) -> None:
+        eval_dataset: Dataset | dict[str, Dataset] | None = None, optimizers: Optimizers = (None, None),
+        callbacks: list[TrainerCallback] | None = None, peft_config: AdapterConfig = None,
+        reward_funcs: RewardFuncs = None,
+        reward_processing_classes: ProcessingClasses = None, **older: Any,
+    ) -> None:  # fmt: skip
         named = {"args": args, "processing_class": processing_class, "model": model, "ref_model": ref_model}
         moved = move_arguments(PPOConfig, named, older)
         model, ref_model, processing_class = moved["model"], moved["ref_model"], moved["processing_class"]
@@ -140,11 +138,9 @@ class PPOTrainer(LegacyGroups, SampleTables, OnlineTrainer):
         path = model if isinstance(model, str) else None
         self.reference = make_reference(policy_model, parts.policy.scorer, ref_model, args=args, path=path)
         sampling = Sampling(
-            max_new_tokens=args.response_length,
-            temperature=args.temperature,
+            max_new_tokens=args.response_length, temperature=args.temperature, seed=args.seed,
             stop_token_ids=() if self._end is None else (self._end,),
-            seed=args.seed,
-        )
+        )  # fmt: skip
         check_windows(parts, self.reference, [train_dataset, eval_dataset], args.response_length)
         self.method = PPOMethod(args, self._tokenizer.eos_token_id)  # type: ignore[arg-type]
         self.rows_at_once = at_once
@@ -153,16 +149,11 @@ class PPOTrainer(LegacyGroups, SampleTables, OnlineTrainer):
             eval_dataset=eval_dataset, processing_class=parts.policy.processing_class, callbacks=callbacks,
             optimizers=optimizers,
         )  # fmt: skip
-        self.begin_rollouts(
-            TransformersEngine(
-                self.model,  # type: ignore[arg-type]
-                tokenizer=self._tokenizer,
-                accelerator=self.accelerator,
-                gather_zero3=args.ds3_gather_for_generation,
-            ),
-            sampling,
-            rewards,
-        )
+        engine = TransformersEngine(
+            self.model,  # type: ignore[arg-type]
+            tokenizer=self._tokenizer, accelerator=self.accelerator, gather_zero3=args.ds3_gather_for_generation,
+        )  # fmt: skip
+        self.begin_rollouts(engine, sampling, rewards)
         self.reference.prepare(self.accelerator)
         if eval_dataset is not None and args.num_sample_generations:
             self.add_callback(ShowSamples(self))

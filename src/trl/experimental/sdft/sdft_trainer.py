@@ -19,12 +19,14 @@ from trl.methods.distillation import DistillationMethod
 from trl.methods.method import Batch, Scoring, Step
 from trl.methods.online import ROLLOUT
 from trl.models.packed.layout import TEACHER_BATCH
+from trl.models.peft import AdapterConfig
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.distillation import Divergence, TeacherLoss, top_k_divergence
 from trl.objectives.kl import LARGEST_LOG_RATIO
+from trl.options.training import Optimizers
 from trl.reporting.model_card import Paper
 from trl.rewards.result import RewardInputs, Text
-from trl.rewards.source import ProcessingClasses, RewardFunc
+from trl.rewards.source import ProcessingClasses
 from trl.rollouts.experience import OLD, TRAINED, Experience
 from trl.rollouts.maker import Completed, RolloutMaker, Rows
 from trl.tensors.ragged import Ragged
@@ -33,7 +35,8 @@ from trl.tensors.sequences import positions_in_sequence, tokens_by_sequence
 from trl.tensors.vocabulary_loss import VocabularyLoss
 from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
 from trl.trainer.distillation_trainer import DistillationTrainer
-from trl.trainer.online_trainer import AnyDataset, OnlineTrainer
+from trl.trainer.group_setup import AnyDataset, RewardFuncs
+from trl.trainer.online_trainer import OnlineTrainer
 
 CONTEXT = "privileged_context"
 
@@ -201,12 +204,12 @@ class SelfDistillationTrainer(DistillationTrainer):
     method: SelfDistillationMethod
 
     def __init__(
-        self, model: str | nn.Module | PreTrainedModel, reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
+        self, model: str | nn.Module | PreTrainedModel, reward_funcs: RewardFuncs = None,
         args: Any | None = None, train_dataset: AnyDataset | None = None,
         eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         reward_processing_classes: ProcessingClasses = None, callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None), peft_config: Any | None = None,
+        optimizers: Optimizers = (None, None), peft_config: AdapterConfig = None,
     ) -> None:  # fmt: skip
         others = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
         for name, dataset in {"train": train_dataset, **others}.items():
@@ -275,8 +278,8 @@ class SDFTTrainer(SelfDistillationTrainer):
         self, model: str | nn.Module | PreTrainedModel, args: SDFTConfig | None = None,
         train_dataset: AnyDataset | None = None, eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        callbacks: list[TrainerCallback] | None = None, optimizers: tuple[Any, Any] = (None, None),
-        peft_config: Any | None = None,
+        callbacks: list[TrainerCallback] | None = None, optimizers: Optimizers = (None, None),
+        peft_config: AdapterConfig = None,
     ) -> None:  # fmt: skip
         super().__init__(
             model, None, args, train_dataset, eval_dataset, processing_class, None, callbacks, optimizers, peft_config,
