@@ -1,6 +1,5 @@
 """Configuration of self-distillation from prompts that show more."""
 
-import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -73,15 +72,6 @@ class SelfDistillation(OptionGroup):
         template = getattr(self, name)
         if missing := [text for text in (f"{{{name}}}" for name in placeholders) if text not in template]:
             raise ValueError(f"{name}={template!r} must contain {' and '.join(missing)}. Add it.")
-
-
-def filled(template: str, **values: str) -> str:
-    """A template with its placeholders replaced; those in the values stay.
-
-    >>> filled("{prompt} ({note})", prompt="{note}?", note="yes")
-    '{note}? (yes)'
-    """
-    return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), template)
 
 
 @documented

@@ -3,124 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from dataclasses import replace
+from typing import Any, ClassVar
 
-import torch
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
-from trl.data.formats import is_list_of_dicts_with, maybe_convert_to_chatml
-from trl.data.prompts import PROMPT_IDS, PromptPreparation, PromptTokenizer
-from trl.data.rendering import ProcessingClass
-from trl.experimental.sdft.sdft_config import SDFTConfig, SelfDistillation, filled
-from trl.methods.distillation import DistillationMethod
-from trl.methods.method import Batch, Scoring, Step
-from trl.methods.online import ROLLOUT
-from trl.models.packed.layout import TEACHER_BATCH
+from trl.data.formats import is_list_of_dicts_with
+from trl.data.prompts import PROMPT_IDS
+from trl.experimental.sdft.sdft_config import SDFTConfig
+from trl.methods.self_distillation import SelfDistillationMethod
 from trl.models.peft import AdapterConfig
-from trl.models.scoring.head import ScoreOptions
-from trl.objectives.distillation import Divergence, TeacherLoss, top_k_divergence
-from trl.objectives.kl import LARGEST_LOG_RATIO
 from trl.options.training import Optimizers
 from trl.reporting.model_card import Paper
-from trl.rewards.result import RewardInputs, Text
+from trl.rewards.result import RewardInputs
 from trl.rewards.source import ProcessingClasses
-from trl.rollouts.experience import OLD, TRAINED, Experience
+from trl.rollouts.experience import TRAINED, Experience
 from trl.rollouts.maker import Completed, RolloutMaker, Rows
+from trl.rollouts.teacher_prompts import TeacherPrompts, extended, text_of, with_roles
 from trl.tensors.ragged import Ragged
-from trl.tensors.reduce import LossTerms, weighted
-from trl.tensors.sequences import positions_in_sequence, tokens_by_sequence
-from trl.tensors.vocabulary_loss import VocabularyLoss
+from trl.tensors.sequences import positions_in_sequence
 from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
 from trl.trainer.distillation_trainer import DistillationTrainer
 from trl.trainer.group_setup import AnyDataset, RewardFuncs
 from trl.trainer.online_trainer import OnlineTrainer
 
 CONTEXT = "privileged_context"
-
-
-@dataclass(frozen=True)
-class StudentTopK(TeacherLoss):
-    """`top_k_divergence` over the student's k most likely tokens; without `tail` both sides are renormalised."""
-
-    beta: float
-    k: int
-    tail: bool
-
-    def of_logits(self, student: Tensor, teacher: Tensor) -> Tensor:
-        shared = min(student.shape[-1], teacher.shape[-1])
-        student = student[:, :shared]
-        tokens = student.detach().topk(min(self.k, shared), dim=-1).indices
-        logps = teacher[:, :shared].log_softmax(-1).gather(-1, tokens)
-        return self.of_top_k(student, tokens, logps)
-
-    def of_top_k(self, student: Tensor, tokens: Tensor, teacher_logps: Tensor) -> Tensor:
-        return top_k_divergence(student, tokens, teacher_logps, beta=self.beta, tail=self.tail)
-
-
-def distillation_loss(args: SelfDistillation) -> TeacherLoss:
-    """The divergence of a token, of the modes that need distributions."""
-    if args.distillation_mode == "topk_logits" and args.distillation_topk is not None:
-        return StudentTopK(args.distillation_alpha, args.distillation_topk, args.distillation_add_tail)
-    return Divergence(args.distillation_alpha)
-
-
-class SelfDistillationMethod(DistillationMethod):
-    """The mean over completions of the mean divergence of their tokens."""
-
-    args: Any  # with the fields of SelfDistillation and RolloutTraining
-
-    @property
-    def loss(self) -> TeacherLoss:
-        return distillation_loss(self.args)
-
-    def distilled(self, experience: Experience) -> Tensor:
-        """The tokens that are learned from the teacher, bool `(K,)`."""
-        return experience.per_token[TRAINED]
-
-    def token_weights(self, experience: Experience) -> Tensor:
-        experience = experience.with_tokens(**{TRAINED: self.distilled(experience)})
-        trained, row = experience.per_token[TRAINED], experience.completions.row_index
-        counts = tokens_by_sequence(row[trained], len(experience)).clamp(min=1)
-        return super().token_weights(experience) / counts[row]
-
-    def divisor(self, experience: Experience) -> Tensor:
-        """Completions with a token that is learned from the teacher."""
-        row = experience.completions.row_index[self.distilled(experience)]
-        return (tokens_by_sequence(row, len(experience)) > 0).sum()
-
-    def score(self, batch: Batch, scoring: Scoring) -> VocabularyLoss:
-        """The divergence; tokens that were sampled by an earlier student have importance weights."""
-        experience, inputs, clip = batch[ROLLOUT], self.learned(batch), self.args.distillation_is_clip
-        weights = self.token_weights(experience)
-        if clip is not None and OLD in experience.per_token and not scoring.step.is_first:
-            gaps = scoring.frozen_logps(inputs).logps - experience.per_token[OLD]
-            ratios = gaps.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp().clamp(max=clip)
-            weights = weights * ratios
-        if self.args.distillation_mode != "sampled_token":
-            return self.from_teacher(batch, scoring, weights)
-        options, teacher = ScoreOptions(temperature=scoring.temperature), cast(Any, scoring.teacher)
-        teacher_logps = teacher.reference.score(
-            scoring.model,
-            inputs[TEACHER_BATCH],
-            lambda scorer, reference, rows: scorer.score(reference, rows, options).logps,
-        )
-
-        def losses(logps: Tensor, which: slice) -> Tensor:
-            return weights[which] * (logps.detach() - teacher_logps[which]) * logps
-
-        scored = scoring.logps(inputs, ScoreOptions(loss_of=losses))
-        values = weights * (scored.logps.detach() - teacher_logps)
-        total = (values * scored.logps).sum() if scored.total is None else scored.total
-        return VocabularyLoss(total, values, scored.aux_loss)
-
-    def objective(self, experience: Experience, scored: VocabularyLoss, step: Step) -> list[LossTerms]:
-        (terms,) = super().objective(experience, scored, step)
-        weights, name = self.token_weights(experience), "self_distillation/distillation_loss"
-        values = weighted(torch.where(weights > 0, scored.values / weights, 0.0), weights)
-        return [terms._replace(metrics={**terms.metrics, name: values})]
 
 
 class SDFTMethod(SelfDistillationMethod):
@@ -137,29 +46,6 @@ class SDFTMethod(SelfDistillationMethod):
         return experience.with_tokens(**{TRAINED: trained})
 
 
-@dataclass(frozen=True)
-class TeacherPrompts:
-    """Tokenises the prompts that teachers are shown; long ones lose their beginning."""
-
-    processing_class: ProcessingClass
-    settings: PromptPreparation
-    context_length: int | None
-
-    def tokens(self, rows: Rows, shown: Sequence[Any]) -> list[list[int]]:
-        """The tokens of the prompts `shown` in place of those of the rows."""
-        columns = {**{name: rows[name] for name in rows if name != PROMPT_IDS}, "prompt": shown}
-        prompts = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        kind = self.processing_class, self.settings, "train", False, not isinstance(shown[0], str)
-        return [row[PROMPT_IDS] for row in PromptTokenizer(*kind).rows(prompts, range(len(prompts)))]
-
-    def with_prompts(self, experience: Experience, tokens: Sequence[Sequence[int]]) -> Experience:
-        """The completions with the teacher's prompts, each cut to what the context has room for."""
-        if (length := self.context_length) is not None:
-            sizes = experience.completions.lengths.tolist()
-            tokens = [row[-(length - size) :] for row, size in zip(tokens, sizes, strict=True)]
-        return experience.with_more(teacher_prompts=Ragged.of(tokens))
-
-
 class PrivilegedCompleter:
     """Completes prompts, and gives each row the prompt with its privileged context, which its teacher is shown."""
 
@@ -174,27 +60,6 @@ class PrivilegedCompleter:
         completed = maker.complete(tokens if self.args.generate_from_teacher else prompts, streams=streams)
         completed = replace(completed, prompts=Ragged.of(prompts))
         return Completed(self.teacher_prompts.with_prompts(completed, tokens))
-
-
-def with_roles(prompt: Text) -> Any:
-    """Messages with `role` and `content`, also those with `from` and `value`; other values as they are."""
-    example: dict[str, Any] = {"prompt": prompt}
-    return maybe_convert_to_chatml(example)["prompt"]
-
-
-def text_of(context: Text) -> str:
-    """A privileged context, text or messages, as text."""
-    if isinstance(context, str):
-        return context
-    return "\n".join(str(message["content"]) for message in with_roles(context))
-
-
-def extended(template: str, prompt: Text, **values: str) -> Text:
-    """A prompt in a filled template; in a conversation its last message."""
-    if isinstance(prompt, str):
-        return filled(template, prompt=prompt, **values)
-    *earlier, last = with_roles(prompt)
-    return [*earlier, {**last, "content": extended(template, last["content"], **values)}]
 
 
 class SelfDistillationTrainer(DistillationTrainer):

@@ -11,18 +11,19 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from trl.experimental.sdft.sdft_config import filled
-from trl.experimental.sdft.sdft_trainer import CONTEXT, SelfDistillationMethod, SelfDistillationTrainer, extended
+from trl.experimental.sdft.sdft_trainer import CONTEXT, SelfDistillationTrainer
 from trl.experimental.sdpo.sdpo_config import SDPOConfig
 from trl.methods.grpo import GRPOMethod
 from trl.methods.method import Batch, Outcome, Scoring, Step
 from trl.methods.online import ROLLOUT, Corrected
+from trl.methods.self_distillation import SelfDistillationMethod
 from trl.models.scoring.causal import Scored
 from trl.objectives.group_advantages import group_moments
 from trl.reporting.model_card import Paper
 from trl.rewards.result import RewardInputs, Text, source_means
 from trl.rollouts.experience import ADVANTAGE, FILTERED, SCORES, Experience
 from trl.rollouts.measures import measured_groups
+from trl.rollouts.teacher_prompts import extended, filled
 from trl.tensors.reduce import Unit, Weighted, reduce_terms, weighted
 from trl.tensors.vocabulary_loss import VocabularyLoss
 
