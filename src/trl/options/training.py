@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 from transformers.utils import is_torch_bf16_gpu_available
@@ -20,8 +19,6 @@ from trl.options.shared import Weights, shared
 from trl.options.spelling import did_you_mean
 
 Config = TypeVar("Config")
-Optimizers = tuple[torch.optim.Optimizer | None, LRScheduler | None]
-"""Those that a trainer is given in place of those that its config describes."""
 
 RESUME_PARTS = {"optimizer", "random_state", "progress"}
 _HALF = "mixed precision is PyTorch's autocast."

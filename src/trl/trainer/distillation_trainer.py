@@ -12,10 +12,11 @@ from trl.legacy.interface import LegacyGroups
 from trl.methods.distillation import DistillationMethod
 from trl.models.peft import AdapterConfig
 from trl.options.groups import names_checked
-from trl.options.training import Optimizers, config_or_default
+from trl.options.training import config_or_default
 from trl.reporting.model_card import Paper
+from trl.trainer.arguments import AnyDataset, Optimizers
 from trl.trainer.distillation_config import DistillationConfig
-from trl.trainer.group_setup import AnyDataset, Tools
+from trl.trainer.group_setup import Tools
 from trl.trainer.online_trainer import OnlineTrainer
 
 

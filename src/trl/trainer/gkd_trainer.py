@@ -47,9 +47,8 @@ from trl.models.peft import AdapterConfig
 from trl.models.policy import Policy
 from trl.models.setup import check_positions
 from trl.models.teacher import ColumnTeacher, Teacher, TeacherByRow, make_teacher
-from trl.options.training import Optimizers
 from trl.reporting.model_card import Paper
-from trl.trainer.arguments import FormattingFunction
+from trl.trainer.arguments import AnyDataset, EvalDatasets, FormattingFunction, Optimizers
 from trl.trainer.gkd_config import GKDConfig
 from trl.trainer.loaders import order_seed
 from trl.trainer.row_sets import SFTSets, sft_sets

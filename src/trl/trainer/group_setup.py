@@ -41,10 +41,10 @@ from trl.rewards.source import ProcessingClasses, RewardFunc, RewardSources
 from trl.rollouts.maker import Completer, check_completer
 from trl.rollouts.rollout_func import check_rollout_func
 from trl.rollouts.schedule import RolloutSizes
+from trl.trainer.arguments import AnyDataset
 from trl.trainer.group_images import ImagePromptSets
 from trl.trainer.grpo_config import GroupTraining, RolloutTraining
 
-AnyDataset = Dataset | IterableDataset
 AnySets = AnyDataset | Mapping[str, AnyDataset] | None
 RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
 RewardFuncs = RewardFunc | Sequence[RewardFunc] | None

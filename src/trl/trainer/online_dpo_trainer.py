@@ -25,12 +25,13 @@ from trl.legacy.text_data import LegacyPromptRows
 from trl.methods.online_dpo import OnlineDPOMethod
 from trl.models.peft import AdapterConfig
 from trl.options.groups import names_checked
-from trl.options.training import Optimizers, config_or_default
+from trl.options.training import config_or_default
 from trl.reporting.model_card import Paper
 from trl.rewards.judge_source import comparison_source
 from trl.rewards.judges import BasePairwiseJudge
 from trl.rewards.source import ProcessingClasses
-from trl.trainer.group_setup import AnyDataset, Environments, RewardFuncs, Tools
+from trl.trainer.arguments import AnyDataset, Optimizers
+from trl.trainer.group_setup import Environments, RewardFuncs, Tools
 from trl.trainer.online_dpo_config import OnlineDPOConfig
 from trl.trainer.online_trainer import OnlineTrainer
 

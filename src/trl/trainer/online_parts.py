@@ -33,7 +33,8 @@ from trl.rollouts.experience import OLD, REF, SAMPLING_LOGPS, STUDENT, TEACHER, 
 from trl.rollouts.maker import Completer
 from trl.rollouts.schedule import RolloutSizes
 from trl.trainer import group_setup
-from trl.trainer.group_setup import AnyDataset, Environments, RewardFuncs, RolloutFunc, Tools
+from trl.trainer.arguments import AnyDataset
+from trl.trainer.group_setup import Environments, RewardFuncs, RolloutFunc, Tools
 from trl.trainer.grpo_config import RolloutTraining
 
 

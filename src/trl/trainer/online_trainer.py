@@ -30,7 +30,7 @@ from trl.models.scoring.base import shares_prefix
 from trl.models.scoring.causal import Scored
 from trl.models.switches import undisturbed
 from trl.options.groups import names_checked
-from trl.options.training import Optimizers, config_or_default
+from trl.options.training import config_or_default
 from trl.rewards.models import place_reward_models
 from trl.rewards.source import ProcessingClasses, RewardSources
 from trl.rollouts.experience import ADVANTAGE, MEAN_LENGTH, REWARD, Experience, load_rollout_batch, save_rollout_batch
@@ -42,9 +42,10 @@ from trl.rollouts.schedule import RolloutSizes, check_evaluation, step_rows
 from trl.rollouts.token_counts import TokenCounts
 from trl.tensors.reduce import LossTerms, Weighted
 from trl.trainer import group_setup
+from trl.trainer.arguments import AnyDataset, Optimizers
 from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.group_images import PromptImages
-from trl.trainer.group_setup import AnyDataset, Environments, RewardFuncs, RolloutFunc, Tools
+from trl.trainer.group_setup import Environments, RewardFuncs, RolloutFunc, Tools
 from trl.trainer.grpo_config import GroupTraining, RolloutTraining
 from trl.trainer.inherited import settle_inherited
 from trl.trainer.loaders import order_seed

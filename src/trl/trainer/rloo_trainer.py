@@ -13,11 +13,11 @@ from trl.legacy.interface import LegacyGroups
 from trl.legacy.rloo import of_any_level
 from trl.methods.rloo import RLOOMethod
 from trl.models.peft import AdapterConfig
-from trl.options.training import Optimizers
 from trl.reporting.model_card import Paper
 from trl.rewards.source import ProcessingClasses
 from trl.rollouts.maker import Completer
-from trl.trainer.group_setup import AnyDataset, Environments, RewardFuncs, RolloutFunc, Tools
+from trl.trainer.arguments import AnyDataset, Optimizers
+from trl.trainer.group_setup import Environments, RewardFuncs, RolloutFunc, Tools
 from trl.trainer.online_trainer import OnlineTrainer
 from trl.trainer.rloo_config import RLOOConfig
 from trl.trainer.samples import SampleTables, ShowSamples

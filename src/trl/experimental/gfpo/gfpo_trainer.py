@@ -14,7 +14,7 @@ from trl.legacy.interface import View
 from trl.methods.grpo import GRPOMethod
 from trl.models.peft import AdapterConfig
 from trl.objectives.group_advantages import best_of_groups
-from trl.options.training import Optimizers, config_or_default
+from trl.options.training import config_or_default
 from trl.reporting.model_card import Paper
 from trl.rewards.functions import accepted, name_of, parameters_of
 from trl.rewards.result import RewardInputs
@@ -22,7 +22,7 @@ from trl.rewards.source import ProcessingClasses, RewardFunc
 from trl.rollouts.experience import FILTERED, LENGTH, SCORES, Experience
 from trl.rollouts.schedule import RolloutSizes
 from trl.tensors.reduce import Weighted, weighted
-from trl.trainer.group_setup import AnyDataset
+from trl.trainer.arguments import AnyDataset, Optimizers
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 Item = TypeVar("Item")

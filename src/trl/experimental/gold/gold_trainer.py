@@ -28,9 +28,8 @@ from trl.models.policy import Policy, make_scorer
 from trl.models.reference import FrozenModel
 from trl.models.setup import pad_token_id
 from trl.models.teacher import FrozenTeacher, Teacher, load_teacher
-from trl.options.training import Optimizers
 from trl.reporting.model_card import Paper
-from trl.trainer.arguments import AnyDataset, EvalDatasets, FormattingFunction
+from trl.trainer.arguments import AnyDataset, EvalDatasets, FormattingFunction, Optimizers
 from trl.trainer.gkd_trainer import AnyTeacher, GKDSets, GKDTrainer, MicroBatch, Writer, completed, gkd_sets, prompts_of
 from trl.trainer.group_setup import check_engine, engine_of, sampling_of, with_served_window
 from trl.trainer.loaders import order_seed

@@ -16,14 +16,14 @@ from trl.models.peft import AdapterConfig
 from trl.models.scoring.causal import Scored
 from trl.objectives.distillation import Divergence, discounted_advantages
 from trl.objectives.group_policy import LOSS_TYPES
-from trl.options.training import Optimizers
 from trl.reporting.model_card import Paper
 from trl.rewards.source import ProcessingClasses
 from trl.rollouts.experience import MEAN_LENGTH, TRAINED, Experience
 from trl.rollouts.maker import Completer
 from trl.tensors.reduce import LossTerms, weighted
 from trl.tensors.vocabulary_loss import VocabularyLoss
-from trl.trainer.group_setup import AnyDataset, RewardFuncs, RolloutFunc, Tools
+from trl.trainer.arguments import AnyDataset, Optimizers
+from trl.trainer.group_setup import RewardFuncs, RolloutFunc, Tools
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 

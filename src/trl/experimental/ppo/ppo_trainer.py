@@ -37,7 +37,6 @@ from trl.models.scoring.base import shares_prefix
 from trl.models.scoring.values import POLICY, VALUE, PolicyAndValue, PolicyValueScorer
 from trl.models.switches import holding
 from trl.objectives.kl import k1
-from trl.options.training import Optimizers
 from trl.reporting.metrics import Processes
 from trl.reporting.model_card import Paper
 from trl.rewards.result import source_means
@@ -46,6 +45,7 @@ from trl.rollouts.experience import OLD, REF, Experience
 from trl.rollouts.measures import local_rows
 from trl.rollouts.schedule import fill_in_sizes
 from trl.tensors.reduce import Weighted, weighted
+from trl.trainer.arguments import Optimizers
 from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.group_setup import RewardFuncs, reward_sources
 from trl.trainer.inherited import settle_inherited

@@ -15,7 +15,6 @@ from trl.data.prompts import PROMPT_IDS
 from trl.experimental.sdft.sdft_config import SDFTConfig
 from trl.methods.self_distillation import SelfDistillationMethod
 from trl.models.peft import AdapterConfig
-from trl.options.training import Optimizers
 from trl.reporting.model_card import Paper
 from trl.rewards.result import RewardInputs
 from trl.rewards.source import ProcessingClasses
@@ -24,9 +23,10 @@ from trl.rollouts.maker import Completed, RolloutMaker, Rows
 from trl.rollouts.teacher_prompts import TeacherPrompts, extended, text_of, with_roles
 from trl.tensors.ragged import Ragged
 from trl.tensors.sequences import positions_in_sequence
+from trl.trainer.arguments import AnyDataset, Optimizers
 from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
 from trl.trainer.distillation_trainer import DistillationTrainer
-from trl.trainer.group_setup import AnyDataset, RewardFuncs
+from trl.trainer.group_setup import RewardFuncs
 from trl.trainer.online_trainer import OnlineTrainer
 
 CONTEXT = "privileged_context"
