@@ -90,7 +90,9 @@ def create_model_from_path(
         except SafetensorError as error:
             files = sorted(folder.rglob("*.safetensors"))
             broken = listed({file.name: why for file in files if (why := unreadable(file))})
-            raise ValueError(f"'{model_id}' has damaged weights: {broken or error}. Save them again.") from error
+            raise ValueError(
+                f"'{model_id}' has damaged weights: {broken or error}. Save or download them again."
+            ) from error
         except OSError as error:
             raise FileNotFoundError(f"'{model_id}' could not be loaded: {_first_line(error)}.") from error
         if not allows_missing:

@@ -278,7 +278,9 @@ def choose_adapters(policy: Any, args: Any, ref_model: object = None) -> str | N
     known = sorted(policy.peft_config) if is_peft_model(policy) else []
     for field in ("model_adapter_name", "ref_adapter_name"):
         if (name := getattr(args, field)) is not None and name not in known:
-            raise ValueError(f"{field}={name!r} must be an adapter of the model, of {known or 'none'}. Load it.")
+            raise ValueError(
+                f"{field}={name!r} must be an adapter of the model, of {known or 'none'}. Load it with `load_adapter`."
+            )
     if not known:
         return None
     trained = args.model_adapter_name or policy.active_adapter

@@ -73,7 +73,8 @@ def load_step_state(
         )
     has_schedule = (folder / "scheduler.bin").is_file()
     if has_schedule != scheduled:
-        raise ValueError(f"{folder} was saved {'with' if has_schedule else 'without'} an lr_scheduler. Do likewise.")
+        kind = "with" if has_schedule else "without"
+        raise ValueError(f"{folder} was saved {kind} an lr_scheduler. Build the trainer {kind} one.")
     with under_module_names(accelerator):
         accelerator.load_state(str(folder))
     streams = folder / f"random_streams_{accelerator.process_index}.pt"

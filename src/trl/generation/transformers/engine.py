@@ -151,7 +151,8 @@ class TransformersEngine:
         core = causal_core(model)
         if (shards or self.together) and (reason := forward_unsupported(model, core)) is not None:
             raise ValueError(
-                f"{type(core).__name__} cannot be sharded here, because {reason}. Train without FSDP and ZeRO-3."
+                f"{type(core).__name__} cannot be sharded while it generates, because {reason}. "
+                "Train without FSDP and ZeRO-3."
             )
 
     @property

@@ -67,7 +67,8 @@ def check_served(served: Served, args: Any, policy: Policy) -> None:
     where = f"the vLLM server at {served.address} serves {served.model}"
     if served.vocabulary != vocabulary:
         raise ValueError(
-            f"{where}, with a vocabulary of {served.vocabulary}, not the policy's {vocabulary}. Serve its model."
+            f"{where}, with a vocabulary of {served.vocabulary}, not the policy's {vocabulary}. "
+            "Serve the trained model."
         )
     # The default of max_prompt_length is no promise: prompts are checked when they are prepared.
     is_default = args.max_prompt_length == type(args).max_prompt_length
