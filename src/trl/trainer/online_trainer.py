@@ -131,9 +131,8 @@ class OnlineTrainer(BaseTrainer):
         if rollout_func is not None:
             limits = {"context_length": parts.sets.context_length, "vocabulary": parts.sets.settings.vocabulary}
             completer = RolloutFunction(rollout_func, self, **limits)
-        self.begin_rollouts(
-            engine, parts.sampling, parts.rewards, shuffle=bool(args.shuffle_dataset), completer=completer
-        )
+        shuffle = bool(args.shuffle_dataset)
+        self.begin_rollouts(engine, parts.sampling, parts.rewards, shuffle=shuffle, completer=completer)
         self.settle_reference()
         if self.teacher is not None and self.reference is not getattr(self.teacher, "reference", self):
             self.teacher.prepare(self.accelerator)
@@ -191,9 +190,8 @@ class OnlineTrainer(BaseTrainer):
         columns = {REWARD: rewards[local], ADVANTAGE: advantages[local], MEAN_LENGTH: length}
         experience = self.method.with_teacher(experience.with_rows(**columns))
         read = local_rows(self.accelerator, self.args.eval_batch_size) if is_evaluation else count
-        corrected = self.method.corrected(
-            experience, is_exact=self.sampler_is_exact, counted=torch.arange(count) < read
-        )
+        counted = torch.arange(count) < read
+        corrected = self.method.corrected(experience, is_exact=self.sampler_is_exact, counted=counted)
         if corrected is None:
             return experience
         sums = self._sums["eval" if is_evaluation else "train"]
@@ -401,10 +399,7 @@ class OnlineTrainer(BaseTrainer):
     # ---- checkpoints
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train; see `transformers.Trainer.train`. Resuming is bit-exact, within a rollout batch too.
-
-        Token counts start at 0.
-        """
+        """Train; see `transformers.Trainer.train`. Resuming is bit-exact, within a rollout batch too."""
         beta = self.args.beta if isinstance(self.args, GroupTraining) else 0
         if beta and self.reference is None:
             raise ValueError(
