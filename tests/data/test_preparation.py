@@ -116,6 +116,19 @@ def test_formatting_functions_of_rows_and_of_batches(streaming: bool) -> None:
         assert list(prepared) == list(expected)
 
 
+def test_a_formatting_function_sees_masks() -> None:
+    rows = [{"q_input_ids": [1, 2, 3], "q_attention_mask": [0, 1, 1], "answer": "Look up"}]
+    seen = []
+
+    def function(row: dict) -> str:
+        seen.append((row["q_input_ids"], row["q_attention_mask"]))
+        return row["answer"]
+
+    prepared, _ = prepare(rows, formatting_func=function)
+    assert seen[0] == ([1, 2, 3], [0, 1, 1])
+    assert list(prepared) == list(prepare([{"text": "Look up"}])[0])
+
+
 def by_batch_of_numbers(batch: dict) -> list[str]:
     return [f"number {number}" for number in batch["number"]]  # TypeError for a row
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from datasets import Dataset
 
+from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.tiny_vision import tiny_image, tiny_processor, tiny_vision_model
 from tests.trainer.dpo_runs import make, pairs
@@ -55,3 +56,9 @@ def images(count, **changes):
 def test_images_that_are_missing_or_too_many(count, tmp_path):
     with pytest.raises(ValueError, match=rf"train dataset, row 1, column .*{count}"):
         image_trainer([images(1), images(count)], tmp_path)
+
+
+def test_settings_are_refused_before_a_reference_is_loaded(monkeypatch):
+    monkeypatch.setattr("trl.trainer.dpo_trainer.make_reference", lambda *args, **kwargs: pytest.fail("was loaded"))
+    with pytest.raises(ValueError, match="prefix_sharing=True"):
+        make(model=tiny_model("bloom"), prefix_sharing=True)

@@ -31,7 +31,7 @@ def sft_rows(sessions: Iterable[Record], *, least_reward: float) -> list[Json]:
 def preference_rows(sessions: Iterable[Record], *, least_margin: float = 0.0) -> list[Json]:
     """Best and worst session of each row, more than `least_margin` apart: `prompt`, `chosen`, `rejected`.
 
-    The prompt is the common begin up to a message of the policy; of several conversations the longest counts.
+    The prompt is what both begin with, up to a message of the policy. Of several conversations the longest counts.
     """
     groups, rows = dict[str, list[Record]](), []
     for session in sessions:

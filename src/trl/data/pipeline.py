@@ -220,13 +220,18 @@ class RowKind(ABC):
             **{name: [written(value, kind) for value in batch[name]] for name, kind in json_columns.items()},
         }
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-        if not is_plain(batch):
+        if self.reads_masks and not is_plain(batch):
             rows = [
                 real_row(row, self.dataset_name, index, splits=self.splits)
                 for index, row in zip(indices, rows, strict=True)
             ]
         finished = self.rows(rows, indices)
         return {name: [row.get(name, 0) for row in finished] for name in (*self.features, *self.counts)}
+
+    @property
+    def reads_masks(self) -> bool:
+        """Whether masked tokens of rows are left out, which a user's function over rows would miss."""
+        return True
 
     @abstractmethod
     def rows(self, rows: Sequence[Row], indices: Sequence[int]) -> list[RowDict]:

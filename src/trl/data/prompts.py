@@ -69,9 +69,10 @@ def prompt_tokenizer(
     Raises: ValueError for a data set without prompts, or with prompts that do not fit its settings.
     """
     columns, is_given = dataset.column_names, PROMPT_IDS in dataset.column_names
+    first = first_row(dataset, name, "a prompt")
     if not is_given and "prompt" not in columns:
         raise wrong_columns(columns, name, takes="'prompt' or 'input_ids'", needed=["prompt"])
-    row = maybe_convert_to_chatml(dict(first_row(dataset, name, "a prompt")))
+    row = maybe_convert_to_chatml(dict(first))
     is_chat = is_list_of_dicts_with(row.get("prompt"), "role")
     if settings.tools and (is_given or not is_chat):
         raise ValueError(

@@ -203,6 +203,10 @@ class SFTTokenizer(RowKind):
     version: int = 5
 
     @property
+    def reads_masks(self) -> bool:
+        return self.formatter is None
+
+    @property
     def features(self) -> Mapping[str, FeatureType | None]:
         if self.columns is not None:
             return self.columns

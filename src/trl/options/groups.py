@@ -48,7 +48,10 @@ def moved(
     reason: str = "", bounds: str = "", *, to: str | None = None, default: object = None,
     value_of: Callable[[Any, Any], object] | None = None, flag: bool = False, **metadata: object,
 ) -> Any:  # fmt: skip
-    """A field that moves its value `to` another, as `value_of` makes it (None: not), or is without effect now."""
+    """A deprecated field: its value moves `to` another field, changed by `value_of`; without `to` it has no effect.
+
+    `value_of` returns None for a value that does not move.
+    """
     help = f"Deprecated: {reason or f'now {to}.'}"
     declared = Declaration(bounds, reason=reason.rstrip("."), moved_to=to, value_of=value_of)
     return _field(default, declared, {"help": help, **_switch(flag), **metadata})

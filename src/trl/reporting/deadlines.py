@@ -103,7 +103,10 @@ class ThreadedCalls:
             )
 
     async def call(self, function: Callable[[], Result], name: str, seconds: float | None) -> Result:
-        """What a function returns on its thread, awaited. Raises: DeadlinePassed, RuntimeError (`check`), its own."""
+        """What a function returns on its thread, awaited.
+
+        Raises: DeadlinePassed; RuntimeError as `check` does; what the function raises.
+        """
         self.check()
         pending = start(function, name)
         try:

@@ -244,7 +244,8 @@ def _print(line: str) -> None:
 def use_run_lines(handler: CallbackHandler, user_callbacks: Sequence[object], args: Any) -> None:
     """Put `RunLines` in the place of the callback that `transformers.Trainer` prints with by default.
 
-    Not with `log_format="dict"`, in notebooks unless "lines", or beside the user's own; nothing prints if it is silent.
+    The default stays with `log_format="dict"`, and in notebooks unless `log_format="lines"`. With a user's own callback
+    of these kinds nothing changes. Nothing is printed where `log_level` or `logging_strategy` says so.
     """
     kinds = (PrinterCallback, ProgressCallback)
     types = [callback if isinstance(callback, type) else type(callback) for callback in user_callbacks]

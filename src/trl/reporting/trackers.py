@@ -90,7 +90,7 @@ def log_table_to_comet_experiment(name: str, table: "DataFrame") -> None:
 def log_table(
     name: str, table: "DataFrame", report_to: Iterable[str], *, step: int | None = None, tensorboard_writer: Any = None
 ) -> list[str]:
-    """Send a `pandas.DataFrame` to every tracker in `report_to` that shows tables and has a run; returns those.
+    """Send a `pandas.DataFrame` to every tracker in `report_to` that shows tables and has a run. Returns their names.
 
     `name` is the table's key. TensorBoard has no global run: its writer is passed as `tensorboard_writer`.
     """

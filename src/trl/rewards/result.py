@@ -158,7 +158,10 @@ def read_scores(answer: object, *, count: int, name: str, of: str = "text") -> l
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """Scores `(B, S)` by S sources: float64, NaN for none; `failures`, or `nones`, count the rows without."""
+    """Scores `(B, S)` of B rows by S sources, float64.
+
+    A score is NaN where the source failed (counted in `failures`) or returned None (counted in `nones`).
+    """
 
     names: tuple[str, ...]
     scores: Tensor

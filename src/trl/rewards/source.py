@@ -30,7 +30,7 @@ MOST_LEFT_BEHIND = 8  # threads of one source that missed their deadline
 
 
 class RewardSource(Protocol):
-    """Scores completions: a number or None each. Not None, `deadline` and `on_failure` override the run's."""
+    """Scores completions: a number or None each. `deadline` and `on_failure` replace the run's unless None."""
 
     name: str
     is_async: bool

@@ -211,6 +211,7 @@ def build_trainer(
     Those of tokenised rows are not known, and taken to be.
     """
     from trl.data.formats import is_list_of_dicts_with
+    from trl.data.streaming import is_streaming
     from trl.models.peft import get_peft_config
 
     command = COMMANDS[name]
@@ -225,7 +226,7 @@ def build_trainer(
     if script_args.ignore_bias_buffers:  # DistributedDataParallel does not broadcast them
         names = [name for name, buffer in trainer.model.named_buffers() if str(buffer.dtype) == "torch.bool"]
         trainer.model._ddp_params_and_buffers_to_ignore = names
-    row = next(iter(train_dataset))
+    row = {"input_ids": ()} if is_streaming(train_dataset) else train_dataset[0]  # a stream is not read twice
     turns = any(is_list_of_dicts_with(value, speaker) for value in row.values() for speaker in ("role", "from"))
     return trainer, turns or any(name.endswith("input_ids") for name in row)
 

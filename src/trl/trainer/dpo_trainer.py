@@ -76,12 +76,14 @@ class DPOTrainer(LegacyDPO, PreferenceTrainer):
     ) -> None:  # fmt: skip
         policy, args = self.begin(model, args, processing_class, peft_config, older)
         assert isinstance(args, DPOConfig)
-        reference = None
+        parts = pair_parts(
+            args, policy, DPOMethod(args), data_collator
+        )  # refuses settings before a reference is loaded
         if args.reference_free and ref_model is None and args.ref_adapter_name is None:
             choose_adapters(policy.model, args)
         else:
             reference = make_reference(policy.model, policy.scorer, ref_model, args=args, path=self._path)
-        parts = replace(pair_parts(args, policy, DPOMethod(args), data_collator), reference=reference)
+            parts = replace(parts, reference=reference)
         self.with_images = isinstance(data_collator, DataCollatorForVisionPreference) or has_images(
             train_dataset, eval_dataset
         )
