@@ -366,7 +366,11 @@ def deep(depth):
         ({"stop": ["no", ""]}, 400, "stop"),
         ({"logit_bias": {"1": 2}}, 400, "logit_bias"),
         ({"top_logprobs": 3}, 400, "top_logprobs"),
-        ({"tool_choice": "required"}, 400, "tool_choice: 'required' needs constrained decoding, which this"),
+        (
+            {"tool_choice": "required"},
+            400,
+            "tool_choice: 'required' needs constrained decoding, which is not available",
+        ),
         ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, 400, "constrained decoding"),
         ({"response_format": {"type": "json_object"}}, 400, "constrained decoding"),
         (

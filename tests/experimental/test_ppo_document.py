@@ -4,6 +4,7 @@ import copy
 import json
 import runpy
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -189,3 +190,13 @@ def test_sharded_runs_equal_that_of_one_process(how, tmp_path):
         assert one.keys() == other.keys()
         for name in other.keys() - {"eps"}:
             assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-4), name
+
+
+def test_the_best_policy_is_loaded_at_the_end(tmp_path):
+    steps = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_objective/scores", "greater_is_better": True}
+    trainer, _ = make(folder=tmp_path, eval_dataset=prompts(5), **steps, **best)
+    trainer.train()
+    saved = load_file(Path(trainer.state.best_model_checkpoint) / "model.safetensors")
+    policy = trainer.model.policy.state_dict()
+    assert all(torch.equal(policy[name], weight) for name, weight in saved.items())

@@ -100,7 +100,7 @@ def test_group_methods_train(name, trainer, tmp_path):
 @pytest.mark.parametrize("name", KEY_NUMBERS)
 def test_rows_at_once_follow_the_shapes_of_the_layers(name):
     """A row of ten tokens has keys and values of its own layers, and three rows of 400 logits."""
-    requests = SimpleNamespace(longest=6, prompts={0: [1] * 4}, prompt_of=[0])
+    requests = SimpleNamespace(limits={0: 6}, prompts={0: [1] * 4}, prompt_of=[0])
     row = 2 * KEY_NUMBERS[name] * 4 * 10 + 12 * 400
     assert default_rows(made(name).config, requests, 4, memory=7 * row) == 7
     assert default_rows(made(name).config, requests, 4, memory=7 * row - 1) == 6

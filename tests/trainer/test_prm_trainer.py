@@ -17,14 +17,15 @@ from transformers import (
 
 from tests.tiny import tiny_classifier
 from tests.tiny_tokenizers import tiny_tokenizer
-from tests.trainer.one_step import SETTINGS, assert_same_gradient, step
+from tests.trainer.one_step import SETTINGS, assert_same_gradient, step, trainer_of
 from tests.trainer.prm_runs import make, rows, step_classifier
 from tests.trainer.resume_worker import tokenizer
 from tests.trainer.test_reward_trainer import base, from_path  # noqa: F401
 from tests.two_processes import launch
+from trl.methods.prm import PRMMethod
 from trl.reporting.metrics import compute_accuracy
 from trl.trainer.prm_config import PRMConfig
-from trl.trainer.prm_trainer import PRMTrainer
+from trl.trainer.prm_trainer import PRMTrainer, padded_steps
 
 METRICS = ("loss", "accuracy", "num_tokens")
 SOLUTIONS = [
@@ -188,3 +189,22 @@ def test_an_adapter_trains_and_keeps_the_head(task_type, base, tmp_path, caplog)
 def test_settings_that_cannot_be():
     with pytest.raises(ValueError, match="step_separator must be"):
         PRMConfig("unused", step_separator="")
+
+
+def test_a_subclass_with_a_method_and_a_layout_of_its_own(tmp_path):
+    calls = set()
+
+    class Terms(PRMMethod):
+        def terms(self, *args):
+            calls.add("terms")
+            return super().terms(*args)
+
+    class Own(PRMTrainer):
+        method = Terms()
+
+        def layout(self, batch):
+            calls.add("layout")
+            return padded_steps(self.scorer, batch)
+
+    trainer_of(Own, PRMConfig, tmp_path, {}, model=step_classifier(), train_dataset=Dataset.from_list(rows())).train()
+    assert calls == {"terms", "layout"}

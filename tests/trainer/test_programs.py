@@ -195,3 +195,54 @@ def test_an_estimator_that_returns_nothing_is_told() -> None:
 
     with pytest.raises(ValueError, match="must return 2 finite numbers"):
         estimated(lambda rewards, group_size: None, torch.tensor([1.0, 2.0]), 2)  # type: ignore[arg-type,return-value]
+
+
+def trained(kind: type[SFTTrainer], folder: Any, *, resume: str | None = None, **settings: Any) -> SFTTrainer:
+    """A trainer of a program's own class, after its run."""
+    rows, tokenizer = Dataset.from_list(ROWS), tiny_tokenizer()
+    trainer = kind(
+        model_for(tokenizer), config(folder, **settings), train_dataset=rows, eval_dataset=rows,
+        processing_class=tokenizer,
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def test_random_plans_of_a_subclass_resume_to_the_same_numbers(tmp_path: Any) -> None:
+    drawn: list[float] = []
+
+    class Drawing(SFTTrainer):
+        def prepare_step(self, batches: Any) -> None:
+            super().prepare_step(batches)
+            drawn.append(torch.rand(()).item())
+
+    settings = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    trained(Drawing, tmp_path, **settings)
+    whole = [*drawn]
+    drawn.clear()
+    trained(Drawing, tmp_path, resume=str(tmp_path / "checkpoint-1"), **settings)
+    assert len(whole) > 1
+    assert drawn == whole[1:]
+
+
+def test_a_programs_hook_loads_the_best_model(tmp_path: Any) -> None:
+    loaded: list[str] = []
+
+    class Loading(SFTTrainer):
+        def _load_from_checkpoint(self, folder: str, *args: Any) -> None:
+            loaded.append(folder)
+            super()._load_from_checkpoint(folder, *args)
+
+    steps = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer = trained(Loading, tmp_path, load_best_model_at_end=True, **steps)
+    assert loaded == [trainer.state.best_model_checkpoint]
+
+
+def test_a_program_counts_input_tokens_itself(tmp_path: Any) -> None:
+    class Counting(SFTTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            self.state.num_input_tokens_seen += 100
+            return super().training_step(*args, **kwargs)
+
+    trainer = trained(Counting, tmp_path)
+    assert trainer.state.num_input_tokens_seen == 100 * trainer.state.global_step > 0

@@ -198,7 +198,6 @@ def rollout_rows(batch: int, rows: int, *, dataset: int, seed: int, shuffle: boo
     return drawn
 
 
-@lru_cache(maxsize=4)  # successive rollout batches draw each pass once
 def pass_order(number: int, dataset: int, *, seed: int, shuffle: bool = True) -> list[int]:
     """The order of the data set's rows in pass `number` (0, 1, ...) over them.
 
@@ -207,10 +206,25 @@ def pass_order(number: int, dataset: int, *, seed: int, shuffle: bool = True) ->
     >>> pass_order(3, 4, seed=0, shuffle=False)
     [0, 1, 2, 3]
     """
-    order, generator = torch.arange(dataset), torch.Generator().manual_seed(seed)
-    for _ in range(number + 1 if shuffle else 0):
-        order = torch.randperm(dataset, generator=generator)
-    return order.tolist()
+    return _passes(dataset, seed).order(number) if shuffle else list(range(dataset))
+
+
+class _Passes:
+    """Successive draws of `torch.randperm` from one generator; for an earlier pass than the last they begin again."""
+
+    def __init__(self, dataset: int, seed: int) -> None:
+        self._dataset, self._seed, self._drawn = dataset, seed, 0
+
+    def order(self, number: int) -> list[int]:
+        if self._drawn == 0 or number < self._drawn - 1:
+            self._drawn, self._generator = 0, torch.Generator().manual_seed(self._seed)
+        while self._drawn <= number:
+            self._order = torch.randperm(self._dataset, generator=self._generator).tolist()
+            self._drawn += 1
+        return self._order
+
+
+_passes = lru_cache(maxsize=4)(_Passes)  # successive rollout batches draw each pass once
 
 
 def refill_rows(batch: int, first: int, count: int, *, taken: Sequence[int], dataset: int, seed: int) -> list[int]:

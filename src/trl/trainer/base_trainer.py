@@ -159,6 +159,8 @@ class BaseTrainer(Trainer):
             count = self.accelerator.reduce(count, reduction="sum")
         assert isinstance(count, Tensor)
         if batches:
+            if self.runs.current is not None:  # before plans draw numbers, where transformers would do it after
+                self._load_rng_state(self.runs.current.checkpoint)
             self.prepare_step(batches)
         return batches, (count if len(self.method.units) > 1 else count.reshape(())).clamp(min=1)
 
@@ -357,11 +359,12 @@ class BaseTrainer(Trainer):
             super()._save(output_dir, state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        theirs = partial(super()._load_from_checkpoint, resume_from_checkpoint, model)
-        saving.load_weights(self, resume_from_checkpoint, theirs)
+        wrapped = partial(super()._load_from_checkpoint, resume_from_checkpoint, model)
+        saving.load_weights(self, resume_from_checkpoint, wrapped)
 
     def _load_best_model(self) -> None:
-        saving.load_weights(self, str(self.state.best_model_checkpoint), super()._load_best_model)
+        best = str(self.state.best_model_checkpoint)
+        saving.load_weights(self, best, super()._load_best_model, plain=lambda: self._load_from_checkpoint(best))
 
     def save_progress(self, folder: Path) -> None:
         """Write into a checkpoint what resuming needs beside weights, optimiser and random state, on every process."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -81,7 +81,6 @@ class OnlineTrainer(BaseTrainer):
     reads_rounds = False  # rows that accelerate repeats are taken out by their number
     evaluation_group: int = 1  # completions of each evaluation prompt
     rows_at_once: int  # rows that are scored in one forward after a rollout
-    batch_of: Callable[[Experience], dict[str, Any]]
     """The models' inputs for some rows; the scored tokens are those of the completions, in order."""
     _sets: PromptSets
     _rollout_batch: Experience | None = None
@@ -153,8 +152,6 @@ class OnlineTrainer(BaseTrainer):
             lacks_variance = partial(self.method.lacks_variance, group_size=self.sizes.group)
             limit, discard = self.args.max_resampling_rounds, self._token_counts.discard
             refill = Refill(limit, lacks_variance=lacks_variance, discard=discard)
-        as_text = partial(Experience.as_batch, prefix_sharing=self.shares_prefix)
-        self.batch_of = as_text if self.images is None else self.images.batch
         self.rollouts = RolloutMaker(
             Prompts(rows, self.sizes.prompts, order_seed(self.args), shuffle), self.sizes, engine=engine, sampling=sampling,
             rewards=rewards, apply_rewards=self.method.apply_rewards, accelerator=self.accelerator,
@@ -327,6 +324,12 @@ class OnlineTrainer(BaseTrainer):
     def micro_batch(self, experience: Experience) -> dict[str, Any]:
         """The input of `compute_loss`: a batch of some rows, and the rows."""
         return {**self.batch_of(experience), ROLLOUT: experience}
+
+    def batch_of(self, experience: Experience) -> dict[str, Any]:
+        """The models' inputs for some rows; the scored tokens are those of the completions, in order."""
+        if self.images is not None:
+            return self.images.batch(experience)
+        return experience.as_batch(prefix_sharing=self.shares_prefix)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """A batch and its rows on the device."""

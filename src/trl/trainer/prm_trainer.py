@@ -58,7 +58,7 @@ class PRMTrainer(LegacyJudged, PreferenceTrainer):
     _paper = Paper("Solving math word problems with process- and outcome-based feedback", "2211.14275")
     args: PRMConfig
     scorer: ClassificationScorer
-    method: PRMMethod
+    method: PRMMethod = PRMMethod()
     _config_class: ClassVar[type] = PRMConfig
     _columns: tuple[str, ...] = ("input_ids", "labels")
 
@@ -76,9 +76,9 @@ class PRMTrainer(LegacyJudged, PreferenceTrainer):
         policy, args = self.begin(model, args, processing_class, peft_config, older, classifier=STEP_CLASSIFIER)
         sets = row_sets(StepwisePreparation, args, policy, is_eval=True, training={"is_eval": False})
         collator = data_collator or DataCollatorForLanguageModeling(self.scorer.pad_token_id)
-        layout = partial(padded_steps, self.scorer)
+        layout = self.layout or partial(padded_steps, self.scorer)
         super().__init__(
-            Parts(policy, PRMMethod(), sets, collator, layout), args,
+            Parts(policy, self.method, sets, collator, layout), args,
             train_dataset=train_dataset, eval_dataset=eval_dataset,
             compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,

@@ -117,8 +117,9 @@ class InputTokens(TrainerCallback):
         self._seen = int(state.num_input_tokens_seen)
 
     def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Replace the number."""
-        state.num_input_tokens_seen = self._seen
+        """Replace the number, if tokens are counted."""
+        if self._counted != "no":
+            state.num_input_tokens_seen = self._seen
 
     on_step_end = on_substep_end
 

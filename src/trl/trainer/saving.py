@@ -54,14 +54,21 @@ def begin_training(trainer: Any) -> None:
         trainer._load_rng_state(run.checkpoint)
 
 
-def load_weights(trainer: Trainer, folder: str, theirs: Callable[[], None]) -> None:
-    """Load the weights of a checkpoint: by `theirs`, of transformers, where its files are not the model's plain weights.
+def load_weights(
+    trainer: Trainer, folder: str, wrapped: Callable[[], None], plain: Callable[[], None] | None = None
+) -> None:
+    """Load the weights of a checkpoint.
+
+    `wrapped`: how transformers loads adapters, and the weights of FSDP and DeepSpeed. `plain`: how other weights are
+    loaded, by default by us.
 
     Raises: CheckpointError, which names the files, for weights that are incomplete or of another model.
     """
     with naming_weights(folder):
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or is_peft_model(trainer.model):
-            theirs()
+            wrapped()
+        elif plain is not None:
+            plain()
         else:
             load_checkpoint_weights(trainer.model, Path(folder))  # type: ignore[arg-type]
 

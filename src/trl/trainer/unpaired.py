@@ -76,12 +76,12 @@ class UnpairedTrainer(PreferenceTrainer):
         is_encoder_decoder(policy.scorer.core, args)  # raises where args.is_encoder_decoder differs
         self.model_adapter_name, self.ref_adapter_name = model_adapter_name, ref_adapter_name
         adapters = {"model_adapter_name": model_adapter_name, "ref_adapter_name": ref_adapter_name}
-        reference = make_reference(policy.model, policy.scorer, ref_model, args=args, path=self._path, **adapters)
+        self.reference = make_reference(policy.model, policy.scorer, ref_model, args=args, path=self._path, **adapters)
         settings = self.preparation(args)
         self.mismatched = settings.get("mismatch_group") is not None
         parts = unpaired_parts(args, policy, self.make_method(args), data_collator, settings)
         super().__init__(
-            replace(parts, reference=reference), args, train_dataset=train_dataset, eval_dataset=eval_dataset,
+            replace(parts, reference=self.reference), args, train_dataset=train_dataset, eval_dataset=eval_dataset,
             compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )  # fmt: skip
