@@ -174,7 +174,7 @@ class DDPOTrainer(DiffusionTrainer):
         """This process's part of the values of all."""
         return values.chunk(self.accelerator.num_processes)[self.accelerator.process_index]
 
-    def reward_statistics(self, images: Images, rewards: Tensor) -> dict[str, Any]:
+    def reward_statistics(self, images: Images, rewards: Tensor) -> dict[str, object]:
         """What is logged of the rewards of all processes."""
         values = rewards.cpu().numpy()
         return {"reward": values, "reward_mean": float(values.mean()), "reward_std": float(values.std())}
@@ -234,13 +234,13 @@ class DDPOTrainer(DiffusionTrainer):
         clipfrac = ((ratio - 1).abs() > self.config.train_clip_range).float().mean()
         return loss, approx_kl, clipfrac
 
-    def penalty(self, found: DDPOSchedulerOutput, *given: Any) -> Tensor | float:
+    def penalty(self, found: DDPOSchedulerOutput, *given: object) -> Tensor | float:
         """Added to the loss of a denoising step, which the policy `found` for its arguments."""
         return 0.0
 
     # ---- checkpoints
 
-    def carried(self) -> dict[str, Any]:
+    def carried(self) -> dict[str, object]:
         """The rewards remembered of each prompt."""
         return {prompt: list(known) for prompt, known in self.stat_tracker.stats.items()}
 

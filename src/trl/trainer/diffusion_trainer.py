@@ -6,7 +6,7 @@ import logging
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -234,18 +234,18 @@ class DiffusionTrainer:
         self.accelerator.log(values, step=step)
         self.log_history.append({name: v for name, v in values.items() if isinstance(v, (int, float))} | {"step": step})
 
-    def _show_images(self, images: Any, step: int) -> None:
+    def _show_images(self, images: object, step: int) -> None:
         if self.image_samples_callback is not None and self.accelerator.is_main_process:  # it has the tracker
             tracker = self.accelerator.trackers[0] if self.accelerator.trackers else None
             self.image_samples_callback(images, step, tracker)
 
     # ---- checkpoints
 
-    def carried(self) -> dict[str, Any]:
+    def carried(self) -> dict[str, object]:
         """What a method carries from epoch to epoch, as JSON values."""
         return {}
 
-    def load_carried(self, state: dict[str, Any]) -> None:
+    def load_carried(self, state: Mapping[str, Any]) -> None:
         """Restore `carried`."""
 
     def save_checkpoint(self, epoch: int, global_step: int) -> Path:
@@ -265,13 +265,13 @@ class DiffusionTrainer:
         self.accelerator.wait_for_everyone()
         return folder
 
-    def _save_model(self, models: list[Any], weights: list[Any], folder: str) -> None:
+    def _save_model(self, models: list[nn.Module], weights: list[object], folder: str) -> None:
         """The pipeline's `save_checkpoint` on the main process; accelerate then writes no weights itself."""
         if self.accelerator.is_main_process:
             self.sd_pipeline.save_checkpoint(models, weights, folder)
         weights.clear()
 
-    def _load_model(self, models: list[Any], folder: str) -> None:
+    def _load_model(self, models: list[nn.Module], folder: str) -> None:
         """The pipeline's `load_checkpoint`; accelerate then loads no weights itself."""
         self.sd_pipeline.load_checkpoint(models, folder)
         models.clear()

@@ -81,7 +81,6 @@ class OnlineTrainer(BaseTrainer):
     reads_rounds = False  # rows that accelerate repeats are taken out by their number
     evaluation_group: int = 1  # completions of each evaluation prompt
     rows_at_once: int  # rows that are scored in one forward after a rollout
-    """The models' inputs for some rows; the scored tokens are those of the completions, in order."""
     _sets: PromptSets
     _rollout_batch: Experience | None = None
     _batch_number: int = -1

@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig, PreTrainedModel
 
 from trl.collators.preference import seq2seq_batch
 from trl.generation.engine import Sampling, unsupported_settings
@@ -25,8 +26,8 @@ from trl.tensors.ragged import Ragged
 _DEFAULTS = {"max_length": 20, "do_sample": False, "top_k": 50}
 
 
-def sampling_of(core: Any, given: Mapping[str, Any], warn: Callable[..., None]) -> Sampling:
-    """The engine's settings for `given` arguments of a transformers model's `generate`, over its generation config.
+def sampling_of(core: PreTrainedModel, arguments: Mapping[str, Any], warn: Callable[..., None]) -> Sampling:
+    """The engine's settings for `arguments` of a transformers model's `generate`, over its generation config.
 
     A length in the arguments replaces that of a `generation_config` among them, and this the model's.
 
@@ -34,8 +35,8 @@ def sampling_of(core: Any, given: Mapping[str, Any], warn: Callable[..., None]) 
 
     Raises: ValueError for such settings in the arguments.
     """
-    own = _set_fields(core.generation_config)
-    unsupported = {name: own.pop(name) for name in unsupported_settings(own)}
+    defaults = _set_fields(core.generation_config)
+    unsupported = {name: defaults.pop(name) for name in unsupported_settings(defaults)}
     if core.config.is_encoder_decoder:
         unsupported.pop("forced_bos_token_id", None)  # which the engine itself reads
     if unsupported:
@@ -43,22 +44,21 @@ def sampling_of(core: Any, given: Mapping[str, Any], warn: Callable[..., None]) 
             "The model's generation config has %s, which rollouts do not support and leave out.",
             ", ".join(f"{name}={value!r}" for name, value in unsupported.items()),
         )
-    single = {name: value for name, value in given.items() if name != "generation_config"}
-    config = given.get("generation_config")
-    found: dict[str, Any] = {}
-    for layer in (_DEFAULTS, own, _set_fields(config), single):
+    single = {name: value for name, value in arguments.items() if name != "generation_config"}
+    settings: dict[str, Any] = {}
+    for layer in (_DEFAULTS, defaults, _set_fields(arguments.get("generation_config")), single):
         if "max_length" in layer:
-            found.pop("max_new_tokens", None)
-        found |= layer
+            settings.pop("max_new_tokens", None)
+        settings |= layer
         if "max_new_tokens" in layer:
-            found.pop("max_length", None)
-    return Sampling().updated(found)
+            settings.pop("max_length", None)
+    return Sampling().updated(settings)
 
 
-def _set_fields(config: Any) -> dict[str, Any]:
+def _set_fields(config: GenerationConfig | None) -> dict[str, Any]:
     """The fields of a generation config that are set."""
-    given = {} if config is None else vars(config)
-    return {name: value for name, value in given.items() if value is not None and not name.startswith("_")}
+    fields = {} if config is None else vars(config)
+    return {name: value for name, value in fields.items() if value is not None and not name.startswith("_")}
 
 
 class ResponseScores(NamedTuple):
