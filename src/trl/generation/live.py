@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 from trl.generation.engine import Engine, Generated, Sampling
 
+_WAIT_S = 0.5  # after which a thread that waits for requests looks for signals
+
 Listener = Callable[[Sequence[int]], None]
 """Is given the newest tokens of a request, in the thread that runs the engine."""
 
@@ -195,7 +197,10 @@ class Broker:
 
     def _take(self, *, wait: bool) -> list[Asked]:
         """What arrived; without a running request at least one, or a `wake`."""
-        arrived = [self._arriving.get()] if wait else []
+        arrived = list[Asked | None]()
+        while wait and not arrived:
+            with suppress(queue.Empty):  # a signal that another thread receives does not end a wait without a bound
+                arrived = [self._arriving.get(timeout=_WAIT_S)]
         with suppress(queue.Empty):  # another thread may take some too
             while True:
                 arrived.append(self._arriving.get_nowait())
