@@ -229,7 +229,7 @@ class Bench:
         Two processes measure them in turn, fifty requests at a time, so that what else runs on the machine slows both alike. The
         ratio is the median of the turns.
         """
-        part = 2 if self.args.tiny else 50
+        part, turns = (2, 2) if self.args.tiny else (50, 20)
         self.questions = [f"What is {number} + {number % 7}?" for number in range(120 * part)]
         cases: tuple[tuple[str, Result, bool], ...] = (
             ("chats", {}, False),
@@ -240,7 +240,7 @@ class Bench:
             with self._measuring(options, is_text) as late, self._measuring(options, is_text) as early:
                 late(0, 100 * part)
                 early(0, 20 * part)
-                starts = range(0, 20 * part, part)
+                starts = range(0, turns * part, part)
                 costs = [(late(100 * part + start, part), early(20 * part + start, part)) for start in starts]
             columns = [1e3 * median(column) for column in zip(*costs, strict=True)]
             print(f"{name}, ms per request: {columns[0]:.2f} in the sixth thousand, {columns[1]:.2f} in the second")

@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -117,10 +118,11 @@ BAD = [
     ("sft", f"--output_dir {__file__}", "is a file"),
     ("sft", "--optim galore_adamw", "galore_torch"),
     ("sft", "--dataset_config main", "rows.jsonl': a file has none. Leave it out."),
-    (
+    pytest.param(
         "sft",
         "--load_in_4bit true",
         "quantised weights (load_in_4bit, load_in_8bit) are not trained, and there is no adapter.",
+        marks=pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs the extra `quantization`"),
     ),
     ("dpo", "--loss_type dpo", "Did you mean sigmoid? (the loss of the paper.)"),
     ("sft", "--learning_rate -1e-4", "learning_rate must be >= 0, got -0.0001."),
