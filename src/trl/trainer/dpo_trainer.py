@@ -76,9 +76,8 @@ class DPOTrainer(LegacyDPO, PreferenceTrainer):
     ) -> None:  # fmt: skip
         policy, args = self.begin(model, args, processing_class, peft_config, older)
         assert isinstance(args, DPOConfig)
-        parts = pair_parts(
-            args, policy, DPOMethod(args), data_collator
-        )  # refuses settings before a reference is loaded
+        # Settings that do not fit are refused before a reference is loaded.
+        parts = pair_parts(args, policy, DPOMethod(args), data_collator)
         if args.reference_free and ref_model is None and args.ref_adapter_name is None:
             choose_adapters(policy.model, args)
         else:

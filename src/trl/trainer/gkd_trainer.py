@@ -11,14 +11,7 @@ import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
-from transformers import (
-    DataCollator,
-    EvalPrediction,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-    TrainerCallback,
-)
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from trl._lazy import attach
 from trl.collators.preference import completion_batch
@@ -48,7 +41,8 @@ from trl.models.policy import Policy
 from trl.models.setup import check_positions
 from trl.models.teacher import ColumnTeacher, Teacher, TeacherByRow, make_teacher
 from trl.reporting.model_card import Paper
-from trl.trainer.arguments import AnyDataset, EvalDatasets, FormattingFunction, Optimizers
+from trl.trainer import arguments
+from trl.trainer.arguments import AnyDataset, AnyModel, EvalDatasets, FormattingFunction, Optimizers
 from trl.trainer.gkd_config import GKDConfig
 from trl.trainer.loaders import order_seed
 from trl.trainer.row_sets import SFTSets, sft_sets
@@ -56,7 +50,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 __getattr__, *_ = attach(__name__)  # names of this path that live elsewhere
 
-AnyTeacher = str | PreTrainedModel | nn.Module | Mapping[str, str | nn.Module]
+AnyTeacher = AnyModel | Mapping[str, str | nn.Module]
 MicroBatch = Mapping[str, Tensor]
 
 
@@ -221,14 +215,14 @@ class GKDTrainer(LegacyGKD, SFTTrainer):
     args: GKDConfig
 
     def __init__(
-        self, model: str | PreTrainedModel | nn.Module | None = None,
+        self, model: AnyModel | None = None,
         teacher_model: AnyTeacher | None = None, args: GKDConfig | None = None,
-        data_collator: DataCollator | None = None, train_dataset: AnyDataset | None = None,
+        data_collator: arguments.Collator | None = None, train_dataset: AnyDataset | None = None,
         eval_dataset: EvalDatasets | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
+        processing_class: arguments.Processor | None = None,
+        compute_metrics: arguments.ComputeMetrics | None = None,
         callbacks: list[TrainerCallback] | None = None, optimizers: Optimizers = (None, None),
-        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
+        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None,
         peft_config: AdapterConfig = None, formatting_func: FormattingFunction | None = None, **older: Any,
     ) -> None:  # fmt: skip
         if older.pop("compute_loss_func", None) is not None:

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import ClassVar
 
 from accelerate.utils import gather_object
-from torch import Tensor, nn
-from transformers import (
-    DataCollator,
-    EvalPrediction,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-    TrainerCallback,
-)
+from transformers import TrainerCallback
 
 from trl._lazy import attach
 from trl.agents.completer import Agent
@@ -30,7 +21,7 @@ from trl.reporting.model_card import Paper
 from trl.rewards.judge_source import comparison_source
 from trl.rewards.judges import BasePairwiseJudge
 from trl.rewards.source import ProcessingClasses
-from trl.trainer.arguments import AnyDataset, Optimizers
+from trl.trainer import arguments
 from trl.trainer.group_setup import Environments, RewardFuncs, Tools
 from trl.trainer.online_dpo_config import OnlineDPOConfig
 from trl.trainer.online_trainer import OnlineTrainer
@@ -74,16 +65,16 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
 
     @names_checked
     def __init__(
-        self, model: str | nn.Module | PreTrainedModel | None = None,
-        ref_model: PreTrainedModel | nn.Module | str | None = None,
+        self, model: arguments.AnyModel | None = None,
+        ref_model: arguments.AnyModel | None = None,
         reward_funcs: RewardFuncs = None, judge: BasePairwiseJudge | None = None,
-        args: OnlineDPOConfig | None = None, data_collator: DataCollator | None = None,
-        train_dataset: AnyDataset | None = None, eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        args: OnlineDPOConfig | None = None, data_collator: arguments.Collator | None = None,
+        train_dataset: arguments.AnyDataset | None = None, eval_dataset: arguments.EvalDatasets | None = None,
+        processing_class: arguments.Processor | None = None,
         reward_processing_classes: ProcessingClasses = None, peft_config: AdapterConfig = None,
-        compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
-        callbacks: list[TrainerCallback] | None = None, optimizers: Optimizers = (None, None),
-        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None, tools: Tools | None = None,
+        compute_metrics: arguments.ComputeMetrics | None = None,
+        callbacks: list[TrainerCallback] | None = None, optimizers: arguments.Optimizers = (None, None),
+        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None, tools: Tools | None = None,
         agent: Agent | None = None, environment_factory: Environments | None = None,
     ) -> None:  # fmt: skip
         unread = {
