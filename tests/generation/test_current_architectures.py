@@ -11,6 +11,7 @@ from tests.trainer.resume_worker import tokenizer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.generation.engine import Sampling
 from trl.generation.transformers.engine import TransformersEngine
+from trl.generation.transformers.model_generate import cache_bytes
 from trl.generation.transformers.rollout_loop import default_rows
 from trl.models.scoring.causal import Scorer
 
@@ -98,9 +99,21 @@ def test_group_methods_train(name, trainer, tmp_path):
 
 
 @pytest.mark.parametrize("name", KEY_NUMBERS)
-def test_rows_at_once_follow_the_shapes_of_the_layers(name):
-    """A row of ten tokens has keys and values of its own layers, and three rows of 400 logits."""
+def test_the_models_own_cache_is_measured(name):
+    """Float32 keys and values of the layers' own shapes; layers that share keys hold none."""
+    assert cache_bytes(made(name))["token_bytes"] == 2 * KEY_NUMBERS[name] * 4
+
+
+def test_recurrent_states_are_a_rows_own():
+    """A layer of linear attention: 3 kept inputs of a convolution of 48 channels, and 4 heads' states of 8 by 8."""
+    sizes = cache_bytes(made("qwen3_next"))
+    assert sizes == {"token_bytes": 2 * 2 * 8 * 4, "row_bytes": (4 * 64 + 4 * 8 * 8) * 4}
+
+
+def test_rows_at_once_fit_in_the_memory():
+    """A row of ten tokens has keys and values, states, and three rows of 400 logits."""
     requests = SimpleNamespace(limits={0: 6}, prompts={0: [1] * 4}, prompt_of=[0])
-    row = 2 * KEY_NUMBERS[name] * 4 * 10 + 12 * 400
-    assert default_rows(made(name).config, requests, 4, memory=7 * row) == 7
-    assert default_rows(made(name).config, requests, 4, memory=7 * row - 1) == 6
+    sizes = {"vocabulary": 400, "token_bytes": 384, "row_bytes": 100}
+    row = 384 * 10 + 100 + 12 * 400
+    assert default_rows(requests, **sizes, memory=7 * row) == 7
+    assert default_rows(requests, **sizes, memory=7 * row - 1) == 6

@@ -170,11 +170,11 @@ def test_keys_and_values_stay_within_the_planned_memory(monkeypatch, steps):
             left = steps
             while live.busy and (left := left - 1) >= 0:
                 found |= live.step()
-                tables = [table for layer in live.loop.cache.layers for table in layer.values()]
+                tables = [table for layer in live.loop.cache.layers.values() for table in layer.values()]
                 assert sum(table.nbytes for table in tables) <= memory
         while live.busy:
             found |= live.step()
-        assert not any(live.loop.cache.layers)
+        assert not live.loop.cache.layers
     for number, one in enumerate(own.generate(prompts, sampling, limits=limits)):
         same(found[number], one)
 

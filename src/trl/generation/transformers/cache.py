@@ -9,9 +9,11 @@ the cache: those of a packed row of prompts, then those of one new token for eac
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +100,17 @@ class Moves:
             buffer[self.target[: len(source)]] = buffer[source]
 
 
+class Reach(NamedTuple):
+    """The keys that a query sees: the last `tokens` (a sliding window), or those of its own chunk of so many."""
+
+    tokens: int
+    is_chunk: bool = False
+
+    def first_key(self, positions: Tensor) -> Tensor:
+        """The first position that queries at `positions` see."""
+        return positions - positions % self.tokens if self.is_chunk else positions - self.tokens + 1
+
+
 class Step:
     """The layout of one decoding step, which all layers share.
 
@@ -123,28 +136,29 @@ class Step:
         if not bool((lengths == self.longest).all()):
             keys = torch.arange(self.longest, device=lengths.device)
             self.prompt_bias = visibility_bias(keys < lengths[:, None])[:, None, None]
-        self._biases: dict[int | None, tuple[Tensor | None, Tensor | None, bool]] = {}  # by window
+        self._biases: dict[Reach | None, tuple[Tensor | None, Tensor | None, bool]] = {}
 
     def advance(self) -> None:
         """Go to the next step of the same rows."""
         self.columns, self.width = self.columns + 1, self.width + 1
         self._biases.clear()
 
-    def biases(self, window: int | None) -> tuple[Tensor | None, Tensor | None, bool]:
-        """Attention biases of prompts and completions; whether the first is by row (with an active sliding window)."""
-        window = window if window and self.longest + self.width > window else None
-        if window not in self._biases:
+    def biases(self, reach: Reach | None) -> tuple[Tensor | None, Tensor | None, bool]:
+        """Attention biases of prompts and completions; whether the first is by row, because keys are out of reach."""
+        reach = reach if reach and self.longest + self.width > reach.tokens else None
+        if reach not in self._biases:
             columns, tokens = self.columns[:, None], torch.arange(self.width, device=self.columns.device)
-            if window is None:
+            if reach is None:
                 own_bias = None if self.level else visibility_bias(tokens <= columns)[:, None, None]
-                self._biases[window] = self.prompt_bias, own_bias, False
+                self._biases[reach] = self.prompt_bias, own_bias, False
             else:
                 keys = torch.arange(self.longest, device=tokens.device)
                 lengths = self.lengths[self.prompt][:, None]
-                seen = visibility_bias((keys < lengths) & (keys > lengths + columns - window))
-                own_seen = visibility_bias((tokens <= columns) & (tokens > columns - window))
-                self._biases[window] = seen, own_seen[:, None, None], True
-        return self._biases[window]
+                first = reach.first_key(lengths + columns)
+                seen = visibility_bias((keys < lengths) & (keys >= first))
+                own_seen = visibility_bias((tokens <= columns) & (tokens >= first - lengths))
+                self._biases[reach] = seen, own_seen[:, None, None], True
+        return self._biases[reach]
 
     def to_slots(self, rows: Tensor) -> Tensor:
         """`(R, ...)` by prompt, `(G, per_prompt, ...)`, padded with zeros for prompts with fewer rows."""
@@ -157,10 +171,13 @@ class Step:
 
 
 class RolloutCache:
-    """Keys and values `(..., heads, tokens, D)` of all layers: of G prompts, and of the own tokens of R rows."""
+    """Keys and values `(..., heads, tokens, D)` of all layers with attention: of G prompts, and the own tokens of R rows.
 
-    def __init__(self, layers: int) -> None:
-        self.layers: list[dict[str, Tensor]] = [{} for _ in range(layers)]
+    Layers may differ in heads and sizes, and values in size from keys.
+    """
+
+    def __init__(self) -> None:
+        self.layers: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)
         self.lengths: list[int] = []  # of the prompts
         self.capacity = 0  # rows to allocate for
         self.most_columns = 0  # maximum completion length
@@ -195,13 +212,16 @@ class RolloutCache:
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float,
-        window: int | None = None, softcap: float | None = None,
+        reach: Reach | None = None, softcap: float | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Store the newest `key`, `value` `(R, heads, D)` and attend: `query (R, H, D) -> (R, H, D)`."""
+        """Store the newest `key`, `value` `(R, heads, D)` and attend: `query (R, H, D) -> (R, H, D)`.
+
+        `sinks` `(H,)` are the scores of one more key of each head, which has no value (gpt-oss, arXiv:2508.10925).
+        """
         step, cache = self.step, self.layers[layer]
         assert step is not None
         own_key, own_value = self._with_newest(cache, step, key, value)
-        prompt_bias, own_bias, by_row = step.biases(window)
+        prompt_bias, own_bias, by_row = step.biases(reach)
         options = {"scale": scale, "softcap": softcap}
         grouped = query.unflatten(1, (key.shape[1], -1))  # (R, heads, Q, D): Q queries share a key head
         completion = attend_part(grouped, own_key, own_value, own_bias, **options)
@@ -217,6 +237,9 @@ class RolloutCache:
             output, total = output[step.slots], total[step.slots]
         share = torch.sigmoid(total - completion[1])  # of the prompt in the sum over both sets of keys
         merged = torch.lerp(completion[0], output, share[..., None])
+        if sinks is not None:
+            total = torch.logaddexp(total, completion[1])
+            merged = merged * torch.sigmoid(total - sinks.view(total.shape[1:]))[..., None]
         return merged.view(len(query), -1, value.shape[3]).to(value.dtype)
 
     def _with_newest(self, cache: dict[str, Tensor], step: Step, key: Tensor, value: Tensor) -> Iterator[Tensor]:
@@ -236,20 +259,20 @@ class RolloutCache:
                 buffer[step.rows, :, step.columns] = part
             yield buffer[: len(part), :, : step.width]
 
-    def copy_of(self, row: int, tokens: int, prompt: int, prompt_tokens: int) -> list[tuple[Tensor, Tensor]]:
+    def copy_of(self, row: int, tokens: int, prompt: int, prompt_tokens: int) -> dict[int, tuple[Tensor, Tensor]]:
         """Keys and values of a prompt and of so many of a row's own tokens, by layer, in new memory."""
-        layers = []
-        for cache in self.layers:
+        layers = {}
+        for number, cache in self.layers.items():
             parts = [[cache[f"prompt_{name}"][prompt, :, :prompt_tokens]] for name in ("key", "value")]
             if tokens:
                 parts[0].append(cache["own_key"][row, :, :tokens])
                 parts[1].append(cache["own_value"][row, :, :tokens])
-            layers.append((torch.cat(parts[0], dim=1), torch.cat(parts[1], dim=1)))
+            layers[number] = torch.cat(parts[0], dim=1), torch.cat(parts[1], dim=1)
         return layers
 
     def drop_rows(self, moves: Moves, width: int) -> None:
         """Remove rows; `width` is the longest completion so far."""
-        for cache in self.layers:
+        for cache in self.layers.values():
             for name in ("own_key", "own_value"):
                 if name in cache:
                     moves.apply(cache[name][:, :, :width])
@@ -257,11 +280,11 @@ class RolloutCache:
     def drop_prompts(self, moves: Moves) -> None:
         """Remove prompts."""
         self.lengths = [self.lengths[number] for number in moves.order.tolist()]
-        for cache in self.layers:
+        for cache in self.layers.values():
             for name in ("prompt_key", "prompt_value"):
                 moves.apply(cache[name])
-            if not self.lengths:
-                cache.clear()
+        if not self.lengths:
+            self.layers.clear()
 
 
 ROLLOUT_ATTENTION = "trl_rollout"
@@ -271,7 +294,8 @@ _CACHE: ContextVar[RolloutCache] = ContextVar("rollout cache")
 
 def rollout_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
-    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None, **kwargs: object,
+    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, **kwargs: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attention of a packed row of prompts or of newest tokens: `query (1, heads, N, D) -> (1, N, heads, D)`."""
     cache, layer = _CACHE.get(), module.layer_idx
@@ -281,14 +305,29 @@ def rollout_attention(
         cache.store_prompts(layer, key[0], value[0])
         return packed_attention(
             module, query, key, value, attention_mask, 0.0, scaling,
-            sliding_window=sliding_window, softcap=softcap,
+            sliding_window=sliding_window, softcap=softcap, s_aux=s_aux,
             held=[None if part is None else part.layers[layer] for part in cache.held], **kwargs,
         )  # fmt: skip
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = sliding_window or getattr(module, "sliding_window", None)
+    reach = reach_of(module, sliding_window)
     newest = (part[0].transpose(0, 1) for part in (query, key, value))
     with without_autocast(query.device.type):
-        return cache.attend(layer, *newest, scale=scale, window=window, softcap=softcap)[None], None
+        output = cache.attend(layer, *newest, scale=scale, reach=reach, softcap=softcap, sinks=s_aux)
+    return output[None], None
+
+
+def reach_of(module: nn.Module, sliding_window: int | None) -> Reach | None:
+    """The reach of an attention layer, by what its interface was given, its layer's type, or what it has itself."""
+    config: Any = getattr(module, "config", None)
+    if sliding_window:
+        return Reach(sliding_window)
+    if types := getattr(config, "layer_types", None):
+        is_chunk, is_window = (types[module.layer_idx] == f"{kind}_attention" for kind in ("chunked", "sliding"))
+        tokens = config.attention_chunk_size if is_chunk else config.sliding_window if is_window else None
+        return Reach(tokens, is_chunk) if tokens else None
+    # Qwen2-MoE keeps its window on the module and builds it into the mask alone (transformers 5.19).
+    window = getattr(module, "sliding_window", None)
+    return Reach(window) if window else None
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from trl.generation.transformers.cache import RolloutCache
+from trl.generation.transformers.cache import Moves, RolloutCache, reach_of
 from trl.generation.transformers.reuse import Held
 from trl.models.parts import decoder_of, logit_rule
 from trl.tensors.heads import without_autocast
@@ -36,6 +36,13 @@ class OwnForward:
         """Run prompts, each without the tokens that are `held`; the logits `(n, V)` after the last token of each."""
         hidden, lengths = self.prompt_states(prompts, held)
         return self.logits(hidden[(lengths.cumsum(0) - 1).to(self.device)])
+
+    def token_bytes(self) -> int:
+        """Bytes of a token's keys and values in all layers, measured with one token in the empty cache."""
+        self.prompt_states([[0]])
+        count = sum(part.nbytes for layer in self.cache.layers.values() for part in layer.values())
+        self.cache.drop_prompts(Moves(torch.tensor([False])))
+        return count
 
     def prompt_states(
         self, prompts: Sequence[Sequence[int]], held: Sequence[Held | None] = ()
@@ -177,8 +184,7 @@ class FusedLayer:
         self.head_norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         self.head_size, self.scale = attention.head_dim, attention.scaling
         self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
-        own_window = getattr(attention, "sliding_window", None)
-        self.window = config.sliding_window if config.model_type == "mistral" else own_window
+        self.reach = reach_of(attention, config.sliding_window if config.model_type == "mistral" else None)
 
     def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, cache: RolloutCache, number: int) -> Tensor:
         """Hidden states `(R, H)` after attention over the cache and the gated MLP."""
@@ -190,7 +196,7 @@ class FusedLayer:
             turned = torch.cat([normalised(self.head_norms[0], query), normalised(self.head_norms[1], key)], dim=1)
         turned = (turned * cos + turned.roll(self.head_size // 2, -1) * sin).to(value.dtype)
         query, key = turned.split([self.heads, self.key_heads], dim=1)
-        seen = cache.attend(number, query, key, value, scale=self.scale, window=self.window)
+        seen = cache.attend(number, query, key, value, scale=self.scale, reach=self.reach)
         hidden = hidden + self.output(seen.reshape(rows, -1))
         gate, up = self.gate_up(normalised(self.norms[1], hidden)).chunk(2, dim=-1)
         return hidden + self.down(self.activation(gate) * up)

@@ -23,7 +23,7 @@ from trl.generation.transformers.cache import RolloutCache, rollout_attention_of
 from trl.generation.transformers.choosing import Processors
 from trl.generation.transformers.decoders import FusedDecoder, OwnForward, fused_unsupported
 from trl.generation.transformers.live import LiveRequests
-from trl.generation.transformers.model_generate import MoreInputs, generate_with_model
+from trl.generation.transformers.model_generate import MoreInputs, cache_bytes, generate_with_model
 from trl.generation.transformers.requests import Requests, Rules, StopStrings, end_tokens, fresh_seed
 from trl.generation.transformers.reuse import Reuse
 from trl.generation.transformers.rollout_loop import RolloutLoop, default_rows, row_memory
@@ -115,10 +115,9 @@ class TransformersEngine:
             if route == "generate":
                 yield LiveCalls(self)
                 return
-            config = core.config.get_text_config()
             length, vocabulary = context_length_of(model), embedded_tokens(core)
             requests = Requests(context_length=length, device=core.device)
-            cache = RolloutCache(config.num_hidden_layers)
+            cache = RolloutCache()
             decoder = FusedDecoder(core, cache, dtype=dtype) if route == "fused" else OwnForward(core, cache)
             autocast = partial(torch.autocast, core.device.type, dtype=dtype, enabled=dtype is not None)
 
@@ -127,13 +126,16 @@ class TransformersEngine:
                 with torch.no_grad(), rollout_attention_of(core, cache), autocast():
                     yield
 
-            memory, itemsize = row_memory(core.device), (dtype or core.dtype).itemsize
+            memory, sizes = row_memory(core.device), {"vocabulary": vocabulary, "token_bytes": 0}
+            if self.max_batch is None:
+                with running(cache):
+                    sizes["token_bytes"] = decoder.token_bytes()
             kept = memory // 4 if self.reuse_memory is None else self.reuse_memory
             reuse = Reuse(kept) if kept else None
             loop = RolloutLoop(decoder, cache, requests, max_rows=self.max_batch or 1, reuse=reuse)
             live = LiveRequests(
                 requests, loop, vocabulary=vocabulary,
-                rows_for=lambda: self.max_batch or default_rows(config, requests, itemsize, memory=memory),
+                rows_for=lambda: self.max_batch or default_rows(requests, memory=memory, **sizes),
                 rules_of=lambda sampling: self._rules(sampling, core, end_tokens(sampling.stop_token_ids, core)),
                 running=running,
             )  # fmt: skip
@@ -180,17 +182,18 @@ class TransformersEngine:
         more_inputs: MoreInputs | None,
     ) -> None:  # fmt: skip
         route = "generate" if more_inputs is not None else self._route(model, core)
-        config = core.config.get_text_config()
-        rows = self.max_batch or default_rows(config, requests, (dtype or core.dtype).itemsize)
+        vocabulary = embedded_tokens(core)
         if route == "generate":
-            pads = (config.pad_token_id, getattr(self.tokenizer, "pad_token_id", None), 0)
+            rows = self.max_batch or default_rows(requests, vocabulary=vocabulary, **cache_bytes(core))
+            pads = (core.config.get_text_config().pad_token_id, getattr(self.tokenizer, "pad_token_id", None), 0)
             pad = next(int(token) for token in pads if token is not None)
             synced = not self.gather_zero3 and is_sharded(model)
             generate_with_model(model, requests, max_rows=rows, pad=pad, synced=synced, more_inputs=more_inputs)
             return
-        cache = RolloutCache(config.num_hidden_layers)
+        cache = RolloutCache()
         with rollout_attention_of(core, cache):
             decoder = FusedDecoder(core, cache, dtype=dtype) if route == "fused" else OwnForward(core, cache)
+            rows = self.max_batch or default_rows(requests, vocabulary=vocabulary, token_bytes=decoder.token_bytes())
             RolloutLoop(decoder, cache, requests, max_rows=rows).run()
 
     def _rules(self, sampling: Sampling, core: PreTrainedModel, ends: Sequence[int]) -> Rules:

@@ -87,7 +87,7 @@ class LiveRequests:
         Raises: ValueError for an invalid prompt.
         """
         ids, decoder, places = self._checked(prompt, 0), copy.copy(self.loop.decoder), list[Scored]()
-        decoder.cache = RolloutCache(len(self.loop.cache.layers))
+        decoder.cache = RolloutCache()
         with self.running(decoder.cache):
             hidden, _ = decoder.prompt_states([ids])
             targets = torch.tensor(ids[1:], device=hidden.device)

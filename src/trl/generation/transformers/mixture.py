@@ -19,7 +19,7 @@ from trl.generation.transformers.engine import TransformersEngine, forward_unsup
 from trl.generation.transformers.model_generate import MoreInputs
 from trl.generation.transformers.requests import Requests
 from trl.generation.transformers.rollout_loop import RolloutLoop, default_rows
-from trl.models.parts import causal_core
+from trl.models.parts import causal_core, embedded_tokens
 from trl.models.reference import AdapterReference, FrozenModel, Reference
 from trl.models.switches import same_trainable
 
@@ -51,7 +51,7 @@ class MixtureEngine(TransformersEngine):
         self, model: nn.Module, core: PreTrainedModel, requests: Requests, dtype: torch.dtype | None,
         more_inputs: MoreInputs | None,
     ) -> None:  # fmt: skip
-        share, config = self.coefficient(), core.config.get_text_config()
+        share = self.coefficient()
         with ExitStack() as stack:
             if isinstance(self.reference, FrozenModel):
                 gathered = generating(self.reference.model, self.accelerator, gather_zero3=self.gather_zero3)
@@ -60,13 +60,16 @@ class MixtureEngine(TransformersEngine):
                 assert isinstance(self.reference, AdapterReference)
                 other, switched = model, partial(self.reference.switched, model)
                 stack.enter_context(same_trainable(model))
-            rows = self.max_batch or default_rows(config, requests, (dtype or core.dtype).itemsize)
             members = [
                 _Member(member, weight, block, dtype)
                 for member, weight, block in ((model, 1 - share, nullcontext), (other, share, switched))
                 if weight
             ]
             mixture: Any = _Mixture(members)
+            with members[0].active() as decoder:
+                rows = self.max_batch or default_rows(
+                    requests, vocabulary=embedded_tokens(core), token_bytes=decoder.token_bytes()
+                )
             RolloutLoop(mixture, mixture, requests, max_rows=max(1, rows // len(members))).run()
 
 
@@ -78,7 +81,7 @@ class _Member:
         dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
         self.core, self.weight, self.switched = causal_core(model), weight, switched
-        self.cache = RolloutCache(self.core.config.get_text_config().num_hidden_layers)
+        self.cache = RolloutCache()
         with switched():
             parts, is_fused = (self.core, self.cache), fused_unsupported(self.core) is None
             self.decoder = FusedDecoder(*parts, dtype=dtype) if is_fused else OwnForward(*parts)

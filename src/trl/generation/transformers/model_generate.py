@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from trl.collators.images import is_per_token
@@ -84,6 +85,21 @@ def generate_with_model(
             )
         finally:
             core.generation_config = before
+
+
+def cache_bytes(core: PreTrainedModel) -> dict[str, int]:
+    """Bytes of a row in the model's own cache: for each token, and besides (recurrent states), measured with a token."""
+    model: Any = core
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=core.device)
+    begin = {"decoder_input_ids": ids} if core.config.is_encoder_decoder else {}
+    outputs = model(input_ids=ids, **begin, use_cache=True)
+    cache = getattr(outputs, "past_key_values", None) or getattr(outputs, "cache_params", None)
+    sizes = {"token_bytes": 0, "row_bytes": 0}
+    for layer in getattr(getattr(cache, "self_attention_cache", cache), "layers", ()):
+        for name, value in vars(layer).items():
+            kind = "token_bytes" if name in ("keys", "values") else "row_bytes"
+            sizes[kind] += sum(part.nbytes for part in tree_leaves(value) if isinstance(part, Tensor))
+    return sizes
 
 
 def _config(core: PreTrainedModel, longest: int, pad: int) -> GenerationConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -18,7 +18,7 @@ class Held(NamedTuple):
     """Keys and values `(heads, tokens, D)` of the first `length` tokens of a prompt, by layer."""
 
     length: int
-    layers: Sequence[tuple[Tensor, Tensor]]
+    layers: Mapping[int, tuple[Tensor, Tensor]]
 
 
 class Reuse:
@@ -41,9 +41,10 @@ class Reuse:
             leaf = next(reversed(leaf.children.values()))  # any: all begin with what is shared
         self._kept.move_to_end(leaf)
         assert leaf.value is not None
-        return Held(length, [(key[:, :length], value[:, :length]) for key, value in leaf.value.layers])
+        layers = leaf.value.layers.items()
+        return Held(length, {number: (key[:, :length], value[:, :length]) for number, (key, value) in layers})
 
-    def keep(self, ids: Sequence[int], layers: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def keep(self, ids: Sequence[int], layers: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         """Add a sequence in place of the one that it continues."""
         node, length = self._tree.shared(sequence := tuple(ids))
         if len(sequence) < _FEWEST or length == len(sequence):
@@ -62,5 +63,5 @@ class Reuse:
         self._tree.remove(leaf)
 
 
-def _bytes(layers: Sequence[tuple[Tensor, Tensor]]) -> int:
-    return sum(part.numel() * part.element_size() for layer in layers for part in layer)
+def _bytes(layers: Mapping[int, tuple[Tensor, Tensor]]) -> int:
+    return sum(part.nbytes for layer in layers.values() for part in layer)

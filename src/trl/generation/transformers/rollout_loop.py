@@ -7,7 +7,6 @@ from collections import deque
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from trl.generation.transformers.cache import Moves, RolloutCache, Step
 from trl.generation.transformers.decoders import OwnForward
@@ -16,6 +15,7 @@ from trl.generation.transformers.reuse import Held, Reuse
 from trl.reporting.run_lines import long_bar
 
 PREFILL_TOKENS = 8192  # of prompts that are prefilled in one packed row
+_MOST_ROWS = 512
 _REFILL_SHARE = 4  # new rows enter when a quarter of the places is free, because small prefills are slow
 
 
@@ -164,22 +164,14 @@ def row_memory(device: torch.device) -> int:
 
 
 def default_rows(
-    config: PretrainedConfig, requests: Requests, itemsize: int, *, most: int = 512, memory: int | None = None
+    requests: Requests, *, vocabulary: int, token_bytes: int, row_bytes: int = 0, memory: int | None = None
 ) -> int:
-    """The number of rows that are decoded at once: what fits in the `memory` (default: `row_memory`).
+    """The number of rows that are decoded at once, at most 512: what fits in the `memory` (default: `row_memory`).
 
-    A row needs keys and values of its tokens and of its share of the prompts, and three rows of logits.
+    A row needs `row_bytes`, `token_bytes` for each of its tokens and of its share of the prompts, and three rows of
+    logits.
     """
     prompts = len(requests.prompts) * max(map(len, requests.prompts.values()))  # in one table
-    held = max(requests.limits.values()) + prompts // len(requests.prompt_of)
+    tokens = max(requests.limits.values()) + prompts // len(requests.prompt_of)
     budget = row_memory(requests.device) if memory is None else memory
-    layers = [config] * getattr(config, "num_hidden_layers", 1)
-    if getattr(config, "is_heterogeneous", False):  # layers of several shapes (Gemma 4)
-        layers = list(config.per_layer_config)
-    keys = 0  # numbers in those of a token, of all layers that do not use another layer's
-    for layer in layers[: len(layers) - (getattr(config, "num_kv_shared_layers", None) or 0)]:
-        query_heads = getattr(layer, "num_attention_heads", 1)
-        heads = getattr(layer, "num_key_value_heads", None) or query_heads
-        keys += heads * (getattr(layer, "head_dim", None) or getattr(layer, "hidden_size", 0) // query_heads)
-    row = 2 * keys * itemsize * held + 12 * getattr(config, "vocab_size", 1)
-    return int(max(1, min(most, budget // row)))
+    return max(1, min(_MOST_ROWS, budget // (row_bytes + token_bytes * tokens + 12 * vocabulary)))
