@@ -63,12 +63,12 @@ def generate_with_model(
     """Run requests through `model.generate`, `max_rows` at once; `synced` keeps the ranks of ZeRO-3 in step."""
     core, queue = causal_core(model), requests.queue()
     before = core.generation_config
-    has_virtual_tokens = prompt_learning_unsupported(model) is not None
+    # PEFT (0.21) puts virtual tokens before the padding and drops position ids: prompts of other lengths run apart.
+    is_apart = prompt_learning_unsupported(model) is not None
+    lengths = {request: len(requests.prompts[number]) for request, number in requests.prompt_of.items()}
     while queue:
         batch = [queue.popleft()]
-        width = requests.prompt_length(batch[0])
-        # PEFT (0.21) puts virtual tokens before the padding and drops position ids: prompts of other lengths run apart.
-        while queue and len(batch) < max_rows and (not has_virtual_tokens or requests.prompt_length(queue[0]) == width):
+        while queue and len(batch) < max_rows and (not is_apart or lengths[queue[0]] == lengths[batch[0]]):
             batch.append(queue.popleft())
         ours = _OurDraws(requests, torch.tensor(batch, device=requests.device), pad, more_inputs)
         longest = max(requests.limits[request] for request in batch)

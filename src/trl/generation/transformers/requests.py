@@ -193,14 +193,10 @@ class Requests:
     def _tensor(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(list(numbers), dtype=torch.int64, device=self.device)
 
-    def prompt_length(self, request: int) -> int:
-        """The number of tokens of a request's prompt."""
-        return len(self.prompts[self.prompt_of[request]])
-
     def queue(self, requests: Iterable[int] | None = None) -> deque[int]:
         """Requests (by default all): long prompts first, copies of a prompt together."""
-        order = self.prompt_of if requests is None else requests
-        return deque(sorted(order, key=lambda request: (-self.prompt_length(request), self.prompt_of[request])))
+        numbers = {request: self.prompt_of[request] for request in (self.prompt_of if requests is None else requests)}
+        return deque(sorted(numbers, key=lambda request: (-len(self.prompts[numbers[request]]), numbers[request])))
 
     def extend(self, requests: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Draw the next token of each of the `requests` `(R,)` from its `logits` `(R, V)`, which are overwritten.
