@@ -183,13 +183,14 @@ def model_of(
 ) -> PreTrainedModel:
     """A model of `config_of`, in eval mode, whose weights depend on `seed` only; the global generator is left alone.
 
-    Correction biases of routers, which begin at zero, are drawn too.
+    Correction biases of routers and matrices that begin at zero are drawn too.
     """
     config = config_of(model_type, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, value in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith(("e_score_correction_bias", "expert_bias")):
+            is_matrix = isinstance(value, torch.nn.Parameter) and value.ndim > 1
+            if name.endswith(("e_score_correction_bias", "expert_bias")) or (is_matrix and not value.any()):
                 torch.nn.init.normal_(value.data, std=0.3)
     return model.to(dtype).eval()

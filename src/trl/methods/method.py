@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trl.models.packed.layout import STEP_PART
 from trl.models.scoring.causal import Scored
-from trl.models.scoring.head import ScoreOptions
+from trl.models.scoring.head import Routing, ScoreOptions
 from trl.models.switches import undisturbed, without_ddp
 from trl.models.teacher import Teacher
 from trl.objectives.distillation import TeacherLoss
@@ -33,11 +33,14 @@ class StepPart:
     """What a batch must know of its optimiser step, in a form that nothing that moves or casts tensors changes.
 
     `plan`: what `Method.plan` made for it. `fills_up`: none of its rows is its process's own; it runs with the batches
-    of the others, counted nowhere.
+    of the others, counted nowhere. `routing`: that of the step's tokens in a mixture of experts, of which the batch has
+    the `share`.
     """
 
     plan: Any = None
     fills_up: bool = False
+    routing: Routing | None = None
+    share: float | None = None
 
 
 ALONE = StepPart()
@@ -74,8 +77,17 @@ class Outcome(NamedTuple):
                 totals[unit] = totals[unit] + reduce_terms(terms, 1.0)
         return totals
 
-    def loss(self, units: Sequence[Unit], counts: Tensor, step: Tensor, *, router_weight: float) -> Tensor:
-        """The batch's part of the step's loss: its totals over the step's number of each kind of unit."""
+    def loss(
+        self, units: Sequence[Unit], counts: Tensor, step: Tensor, *, router_weight: float,
+        router_share: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The batch's part of the step's loss: its totals over the step's number of each kind of unit.
+
+        `router_share`: that of the router's loss; None: the batch's share of the units.
+        """
+        if self.aux_loss is not None and router_share is not None:
+            loss = self._replace(aux_loss=None).loss(units, counts, step, router_weight=0.0)
+            return loss + router_weight * router_share * self.aux_loss
         totals = self.totals(units, counts, router_weight=router_weight)
         if len(step) != len(units):
             raise ValueError(
@@ -128,6 +140,22 @@ class Scoring:
         wants = replace(wants or ScoreOptions(), temperature=self.temperature)
         with self.accelerator.autocast():
             return self.scorer.score(self.model, batch, wants)
+
+    @torch.no_grad()
+    def with_routing(self, batches: Sequence[Batch], parts: Sequence[StepPart]) -> list[StepPart]:
+        """The `parts` of a step's batches, with the routing of all of its tokens on all processes, counted first."""
+        model = without_ddp(self.model)
+        counts = []
+        with undisturbed(model), self.accelerator.autocast():
+            for batch, part in zip(batches, parts, strict=True):
+                chosen, tokens = self.scorer.routing(model, batch)
+                counts.append(torch.cat([tokens[None], chosen]) * (not part.fills_up))
+        total: Any = torch.stack(counts).sum(dim=0)
+        if self.accelerator.num_processes > 1:
+            total = self.accelerator.reduce(total, reduction="sum")
+        routing = Routing(total[1:], total[0])
+        shares = [float(count[0] / total[0]) for count in counts]
+        return [replace(part, routing=routing, share=share) for part, share in zip(parts, shares, strict=True)]
 
     @torch.no_grad()
     def frozen_logps(self, batch: Batch, wants: ScoreOptions | None = None) -> Scored:

@@ -38,7 +38,9 @@ def decoder_of(core: PreTrainedModel) -> nn.Module:
     """The part of a causal model that computes hidden states."""
     if core.config.get_text_config() is not core.config:
         return core.base_model  # with its vision or audio tower
-    return core.get_decoder()
+    decoder: nn.Module = core.get_decoder()
+    # Llama 4's prefix is not its decoder's name (transformers 5.19-5.23).
+    return getattr(core, "model", core) if decoder is core else decoder
 
 
 def check_decoder_only(core: PreTrainedModel) -> None:
@@ -53,7 +55,9 @@ def logit_rule(config: PretrainedConfig) -> LogitRule:
     scale = getattr(config, "logit_scale", None)  # Cohere multiplies
     divisor = getattr(config, "logits_scaling", None)  # Granite divides
     scale = (1.0 if scale is None else scale) / (1.0 if divisor is None else divisor)
-    return LogitRule(scale=scale, soft_cap=getattr(config, "final_logit_softcapping", None))
+    scale *= getattr(config, "lm_head_multiplier", 1.0)  # Falcon-H1
+    soft_cap = getattr(config, "logits_soft_cap", None)  # RecurrentGemma's name
+    return LogitRule(scale=scale, soft_cap=getattr(config, "final_logit_softcapping", soft_cap))
 
 
 def prompt_learning_unsupported(model: nn.Module) -> str | None:
@@ -97,7 +101,7 @@ def logits_unsupported(
             for body in bodies:
                 stand_in = replaced_forward(body, lambda *_, **__: _OnlyHidden(last_hidden_state=hidden))
                 replaced.enter_context(stand_in)
-            ids = torch.full((1, 3), 1 if core.config.get_text_config().pad_token_id == 0 else 0)
+            ids = torch.full((1, 3), 1 if getattr(core.config.get_text_config(), "pad_token_id", None) == 0 else 0)
             logits = core(input_ids=ids.to(hidden.device), **inputs).logits[0]
         except Exception as error:  # an unknown forward may raise anything without its decoder
             return f"its forward could not be followed ({type(error).__name__}: {error})"

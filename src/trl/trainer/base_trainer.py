@@ -162,7 +162,16 @@ class BaseTrainer(Trainer):
             if self.runs.current is not None:  # before plans draw numbers, where transformers would do it after
                 self._load_rng_state(self.runs.current.checkpoint)
             self.prepare_step(batches)
+            if len(batches) * self.accelerator.num_processes > 1 and self.scorer.is_balanced and count.sum():
+                self._count_routing(batches)
         return batches, (count if len(self.method.units) > 1 else count.reshape(())).clamp(min=1)
+
+    def _count_routing(self, batches: list[Inputs]) -> None:
+        """Put the routing of the whole step into its batches: the router's loss is no sum over them."""
+        learned = [self.method.learned(self.take_batch(self._prepare_inputs({**batch}))) for batch in batches]
+        parts = self.scoring().with_routing(learned, [batch.get(STEP_PART, ALONE) for batch in batches])
+        for batch, part in zip(batches, parts, strict=True):
+            batch[STEP_PART] = part
 
     def training_step(self, model: nn.Module, inputs: Inputs, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """One micro-batch, forward and backward; a loss that is not finite stops the run with advice.
@@ -213,20 +222,22 @@ class BaseTrainer(Trainer):
             num_items_in_batch = self._units_of_step
         self.loss_is_scaled_for_ga = num_items_in_batch is not None
         inputs = self.take_batch(inputs)
-        is_extra = inputs.get(STEP_PART, ALONE).fills_up
-        if self.mode == "train" and self._token_counts is None and not is_extra:
+        part, weight = inputs.get(STEP_PART, ALONE), self.scorer.router_weight
+        if self.mode == "train" and self._token_counts is None and not part.fills_up:
             self.run_metrics.count_tokens(count_sequence_tokens(self.method.learned(inputs)))
         counts = self.method.count(inputs)
         step = counts.clamp(min=1)
         if num_items_in_batch is not None:
             step = torch.as_tensor(num_items_in_batch).view(-1)
-        outcome = self.outcome(model, inputs, step=step, with_outputs=return_outputs)
-        weight = self.scorer.router_weight
-        loss = outcome.loss(self.method.units, counts, step, router_weight=weight)
-        if is_extra:
+        with holding(self.scorer, "routing_of_step", part.routing):
+            outcome = self.outcome(model, inputs, step=step, with_outputs=return_outputs)
+        loss = outcome.loss(self.method.units, counts, step, router_weight=weight, router_share=part.share)
+        if part.fills_up:
             loss = loss * 0  # with the collectives of the others, and a gradient of zeros
         else:
-            self.run_metrics.record(self.mode, outcome, counts, self.method, router_weight=weight)
+            self.run_metrics.record(
+                self.mode, outcome, counts, self.method, router_weight=weight, router_share=part.share
+            )
         if num_items_in_batch is not None and self.accelerator.num_processes > 1:
             loss = loss * self.accelerator.num_processes  # of which DDP, FSDP and DeepSpeed take the mean
         outputs = {"loss": loss, self._predictions: outcome.predictions, "labels": outcome.labels}

@@ -60,14 +60,18 @@ class RunMetrics:
             total = self.accelerator.reduce(sums, reduction="mean").item()  # type: ignore[union-attr]
         return total / max(trainer.state.global_step - self.uncounted_steps, 1)
 
-    def record(self, mode: str, outcome: Outcome, counts: Tensor, method: Method, *, router_weight: float) -> None:
+    def record(
+        self, mode: str, outcome: Outcome, counts: Tensor, method: Method, *, router_weight: float,
+        router_share: float | None = None,
+    ) -> None:  # fmt: skip
         """Add what a batch measured; in an evaluation also its losses, by kind of unit."""
         sums = self.sums[mode]
         sums.add_extremes(outcome.extremes)
         for terms in outcome.terms:
             sums.add(terms.metrics)
         if outcome.aux_loss is not None:
-            sums.add({"aux_loss": Weighted(outcome.aux_loss, torch.ones(()))})
+            share = torch.tensor(1.0 if router_share is None else router_share)
+            sums.add({"aux_loss": Weighted(share * outcome.aux_loss, share)})
         if mode == "eval":
             totals = outcome.totals(method.units, counts, router_weight=router_weight)
             for unit, total, count in zip(method.units, totals, counts, strict=True):

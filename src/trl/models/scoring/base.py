@@ -22,6 +22,7 @@ from trl.models.packed.layout import (
     without_shared_prefixes,
 )
 from trl.models.parts import replaced_forward
+from trl.models.scoring.head import Routing, router_inputs
 from trl.options.shared import PrefixSharingMode
 
 logger = logging.getLogger(__name__)
@@ -43,10 +44,13 @@ class ScorerBase:
         self.core = core
         self.pad_token_id = pad_token_id
         self.neftune_alpha: float | None = None
+        self.routing_of_step: Routing | None = None  # None: a batch is scored by itself
         self.fallbacks: list[str] = []
         self.uses_head = unsupported_reason is None
         if unsupported_reason:
             self.fallbacks.append(f"{_OWN_LOGITS}, because {unsupported_reason}")
+        if getattr(core.config.get_text_config(), "output_router_logits", False) and not router_inputs(core):
+            self.fallbacks.append("output_router_logits has no effect, because transformers gives it no router's loss")
         self.stretched_rotaries: list[nn.Module] = [
             module for module in core.modules() if getattr(module, "rope_type", None) in _STRETCHED
         ]
@@ -59,9 +63,17 @@ class ScorerBase:
         self.shares_prefixes = self.packed and use_packed_attention(core)
 
     @property
+    def is_balanced(self) -> bool:
+        """Whether a router's loss is computed from hidden states, with the routing of the step if that is set."""
+        is_decoder = not getattr(self.core.config, "is_encoder_decoder", False)
+        return self.uses_head and is_decoder and bool(router_inputs(self.core))
+
+    @property
     def router_weight(self) -> float:
         """The weight of the router's loss in a mixture of experts; 0 for other models."""
-        return getattr(self.core.config.get_text_config(), "router_aux_loss_coef", 0.0)
+        config = self.core.config.get_text_config()
+        places = ((config, "router_aux_loss_coef"), (config, "aux_loss_coef"), (self.core, "router_aux_loss_coef"))
+        return next((getattr(place, name) for place, name in places if hasattr(place, name)), 0.0)
 
     def lay_out(self, batch: Columns, *, shifted: bool = True) -> ModelBatch:
         """The batch in the layout that this model takes."""

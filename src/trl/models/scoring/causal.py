@@ -33,6 +33,7 @@ from trl.models.scoring.base import ScorerBase, given_inputs
 from trl.models.scoring.head import (
     Reader,
     Results,
+    Routing,
     ScoreOptions,
     call_head,
     head_products,
@@ -227,9 +228,23 @@ class Scorer(ScorerBase):
         """The decoder's last hidden states `(B, T, H)`, and a router's loss."""
         router = router_inputs(self.core)
         outputs = decoder_of(self.core)(**inputs, **router, use_cache=False)
-        mask = inputs.get("attention_mask")
-        loss = router_loss(self.core, outputs.router_logits, mask) if router else None
+        if not router:
+            return outputs.last_hidden_state, None
+        loss, _ = router_loss(self.core, outputs.router_logits, rows, self.routing_of_step)
         return outputs.last_hidden_state, loss
+
+    def routing(self, model: nn.Module, batch: Columns) -> Routing:
+        """The routing of a batch's tokens, without a loss."""
+        rows = self.lay_out(batch)
+
+        def forward(**inputs: object) -> Routing:
+            with self.embedded(rows):
+                decoder = decoder_of(self.core)
+                outputs = decoder(**given_inputs(inputs), **router_inputs(self.core), use_cache=False)
+            return router_loss(self.core, outputs.router_logits, rows)[1]
+
+        with self._as_language_model(), replaced_forward(self.core, forward):
+            return self.uncompiled(model)(**rows.inputs)
 
     # ---- from the model's own logits
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -128,26 +127,63 @@ def head_products(head: nn.Module, bias: Tensor | None) -> Products:
     return Products(linear.weight, total, lambda states: linear_product(states, linear.weight, total))
 
 
+class Routing(NamedTuple):
+    """How often each expert was chosen, int64 `(E,)`, and for how many tokens; both summed over the layers."""
+
+    chosen: Tensor
+    tokens: Tensor
+
+
 def router_inputs(core: PreTrainedModel) -> dict[str, bool]:
-    """The argument that makes a mixture of experts return its router's logits, where its config asks for them."""
-    if not getattr(core.config.get_text_config(), "output_router_logits", False):
-        return {}
-    accepts = inspect.signature(type(core).forward).parameters
-    return {"output_router_logits": True} if "output_router_logits" in accepts else {}
+    """The argument that makes a mixture of experts return its router's logits, where its config asks for them.
 
-
-def router_loss(core: PreTrainedModel, router_logits: tuple[Tensor, ...], attention_mask: Tensor | None) -> Tensor:
-    """The load-balancing loss of the model's own module (Switch Transformers, arXiv:2101.03961, eq. 4-6).
-
-    Packed rows have no padding; tokens of a shared prompt count once per branch.
+    For some decoders transformers has no such loss (GLM-4-MoE, DeepSeek, Llama 4).
     """
-    balance = vars(sys.modules[type(core).__module__])["load_balancing_loss_func"]
-    mask = attention_mask
-    if mask is not None and mask.ndim != 2:
-        segments = Segments.from_table(mask)
-        mask = segments.uses() if segments.has_shared_prefixes else None
-    config = core.config.get_text_config()
-    experts = next(value for name in ("num_experts", "num_local_experts") if (value := getattr(config, name, None)))
-    loss = balance(router_logits, experts, config.num_experts_per_tok, mask)
-    assert isinstance(loss, Tensor) and math.prod(loss.shape) == 1
-    return loss.reshape(())
+    asked = getattr(core.config.get_text_config(), "output_router_logits", False)
+    has_loss = "output_router_logits" in inspect.signature(type(core).forward).parameters
+    has_loss &= "load_balancing_loss_func" in vars(sys.modules[type(core).__module__])
+    return {"output_router_logits": True} if asked and has_loss else {}
+
+
+def router_loss(
+    core: PreTrainedModel, router_logits: Sequence[Tensor], rows: ModelBatch, of_step: Routing | None = None
+) -> tuple[Tensor, Routing]:
+    """The load-balancing loss of a batch's real tokens, and their routing.
+
+    `E sum_e f_e P_e`: f_e is how often a token chose expert e, P_e the mean of its softmax, over all tokens and layers.
+    A token of a shared prompt counts once per branch. A product of means is not the mean of the products of batches.
+    With f `of_step` it is: the losses of a step's batches, weighted by their tokens, add up to that of the step, and so
+    do their gradients, as f has none.
+
+    `router_logits`: of each layer `(tokens, E)`, with padding. Raises: ValueError for others (product keys). Source:
+    Switch Transformers, arXiv:2101.03961, eq. 4-6, over all choices and layers at once, as in transformers.
+    """
+    text, weights = core.config.get_text_config(), _uses(rows)
+    choices: int = getattr(core, "num_experts_per_tok", None) or text.num_experts_per_tok
+    chosen, probabilities = torch.zeros((), dtype=torch.int64), torch.zeros(())
+    for logits in router_logits:
+        if logits.shape[:-1].numel() != len(weights):
+            raise ValueError(
+                f"the router of {type(core).__name__} gives logits {tuple(logits.shape)}, expected ({len(weights)}, "
+                "experts). Set output_router_logits=False."
+            )
+        logits = logits.flatten(0, -2).to(weights.device)
+        shares = logits.softmax(dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        counts = torch.zeros(logits.shape[-1], dtype=torch.int64, device=weights.device)
+        experts = shares.topk(choices, dim=-1).indices.flatten()
+        chosen = chosen + counts.index_add(0, experts, weights.repeat_interleave(choices))
+        probabilities = probabilities + weights.to(shares.dtype) @ shares
+    routing = Routing(chosen, weights.sum() * len(router_logits))
+    counted = of_step or routing
+    often = (counted.chosen / counted.tokens).to(probabilities)
+    return len(often) * (often * probabilities).sum() / routing.tokens, routing
+
+
+def _uses(rows: ModelBatch) -> Tensor:
+    """The number of sequences of each position, flattened, int64 `(tokens,)`; 0 for padding and filler."""
+    uses = torch.zeros_like(rows.sequence_lengths)
+    uses[rows.real_tokens] = 1
+    table = rows.inputs.get("attention_mask")
+    if table is not None and table.ndim == 4:
+        uses *= Segments.from_table(table).uses().to(uses.device)
+    return uses

@@ -13,7 +13,7 @@ from trl.models.packed.layout import Columns
 from trl.models.parts import replaced_forward
 from trl.models.scoring.causal import Scored, Scorer
 from trl.models.scoring.classifier import ClassificationScorer
-from trl.models.scoring.head import ScoreOptions
+from trl.models.scoring.head import Routing, ScoreOptions
 from trl.models.switches import checkpointed_modules
 
 POLICY, VALUE = "policy.", "value_model."
@@ -92,7 +92,8 @@ class PolicyValueScorer:
         self.fallbacks = [*policy.fallbacks, *(f"value model: {text}" for text in value.fallbacks)]
         self.packed: bool = policy.packed and value.packed
         self.shares_prefixes: bool = policy.shares_prefixes and value.shares_prefixes
-        self.router_weight: float = policy.router_weight
+        self.router_weight, self.is_balanced = policy.router_weight, policy.is_balanced
+        self.routing_of_step: Routing | None = None
         self.neftune_alpha: float | None = None  # noise on the policy's embeddings
 
     def score(self, model: nn.Module, batch: Columns, options: ScoreOptions | None = None) -> Scored:
@@ -100,13 +101,18 @@ class PolicyValueScorer:
 
         `model` is the `PolicyAndValue`, maybe wrapped by DDP and its kin.
         """
-        self.policy.neftune_alpha = self.neftune_alpha
+        self.policy.neftune_alpha, self.policy.routing_of_step = self.neftune_alpha, self.routing_of_step
 
         def both() -> Scored:
             scored = self.policy.score(self.wrapper.policy, batch, options)
             return scored._replace(values=self._values(self.wrapper.value_model, batch))
 
         with replaced_forward(self.wrapper, both):
+            return model()
+
+    def routing(self, model: nn.Module, batch: Columns) -> Routing:
+        """`Scorer.routing` of the policy."""
+        with replaced_forward(self.wrapper, lambda: self.policy.routing(self.wrapper.policy, batch)):
             return model()
 
     def score_values(self, model: nn.Module, batch: Columns) -> Tensor:
