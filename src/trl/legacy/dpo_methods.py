@@ -87,18 +87,17 @@ class LegacyDPO(LegacyReference):
 
     # ---- the reference
 
-    def add_reference(self, batch: RowDict) -> None:
-        """Put the reference's log-probs `(2B,)` into the batch, perhaps those of an overridden method."""
+    def reference_logps(self, batch: Batch) -> Tensor:
+        """The reference's log-probs `(2B,)`, perhaps those of an overridden method."""
         name = next((name for name in REFERENCES if self.overridden(name)), None)
         if name is None:
-            super().add_reference(batch)
-            return
+            return super().reference_logps(batch)
         exact = torch.float32 if self.args.device.type == "mps" else torch.float64
         sides = [side.to(self.args.device, exact) for side in getattr(self, name)(batch.get(RECORDED, batch))]
         logps = torch.stack(sides, dim=1).flatten()
         if any(PAIR_LOSSES[name].per_token for name in self.args.loss_type):  # it gives means
             logps = logps * tokens_by_sequence(scored_sequences(batch), len(logps))
-        batch["ref_logps"] = logps
+        return logps
 
     def compute_ref_log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Log-probs of chosen and rejected completions under the reference, `(B,)` each (means where a loss takes
@@ -111,7 +110,7 @@ class LegacyDPO(LegacyReference):
         batch = self.take_batch(batch)
         logps = batch.get("ref_logps")
         if logps is None:
-            logps = self.reference.score(self.model_wrapped, batch, self.completion_logps)
+            logps = super().reference_logps(batch)
         return _per_token(self, logps, batch)
 
     compute_reference_log_probs = compute_ref_log_probs

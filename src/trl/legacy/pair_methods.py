@@ -187,6 +187,7 @@ class OverriddenLoss(Method):
 
     def __init__(self, trainer: LegacyPairs) -> None:
         self.trainer, self.learned, self.wants = trainer, trainer.method.learned, trainer.method.wants
+        self.reference_names = trainer.method.reference_names
 
     def terms(self, batch: Batch, scored: Scored, step: Step) -> Outcome:
         """The losses of the overridden method."""
@@ -302,8 +303,6 @@ class LegacyPairs(LegacyJudged):
 
 class LegacyReference(LegacyPairs):
     """The same, of those with a reference."""
-
-    completion_logps: Callable[..., Tensor]
 
     @contextmanager
     def null_ref_context(self) -> Iterator[Any]:

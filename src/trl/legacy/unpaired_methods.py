@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -47,17 +48,17 @@ class LegacyUnpaired(LegacyReference):
     def compute_reference_log_probs(self, padded_batch: Batch) -> Any:
         """The reference's log-probs `(B,)` of a batch's completions and, for loss_type "kto", of its mismatched ones."""
         batch = dict(self.take_batch(padded_batch))
-        super().add_reference(batch)
+        scoring = replace(self.scoring(), reference_logps=super().reference_logps)
+        scoring.reference(batch, self.method.reference_names)
         return batch["ref_logps"], batch.get("ref_kl_logps")
 
-    def add_reference(self, batch: RowDict) -> None:
-        """Put the reference's log-probs into the batch, perhaps those of an overridden method."""
-        names = list(REFERENCE_NAMES.values())[: self.method.completions_per_row]
-        if not self.overridden("compute_reference_log_probs") or all(name in batch for name in names):
-            super().add_reference(batch)
-        else:
-            logps = self.compute_reference_log_probs(batch.get(RECORDED, batch))
-            batch.update(zip(names, logps if isinstance(logps, tuple) else (logps,), strict=False))
+    def reference_logps(self, batch: Batch) -> Tensor:
+        """The reference's log-probs of all completions, perhaps those of an overridden method."""
+        if not self.overridden("compute_reference_log_probs"):
+            return super().reference_logps(batch)
+        logps = self.compute_reference_log_probs(batch.get(RECORDED, batch))
+        sides = logps if isinstance(logps, tuple) else (logps,)
+        return torch.stack(sides[: self.method.completions_per_row], dim=1).flatten()
 
     def recorded_columns(self, batch: Batch) -> RowDict:
         """Prompts, and sequences of prompts and completions with labels, padded; `label` is a list of booleans."""

@@ -37,7 +37,7 @@ class BCOMethod(UnpairedMethod):
             return [None]
         sums = []
         for batch in batches:
-            scoring.add_reference(batch)
+            scoring.reference(batch, self.reference_names)
             scores = self.scores(batch, scoring.frozen_logps(self.learned(batch)))
             sums.append(counted(batch, self.args.beta * scores.ratios))
         self.mean_reward.add(scoring.step.processes.sum(sums))

@@ -34,7 +34,7 @@ class DPOMethod(Method):
     """The mathematics of DPO and its family, of pairs with the reference's log-probs in `ref_logps`."""
 
     units: ClassVar[tuple[Unit, ...]] = ("pair", "token")
-
+    reference_names: Sequence[str] = ("ref_logps",)
     mean_reward: RunningMean
 
     def __init__(self, args: DPOConfig) -> None:
@@ -56,7 +56,8 @@ class DPOMethod(Method):
             return [None] * len(batches)
         batch_scores = []
         for batch in batches:
-            scoring.add_reference(batch)
+            if self.reference_names:
+                scoring.reference(batch, self.reference_names)
             batch_scores.append(self._compared(self.pair_scores(batch, scoring.frozen_logps(batch))))
         return self._statistics(batch_scores, scoring.step.processes, batches[-1])
 
@@ -92,7 +93,7 @@ class DPOMethod(Method):
     def pair_scores(self, batch: Batch, scored: Scored) -> PairScores:
         """Log-probs of policy and reference of a batch's pairs: sums, or means where the loss takes means."""
         policy = self.totals(batch, scored)
-        reference = batch["ref_logps"].to(policy) if "ref_logps" in batch else torch.zeros_like(policy)
+        reference = batch["ref_logps"].to(policy) if self.reference_names else torch.zeros_like(policy)
         scores = PairScores(*split_pairs(policy), *split_pairs(reference))
         if not any(PAIR_LOSSES[name].per_token for name in self.args.loss_type):
             return scores

@@ -42,7 +42,7 @@ class KTOMethod(UnpairedMethod):
         return sum_by_sequence(scored.logps, scored.positions.sequence, row_count(batch))
 
     def _kl_sum(self, batch: Batch, scoring: Scoring) -> Weighted:
-        scoring.add_reference(batch)
+        scoring.reference(batch, self.reference_names)
         logps = self.mismatched_logps(batch, scoring)
         return counted(batch, logps - batch["ref_kl_logps"].to(logps))
 

@@ -123,15 +123,14 @@ class Step:
 class Scoring:
     """The models of a run, in its precision and at its temperature, for a batch of `step`.
 
-    `model` may be wrapped. `add_reference(batch)` puts the reference's log-probs into a batch, if they are not there
-    yet.
+    `model` may be wrapped. `reference_logps(batch)` computes the reference's log-probs of completions.
     """
 
     model: nn.Module
     scorer: Any
     accelerator: Accelerator
     step: Step
-    add_reference: Callable[[Any], None]
+    reference_logps: Callable[[Batch], Tensor]
     teacher: Teacher | None = None
     temperature: float = 1.0
 
@@ -164,6 +163,13 @@ class Scoring:
         with undisturbed(model):
             return replace(self, model=model).logps(batch, wants)
 
+    def reference(self, batch: Any, names: Sequence[str]) -> Tensor:
+        """The reference's log-probs of a batch's completions `(S,)`, which its entries `names` keep."""
+        if any(name not in batch for name in names):
+            logps = self.reference_logps(batch).view(-1, len(names))
+            batch.update(zip(names, logps.unbind(dim=1), strict=True))
+        return torch.stack([batch[name] for name in names], dim=1).flatten()
+
     def with_logits(self, batch: Batch, wants: ScoreOptions | None = None) -> tuple[Scored, Tensor]:
         """`logps`, and the model's logits `(B, T, V)` of padded rows."""
         with self.accelerator.autocast():
@@ -191,6 +197,8 @@ class Method:
 
     units: ClassVar[tuple[Unit, ...]] = ("pair",)
     """What the terms are counted in; `count` gives as many numbers."""
+    reference_names: Sequence[str] = ()
+    """The entries of a batch with the reference's log-probs of each row's completions; none without a reference."""
 
     def count(self, batch: Batch) -> Tensor:
         """How many of each unit a batch has, int64 `(len(units),)`."""
@@ -211,7 +219,8 @@ class Method:
 
     def score(self, batch: Batch, scoring: Scoring) -> Any:
         """What `terms` are made of: by default the log-probs of the `learned` part, with what it `wants`."""
-        scoring.add_reference(batch)
+        if self.reference_names:
+            scoring.reference(batch, self.reference_names)
         return scoring.logps(self.learned(batch), self.wants(batch, scoring.step))
 
     def terms(self, batch: Batch, scored: Any, step: Step) -> Outcome:

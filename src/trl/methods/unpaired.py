@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trl.collators.unpaired import single_completions
+from trl.collators.unpaired import REFERENCE_NAMES, single_completions
 from trl.methods.method import Batch, Method, Outcome, Step
 from trl.models.packed.layout import row_count
 from trl.models.scoring.causal import Scored
@@ -28,6 +28,7 @@ class UnpairedMethod(Method):
 
     def __init__(self, args: Any, *, completions_per_row: int = 1) -> None:
         self.args, self.completions_per_row = args, completions_per_row
+        self.reference_names = [*REFERENCE_NAMES.values()][:completions_per_row]
 
     def wants(self, batch: Batch, step: Step) -> ScoreOptions:
         """With the mean logits."""

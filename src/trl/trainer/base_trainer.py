@@ -63,6 +63,7 @@ class BaseTrainer(Trainer):
 
     scorer: Scorer | PolicyValueScorer
     reference: Any = None
+    reference_logps: Any = None  # of a batch's completions, for methods with `reference_names`
     teacher: Any = None
     _moved_reference: FrozenModel | None = None  # a reference that a callback moves: part of checkpoints
     _token_counts: TokenCounts | None = None  # of sampled tokens; None: tokens are counted when they are trained on
@@ -141,9 +142,6 @@ class BaseTrainer(Trainer):
             if plan is not None:
                 batch[STEP_PART] = replace(batch.get(STEP_PART, ALONE), plan=plan)
 
-    def add_reference(self, batch: Inputs) -> None:
-        """Put the reference's log-probs into the batch, if the method has a reference and they are not there yet."""
-
     def get_batch_samples(
         self, epoch_iterator: Iterator[Inputs], num_batches: int, device: torch.device
     ) -> tuple[list[Inputs], Tensor | None]:
@@ -207,7 +205,7 @@ class BaseTrainer(Trainer):
         statistics = not training or run_metrics.logs_step(self.args, self.state)  # costly ones: not between logs
         step = Step(training, processes, plan, statistics=statistics, **options)
         policy: Any = self.model_wrapped if model is None else model
-        return Scoring(policy, self.scorer, self.accelerator, step, self.add_reference, self.teacher)
+        return Scoring(policy, self.scorer, self.accelerator, step, self.reference_logps, self.teacher)
 
     def compute_loss(
         self, model: nn.Module, inputs: Inputs, return_outputs: bool = False,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor
 from transformers import TrainerCallback
 
 from trl._lazy import attach
@@ -15,10 +14,8 @@ from trl.data.image_rows import has_images
 from trl.data.preference import OWN_PROMPT
 from trl.legacy.dpo_methods import LegacyDPO
 from trl.methods.dpo import DPOMethod
-from trl.methods.method import Batch
 from trl.models.reference import choose_adapters, make_reference
 from trl.reporting.model_card import Paper
-from trl.tensors.sequences import split_pairs
 from trl.trainer import arguments, images
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.preference_trainer import PreferenceTrainer, pair_parts
@@ -77,9 +74,11 @@ class DPOTrainer(LegacyDPO, PreferenceTrainer):
         policy, args = self.begin(model, args, processing_class, peft_config, older)
         assert isinstance(args, DPOConfig)
         # Settings that do not fit are refused before a reference is loaded.
-        parts = pair_parts(args, policy, DPOMethod(args), data_collator)
+        method = DPOMethod(args)
+        parts = pair_parts(args, policy, method, data_collator)
         if args.reference_free and ref_model is None and args.ref_adapter_name is None:
             choose_adapters(policy.model, args)
+            method.reference_names = ()
         else:
             reference = make_reference(policy.model, policy.scorer, ref_model, args=args, path=self._path)
             parts = replace(parts, reference=reference)
@@ -99,6 +98,3 @@ class DPOTrainer(LegacyDPO, PreferenceTrainer):
         self.take_reference(REFERENCE_COLUMNS, ld_alpha=args.ld_alpha)
 
     with_images: bool = False
-
-    def reference_columns(self, batch: Batch) -> dict[str, Tensor]:
-        return dict(zip(REFERENCE_COLUMNS, split_pairs(batch["ref_logps"]), strict=True))

@@ -18,7 +18,6 @@ from trl.methods.method import Batch, Method
 from trl.models.policy import Policy
 from trl.models.reference import Reference
 from trl.models.scoring.base import shares_prefix
-from trl.models.scoring.causal import Scorer
 from trl.models.scoring.head import ScoreOptions
 from trl.models.setup import pad_token_id
 from trl.trainer.arguments import Collator
@@ -83,22 +82,15 @@ class PreferenceTrainer(BaseTrainer):
 
     # ---- the reference
 
-    def completion_logps(self, scorer: Scorer, model: nn.Module, batch: Batch) -> Tensor:
-        """Log-prob of each completion of a batch under the reference."""
+    def reference_logps(self, batch: Batch) -> Tensor:
+        """Log-prob of each completion of a batch under the reference, `(S,)`."""
+        policy: Any = self.model_wrapped
+        assert self.reference is not None
         with self.accelerator.autocast():
-            scored = scorer.score(model, batch, ScoreOptions())
+            scored = self.reference.score(
+                policy, batch, lambda scorer, model, rows: scorer.score(model, rows, ScoreOptions())
+            )
         return self.method.totals(batch, scored)  # type: ignore[attr-defined]
-
-    def add_reference(self, batch: dict[str, Any]) -> None:
-        """Put the reference's log-probs `(2B,)` into the batch, `ref_logps`."""
-        if self.reference is None:
-            batch.pop("ref_logps", None)
-        elif "ref_logps" not in batch:
-            batch["ref_logps"] = self.reference.score(self.model_wrapped, batch, self.completion_logps)  # type: ignore[arg-type]
-
-    def reference_columns(self, batch: Batch) -> dict[str, Tensor]:
-        """The reference's log-probs in a batch, one per row, by their columns in a data set."""
-        raise TypeError(f"{type(self).__name__} must override reference_columns.")
 
     def take_reference(self, columns: Sequence[str], **settings: Any) -> None:
         """`settle_reference`, and with `precompute_ref_log_probs` compute its log-probs of all rows now; call it at the
@@ -124,9 +116,8 @@ class PreferenceTrainer(BaseTrainer):
         assert self.model is not None
 
         def score(batch: Batch) -> dict[str, Tensor]:
-            rows = dict(self.take_batch(batch))
-            self.add_reference(rows)
-            return self.reference_columns(rows)
+            logps = self.scoring().reference(dict(self.take_batch(batch)), self.method.reference_names)
+            return dict(zip(columns, logps.view(-1, len(columns)).unbind(dim=1), strict=True))
 
         size = getattr(self.args, "precompute_ref_batch_size", None) or self.args.per_device_train_batch_size
         known = partial(

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from datasets import Dataset
-from torch import Tensor
 from transformers import TrainerCallback
 
 from trl.collators.unpaired import (
@@ -23,7 +22,6 @@ from trl.collators.unpaired import (
 )
 from trl.data.rendering import Fields
 from trl.data.unpaired import UnpairedPreparation
-from trl.methods.method import Batch
 from trl.methods.unpaired import UnpairedMethod
 from trl.models.policy import Policy, is_encoder_decoder
 from trl.models.reference import make_reference
@@ -86,7 +84,7 @@ class UnpairedTrainer(PreferenceTrainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )  # fmt: skip
         _warn_of_blocks(self.train_dataset, args.train_sampling_strategy)
-        self.take_reference([*self._reference_names])
+        self.take_reference([*REFERENCE_NAMES][: self.method.completions_per_row])
 
     def preparation(self, args: Any) -> Fields:
         """What a method adds to how rows are prepared: settings of `UnpairedPreparation`."""
@@ -95,25 +93,6 @@ class UnpairedTrainer(PreferenceTrainer):
     def make_method(self, args: Any) -> UnpairedMethod:
         """The method; `self.mismatched` is there already."""
         raise TypeError(f"{type(self).__name__} must override make_method.")
-
-    # ---- log-probabilities
-
-    @property
-    def _reference_names(self) -> dict[str, str]:
-        """The entries of a batch with the reference's log-probs, by their columns in a data set."""
-        return dict(list(REFERENCE_NAMES.items())[: self.method.completions_per_row])
-
-    def reference_columns(self, batch: Batch) -> dict[str, Tensor]:
-        return {column: batch[name] for column, name in self._reference_names.items()}
-
-    def add_reference(self, batch: dict[str, Any]) -> None:
-        """Put the reference's log-probs of all completions into the batch, `ref_logps` and `ref_kl_logps` `(B,)`."""
-        names = self._reference_names.values()
-        if all(name in batch for name in names):
-            return
-        assert self.reference is not None
-        logps = self.reference.score(self.model_wrapped, batch, self.completion_logps)  # type: ignore[arg-type]
-        batch.update(zip(names, logps.view(-1, len(names)).unbind(dim=1), strict=True))
 
 
 def unpaired_parts(
