@@ -68,8 +68,7 @@ def is_conversational_from_value(example: Row) -> bool:
 def maybe_convert_to_chatml(example: dict[str, list]) -> dict[str, list]:
     """The row with `from`/`value` messages turned into `role`/`content` and `conversations` renamed to `messages`.
 
-    Speakers of the ShareGPT style get the role that templates know (`human` -> `user`, `gpt` -> `assistant`); other
-    names are kept. Rows of another form come back as they are.
+    Speakers of the ShareGPT style get the roles of templates (`human` -> `user`). Rows of another form stay.
 
     >>> maybe_convert_to_chatml({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]})
     {'messages': [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Ho'}]}
@@ -93,8 +92,7 @@ def maybe_convert_to_chatml(example: dict[str, list]) -> dict[str, list]:
 def remove_none_values(example: Any) -> Any:
     """`example` without the keys of dicts whose value is None, at every depth; lists keep their length.
 
-    Arrow tables give every dict of a column the keys of all others, filled with None; this takes them away again. What
-    is `written` stays as it is.
+    Arrow tables give every dict of a column the keys of all others, filled with None. What is `written` stays.
 
     >>> remove_none_values([{"role": "user", "content": "Hi", "tool_calls": None}])
     [{'role': 'user', 'content': 'Hi'}]
@@ -146,8 +144,8 @@ def common_prefix_length(left: Sequence, right: Sequence) -> int:
 def extract_prompt(example: dict[str, Sequence]) -> dict[str, Sequence]:
     """Split the shared beginning of `chosen` and `rejected` off as `prompt`.
 
-    A space before the point where two strings part belongs to the completions. Of two strings or conversations of
-    which one continues the other, the shorter one keeps an empty completion.
+    A space before the point where two strings part belongs to the completions. Where one side continues the other, the
+    shorter one keeps an empty completion.
 
     >>> extract_prompt({"chosen": "The sky is blue.", "rejected": "The sky is green."})
     {'prompt': 'The sky is', 'chosen': ' blue.', 'rejected': ' green.'}
@@ -217,10 +215,7 @@ def column_names(dataset: StoredOrStream) -> list[str]:
 def split_dialogue(example: Row, marker: str = "\n\nAssistant:") -> dict[str, str]:
     """A pair of whole dialogues as `prompt`, `chosen` and `rejected`; for `Dataset.map`.
 
-    The prompt ends behind the last `marker` up to which both are the same: the last turn's, or an earlier one's where
-    the dialogues part before.
-
-    Raises: ValueError where they share no marker.
+    The prompt ends behind the last `marker` up to which both are the same. Raises: ValueError where they share none.
 
     >>> chosen, rejected = "Human: Hi\\n\\nAssistant: Hello.", "Human: Hi\\n\\nAssistant: Go away."
     >>> split_dialogue({"chosen": chosen, "rejected": rejected})
@@ -239,12 +234,11 @@ def split_dialogue(example: Row, marker: str = "\n\nAssistant:") -> dict[str, st
 
 
 def prepare_multimodal_messages(messages: list[RowDict], images: list) -> list[RowDict]:
-    """Messages whose content is a list of parts, with the images in their places; the given messages stay as they are.
+    """Copies of messages whose content is a list of parts, with the images in their places.
 
     Text becomes a text part. Where no message has an image part yet, all images go in front of the first user
-    message's text; otherwise the parts are filled in order.
-
-    Raises: ValueError where the images do not fit the places, TypeError for content of another kind.
+    message's text; otherwise the parts are filled in order. Raises: ValueError where the images do not fit the places,
+    TypeError for content of another kind.
 
     >>> prepare_multimodal_messages([{"role": "user", "content": "What is it?"}], images=["cat.png"])[0]["content"]
     [{'type': 'image', 'image': 'cat.png'}, {'type': 'text', 'text': 'What is it?'}]
@@ -303,10 +297,10 @@ def last_turn_as_completion(dataset: StoredOrStream) -> StoredOrStream:
     if not names:
         return dataset
     removed = [name for name in (names[0], "prompt") if name in column_names(dataset)]
-    rows: Any = dataset
-    return rows.map(_split_last_turn, batched=True, remove_columns=removed, fn_kwargs={"column": names[0]})
+    stored: Any = dataset
 
+    def split(rows: dict[str, list]) -> dict[str, list]:
+        chats = rows[names[0]]
+        return {"prompt": [chat[:-1] for chat in chats], "completion": [chat[-1:] for chat in chats]}
 
-def _split_last_turn(rows: dict[str, list], column: str) -> dict[str, list]:
-    chats = rows[column]
-    return {"prompt": [chat[:-1] for chat in chats], "completion": [chat[-1:] for chat in chats]}
+    return stored.map(split, batched=True, remove_columns=removed)

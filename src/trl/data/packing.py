@@ -39,16 +39,14 @@ def pack_dataset(
     Lists of lists (a teacher's columns) may have fewer entries than tokens; `bfd` joins them.
 
     `bfd` (best-fit decreasing) keeps sequences whole: longest first, each goes where the least space is left that
-    still holds it. Rows longer than `seq_length` are cut to it, rows without tokens are left out with a warning.
-    Sequences lie in a row in descending order of length, packed rows in the order of their longest sequence, equal
-    lengths in the order of the data set; the column `seq_lengths` says where one ends. `wrapped` joins everything
-    and cuts it every `seq_length` tokens, through sequences; the last row keeps what is left.
+    still holds it. Rows longer than `seq_length` are cut to it, rows without tokens are left out with a warning. Both
+    sequences and packed rows are in descending order of length (of the longest sequence), equal ones in the order of
+    the data set; the column `seq_lengths` says where one ends. `wrapped` joins everything and cuts it every
+    `seq_length` tokens, through sequences; the last row keeps what is left.
 
-    Works on 100,000 rows at a time (1,000 of a streaming data set; `map_kwargs["batch_size"]` changes it). `num_proc`
-    is not used, so that the result does not depend on it.
-
-    Raises: ValueError for an unknown strategy, `seq_length` < 1, a column that is not a list of numbers (named), or
-    a row whose columns differ in length (named).
+    Works on 100,000 rows at a time (1,000 of a stream; or `map_kwargs["batch_size"]`), in one process, so that the
+    result does not depend on `num_proc`. Raises: ValueError for an unknown strategy, `seq_length` < 1, a column that is
+    not a list of numbers, or a row whose columns differ in length.
 
     >>> rows = Dataset.from_dict({"input_ids": [[1, 2, 3], [4], [5, 6]]})
     >>> pack_dataset(rows, 4)[:]

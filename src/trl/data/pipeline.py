@@ -3,7 +3,7 @@
 import copy
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
@@ -210,6 +210,8 @@ class RowKind(ABC):
     dataset_name: str
     splits: str | None = "Give a row for each document."
     """The remedy for packed rows; None: they may be packed."""
+    formatter: Callable[[RowDict, int], str] | None = None
+    """A user's function over rows, which may read their masks."""
 
     def __call__(
         self, batch: dict[str, list], indices: Sequence[int], json_columns: Mapping[str, object] = {}
@@ -220,18 +222,13 @@ class RowKind(ABC):
             **{name: [written(value, kind) for value in batch[name]] for name, kind in json_columns.items()},
         }
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-        if self.reads_masks and not is_plain(batch):
+        if self.formatter is None and not is_plain(batch):
             rows = [
                 real_row(row, self.dataset_name, index, splits=self.splits)
                 for index, row in zip(indices, rows, strict=True)
             ]
         finished = self.rows(rows, indices)
         return {name: [row.get(name, 0) for row in finished] for name in (*self.features, *self.counts)}
-
-    @property
-    def reads_masks(self) -> bool:
-        """Whether masked tokens of rows are left out, which a user's function over rows would miss."""
-        return True
 
     @abstractmethod
     def rows(self, rows: Sequence[Row], indices: Sequence[int]) -> list[RowDict]:
@@ -252,15 +249,11 @@ class RowKind(ABC):
         is_stored = isinstance(dataset, Dataset)
         options: RowDict = {"num_proc": num_proc, "desc": f"Tokenizing {self.dataset_name} dataset"}
         return dataset.map(
-            self,
-            batched=True,
-            with_indices=True,
-            batch_size=1000 if is_stored else STREAM_BATCH,
+            self, batched=True, with_indices=True, batch_size=1000 if is_stored else STREAM_BATCH,
             fn_kwargs={"json_columns": json_columns(dataset)},
             remove_columns=[column for column in columns if column not in kept],
-            features=None if None in types.values() else Features(types),
-            **(options if is_stored else {}),
-        )
+            features=None if None in types.values() else Features(types), **(options if is_stored else {}),
+        )  # fmt: skip
 
     def complaint(self, numbers: Mapping[str, int]) -> tuple[str, str, str, str]:
         """Of a row of these numbers without a trained token: its column, what is given, expected, and the remedy."""

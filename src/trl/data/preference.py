@@ -64,8 +64,8 @@ class Tokens(NamedTuple):
 class PairTokenizer(RowKind):
     """Rows of preferences as `prompt_input_ids`, `chosen_input_ids`, `rejected_input_ids`, cut to `lengths`.
 
-    The completions begin at the first token that the prompt alone does not have, or that the two do not share, so that
-    the tokens are those of the whole text. `version` is part of the cache key of the prepared data set.
+    The completions begin at the first token that the prompt alone does not have, or that the two do not share.
+    `version` is part of the cache key of the prepared data set.
     """
 
     counts = (
@@ -266,8 +266,7 @@ class PreferencePreparation(RewardPreparation, PairLengths):
 
     Rows that lose a whole completion to truncation are dropped, or an error; "error" also refuses rows that lose their
     whole prompt, which "drop" counts. Where the two completions have different prompts, `rejected_prompt_input_ids`
-    holds the rejected one's; it is None elsewhere, and a stored data set without any such row lacks the column.
-    `ref_chosen_logps` and `ref_rejected_logps` are kept.
+    holds the rejected one's; a stored data set without any lacks the column. Reference log-probs are kept.
     """
 
     sequences = tuple((PAIR_COLUMNS[0], completion) for completion in PAIR_COLUMNS[1:])
@@ -299,10 +298,8 @@ def tokenize_preference_row(
 
     `features` holds `prompt`, `chosen` and `rejected`. The completions get an eos and keep their first
     `max_completion_length` tokens, the prompt keeps its last `max_prompt_length`; with `add_special_tokens` (for
-    encoder-decoders) it stands between a begin token, where the tokenizer has one, and an eos. Training data is
-    prepared by `prepare_preference_dataset`, which tokenises prompt and completion together.
-
-    Raises: ValueError where the tokenizer has no eos token.
+    encoder-decoders) it stands between a begin token, where the tokenizer has one, and an eos. Training tokenises
+    prompt and completion together. Raises: ValueError where the tokenizer has no eos token.
     """
     tokenizer = text_tokenizer(processing_class)
     if tokenizer.eos_token_id is None:

@@ -48,10 +48,9 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class PairReader:
-    """Reads prompt and answers of rows of one type, checked.
+    """Reads prompt and answers of rows of one type, checked; `tools` stand in for those of the rows' own column.
 
     `needs_prompt`: whether the prompt is split off the answers (reward models score the whole).
-    `tools` stand in for those of the rows' own column.
     """
 
     processing_class: ProcessingClass
@@ -72,15 +71,12 @@ class PairReader:
     def read(self, row: Row, index: int) -> tuple[tuple[str, str], tuple[str, str], bool]:
         """Prompt and completion of the chosen and of the rejected side, as text; and `Pair.is_repeated`.
 
-        Without `needs_prompt` the whole of each side is its completion.
-
-        Raises: TypeError or ValueError naming row, column and remedy.
+        Without `needs_prompt` the whole of each side is its completion. Raises: TypeError or ValueError.
         """
         pair, sides, processing_class = self.pair(row, index), [], self.processing_class
-        if not self.row_type.is_chat and self.needs_prompt:
-            return (pair.prompt, pair.chosen), (pair.prompt, pair.rejected), False
         if not self.row_type.is_chat:
-            return ("", pair.prompt + pair.chosen), ("", pair.prompt + pair.rejected), False
+            prompt, head = (pair.prompt, "") if self.needs_prompt else ("", pair.prompt)
+            return (prompt, head + pair.chosen), (prompt, head + pair.rejected), False
         opened = None
         for side in SIDES:
             answer: list[Message] = getattr(pair, side)
@@ -94,11 +90,7 @@ class PairReader:
         return sides[0], sides[1], pair.is_repeated
 
     def pair(self, row: Row, index: int) -> Pair:
-        """Prompt and answers of a row of text or messages.
-
-        Raises: TypeError or ValueError for values of another type, for empty answers, for answers that share no prompt
-        or do not fit theirs, and for messages that do not begin and end with the assistant.
-        """
+        """Prompt and answers of a row of text or messages. Raises: TypeError or ValueError for those that do not fit."""
         if not self.row_type.is_chat:
             return self._texts(row, index)
         pair = self._chats(row, index)
@@ -143,22 +135,18 @@ class PairReader:
                 check_role(answer, self.place(index, side))
             return Pair(asked, *answers)
         shared = _prompt_messages(chosen, rejected)
-        if "prompt" in row:
-            self._check_repeats(prompt, chosen[:shared], index)
+        if "prompt" in row:  # a prompt of text beside conversations must be one that they begin with
+            texts = [text for text in map(_text_of, chosen[:shared]) if text]
+            if not any(text in prompt or prompt.strip() in text for text in texts):
+                fault = f"{prompt[:40]!r} is not what the conversations begin with"
+                remedy = 'Write it as messages ([{"role": "user", "content": ...}]), or remove the column.'
+                raise self.place(index, "prompt").error(fault, "their prompt", remedy)
         if not self.needs_prompt:
             return Pair(head._replace(messages=[]), chosen, rejected)
         if not shared:
             fault = "the first message is not that of 'rejected', or the assistant's only one"
             raise self._unshared(index, fault)
         return Pair(head._replace(messages=chosen[:shared]), chosen[shared:], rejected[shared:])
-
-    def _check_repeats(self, prompt: str, shared: list[Message], index: int) -> None:
-        """A prompt of text beside conversations must be one that they begin with."""
-        texts = [text for text in map(_text_of, shared) if text]
-        if not any(text in prompt or prompt.strip() in text for text in texts):
-            fault = f"{prompt[:40]!r} is not what the conversations begin with"
-            remedy = 'Write it as messages ([{"role": "user", "content": ...}]), or remove the column.'
-            raise self.place(index, "prompt").error(fault, "their prompt", remedy)
 
     def _unshared(self, index: int, fault: str) -> Exception:
         remedy = "Begin them with it, or give it in a column 'prompt'."
@@ -214,11 +202,9 @@ class PairLengths:
       `max_length`. Under "keep_end" the prompts of a pair may differ then.
     - "prompt_first" (CPO, ORPO): only where the prompt and the longest completion exceed `max_length`, the prompt
       keeps its last or first `max_prompt_length` tokens, and if that is not enough every completion its first
-      `max_length - max_prompt_length`. Without `max_length` prompts are cut wherever they are too long;
-      `max_completion_length` acts on encoder-decoders only.
+      `max_length - max_prompt_length`. Without `max_length` prompts are cut wherever they are too long.
 
-    The two sides of an encoder-decoder do not share a sequence: there `max_length` does nothing, and a prompt keeps its
-    eos.
+    For an encoder-decoder `max_length` does nothing, and a prompt keeps its eos.
     """
 
     max_length: int | None = None

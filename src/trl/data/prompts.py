@@ -33,8 +33,7 @@ class PromptPreparation:
     """How prompts are tokenised.
 
     `longest` is the most tokens that a prompt may have, `vocabulary` the number of token ids. A prompt keeps its last
-    `keep` tokens. `template_kwargs` are for the chat template; those of a row win. `tools` are the schemas of what may
-    be called, which only conversations can show.
+    `keep` tokens. The `template_kwargs` of a row win. `tools` are schemas, which only conversations can show.
     """
 
     longest: int | None = None
@@ -52,8 +51,7 @@ def prepare_prompts(
 
     A row has a `prompt`, text or messages, or is tokenised already: `input_ids`, and optionally an `attention_mask`.
 
-    Raises: ValueError or TypeError, naming the row, for prompts that are missing, empty, mixed, not tokens of the
-    model, or longer than `settings.longest`.
+    Raises: ValueError or TypeError, naming the row, for prompts that do not fit the settings.
     """
     kind = prompt_tokenizer(dataset, processing_class, settings, name=name)
     kept = [column for column in dataset.column_names if column not in _MASKS]
@@ -64,10 +62,7 @@ def prepare_prompts(
 def prompt_tokenizer(
     dataset: Dataset, processing_class: ProcessingClass, settings: PromptPreparation, *, name: str
 ) -> PromptTokenizer:
-    """The tokenizer of rows like those of this data set.
-
-    Raises: ValueError for a data set without prompts, or with prompts that do not fit its settings.
-    """
+    """The tokenizer of rows like those of this data set. Raises: ValueError for prompts that do not fit the settings."""
     columns, is_given = dataset.column_names, PROMPT_IDS in dataset.column_names
     first = first_row(dataset, name, "a prompt")
     if not is_given and "prompt" not in columns:
@@ -158,10 +153,7 @@ class PromptSets:
         self.context_length, (self._name, self._room) = context_length, room
 
     def __call__(self, dataset: Any, name: str) -> Dataset:
-        """A set with its prompts tokenised; a stream for evaluation is read whole first.
-
-        Raises: TypeError for a stream to train on and for what is no data set.
-        """
+        """A set with its prompts tokenised; a stream for evaluation is read whole. Raises: TypeError for other types."""
         if isinstance(dataset, IterableDataset) and name != "train":
             dataset = _stored(dataset)
         if isinstance(dataset, list):
@@ -176,7 +168,11 @@ class PromptSets:
             raise TypeError(f"{name} dataset is {fault}, expected a Dataset. Use Dataset.from_list(rows).")
         with PartialState().main_process_first():
             prepared = self.prepared(dataset, name)
-        self._warn_of_short_room(prepared, name)
+        if (length := self.context_length) is None or (room := self._room) is None:
+            return prepared
+        if short := sum(len(ids) > length - room for ids in prepared[PROMPT_IDS]):
+            text = "%s dataset: %d of %d prompts leave less than %s=%d tokens of the context length %d to completions."
+            logger.warning(text, name, short, len(prepared), self._name, room, length)
         return prepared
 
     def stream(self, dataset: IterableDataset, *, shuffle_seed: int | None) -> RowStream:
@@ -198,10 +194,7 @@ class PromptSets:
         return RowStream(rows, head.column_names, prepared.column_names, read)
 
     def prepared(self, dataset: Dataset, name: str) -> Dataset:
-        """The data set with a column of each prompt's tokens.
-
-        Raises: ValueError for a set with images.
-        """
+        """The data set with a column of each prompt's tokens. Raises: ValueError for a set with images."""
         refuse_images(dataset, name=name)
         return prepare_prompts(dataset, self.processing_class, self.settings, name=name)
 
@@ -210,21 +203,6 @@ class PromptSets:
         if isinstance(datasets, dict):
             return {name: self(part, name) for name, part in datasets.items()}
         return None if datasets is None else self(datasets, "eval")
-
-    def _warn_of_short_room(self, dataset: Dataset, name: str) -> None:
-        if self.context_length is None or self._room is None:
-            return
-        short = sum(len(ids) > self.context_length - self._room for ids in dataset[PROMPT_IDS])
-        if short:
-            logger.warning(
-                "%s dataset: %d of %d prompts leave less than %s=%d tokens of the context length %d to completions.",
-                name,
-                short,
-                len(dataset),
-                self._name,
-                self._room,
-                self.context_length,
-            )
 
 
 def _stored(stream: IterableDataset) -> Dataset:

@@ -88,11 +88,14 @@ def write_ragged(ragged: Ragged, kind: pa.DataType) -> pa.ChunkedArray:
     is_large = pa.types.is_large_list(kind)
     make, list_type = (pa.LargeListArray, pa.large_list) if is_large else (pa.ListArray, pa.list_)
     offset_type = np.int64 if is_large else np.int32
-    chunks = []
-    for first, last in _row_slabs(ragged.offsets):
+    chunks, first, rows = [], 0, len(ragged.offsets) - 1
+    while first < rows or not chunks:
+        limit = ragged.offsets[first] + MAX_CHUNK_VALUES
+        last = min(max(first + 1, int(np.searchsorted(ragged.offsets, limit, side="right")) - 1), rows)
         offsets = ragged.offsets[first : last + 1]
         values = pa.array(ragged.values[offsets[0] : offsets[-1]], type=value_type)
         chunks.append(make.from_arrays(pa.array((offsets - offsets[0]).astype(offset_type)), values))
+        first = last
     return pa.chunked_array(chunks, type=list_type(value_type))
 
 
@@ -120,16 +123,6 @@ def cut_rows(ragged: Ragged, count: int, *, keep_end: bool = False) -> Ragged:
         is_kept = places < np.repeat(ragged.offsets[:-1] + count, lengths)
     offsets = np.concatenate([np.zeros(1, np.int64), np.minimum(lengths, count).cumsum()])
     return Ragged(ragged.values[is_kept], offsets)
-
-
-def _row_slabs(offsets: np.ndarray) -> list[tuple[int, int]]:
-    slabs, first, rows = [], 0, len(offsets) - 1
-    while first < rows:
-        limit = offsets[first] + MAX_CHUNK_VALUES
-        last = max(first + 1, int(np.searchsorted(offsets, limit, side="right")) - 1)
-        slabs.append((first, last))
-        first = last
-    return slabs or [(0, 0)]
 
 
 def restore_format(transformed: Any, original: Any) -> Any:

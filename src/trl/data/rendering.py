@@ -49,10 +49,9 @@ def text_tokenizer(processing_class: ProcessingClass) -> PreTrainedTokenizerBase
 
 
 def read_tools(tools: object) -> list[dict | Callable] | None:
-    """The tools of a row as a list: given as a list of schemas or functions, as a JSON string, or as None.
+    """The tools of a row as a list, from a list of schemas or functions, a JSON string, or None; None without any.
 
-    Keys with None, which columnar storage adds to the schemas, are removed; JSON keeps its `null`. An empty list counts
-    as no tools.
+    Keys with None, which columnar storage adds to the schemas, are removed; JSON keeps its `null`.
 
     >>> read_tools('[{"type": "function", "function": {"name": "add"}}]')
     [{'type': 'function', 'function': {'name': 'add'}}]

@@ -37,8 +37,7 @@ def load_source(
 
     `path` is a .json, .jsonl, .parquet or .csv file (its split is "train"), a folder of such files (those named after
     a split, like train.jsonl and test.jsonl, become it), a folder that `save_to_disk` wrote, or the name of a data set
-    on the hub. `name`, `data_files` and `data_dir` go to `datasets.load_dataset`, which also keeps the cache: it locks
-    and renames, so that two processes may load the same files.
+    on the hub. `name`, `data_files` and `data_dir` go to `datasets.load_dataset`.
 
     Raises: FileNotFoundError for what does not exist; ValueError for an unknown kind of file, a file without rows, a
     broken line (the first one, with file and number) or an unknown split (naming those there are).
@@ -164,10 +163,8 @@ def _fault(file: Path) -> tuple[int, str] | None:
         remedy = "Convert the file, from Latin-1 with `iconv -f latin1 -t utf-8`."
         return number, f"not UTF-8, {place}. {remedy}"
     except json.JSONDecodeError as error:
-        return (
-            number or error.lineno,
-            f"broken JSON, {error.msg} (column {error.colno}). Repair the line or the file.",
-        )
+        fault = f"broken JSON, {error.msg} (column {error.colno}). Repair the line or the file."
+        return number or error.lineno, fault
     return None
 
 
@@ -211,10 +208,8 @@ class DatasetMixtureConfig(OptionGroup):
 def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
     """All sources of a mixture one after another as the split "train", and with `test_split_size` a split "test".
 
-    Rows of "test" are drawn with a fixed seed, the same in every process. A streaming mixture comes as an
-    `IterableDatasetDict`.
-
-    Raises: ValueError where there is no source, a column is missing, or sources differ in their columns.
+    Rows of "test" are drawn with a fixed seed. A streaming mixture comes as an `IterableDatasetDict`. Raises:
+    ValueError where there is no source, a column is missing, or sources differ in their columns.
     """
     sources, size = mixture_config.datasets, mixture_config.test_split_size
     if not sources:

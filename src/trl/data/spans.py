@@ -59,10 +59,9 @@ def assistant_tokens(
 ) -> AssistantTokens:
     """Token ids of a conversation and the mask of what the assistant wrote, each turn with its stop token.
 
-    With `{% generation %}` marks in the template the marked text counts, and the stop token that the template writes
-    right behind a mark. Without, each turn's text is what its
-    rendering adds to the conversation before it with the generation prompt; that these are prefixes of the whole, that
-    the ends fall between tokens and that a stop token closes the turn is checked.
+    With `{% generation %}` marks in the template the marked text counts, and the stop token right behind a mark.
+    Without, each turn's text is what its rendering adds to the conversation before it with the generation prompt; that
+    these are prefixes of the whole, that the ends fall between tokens and that a stop token closes the turn is checked.
 
     Raises: TemplateRefusal (a ValueError) that names the turn where the derived spans cannot be proven right.
     """
@@ -117,8 +116,6 @@ def _derived_spans(processing_class: ProcessingClass, chat: Chat, stop_tokens: S
 
     Where the template writes the stop token only in front of the next message, the range reaches up to there, and the
     text of a conversation that ends with the assistant gets the token that a next message would bring.
-
-    Raises: TemplateRefusal naming the turn where a prefix does not render as a prefix, or no stop token is found.
     """
     text = render(processing_class, chat)
     spans = []
@@ -176,11 +173,10 @@ def _unproven(turn: int, reason: str) -> TemplateRefusal:
 def token_boundaries(
     tokenizer: PreTrainedTokenizerBase, text: str, cuts: Sequence[int]
 ) -> tuple[list[int], list[int | None]]:
-    """The token ids of a rendered text, and for each character position the number of tokens before it.
+    """The token ids of a rendered text, and the number of tokens before each position in `cuts` (ascending).
 
-    None where no token ends there. `cuts` are in ascending order. A boundary is proven by tokenising: either all
-    pieces between the cuts one by one give the tokens of the whole, or the text up to the cut gives a prefix of them.
-    No special tokens are added, except that a begin token is kept where the text brings one.
+    None where no token ends there. A boundary is proven by tokenising: either all pieces between the cuts one by one
+    give the tokens of the whole, or the text up to the cut gives a prefix of them. No special tokens are added.
     """
     edges = [0, *cuts, len(text)]
     whole, *parts = encode(tokenizer, [text, *(text[start:end] for start, end in pairwise(edges))])

@@ -61,9 +61,7 @@ def token_row(
 ) -> Tensor:
     """One row of token ids or labels as int64 `(T,)`; `(1, T)`, as `generate` returns it, is taken too.
 
-    A mask may hold truth values.
-
-    Raises: TypeError or ValueError for what is no row of at least one integer, all of them below `vocabulary`.
+    Raises: TypeError or ValueError unless it is at least one integer (of a mask: or boolean), all below `vocabulary`.
     """
     if not isinstance(row, (Tensor, np.ndarray, list, tuple)):
         raise TypeError(f"{name} must be a tensor of token ids, got {type(row).__name__}. Tokenize texts.")
@@ -87,11 +85,9 @@ def check_step_inputs(
     queries: Sequence, responses: Sequence, scores: Sequence | Tensor, masks: Sequence | None, *, batch_size: int,
     limits: TokenLimits, device: torch.device,
 ) -> StepInputs:  # fmt: skip
-    """The inputs of `PPOTrainer.step` in their final form, on a device.
+    """The inputs of `PPOTrainer.step` in their final form, on a device. Raises: TypeError or ValueError, with the row.
 
     The start token of an encoder-decoder's responses, as `generate` gives them, is removed.
-
-    Raises: TypeError or ValueError, naming the row.
     """
     for name, rows in (("queries", queries), ("responses", responses), ("response_masks", masks)):
         if rows is not None and not isinstance(rows, (list, tuple)):
@@ -124,10 +120,9 @@ def check_step_inputs(
 
 
 def check_queries(queries: Iterable, limits: TokenLimits) -> list[Tensor]:
-    """Queries to generate from, as int64 `(length,)` on the devices where they are.
+    """Queries to generate from, as int64 `(length,)` on their devices.
 
-    Raises: TypeError or ValueError for one that is empty, holds no token ids of the model, or leaves no room in its
-    context.
+    Raises: TypeError or ValueError for one that is empty, not token ids of the model, or leaves no room in its context.
     """
     rows = []
     for index, row in enumerate(queries):
@@ -185,10 +180,7 @@ class StepRows:
     def __call__(
         self, *, input_ids: object, attention_mask: object, labels: object, texts: object, texts_labels: object
     ) -> Rows:
-        """The rows, in their order.
-
-        Raises: ValueError or TypeError naming the argument and the row that cannot be used.
-        """
+        """The rows, in order. Raises: ValueError or TypeError naming the argument and the row that cannot be used."""
         if (input_ids is None) == (texts is None):
             both = "both" if input_ids is not None else "neither"
             raise ValueError(f"step takes input_ids or texts, got {both}. Give one of them.")
@@ -279,16 +271,13 @@ class ShuffledShares(Sampler[int]):
 class QueryLoader(DataLoader):
     """A resumable data loader: `epoch` passes are over, and `position` batches of this one were handed out.
 
-    A pass begins anew with each `for`, except for the first one after `load_state_dict`, which continues where the
-    state was taken: take it between two batches.
+    A pass begins anew with each `for`, except for the first one after `load_state_dict`, which continues there.
     """
 
     def __init__(self, dataset: Any, shares: ShuffledShares, *, collate_fn: Callable, device: torch.device) -> None:
-        unused_generator = torch.Generator()  # each pass, a resumed one too, would draw from the global one
+        unused = torch.Generator()  # each pass, a resumed one too, would draw from the global one
         size = shares.batch_size
-        super().__init__(
-            dataset, size, sampler=shares, collate_fn=collate_fn, drop_last=True, generator=unused_generator
-        )
+        super().__init__(dataset, size, sampler=shares, collate_fn=collate_fn, drop_last=True, generator=unused)
         self.shares, self.device = shares, device
         self.epoch, self.position = 0, 0
         self._resumed = False
@@ -323,8 +312,7 @@ def make_loader(
 ) -> QueryLoader:  # fmt: skip
     """A loader of whole batches, `batch_size` rows per process.
 
-    Columns of a `datasets.Dataset` that neither the model `keep` reads nor a loop needs are left out; with `keep` None
-    all stay.
+    Columns of a `datasets.Dataset` that neither the model `keep` (None: all stay) reads nor a loop needs are left out.
 
     Raises: TypeError for a data set without rows by number, ValueError for fewer rows than a batch.
     """

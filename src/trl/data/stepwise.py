@@ -176,12 +176,8 @@ def tokenize_stepwise_row(
 ) -> dict[str, list[int]]:  # fmt: skip
     """`input_ids` and `labels` of one row of `prompt`, `completions` and `labels`; see `StepwisePreparation`."""
     settings = StepwisePreparation(
-        step_separator=step_separator,
-        max_length=max_length,
-        max_prompt_length=max_prompt_length,
-        max_completion_length=max_completion_length,
-        train_on_last_step_only=train_on_last_step_only,
-        is_eval=is_eval,
-    )
+        step_separator=step_separator, max_length=max_length, max_prompt_length=max_prompt_length,
+        max_completion_length=max_completion_length, train_on_last_step_only=train_on_last_step_only, is_eval=is_eval,
+    )  # fmt: skip
     row = StepwiseTokenizer(tokenizer, settings)({name: [value] for name, value in features.items()}, [0])
     return {"input_ids": row["input_ids"][0], "labels": row["labels"][0]}

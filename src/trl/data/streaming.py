@@ -17,9 +17,7 @@ def is_streaming(dataset: object) -> bool:
 
 
 class RepeatedStream(IterableDataset):
-    """A stream that starts again when it ends, with the next epoch's shuffling; rows run on across the seam.
-
-    So every optimiser step has all its rows, and skipping the first N rows reaches the same place in every run.
+    """A stream that starts again when it ends, with the next epoch's shuffling, so that every step has all its rows.
 
     Raises: ValueError where the stream has no row.
     """
@@ -72,9 +70,8 @@ ReadRows = Callable[[dict[str, list], list[int]], dict[str, list]]
 class RowStream:
     """Rows of a stream by position, and the columns that `read` makes of them; the stream repeats at its end.
 
-    A position has the same row in every process and after every restart, if the stream gives the same rows in the same
-    order. Positions are read in ascending order; a smaller one reads the stream from its beginning. `columns` are read
-    of each row, `column_names` are those of the result.
+    A position has the same row in every process and after every restart, if the stream is deterministic. Positions are
+    read in ascending order; a smaller one reads from the beginning. `columns` are read, `column_names` result.
 
     >>> from datasets import Dataset
     >>> stream = Dataset.from_dict({"prompt": ["a", "b", "c"]}).to_iterable_dataset()

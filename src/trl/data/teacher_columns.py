@@ -129,8 +129,7 @@ class WithTeacherColumns:
 
     `vocabulary` is the number of tokens that the student has. With several `teachers`, by name, the rows' column
     `teacher` becomes `teacher (B,)`, their numbers. Raises: ValueError naming the row for an unknown teacher, ids
-    outside of the vocabulary, NaN and positive log-probs; for rows of different k, and for more or fewer positions than
-    trained tokens.
+    outside of the vocabulary, NaN and positive log-probs; for rows of different k or number of positions.
     """
 
     collate: Callable[[Sequence[Row]], RowDict]
@@ -141,15 +140,8 @@ class WithTeacherColumns:
         """The batch of some rows."""
         batch = self.collate(rows)
         if self.teachers:
-            return {
-                **batch,
-                TEACHER: torch.tensor(
-                    [
-                        teacher_number(row.get(TEACHER), self.teachers, f"row {number} of the batch")
-                        for number, row in enumerate(rows)
-                    ]
-                ),
-            }
+            names = [(row.get(TEACHER), f"row {number} of the batch") for number, row in enumerate(rows)]
+            return {**batch, TEACHER: torch.tensor([teacher_number(n, self.teachers, place) for n, place in names])}
         if not all(row.get(name) is not None for row in rows for name in TEACHER_COLUMNS):
             return batch
         tables = [self._read(row, number) for number, row in enumerate(rows) if len(row[TEACHER_COLUMNS[0]])]

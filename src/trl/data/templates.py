@@ -31,17 +31,14 @@ APPLICABLE_TYPES = (
 
 
 def apply_chat_template(
-    example: dict[str, list[dict[str, str]]],
-    tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
-    tools: list[dict | Callable] | None = None,
-    **template_kwargs: Any,
-) -> dict[str, str]:
+    example: dict[str, list[dict[str, str]]], tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
+    tools: list[dict | Callable] | None = None, **template_kwargs: Any,
+) -> dict[str, str]:  # fmt: skip
     """The text columns of a conversational row: `messages` becomes `text`, the others keep their names.
 
     A prompt is rendered up to where the model goes on (generation prompt, or an open last assistant message), and
     completions are what follows it in the rendering of both. Tools come from the argument or the row's `tools` column
     (a list or a JSON string), further template variables from `chat_template_kwargs` and from the keyword arguments.
-
     Raises: KeyError for columns of no known type, ValueError where the template refuses or is not prefix-preserving.
     """
     columns = {key for key in example if key in {"messages", "prompt", "completion", "chosen", "rejected", "label"}}
@@ -72,11 +69,9 @@ def _render_columns(processing_class: ProcessingClass, turns: RowDict, chat: Cha
 
 
 def maybe_apply_chat_template(
-    example: dict[str, list[dict[str, str]]],
-    tokenizer: PreTrainedTokenizerBase,
-    tools: list[dict | Callable] | None = None,
-    **template_kwargs: Any,
-) -> dict[str, str]:
+    example: dict[str, list[dict[str, str]]], tokenizer: PreTrainedTokenizerBase,
+    tools: list[dict | Callable] | None = None, **template_kwargs: Any,
+) -> dict[str, str]:  # fmt: skip
     """`apply_chat_template` for a conversational row; a standard row comes back as it is."""
     if not is_conversational(example):
         return example  # type: ignore[return-value]
@@ -158,13 +153,12 @@ _PROBES: dict[str, list[tuple[list[Message], list | None]]] = {
 def _renders_alike(
     tokenizer: PreTrainedTokenizerBase, candidate: str, messages: list[Message], tools: list | None
 ) -> bool:
-    opens = messages[-1]["role"] == "user"
-    variables = {"chat_template": candidate}
+    opens, replaced = messages[-1]["role"] == "user", Chat(messages, tools, {"chat_template": candidate})
     try:
         text = render(tokenizer, Chat(messages, tools), add_generation_prompt=opens)
     except TemplateRefusal:
         return False
-    return text == render(tokenizer, Chat(messages, tools, variables), add_generation_prompt=opens)
+    return text == render(tokenizer, replaced, add_generation_prompt=opens)
 
 
 # How Qwen-style text reads as a message, in the language of transformers' response parser.

@@ -84,31 +84,22 @@ class SFTPreparation(Preparation):
             text = "%s dataset: SFT trains on rows with 'label' false too. Filter them, or use KTOTrainer."
             logger.warning(text, name)
         check_sft_settings(
-            row_type,
-            name=name,
-            columns=columns,
-            assistant_only_loss=self.assistant_only_loss,
-            completion_only_loss=self.completion_only_loss,
-            is_formatted=self.formatting_func is not None,
-        )
+            row_type, name=name, columns=columns, assistant_only_loss=self.assistant_only_loss,
+            completion_only_loss=self.completion_only_loss, is_formatted=self.formatting_func is not None,
+        )  # fmt: skip
         place, is_text = Place(name, 0, row_type.columns[0]), row_type.kind == "text"
         check_tokenizer(dataset, processing_class, place, is_chat=row_type.is_chat, needs_eos=is_text)
         loses_none = self.packing and self.packing_strategy == "wrapped"
         return SFTTokenizer(
-            processing_class,
-            row_type,
-            name,
+            processing_class, row_type, name,
             completion_mask=row_type.has_completion and self.completion_only_loss is not False,
-            assistant_masks=self.assistant_only_loss,
-            add_special_tokens=self.add_special_tokens,
-            max_length=None if loses_none else self.max_length,
-            keep_end=self.keep_end,
+            assistant_masks=self.assistant_only_loss, add_special_tokens=self.add_special_tokens,
+            max_length=None if loses_none else self.max_length, keep_end=self.keep_end,
             vocabulary=allowed_ids(processing_class, self.vocab_size, is_tokenized=is_given),
             prompts_alone=self.prompts_alone and row_type.has_completion and not self.assistant_only_loss,
-            formatter=formatter,
-            columns=self._token_columns(dataset) if is_given else None,
+            formatter=formatter, columns=self._token_columns(dataset) if is_given else None,
             splits="Set packing=False." if is_given and self.packing else None if is_given else RowKind.splits,
-        )
+        )  # fmt: skip
 
     def _token_columns(self, dataset: StoredOrStream) -> Mapping[str, FeatureType | None]:
         """The columns that are trained on of rows of tokens, with their types; packed rows have `seq_lengths`."""
@@ -145,8 +136,7 @@ prepare_sft_dataset = prepare_dataset
 class RowFormatter:
     """The text of a row by a user's function of a row, or of a batch (a dict of lists) that returns a list of texts.
 
-    Each row is given alone first. Where that raises IndexError, KeyError or TypeError, or returns a list, it is given
-    as a batch of one.
+    Each row is given alone first; where that raises IndexError, KeyError or TypeError, or returns a list, as a batch.
     """
 
     formatting_func: Callable[[dict], object]
@@ -180,9 +170,8 @@ class SFTTokenizer(RowKind):
     """Rows of one type as `input_ids` and the masks of what is trained.
 
     Text gets the tokenizer's special tokens and an eos token unless it ends with one; conversations get exactly what
-    the chat template writes. Rows longer than `max_length` are counted as cut, which is done later. `version` is part
-    of the cache key of the prepared data set. Rows that are tokens already keep their `columns`, given with their
-    types.
+    the chat template writes. Rows longer than `max_length` are counted as cut, which is done later. Rows that are
+    tokens already keep their `columns`. `version` is part of the cache key of the prepared data set.
     """
 
     counts = ("shifted_rows", "unstopped_rows", "removed_begin_tokens")
@@ -197,14 +186,10 @@ class SFTTokenizer(RowKind):
     keep_end: bool = False
     vocabulary: Vocabulary | None = None
     prompts_alone: bool = False
-    formatter: RowFormatter | None = None
+    formatter: Callable[[RowDict, int], str] | None = None
     columns: Mapping[str, FeatureType | None] | None = None
     splits: str | None = RowKind.splits
     version: int = 5
-
-    @property
-    def reads_masks(self) -> bool:
-        return self.formatter is None
 
     @property
     def features(self) -> Mapping[str, FeatureType | None]:
@@ -318,10 +303,8 @@ class SFTTokenizer(RowKind):
     def numbers(self, columns: Any, first_row: int) -> Numbers:
         """Tokens before and after the cut to `max_length`, and whether any is trained.
 
-        A token is trained where all masks are 1 (and `labels` is not -100); the first token of a row is predicted from
-        nothing and does not count.
-
-        Raises: ValueError naming the row whose mask has another length than its `input_ids`.
+        A token is trained where all masks are 1 (and `labels` is not -100), except the first of a row. Raises:
+        ValueError naming the row whose mask has another length than its `input_ids`.
         """
         names = columns.column_names if isinstance(columns, pa.Table) else list(columns)
         columns_read = {

@@ -30,9 +30,8 @@ def is_plain(columns: Collection[str], *, may_be_packed: bool = False) -> bool:
 def real_row(row: Row, dataset: str, index: int, *, splits: str | None = None) -> RowDict:
     """A row without masked tokens, masks and `position_ids`, which become `seq_lengths` where they restart.
 
-    `dataset` and `index` name the row in errors; `splits` is the remedy for rows of several documents where they are
-    refused. Raises: ValueError for these, for masks that are not 0 or 1 for each token of their columns, and for
-    positions that do not count each document from 0 or contradict `seq_lengths`.
+    `dataset` and `index` name the row in errors; `splits` is the remedy where rows of several documents are refused.
+    Raises: ValueError for these, and for masks and positions that contradict the other columns.
 
     >>> real_row({"input_ids": [0, 5, 6, 7], "position_ids": [0, 0, 1, 0], "attention_mask": [0, 1, 1, 1]}, "train", 0)
     {'input_ids': [5, 6, 7], 'seq_lengths': [2, 1]}

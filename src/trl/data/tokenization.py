@@ -24,10 +24,7 @@ Ids = list[int]
 
 
 def with_eos(processing_class: ProcessingClass, eos_token: str | None) -> ProcessingClass:
-    """The processing class, or a copy of it with this eos token where it has another one.
-
-    Raises: ValueError for a token outside the vocabulary.
-    """
+    """The processing class, or a copy with this eos token. Raises: ValueError for a token outside the vocabulary."""
     if eos_token is None or text_tokenizer(processing_class).eos_token == eos_token:
         return processing_class
     vocabulary = text_tokenizer(processing_class).get_vocab()
@@ -53,9 +50,7 @@ def read_text(processing_class: ProcessingClass, row: Row, place: Place, *, may_
 def read_chat(
     processing_class: ProcessingClass, row: Row, place: Place, *, tools: Sequence[dict | Callable] | None = None
 ) -> Chat:
-    """The messages in the column at `place`, checked, with the row's template variables and tools.
-
-    `tools` stand in for those of the row's own column.
+    """The messages in the column at `place`, checked, with the row's template variables, and `tools` or the row's own.
 
     Raises: TypeError or ValueError naming the place where messages, tools or template variables are not readable.
     """
@@ -90,10 +85,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Ids
 def encode_open(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool = True
 ) -> list[tuple[Ids, int]]:
-    """Token ids of texts that something follows, and how many begin tokens were removed.
+    """Token ids of texts that something follows, and how many begin tokens were removed (see `single_begin`).
 
-    The tokenizer's begin token is kept once where the text already starts with it; an end token that the tokenizer
-    adds is taken off.
+    An end token that the tokenizer adds is taken off.
     """
     encoded = tokenizer(list(texts), add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
     opened = [single_begin(tokenizer, ids) for ids in encoded]  # type: ignore[union-attr]
@@ -116,10 +110,7 @@ def encode_closed(
 def closed(
     rows: Sequence[Ids], texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, is_chat: bool = False
 ) -> list[Ids]:
-    """The ids of texts with an eos token at their end, unless the text has it (whitespace behind it aside).
-
-    A chat may end with any special token: its template has closed it.
-    """
+    """The ids of texts with an eos token at the end, unless the text has it, or is a chat that a special token ends."""
     eos: int = tokenizer.eos_token_id  # type: ignore[assignment]
     # Read once: a tokenizer makes its table of them anew, about a millisecond for a thousand tokens.
     stops = special_texts(tokenizer) if is_chat else (str(tokenizer.eos_token),)
@@ -160,8 +151,8 @@ def tokenize_split(
 ) -> list[Split]:  # fmt: skip
     """Prompts and the completions of each, which are `closed`; with `adds_eos=False` exactly the given texts.
 
-    Both are tokenised together, so that no text is lost at the boundary: the first token that the prompt alone does not
-    have. The two sides of an encoder-decoder are tokenised apart, the prompt with an eos token of its own.
+    Both are tokenised together; the boundary is the first token that the prompt alone does not have. The two sides of
+    an encoder-decoder are tokenised apart, the prompt with an eos token of its own.
     """
 
     def encoded(texts: Sequence[str], encode_text: Callable[..., list[tuple[Ids, int]]]) -> list[tuple[Ids, int]]:

@@ -45,13 +45,11 @@ class UnpairedPreparation(PreferencePreparation):
 
     - Lengths are those of `PairLengths` in the order "prompt_first", for one completion, which keeps its eos.
     - Pairs are taken apart: each chosen completion (label true) is followed by the rejected one (label false).
-    - `mismatch_group`: for KTO's KL estimate, the rows among which completions are exchanged, which are those of one
-      optimiser step. `KL_completion_input_ids` is the completion of the row before it in its group (groups are counted
-      from the first row; of pairs, the row before it with the same label, which is of another pair), cut behind this
-      row's prompt; `KL_prompt_input_ids` is that prompt where its length took more or less of it than of
-      `prompt_input_ids`, None elsewhere; a stored data set without any such row lacks the column. None: no such columns.
-    - `label_weights`: KTO's desirable_weight and undesirable_weight, compared with the numbers of rows; None: not
-      compared.
+    - `mismatch_group`: for KTO's KL estimate, the rows of one optimiser step, among which completions are exchanged
+      (None: no such columns). `KL_completion_input_ids` is the completion of the row before it in its group (of pairs,
+      of the one with the same label), cut behind this row's prompt; `KL_prompt_input_ids` is that prompt where its
+      length took more or less of it than of `prompt_input_ids`, None elsewhere, and absent where no stored row has one.
+    - `label_weights`: KTO's desirable_weight and undesirable_weight, compared with the numbers of rows.
     - `embedding_tokenizer`: BCO's; adds `embedding_input_ids`, the prompts under it.
     - `reference_logps` and `reference_KL_logps` are kept.
 
@@ -117,9 +115,7 @@ class UnpairedPreparation(PreferencePreparation):
             text = "%s dataset: steps of %d rows have too few pairs for the KL estimate. Raise per_device_train_batch_size."
             logger.warning(text, name, group)
         if isinstance(rows, Dataset) and len(rows) % group == 1:
-            text = (
-                "%s dataset: the last row is alone in its step of %d rows, so its KL estimate uses its own completion."
-            )
+            text = "%s dataset: the last row is alone in its step of %d rows: its KL estimate uses its own completion."
             logger.warning(text, name, group)
         features = None
         if rows.features is not None:
@@ -163,10 +159,7 @@ def _row_type(columns: Sequence[str], row: Row, settings: UnpairedPreparation, n
 
 @dataclass(frozen=True)
 class CompletionLengths(PairLengths):
-    """`PairLengths` for one completion, which keeps the eos that it ends with; a prompt keeps its begin token.
-
-    A place is kept for both even where the tokenizer has none, as in the recorded runs.
-    """
+    """`PairLengths` for one completion: it keeps its eos, the prompt its begin token (places count without them)."""
 
     begin: int | None = None
     eos: int | None = None
@@ -203,7 +196,7 @@ class CompletionLengths(PairLengths):
 class UnpairedTokenizer(PairTokenizer):
     """Rows of a prompt, a completion and a label, cut to `lengths`; a pair becomes two rows, chosen before rejected.
 
-    `keep_whole` adds what a row was before it was cut, for the mismatched completions.
+    `keep_whole` adds uncut rows, for the mismatched completions.
     """
 
     counts = (*PairTokenizer.counts, "desirable_rows", "undesirable_rows")
@@ -283,9 +276,8 @@ class UnpairedTokenizer(PairTokenizer):
         }
 
     def complaint(self, numbers: Mapping[str, int]) -> tuple[str, str, str, str]:
-        fault = (
-            f"the prompt fills max_length {self.lengths.max_length}, so truncation leaves no token of the completion"
-        )
+        limit = f"max_length {self.lengths.max_length}"
+        fault = f"the prompt fills {limit}, so truncation leaves no token of the completion"
         remedy = "Set or lower max_prompt_length, raise max_length, or filter the row out."
         return TOKEN_COLUMNS[1], fault, "at least one", remedy
 

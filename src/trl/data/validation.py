@@ -198,10 +198,7 @@ def accepted_roles(template: str) -> frozenset[str]:
 
 
 def check_messages(value: object, place: Place, *, roles: frozenset[str]) -> list[Message]:
-    """The messages of a conversation, without the Nones that columnar storage added for absent keys.
-
-    Raises: TypeError for what is not a list of dicts, ValueError for empty lists, unknown roles and missing content.
-    """
+    """The messages of a conversation, without Nones that storage added. Raises: TypeError or ValueError for others."""
     if value is None:
         raise place.error("None", "a list of messages", "Fill it in or filter the row out.")
     if not isinstance(value, list | tuple):
@@ -275,8 +272,7 @@ def check_tokenizer(
     """
     if is_chat and not template_source(processing_class):
         remedy = "Set chat_template_path in the config, tokenizer.chat_template, or give text."
-        fault = "conversational data, but the tokenizer has no chat template"
-        raise place.error(fault, "one", remedy)
+        raise place.error("conversational data, but the tokenizer has no chat template", "one", remedy)
     if needs_eos and text_tokenizer(processing_class).eos_token is None:
         fault = "the tokenizer has no eos token, so the model would not learn to stop"
         raise place.error(fault, "one", "Set tokenizer.eos_token to a token of its vocabulary.")
@@ -286,10 +282,7 @@ def check_tokenizer(
 def warn_of_unread_tools(
     dataset: StoredOrStream, processing_class: ProcessingClass, *, name: str, is_chat: bool = True, tools: object = None
 ) -> None:
-    """Warn of tools that reach no prompt: `tools` given for all rows, or those of conversations' own column.
-
-    Text and tokens may hold the tools of their own column already. Of a stream the first row is looked at.
-    """
+    """Warn of tools that reach no prompt: `tools` for all rows, or those of conversations' column (streams: row 0)."""
     if is_chat and re.search(r"\btools\b", template_source(processing_class, tools=[{}])):
         return
     all_tools = [tools]
