@@ -147,7 +147,7 @@ def default_config() -> str | None:
 def accelerate_arguments(module: str, options: dict[str, Any]) -> argparse.Namespace:
     """The arguments of `accelerate launch` for a script; several CPU processes start with torchrun, over gloo.
 
-    Raises: ValueError for sharded or GPU training on a CPU, where accelerate (1.15) trains unconnected models.
+    Raises: ValueError for sharded training on a CPU, where accelerate (1.15) trains unconnected models.
     """
     import torch
     from accelerate.commands.config.config_args import load_config_from_file

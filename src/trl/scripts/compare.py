@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ Row = dict[str, Any]  # with a `prompt`, text or messages
 
 def make_parser() -> argparse.ArgumentParser:
     """The options of `trl compare`."""
+    from trl.options.methods import JudgeOptions
+
     parser = PlainParser(
         prog="trl compare",
         description="Let a judge compare the answers of two models, and print how often the second one wins.",
@@ -26,13 +29,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max_new_tokens", type=int, default=256, help="longest answer, in tokens")
     parser.add_argument("--temperature", type=float, default=0.7, help="of sampling; 0 takes the most likely tokens")
     parser.add_argument("--seed", type=int, default=0, help="of sampling")
-    parser.add_argument("--judge_cache", metavar="FILE", help="keep the judge's answers there, for later calls")
-    parser.add_argument(
-        "--judge_swap_positions", action="store_true", help="show each pair in both orders; the mean counts"
-    )
-    parser.add_argument("--judge_retries", type=int, default=0, help="further attempts if the judge fails or is silent")
-    parser.add_argument("--judge_max_calls", type=int, help="most comparisons sent to it (default: no limit)")
-    parser.add_argument("--judge_max_tokens", type=int, help="tokens after which it is sent none")
+    for item in fields(JudgeOptions):
+        kind: Any = (
+            {"action": "store_true"} if item.default is False else {"type": str if "cache" in item.name else int}
+        )
+        parser.add_argument(f"--{item.name}", default=item.default, help=item.metadata["help"], **kind)
     parser.add_argument("--out", metavar="FILE", help="also write figures and answers as JSON")
     return parser
 

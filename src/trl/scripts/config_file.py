@@ -76,10 +76,8 @@ def _lines(path: str, node: Any) -> tuple[dict[str, int], list[str]]:
     faults = []
     for key, value in node.value:
         line = key.start_mark.line + 1
-        if key.value in lines:
-            faults.append(
-                f"{path}, line {line}: `{key.value}` already stands on line {lines[key.value]}. Keep one of them."
-            )
+        if (before := lines.get(key.value)) is not None:
+            faults.append(f"{path}, line {line}: `{key.value}` already stands on line {before}. Keep one of them.")
         lines.setdefault(key.value, line)
         entries = value.value if isinstance(value, yaml.SequenceNode) else []
         lines |= {f"{key.value}[{i}]": entry.start_mark.line + 1 for i, entry in enumerate(entries)}

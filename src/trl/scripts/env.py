@@ -106,12 +106,10 @@ def get_git_commit_hash(package_name: str) -> str | None:
 def _git(folder: Path, *arguments: str) -> str | None:
     """The output of a git command in `folder`, or None if it fails or there is no git."""
     try:
-        answer = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=False
-        )
-    except (FileNotFoundError, subprocess.TimeoutExpired):
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (FileNotFoundError, subprocess.SubprocessError):
         return None
-    return answer.stdout.strip() if answer.returncode == 0 else None
 
 
 def keep_freed_memory() -> bool:

@@ -46,8 +46,7 @@ def load_train_and_eval(
 ) -> "tuple[Rows, Rows | None]":
     """The training dataset, and the evaluation dataset if `evaluate` (else None), columns renamed.
 
-    They come from `dataset_name`, or the mixture in `datasets`; with `test_split_size` the second is drawn from the
-    first. Raises: ValueError for no dataset, two of them, or a missing split or column; FileNotFoundError.
+    Raises: ValueError for no dataset, two of them, or a missing split or column; FileNotFoundError.
     """
     if bool(script_args.dataset_name) == bool(dataset_args.datasets):
         sources = "Both dataset_name and a mixture are" if dataset_args.datasets else "No dataset is"
@@ -65,12 +64,11 @@ def load_train_and_eval(
     path = str(script_args.dataset_name)
     settings = {"name": script_args.dataset_config, "streaming": script_args.dataset_streaming}
     loaded: list[Any] = []
-    rows: Any
     for option, split in splits.items():
         try:
             if mixture is not None and split not in mixture:
                 raise ValueError(f"the mixture has {', '.join(map(repr, mixture))}, not {split!r}.")
-            rows = load_source(path, split=split, **settings) if mixture is None else mixture[split]
+            rows: Any = load_source(path, split=split, **settings) if mixture is None else mixture[split]
         except ValueError as error:
             raise ValueError(f"{option}: {error}{_OTHER_ROWS if option == 'dataset_test_split' else ''}") from error
         loaded.append(rename_columns(rows, renames, name=f"split {split!r}"))
@@ -135,8 +133,7 @@ def checkpoint_to_resume(
 ) -> str | bool | None:
     """What `--resume_from_checkpoint` asks a trainer for: a path, True (the newest whole one), or None to start anew.
 
-    The trainer compares checksums. Raises: FileNotFoundError for a path that is no directory, CheckpointError if the
-    checkpoint, or every one in `output_dir`, lost a part that is not in `without`.
+    Raises: FileNotFoundError for no directory, CheckpointError for lost parts that are not in `without`.
     """
     wanted = str(resume_from_checkpoint).strip()
     if resume_from_checkpoint is None or wanted.lower() in ("", "false", "no", "none"):

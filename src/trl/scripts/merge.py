@@ -36,8 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def merge(adapter: str, out: str, base: str | None = None) -> None:
     """Save the base model of an adapter, in its own dtype and with the adapter added, and the tokenizer, in `out`.
 
-    `base`: where the base lies now (None: as the adapter says). Raises: ValueError for no adapter, one that cannot be
-    merged or an `out` that is not empty, FileNotFoundError for a missing base.
+    `base`: where the base lies now (None: as the adapter says). Raises: ValueError, FileNotFoundError.
     """
     if not (Path(adapter) / "adapter_config.json").is_file():
         raise ValueError(f"'{adapter}' has no adapter_config.json, expected the folder of a saved adapter.")

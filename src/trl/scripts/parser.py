@@ -21,11 +21,9 @@ class TrlParser(PlainParser, HfArgumentParser):
     """Parse dataclasses from command-line arguments and a YAML file given with `--config`.
 
     Options of the file are defaults, which the command line overrides; its `env:` mapping sets environment variables.
-    With subparsers (`add_subparsers`) they are also defaults of the command that the arguments name, or of every
-    command where none is named. All faults of a file are reported at once. Options must be written out in full.
-    `other_options` are names that others read from the same command line (launch options): they are suggested too.
-
-    `dataclass_types` are one or more dataclasses without a field `config`; argparse refuses two that share a field.
+    With subparsers (`add_subparsers`) they are also defaults of the command that the arguments name, or of all. All
+    faults of a file are reported at once. Options must be written out in full. `dataclass_types` have no field `config`
+    and share none. `other_options` are names that others read from the same command line: they are suggested too.
 
     Example:
         >>> from dataclasses import dataclass
@@ -56,8 +54,7 @@ class TrlParser(PlainParser, HfArgumentParser):
         """One instance per dataclass, from `args` (those of the process if None) and the file that they name.
 
         Unknown options are an error, or a warning without `fail_with_unknown_args`; with `return_remaining_strings`
-        they come last, as a list of strings. Raises: ValueError for them and for values that the dataclasses reject,
-        FileNotFoundError, SystemExit with status 2 for a value of the wrong type on the command line.
+        they come last, as a list of strings. Raises: ValueError, FileNotFoundError, SystemExit for wrong types.
         """
         path, words = take_config_option(list(sys.argv[1:] if args is None else args))
         config = None if path is None else read_config(path)
@@ -84,11 +81,8 @@ class TrlParser(PlainParser, HfArgumentParser):
         options = [name for reader in self._readers([]) for name in _options(reader)]
         known = [*options, "config", "help", *sorted(self.other_options)]
         names = [token[2:] for token in from_file if token.startswith("--")]
-        messages = [
-            f"{config.where(name)}: unknown option `{name}`.{did_you_mean(name, known)}"
-            for name in names
-            if config is not None
-        ]
+        where = str if config is None else config.where
+        messages = [f"{where(name)}: unknown option `{name}`.{did_you_mean(name, known)}" for name in names]
         messages += unknown_arguments(self.unknown(args), known)
         _raise_all([*faults, *messages] if fail_with_unknown_args else faults)
         if messages:

@@ -15,8 +15,7 @@ class PlainParser(argparse.ArgumentParser):
     """A parser of options written out in full, with short errors, which name unknown options before missing ones."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("allow_abbrev", False)
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
         # That of Python 3.13 and older takes -1e-4 for an option.
         self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$", re.IGNORECASE)
 

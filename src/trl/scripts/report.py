@@ -162,10 +162,7 @@ def _optimizer_size(trainer: Trainer, trained: Sequence[torch.Tensor]) -> int:
 def finish(
     trainer: Trainer, *, dataset_name: str | None, command: str, newest: Path | None, has_chats: bool = True
 ) -> None:
-    """Save the model (and push it), and print how to use it and how to resume from the `newest` checkpoint.
-
-    `has_chats`: it was trained on conversations.
-    """
+    """Save the model (and push it), and print how to use it and how to resume from the `newest` checkpoint."""
     args = trainer.args
     trainer.save_model(args.output_dir)
     if args.push_to_hub:

@@ -36,12 +36,9 @@ def reporting_input_errors() -> Iterator[None]:
 
 
 def run_script(
-    parser: TrlParser,
-    main: Callable[..., object],
-    args: Sequence[str] | None = None,
-    *,
+    parser: TrlParser, main: Callable[..., object], args: Sequence[str] | None = None, *,
     config: ConfigFile | None = None,
-) -> int:
+) -> int:  # fmt: skip
     """Parse `args` (None: the process's), call `main` with the dataclasses, and return the exit status.
 
     `config` is a config file that was read already. With TRL_TRACEBACK=1 errors of the input show their traceback.
@@ -57,9 +54,8 @@ def run_script(
             raise
         return report(parser.prog, error)
     except KeyboardInterrupt as stop:  # each of several processes would show where it was
-        if (
-            not hasattr(stop, "__notes__") and os.environ.get("RANK", "0") == "0"
-        ):  # else a training said how far it came
+        has_note = hasattr(stop, "__notes__")  # a training said how far it came
+        if not has_note and os.environ.get("RANK", "0") == "0":
             print(f"{parser.prog}: interrupted, no step was trained.", file=sys.stderr)
         return 130
     except Terminated:

@@ -17,15 +17,9 @@ class ServeArguments(LoadedModel):
 
     command = "serve"
     device: str | None = option(None, "Device to run on. None: the accelerator, else the CPU.")
-    host: str = option(
-        "127.0.0.1",
-        "Address to listen on. The default is this machine only; 0.0.0.0 lets others in, and needs a secret in "
-        "TRL_VLLM_SERVER_TOKEN.",
-    )
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 lets others in, with TRL_VLLM_SERVER_TOKEN.")
     port: int = option(8000, "Port to listen on; 0 for a free one.", "[0, 65535]")
-    max_new_tokens: int = option(
-        2048, "Most tokens of a completion; clients may ask for fewer. Memory is planned for as many.", ">= 1"
-    )
+    max_new_tokens: int = option(2048, "Most tokens of a completion, for which memory is planned.", ">= 1")
     served_model_name: str | None = option(None, "What clients call the model. None: its folder or Hub name.")
 
 

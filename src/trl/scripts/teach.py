@@ -48,8 +48,7 @@ def make_parser() -> TrlParser:
         description="Write a teacher's most likely tokens and their log-probs beside each row, as columns that "
         "`trl gkd` trains on without a teacher. Rows are prepared as `trl gkd` prepares them.",
         epilog="--model_name_or_path STUDENT takes the tokenizer from there. --per_device_eval_batch_size rows are "
-        "scored at a time. Other options of `trl gkd` that do not concern the data have no effect, so that both can "
-        "read one config file.",
+        "scored at a time. Options of `trl gkd` that do not concern the data have no effect.",
     )
     parser.add_argument("dataset", metavar="DATASET", nargs="?", help="the same as --dataset_name")
     return parser
@@ -94,10 +93,8 @@ def main(
             staging.rename(folder)
     if is_first:
         print(f"{len(rows)} rows with {' and '.join(settings['columns'])} in {folder}")
-        print(
-            f"To train: trl gkd --dataset_name {folder} --model_name_or_path STUDENT --lmbda 0 "
-            f"--temperature {args.temperature}"
-        )
+        options = f"--model_name_or_path STUDENT --lmbda 0 --temperature {args.temperature}"
+        print(f"To train: trl gkd --dataset_name {folder} {options}")
 
 
 def _prepared(
@@ -132,10 +129,14 @@ def _settings(script_args: TeachScriptArguments, args: GKDConfig, policy: "Polic
     from trl.data.teacher_columns import TEACHER_COLUMNS, vocabulary_hash
 
     loading: Any = args.model_init_kwargs
-    names = (
-        "max_length", "completion_only_loss", "assistant_only_loss", "dataset_text_field", "eos_token",
+    names = [
+        "max_length",
+        "completion_only_loss",
+        "assistant_only_loss",
+        "dataset_text_field",
+        "eos_token",
         "dataset_kwargs",
-    )  # fmt: skip
+    ]
     return {
         "format": 1, "columns": TEACHER_COLUMNS, "teacher": script_args.teacher,
         "loaded_with": {name: str(value) for name, value in loading.items()}, "top_k": script_args.top_k,

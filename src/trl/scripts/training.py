@@ -99,11 +99,9 @@ def reporting_interruptions(trainer: "BaseTrainer", *, command: str) -> Iterator
 
 
 def load_inputs(
-    script_args: ScriptArguments,
-    training_args: "AnyConfig",
-    model_args: ModelConfig,
+    script_args: ScriptArguments, training_args: "AnyConfig", model_args: ModelConfig,
     dataset_args: DatasetMixtureConfig,
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any]:  # fmt: skip
     """The training and the evaluation set; `training_args` then hold how the model is loaded."""
     from trl.data.formats import split_dialogue
     from trl.scripts.loading import check_processes, load_train_and_eval, model_init_kwargs
@@ -159,9 +157,8 @@ def rewards_or_judge(script_args: RewardFunctions, model_args: ModelConfig) -> O
     """The reward model and the reward functions, resolved from their names; None where the config names a judge."""
     from trl.rewards import resolve_reward_funcs
 
-    model = script_args.reward_model_name_or_path
-    names = script_args.reward_funcs or []
-    return {"reward_funcs": [*([model] if model else []), *resolve_reward_funcs(names)] or None}
+    models = [script_args.reward_model_name_or_path] if script_args.reward_model_name_or_path else []
+    return {"reward_funcs": [*models, *resolve_reward_funcs(script_args.reward_funcs or [])] or None}
 
 
 _TEACHER, _REWARDS, _JUDGE = "--teacher_model_name_or_path TEACHER", "--reward_funcs REWARD ...", "--judge JUDGE"
@@ -206,10 +203,7 @@ def build_trainer(
     name: str, script_args: CommandArguments, training_args: "AnyConfig", model_args: ModelConfig,
     dataset_args: DatasetMixtureConfig,
 ) -> "tuple[BaseTrainer, bool]":  # fmt: skip
-    """The trainer of the command `name`, its data sets loaded and checked, and whether their rows are conversations.
-
-    Those of tokenised rows are not known, and taken to be.
-    """
+    """The trainer of a command, its data sets loaded and checked, and whether rows are (or may be) conversations."""
     from trl.data.formats import is_list_of_dicts_with
     from trl.data.streaming import is_streaming
     from trl.models.peft import get_peft_config
