@@ -103,10 +103,7 @@ class ThreadedCalls:
             )
 
     async def call(self, function: Callable[[], Result], name: str, seconds: float | None) -> Result:
-        """What a function returns on its thread, awaited.
-
-        Raises: DeadlinePassed; RuntimeError as `check` does; what the function raises.
-        """
+        """What a function returns on its thread, awaited. Raises: DeadlinePassed, RuntimeError as `check`."""
         self.check()
         pending = start(function, name)
         try:

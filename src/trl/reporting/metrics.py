@@ -156,18 +156,15 @@ def compute_accuracy(eval_pred: EvalPrediction | tuple[ArrayLike, ArrayLike]) ->
     """Share of predictions whose largest value stands at the label: `{"accuracy": ...}`, for `compute_metrics`.
 
     `predictions (..., C)` and `labels (...)`: the two rewards of each pair with label 0, or the logits of each token
-    with its class. Labels of -100 are not counted; nor are rows whose largest value stands twice, of which a warning
-    says how many there are. NaN where nothing is counted.
+    with its class. Labels of -100 and rows whose largest value stands twice (a warning) do not count. NaN for none.
 
     >>> compute_accuracy(EvalPrediction(np.array([[2.0, 1.0], [0.0, 3.0]]), np.array([0, 0])))
     {'accuracy': 0.5}
     """
     predictions, labels, *_ = map(np.asarray, eval_pred)
     if predictions.shape[:-1] != labels.shape:
-        raise ValueError(
-            f"labels must have the shape of predictions without its last dimension, got {labels.shape} for predictions "
-            f"of {predictions.shape}. Give one label per prediction, or -100."
-        )
+        shapes = f"{labels.shape} for predictions of {predictions.shape}"
+        raise ValueError(f"labels must have the shape of predictions but for their last dimension, got {shapes}.")
     predictions, labels = predictions[labels != IGNORED], labels[labels != IGNORED]
     tied = (predictions == predictions.max(axis=-1, keepdims=True)).sum(axis=-1) > 1
     if tied.any():

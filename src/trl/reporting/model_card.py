@@ -10,6 +10,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Template
 
 from trl import __version__
+from trl.data.hub import may_be_on_hub
 from trl.data.rendering import Json
 from trl.reporting.trackers import get_comet_experiment_url, get_wandb_run_url
 
@@ -120,8 +121,8 @@ def generate_model_card(
     """Fill a model card.
 
     `hub_model_id` is what the example loads ("." for the card's own folder), `paper_id` an arXiv id, `trainer_citation`
-    BibTeX (default: of the paper), `training_facts` the table of settings, `usage` a Python example (default: a chat).
-    A `template_file` (Jinja) replaces ours and gets the same variables.
+    BibTeX (default: of the paper), `training_facts` the table of settings, `usage` a Python example (default: a chat),
+    `template_file` a Jinja file in place of ours.
     """
     datasets = [dataset_name] if isinstance(dataset_name, str) else list(dataset_name or [])
     on_hub = base_model if base_model and _is_hub_name(base_model) else None
@@ -229,8 +230,7 @@ def _training_facts(trainer: Any) -> dict[str, object]:
 
 def _is_hub_name(name: str) -> bool:
     """Whether `name` reads as a Hub id (`owner/name` or `name`) and is no folder here."""
-    plain = not name.startswith((".", "/", "~")) and name.count("/") <= 1 and "\\" not in name
-    return plain and not Path(name).exists() and " " not in name
+    return may_be_on_hub(name) and not Path(name).exists() and " " not in name
 
 
 def trl_sanitze_kwargs_for_tagging(model: object, tag_names: list[str], kwargs: Json | None = None) -> Json | None:

@@ -93,7 +93,7 @@ def _value(value: float) -> str:
 class RunLines(ProgressCallback, PrinterCallback):
     """One aligned line per log, and a table of first, best and last at the end; on the main process only.
 
-    It inherits from transformers' callbacks, so that removing either removes it. Long evaluations have a bar.
+    It inherits from transformers' callbacks, so that removing either removes it.
     """
 
     def __init__(self, counted: Literal["tokens", "images"] = "tokens") -> None:
@@ -244,8 +244,8 @@ def _print(line: str) -> None:
 def use_run_lines(handler: CallbackHandler, user_callbacks: Sequence[object], args: Any) -> None:
     """Put `RunLines` in the place of the callback that `transformers.Trainer` prints with by default.
 
-    The default stays with `log_format="dict"`, and in notebooks unless `log_format="lines"`. With a user's own callback
-    of these kinds nothing changes. Nothing is printed where `log_level` or `logging_strategy` says so.
+    The default stays with `log_format="dict"`, in notebooks unless `log_format="lines"`, and beside a user's own
+    callback of these kinds. Nothing is printed where `log_level` or `logging_strategy` says so.
     """
     kinds = (PrinterCallback, ProgressCallback)
     types = [callback if isinstance(callback, type) else type(callback) for callback in user_callbacks]

@@ -84,11 +84,7 @@ def _plain(value: Any) -> object:
 
 
 class MinibatchRecord:
-    """Statistics of a step's minibatches, each with its number of tokens.
-
-    A step's value is the mean over its optimiser steps; in these, means and `/var` are over all tokens of all
-    processes.
-    """
+    """Statistics of a step's minibatches: means over its optimiser steps of those over all tokens of all processes."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -110,9 +106,8 @@ class MinibatchRecord:
     def summary(self) -> dict[str, Tensor]:
         """The step's values by name; lists are this process's, one after another."""
         every = [statistics for step in self._steps for _, statistics in step]
-        lists = {
-            name: torch.cat([statistics[name].flatten() for statistics in every]) for name in _LISTS if name in every[0]
-        }
+        present = [name for name in _LISTS if name in every[0]]
+        lists = {name: torch.cat([statistics[name].flatten() for statistics in every]) for name in present}
         names = [name for name in every[0] if name not in lists]
         table = torch.stack([self._summed([_sums(names, *part) for part in step]) for step in self._steps])
         counts = table[:, 0]

@@ -16,6 +16,7 @@ from trl.options.shared import flatten_dict
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+_NOT_LOOKED_FOR = ("azure_ml", "flyte")  # transformers (5.19) does not say in every case whether these are installed
 _TIMED = ("wandb", "mlflow")
 _WITH_KEYS = ("tracker_kwargs", "push_to_hub_if_best_kwargs")
 
@@ -35,14 +36,8 @@ def check_trackers(report_to: str | Iterable[str] | None) -> None:
         if name not in installed and name not in _NOT_LOOKED_FOR:
             package = "'trl[tracking]'" if name in ("tensorboard", "trackio") else name
             others = f"name one that is installed ({', '.join(installed)})" if installed else "leave it out"
-            raise ImportError(
-                f"report_to={name!r} needs a package that is not installed. Install it with `pip install {package}`, "
-                f"or {others}."
-            )
-
-
-# transformers (5.19) does not say of these whether they are installed, or not in every case.
-_NOT_LOOKED_FOR = ("azure_ml", "flyte")
+            fault = f"report_to={name!r} needs a package that is not installed"
+            raise ImportError(f"{fault}. Install it with `pip install {package}`, or {others}.")
 
 
 def start_trackers(accelerator: Accelerator, config: Any) -> None:
@@ -103,9 +98,7 @@ def log_table(
             tensorboard_writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
         elif tracker == "wandb" and active_wandb_run() is not None:
             modules["wandb"].log({name: modules["wandb"].Table(dataframe=table)})
-        elif (
-            tracker == "trackio" and "trackio" in modules and trackio_run is not None and trackio_run.get() is not None
-        ):
+        elif tracker == "trackio" and "trackio" in modules and trackio_run and trackio_run.get() is not None:
             modules["trackio"].log({name: modules["trackio"].Table(dataframe=table)}, step=step)
         elif tracker == "comet_ml" and active_comet_experiment() is not None:
             log_table_to_comet_experiment(f"{name}.csv", table)

@@ -88,16 +88,13 @@ def win_rate(shares: Sequence[float | None]) -> WinRate:
 def length_controlled(shares: Sequence[float | None], lengths: Sequence[tuple[int, int]]) -> float:
     """The win rate of the second texts at equal lengths, by a logistic model of shares over the difference of lengths.
 
-    `lengths` are those of the first and the second text. The difference enters as `tanh` of its standardised value. The
-    paper's third term, the difficulty of each prompt, needs the answers of many models and is left out.
-    Source: Dubois et al. 2024, eq. 2 (arXiv:2404.04475).
+    `lengths` are those of the first and the second text; their difference enters as `tanh` of its standardised value.
+    Source: Dubois et al. 2024, eq. 2 (arXiv:2404.04475), without the third term, which needs answers of many models.
 
     >>> round(length_controlled([1.0, 0.0, 1.0, 0.0], [(5, 9), (9, 5), (5, 9), (9, 5)]), 2)  # the longer wins
     0.5
     """
-    rows = [
-        (share, second - first) for share, (first, second) in zip(shares, lengths, strict=True) if share is not None
-    ]
+    rows = [(share, b - a) for share, (a, b) in zip(shares, lengths, strict=True) if share is not None]
     if not rows:
         return math.nan
     target, gaps = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))

@@ -31,8 +31,8 @@ _ON_REQUEST = {"completions_ids": "completion_ids", "prompt_ids": "prompt_ids"} 
 class FunctionSource:
     """A reward function as a source: it takes keyword arguments and returns a number, or None, for each completion.
 
-    Without `**kwargs` it is given the arguments that it names, `completions_ids` and `prompt_ids` only then. `name` (by
-    default the function's) is that of its metrics; `deadline` and `on_failure` as in `RewardSource`.
+    Without `**kwargs` it is given the arguments that it names, `completions_ids` and `prompt_ids` only then. `name` is
+    that of its metrics (by default the function's); `deadline` and `on_failure` as in `RewardSource`.
     """
 
     def __init__(
@@ -70,10 +70,8 @@ class FunctionSource:
             remedy = "Add them, or give the arguments a default."
             if missing == ["solution"] and (answers := [name for name in COMPLETIONS if name in columns]):
                 remedy = f"Rename one: --column_mapping {answers[0]}=solution."
-            raise ValueError(
-                f"reward function {self.name!r} needs {missing}, the data set has the columns {sorted(columns)}. "
-                + remedy
-            )
+            needs = f"reward function {self.name!r} needs {missing}"
+            raise ValueError(f"{needs}, the data set has the columns {sorted(columns)}. {remedy}")
 
 
 def column_reward(name: str) -> FunctionSource:
@@ -134,8 +132,7 @@ def resolve_reward_funcs(names: Sequence[str]) -> list[Function | str]:
 
     Names are those of `trl.rewards`; lengths may follow in brackets, as in
     `get_soft_overlong_punishment(max_completion_len=512,soft_punish_cache=64)` (default: 1280 and 256). Dotted paths
-    name functions or judges' classes (called without arguments), also in the working directory. Raises: ValueError for
-    any other name.
+    name functions or judges' classes, also in the working directory. Raises: ValueError for any other name.
     """
     return [_resolve(name) for name in names]
 

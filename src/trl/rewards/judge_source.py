@@ -31,13 +31,12 @@ class JudgeSource:
     an empty ranking) is no score. Messages are formatted as text.
 
     Args:
-        judge: binary, pairwise or rank judge.
         name: of its metrics; by default the judge's class.
         gold_column: the column of reference answers for a binary judge; by default `gold_completion`, if it exists.
         group_size: neighbouring completions that are compared; None for all of a prompt in the batch.
         deadline, on_failure: as in `RewardSource`.
-        judge_options: further arguments of its `judge`, such as `shuffle_order`. With `return_scores=True` a pairwise
-            judge returns probabilities that the first completion is better, which are used instead of wins.
+        judge_options: further arguments of its `judge`. With `return_scores=True` a pairwise judge returns
+            probabilities that the first completion is better, which are used instead of wins.
 
     Raises: TypeError for another kind of judge, ValueError for `gold_column` with a judge that compares.
     """
@@ -48,11 +47,9 @@ class JudgeSource:
         self, judge: Judge, *, name: str | None = None, gold_column: str | None = None, group_size: int | None = None,
         deadline: float | None = None, on_failure: str | None = None, **judge_options: Any,
     ) -> None:  # fmt: skip
-        if not isinstance(judge, (BaseBinaryJudge, BasePairwiseJudge, BaseRankJudge)):
-            raise TypeError(
-                f"reward_funcs holds a {type(judge).__name__}, expected a BaseBinaryJudge, BasePairwiseJudge or "
-                "BaseRankJudge."
-            )
+        if not isinstance(judge, Judge):
+            names = "BaseBinaryJudge, BasePairwiseJudge or BaseRankJudge"
+            raise TypeError(f"reward_funcs holds a {type(judge).__name__}, expected a {names}.")
         self.judge, self.name = judge, name or getattr(judge, "name", None) or type(judge).__name__
         self.compares = not isinstance(judge, BaseBinaryJudge)
         self.gold_column, self.deadline, self.on_failure = gold_column, deadline, on_failure
@@ -94,8 +91,7 @@ class JudgeSource:
     def _win_rates(self, inputs: RewardInputs, texts: list[str], groups: list[list[int]]) -> list[float | None]:
         wins: list[list[float]] = [[] for _ in texts]
         pairs = [pair for group in groups for pair in combinations(group, 2)]
-        prompts = [as_text(inputs.prompts[a]) for a, _ in pairs]
-        shown = [[texts[a], texts[b]] for a, b in pairs]
+        prompts, shown = [as_text(inputs.prompts[a]) for a, _ in pairs], [[texts[a], texts[b]] for a, b in pairs]
         try:
             shares = shares_of_first(self.judge, prompts, shown, **self.judge_options)
         except JudgeError as error:
@@ -151,10 +147,9 @@ def as_text(prompt: Text) -> str:
 
 
 def comparison_source(reward_funcs: Any, judge: BasePairwiseJudge | None, args: Any) -> tuple[Any, ManagedJudge | None]:
-    """What compares completions: reward functions, or the judge's shares of won comparisons, and the judge or None.
+    """What compares completions: reward functions, or (first) the judge's shares of won comparisons; the judge or None.
 
-    `args` has the settings of `JudgeOptions` and of online DPO; a `JudgeSource` is a reward. With both, the judge
-    decides. Raises: ValueError without either, TypeError for another kind of judge.
+    `args` has the settings of `JudgeOptions` and of online DPO. Raises: ValueError without either, TypeError.
     """
     if judge is None and args.judge is not None:
         judge = resolve_judge(args.judge)

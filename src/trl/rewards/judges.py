@@ -154,15 +154,13 @@ class ShownPair(NamedTuple):
 
 
 def shown_pairs(prompts: Sequence[str], completions: Sequence[Sequence[str]], *, shuffle: bool) -> list[ShownPair]:
-    """Every pair as it is shown: with `shuffle`, reversed with probability 1/2.
+    """Every pair as it is shown: with `shuffle`, reversed with probability 1/2, which depends on the texts only.
 
-    The order depends on the texts only, so a resumed run makes the same requests.
+    Raises: ValueError for another number of prompts than pairs, and for a prompt without exactly two completions.
 
     >>> [pair] = shown_pairs(["2 + 2?"], [["4", "5"]], shuffle=False)
     >>> pair.first, pair.original(0)
     ('4', 0)
-
-    Raises: ValueError for another number of prompts than pairs, and for a prompt without exactly two completions.
     """
     pairs = []
     for prompt, pair in zip(prompts, completions, strict=True):
@@ -258,8 +256,7 @@ class HfPairwiseJudge(ChatPairwiseJudge):
     """A chat model of the Hugging Face Hub, through its inference API.
 
     `model` is its name, or the address of an endpoint; `token` by default that of the login; `client` another
-    `huggingface_hub.InferenceClient`; `timeout` that of a request in seconds; `request_options` are further arguments
-    of each request (`max_tokens` is 1). The others as in `ChatPairwiseJudge`.
+    `huggingface_hub.InferenceClient`; `timeout` in seconds; `request_options` are further arguments of each request.
 
     Example:
         >>> judge = HfPairwiseJudge()  # doctest: +SKIP

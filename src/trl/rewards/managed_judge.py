@@ -38,24 +38,20 @@ class ManagedJudge(BasePairwiseJudge):
     """A pairwise judge around another one, with a cache, both orders, further attempts, a deadline and a budget.
 
     Args:
-        judge: the pairwise judge.
-        cache: file (SQLite) of its answers, by the judge's `cache_key` (its class, unless it defines one), options,
-            prompt and completions. Several processes and runs can use it at the same time. A pair without an answer
-            is not stored.
+        cache: file (SQLite) of its answers, by the judge's `cache_key` (default: its class), options, prompt and
+            completions. Several processes and runs can use it at the same time. Pairs without an answer are not stored.
         swap_positions: show each pair in both orders. The share of a completion is the mean of both, so a disagreement
             of 0 and 1 is a tie. A pair with one answer has none.
         retries: further attempts after an exception or a missed deadline, and for pairs without an answer.
-        deadline: maximum time of an attempt, in seconds; None for no limit.
-        max_calls: maximum number of comparisons sent to the judge, two for each pair with `swap_positions`; None for no
-            limit.
-        max_tokens: tokens (the judge's `num_tokens`) after which no comparison is sent; None for no limit.
+        deadline: maximum time of an attempt, in seconds; None for no limit, here and below.
+        max_calls: maximum number of comparisons sent to the judge, two for each pair with `swap_positions`.
+        max_tokens: tokens (the judge's `num_tokens`) after which no comparison is sent.
         on_failure: if the last attempt fails, or the budget is spent: "error" raises, "skip" answers -1 (logged once).
 
-    `cost` has comparisons sent (`calls`) and read from the cache (`cached`), those without an answer (`unanswered`),
-    failed attempts (`failures`), `tokens`, and `seconds` in the judge. After `reward_deadline` no attempt begins, and
-    all pairs of the batch are unanswered. Cost and budget count from the start of the process.
-
-    Raises: TypeError for another kind of judge, ValueError for limits out of range and for a file that is no cache.
+    `cost`, since the start of the process, has comparisons sent (`calls`) and read from the cache (`cached`), those
+    without an answer (`unanswered`), failed attempts (`failures`), `tokens`, and `seconds` in the judge. After
+    `reward_deadline` no attempt begins, and all pairs of the batch are unanswered. Raises: TypeError for another kind
+    of judge, ValueError for limits out of range and for a file that is no cache.
 
     Example:
         >>> from trl.rewards.judges import RandomPairwiseJudge
@@ -118,9 +114,7 @@ class ManagedJudge(BasePairwiseJudge):
     def _takes_order(self) -> bool:
         """Whether the judge takes `shuffle_order`, by its name or among `**kwargs`."""
         parameters = inspect.signature(self.inner.judge).parameters
-        return "shuffle_order" in parameters or any(
-            parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
-        )
+        return "shuffle_order" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
     def _mean(self, share: float | None, of_second: float | None) -> float | None:
         """The share of the first completion, of its shares in both orders."""
@@ -180,10 +174,8 @@ class ManagedJudge(BasePairwiseJudge):
         if self.max_tokens is not None and tokens >= self.max_tokens:
             room = 0
         if room < wanted:
-            text = (
-                f"has {wanted} comparisons left, and its budget is spent: {calls} calls (max_calls={self.max_calls}), "
-                f"{tokens} tokens (max_tokens={self.max_tokens}). Raise the limit"
-            )
+            spent = f"{calls} calls (max_calls={self.max_calls}), {tokens} tokens (max_tokens={self.max_tokens})"
+            text = f"has {wanted} comparisons left, and its budget is spent: {spent}. Raise the limit"
             self._fail(JudgeError(self.inner, text), "budget")
         return room
 

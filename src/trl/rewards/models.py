@@ -41,10 +41,8 @@ class ModelSource:
         processing_class: its tokenizer; by default the one saved with it, else the policy's.
         name: of its metrics; by default the last part of the model's path.
         deadline, on_failure: as in `RewardSource`.
-        read: "text" or "ids".
         policy_tokenizer: the tokenizer of the rollouts' ids.
         batch_size: rows in one forward.
-        model_init_kwargs: for `from_pretrained` if `model` is a path.
 
     Raises: ValueError for more than one label, TypeError for another kind of model.
     """

@@ -42,9 +42,8 @@ def content_of(completion: Text) -> str:
 
 
 def think_format_reward(completions: Sequence[Text], **kwargs: object) -> list[float]:
-    """1.0 for a completion that begins with one thought, `<think>...</think>`, else 0.0.
+    """1.0 for a completion that begins with one thought, `<think>...</think>`, and has no second, else 0.0.
 
-    Nothing may precede the thought, and no second `<think>` may follow; anything else may.
     Source: the format reward of DeepSeek-R1 (arXiv:2501.12948, section 2.2.2).
 
     >>> think_format_reward([[{"role": "assistant", "content": "<think>Look up.</think>Blue."}], "Blue."])
@@ -56,10 +55,9 @@ def think_format_reward(completions: Sequence[Text], **kwargs: object) -> list[f
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
     """A reward function that is 0 for short completions and falls to -1 near the maximum length.
 
-    With L_max = `max_completion_len` and L_cache = `soft_punish_cache`, in tokens: 0 up to L_max - L_cache, then
-    (L_max - L_cache - length) / L_cache, and -1 beyond L_max. Source: DAPO, eq. 13 (arXiv:2503.14476).
-
-    Raises: ValueError unless 1 <= `soft_punish_cache` <= `max_completion_len`.
+    With L_max = `max_completion_len` and L_cache = `soft_punish_cache`, in tokens: 0 up to L_max - L_cache, then (L_max
+    - L_cache - length) / L_cache, and -1 beyond L_max. Source: DAPO, eq. 13 (arXiv:2503.14476). Raises: ValueError
+    unless 1 <= `soft_punish_cache` <= `max_completion_len`.
 
     >>> get_soft_overlong_punishment(10, 4)(completion_ids=[[0] * n for n in (6, 7, 10, 11)])
     [0.0, -0.25, -1.0, -1.0]
@@ -83,7 +81,6 @@ def accuracy_reward(completions: Sequence[Text], solution: Sequence[str], **kwar
     The answer is the last `\boxed{...}` (several joined by commas or `and` are one list), or LaTeX (`$...$`) after
     words such as "the final answer is". The solution is a number, an expression or LaTeX. math-verify (the `math`
     extra) compares them as mathematics, in a process of its own: `1/2` equals `0.5`. After 5 s it counts as wrong.
-
     Raises: ImportError without math-verify.
     """
     pairs = zip(completions, solution, strict=True)
@@ -92,11 +89,9 @@ def accuracy_reward(completions: Sequence[Text], solution: Sequence[str], **kwar
 
 
 def reasoning_accuracy_reward(
-    completions: Sequence[Text],
-    solution: Sequence[str],
-    reasoning_delimiters: list[str] | None = None,
+    completions: Sequence[Text], solution: Sequence[str], reasoning_delimiters: list[str] | None = None,
     **kwargs: object,
-) -> list[float | None]:
+) -> list[float | None]:  # fmt: skip
     """`accuracy_reward` of the text after the last reasoning delimiter (`</think>`), 0.0 without one."""
     ends = ("</think>",) if reasoning_delimiters is None else reasoning_delimiters
     answers = []

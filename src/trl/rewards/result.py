@@ -45,8 +45,8 @@ def refusing_exit() -> Iterator[None]:
 class RewardInputs:
     """B completions, in the terms of reward functions. Scoring changes nothing in it.
 
-    `prompts` and `completions` are texts or messages; ids are lists, empty if unknown; `columns` are the others of the
-    data set. Raises: ValueError for columns of another length, or with the name of an argument of every function.
+    Ids are lists, empty if unknown; `columns` are the others of the data set. Raises: ValueError for columns of another
+    length, or with the name of an argument of every function.
     """
 
     prompts: Sequence[Text]

@@ -53,7 +53,6 @@ class RewardSources:
     thread, or on a thread of their own if they have a deadline.
 
     Args:
-        reward_funcs: one source or several.
         weights: of the sources in the sum, 1 by default.
         processing_classes: the tokenizer of the only reward model, or a list with an entry for each source (None: the
             one saved with the model, else the policy's).
@@ -131,12 +130,11 @@ class RewardSources:
             for number, source in enumerate(self.sources):
                 if source.is_async and len(rows_of[number]):
                     pending[number] = self._loop.submit(source.score(rows_of[number]), self._deadlines[number])
-            plain = [number for number in range(len(self.sources)) if number not in pending]
-            answers = {
-                number: self._read(number, self._call(number, rows_of[number]), rows_of[number]) for number in plain
-            }
-            for number, call in pending.items():
-                answers[number] = self._read(number, self._await(number, call), rows_of[number])
+            answers: dict[int, Answers] = {}
+            for number in sorted(range(len(self.sources)), key=pending.__contains__):  # those that wait are last
+                call, rows = pending.get(number), rows_of[number]
+                answer = self._call(number, rows) if call is None else self._await(number, call)
+                answers[number] = self._read(number, answer, rows)
         finally:
             for call in pending.values():
                 call.future.cancel()
@@ -226,10 +224,8 @@ def _source(func: RewardFunc, processing_class: ProcessingClass | None, options:
         return ModelSource(func, processing_class, **options)
     if callable(func):
         return FunctionSource(func)
-    raise TypeError(
-        f"reward_funcs holds a {type(func).__name__}, expected functions, judges, reward models, or their names or "
-        "paths."
-    )
+    allowed = "functions, judges, reward models, or their names or paths"
+    raise TypeError(f"reward_funcs holds a {type(func).__name__}, expected {allowed}.")
 
 
 def _check_limits(deadline: float | None, on_failure: str) -> None:
