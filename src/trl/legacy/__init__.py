@@ -142,11 +142,9 @@ def _check_known(older: Fields, config_class: type[TrainingArguments]) -> None:
 
 
 def _as_config(
-    args: TrainingArguments | None,
-    config_class: type[TrainingArguments],
-    changes: Fields,
+    args: TrainingArguments | None, config_class: type[TrainingArguments], changes: Fields,
     model: str | nn.Module | None,
-) -> TrainingArguments:
+) -> TrainingArguments:  # fmt: skip
     if args is None:
         name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
         folder = (name or "model").rstrip("/").split("/")[-1]  # of the model's name and the method's

@@ -22,7 +22,7 @@ def generalized_jsd_loss(
     """The divergence of logits `(B, T, V)`; `labels (B, T)` are aligned to them, and -100 where nothing counts.
 
     `batchmean`: over the tokens that count, or without labels the sum over the batch size. `sum`: over tokens. `mean`:
-    over tokens and vocabulary. `none`: unreduced, `(K, V)` of the K tokens that count, or `(B, T, V)` without labels.
+    over tokens and vocabulary. `none`: `(K, V)` of the K tokens that count, or `(B, T, V)` without labels.
     `logits_are_probs`: of probabilities, which need not sum to 1 and have no temperature.
     """
     if logits_are_probs:
@@ -45,11 +45,9 @@ def generalized_jsd_loss(
 def generate_on_policy_outputs(
     model: Any, inputs: dict[str, Tensor], generation_config: Any, pad_token_id: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, attention mask and labels, each `(B, P + T)`, of `model.generate` on `prompts (B, P)`, padded on the
-    left.
+    """Tokens, attention mask and labels `(B, P + T)` of `model.generate` on `prompts (B, P)`, padded on the left.
 
-    Labels are -100 on prompts and after the end token, which counts. `pad_token_id` has no effect: masks go by
-    position.
+    Labels are -100 on prompts and after the end token, which counts. `pad_token_id` has no effect.
     """
     prompts, mask = inputs["prompts"], inputs.get("prompt_attention_mask")
     tokens = model.generate(prompts, attention_mask=mask, generation_config=generation_config)

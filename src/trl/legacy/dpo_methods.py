@@ -64,8 +64,9 @@ class LegacyDPO(LegacyReference):
         return columns
 
     def recorded_outcome(self, batch: RowDict, scored: Scored) -> Outcome:
-        """The outcome with losses and rewards of an overridden `dpo_loss`: one call for each `loss_type`, or a single
-        one where it takes no such argument. Its own loss includes that of "sft".
+        """The outcome with an overridden `dpo_loss`: a call for each `loss_type`, if it takes that, else a single one.
+
+        Its own loss includes that of "sft".
         """
         scores, args = self.method.pair_scores(batch, scored), self.args
         if self.mode == "train" and batch.get(STEP_PART, ALONE).plan is None:
@@ -100,10 +101,9 @@ class LegacyDPO(LegacyReference):
         return logps
 
     def compute_ref_log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Log-probs of chosen and rejected completions under the reference, `(B,)` each (means where a loss takes
-        means).
+        """Log-probs `(B,)` of chosen and rejected completions under the reference (means where a loss takes means).
 
-        Those that the rows bring along are taken as they are. Raises ValueError where there is no reference.
+        Those of the rows are taken as they are. Raises: ValueError without a reference.
         """
         if self.reference is None:
             raise ValueError("reference_free=True leaves no reference. Set it to False, or give ref_model.")
@@ -123,9 +123,8 @@ class LegacyDPO(LegacyReference):
 
         From `prompt_*`, `chosen_*`, `rejected_*` columns (0.12-0.26): `prompt_input_ids`, `prompt_attention_mask`,
         `completion_input_ids` and `completion_attention_mask`, `(2B, T)`, and the images, twice. From whole sequences
-        with `chosen_labels` (0.4-0.11): `concatenated_input_ids`, `..._attention_mask`, `..._labels`; the keyword
-        arguments of that time (`is_encoder_decoder`, `label_pad_token_id`, `device`) count there. A batch of the
-        trainer's own collator gives the names of both levels.
+        with `chosen_labels` (0.4-0.11): `concatenated_input_ids`, `..._attention_mask`, `..._labels`, by the `older`
+        arguments. A batch of the trainer's own collator gives the names of both levels.
         """
         if "rows" in batch:  # the trainer's own, perhaps with the columns that it hands to overridden methods
             batch = {name: value for name, value in batch.items() if not name.startswith((*SIDES, "prompt_"))}
@@ -149,8 +148,7 @@ class LegacyDPO(LegacyReference):
         """What `model`, the policy or the reference, makes of a batch of pairs, with gradient where there is one.
 
         `chosen_logps` and `rejected_logps` `(B,)` (means where a loss takes means), `mean_chosen_logits` and
-        `mean_rejected_logits`, and where they apply `nll_loss`, `policy_weights` `(B,)`, `aux_loss`. `is_ref_model` is
-        not needed: whose model it is, is seen.
+        `mean_rejected_logits`, and where they apply `nll_loss`, `policy_weights` `(B,)`, `aux_loss`.
         """
         batch = self.take_batch(batch)
         options = ScoreOptions(collision=self.args.use_weighting and not is_ref_model, mean_logits=True)
@@ -181,8 +179,7 @@ class LegacyDPO(LegacyReference):
 
         Settings other than `loss_type` are the trainer's; `sft` needs `model_output["nll_loss"]`. With the names of
         0.4-0.11 (`policy_chosen_logps`, ..., `reference_free`, which was the fifth argument) the loss is the trainer's
-        own, mixed as in training. Raises ValueError for a loss that is not known, TypeError for arguments that are
-        missing.
+        own, mixed as in training. Raises: ValueError for an unknown loss, TypeError for missing arguments.
         """
         newer = [chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps]
         logps = [older.pop(name, value) for name, value in zip(_OLDER_LOGPS, newer, strict=True)]
@@ -220,14 +217,16 @@ class LegacyDPO(LegacyReference):
         max_completion_length: int | None = None, add_special_tokens: bool = True,
     ) -> RowDict:  # fmt: skip
         """`tokenize_row` for a row with `images`: the prompt goes through the processor."""
-        row: RowDict = dict(
-            tokenize_preference_row(features, processing_class, None, max_completion_length, add_special_tokens)
-        )
+        options = None, max_completion_length, add_special_tokens
+        row: RowDict = dict(tokenize_preference_row(features, processing_class, *options))
         text, images = features["prompt"], features.get("images")
         inputs = dict(processing_class(images=images, text=text, add_special_tokens=False))
         plain = processing_class.tokenizer(text, add_special_tokens=False)["input_ids"]
-        begin, end = _around(row["prompt_input_ids"], plain)
-        prompt = begin + [int(token) for token in inputs.pop("input_ids")[0]] + end
+        ids = row["prompt_input_ids"]  # the plain ones between special tokens
+        starts = range(len(ids) - len(plain) + 1)
+        before = next((start for start in starts if ids[start : start + len(plain)] == plain), 0)
+        image_ids = [int(token) for token in inputs.pop("input_ids")[0]]
+        prompt = [*ids[:before], *image_ids, *ids[before + len(plain) :]]
         inputs.pop("attention_mask", None)
         row["prompt_input_ids"] = prompt if max_prompt_length is None else prompt[-max_prompt_length:]
         return {**row, **{name: value[0] for name, value in inputs.items()}}
@@ -259,10 +258,3 @@ def _scorer_of(trainer: LegacyDPO, model: nn.Module) -> Any:
         if scorer is not None and scorer.core in modules:
             return scorer
     return make_scorer(model, trainer._tokenizer)
-
-
-def _around(ids: list[int], plain: list[int]) -> tuple[list[int], list[int]]:
-    """The special tokens before and after the plain ones."""
-    extra = len(ids) - len(plain)
-    before = next((count for count in range(extra + 1) if ids[count : count + len(plain)] == plain), 0)
-    return ids[:before], ids[before + len(plain) :]

@@ -25,9 +25,7 @@ from trl.objectives.group_policy import soft_gate
 WHOLE_BATCH = ("get_batch_loss_metrics", "get_batch_metrics", "store_metrics")
 REFERENCES = ("compute_ref_log_probs", "compute_reference_log_probs")
 LOSSES = ("dpo_loss", "cpo_loss", "odds_ratio_loss", "kto_loss", "bco_loss")
-"""Methods that training calls where a subclass overrides them, or a program replaces them, beside `compute_loss`,
-`outcome` and `objective`.
-"""
+"""Methods that training calls where they are overridden, beside `compute_loss`, `outcome` and `objective`."""
 
 RECORDED = "recorded"
 """The entry of a batch that overridden methods take: with the columns of 0.26, or as the user's collator made it."""
@@ -70,18 +68,14 @@ OTHER_NAMES = {
     "guided_decoding_regex": "vllm_guided_decoding_regex",
     "use_liger_kernel": "use_liger_kernel",
 }
-"""Attributes that are fields of the config under another name, or of `TrainingArguments`. Fields that a method's config
-adds go by their own.
-"""
+"""Attributes that are fields of the config under another name, or of `TrainingArguments`, beside those of its own."""
 
 LIVE = frozenset((
     "alpha", "beta", "cpo_alpha", "desirable_weight", "epsilon", "epsilon_high", "f_divergence_type", "generate_during_eval",
     "label_smoothing", "ld_alpha", "log_completions", "normalize_advantages", "num_completions_to_print", "simpo_gamma",
     "undesirable_weight",
 ))  # fmt: skip
-"""Fields that are read in every step: setting the attribute sets the field. The others are read when the trainer is
-built.
-"""
+"""Fields that are read in every step: setting the attribute sets the field. Others are read by the constructor."""
 
 
 def generation_settings(trainer: Any) -> dict[str, Any]:
@@ -91,12 +85,8 @@ def generation_settings(trainer: Any) -> dict[str, Any]:
     if hasattr(args, "max_completion_length"):
         settings["max_new_tokens"] = args.max_completion_length
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
-    return {
-        **settings,
-        **ids,
-        "pad_token_id": trainer.scorer.pad_token_id,
-        **(getattr(args, "generation_kwargs", None) or {}),
-    }
+    ids["pad_token_id"] = trainer.scorer.pad_token_id
+    return {**settings, **ids, **(getattr(args, "generation_kwargs", None) or {})}
 
 
 def _of_model(name: str, default: Any) -> Callable[[Any], Any]:
@@ -115,7 +105,7 @@ class View:
     """An attribute that is read where its value is: along a path from the trainer, or by a function of it.
 
     Setting it sets the config's field if that is `LIVE`, and raises AttributeError otherwise. Before the constructor of
-    transformers it is an attribute as any other, and the config's values count afterwards.
+    transformers it is an attribute as any other.
     """
 
     def __init__(self, read: str | Callable[[Any], Any]) -> None:
@@ -139,7 +129,10 @@ class View:
             vars(trainer)[self._name] = value
         elif self._field in LIVE:
             setattr(trainer.args, self._field, value)
-        elif not _same(value, getattr(trainer, self._name)):
+        elif value is not (other := getattr(trainer, self._name)):
+            is_plain = isinstance(value, (str, int, float, list, tuple, dict)) and isinstance(other, type(value))
+            if is_plain and value == other:
+                return
             raise AttributeError(
                 f"{self._name} of {type(trainer).__name__} cannot be set after the trainer was built, got {value!r}. "
                 f"Set it in {type(trainer.args).__name__}, or give it to the constructor."
@@ -149,11 +142,6 @@ class View:
 def _is_built(trainer: Any) -> bool:
     """Whether the constructor of transformers runs or has run; a subclass may set `args` before."""
     return {"args", "_sums"} <= vars(trainer).keys()
-
-
-def _same(value: Any, other: Any) -> bool:
-    plain = isinstance(value, (str, int, float, list, tuple, dict)) and isinstance(other, type(value))
-    return value is other or (plain and value == other)
 
 
 def _fields(config: type) -> dict[str, str]:
@@ -322,8 +310,7 @@ class LegacyReplay(LegacyGroups):
         """Not supported, nor are the other methods of 0.26 for padded tensors."""
         raise RuntimeError(
             "GRPOWithReplayBufferTrainer has no replay of padded tensors. Training replaces groups in "
-            "make_rollout_batch(number); for a loop "
-            "of your own use ReplayBuffer(max_size) with add(scores, data) and sample(num_samples)."
+            "make_rollout_batch(number); elsewhere use ReplayBuffer(max_size) with add(scores, data) and sample(num_samples)."
         )
 
     update_replay_buffer = sample_from_replay_buffer = update_with_replay_buffer = slice_group_data

@@ -36,24 +36,17 @@ def concatenated_inputs(
     """The columns `chosen_*` and `rejected_*` of a padded batch below each other: `concatenated_*` `(2B, T)`.
 
     Labels are padded with `label_pad_token_id`, token ids with `padding_value`, masks with 0. For an encoder-decoder,
-    `concatenated_input_ids` and `concatenated_attention_mask` are the prompts, twice. A batch of the trainer's own
-    collator, which has no such columns, is padded first.
+    `concatenated_input_ids` and `concatenated_attention_mask` are the prompts, twice.
     """
     if not any(name.startswith(SIDES) for name in batch):
         is_encoder_decoder = "decoder_labels" in batch
         rows = [whole_sequences(row, is_encoder_decoder=is_encoder_decoder) for row in pairs_of(batch)]
         batch = DPODataCollatorWithPadding()(rows)
     fill = {"labels": label_pad_token_id, "input_ids": padding_value, "attention_mask": 0}
-    columns = {
-        f"concatenated_{name}": both_sides(batch, name, value)
-        for name, value in fill.items()
-        if f"chosen_{name}" in batch
-    }
+    columns = {name: both_sides(batch, name, value) for name, value in fill.items() if f"chosen_{name}" in batch}
     if is_encoder_decoder:
-        columns |= {
-            f"concatenated_{name}": batch[f"prompt_{name}"].repeat(2, 1) for name in ("input_ids", "attention_mask")
-        }
-    return {name: value.to(device) for name, value in columns.items()}
+        columns |= {name: batch[f"prompt_{name}"].repeat(2, 1) for name in ("input_ids", "attention_mask")}
+    return {f"concatenated_{name}": value.to(device) for name, value in columns.items()}
 
 
 def both_sides(batch: Batch, name: str, fill: int) -> Tensor:
@@ -104,8 +97,8 @@ def get_batch_logps(
 ) -> Tensor:  # fmt: skip
     """Log-prob of the labels under given logits, `(B, T, V), (B, T) -> (B,)`: a sum over tokens, or their mean.
 
-    Labels are shifted here, except for an encoder-decoder; those equal to `label_pad_token_id` do not count. Training
-    does not call it: it never builds logits. Raises ValueError for shapes that differ.
+    Labels are shifted here, except for an encoder-decoder; those equal to `label_pad_token_id` do not count. Raises:
+    ValueError for shapes that differ.
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
@@ -122,10 +115,7 @@ def get_batch_logps(
 
 
 def whole_sequences(row: Row, *, is_encoder_decoder: bool) -> dict[str, list[int]]:
-    """A prepared row of pairs with the columns of 0.7-0.26: sequences with labels, and the prompt.
-
-    An encoder-decoder's sequences are its labels alone.
-    """
+    """A row of pairs with the columns of 0.7-0.26: sequences (encoder-decoder: labels alone), and the prompt."""
     prompt = list(row["prompt_input_ids"])
     columns = {}
     for side in SIDES:
@@ -276,9 +266,7 @@ class LegacyPairs(LegacyJudged):
         return loss, metrics
 
     def store_metrics(self, metrics: Mapping[str, float], train_eval: Literal["train", "eval"] = "train") -> None:
-        """Add numbers to the metrics that the next log averages: each counts once, those of an overridden
-        `get_batch_loss_metrics` as often as their batch has rows.
-        """
+        """Add numbers to the next log's means: each counts once, those of a whole batch as often as it has rows."""
         for name, value in metrics.items():
             pair = Weighted(torch.as_tensor(self._rows_stored * float(value)), torch.tensor(self._rows_stored))
             self._sums[train_eval].add({name.removeprefix("eval_") if train_eval == "eval" else name: pair})
@@ -306,22 +294,16 @@ class LegacyReference(LegacyPairs):
 
     @contextmanager
     def null_ref_context(self) -> Iterator[Any]:
-        """A block in which the policy is its own reference: its adapter is switched off, or the reference's on.
-
-        Nothing changes inside where the reference is a model of its own, or there is none.
-        """
+        """A block in which the policy is its own reference, if adapters are: its own off, or the reference's on."""
         lends = isinstance(self.reference, AdapterReference)
         with self.reference.active(self.model) if lends else nullcontext(self.model) as model:
             yield model
 
     def generate_from_model_and_ref(self, model: Any, batch: Batch) -> tuple[list[str], list[str]]:
-        """`generate_from_model` of the policy and of the reference.
-
-        Raises: ValueError without a reference model.
-        """
+        """`generate_from_model` of the policy and of the reference. Raises: ValueError without a reference model."""
         if not hasattr(self.reference, "active"):
             raise ValueError(
-                "there is no reference to generate with (reference_free or precompute_ref_log_probs). Set both to False."
+                "no reference to generate with (reference_free or precompute_ref_log_probs). Set both to False."
             )
         if "prompt_input_ids" not in batch:
             batch = self.recorded_columns(self.take_batch(batch))
@@ -347,10 +329,9 @@ class LegacyReferenceFree(LegacyPairs):
         return self.method.outcome(terms._replace(metrics={**terms.metrics, **logged}), scores, batch, scored)
 
     def concatenated_forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Log-probs of chosen and rejected completions `(B,)` each, their logits `(B, T, V)` each, and the mean negative
-        log-likelihood of the chosen sequences (which is part of the loss), with gradient.
+        """Log-probs `(B,)` (means where the loss takes those), logits `(B, T, V)` of both sides, with gradient.
 
-        Log-probs are means where the loss is of those. Raises TypeError for an encoder-decoder.
+        Last comes the mean negative log-likelihood of the chosen sequences. Raises: TypeError for an encoder-decoder.
         """
         batch = self.take_batch(batch)
         scored, logits = self.with_logits("concatenated_forward", model, batch)
@@ -358,10 +339,7 @@ class LegacyReferenceFree(LegacyPairs):
         return scores.chosen, scores.rejected, logits[0::2], logits[1::2], nll
 
     def tokenize_row(self, feature: Row, model: object = None) -> dict[str, list[int]]:
-        """A row of `prompt`, `chosen` and `rejected` as token ids and labels, cut as training rows are.
-
-        `model` is not needed. Raises: what the preparation of a data set raises.
-        """
+        """A row of `prompt`, `chosen` and `rejected` as token ids and labels, cut as training rows are."""
         row, sets = Dataset.from_list([dict(feature)]), self._sets
         prepared, _ = prepare_dataset(row, sets.processing_class, sets.settings, name="tokenize_row")
         return whole_sequences(prepared[0], is_encoder_decoder=self.is_encoder_decoder)
@@ -387,10 +365,9 @@ class LegacyORPO(LegacyReferenceFree):
     def odds_ratio_loss(
         self, policy_chosen_logps: Tensor, policy_rejected_logps: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """`beta log s(log odds ratio)` and the rewards of chosen and rejected, `(B,)` each, and the means of
-        `log s(log odds ratio)` and of the log odds ratio, from mean log-probs `(B,)`.
+        """`beta log s(log odds ratio)`, to subtract from the likelihood's loss, and rewards of both sides, `(B,)` each.
 
-        The first is what is subtracted from the likelihood's loss: the pairs' loss with its sign changed.
+        Then the means of `log s(log odds ratio)` and of the log odds ratio; all from mean log-probs `(B,)`.
         """
         terms = self.method.loss(PairScores.without_reference(policy_chosen_logps, policy_rejected_logps))
         rewards = self.method.rewards(policy_chosen_logps), self.method.rewards(policy_rejected_logps)

@@ -27,8 +27,6 @@ _ORDER = (
     "config", "processing_class", "policy", "ref_policy", "reward_model", "train_dataset", "data_collator", "eval_dataset",
     "optimizers", "callbacks",
 )  # fmt: skip
-
-
 _MOVED = ("model", "reward_funcs", "args", "processing_class", "ref_model")
 
 

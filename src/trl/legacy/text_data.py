@@ -98,9 +98,8 @@ class ConstantLengthDataset(IterableDataset):
     (with `eos_token_id` after each if `append_concat_token`) and cut; what does not fill a row is left out. Newer
     programs use `packing=True` with `packing_strategy="wrapped"`.
 
-    `formatting_func(row)` makes the text of a row, or `dataset_text_field` has it. The tokenizer's `eos_token_id`, where it
-    has one, wins over the argument. `infinite` begins again when the rows end. With `shuffle` the rows of a buffer come
-    in an order that `seed` determines, the same in each iteration.
+    `formatting_func(row)` makes the text of a row, or `dataset_text_field` has it. The tokenizer's `eos_token_id` wins.
+    `infinite` begins again when the rows end. With `shuffle` the rows of a buffer come in the order of `seed`.
     """
 
     def __init__(
@@ -116,17 +115,12 @@ class ConstantLengthDataset(IterableDataset):
             )
         if seq_length < 1:
             raise ValueError(f"seq_length must be >= 1, got {seq_length}. Give the number of tokens in a row.")
-        own_eos = tokenizer.eos_token_id
-        self.tokenizer = tokenizer
-        self.concat_token_id: int = eos_token_id if own_eos is None else own_eos  # type: ignore[assignment]
-        self.dataset = dataset
-        self.seq_length = seq_length
-        self.infinite = infinite
+        last: Any = tokenizer.eos_token_id
+        self.concat_token_id: int = eos_token_id if last is None else last
+        self.tokenizer, self.dataset, self.seq_length, self.infinite = tokenizer, dataset, seq_length, infinite
         self.max_buffer_size = seq_length * chars_per_token * num_of_sequences
-        self.shuffle = shuffle
-        self.append_concat_token = append_concat_token
-        self.add_special_tokens = add_special_tokens
-        self.seed = seed
+        self.append_concat_token, self.add_special_tokens = append_concat_token, add_special_tokens
+        self.shuffle, self.seed = shuffle, seed
         self.formatting_func = formatting_func or (lambda row: row[dataset_text_field])
 
     @property

@@ -33,10 +33,9 @@ class LegacyUnpaired(LegacyReference):
     call_loss_method: Callable[..., Any]  # with a batch, and the log-probs of policy and reference of its two kinds
 
     def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """Log-probs of chosen and rejected completions, `(C,)` and `(R,)`, their logits `(C, T, V)` and `(R, T, V)`, and
-        the log-probs `(B,)` of mismatched ones, without gradient (None where the loss has none).
+        """Log-probs `(C,)`, `(R,)` and logits `(C, T, V)`, `(R, T, V)` of chosen and rejected completions.
 
-        Raises: TypeError for an encoder-decoder.
+        Then log-probs `(B,)` of mismatched ones, without gradient, or None. Raises: TypeError for an encoder-decoder.
         """
         batch = dict(self.take_batch(batch))
         scored, logits = self.with_logits("forward", model, self.method.learned(batch))
@@ -46,7 +45,7 @@ class LegacyUnpaired(LegacyReference):
         return logps[chosen], logps[~chosen], logits[chosen], logits[~chosen], mismatched
 
     def compute_reference_log_probs(self, padded_batch: Batch) -> Any:
-        """The reference's log-probs `(B,)` of a batch's completions and, for loss_type "kto", of its mismatched ones."""
+        """The reference's log-probs `(B,)` of a batch's completions and, for "kto", of its mismatched ones."""
         batch = dict(self.take_batch(padded_batch))
         scoring = replace(self.scoring(), reference_logps=super().reference_logps)
         scoring.reference(batch, self.method.reference_names)
@@ -106,12 +105,10 @@ class LegacyKTO(LegacyUnpaired):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """Losses of the chosen, then the rejected completions, the rewards of either, and the KL estimate, 0-dim.
 
-        Log-probs are sums `(C,)`, `(R,)`, and `(B,)` of mismatched completions, which loss_type "apo_zero_unpaired"
-        does not read.
+        Log-probs are sums `(C,)`, `(R,)`, and `(B,)` of mismatched completions (not for "apo_zero_unpaired").
         """
-        scores = scores_by_kind(
-            policy_chosen_logps, policy_rejected_logps, reference_chosen_logps, reference_rejected_logps
-        )
+        reference = reference_chosen_logps, reference_rejected_logps
+        scores = scores_by_kind(policy_chosen_logps, policy_rejected_logps, *reference)
         kl = scores.logps.new_zeros(())
         if self.mismatched:
             assert policy_KL_logps is not None and reference_KL_logps is not None
@@ -145,11 +142,9 @@ class LegacyBCO(LegacyUnpaired):
     def get_batch_loss_metrics(
         self, model: nn.Module, batch: Batch, do_train: bool = True
     ) -> tuple[Tensor, dict[str, float]]:
-        """The loss of a batch by itself, with gradient, and its metrics; with `do_train`, in train mode, its rewards
-        move delta."""
-        return super().get_batch_loss_metrics(
-            model, batch if do_train else {**batch, STEP_PART: StepPart("not counted")}
-        )
+        """The loss of a batch by itself, with gradient, and its metrics; `do_train`: its rewards move delta."""
+        batch = batch if do_train else {**batch, STEP_PART: StepPart("not counted")}
+        return super().get_batch_loss_metrics(model, batch)
 
     def bco_loss(
         self, policy_chosen_logps: Tensor, policy_rejected_logps: Tensor, reference_chosen_logps: Tensor,
@@ -161,9 +156,8 @@ class LegacyBCO(LegacyUnpaired):
         Log-probs are sums `(C,)`, `(R,)`, embeddings those of the prompts, `(C, H)` and `(R, H)`, where distributions
         are matched. With `do_train` the rewards move delta, unless they count already as part of a step.
         """
-        scores = scores_by_kind(
-            policy_chosen_logps, policy_rejected_logps, reference_chosen_logps, reference_rejected_logps
-        )
+        reference = reference_chosen_logps, reference_rejected_logps
+        scores = scores_by_kind(policy_chosen_logps, policy_rejected_logps, *reference)
         if do_train and not self._is_counted:
             self.method.count_rewards(scores, Processes(self.accelerator))
         delta = self.method.delta().to(scores.logps)
