@@ -73,9 +73,8 @@ def compare(checkpoint: Path, facts: Facts, *, ignore_data: bool = False) -> lis
             "its weights, give it as the model of a new run."
         )
     if differs := _differences(recorded["model"], facts["model"]):
-        raise CheckpointError(
-            f"{checkpoint} is of another model ({', '.join(differs)}). Resume with the model that was trained there."
-        )
+        other = f"another model ({', '.join(differs)})"
+        raise CheckpointError(f"{checkpoint} is of {other}. Resume with the model that was trained there.")
     if (begun := recorded.get("date")) and begun != facts.get("date", begun):
         raise CheckpointError(
             f"{checkpoint} was trained with the date {begun} in its chat template, and these rows have "

@@ -170,16 +170,15 @@ def _begin_run(folder: Path, facts: Facts, args: TrainingArguments, *, resume: s
         logger.warning(
             "%s holds checkpoints of another run (%s). This run replaces those of the same step, and save_total_limit "
             "counts and removes them too. Use another output_dir to keep them.",
-            output_dir,
-            ", ".join(path.name for path in others),
-        )
+            output_dir, ", ".join(path.name for path in others),
+        )  # fmt: skip
     return Run(folder, {"run": run, **facts}, None if checkpoint is None else str(checkpoint), without)
 
 
 def _rotate(newest: Path, state: TrainerState, limit: int | None) -> None:
     """Remove what is over the limit, by step: first what an earlier run left at later steps, then the lowest.
 
-    The newest and the best checkpoint stay. Times are not read: clocks are set back.
+    The newest and the best checkpoint stay.
     """
     if not limit:
         return

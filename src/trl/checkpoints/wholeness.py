@@ -190,9 +190,8 @@ def naming_weights(folder: str | Path) -> Iterator[None]:
         yield
     except (RuntimeError, ValueError, KeyError) as error:
         files = ", ".join(name for name in _names(Path(folder)) if _fits(name, _WEIGHTS))
-        raise CheckpointError(
-            f"{files} in {folder} cannot be loaded into this model: {error}.{_another(Path(folder))}"
-        ) from error
+        fault = f"{files} in {folder} cannot be loaded into this model: {error}."
+        raise CheckpointError(fault + _another(Path(folder))) from error
 
 
 def _another(folder: Path) -> str:
@@ -233,6 +232,5 @@ def _changed(file: Path, written: Sequence[int | str] | None) -> str | None:
     if written is None or (now := _sum(file)) == tuple(written):
         return None
     sizes = f"{now[0]} bytes, {written[0]} were written" if now[0] != written[0] else "by its checksum"
-    return (
-        f"is not as it was written ({sizes}): it is damaged, or was edited (then remove it from 'files' in {MANIFEST})"
-    )
+    edited = f"edited (then remove it from 'files' in {MANIFEST})"
+    return f"is not as it was written ({sizes}): it is damaged, or was {edited}"

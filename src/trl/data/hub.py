@@ -42,9 +42,8 @@ def unreachable_reason() -> str | None:
 def loading_from_hub(name: str, kind: str) -> Iterator[None]:
     """Load `name`, a `kind` ("model", "dataset") that may be on the Hub, inside this block.
 
-    Where the Hub cannot be reached, the cache alone is read: the client would retry each file five times.
-
-    Raises: HubUnreachable where the Hub cannot be reached and the cache does not hold it.
+    Where the Hub cannot be reached, the cache alone is read: the client would retry each file five times. Raises:
+    HubUnreachable where the Hub cannot be reached and the cache does not hold it.
     """
     is_remote = may_be_on_hub(name) and not Path(name).exists()
     reason = unreachable_reason() if is_remote else None

@@ -59,9 +59,8 @@ class Preparation(ABC):
     `untrained_rows`: what happens to rows in which nothing is trained: "report" keeps and counts them, "error" raises,
     "drop" leaves them out and counts them. `vocab_size`: number of token ids that the model embeds (None: that of the
     tokenizer, checked for rows that are tokens already). `keep_columns` stay beside the tokens. `eos_token`: the
-    tokenizer's, where it is another one. `skip_prepare`: rows stay as they are.
-
-    Raises: ValueError for an unknown policy and for lengths below 1.
+    tokenizer's, where it is another one. `skip_prepare`: rows stay as they are. Raises: ValueError for an unknown
+    policy and for lengths below 1.
     """
 
     max_length: int | None = None
@@ -293,10 +292,8 @@ def prepare_dataset(
 ) -> tuple[AnyDataset, PreparationReport]:
     """The data set as rows of token ids, and its report, which fills as rows of a stream pass.
 
-    Of the other columns `keep_columns` stay.
-
-    Raises: ValueError or TypeError naming row, column and remedy for the first row that cannot be trained on. A stream
-    is checked on its first rows here, and on the others as they pass.
+    Of the other columns `keep_columns` stay. Raises: ValueError or TypeError naming row, column and remedy for the
+    first row that cannot be trained on. A stream is checked on its first rows here, and on the others as they pass.
     """
     if settings.skip_prepare:
         return dataset, PreparationReport(name)
@@ -319,7 +316,6 @@ def count_rows(dataset: StoredOrStream, kind: RowKind, report: PreparationReport
     """The data set without its columns of numbers, and without the rows that are dropped.
 
     A stored data set is counted here; of a stream the first rows are checked here, and all are counted as they pass.
-
     Raises: ValueError where the policy refuses a row, and where no row has anything to train on.
     """
     report.is_streaming = isinstance(dataset, IterableDataset)

@@ -90,7 +90,7 @@ class PairReader:
         return sides[0], sides[1], pair.is_repeated
 
     def pair(self, row: Row, index: int) -> Pair:
-        """Prompt and answers of a row of text or messages. Raises: TypeError or ValueError for those that do not fit."""
+        """Prompt and answers of a row of text or messages. Raises: TypeError or ValueError for other values."""
         if not self.row_type.is_chat:
             return self._texts(row, index)
         pair = self._chats(row, index)

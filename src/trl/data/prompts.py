@@ -50,7 +50,6 @@ def prepare_prompts(
     """The data set with a column `input_ids` of prompts; all other columns stay, except masks of the prompts' tokens.
 
     A row has a `prompt`, text or messages, or is tokenised already: `input_ids`, and optionally an `attention_mask`.
-
     Raises: ValueError or TypeError, naming the row, for prompts that do not fit the settings.
     """
     kind = prompt_tokenizer(dataset, processing_class, settings, name=name)
@@ -62,7 +61,7 @@ def prepare_prompts(
 def prompt_tokenizer(
     dataset: Dataset, processing_class: ProcessingClass, settings: PromptPreparation, *, name: str
 ) -> PromptTokenizer:
-    """The tokenizer of rows like those of this data set. Raises: ValueError for prompts that do not fit the settings."""
+    """The tokenizer of a data set's rows. Raises: ValueError for prompts that do not fit the settings."""
     columns, is_given = dataset.column_names, PROMPT_IDS in dataset.column_names
     first = first_row(dataset, name, "a prompt")
     if not is_given and "prompt" not in columns:
@@ -153,7 +152,7 @@ class PromptSets:
         self.context_length, (self._name, self._room) = context_length, room
 
     def __call__(self, dataset: Any, name: str) -> Dataset:
-        """A set with its prompts tokenised; a stream for evaluation is read whole. Raises: TypeError for other types."""
+        """A set with its prompts tokenised; a stream for evaluation is read whole. Raises: TypeError for others."""
         if isinstance(dataset, IterableDataset) and name != "train":
             dataset = _stored(dataset)
         if isinstance(dataset, list):
@@ -178,9 +177,8 @@ class PromptSets:
     def stream(self, dataset: IterableDataset, *, shuffle_seed: int | None) -> RowStream:
         """A training set whose rows are read and tokenised as they are needed; the first ones are checked now.
 
-        `shuffle_seed` shuffles it in a buffer of `SHUFFLED_ROWS`, anew in each pass; None keeps its order.
-
-        Raises: ValueError for images, and what `__call__` raises for the first rows.
+        `shuffle_seed` shuffles it in a buffer of `SHUFFLED_ROWS`, anew in each pass; None keeps its order. Raises:
+        ValueError for images, and what `__call__` raises for the first rows.
         """
         if has_images(dataset):
             raise ValueError("train dataset is a stream with images, expected a Dataset. Do not stream it.")

@@ -157,10 +157,9 @@ def without_list_sizes(features: Features | None) -> Features | None:
 def truncate_dataset(dataset: DatasetType, max_length: int, map_kwargs: RowDict | None = None) -> DatasetType:
     """Every row with the first `max_length` items of each token column, that is of each list of numbers.
 
-    Other columns (text, messages, images, nested lists) stay as they are.
-
-    Raises: ValueError for `max_length` < 1, for a packed row (with `seq_lengths`) that would have to be cut, and for a
-    missing row (None) of a column that has to be cut, unless it is of a stream without features.
+    Other columns (text, messages, images, nested lists) stay as they are. Raises: ValueError for `max_length` < 1, for
+    a packed row (with `seq_lengths`) that would have to be cut, and for a missing row (None) of a column that has to be
+    cut, unless it is of a stream without features.
 
     >>> rows = Dataset.from_dict({"input_ids": [[1, 2, 3], [4]], "text": ["abc", "d"]})
     >>> truncate_dataset(rows, 2)[:]

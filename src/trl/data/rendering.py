@@ -175,10 +175,9 @@ def split_rendering(
 ) -> tuple[str, str]:
     """The text of prompt + completion, cut where the prompt's own rendering (ready for generation) ends.
 
-    Some templates write more into the generation prompt than into a finished conversation (an opened `<think>`);
-    the cut then lies where the two part. `opened` is that rendering of the prompt, where the caller has it already.
-
-    Raises: TemplateRefusal where the completion changes how the prompt itself is rendered.
+    Some templates write more into the generation prompt than into a finished conversation (an opened `<think>`); the
+    cut then lies where the two part. `opened` is that rendering of the prompt, where the caller has it already. Raises:
+    TemplateRefusal where the completion changes how the prompt itself is rendered.
     """
     opened = render_prompt(processing_class, prompt) if opened is None else opened
     joint = render(processing_class, prompt._replace(messages=[*prompt.messages, *completion]))

@@ -35,12 +35,11 @@ def load_source(
 ) -> AnyDataset:  # fmt: skip
     """The rows under `path`: one split where `split` is given, else all splits by name.
 
-    `path` is a .json, .jsonl, .parquet or .csv file (its split is "train"), a folder of such files (those named after
-    a split, like train.jsonl and test.jsonl, become it), a folder that `save_to_disk` wrote, or the name of a data set
-    on the hub. `name`, `data_files` and `data_dir` go to `datasets.load_dataset`.
-
-    Raises: FileNotFoundError for what does not exist; ValueError for an unknown kind of file, a file without rows, a
-    broken line (the first one, with file and number) or an unknown split (naming those there are).
+    `path` is a .json, .jsonl, .parquet or .csv file (its split is "train"), a folder of such files (those named after a
+    split, like train.jsonl and test.jsonl, become it), a folder that `save_to_disk` wrote, or the name of a data set on
+    the hub. `name`, `data_files` and `data_dir` go to `datasets.load_dataset`. Raises: FileNotFoundError for what does
+    not exist; ValueError for an unknown kind of file, a file without rows, a broken line (the first one, with file and
+    number) or an unknown split (naming those there are).
     """
     place = Path(path).expanduser()
     if any((place / mark).is_file() for mark in _SAVED_MARKS):

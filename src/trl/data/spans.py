@@ -62,7 +62,6 @@ def assistant_tokens(
     With `{% generation %}` marks in the template the marked text counts, and the stop token right behind a mark.
     Without, each turn's text is what its rendering adds to the conversation before it with the generation prompt; that
     these are prefixes of the whole, that the ends fall between tokens and that a stop token closes the turn is checked.
-
     Raises: TemplateRefusal (a ValueError) that names the turn where the derived spans cannot be proven right.
     """
     tokenizer = text_tokenizer(processing_class)

@@ -313,7 +313,6 @@ def make_loader(
     """A loader of whole batches, `batch_size` rows per process.
 
     Columns of a `datasets.Dataset` that neither the model `keep` (None: all stay) reads nor a loop needs are left out.
-
     Raises: TypeError for a data set without rows by number, ValueError for fewer rows than a batch.
     """
     if isinstance(dataset, dict) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):

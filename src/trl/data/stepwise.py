@@ -24,9 +24,7 @@ class StepwisePreparation(Preparation):
     """How solutions become token rows.
 
     `train_on_last_step_only` labels the last step alone, in training (`is_eval=False`). `num_labels`: number of
-    classes.
-
-    Raises: ValueError or TypeError for a separator that is no text, and as `Preparation`.
+    classes. Raises: ValueError or TypeError for a separator that is no text, and as `Preparation`.
     """
 
     step_separator: str = "\n"
@@ -64,7 +62,7 @@ class StepwisePreparation(Preparation):
 
 
 prepare_stepwise_dataset = prepare_dataset
-"""(data set, processing class, `StepwisePreparation`) -> rows of `input_ids` and `labels` (class or -100); the report."""
+"""(data set, processing class, `StepwisePreparation`) -> rows of `input_ids`, `labels` (class or -100); the report."""
 
 
 @dataclass(frozen=True)

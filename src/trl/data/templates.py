@@ -195,7 +195,6 @@ def parse_response(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> dict:
     """The assistant message that generated token ids spell: role, content, and reasoning and tool calls if any.
 
     An answer that breaks the format (a tool call that is no JSON, say) becomes plain content, special tokens removed.
-
     Raises: ValueError where the tokenizer has no rules to parse by.
     """
     if getattr(tokenizer, "response_template", None) is None:

@@ -58,9 +58,7 @@ def check_one_of(name: str, value: object, allowed: Iterable[object], *, optiona
 
 
 def lookup(table: Mapping[str, Entry], name: str, what: str) -> Entry:
-    """The entry of `table` under `name`; `what` is the option that carried the name.
-
-    Raises ValueError, listing the known names, for any other.
+    """The entry of `table` under `name`; `what` is the option that carried it. Raises: ValueError for other names.
 
     >>> lookup({"nll": 1, "dft": 2}, "dft", "loss_type")
     2
@@ -193,10 +191,7 @@ def read_text_values(config: object) -> None:
 
 
 def check_numbers(config: object) -> None:
-    """Check every number against the bounds of its field; a program's own fields have none.
-
-    Raises: ValueError naming those out of bounds, TypeError for a field of the library that holds no number.
-    """
+    """Check numbers against the bounds of their fields. Raises: ValueError, TypeError for what is no number."""
     faults = []
     for name, kind in kinds(library_config(type(config))).items():
         value, declared = vars(config).get(name), declaration(kind.item)

@@ -1,9 +1,9 @@
 """Fields that several configs have, where no group of them belongs together: configs take them one by one."""
 
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from trl.options.checks import JSONDict
@@ -62,16 +62,11 @@ class SharedFields:
     base_model_attribute_name: str = option("model", "Deprecated: the decoder is found automatically.")
 
 
-def script_name() -> str:
-    """The name of the running script, without its ending."""
-    return os.path.splitext(os.path.basename(sys.argv[0]))[0]
-
-
 @dataclass
 class LoopOptions(OptionGroup):
     """Name, seed, tracker and accelerator of a trainer that runs its own loop."""
 
-    exp_name: str = option(script_name, "Name of the experiment. Default: that of the script.")
+    exp_name: str = option(lambda: Path(sys.argv[0]).stem, "Name of the experiment. Default: that of the script.")
     seed: int = option(0, "Seed of all random streams.")
     log_with: Literal["wandb", "tensorboard"] | str | None = option(
         None, "Tracker: 'wandb', 'tensorboard' or another one of accelerate's. None: none."

@@ -202,10 +202,7 @@ def config_or_default(args: object, config_class: type[Config], output_dir: str)
 
 
 def default_bf16(*, use_cpu: bool, fp16: bool) -> bool:
-    """Whether `bf16=None` means bfloat16 here: on an accelerator that computes in it, and nowhere else.
-
-    False on a CPU, with `fp16=True`, and where `accelerate launch` was told fp16 or fp8: explicit settings win.
-    """
+    """Whether `bf16=None` means bfloat16 here: on an accelerator that computes in it, without fp16 or fp8."""
     launched_with = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     on_cpu = use_cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
     if fp16 or on_cpu or launched_with in ("fp16", "fp8"):
