@@ -35,9 +35,8 @@ class Estimates(NamedTuple):
 def scale_scores(scores: Tensor, *, mean: float = 0.0, std: float = 1.0, clip: float | None = None) -> Tensor:
     """`(scores - mean) / std`, then cut to `[-clip, clip]`; any shape, float32.
 
-    `std` is that of running moments (`RunningMoments`); `mean` 0 scales without centring. Scores that have been equal
-    so far have no scale: where `std` is no more than rounding beside them, they are not divided. Source: Zheng et al.
-    2023, Secrets of RLHF I, section 5 (arXiv:2307.04964).
+    `std` is that of running moments; where it is no more than rounding beside the scores, they are not divided. Source:
+    Zheng et al. 2023, Secrets of RLHF I, section 5 (arXiv:2307.04964).
 
     >>> scale_scores(torch.tensor([1.0, 5.0]), mean=1.0, std=2.0, clip=1.5)
     tensor([0.0000, 1.5000])
@@ -115,8 +114,7 @@ def rollout_metrics(
 ) -> dict[str, Weighted]:
     """The documented `objective/*` means of a batch of responses, and `ppo/*` of its rewards.
 
-    KL, entropy (from the sampled tokens) and the KL's reward are sums over a response, except for
-    `ppo/mean_non_score_reward`, which is a mean over tokens.
+    KL, entropy (of sampled tokens) and the KL's reward are sums over a response; `ppo/mean_non_score_reward` is a mean.
     """
     non_score = rewards.non_score.sum(dim=1)
     return {

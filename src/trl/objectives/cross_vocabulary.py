@@ -77,7 +77,6 @@ def divergence_entries(log_p: Tensor, log_q: Tensor, *, beta: float) -> Tensor:
 
 
 def _times(weights: Tensor, values: Tensor) -> Tensor:
-    """The product, 0 where the weight is 0."""
     nothing = weights == 0
     return torch.where(nothing, 0.0, weights * torch.where(nothing, 0.0, values))
 

@@ -76,7 +76,5 @@ class PerPromptStatTracker:
 
     def get_stats(self) -> dict[str, dict[str, float]]:
         """Mean, deviation and number of the remembered rewards of each prompt."""
-        return {
-            prompt: {"mean": float(np.mean(known)), "std": float(np.std(known)), "count": len(known)}
-            for prompt, known in self.stats.items()
-        }
+        moments = {prompt: (float(np.mean(rewards)), float(np.std(rewards))) for prompt, rewards in self.stats.items()}
+        return {p: {"mean": mean, "std": std, "count": len(self.stats[p])} for p, (mean, std) in moments.items()}

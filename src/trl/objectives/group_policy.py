@@ -34,8 +34,8 @@ class LossType(NamedTuple):
 
     "rows": the mean over rows of the mean over their tokens (with `row_sums`: of the sum); "tokens": tokens of the
     optimiser step; "rollout_tokens": those of the whole rollout batch, in equal shares to its optimiser steps;
-    "longest": the tokens of rows of the greatest length. `ratios`: those that the surrogate takes, where they are not
-    those of `importance_sampling_level`. `parameters`: the settings that the surrogate reads, fields of the config.
+    "longest": the tokens of rows of the greatest length. `ratios` replace those of `importance_sampling_level`.
+    `parameters`: the settings that the surrogate reads, fields of the config.
     """
 
     surrogate: Callable[[Tensor, Tensor, Tensor, "GroupOptions"], Tensor]
@@ -66,18 +66,12 @@ class GroupOptions(OptionGroup):
         "Ratio of new to old probability that is clipped: of each 'token', of the 'sequence' (geometric mean over its "
         "tokens, GSPO), or 'sequence_token' (GSPO-token: with gradients of each token's own advantage).",
     )
-    epsilon: float = option(
-        0.2, "How far the ratio of new to old probability may leave 1 before the loss clips it.", "> 0"
-    )
+    epsilon: float = option(0.2, "How far the ratio of new to old probability may leave 1 unclipped.", "> 0")
     epsilon_high: float | None = option(
-        None,
-        "How far it may rise above 1 (DAPO: 0.28); cispo: the largest weight itself (5.0). None: epsilon.",
-        "(0, inf]",
+        None, "How far it may rise above 1 (DAPO: 0.28); cispo: the largest weight (5.0). None: epsilon.", "(0, inf]"
     )
     delta: float | None = option(
-        None,
-        "Upper bound of the ratio for negative advantages, above 1 + epsilon_high (INTELLECT-2: 4). None: none.",
-        "[1, inf]",
+        None, "Largest ratio for negative advantages, above 1 + epsilon_high (INTELLECT-2: 4). None: none.", "[1, inf]"
     )
     beta: float = option(0.0, "KL penalty against the reference, per nat, >= 0. 0 trains without a reference policy.")
     use_bias_correction_kl: bool = option(
@@ -140,8 +134,7 @@ def gamma_weighted(ratios: Tensor, logps: Tensor, advantages: Tensor, options: G
     """`-W^k exp(lambda (1 - W)) A log p` with W the ratio of the token's whole sequence, a mere weight (VESPO).
 
     k and lambda are `vespo_k_pos` and `vespo_lambda_pos` where A > 0, else those of `_neg`. The weight is 1 at W = 1,
-    largest at k / lambda, and fades to both sides: stale sequences need no clipping and no mean over their length.
-    Source: VESPO, variational sequence-level soft policy optimisation, 2026 (arXiv:2602.10693).
+    largest at k / lambda, and fades to both sides. Source: VESPO 2026 (arXiv:2602.10693).
     """
     return -gamma_weights(ratios, advantages, options) * advantages * logps
 
@@ -171,12 +164,10 @@ LOSS_TYPES |= {
     "sapo": LossType(soft_gated, "rows", parameters=("sapo_temperature_pos", "sapo_temperature_neg")),
     "luspo": LossType(clipped, "rows", row_sums=True),  # 2026: a sequence's loss in GSPO times its length
     "vespo": LossType(
-        gamma_weighted,
-        "rollout_tokens",
+        gamma_weighted, "rollout_tokens", ratios=ratios_of_sequence,
         parameters=("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-        ratios=ratios_of_sequence,
     ),
-}
+}  # fmt: skip
 
 
 def group_policy_loss(
@@ -366,7 +357,6 @@ def _clip_shares(ratios: Tensor, advantages: Tensor, mask: Tensor, options: Grou
 
 
 def _bounded(ratios: Tensor, options: GroupOptions) -> Tensor:
-    """Ratios at most `delta`."""
     return ratios if options.delta is None else ratios.clamp(max=options.delta)
 
 

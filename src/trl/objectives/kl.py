@@ -55,9 +55,7 @@ def k2(logps: Tensor, ref_logps: Tensor) -> Tensor:
 
 
 def k3(logps: Tensor, ref_logps: Tensor) -> Tensor:
-    """`r - 1 - log r` with `r = p_ref / p`: unbiased and never negative. Source as in `k1`.
-
-    The exponent is cut at `LARGEST_LOG_RATIO`, so that a token that the policy all but excludes cannot overflow.
+    """`r - 1 - log r` with `r = p_ref / p`, `log r` at most 20: unbiased and never negative. Source as in `k1`.
 
     >>> k3(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -1.0]))
     tensor([0.0000, 0.7183])

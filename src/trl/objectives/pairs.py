@@ -61,9 +61,8 @@ class PairOptions:
     """Settings of the pair losses.
 
     `beta` >= 0 scales log-ratios to rewards. `label_smoothing` in [0, 0.5) is the probability that a pair's label is
-    wrong. `f_divergence` and `f_alpha` choose what the policy is regularised with. `discopop_tau` > 0 is the
-    temperature of DiscoPOP's modulation. `simpo_gamma` is the target margin of rewards (SimPO, AlphaPO); `alpha`
-    changes the reward to `(1 - p^-alpha) / alpha`, 0 leaves it `log p` (AlphaPO).
+    wrong. `discopop_tau` > 0 is the temperature of DiscoPOP's modulation. `simpo_gamma` is the target margin of rewards
+    (SimPO, AlphaPO); `alpha` changes the reward to `(1 - p^-alpha) / alpha`, 0 leaves it `log p` (AlphaPO).
     """
 
     beta: float = 0.1

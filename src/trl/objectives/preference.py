@@ -43,10 +43,7 @@ def sigmoid(scores: PairScores, options: PairOptions) -> Tensor:
 
 
 def hinge(scores: PairScores, options: PairOptions) -> Tensor:
-    """`max(0, 1 - beta h)`: 1 / beta is the margin.
-
-    Source: Liu et al. 2023, RSO, hinge-norm (arXiv:2309.06657), after SLiC (arXiv:2305.10425).
-    """
+    """`max(0, 1 - beta h)`. Source: Liu et al. 2023, RSO (arXiv:2309.06657), after SLiC (arXiv:2305.10425)."""
     return relu(1 - options.beta * margin(scores, options))
 
 
@@ -67,38 +64,26 @@ def exo_pair(scores: PairScores, options: PairOptions) -> Tensor:
 
 
 def nca_pair(scores: PairScores, options: PairOptions) -> Tensor:
-    """`-log s(beta c) - 1/2 [log s(-beta c) + log s(-beta r)]`: absolute likelihoods, not relative ones.
-
-    Source: Chen et al. 2024, NCA, for pairs (arXiv:2402.05369).
-    """
+    """`-log s(beta c) - 1/2 [log s(-beta c) + log s(-beta r)]` (Chen et al. 2024, NCA, arXiv:2402.05369)."""
     chosen, rejected = _rewards(scores, options)
     return softplus(-chosen) + 0.5 * (softplus(chosen) + softplus(rejected))
 
 
 def robust(scores: PairScores, options: PairOptions) -> Tensor:
-    """Unbiased under label noise e: `[-(1 - e) log s(beta h) + e log s(-beta h)] / (1 - 2 e)`.
-
-    Source: Chowdhury et al. 2024, robust DPO (arXiv:2403.00409).
-    """
+    """`[-(1 - e) log s(beta h) + e log s(-beta h)] / (1 - 2 e)`, e the label noise: robust DPO (arXiv:2403.00409)."""
     logits, noise = options.beta * margin(scores, options), options.label_smoothing
     return ((1 - noise) * softplus(-logits) - noise * softplus(logits)) / (1 - 2 * noise)
 
 
 def bco_pair(scores: PairScores, options: PairOptions) -> Tensor:
-    """`-log s(beta c - delta) - log s(-(beta r - delta))`, delta the step's mean reward.
-
-    Source: Jung et al. 2024, BCO with reward shift (arXiv:2404.04656).
-    """
+    """`-log s(beta c - delta) - log s(-(beta r - delta))`, delta the step's mean reward: BCO (arXiv:2404.04656)."""
     chosen, rejected = _rewards(scores, options)
     delta = _step(scores, options).delta
     return softplus(delta - chosen) + softplus(rejected - delta)
 
 
 def sppo_hard(scores: PairScores, options: PairOptions) -> Tensor:
-    """`(c - 1/(2 beta))^2 + (r + 1/(2 beta))^2`: hard win probabilities of 1 and 0.
-
-    Source: Wu et al. 2024, SPPO (arXiv:2405.00675).
-    """
+    """`(c - 1/(2 beta))^2 + (r + 1/(2 beta))^2`. Source: Wu et al. 2024, SPPO, hard labels (arXiv:2405.00675)."""
     (chosen, rejected), goal = scores.ratios, 1 / (2 * options.beta)
     return (chosen - goal).square() + (rejected + goal).square()
 
@@ -134,10 +119,7 @@ def apo_zero(scores: PairScores, options: PairOptions) -> Tensor:
 
 
 def apo_down(scores: PairScores, options: PairOptions) -> Tensor:
-    """`s(beta c) + 1 - s(beta (c - r))`: both down, rejected more.
-
-    Source: D'Oosterlinck et al. 2024, APO (arXiv:2408.06266).
-    """
+    """`s(beta c) + 1 - s(beta (c - r))`: both down, rejected more. Source: D'Oosterlinck et al. (arXiv:2408.06266)."""
     chosen, rejected = _rewards(scores, options)
     return chosen.sigmoid() + (rejected - chosen).sigmoid()
 
@@ -239,9 +221,8 @@ def preference_terms(
 def chosen_nll(logps: Tensor, mask: Tensor, *, coefficient: float = 1.0) -> LossTerms:
     """`-coefficient log p` of each chosen token, `(K,)`, where `mask` is not 0, and the mean as `nll_loss`.
 
-    With coefficient 0 the logged `nll_loss` is 0 too: it is the part of the loss, before its coefficient.
-    The likelihood term of the losses that have one (`sft`, RPO, CPO, ORPO): a mean over tokens, so its own terms.
-    Source for RPO: Pang et al. 2024 (arXiv:2404.19733); it is a mean over tokens here, per sequence there.
+    With coefficient 0 the logged `nll_loss` is 0 too: it is the part of the loss, before its coefficient. It is a mean
+    over tokens; in RPO, per sequence (Pang et al. 2024, arXiv:2404.19733).
     """
     terms = nll(logps, mask)
     part = terms.values if coefficient else torch.zeros_like(terms.values)

@@ -39,8 +39,7 @@ def correction(
     """The ratio `p / p_sampler` of each token, or of each of `count` sequences (a product), kept within `cap`.
 
     `logps` are the trainer's for the weights that sampled; `mode` says whose ratio it is, and whether one above the cap
-    is cut to it or set to 0. Source: Yao et al. 2025, Your efficient RL framework secretly brings you off-policy RL
-    training (truncation); Liu et al. 2025, When speed kills stability (masking).
+    is cut to it or set to 0. Source: Yao et al. 2025 (truncation); Liu et al. 2025 (masking).
 
     >>> new, old = torch.log(torch.tensor([0.6, 0.4])), torch.log(torch.tensor([0.5, 0.1]))
     >>> correction(new, old, torch.ones(2), torch.tensor([0, 0]), 1, mode="token_truncate", cap=2.0).factors

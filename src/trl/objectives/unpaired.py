@@ -38,15 +38,11 @@ class UnpairedScores:
         return self.logps - self.ref_logps
 
 
-# KTO -------------------------------------------------------------------------------------------------------
-
-
 def kl_estimate(total: Weighted) -> Tensor:
     """KTO's point of comparison: the mean log-ratio of mismatched completions, at least 0; 0-dim, in nats, detached.
 
-    `total` sums the step's log-ratios of another row's completion after a prompt.
-
-    Source: Ethayarajh et al. 2024, KTO, the reference point z_0 (arXiv:2402.01306).
+    `total` sums the step's log-ratios of another row's completion after a prompt. Source: Ethayarajh et al. 2024, KTO,
+    the reference point z_0 (arXiv:2402.01306).
 
     >>> kl_estimate(Weighted(torch.tensor(-3.0), torch.tensor(2.0)))
     tensor(0.)
@@ -78,18 +74,12 @@ def kto_terms(
     scores: UnpairedScores, *, kl: Tensor, beta: float = 0.1, loss_type: str = "kto", desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> LossTerms:  # fmt: skip
-    """KTO's loss per completion, with the metrics; `kl` 0-dim is the step's `kl_estimate`; APO takes 0 for it.
-
-    The weights of the two kinds scale values, not counts: the mean is over all completions.
-    """
+    """KTO's loss per completion, with the metrics; `kl` 0-dim is the step's `kl_estimate`. Weights scale values."""
     kl = kl.detach() if loss_type == "kto" else torch.zeros_like(kl)
     losses = KTO_LOSSES[loss_type](scores.ratios, scores.desirable, beta=beta, kl=kl)
     values = torch.where(scores.desirable, desirable_weight * losses, undesirable_weight * losses)
     metrics = unpaired_metrics(scores, beta) | {"kl": weighted(kl.reshape(1))}
     return LossTerms(values, torch.ones_like(values), "sequence", metrics)
-
-
-# BCO -------------------------------------------------------------------------------------------------------
 
 
 def bco(ratios: Tensor, desirable: Tensor, *, beta: float, delta: Tensor) -> Tensor:
@@ -120,9 +110,8 @@ def bco_terms(
 def udm_weights(desirable_prob: Tensor, *, min_ratio: float = 0.5, max_ratio: float = 10.0) -> Tensor:
     """How much likelier each prompt is among desirable than among undesirable rows, `p / (1 - p)`, cut; `(B,) -> (B,)`.
 
-    `desirable_prob` is a classifier's probability that the prompt comes from a desirable row. It brings the prompts of
-    undesirable rows to the distribution of the desirable ones.
-    Source: Jung et al. 2024, BCO, underlying distribution matching (arXiv:2404.04656).
+    `desirable_prob` is a classifier's probability that the prompt comes from a desirable row. Source: Jung et al. 2024,
+    BCO, underlying distribution matching (arXiv:2404.04656).
 
     >>> udm_weights(torch.tensor([0.5, 0.75, 1.0, 0.0]))
     tensor([ 1.0000,  3.0000, 10.0000,  0.5000])
@@ -131,10 +120,7 @@ def udm_weights(desirable_prob: Tensor, *, min_ratio: float = 0.5, max_ratio: fl
 
 
 def unpaired_metrics(scores: UnpairedScores, beta: float) -> dict[str, Weighted]:
-    """The documented `rewards/*` and `logps/*`, each over the completions of its kind.
-
-    `rewards/margins` is a difference of two means with counts of their own: it is taken where they are logged.
-    """
+    """The documented `rewards/*` and `logps/*`, each over its kind's completions; `rewards/margins` follows."""
     kinds = {"chosen": scores.desirable, "rejected": ~scores.desirable}
     rewards = {f"rewards/{kind}": weighted(beta * scores.ratios, mask) for kind, mask in kinds.items()}
     return rewards | {f"logps/{kind}": weighted(scores.logps, mask) for kind, mask in kinds.items()}

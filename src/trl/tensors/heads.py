@@ -17,10 +17,9 @@ NOTHING_ELSE = Statistics()
 SlopesOf = Callable[[Tensor, slice], tuple[Tensor, Tensor | None]]
 """(log-probs of a chunk (C,), which tokens these are) -> the loss's slopes over their log-probs and entropies."""
 
-# Bytes of one buffer of logits. On a CPU the products are within 5 % of their best from 128 rows on (below
-# that, adding up the head's gradient costs more than computing it; measured at vocabularies of 5k and 152k,
-# widths of 256 and 512), and 96 MB keeps a vocabulary of 152k at 160 rows and a sixth of the plain memory.
-# More than 512 rows buy nothing. An accelerator needs larger products to stay busy.
+# Bytes of one buffer of logits. On a CPU the products are within 5 % of their best from 128 rows on (below that, adding
+# up the head's gradient costs more than computing it), and more than 512 rows buy nothing; measured at vocabularies of
+# 5k and 152k, widths of 256 and 512. An accelerator needs larger products to stay busy.
 CPU_CHUNK_BYTES = 96 * 2**20
 CPU_CHUNK_ROWS = (128, 512)
 ACCELERATOR_CHUNK_BYTES = 2**30
@@ -190,6 +189,5 @@ class HeadGradients:
         sums = (self.hidden, self.weight, self.bias)
         if slope is not None:
             sums = tuple(None if x is None else x.mul_(slope) for x in sums)
-        return tuple(
-            None if x is None or like is None else x.to(like.dtype) for x, like in zip(sums, inputs, strict=True)
-        )
+        pairs = zip(sums, inputs, strict=True)
+        return tuple(None if x is None or like is None else x.to(like.dtype) for x, like in pairs)

@@ -125,11 +125,9 @@ def local_loss(
 ) -> LocalLoss:  # fmt: skip
     """Sum of `loss_of(logps, rows)` over chunks of tokens, its gradients computed in the same pass.
 
-    Shapes as in `token_scores`. `loss_of` gets the log-probs `(C,)` of the tokens `rows` (a slice of `N`) and
-    returns each one's already weighted loss `(C,)`. A token's loss may depend on that token alone, and only hidden
-    states, weight and bias get gradients: whatever else `loss_of` reads is a constant.
-
-    The gradients wait, already summed, for the backward pass, which can run once; none is computed without need.
+    Shapes as in `token_scores`. `loss_of` gets the log-probs `(C,)` of the tokens `rows` (a slice of `N`) and returns
+    each one's already weighted loss `(C,)`. A token's loss may depend on that token alone, and only hidden states,
+    weight and bias get gradients. These wait, summed, for the backward pass, which can run once.
 
     >>> hidden, weight = torch.zeros(3, 2), torch.ones(4, 2)
     >>> loss = local_loss(hidden, weight, torch.tensor([0, 1, 2]), lambda logps, rows: -logps)

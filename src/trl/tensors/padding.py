@@ -20,8 +20,8 @@ def pad(
 ) -> Tensor:
     """Stack tensors of one rank and different sizes into one, `B x (S_b, ...) -> (B, S, ...)`.
 
-    `padding_side` and `pad_to_multiple_of` concern the first dimension of each tensor; further dimensions
-    are padded on the right. Raises ValueError for an unknown side, for no tensors, for mixed ranks.
+    `padding_side` and `pad_to_multiple_of` concern the first dimension of each tensor; others are padded on the right.
+    Raises: ValueError for an unknown side, for no tensors, for mixed ranks.
 
     >>> pad([torch.tensor([1, 2, 3]), torch.tensor([4])], padding_side="left")
     tensor([[1, 2, 3],
@@ -160,9 +160,7 @@ def pad_to_size(tensor: Tensor, size: int, dim: int = 1, padding: int = 50256) -
 
 
 def first_true_indices(bools: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Index of each row's first True along the last dimension, or the row length where there is none.
-
-    `(..., T) -> (...)`.
+    """Index of each row's first True, or the row length where there is none, `(..., T) -> (...)`.
 
     >>> first_true_indices(torch.tensor([[False, True, True], [False, False, False]]))
     tensor([1, 3])

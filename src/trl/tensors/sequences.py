@@ -58,9 +58,7 @@ def positions_in_sequence(sequence: Tensor, count: int) -> Tensor:
 
 
 def split_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Chosen and rejected of alternating sequences, `(2B, ...) -> (B, ...), (B, ...)`.
-
-    Raises ValueError for an odd number of sequences.
+    """Chosen and rejected of alternating sequences, `(2B, ...) -> (B, ...), (B, ...)`. Raises: ValueError for odd ones.
 
     >>> split_pairs(torch.tensor([1, 2, 3, 4]))
     (tensor([1, 3]), tensor([2, 4]))

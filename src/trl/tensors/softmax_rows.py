@@ -145,9 +145,9 @@ def row_slopes_(
 ) -> Tensor:  # fmt: skip
     """Turn `space.exps` into the loss's slopes over the head products, up to one factor per row.
 
-    `logps_slope` and `entropies_slope` `(C,)` are the loss's slopes over the log-probs and entropies.
-    Returns the factors `(C, 1)`: multiplying them into the narrow side of the products that follow saves a
-    pass over the vocabulary. Per logit, d logp = onehot - p and d entropy = -p (log p + entropy).
+    `logps_slope` and `entropies_slope` `(C,)` are the loss's slopes over the log-probs and entropies. The factors
+    `(C, 1)` belong to the narrow side of the products that follow, which saves a pass over the vocabulary. Per logit,
+    d logp = onehot - p and d entropy = -p (log p + entropy).
     """
     index, scale = targets.unsqueeze(1), rule.scale / rule.temperature / scores.total
     along_logps = logps_slope.unsqueeze(1)

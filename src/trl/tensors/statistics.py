@@ -34,9 +34,7 @@ def nanmax(tensor: Tensor) -> Tensor:
 
 
 def nanstd(tensor: Tensor) -> Tensor:
-    """Sample standard deviation (over count - 1) of the entries that are not NaN, 0-dim.
-
-    NaN where fewer than two are left.
+    """Sample standard deviation (over count - 1) of the entries that are not NaN, 0-dim; NaN for fewer than two.
 
     >>> nanstd(torch.tensor([1.0, float("nan"), 3.0]))
     tensor(1.4142)
@@ -57,9 +55,7 @@ def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance of the entries whose mask is not 0; `unbiased` divides by count - 1.
-
-    Raises ValueError for fewer entries than that needs.
+    """Variance of the entries whose mask is not 0; `unbiased` divides by count - 1. Raises: ValueError for too few.
 
     >>> masked_var(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1, 1, 0]))
     tensor(2.)
@@ -177,11 +173,9 @@ def identity(x: Value) -> Value:
 
 
 def randn_tensor(
-    shape: Sequence[int],
-    generator: torch.Generator | list[torch.Generator] | None = None,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+    shape: Sequence[int], generator: torch.Generator | list[torch.Generator] | None = None,
+    device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """Normal noise on `device`, drawn where the generator is; of a list of generators, each draws one row.
 
     >>> randn_tensor((2, 3), [torch.Generator().manual_seed(seed) for seed in (0, 1)]).shape
