@@ -68,7 +68,7 @@ def experience_of(
 def chains_of(turns: Sequence[Turn]) -> list[Chain]:
     """A session as chains in which each sampled token is once: one for each tree and each further branch.
 
-    A branch's prompt is all before it. Turns after the same one are ordered by tokens, as times differ from run to run.
+    A branch's prompt is all before it. Turns after the same one are ordered by tokens.
     """
     children: dict[Turn | None, list[Turn]] = {}
     for turn in sorted(turns, key=_by_tokens):

@@ -46,7 +46,6 @@ class Chats:
         return self.tokenizer(text, **({} if begins else {"add_special_tokens": False}))["input_ids"]
 
     def _check_length(self, characters: int) -> None:
-        """Raise APIError for a text whose tokens cannot fit, before it is tokenised."""
         if characters <= self.context_length:
             return
         if characters > (most := self.context_length * self._longest_token):
@@ -102,7 +101,6 @@ class Chats:
 
 @lru_cache(maxsize=1)
 def _vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> list[bytes]:
-    """The bytes of each of a tokenizer's `size` tokens, without those of special ones."""
     vocabulary = vocabulary_bytes(tokenizer)
     for token, added in tokenizer.added_tokens_decoder.items():
         if added.special:

@@ -56,8 +56,8 @@ class AgentCompleter:
 
     `concurrency` sessions run at once, each for at most `deadline` seconds (None: no limit), within a `budget`. The
     agent's result is its reward: a number, None, or a dict with `reward`; failed or silent agents have none and are
-    counted. `agent_sampling` as in `Session`; the endpoint listens on `host`. Sessions that the `journal` holds are not
-    run again. With `graded` a command may print anything. Raises: TypeError for no agent.
+    counted. Sessions that the `journal` holds are not run again. With `graded` a command may print anything. Raises:
+    TypeError for no agent.
     """
 
     def __init__(
@@ -207,24 +207,22 @@ def check_agent(agent: Any, *, graded: bool = False) -> Callable[[Session, Playe
             raise TypeError("it is not async. Use openai.AsyncOpenAI or `await asyncio.to_thread(...)` there")
     except TypeError as error:
         kind = type(agent).__name__
-        raise TypeError(
-            f"agent must be an async function of (row, base_url, api_key), or a command, got {kind}: {error}."
-        ) from None
+        allowed = "an async function of (row, base_url, api_key), or a command"
+        raise TypeError(f"agent must be {allowed}, got {kind}: {error}.") from None
     return lambda session, _: agent(session.row, session.base_url, session.api_key)
 
 
 async def _run_command(words: Sequence[str], session: Session, *, graded: bool) -> object:
     """The JSON value in a command's last line, or the line (None if `graded`). What it started ends with it."""
-    variables = {
-        "base_url": session.base_url, "api_key": session.api_key, "row": json.dumps(session.row, default=str),
-    }  # fmt: skip
+    row = json.dumps(session.row, default=str)
+    variables = {"base_url": session.base_url, "api_key": session.api_key, "row": row}
     line = list(words)
     for name, value in variables.items():
         line = [word.replace(f"{{{name}}}", value) for word in line]
     environment = os.environ | {"OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key}
     with TemporaryFile() as given_row, TemporaryFile() as out, TemporaryFile() as err:
         if not any("{row}" in word for word in words):
-            given_row.write(variables["row"].encode())
+            given_row.write(row.encode())
             given_row.seek(0)
         process = await asyncio.create_subprocess_exec(
             "sh", "-c", _LAUNCH, str(given_row.fileno()), *line, env=environment, start_new_session=True,
@@ -266,7 +264,6 @@ def _alive() -> int:
 
 
 def _branches(chains: Sequence[Chain]) -> list[int]:
-    """A row of `BRANCHES`."""
     row, place = [], 0
     for before, chain in pairwise(chains):
         place += len(before.ids)

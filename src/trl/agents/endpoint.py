@@ -36,8 +36,7 @@ class Endpoint:
     Inside the block, `session(row)` gives an address and a key. The engine runs in a thread of its own, or, with
     `threaded=False`, where `run` is called. `sampling` are the settings of all sessions; other values of temperature
     and truncation in requests are ignored with a warning (`agent_sampling="own"`), taken ("agent") or refused
-    ("strict"). Clients may call the model by any name beside `model_name`. `server` is one that has its address
-    already. Without `http` there is none, and only this process can use the sessions.
+    ("strict"). Clients may call the model by any name. Without `http` only this process can use the sessions.
 
     Example:
         >>> with Endpoint(engine, tokenizer) as endpoint:  # doctest: +SKIP
@@ -97,8 +96,7 @@ class Endpoint:
     def session(self, row: Fields | None = None, *, key: str | None = None, **options: Any) -> Session:
         """Open a session on a row; `options` (`stream`, `budget`, `keeps`, `version`) are those of `Session`.
 
-        Its tokens depend on the seed, its `stream` (default: its number) and requests. Raises: RuntimeError for too
-        many.
+        Its tokens depend on the seed, `stream` (default: its number) and requests. Raises: RuntimeError for too many.
         """
         if len(self._open) >= self.most_sessions:
             raise RuntimeError(f"There are {len(self._open)} open sessions, the maximum. Close some.")

@@ -35,9 +35,8 @@ class StepEnvironment:
     """Makes environments in which the policy takes steps: an `environment_factory` for OpenEnv's clients and the like.
 
     `factory` makes an object with `reset(**row)` and `step(action)`, sync or async; `reset` returns an observation, or
-    an object with `observation`, `step` one with `observation`, `reward` and `done`. `action` makes an action of what
-    the policy wrote, `show` makes the text of an observation, which is the user's next message. The reward is the sum
-    of the steps' rewards.
+    an object with `observation`, `step` one with `observation`, `reward` (these are summed) and `done`. `action` makes
+    an action of what the policy wrote, `show` the text of an observation, which is the user's next message.
 
     Example:
         >>> environment_factory = StepEnvironment(
@@ -103,8 +102,7 @@ class EnvironmentAgent:
     A `factory`, or several by name, among which a row's column `environment` chooses; `reset` gets the other columns,
     and text that it returns ends the prompt's last message. Public methods are tools, beside the functions `tools`. The
     calls of a turn run one after another, each for at most `deadline` seconds. An episode ends with a turn without
-    calls or after `iterations` rounds. With `keeps` environments are reset in the next rollout batch, because reward
-    functions read them.
+    calls or after `iterations` rounds. With `keeps` reward functions can read environments.
     """
 
     def __init__(
@@ -178,7 +176,6 @@ class EnvironmentAgent:
         played.messages = messages[begun:]
 
     async def _observation(self, kind: Kind, played: Played, turn: Turn, *, is_last: bool) -> list[Message]:
-        """What a step shows; nothing if it ends the episode."""
         assert kind.steps is not None
         result = await self.called(partial(played.environment.step, kind.steps.action(turn.text)))
         if result.reward is not None:
@@ -189,7 +186,6 @@ class EnvironmentAgent:
         return [{"role": "user", "content": kind.steps.show(result.observation)}]
 
     async def _replies(self, kind: Kind, played: Played, turn: Turn, *, is_last: bool) -> list[Message]:
-        """The answers to a turn's calls; none if it ends the episode."""
         if turn.finish_reason == "length" or not turn.calls:
             return []
         played.limited = is_last
@@ -231,11 +227,9 @@ class EnvironmentAgent:
         columns = set(dataset.column_names)
         if self.chooses:
             names = set(dataset[KIND]) if KIND in columns else {None}
-            if unknown := names - self.kinds.keys():
-                raise ValueError(
-                    f"column 'environment' has {sorted(map(str, unknown))}, expected one of {sorted(self.kinds)}. "
-                    "Add or correct it."
-                )
+            if unknown := sorted(map(str, names - self.kinds.keys())):
+                allowed = f"one of {sorted(self.kinds)}"
+                raise ValueError(f"column 'environment' has {unknown}, expected {allowed}. Add or correct it.")
         for kind in self.kinds.values():
             kind.check_columns(columns - {KIND} if self.chooses else columns)
         return dataset

@@ -42,10 +42,8 @@ def preference_rows(sessions: Iterable[Record], *, least_margin: float = 0.0) ->
         best, worst = (choose(group, key=lambda record: record["reward"]) for choose in (max, min))
         if best["reward"] - worst["reward"] <= least_margin:
             continue
-        pair = [
-            max(_answered(record), key=lambda conversation: len(conversation["messages"])) for record in (best, worst)
-        ]
-        chosen, rejected = (record["messages"] for record in pair)
+        pair = [max(_answered(record), key=lambda chat: len(chat["messages"])) for record in (best, worst)]
+        chosen, rejected = (chat["messages"] for chat in pair)
         shared = common_prefix_length(chosen, rejected)
         while shared and not all(part[shared:] and part[shared]["role"] == "assistant" for part in (chosen, rejected)):
             shared -= 1
@@ -56,7 +54,6 @@ def preference_rows(sessions: Iterable[Record], *, least_margin: float = 0.0) ->
 
 
 def _answered(session: Record) -> list[Json]:
-    """The conversations whose last message is not empty."""
     lasts = ((conversation, conversation["messages"][-1]) for conversation in session["conversations"])
     return [conversation for conversation, last in lasts if last.get("content") or last.get("tool_calls")]
 

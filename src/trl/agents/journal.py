@@ -93,8 +93,7 @@ class Journal:
 
     A record belongs to the run, step, weights, random stream, row and sampling settings. `prune` deletes what a
     checkpoint does not need, unless the journal `keeps` all. With `environments`, their classes, a record has the
-    session's environment: its `__getstate__()`, if that is JSON. Sessions whose environment cannot be restored are run
-    again.
+    session's: its `__getstate__()`, if that is JSON. Sessions whose environment cannot be restored are run again.
     """
 
     def __init__(
@@ -189,7 +188,6 @@ def read_sessions(folder: str | Path) -> Iterator[Json]:
 
 
 def _records(folder: str | Path, files: str) -> Iterator[Json]:
-    """The lines of a journal's files: sessions, and the rewards of some."""
     for file in sorted(Path(folder).glob(files)):
         for line in file.read_bytes().splitlines():
             with suppress(ValueError):  # an empty line, or half of one

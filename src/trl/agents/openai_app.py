@@ -97,13 +97,10 @@ def _error_of(error: Exception, where: str) -> APIError:
     if isinstance(error, HTTPException):
         return APIError(error.status_code, f"{error.detail} ({where})")
     if isinstance(error, RequestValidationError):
-        faults = faults_of(error)
-        parts = [
-            f"{name} is not supported"
-            if fault["type"] == "extra_forbidden"
-            else f"{name or 'body'}: {fault['msg'].removeprefix('Value error, ')}"
-            for name, fault in faults
-        ]
+        faults, parts = faults_of(error), []
+        for name, fault in faults:
+            wrong = f"{name or 'body'}: {fault['msg'].removeprefix('Value error, ')}"
+            parts.append(f"{name} is not supported" if fault["type"] == "extra_forbidden" else wrong)
         return APIError(400, "; ".join(parts), param=faults[0][0].split(".")[0] or None)
     if isinstance(error, RecursionError):
         return APIError(400, "The body is nested too deeply.")
@@ -159,23 +156,19 @@ class _Form:
         self.head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
     def whole(self, turns: Sequence[Turn]) -> Json:
-        """A response."""
         content = self._message if self.is_chat else self._text
         choices = [{"index": n, **content(turn), **self.end(turn)} for n, turn in enumerate(turns)]
         return {**self.head, "choices": choices, "usage": self.usage(turns)}
 
     def part(self, index: int, delta: Fields, end: Fields | None = None) -> str:
-        """An event with what is new in a completion."""
         new = {"delta": delta} if self.is_chat else {"text": delta.get("content", "")}
         return self.event([{"index": index, **new, **(end or {"finish_reason": None, "logprobs": None})}])
 
     def event(self, choices: list[Json], **more: object) -> str:
-        """An event of a stream."""
         kind = "chat.completion.chunk" if self.is_chat else self.head["object"]
         return _event({**self.head, "object": kind, "choices": choices, **more})
 
     def end(self, turn: Turn) -> Json:
-        """The entries of a completion that has ended."""
         logprobs = self._chat_logprobs if self.is_chat else self._text_logprobs
         return {"finish_reason": turn.finish_reason, "logprobs": logprobs(turn)}
 

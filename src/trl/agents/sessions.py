@@ -184,7 +184,6 @@ class Session:
     A request's own temperature and truncation are ignored (noted in `warned`), taken or refused, as `agent_sampling`
     says; its seed counts where the session keeps nothing. A turn's random stream depends on the session's `stream` and
     the turn's prompt, not on the order of turns or sessions. Without `keeps` turns are forgotten when they end.
-    `version` of the weights is noted on each turn.
     """
 
     chats: Chats
@@ -287,7 +286,6 @@ class Session:
     def _begin(
         self, makers: Sequence[Callable[[], Turn]], body: Body, *, limit: int | None, is_retry: bool
     ) -> list[Turn]:
-        """Begin `n` turns of each prompt, or none."""
         started: list[Turn] = []
         try:
             for make in makers:
@@ -381,11 +379,9 @@ class Session:
         if self.agent_sampling == "own":
             if new := settings.keys() - self.warned:
                 self.warned |= new
-                logger.warning(
-                    "An agent sends %s, which is ignored: completions are sampled with the settings of the run. "
-                    "agent_sampling='agent' takes the agent's, 'strict' refuses them.",
-                    ", ".join(f"{name}={settings[name]:g}" for name in sorted(new)),
-                )
+                ignored = ", ".join(f"{name}={settings[name]:g}" for name in sorted(new))
+                text = "An agent sends %s, which is ignored: completions are sampled with the settings of the run. "
+                logger.warning(text + "agent_sampling='agent' takes the agent's, 'strict' refuses them.", ignored)
             settings = {}
         seed = {} if self.keeps or body.seed is None else {"seed": body.seed}
         return replace(self.sampling, **settings, **seed, stop_strings=stops)

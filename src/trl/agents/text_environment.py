@@ -74,8 +74,7 @@ class TextHistory:
     """Segments of the model or the system (prompt, tools), one after another.
 
     `text` and `tokens` `(T,)` are those of all segments, `text_spans` and `token_spans` their (begin, end),
-    `system_spans` who wrote them. `token_masks` `(T,)` is 1 for the model's tokens. `completed`, `truncated` and
-    `reward` are set last.
+    `system_spans` who wrote them. `token_masks` `(T,)` is 1 for the model's tokens.
     """
 
     def __init__(self, text: str, tokens: Tensor | Sequence[int], system: bool = True) -> None:
@@ -225,10 +224,8 @@ class TextEnvironment:
             if not history.completed:
                 history.complete(truncated=True)
         self.compute_reward(histories, **rewards_kwargs)
-        tokens, responses, masks = zip(*[one.split_query_response_tokens() for one in histories], strict=True)
-        return Episodes(
-            list(tokens), list(responses), list(masks), [history.reward for history in histories], histories
-        )
+        columns = map(list, zip(*[one.split_query_response_tokens() for one in histories], strict=True))
+        return Episodes(*columns, [history.reward for history in histories], histories)
 
     def _begin(self, queries: Sequence[str]) -> list[TextHistory]:
         if isinstance(queries, str) or not len(queries):
@@ -281,7 +278,6 @@ class TextEnvironment:
         return history
 
     def _room(self, history: TextHistory) -> int | None:
-        """Tokens left in an episode."""
         return None if self.max_length is None else max(self.max_length - len(history.tokens), 0)
 
     def tasks_end_check(self, histories: list[TextHistory], model_turn: bool = True) -> list[TextHistory]:
@@ -319,5 +315,4 @@ class TextEnvironment:
 
 
 def _shorter(first: int | None, second: int | None) -> int | None:
-    """The smaller of two limits; None means no limit."""
     return min([limit for limit in (first, second) if limit is not None], default=None)

@@ -151,10 +151,7 @@ def tool_counts(played: Sequence[Played]) -> dict[str, list[int]]:
 
 
 def tool_metrics(rows: Mapping[str, Tensor], *, share: float) -> dict[str, Weighted]:
-    """Metrics of the calls in rows of all processes, of which this process logs a `share`.
-
-    Calls per completion; shares of calls that failed, in all and by kind; share of completions that the limit ended.
-    """
+    """Metrics of the calls in rows of all processes, of which this process logs a `share`."""
     if CALLS not in rows:
         return {}
     calls = rows[CALLS]
