@@ -25,11 +25,10 @@ class Sampling:
     `temperature` divides the logits; 0 is greedy, as is `do_sample=False`. `top_k` (None or 0: off), `top_p` (1: off)
     and `min_p` (None or 0: off) truncate the distribution in this order, as in transformers; ties at the border are
     kept. `repetition_penalty` (CTRL, arXiv:1909.05858, section 4.1) counts prompt and completion. `stop_token_ids=None`
-    are the model's own end tokens, `()` none. A completion keeps the token that stopped it, also the one that completed
-    a stop string. `seed=None` draws a seed from torch's global generator; otherwise results depend on (seed, stream)
-    only. `processors` are further settings of `generate` (`typical_p`, `no_repeat_ngram_size`, ...), which only
-    `TransformersEngine` supports. It never draws token ids at or beyond `vocabulary` (None: draws all that the model
-    has); with vLLM they are an error. Raises: ValueError for a value out of range.
+    are the model's own end tokens. A completion keeps the token that stopped it, also the one that completed a stop
+    string. `seed=None` draws a seed; otherwise results depend on (seed, stream) only. `processors` are further settings
+    of `generate`, which only `TransformersEngine` supports. Token ids at or beyond `vocabulary` are never drawn; with
+    vLLM they are an error. Raises: ValueError for a value out of range.
     """
 
     max_new_tokens: int | None = None
@@ -142,9 +141,9 @@ _NEUTRAL: dict[str, float] = {
 
 
 def _ends(value: int | list[int]) -> tuple[int, ...]:
-    """One or several end tokens; negative ones, an old way to say none, are left out."""
-    several = value if isinstance(value, (list, tuple)) else [value]
-    return tuple(int(token) for token in several if int(token) >= 0)
+    """One or several end tokens, without negative ones (none)."""
+    tokens = value if isinstance(value, (list, tuple)) else [value]
+    return tuple(int(token) for token in tokens if int(token) >= 0)
 
 
 # The field of each setting, and the function that converts its values.
@@ -216,8 +215,7 @@ def check_requests(
 ) -> tuple[list[tuple[int, ...]], list[int]]:
     """The prompts as tuples of ids, and the random stream of each.
 
-    Raises: ValueError for an empty prompt, an invalid token id, a prompt that does not leave `room` tokens (0 for
-    encoders) in the model's context length, and a wrong number of streams.
+    Raises: ValueError for an empty or too long prompt (`room` is for the completion), wrong token ids and streams.
     """
     rows = [tuple(p.tolist() if isinstance(p, Tensor) else map(int, p)) for p in prompts]
     for index, prompt in enumerate(rows):
@@ -244,7 +242,7 @@ def completion_limits(
     """The maximum of new tokens of each completion, by `sampling`, the context length and its own limit.
 
     `starts` are the numbers of tokens before each completion (for an encoder-decoder: in the decoder). Raises:
-    ValueError for a prompt that leaves no room in `max_length`, and for invalid own limits.
+    ValueError without room in `max_length`, and for invalid own limits.
     """
     if own_limits is not None and (len(own_limits) != len(starts) or min(own_limits, default=1) < 1):
         raise ValueError(f"limits must be one number >= 1 per prompt ({len(starts)}), got {list(own_limits)}.")

@@ -97,14 +97,9 @@ class LiveCalls:
 
     def step(self) -> dict[int, Generated]:
         first = next(iter(self._waiting.values()))
-        together = {
-            number: request
-            for number, request in self._waiting.items()
-            if request.sampling == first.sampling and (request.limit is None) == (first.limit is None)
-        }
-        for number in together:
-            del self._waiting[number]
-        requests = list(together.values())
+        alike = first.sampling, first.limit is None
+        together = [n for n, request in self._waiting.items() if (request.sampling, request.limit is None) == alike]
+        requests = [self._waiting.pop(number) for number in together]
         limits = [request.limit for request in requests if request.limit is not None]
         completions = self.engine.generate(
             [request.prompt for request in requests], first.sampling,
@@ -187,9 +182,7 @@ class Broker:
                 started = time.monotonic()
                 while self._waiting and not (self._waiting[0].alone and self._running):
                     self._begin(live, self._waiting.popleft())
-                self._drop_cancelled(live)
-                if self._running:
-                    self._step(live)
+                self._step(live)
                 self.busy_s += time.monotonic() - started
         except Exception as error:
             self.fail(error)
@@ -218,15 +211,13 @@ class Broker:
             if future.running() or future.set_running_or_notify_cancel():
                 future.set_exception(error)
 
-    def _drop_cancelled(self, live: Live) -> None:
+    def _step(self, live: Live) -> None:
+        """Draw tokens for requests that were not cancelled, and answer those that ended."""
         with self._answering:
-            dropped = [number for number, asked in self._running.items() if asked.future.cancelled()]
-            for number in dropped:
+            for number in [number for number, asked in self._running.items() if asked.future.cancelled()]:
                 live.cancel(number)
                 del self._running[number]
-
-    def _step(self, live: Live) -> None:
-        ended = live.step()
+        ended = live.step() if self._running else {}
         with self._answering:
             for number, generated in ended.items():
                 asked = self._running.pop(number, None)

@@ -28,7 +28,6 @@ def any_process(value: bool) -> bool:
 
 
 def _gathered(value: _T, group: dist.ProcessGroup | None = None) -> list[_T]:
-    """The values of all processes of a group (None: all)."""
     if group is None and process_count() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -41,8 +40,7 @@ def through_main(
 ) -> _R:
     """This process's part of what `make` returns in the main process for the `value`s of all. All must call it.
 
-    `meanwhile` runs in the other processes, for collective work inside `make`. An error in the main process is raised
-    in all of them, in the others as the same builtin type or RuntimeError.
+    `meanwhile` runs in the other processes, for collective work inside `make`. An error is raised in all of them.
     """
     values, parts, failure = _gathered(value), None, None
     if process_count() == 1:

@@ -38,12 +38,11 @@ Best = tuple[np.ndarray, np.ndarray]
 class TeacherServer:
     """A teacher that an OpenAI-style server at `url` serves; its log-probs are at temperature 1.
 
-    Requests have token ids as prompts and ask for log-probs in vLLM's form (`prompt_logprobs`), or, from a server that
-    does not know it, in OpenAI's (`echo` and `logprobs`). Tokens that such a server names by their text are found by
-    the student's `tokenizer`; `vocabulary` is the number of tokens that the student has. Without `model` the server's
-    first one is used. A request is repeated until the `deadline`, in seconds, while the server is not reachable or
-    busy. The server's API key, if it needs one, is the environment's TRL_TEACHER_SERVER_TOKEN. Raises: ServerLost if it
-    does not answer, ValueError for requests that it refuses, such as too large a `top_k`.
+    Requests have token ids as prompts and ask for log-probs in vLLM's form (`prompt_logprobs`), or else in OpenAI's
+    (`echo` and `logprobs`). Tokens that such a server names by their text are found by the student's `tokenizer`;
+    `vocabulary` is the number of tokens that the student has. Without `model` the server's first one is used. A request
+    is repeated until the `deadline`, in seconds. The API key is the environment's TRL_TEACHER_SERVER_TOKEN. Raises:
+    ServerLost if it does not answer, ValueError for requests that it refuses, such as too large a `top_k`.
     """
 
     def __init__(
@@ -54,7 +53,12 @@ class TeacherServer:
         self._http = ServerConnection(address, None, kind="teacher server", variable=TOKEN_VARIABLE)
         self.top_k, self.vocabulary, self.deadline = top_k, vocabulary, deadline
         self._tokenizer, self._ids_of_text = tokenizer, dict[str, list[int]]()
-        self.model, self._echoes = model or self._first_model(), False
+        if model is None:
+            listed = self._repeated(partial(self._http.get, "/v1/models"), "its models").get("data")
+            if not isinstance(listed, list) or not listed or "id" not in listed[0]:
+                raise self._fault("/v1/models", "it lists no model")
+            model = str(listed[0]["id"])
+        self.model, self._echoes = model, False
         probe, name = [[0, 0]], ["the first request"]
         try:
             self._echoes = "prompt_logprobs" not in self._choices(probe, name[0])[0]
@@ -79,14 +83,7 @@ class TeacherServer:
             best.append(self._arrays(entries, name))
         return best
 
-    def _first_model(self) -> str:
-        listed = self._repeated(partial(self._http.get, "/v1/models"), "its models").get("data")
-        if not isinstance(listed, list) or not listed or "id" not in listed[0]:
-            raise self._fault("/v1/models", "it lists no model")
-        return str(listed[0]["id"])
-
     def _choices(self, rows: Sequence[list[int]], where: str) -> list[Json]:
-        """The answer to each row."""
         body: Json = {"model": self.model, "prompt": rows, "temperature": 0.0}
         if self._echoes:
             body |= {"max_tokens": 0, "echo": True, "logprobs": self.top_k, "return_tokens_as_token_ids": True}
@@ -101,7 +98,6 @@ class TeacherServer:
         return [by_index[number] for number in range(len(rows))]
 
     def _repeated(self, ask: Callable[..., Json], where: str) -> Json:
-        """The answer to a request, which is repeated with growing pauses until the deadline."""
         until, pause = time.monotonic() + self.deadline, FIRST_PAUSE_S
         while True:
             try:
@@ -140,7 +136,6 @@ class TeacherServer:
         return by_id
 
     def _ids(self, token: str) -> list[int]:
-        """The ids that a token of an answer may have."""
         if match := _TOKEN_ID.fullmatch(token):
             return [int(match[1])]
         if not self._ids_of_text:
@@ -159,11 +154,8 @@ class TeacherServer:
         if not (logps <= LARGEST_LOGP).all():
             raise self._fault(name, "it gave log-probs that are NaN or above 0")
         if ids.max(initial=0) >= self.vocabulary:
-            raise self._fault(
-                name,
-                f"it gave token id {ids.max()}, the student has {self.vocabulary} tokens. Use a teacher with its "
-                "tokenizer",
-            )
+            fault = f"it gave token id {ids.max()}, the student has {self.vocabulary} tokens"
+            raise self._fault(name, f"{fault}. Use a teacher with its tokenizer")
         return ids, logps
 
     def _fault(self, where: str, what: str) -> RuntimeError:
@@ -257,10 +249,8 @@ def served_teacher(
         )
     if isinstance(urls, str) and urls.lstrip().startswith("{"):
         urls = json_object("teacher_model_server_url", urls) or {}
-    options: Json = {
-        "top_k": args.teacher_top_k, "deadline": args.teacher_server_timeout, "tokenizer": tokenizer,
-        "vocabulary": vocabulary,
-    }  # fmt: skip
+    options: Json = {"top_k": args.teacher_top_k, "deadline": args.teacher_server_timeout}
+    options |= {"tokenizer": tokenizer, "vocabulary": vocabulary}
     if isinstance(urls, str):
         model = None if urls is args.teacher_model_name_or_path else args.teacher_model_name_or_path
         return TeacherServers(TeacherServer(urls, model=model, **options))
@@ -268,7 +258,6 @@ def served_teacher(
 
 
 def _trained_rows(number: int, batch: Columns, rows: Mapping[str, Tensor]) -> Iterator[_Row]:
-    """The rows of micro-batch `number` that train a token."""
     servers = batch[TEACHER].tolist() if TEACHER in batch else [0] * len(rows["input_ids"])
     columns = (rows[name] for name in ("input_ids", "labels", "attention_mask"))
     for row, (ids, labels, mask, server) in enumerate(zip(*columns, servers, strict=True)):

@@ -180,9 +180,8 @@ class ServerConnection:
         except ValueError:  # whose text may show a password
             parts = port = host = None
         if parts is None or parts.scheme not in ("http", "https") or not host or parts.username is not None:
-            raise ValueError(
-                f"base_url={redacted(base_url)!r} is no address of a server such as http://localhost:8000 (no user)."
-            )
+            example = "http://localhost:8000 (no user)"
+            raise ValueError(f"base_url={redacted(base_url)!r} is no address of a server such as {example}.")
         self.kind, self.variable = kind, variable
         self.base_url, self.token = base_url.rstrip("/"), token
         self.host = reachable(host)
@@ -240,10 +239,8 @@ class ServerConnection:
         message = str(content.get("error", text) if isinstance(content, dict) else text)[:_MOST_CHARACTERS]
         if status == 401:
             source = "that was given" if token else "(none was found)"
-            message = (
-                f"refused the token {source}. Set {self.variable} to the same text for the server and for this program"
-                + ("; without it, both must run on one machine as the same user." if is_ours else ".")
-            )
+            same = "; without it, both must run on one machine as the same user." if is_ours else "."
+            message = f"refused the token {source}. Set {self.variable} to the same text here and for the server{same}"
         elif status in (200, 404, 405):
             expected = "a server started with `trl vllm-serve`" if is_ours else "an OpenAI-style server"
             message = f"answers {message!r}, expected {expected}. Check host and port."

@@ -65,10 +65,7 @@ class WeightChannel:
         return channel
 
     def announce(self) -> None:
-        """Tell the sender that this rank (1 and up) is ready to receive.
-
-        Raises: ConnectionError if the channel broke.
-        """
+        """Tell the sender that this rank (1 and up) is ready to receive. Raises: ConnectionError."""
         with self._breaking():
             self._opened()[1].add(_READY, 1)
 

@@ -96,8 +96,8 @@ def make_llm(served: ServedModel, extension: str) -> LLM:
 def llm_worker(script_args: ServedModel, data_parallel_rank: int, master_port: int, connection: Connection) -> None:
     """Load a model into vLLM, send `{"status": "ready"}`, and run commands until `{"type": "shutdown"}` or the end.
 
-    The target of a process in servers of 0.16-0.26. A command is `{"type": "call", "method": ..., "args": ...,
-    "kwargs": ...}`: a method of `vllm.LLM`, whose result is sent back; none is for "fire_and_forget".
+    A command (of servers of 0.16-0.26) is `{"type": "call", "method": ..., "args": ..., "kwargs": ...}`: a method of
+    `vllm.LLM`, whose result is sent back; none is for "fire_and_forget".
     """
     facts = {"RANK": data_parallel_rank, "RANK_LOCAL": data_parallel_rank, "MASTER_PORT": master_port}
     facts["SIZE"] = script_args.data_parallel_size
@@ -201,7 +201,7 @@ class VLLMBackend:
     """vLLM for a `GenerationServer`. Methods may be called in any thread.
 
     One thread runs vLLM's steps; requests join and leave between them. Everything else waits until no request runs, and
-    what comes after it waits for it. Raises: ImportError without vLLM, and what vLLM raises for an unsupported model.
+    what comes after it waits for it. Raises: ImportError without vLLM, and what vLLM raises.
     """
 
     def __init__(self, served: ServedModel) -> None:
@@ -345,10 +345,7 @@ class VLLMBackend:
 
 
 def sampling_params(arguments: Mapping[str, object]) -> SamplingParams:
-    """vLLM's `SamplingParams` of these arguments, with the log-probs of the sampled tokens.
-
-    Raises: ValueError for unknown or invalid arguments.
-    """
+    """vLLM's `SamplingParams` of these arguments, with log-probs of sampled tokens. Raises: ValueError for others."""
     if any(name.startswith("_") or name in ("output_kind", "skip_clone") for name in arguments):
         names = ", ".join(sorted(arguments))
         raise ValueError(f"Sampling arguments must be public ones of vLLM's SamplingParams, got {names}.")

@@ -35,7 +35,6 @@ class VLLMClient:
     `base_url` (such as http://10.0.0.7:8000) takes precedence over `host` and `server_port`; the host 0.0.0.0 means
     this machine. `group_port` is the port of the weight channel on the server's machine, `connection_timeout` the time
     to wait for the server in seconds. `token` is its secret (None: TRL_VLLM_SERVER_TOKEN, or a local server's file).
-
     Raises: ConnectionError if no server answers in time.
 
     Example:
@@ -111,8 +110,8 @@ class VLLMClient:
         """`n` completions of each prompt (a text or its token ids).
 
         Returns `prompt_ids` of each prompt, and `completion_ids` and `logprobs` of each completion, ordered by prompt.
-        `images` are PIL images, one or a list for each prompt (None: none). `top_k=-1` and `top_p=1` do not truncate.
-        `generation_kwargs` are further arguments of vLLM's `SamplingParams`.
+        `images` are PIL images, one or a list for each prompt (None: none). `generation_kwargs` are further arguments
+        of vLLM's `SamplingParams`.
         """
         sampling = _sampling(locals())
         if isinstance(prompts, str):
@@ -228,7 +227,6 @@ class VLLMClient:
             raise
 
     def _check_channel(self, answer: Mapping[str, object]) -> None:
-        """Raise if the server's weights are not those sent through this channel."""
         if self.channel_name is None or answer.get("channel") == self.channel_name:
             return
         self._drop_channel()
@@ -261,14 +259,12 @@ def _sampling(arguments: Mapping[str, object]) -> Json:
 
 
 def _encoded(images: Image | list[Image] | str | None) -> str | list[str] | None:
-    """An image, or the images of a prompt, as text."""
     if images is None or isinstance(images, str):
         return images
     return [pil_to_base64(image) for image in images] if isinstance(images, list) else pil_to_base64(images)
 
 
 def _without_pixels(message: Mapping[str, object]) -> Json:
-    """A message with its images in base64."""
     if not isinstance(content := message.get("content"), list):
         return dict(message)
     shown = []
@@ -293,5 +289,4 @@ def _device(place: torch.device | str | int) -> torch.device:
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Make the device this thread's current one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -68,7 +68,6 @@ class PolicyCopy(ABC):
         """Send these weights to the copy."""
 
     def _agree(self, failure: Exception | None) -> None:
-        """Raise an error in all processes that generate together."""
         raise_in_all(failure)
 
     def forget(self) -> None:
@@ -81,8 +80,7 @@ class PolicyCopy(ABC):
         """One completion per prompt, in order; see `Engine.generate`.
 
         Each request has its own seed, derived from the seed and its stream; rounding may depend on the batch. Raises:
-        ValueError for invalid prompts, in all processes that generate together, and for token ids beyond
-        `sampling.vocabulary`. RuntimeError for aborted completions.
+        ValueError (in all processes that generate together), RuntimeError for aborted completions.
         """
         requests, failure = [], None
         try:
@@ -142,7 +140,6 @@ class PolicyCopy(ABC):
 
 
 def _shared_settings(sampling: Sampling, ends: Sequence[int], regex: str | None) -> Json:
-    """The settings that all requests of a call share."""
     sampling.refuse_processors("vLLM")
     settings: Json = {
         "temperature": 0.0 if sampling.greedy else sampling.temperature,
@@ -168,8 +165,7 @@ class VLLMSettings:
 
     `memory`: its share of the device's memory in (0, 1]. `parallel`: number of processes that share one copy (tensor
     parallelism). `context_length`: maximum of prompt and completion tokens (None: the model's). `implementation`: the
-    model's code, `"vllm"` or `"transformers"`. `sleeps`: release memory between generations (GPUs). `regex`: a pattern
-    that every completion matches.
+    model's code, `"vllm"` or `"transformers"`. `sleeps`: release memory between generations (GPUs).
     """
 
     memory: float = 0.3
@@ -318,7 +314,6 @@ class VLLMEngine(PolicyCopy):
                 self._asleep = True
 
     def _built(self) -> LLM:
-        """vLLM's own engine with random weights."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are passed within the process
         from vllm import LLM  # pyright: ignore
 

@@ -66,10 +66,8 @@ def check_served(served: Served, args: Any, policy: Policy) -> None:
     vocabulary = core.config.get_text_config().vocab_size
     where = f"the vLLM server at {served.address} serves {served.model}"
     if served.vocabulary != vocabulary:
-        raise ValueError(
-            f"{where}, with a vocabulary of {served.vocabulary}, not the policy's {vocabulary}. "
-            "Serve the trained model."
-        )
+        other = f"a vocabulary of {served.vocabulary}, not the policy's {vocabulary}"
+        raise ValueError(f"{where}, with {other}. Serve the trained model.")
     # The default of max_prompt_length is no promise: prompts are checked when they are prepared.
     is_default = args.max_prompt_length == type(args).max_prompt_length
     needed = (args.max_completion_length or 1) + (1 if is_default else args.max_prompt_length or 1)
@@ -89,10 +87,9 @@ class VLLMServerEngine(PolicyCopy):
     """Completions by a server of `trl vllm-serve`.
 
     Only the main process has a `client`, through which the requests of all processes go in one call. So all processes
-    must call `generate` and `sync_weights` together, with any number of requests each, and errors are raised in all of
-    them. A server that was restarted gets its weights again, after at most `patience` seconds. Weights are sent from
-    `device` (None: the policy's). All processes must open `live` together; inside it each has connections of its own,
-    and a server that stops is an error.
+    must call `generate`, `sync_weights` and `live` together, with any number of requests each, and errors are raised in
+    all of them. A server that was restarted gets its weights again, after at most `patience` seconds (an error in
+    `live`). Weights are sent from `device` (None: the policy's).
     """
 
     def __init__(
@@ -141,7 +138,6 @@ class VLLMServerEngine(PolicyCopy):
         return answers
 
     def _complete(self, of_processes: list[list[Request]]) -> list[list[Answer] | None]:
-        """The server's answers for each process; None for each if the server lost the weights."""
         requests = [request for part in of_processes for request in part]
         try:
             answers = iter(self._connected().complete(requests) if requests else [])

@@ -38,10 +38,8 @@ def check_sendable(model: nn.Module) -> None:
         raise ValueError("cast_lm_head_to_fp32=True untied the head, which vLLM keeps tied. Leave it out.")
     for name, module in core.named_modules():
         if _is_adapter(module) and not (_has_saved_copy(module) or has_readable_weight(module)):
-            raise ValueError(
-                f"use_vllm=True cannot send the adapter of {name} ({type(module).__name__}). Use plain LoRA on linear "
-                "layers."
-            )
+            kind = type(module).__name__
+            raise ValueError(f"use_vllm=True cannot send the adapter of {name} ({kind}). Use LoRA on linear layers.")
 
 
 @cache

@@ -135,10 +135,7 @@ class WeightSyncWorkerExtension(WeightReceiver):
         return self.weight_channel
 
     def init_communicator(self, host: str, port: int, world_size: int, client_device_uuid: str) -> None:
-        """Join the client and the other workers, `world_size` processes altogether, at `host:port`.
-
-        Raises: RuntimeError if that fails.
-        """
+        """Join the client and the other workers, `world_size` processes, at `host:port`. Raises: RuntimeError."""
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         _raise(self.join_weight_channel(host, port, world_size, backend, _JOINING_S))
         self.client_rank = 0
