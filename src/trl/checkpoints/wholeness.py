@@ -169,7 +169,6 @@ def checkpoint_to_load(
 
 
 def _not_whole(folder: Path, without: Sequence[str]) -> CheckpointError:
-    """The error for a checkpoint that lost a part: its files, and what to do."""
     reasons = faults(folder, without=without)
     parts = list(dict.fromkeys(_part_of(file) for file in reasons))
     another = _another(folder)
@@ -204,7 +203,6 @@ def _part_of(file: str) -> str:
 
 
 def _names(folder: Path) -> list[str]:
-    """The files below a folder, by their paths from it."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 

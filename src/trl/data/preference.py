@@ -111,7 +111,6 @@ class PairTokenizer(RowKind):
         return cut_rows
 
     def _answers(self, row: Row, index: int) -> list[Answers]:
-        """The texts of a row of text or messages, each prompt once."""
         chosen, rejected, is_repeated = self.reader.read(row, index)
         # Templates may render the prompt in another way in its middle: what both sides share is the prompt.
         shared = chosen[0][: common_prefix_length(chosen[0], rejected[0])]
@@ -153,7 +152,6 @@ class PairTokenizer(RowKind):
         return Tokens(index, list(row.get(PAIR_COLUMNS[0]) or []), completions, row.get(OWN_PROMPT))
 
     def _cut(self, tokens: Tokens) -> RowDict:
-        """The finished columns of a row, with its counts."""
         rejected_prompt = tokens.prompt if tokens.own_prompt is None else tokens.own_prompt
         sides = [
             Side(prompt, c) for prompt, c in zip((tokens.prompt, rejected_prompt), tokens.completions, strict=True)

@@ -204,5 +204,4 @@ class PromptSets:
 
 
 def _stored(stream: IterableDataset) -> Dataset:
-    """All rows of a stream, in memory."""
     return Dataset.from_list([dict(row) for row in stream.with_format(None)], features=stream.features)

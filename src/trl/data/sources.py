@@ -84,7 +84,6 @@ def load_source(
 
 
 def _load_saved(place: Path, path: str, split: str | None, *, streaming: bool) -> AnyDataset:
-    """The rows of a folder that `save_to_disk` wrote."""
     loaded: Any = datasets.load_from_disk(str(place))
     loaded = DatasetDict({str(loaded.split or "train"): loaded}) if isinstance(loaded, Dataset) else loaded
     if split is not None and split not in loaded:
@@ -132,7 +131,6 @@ def _is_utf8(file: Path, *, most: int | None) -> bool:
 
 
 def _refuse_broken_lines(files: list[Path]) -> None:
-    """Raise ValueError naming the first broken line of some files."""
     for file in files:
         if fault := _fault(file):
             raise ValueError(f"{str(file)!r}, line {fault[0]}: {fault[1]}")

@@ -156,7 +156,6 @@ def _scores(scores: Sequence | Tensor, count: int, device: torch.device) -> Tens
 
 
 def _mask(name: str, row: object, response: Tensor) -> Tensor:
-    """The mask of a response, ones where none is given."""
     mask = torch.ones_like(response) if row is None else torch.as_tensor(row).flatten()
     if len(mask) != len(response):
         raise ValueError(f"{name} must have an entry for each of {len(response)} tokens, got {len(mask)}.")
@@ -203,7 +202,6 @@ class StepRows:
         return [self._row(number, name, *row) for number, row in enumerate(inputs)]
 
     def _read(self, name: str, rows: Any, count: int | None = None) -> list[Tensor]:
-        """Rows of token ids from texts, or from lists or tensors of numbers."""
         is_text, is_rows = name.startswith("texts"), isinstance(rows, (Tensor, Sequence))
         if not is_rows or isinstance(rows, str) or not len(rows):
             kind, got = "text" if is_text else "tensor", f"{rows!r:.40}" if is_rows else type(rows).__name__

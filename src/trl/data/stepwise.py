@@ -117,7 +117,6 @@ class StepwiseTokenizer(RowKind):
         return self._counted(ids, [*[IGNORED] * len(prompt), *classes[:last]], index, length, len(labelled))
 
     def _begun(self, prompt: Ids) -> Ids:
-        """The prompt with the tokenizer's begin token before it."""
         begin: Any = text_tokenizer(self.processing_class).bos_token_id
         return prompt if begin is None or prompt[:1] == [begin] else [begin, *prompt]
 

@@ -137,7 +137,6 @@ class WithTeacherColumns:
     teachers: Sequence[str] = ()
 
     def __call__(self, rows: Sequence[Row]) -> RowDict:
-        """The batch of some rows."""
         batch = self.collate(rows)
         if self.teachers:
             names = [(row.get(TEACHER), f"row {number} of the batch") for number, row in enumerate(rows)]

@@ -236,7 +236,6 @@ class SFTTokenizer(RowKind):
         return [{"input_ids": ids, "removed_begin_tokens": removed} for ids, removed in encoded]
 
     def _halves(self, halves: list[tuple[str, str]]) -> list[RowDict]:
-        """Prompts and completions as token rows with a `completion_mask`."""
         splits = tokenize_split(
             text_tokenizer(self.processing_class),
             [(prompt, [completion]) for prompt, completion in halves],

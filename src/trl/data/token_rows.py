@@ -79,7 +79,6 @@ def _cut(row: Row, name: str, place: Place) -> RowDict:
 
 
 def _document_lengths(positions: np.ndarray, tokens: int, place: Place) -> list[int]:
-    """Tokens of the documents whose positions these are."""
     if positions.shape != (tokens,):
         raise place.error(f"shape {positions.shape} for {tokens} tokens", "one for each", "Remove the column.")
     starts = np.flatnonzero(np.diff(positions, prepend=-2) != 1)

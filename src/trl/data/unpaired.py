@@ -236,7 +236,6 @@ class UnpairedTokenizer(PairTokenizer):
         return rows
 
     def _halves(self, row: Row, index: int) -> tuple[str, str]:
-        """Prompt and completion of a row as text."""
         reader = self.reader
         if not reader.row_type.is_chat:
             prompt = reader.text_of(row, index, "prompt", may_be_empty=True)
@@ -332,7 +331,6 @@ def partners(labels: Sequence[bool], group: int, *, same_label: bool = False) ->
 
 
 def _warn_of_balance(report: PreparationReport, settings: UnpairedPreparation) -> None:
-    """Warn of rows of one kind only, and of weights that do not make up for the numbers of rows."""
     name, good, bad = report.dataset_name, report.desirable_rows, report.undesirable_rows
     if not good or not bad:
         kind = "undesirable (label false)" if bad else "desirable (label true)"

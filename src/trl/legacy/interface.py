@@ -145,7 +145,6 @@ def _is_built(trainer: Any) -> bool:
 
 
 def _fields(config: type) -> dict[str, str]:
-    """The attributes that are fields of a method's config, not of `TrainingArguments`, with the fields."""
     names = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
     added = names - {field.name for field in dataclasses.fields(TrainingArguments)}
     others = {name: field for name, field in OTHER_NAMES.items() if field in names}

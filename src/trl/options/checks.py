@@ -217,7 +217,6 @@ def check_numbers(config: object) -> None:
 
 
 def _interval(bounds: str) -> tuple[float, float, bool, bool]:
-    """Lower and upper end of bounds, and whether each of them is allowed."""
     if bounds.startswith(">"):
         sign, _, low = bounds.partition(" ")
         return float(low), math.inf, sign == ">=", False

@@ -115,7 +115,6 @@ def names_checked(init: Callable[Parameters, None]) -> Callable[Parameters, None
 
 
 def _refuse_unknown(owner: type, init: Callable[..., None], names: list[str]) -> None:
-    """Raise TypeError for names that the constructor does not take, with what may be meant by each."""
     parameters = inspect.signature(init).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return

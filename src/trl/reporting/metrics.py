@@ -92,7 +92,6 @@ def _scalar(value: Tensor) -> Tensor:
 
 
 def _as_floats(values: Mapping[str, Tensor]) -> Numbers:
-    """Scalars as floats, pairs as lists of floats, in one copy from the device."""
     if not values:
         return {}
     device = next(iter(values.values())).device

@@ -190,7 +190,6 @@ def card_of_run(trainer: Any, *, tags: str | list[str] | None, **facts: Any) -> 
 
 
 def _usage(trainer: Any, place: str) -> str:
-    """An example for the class of the model, with a chat if its tokenizer has a template."""
     chats = bool(getattr(getattr(trainer, "processing_class", None), "chat_template", None))
     base = getattr(trainer.model, "get_base_model", None)
     name = type(base() if base is not None else trainer.model).__name__

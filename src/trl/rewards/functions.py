@@ -80,7 +80,6 @@ def column_reward(name: str) -> FunctionSource:
 
 
 def _copied(value: Any) -> Any:
-    """Copies of lists and dicts at any depth; other values as they are."""
     if isinstance(value, (list, tuple)):
         return [_copied(item) for item in value]
     return {key: _copied(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -127,7 +127,6 @@ class JudgeSource:
 
 
 def _number(answer: object) -> float | None:
-    """A verdict as a number, None for -1 and None."""
     if answer is None:
         return None
     if isinstance(answer, Real) and float(answer) in (0.0, 1.0, -1.0):

@@ -112,7 +112,6 @@ class ManagedJudge(BasePairwiseJudge):
         return [-1 if share is None else 0.5 if share == 0.5 else int(share < 0.5) for share in shares]
 
     def _takes_order(self) -> bool:
-        """Whether the judge takes `shuffle_order`, by its name or among `**kwargs`."""
         parameters = inspect.signature(self.inner.judge).parameters
         return "shuffle_order" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
@@ -168,7 +167,6 @@ class ManagedJudge(BasePairwiseJudge):
         return [known.get(key) for key in keys]
 
     def _room(self, wanted: int) -> int:
-        """How many of the `wanted` comparisons the budget allows."""
         calls, tokens = int(self.cost["calls"]), int(self.cost["tokens"])
         room = wanted if self.max_calls is None else min(wanted, self.max_calls - calls)
         if self.max_tokens is not None and tokens >= self.max_tokens:

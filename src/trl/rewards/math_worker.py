@@ -44,7 +44,6 @@ def main() -> None:
 
 
 def _answer(request: dict[str, Any]) -> bool | None:
-    """Whether the answer equals the gold one; None if that cannot be parsed."""
     from math_verify import parse, verify
 
     gold: tuple[Any, ...] = ()

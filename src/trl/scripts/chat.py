@@ -100,7 +100,6 @@ class Chat:
     """A model, the conversation with it so far, and the settings."""
 
     def __init__(self, arguments: ChatArguments, console: "Console") -> None:
-        """Raises: ValueError, OSError for a model or tokenizer that cannot be loaded or has no chat template."""
         from trl.generation.transformers.requests import stop_tokens
 
         self.arguments, self.console = arguments, console

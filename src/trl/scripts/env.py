@@ -104,7 +104,6 @@ def get_git_commit_hash(package_name: str) -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """The output of a git command in `folder`, or None if it fails or there is no git."""
     try:
         command = ["git", "-C", str(folder), *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

@@ -293,7 +293,6 @@ def sections(actions: Iterable[argparse.Action], kinds: Iterable[type]) -> dict[
 
 
 def _group(kind: type, field: str) -> str:
-    """The group of a field, by the class that first declares it."""
     item: dataclasses.Field = kind.__dataclass_fields__[field]  # pyright: ignore
     if str(item.metadata.get("help")).startswith("Deprecated"):
         return OLDER

@@ -124,7 +124,6 @@ def _prepared(
 
 
 def _settings(script_args: TeachScriptArguments, args: GKDConfig, policy: "Policy", rows: "Dataset") -> Json:
-    """What the columns depend on."""
     from trl.checkpoints.identity import fingerprint
     from trl.data.teacher_columns import TEACHER_COLUMNS, vocabulary_hash
 
@@ -147,7 +146,6 @@ def _settings(script_args: TeachScriptArguments, args: GKDConfig, policy: "Polic
 
 
 def _check_settings(folder: Path, settings: Json) -> None:
-    """Raise ValueError for a folder that this command did not write, or wrote with other settings."""
     file = folder / SETTINGS_FILE
     if not folder.exists():
         return
@@ -179,7 +177,6 @@ def _write_shards(
 
 
 def _check_shards(files: list[Path]) -> None:
-    """Raise CommandError where a shard is missing."""
     if missing := [file.name for file in files if not file.is_file()]:
         raise CommandError(
             f"{files[0].parent} has no {missing[0]} ({len(missing)} of {len(files)} files are missing). Use an output "
