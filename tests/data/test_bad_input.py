@@ -9,15 +9,11 @@ import pytest
 from datasets import Dataset, IterableDataset
 from tests.tiny_tokenizers import tiny_tokenizer
 
-from trl.data.preference import (
-    PreferencePreparation,
-    RewardPreparation,
-    prepare_preference_dataset,
-    prepare_reward_dataset,
-)
-from trl.data.stepwise import StepwisePreparation, prepare_stepwise_dataset
-from trl.data.text import SFTPreparation, prepare_sft_dataset
-from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
+from trl.data.pipeline import prepare_dataset
+from trl.data.preference import PreferencePreparation, RewardPreparation
+from trl.data.stepwise import StepwisePreparation
+from trl.data.text import SFTPreparation
+from trl.data.unpaired import UnpairedPreparation
 
 ASK = {"role": "user", "content": "And then?"}
 HOW = {"role": "user", "content": "How?"}
@@ -203,11 +199,11 @@ STEPS = {
 }  # fmt: skip
 
 KINDS: dict[str, tuple[Any, Any, dict[str, Bad]]] = {
-    "sft": (prepare_sft_dataset, SFTPreparation, SFT),
-    "pairs": (prepare_preference_dataset, PreferencePreparation, {**BOTH, **PAIRS}),
-    "reward": (prepare_reward_dataset, RewardPreparation, {**BOTH, **REWARDS}),
-    "unpaired": (prepare_unpaired_dataset, UnpairedPreparation, UNPAIRED),
-    "steps": (prepare_stepwise_dataset, StepwisePreparation, STEPS),
+    "sft": (prepare_dataset, SFTPreparation, SFT),
+    "pairs": (prepare_dataset, PreferencePreparation, {**BOTH, **PAIRS}),
+    "reward": (prepare_dataset, RewardPreparation, {**BOTH, **REWARDS}),
+    "unpaired": (prepare_dataset, UnpairedPreparation, UNPAIRED),
+    "steps": (prepare_dataset, StepwisePreparation, STEPS),
 }
 CASES = {f"{kind}: {name}": (kind, case) for kind, (_, _, cases) in KINDS.items() for name, case in cases.items()}  # fmt: skip
 
@@ -252,16 +248,16 @@ def test_settings_out_of_range_are_refused(settings: Any, given: dict) -> None:
 
 def test_a_bad_row_further_down_a_stream_is_named_when_it_passes() -> None:
     dataset = Dataset.from_list([PAIR] * 500 + [{**PAIR, "chosen": ""}]).to_iterable_dataset()
-    stream, _ = prepare_preference_dataset(dataset, tiny_tokenizer(), PreferencePreparation(), name="eval")
+    stream, _ = prepare_dataset(dataset, tiny_tokenizer(), PreferencePreparation(), name="eval")
     with pytest.raises(ValueError, match="eval dataset, row 500, column 'chosen': an empty string"):
         list(stream)
 
 
 def test_roles_that_the_template_knows_are_accepted() -> None:
     rows = Dataset.from_list([{"messages": [{"role": "narrator", "content": "Once."}, UP]}])
-    assert len(prepare_sft_dataset(rows, tiny_tokenizer("marked_nowhere"), SFTPreparation())[0]) == 1
+    assert len(prepare_dataset(rows, tiny_tokenizer("marked_nowhere"), SFTPreparation())[0]) == 1
     with pytest.raises(ValueError, match="unknown role 'narrator'"):
-        prepare_sft_dataset(rows, tiny_tokenizer(), SFTPreparation())
+        prepare_dataset(rows, tiny_tokenizer(), SFTPreparation())
 
 
 def test_nones_that_storage_added_are_no_errors() -> None:
@@ -271,7 +267,7 @@ def test_nones_that_storage_added_are_no_errors() -> None:
         "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {"where": "up"}}}],
     }
     rows = [{"messages": [ASK, call, {"role": "tool", "content": "blue"}, UP]}, TALK]
-    prepared, _ = prepare_sft_dataset(Dataset.from_list(rows), tiny_tokenizer("qwen3_like"), SFTPreparation())
+    prepared, _ = prepare_dataset(Dataset.from_list(rows), tiny_tokenizer("qwen3_like"), SFTPreparation())
     texts = "".join(tiny_tokenizer().decode(ids) for ids in prepared["input_ids"])
     assert '"arguments": {"where": "up"}' in texts
     assert "None" not in texts and "null" not in texts

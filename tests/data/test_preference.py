@@ -8,13 +8,8 @@ import pytest
 from datasets import Dataset
 from tests.tiny_tokenizers import tiny_tokenizer
 
-from trl.data.preference import (
-    PreferencePreparation,
-    RewardPreparation,
-    prepare_preference_dataset,
-    prepare_reward_dataset,
-    tokenize_preference_row,
-)
+from trl.data.pipeline import prepare_dataset
+from trl.data.preference import PreferencePreparation, RewardPreparation, tokenize_preference_row
 from trl.data.preference_rows import PairLengths, Side
 
 BEGIN, EOS = 1, 2
@@ -37,14 +32,14 @@ def prepare(rows: list[dict], tokenizer: Any = None, *, streaming: bool = False,
     dataset: Any = Dataset.from_list(rows)
     if streaming:
         dataset = dataset.to_iterable_dataset()
-    return prepare_preference_dataset(dataset, tokenizer or tiny_tokenizer(), PreferencePreparation(**settings))
+    return prepare_dataset(dataset, tokenizer or tiny_tokenizer(), PreferencePreparation(**settings))
 
 
 def prepare_reward(rows: list[dict], tokenizer: Any = None, *, streaming: bool = False, **settings: Any) -> Any:
     dataset: Any = Dataset.from_list(rows)
     if streaming:
         dataset = dataset.to_iterable_dataset()
-    return prepare_reward_dataset(dataset, tokenizer or tiny_tokenizer(), RewardPreparation(**settings))
+    return prepare_dataset(dataset, tokenizer or tiny_tokenizer(), RewardPreparation(**settings))
 
 
 def ids_of(row: dict, tokenizer: Any = None, **settings: Any) -> tuple[list[int], ...]:
@@ -318,15 +313,15 @@ def test_prepared_twice_is_read_from_the_cache(tmp_path: Path) -> None:
     for _ in range(2):
         dataset: Any = Dataset.from_json(str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "cache"))
         for prepare_with, settings in (
-            (prepare_preference_dataset, PreferencePreparation(max_length=9)),
-            (prepare_reward_dataset, RewardPreparation(max_length=9)),
+            (prepare_dataset, PreferencePreparation(max_length=9)),
+            (prepare_dataset, RewardPreparation(max_length=9)),
         ):
             prepared = [prepare_with(dataset, tiny_tokenizer(), settings) for _ in range(2)]  # type: ignore[operator]
             assert len({rows._fingerprint for rows, _ in prepared}) == 1
             assert prepared[0][0].cache_files == prepared[1][0].cache_files != []
             assert prepared[0][1] == prepared[1][1]
-    first, _ = prepare_preference_dataset(dataset, tiny_tokenizer(), PreferencePreparation(max_length=9))
-    other, _ = prepare_preference_dataset(dataset, tiny_tokenizer(), PreferencePreparation(max_length=8))
+    first, _ = prepare_dataset(dataset, tiny_tokenizer(), PreferencePreparation(max_length=9))
+    other, _ = prepare_dataset(dataset, tiny_tokenizer(), PreferencePreparation(max_length=8))
     assert other._fingerprint != first._fingerprint
 
 

@@ -10,7 +10,8 @@ import pytest
 from datasets import Dataset
 from tests.tiny_tokenizers import tiny_tokenizer
 
-from trl.data.text import SFTPreparation, SFTTokenizer, prepare_sft_dataset
+from trl.data.pipeline import prepare_dataset
+from trl.data.text import SFTPreparation, SFTTokenizer
 from trl.data.validation import RowType
 
 TALK = [
@@ -30,7 +31,7 @@ def prepare(rows: list[dict], *, streaming: bool = False, template: str = "chatm
     dataset: Any = Dataset.from_list(rows)
     if streaming:
         dataset = dataset.to_iterable_dataset()
-    return prepare_sft_dataset(dataset, tiny_tokenizer(template), SFTPreparation(**settings))
+    return prepare_dataset(dataset, tiny_tokenizer(template), SFTPreparation(**settings))
 
 
 def test_report_counts_truncation_and_untrained_rows(caplog: pytest.LogCaptureFixture) -> None:
@@ -83,10 +84,10 @@ def test_prepared_twice_is_read_from_the_cache(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, PAIRS)))
     for _ in range(2):
         dataset: Any = Dataset.from_json(str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "cache"))
-        prepared = [prepare_sft_dataset(dataset, tiny_tokenizer(), SFTPreparation(max_length=30)) for _ in range(2)]
+        prepared = [prepare_dataset(dataset, tiny_tokenizer(), SFTPreparation(max_length=30)) for _ in range(2)]
         assert len({rows._fingerprint for rows, _ in prepared}) == 1
         assert prepared[0][1] == prepared[1][1]
-    other, _ = prepare_sft_dataset(dataset, tiny_tokenizer("marked"), SFTPreparation(max_length=30))
+    other, _ = prepare_dataset(dataset, tiny_tokenizer("marked"), SFTPreparation(max_length=30))
     assert other._fingerprint != prepared[0][0]._fingerprint
 
 
@@ -165,9 +166,7 @@ def test_a_formatting_function_that_makes_no_text_is_told_what_it_is_given(funct
 
 def test_another_eos_token_is_used_without_changing_the_tokenizer() -> None:
     tokenizer = tiny_tokenizer()
-    rows, _ = prepare_sft_dataset(
-        Dataset.from_dict({"text": ["Blue."]}), tokenizer, SFTPreparation(eos_token="<|stop|>")
-    )
+    rows, _ = prepare_dataset(Dataset.from_dict({"text": ["Blue."]}), tokenizer, SFTPreparation(eos_token="<|stop|>"))
     assert rows[0]["input_ids"][-1] == tokenizer.convert_tokens_to_ids("<|stop|>")
     assert tokenizer.eos_token == "<|im_end|>"
 
@@ -203,7 +202,7 @@ def test_tokenized_streams_of_tensors_and_masks_of_truth_values(kind: str) -> No
     row = {"input_ids": [5, 6, 7, 8], "completion_mask": [False, True, True, True]}
     short = {name: values[:2] for name, values in row.items()}
     stream = Dataset.from_list([row, short]).to_iterable_dataset().with_format(kind)
-    prepared, report = prepare_sft_dataset(stream, tiny_tokenizer(), SFTPreparation(max_length=3))
+    prepared, report = prepare_dataset(stream, tiny_tokenizer(), SFTPreparation(max_length=3))
     expected = [{name: values[:3] for name, values in row.items()}, short]
     assert [{name: values.tolist() for name, values in each.items()} for each in prepared] == expected
     assert (report.rows, report.removed_tokens) == (2, 1)

@@ -17,16 +17,11 @@ from tests.tiny import tiny_classifier, tiny_model, tiny_seq2seq
 from tests.tiny_tokenizers import tiny_tokenizer
 
 from trl.data.pipeline import prepare_dataset
-from trl.data.preference import (
-    PreferencePreparation,
-    RewardPreparation,
-    prepare_preference_dataset,
-    prepare_reward_dataset,
-)
+from trl.data.preference import PreferencePreparation, RewardPreparation
 from trl.data.prompts import PromptPreparation, prepare_prompts
-from trl.data.stepwise import StepwisePreparation, prepare_stepwise_dataset
-from trl.data.text import SFTPreparation, prepare_sft_dataset
-from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
+from trl.data.stepwise import StepwisePreparation
+from trl.data.text import SFTPreparation
+from trl.data.unpaired import UnpairedPreparation
 
 RECORDED = Path(__file__).with_name("prepared_rows.json")
 
@@ -103,11 +98,11 @@ CHAT_PROMPTS = [
 SHORT = {"max_length": 24, "max_prompt_length": 12}
 
 PREPARE: dict[str, tuple[Any, Any]] = {
-    "sft": (prepare_sft_dataset, SFTPreparation),
-    "pair": (prepare_preference_dataset, PreferencePreparation),
-    "reward": (prepare_reward_dataset, RewardPreparation),
-    "single": (prepare_unpaired_dataset, UnpairedPreparation),
-    "steps": (prepare_stepwise_dataset, StepwisePreparation),
+    "sft": (prepare_dataset, SFTPreparation),
+    "pair": (prepare_dataset, PreferencePreparation),
+    "reward": (prepare_dataset, RewardPreparation),
+    "single": (prepare_dataset, UnpairedPreparation),
+    "steps": (prepare_dataset, StepwisePreparation),
 }
 FIRST = {
     "prompt_first": {"truncation_order": "prompt_first"},

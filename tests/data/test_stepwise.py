@@ -6,7 +6,8 @@ import pytest
 from datasets import Dataset
 from tests.tiny_tokenizers import tiny_tokenizer
 
-from trl.data.stepwise import StepwisePreparation, prepare_stepwise_dataset
+from trl.data.pipeline import prepare_dataset
+from trl.data.stepwise import StepwisePreparation
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "How many apples are left?", "completions": ["Seven apples.", "And 12 pears."], "labels": [True, False]},
@@ -19,7 +20,7 @@ def prepare(rows: list[dict], *, streaming: bool = False, **settings: Any) -> An
     dataset: Any = Dataset.from_list(rows)
     if streaming:
         dataset = dataset.to_iterable_dataset()
-    return prepare_stepwise_dataset(dataset, tiny_tokenizer(), StepwisePreparation(**settings))
+    return prepare_dataset(dataset, tiny_tokenizer(), StepwisePreparation(**settings))
 
 
 def ids(text: str) -> list[int]:

@@ -6,14 +6,10 @@ import pytest
 from datasets import Dataset
 from tests.tiny_tokenizers import tiny_tokenizer
 
-from trl.data.preference import (
-    PreferencePreparation,
-    RewardPreparation,
-    prepare_preference_dataset,
-    prepare_reward_dataset,
-)
-from trl.data.text import SFTPreparation, prepare_sft_dataset
-from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
+from trl.data.pipeline import prepare_dataset
+from trl.data.preference import PreferencePreparation, RewardPreparation
+from trl.data.text import SFTPreparation
+from trl.data.unpaired import UnpairedPreparation
 
 ASK, UP, NEXT = ({"role": "user", "content": "And then?"}, *({"role": "assistant", "content": text} for text in ("Look up.", "Next.")))  # fmt: skip
 OPEN = "{%- for m in messages -%}{{- m['role'] + ': ' + m['content'] + '\\n' -}}{%- endfor -%}{%- if add_generation_prompt -%}{{- 'assistant: ' -}}{%- endif -%}"
@@ -21,23 +17,23 @@ PAIR = {"prompt": [ASK], "chosen": [UP], "rejected": [NEXT]}
 
 
 def sft(rows: list[dict[str, Any]], tokenizer: Any, **settings: Any) -> list[list[int]]:
-    prepared, _ = prepare_sft_dataset(Dataset.from_list(rows), tokenizer, SFTPreparation(**settings))
+    prepared, _ = prepare_dataset(Dataset.from_list(rows), tokenizer, SFTPreparation(**settings))
     return [row["input_ids"] for row in prepared]
 
 
 def pair(rows: list[dict[str, Any]], tokenizer: Any, **settings: Any) -> list[list[int]]:
-    prepared, _ = prepare_preference_dataset(Dataset.from_list(rows), tokenizer, PreferencePreparation(**settings))
+    prepared, _ = prepare_dataset(Dataset.from_list(rows), tokenizer, PreferencePreparation(**settings))
     return [row["prompt_input_ids"] + row["chosen_input_ids"] for row in prepared]
 
 
 def reward(rows: list[dict[str, Any]], tokenizer: Any, **settings: Any) -> list[list[int]]:
-    prepared, _ = prepare_reward_dataset(Dataset.from_list(rows), tokenizer, RewardPreparation(**settings))
+    prepared, _ = prepare_dataset(Dataset.from_list(rows), tokenizer, RewardPreparation(**settings))
     return [row["chosen_input_ids"] for row in prepared]
 
 
 def unpaired(rows: list[dict[str, Any]], tokenizer: Any, **settings: Any) -> list[list[int]]:
     settings = {"mismatch_group": 2, **settings}
-    prepared, _ = prepare_unpaired_dataset(Dataset.from_list(rows), tokenizer, UnpairedPreparation(**settings))
+    prepared, _ = prepare_dataset(Dataset.from_list(rows), tokenizer, UnpairedPreparation(**settings))
     return [row["prompt_input_ids"] + row["completion_input_ids"] for row in prepared][:1]
 
 

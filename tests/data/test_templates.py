@@ -7,6 +7,7 @@ import pytest
 from datasets import Json, List, load_dataset
 from tests.tiny_tokenizers import tiny_tokenizer
 
+from trl.data.pipeline import prepare_dataset
 from trl.data.rendering import Chat, TemplateRefusal, read_tools, render
 from trl.data.templates import (
     CHATML_TRAINING_TEMPLATE,
@@ -18,7 +19,7 @@ from trl.data.templates import (
     maybe_apply_chat_template,
     parse_response,
 )
-from trl.data.text import SFTPreparation, prepare_sft_dataset
+from trl.data.text import SFTPreparation
 
 USER = [{"role": "user", "content": "And then?"}]
 BLUE = [{"role": "assistant", "content": "Blue."}]
@@ -158,7 +159,7 @@ def test_none_of_values_that_are_stored_as_json_is_kept(streaming: bool, tmp_pat
     dataset = dataset.cast_column("messages", List(Json()))
     dataset = dataset.to_iterable_dataset() if streaming else dataset
     tokenizer = tiny_tokenizer("qwen3_like")
-    prepared, _ = prepare_sft_dataset(dataset, tokenizer, SFTPreparation())
+    prepared, _ = prepare_dataset(dataset, tokenizer, SFTPreparation())
     text, other = (tokenizer.decode(row["input_ids"]) for row in prepared)
     assert '{"where": {"type": "string", "default": null}}' in text and "null" not in other
     assert '"arguments": {"where": null}' in text and '"arguments": {"how": 3}' in other

@@ -9,7 +9,8 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.one_step import assert_same_steps, fixed_rows
 
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
-from trl.data.text import SFTPreparation, prepare_sft_dataset
+from trl.data.pipeline import prepare_dataset
+from trl.data.text import SFTPreparation
 
 TEXTS = ["The sky is blue.", "How many apples? Seven.", "And then? Look up.", "Blue."]
 
@@ -67,7 +68,7 @@ def test_packing_refuses_rows_packed_before(form, make_set):
 
 def test_positions_of_single_documents_change_nothing():
     rows = [{**row, "position_ids": list(range(len(row["input_ids"])))} for row in fixed_rows()]
-    prepared, _ = prepare_sft_dataset(Dataset.from_list(rows), tiny_tokenizer(), SFTPreparation())
+    prepared, _ = prepare_dataset(Dataset.from_list(rows), tiny_tokenizer(), SFTPreparation())
     assert prepared.column_names == ["input_ids", "completion_mask"]
     for settings in ({}, {"packing": True, "max_length": 16}):
         found = trained("sft", train_dataset=Dataset.from_list(rows), **settings)
@@ -85,7 +86,7 @@ WRONG = {
 def test_positions_that_do_not_fit(says):
     rows = [{"input_ids": [5, 6, 7], **WRONG[says]}]
     with pytest.raises(ValueError, match=f"train dataset, row 0, column 'position_ids': .*{says}"):
-        prepare_sft_dataset(Dataset.from_list(rows), tiny_tokenizer(), SFTPreparation())
+        prepare_dataset(Dataset.from_list(rows), tiny_tokenizer(), SFTPreparation())
     with pytest.raises(ValueError, match=f"row 0 of the batch, column 'position_ids': .*{says}"):
         DataCollatorForLanguageModeling(0)(rows)
 
@@ -117,7 +118,7 @@ def test_rows_of_a_tokenizer_call_with_padding(side, format):
     tokenizer.padding_side = side
     rows = Dataset.from_dict({"text": TEXTS}).map(lambda row: tokenizer(row["text"], padding=True), batched=True)
     assert {len(ids) for ids in rows["input_ids"]} == {max(map(len, rows["input_ids"]))}
-    prepared, report = prepare_sft_dataset(rows.with_format(format), tokenizer, SFTPreparation())
+    prepared, report = prepare_dataset(rows.with_format(format), tokenizer, SFTPreparation())
     assert [torch.as_tensor(ids).tolist() for ids in prepared["input_ids"]] == tokenizer(TEXTS)["input_ids"]
     assert prepared.format["type"] == format
     assert report.tokens == sum(map(len, tokenizer(TEXTS)["input_ids"]))

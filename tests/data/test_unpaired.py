@@ -10,7 +10,8 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from torch import Tensor
 
 from trl.data.formats import maybe_extract_prompt, maybe_unpair_preference_dataset
-from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
+from trl.data.pipeline import prepare_dataset
+from trl.data.unpaired import UnpairedPreparation
 from trl.objectives.unpaired import UnpairedScores, bco_terms, kto_terms
 from trl.tensors.reduce import count_units, reduce_terms
 
@@ -34,7 +35,7 @@ def prepare(rows: list[dict], *, streaming: bool = False, template: str = "chatm
     dataset: Any = Dataset.from_list(rows)
     if streaming:
         dataset = dataset.to_iterable_dataset()
-    return prepare_unpaired_dataset(dataset, tiny_tokenizer(template), UnpairedPreparation(**settings))
+    return prepare_dataset(dataset, tiny_tokenizer(template), UnpairedPreparation(**settings))
 
 
 def ids(text: str) -> list[int]:
@@ -197,7 +198,7 @@ def test_first_steps_of_the_recorded_runs(case: str) -> None:
     dataset = Dataset.from_list(assets.rows(name, 6))
     # the reference takes pairs apart in blocks: all chosen completions, then all rejected ones
     dataset = maybe_unpair_preference_dataset(dataset.map(maybe_extract_prompt))
-    rows = list(prepare_unpaired_dataset(dataset, tokenizer, settings)[0])[:4]
+    rows = list(prepare_dataset(dataset, tokenizer, settings)[0])[:4]
     models = [assets.model("causal", part).double().eval() for part in ("lm", "ref")]
 
     def logps(model: Any, kind: str) -> Tensor:

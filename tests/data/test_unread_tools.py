@@ -7,15 +7,11 @@ import pytest
 from datasets import Dataset, IterableDataset
 from tests.models.words import word_tokenizer
 
-from trl.data.preference import (
-    PreferencePreparation,
-    RewardPreparation,
-    prepare_preference_dataset,
-    prepare_reward_dataset,
-)
+from trl.data.pipeline import prepare_dataset
+from trl.data.preference import PreferencePreparation, RewardPreparation
 from trl.data.prompts import PromptPreparation, prepare_prompts
-from trl.data.text import SFTPreparation, prepare_sft_dataset
-from trl.data.unpaired import UnpairedPreparation, prepare_unpaired_dataset
+from trl.data.text import SFTPreparation
+from trl.data.unpaired import UnpairedPreparation
 
 SPOKEN = "{% for message in messages %}{{ message['role'] + ' ' + message['content'] + ' </s> ' }}{% endfor %}"
 SHOWING = "{% if tools %}{{ 'tools ' }}{% endif %}" + SPOKEN
@@ -42,13 +38,13 @@ PAIRS = {"prompt": ASKED, "chosen": said("sat"), "rejected": said("on the mat")}
 KINDS = {
     "sft": (
         {"messages": ASKED + said("sat")},
-        lambda rows, words: prepare_sft_dataset(rows, words, SFTPreparation(max_length=None)),
+        lambda rows, words: prepare_dataset(rows, words, SFTPreparation(max_length=None)),
     ),
-    "pairs": (PAIRS, lambda rows, words: prepare_preference_dataset(rows, words, PreferencePreparation())),
-    "reward": (PAIRS, lambda rows, words: prepare_reward_dataset(rows, words, RewardPreparation())),
+    "pairs": (PAIRS, lambda rows, words: prepare_dataset(rows, words, PreferencePreparation())),
+    "reward": (PAIRS, lambda rows, words: prepare_dataset(rows, words, RewardPreparation())),
     "unpaired": (
         {"prompt": ASKED, "completion": said("sat"), "label": True},
-        lambda rows, words: prepare_unpaired_dataset(rows, words, UnpairedPreparation()),
+        lambda rows, words: prepare_dataset(rows, words, UnpairedPreparation()),
     ),
     "prompts": (
         {"prompt": ASKED},
@@ -78,7 +74,7 @@ def test_rows_whose_tools_the_template_leaves_out(kind, caplog):
 
 def test_tools_given_for_all_rows(caplog):
     def prepare(rows, words):
-        return prepare_preference_dataset(rows, words, PreferencePreparation(tools=[TOOL]))
+        return prepare_dataset(rows, words, PreferencePreparation(tools=[TOOL]))
 
     rows = Dataset.from_list([PAIRS] * 2)
     (warning,) = warnings_of(caplog, prepare, rows)

@@ -56,8 +56,7 @@ class AgentCompleter:
 
     `concurrency` sessions run at once, each for at most `deadline` seconds (None: no limit), within a `budget`. The
     agent's result is its reward: a number, None, or a dict with `reward`; failed or silent agents have none and are
-    counted. Sessions that the `journal` holds are not run again. With `graded` a command may print anything. Raises:
-    TypeError for no agent.
+    counted. Sessions in the `journal` are not run again. With `graded` a command may print anything. Raises: TypeError.
     """
 
     def __init__(

@@ -174,6 +174,5 @@ def check_host(host: str) -> None:
     try:
         HTTPServer(host, 0).close()
     except OSError as error:
-        raise ValueError(
-            f"agent_host must be an address of this machine, got {host!r} ({error}). Use 127.0.0.1, or 0.0.0.0 for all."
-        ) from None
+        fault = f"agent_host must be an address of this machine, got {host!r} ({error})"
+        raise ValueError(f"{fault}. Use 127.0.0.1, or 0.0.0.0 for all.") from None

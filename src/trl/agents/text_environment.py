@@ -224,8 +224,10 @@ class TextEnvironment:
             if not history.completed:
                 history.complete(truncated=True)
         self.compute_reward(histories, **rewards_kwargs)
-        columns = map(list, zip(*[one.split_query_response_tokens() for one in histories], strict=True))
-        return Episodes(*columns, [history.reward for history in histories], histories)
+        tokens, responses, masks = map(
+            list, zip(*[one.split_query_response_tokens() for one in histories], strict=True)
+        )
+        return Episodes(tokens, responses, masks, [history.reward for history in histories], histories)
 
     def _begin(self, queries: Sequence[str]) -> list[TextHistory]:
         if isinstance(queries, str) or not len(queries):

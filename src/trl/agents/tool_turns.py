@@ -199,7 +199,5 @@ def check_tool_template(processing_class: ProcessingClass, schemas: Sequence[Jso
         raise ValueError("the chat template leaves role 'tool' out. Use that of a model with tools (Qwen3).")
     calls_read = TurnReader(processing_class, schemas).of_text(written, before).calls
     if calls_read != [ToolCall(name, calls["tool_calls"][0]["function"]["arguments"])]:
-        raise ValueError(
-            f"calls of the chat template cannot be read back: {written[:200]!r} was read as {calls_read}. "
-            "Use add_response_schema."
-        )
+        fault = f"calls of the chat template cannot be read back: {written[:200]!r} was read as {calls_read}"
+        raise ValueError(f"{fault}. Use add_response_schema.")

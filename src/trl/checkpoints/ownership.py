@@ -100,10 +100,8 @@ def clear(output_dir: Path, caller: str = "", *, alone: bool = True) -> None:
         elif state == "unknown":
             logger.warning("Leaving %s: its run may be active. Remove it if it is not.", folder)
         elif alone and folder.name != caller and _held.get(folder.name, (None, True))[1]:
-            raise CheckpointError(
-                f"Another run is active in {output_dir} ({folder.name}). Choose another output_dir, or wait until that "
-                "run has ended."
-            )
+            other = f"Another run is active in {output_dir} ({folder.name})"
+            raise CheckpointError(f"{other}. Choose another output_dir, or wait until that run has ended.")
 
 
 def liveness(folder: Path) -> Literal["alive", "dead", "unknown"]:

@@ -115,10 +115,9 @@ def profile_path(name_or_path: str) -> str:
         return profiles[name_or_path]
     if Path(name_or_path).is_file():
         return name_or_path
-    raise FileNotFoundError(
-        f"accelerate_config must be a profile ({', '.join(profiles)}) or the path of a file, got {name_or_path!r}."
-        f"{did_you_mean(name_or_path, profiles)}"
-    )
+    allowed = f"a profile ({', '.join(profiles)}) or the path of a file"
+    hint = did_you_mean(name_or_path, profiles)
+    raise FileNotFoundError(f"accelerate_config must be {allowed}, got {name_or_path!r}.{hint}")
 
 
 def needs_accelerate(plan: Plan) -> bool:

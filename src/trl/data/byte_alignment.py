@@ -43,10 +43,7 @@ def vocabulary_bytes(tokenizer: Any) -> list[bytes]:
     ids = tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"]
     text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     if b"".join(pieces[token] for token in ids).removeprefix(b" ") != text.encode().removeprefix(b" "):
-        raise ValueError(
-            f"{type(tokenizer).__name__} must be byte-level BPE or SentencePiece. Use a teacher and a student of one "
-            "tokenizer."
-        )
+        raise ValueError(f"{type(tokenizer).__name__} must be byte-level BPE or SentencePiece. Use one tokenizer.")
     return pieces
 
 

@@ -161,8 +161,7 @@ def extract_prompt(example: dict[str, Sequence]) -> dict[str, Sequence]:
 def maybe_extract_prompt(example: dict[str, list]) -> dict[str, list]:
     """The row with an explicit prompt: as it is, or with the prompt taken out of `chosen` and `rejected`.
 
-    A prompt of another format than the answers (a string beside messages) repeats what the answers begin with; it is
-    replaced by what they share.
+    A prompt of another format than the answers (a string beside messages) is replaced by what the answers share.
     """
     if "chosen" not in example or "rejected" not in example:
         return example
@@ -225,10 +224,8 @@ def split_dialogue(example: Row, marker: str = "\n\nAssistant:") -> dict[str, st
     shared = chosen[: common_prefix_length(chosen, rejected)]
     start = shared.rfind(marker)
     if start < 0:
-        raise ValueError(
-            f"chosen {chosen[:40]!r} and rejected {rejected[:40]!r} share no {marker!r}. Give another marker, or "
-            "filter the row."
-        )
+        texts = f"chosen {chosen[:40]!r} and rejected {rejected[:40]!r}"
+        raise ValueError(f"{texts} share no {marker!r}. Give another marker, or filter the row.")
     end = start + len(marker)
     return {"prompt": chosen[:end], "chosen": chosen[end:], "rejected": rejected[end:]}
 

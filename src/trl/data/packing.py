@@ -190,10 +190,8 @@ def _check_lengths(columns: Mapping[str, Ragged]) -> None:
         wrong = np.flatnonzero(ragged.lengths != expected)
         if len(wrong):
             row = int(wrong[0])
-            raise ValueError(
-                f"column {name!r}, row {row}: {ragged.lengths[row]} items, but {main!r} has {expected[row]}. Correct "
-                "or remove it."
-            )
+            fault = f"{ragged.lengths[row]} items, but {main!r} has {expected[row]}"
+            raise ValueError(f"column {name!r}, row {row}: {fault}. Correct or remove it.")
 
 
 def _check_nested(name: str, column: pa.ChunkedArray, tokens: np.ndarray, seq_length: int) -> None:
@@ -203,7 +201,5 @@ def _check_nested(name: str, column: pa.ChunkedArray, tokens: np.ndarray, seq_le
     if len(wrong):
         row = int(wrong[0])
         fault = "None" if counts[row] < 0 else f"{counts[row]} lists for {tokens[row]} tokens"
-        raise ValueError(
-            f"column {name!r}, row {row}: {fault}, expected lists, one per token in rows longer than "
-            f"seq_length={seq_length}. Correct or shorten the row."
-        )
+        expected = f"lists, one per token in rows longer than seq_length={seq_length}"
+        raise ValueError(f"column {name!r}, row {row}: {fault}, expected {expected}. Correct or shorten the row.")

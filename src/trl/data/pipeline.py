@@ -59,8 +59,7 @@ class Preparation(ABC):
     `untrained_rows`: what happens to rows in which nothing is trained: "report" keeps and counts them, "error" raises,
     "drop" leaves them out and counts them. `vocab_size`: number of token ids that the model embeds (None: that of the
     tokenizer, checked for rows that are tokens already). `keep_columns` stay beside the tokens. `eos_token`: the
-    tokenizer's, where it is another one. `skip_prepare`: rows stay as they are. Raises: ValueError for an unknown
-    policy and for lengths below 1.
+    tokenizer's, where it is another one. `skip_prepare`: rows stay as they are. Raises: ValueError.
     """
 
     max_length: int | None = None
@@ -163,8 +162,7 @@ class Vocabulary(NamedTuple):
 def allowed_ids(processing_class: ProcessingClass, rows: int | None, *, is_tokenized: bool) -> Vocabulary | None:
     """The allowed token ids, None where the tokenizer makes them and the model embeds all that it makes.
 
-    `rows`: how many token ids the model embeds (None: as many as the tokenizer has); `is_tokenized`: the rows came as
-    tokens.
+    `rows`: how many token ids the model embeds (None: as the tokenizer has); `is_tokenized`: the rows came as tokens.
     """
     tokens = len(text_tokenizer(processing_class))
     if not is_tokenized and (rows is None or tokens <= rows):

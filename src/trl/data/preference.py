@@ -8,16 +8,7 @@ from datasets import Dataset, List, Value
 from datasets.features.features import FeatureType
 
 from trl.data.formats import Row, RowDict, StoredOrStream, column_names, common_prefix_length
-from trl.data.pipeline import (
-    WARNINGS,
-    Preparation,
-    PreparationReport,
-    RowKind,
-    Vocabulary,
-    allowed_ids,
-    check_ids,
-    prepare_dataset,
-)
+from trl.data.pipeline import WARNINGS, Preparation, PreparationReport, RowKind, Vocabulary, allowed_ids, check_ids
 from trl.data.preference_rows import (
     OLDER_REWARD_COLUMNS,
     PAIR_COLUMNS,
@@ -282,10 +273,6 @@ class PreferencePreparation(RewardPreparation, PairLengths):
         if isinstance(rows, Dataset) and rows.data.column(column).null_count == len(rows.data):
             return rows.remove_columns(column)
         return rows
-
-
-prepare_preference_dataset = prepare_reward_dataset = prepare_dataset
-"""(data set, processing class, settings) -> the rows of pairs that the settings describe; the report."""
 
 
 def tokenize_preference_row(

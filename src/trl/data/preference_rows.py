@@ -254,10 +254,8 @@ class PairLengths:
     def _check_room(self) -> None:
         limit, most = self.max_prompt_length, self.max_length
         if limit is not None and most is not None and limit >= most:
-            raise ValueError(
-                f"max_prompt_length {limit} leaves no token of max_length {most} for a completion. Lower it, or raise "
-                "max_length."
-            )
+            text = f"max_prompt_length {limit} leaves no token of max_length {most} for a completion"
+            raise ValueError(f"{text}. Lower it, or raise max_length.")
 
 
 def with_context(side: Side) -> Side:

@@ -139,8 +139,7 @@ def check_prompt_ids(prompt: list[int], settings: PromptPreparation, place: Plac
 class PromptSets:
     """The training and evaluation sets of one trainer that completes prompts.
 
-    `context_length` is the most tokens of prompt and completion (None: unknown), `room` the longest completion under
-    the name that its config has.
+    `context_length` is the most tokens of prompt and completion (None: unknown), `room` name and length of the latter.
     """
 
     def __init__(

@@ -218,10 +218,8 @@ def _cut_row(row: Row, max_length: int, keep_end: bool) -> RowDict:
 
 def _refuse_packed(columns: Container[str], longest: int, max_length: int) -> None:
     if "seq_lengths" in columns:
-        raise ValueError(
-            f"a packed row has {longest} tokens, more than max_length {max_length}. Truncate before packing, or raise "
-            "it."
-        )
+        text = f"a packed row has {longest} tokens, more than max_length {max_length}"
+        raise ValueError(f"{text}. Truncate before packing, or raise it.")
 
 
 def truncate_with_protected_tokens(ids: list[int], target_length: int, protected_tokens: Sequence[int]) -> list[int]:
@@ -235,9 +233,8 @@ def truncate_with_protected_tokens(ids: list[int], target_length: int, protected
     protected = set(protected_tokens)
     room = target_length - sum(token in protected for token in ids)
     if room < 0:
-        raise ValueError(
-            f"target_length must be at least {target_length - room}, the protected tokens, got {target_length}."
-        )
+        least = target_length - room
+        raise ValueError(f"target_length must be at least {least}, the protected tokens, got {target_length}.")
     others = [position for position, token in enumerate(ids) if token not in protected]
     dropped = set(others[: max(len(others) - room, 0)])
     return [token for position, token in enumerate(ids) if position not in dropped]

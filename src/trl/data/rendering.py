@@ -92,8 +92,7 @@ def run_date_of(processing_class: ProcessingClass) -> str | None:
 def _showing_run_date(processing_class: ProcessingClass) -> Iterator[None]:
     """A block in which chat templates show the run's date.
 
-    transformers' `strftime_now` reads the clock of its module. A function among the template's variables would do up to
-    5.22; 5.23 makes text of it.
+    transformers' `strftime_now` reads the clock of its module (5.23 makes text of functions among the variables).
     """
     run_date = getattr(text_tokenizer(processing_class), "run_date", None)
     if run_date is None:

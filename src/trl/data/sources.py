@@ -75,9 +75,8 @@ def load_source(
         raise ValueError(f"{path!r} could not be read: {error.__cause__ or error} Repair it.") from error
     except ValueError as error:
         if name is not None and str(error).startswith("BuilderConfig"):
-            raise ValueError(
-                f"dataset_config {name!r} is not in {path!r}. Choose another, or leave it out: {error}"
-            ) from error
+            text = f"dataset_config {name!r} is not in {path!r}. Choose another, or leave it out: {error}"
+            raise ValueError(text) from error
         if split is None or not str(error).startswith(("Unknown split", "Bad split")):
             raise
         raise ValueError(f"split {split!r} is not in {path!r}: {error} Choose one of these.") from error
@@ -215,10 +214,8 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict:
     columns = [sorted(column_names(part)) for part in parts]
     for source, names in zip(sources, columns, strict=True):
         if names != columns[0]:
-            raise ValueError(
-                f"{sources[0].path!r} has the columns {columns[0]}, {source.path!r} {names}: choose common ones with "
-                "`columns`."
-            )
+            text = f"{sources[0].path!r} has the columns {columns[0]}, {source.path!r} {names}"
+            raise ValueError(f"{text}: choose common ones with `columns`.")
     combined = concatenate_datasets(parts)
     if mixture_config.streaming:
         return cast(DatasetDict, IterableDatasetDict({"train": combined}))

@@ -47,8 +47,7 @@ class StepInputs:
 class TokenLimits:
     """The number of token ids (`vocabulary`) and of tokens (`context_length`, None: no limit) that a model takes.
 
-    `start` is the token that an encoder-decoder's completions begin with; None for a decoder, whose queries and
-    responses share the context.
+    `start` is the token that an encoder-decoder's completions begin with; None for a decoder.
     """
 
     vocabulary: int
@@ -74,10 +73,8 @@ def token_row(
     if ids.is_floating_point() or (ids.dtype == torch.bool and not is_mask):
         raise TypeError(f"{name} must hold token ids (integers), got {ids.dtype}. Convert it with .long().")
     if vocabulary is not None and (int(ids.min()) < 0 or int(ids.max()) >= vocabulary):
-        raise ValueError(
-            f"{name} must have ids from 0 to {vocabulary - 1}, got {int(ids.min())} to {int(ids.max())}. Use the "
-            "model's tokenizer."
-        )
+        span = f"{int(ids.min())} to {int(ids.max())}"
+        raise ValueError(f"{name} must have ids from 0 to {vocabulary - 1}, got {span}. Use the model's tokenizer.")
     return ids.detach().to(device, torch.int64)
 
 
@@ -93,10 +90,8 @@ def check_step_inputs(
         if rows is not None and not isinstance(rows, (list, tuple)):
             raise TypeError(f"{name} must be a list of tensors, got {type(rows).__name__}. Use list(tensor).")
         if rows is not None and len(rows) != batch_size:
-            raise ValueError(
-                f"{name} must be batch_size={batch_size} tensors, got {len(rows)}. Use drop_last=True, or set "
-                "batch_size."
-            )
+            wrong = f"{name} must be batch_size={batch_size} tensors, got {len(rows)}"
+            raise ValueError(f"{wrong}. Use drop_last=True, or set batch_size.")
     inputs = []
     for index, (query, answer) in enumerate(zip(queries, responses, strict=True)):
         query = token_row(f"queries[{index}]", query, device, vocabulary=limits.vocabulary)
@@ -108,10 +103,8 @@ def check_step_inputs(
             raise ValueError(f"response_masks[{index}] must have a 1 behind the start token.")
         length = len(query) + len(answer) if limits.start is None else max(len(query), len(answer))
         if limits.context_length is not None and length > limits.context_length:
-            raise ValueError(
-                f"queries[{index}] and responses[{index}] have {length} tokens, the context length is "
-                f"{limits.context_length}."
-            )
+            both = f"queries[{index}] and responses[{index}]"
+            raise ValueError(f"{both} have {length} tokens, the context length is {limits.context_length}.")
         inputs.append((query, answer, mask))
     if sum(int(mask.sum()) for _, _, mask in inputs) < 2:
         raise ValueError("responses must have at least 2 tokens together, got 1. Raise batch_size.")
@@ -130,9 +123,8 @@ def check_queries(queries: Iterable, limits: TokenLimits) -> list[Tensor]:
         query = token_row(f"queries[{index}]", row, device, vocabulary=limits.vocabulary)
         room = 0 if limits.start is not None else 1
         if limits.context_length is not None and len(query) + room > limits.context_length:
-            raise ValueError(
-                f"queries[{index}] has {len(query)} tokens, the context length is {limits.context_length}. Truncate it."
-            )
+            most = limits.context_length
+            raise ValueError(f"queries[{index}] has {len(query)} tokens, the context length is {most}. Truncate it.")
         rows.append(query)
     return rows
 
@@ -321,10 +313,8 @@ def make_loader(
         len(dataset), batch_size, seed=seed, rank=accelerator.process_index, processes=accelerator.num_processes
     )
     if not shares.batches:
-        raise ValueError(
-            f"dataset must have at least batch_size * processes = {batch_size} * {accelerator.num_processes} rows, got "
-            f"{len(dataset)}. Lower batch_size or add rows."
-        )
+        least = f"batch_size * processes = {batch_size} * {accelerator.num_processes} rows"
+        raise ValueError(f"dataset must have at least {least}, got {len(dataset)}. Lower batch_size or add rows.")
     return QueryLoader(dataset, shares, collate_fn=collate_fn or lists_of_columns, device=accelerator.device)
 
 

@@ -10,7 +10,7 @@ from datasets.features.features import FeatureType
 from transformers import PreTrainedTokenizerBase
 
 from trl.data.formats import Row, RowDict, StoredOrStream, column_names
-from trl.data.pipeline import Preparation, RowKind, Vocabulary, allowed_ids, check_ids, prepare_dataset
+from trl.data.pipeline import Preparation, RowKind, Vocabulary, allowed_ids, check_ids
 from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.data.tokenization import Ids, encode
 from trl.data.validation import Place, check_label, check_text, wrong_columns
@@ -61,17 +61,12 @@ class StepwisePreparation(Preparation):
             raise TypeError(f"step_separator must be a string, got {self.step_separator!r}.")
 
 
-prepare_stepwise_dataset = prepare_dataset
-"""(data set, processing class, `StepwisePreparation`) -> rows of `input_ids`, `labels` (class or -100); the report."""
-
-
 @dataclass(frozen=True)
 class StepwiseTokenizer(RowKind):
     """Solutions as `input_ids` and `labels`, a class on the last token of the separator behind each step.
 
     Each text is tokenised alone; of a long prompt the end is kept, of long steps, and of the whole, the beginning. Rows
-    that are tokens already (`is_given`) are checked and cut. `version` is part of the cache key of the prepared data
-    set.
+    that are tokens already (`is_given`) are checked and cut. `version` is part of the cache key.
     """
 
     counts = (*RowKind.counts, "steps", "removed_steps")

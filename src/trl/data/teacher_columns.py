@@ -117,9 +117,7 @@ def check_teacher_names(dataset: object, teachers: Sequence[str], *, name: str) 
 def teacher_number(name: str | None, teachers: Sequence[str], place: str) -> int:
     """The number of a teacher among several."""
     if name is None or name not in teachers:
-        raise ValueError(
-            f"{place}: column {TEACHER!r} has {name!r}, expected one of {', '.join(teachers)} in each row."
-        )
+        raise ValueError(f"{place}: column {TEACHER!r} has {name!r}, expected one of {', '.join(teachers)}.")
     return list(teachers).index(name)
 
 
@@ -145,9 +143,7 @@ class WithTeacherColumns:
             return batch
         tables = [self._read(row, number) for number, row in enumerate(rows) if len(row[TEACHER_COLUMNS[0]])]
         if len(sizes := {ids.shape[-1] for ids, _ in tables}) > 1:
-            raise ValueError(
-                f"the rows of a batch have {sorted(sizes)} teacher tokens per position. Use one top_k for all."
-            )
+            raise ValueError(f"the rows of a batch have {sorted(sizes)} teacher tokens per position. Use one top_k.")
         columns, labels = concatenated(tables), batch["labels"]
         shown = batch["attention_mask"][:, :-1].bool() if "attention_mask" in batch else True
         trained = int(((labels[:, 1:] != IGNORED) & shown).sum())

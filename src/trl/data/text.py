@@ -13,16 +13,7 @@ from datasets.features.features import FeatureType
 
 from trl.data.formats import Row, RowDict, StoredOrStream, column_names
 from trl.data.packing import pack_dataset
-from trl.data.pipeline import (
-    Numbers,
-    Preparation,
-    PreparationReport,
-    RowKind,
-    Vocabulary,
-    allowed_ids,
-    check_ids,
-    prepare_dataset,
-)
+from trl.data.pipeline import Numbers, Preparation, PreparationReport, RowKind, Vocabulary, allowed_ids, check_ids
 from trl.data.ragged import (
     Ragged,
     is_number_list,
@@ -126,10 +117,6 @@ class SFTPreparation(Preparation):
         wanted = ("input_ids", *MASKS, *self.keep_columns)
         tokens: Any = rows.select_columns([column for column in column_names(rows) if column in wanted])
         return pack_dataset(tokens, length, self.packing_strategy, options)
-
-
-prepare_sft_dataset = prepare_dataset
-"""(data set, processing class, `SFTPreparation`) -> rows of `input_ids` and masks, packed or truncated; the report."""
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,8 @@ def with_eos(processing_class: ProcessingClass, eos_token: str | None) -> Proces
         return processing_class
     vocabulary = text_tokenizer(processing_class).get_vocab()
     if eos_token not in vocabulary:
-        raise ValueError(
-            f"eos_token {eos_token!r} is not in the vocabulary. Add it with tokenizer.add_special_tokens first."
-            f"{did_you_mean(eos_token, vocabulary)}"
-        )
+        remedy = f"Add it with tokenizer.add_special_tokens first.{did_you_mean(eos_token, vocabulary)}"
+        raise ValueError(f"eos_token {eos_token!r} is not in the vocabulary. {remedy}")
     changed = copy.deepcopy(processing_class)
     text_tokenizer(changed).eos_token = eos_token
     return changed

@@ -10,7 +10,7 @@ from datasets.features.features import FeatureType
 from transformers import PreTrainedTokenizerBase
 
 from trl.data.formats import Row, RowDict, StoredOrStream, column_names, is_conversational, maybe_convert_to_chatml
-from trl.data.pipeline import PreparationReport, allowed_ids, prepare_dataset
+from trl.data.pipeline import PreparationReport, allowed_ids
 from trl.data.preference import Answers, PairTokenizer, PreferencePreparation, Tokens
 from trl.data.preference_rows import (
     SIDES,
@@ -129,10 +129,6 @@ class UnpairedPreparation(PreferencePreparation):
             features=features,
         )
         return super().finished(rows, kind, report)
-
-
-prepare_unpaired_dataset = prepare_dataset
-"""(data set, processing class, `UnpairedPreparation`) -> rows of prompts, completions and labels; the report."""
 
 
 def _row_type(columns: Sequence[str], row: Row, settings: UnpairedPreparation, name: str) -> RowType:

@@ -100,10 +100,9 @@ class Sampling:
         rest = {name: value for name, value in settings if value is not None and not name.startswith("_")}
         fields = {_FIELDS[name][0]: _FIELDS[name][1](rest.pop(name)) for name in _FIELDS if name in rest}
         if refused := [f"{name}={rest[name]!r}" for name in unsupported_settings(rest)]:
-            raise ValueError(
-                f"generation_kwargs has {', '.join(sorted(refused))}, which rollouts do not support. "
-                f"Supported are {', '.join(sorted({*_FIELDS, *_PROCESSED}))}."
-            )
+            known = ", ".join(sorted({*_FIELDS, *_PROCESSED}))
+            settings = f"generation_kwargs has {', '.join(sorted(refused))}"
+            raise ValueError(f"{settings}, which rollouts do not support. Supported are {known}.")
         processors = tuple(item for item in rest.items() if item[0] in _PROCESSED and item not in _NEUTRAL.items())
         return replace(self, **fields, processors=processors or self.processors)
 
@@ -223,13 +222,11 @@ def check_requests(
             raise ValueError(f"prompts[{index}] is empty, expected a token, such as the bos token.")
         if context_length is not None and len(prompt) + room > context_length:
             wanted = " and must leave room for a completion" if room else ""
-            raise ValueError(
-                f"prompts[{index}] has {len(prompt)} tokens, the context length is {context_length}{wanted}. Cut it."
-            )
+            tokens = f"{len(prompt)} tokens, the context length is {context_length}{wanted}"
+            raise ValueError(f"prompts[{index}] has {tokens}. Cut it.")
         if min(prompt) < 0 or (vocabulary is not None and max(prompt) >= vocabulary):
-            raise ValueError(
-                f"prompts[{index}] has ids from {min(prompt)} to {max(prompt)}, the model 0 to {(vocabulary or 0) - 1}."
-            )
+            span = f"ids from {min(prompt)} to {max(prompt)}"
+            raise ValueError(f"prompts[{index}] has {span}, the model 0 to {(vocabulary or 0) - 1}.")
     names = list(range(len(rows))) if streams is None else [int(stream) for stream in streams]
     if len(names) != len(rows):
         raise ValueError(f"streams must be one per prompt ({len(rows)}), got {len(names)}.")
@@ -251,8 +248,7 @@ def completion_limits(
         rooms = [bound - start for bound in (context_length, sampling.max_length) if bound is not None]
         limit = min(rooms if new_tokens is None else [new_tokens, *rooms])
         if limit < 1:
-            raise ValueError(
-                f"prompts[{index}] has {start} tokens, part of max_length={sampling.max_length}. Use max_new_tokens."
-            )
+            part = f"part of max_length={sampling.max_length}"
+            raise ValueError(f"prompts[{index}] has {start} tokens, {part}. Use max_new_tokens.")
         limits.append(limit if own_limits is None else min(limit, own_limits[index]))
     return limits

@@ -115,9 +115,8 @@ def move_arguments(
         else:
             places.append(f"{name} -> the argument {argument}")
             if value is not None and moved[argument] is not None:
-                raise ValueError(
-                    f"{name} and {argument} were both given, expected one. Leave out {name}, the older of the two."
-                )
+                both = f"{name} and {argument} were both given, expected one"
+                raise ValueError(f"{both}. Leave out {name}, the older of the two.")
             moved[argument] = moved[argument] if value is None else value
     if places:
         warnings.warn(

@@ -228,9 +228,8 @@ class Legacy(_Trainer):
         """Raise TypeError for an override that training would not call."""
         for name, (others, advice) in self._not_called.items():
             if self.overridden(name) and not self.overridden(*others):
-                raise TypeError(
-                    f"{type(self).__name__} overrides {name}, which training does not call. {advice}, or remove the override."
-                )
+                fault = f"{type(self).__name__} overrides {name}, which training does not call"
+                raise TypeError(f"{fault}. {advice}, or remove the override.")
 
     def create_accelerator_and_postprocess(self) -> None:
         """Called by the constructor of transformers. Raises TypeError where a subclass calls that one in place of ours."""
@@ -246,10 +245,8 @@ class Legacy(_Trainer):
         arguments = {"model": model, "args": args, "processing_class": processing_class, "older": older}
         moved = move_onto_config(self._config_class, **arguments)
         if getattr(moved.args, "precompute_ref_log_probs", False) and self.overridden(*REFERENCES):
-            raise ValueError(
-                f"precompute_ref_log_probs=True does not call {' or '.join(REFERENCES)}, which {type(self).__name__} "
-                "overrides. Set it to False."
-            )
+            names = f"{' or '.join(REFERENCES)}, which {type(self).__name__} overrides"
+            raise ValueError(f"precompute_ref_log_probs=True does not call {names}. Set it to False.")
         return super().begin(moved.model, moved.args, moved.processing_class, peft_config, **kwargs)
 
 
@@ -309,7 +306,7 @@ class LegacyReplay(LegacyGroups):
         """Not supported, nor are the other methods of 0.26 for padded tensors."""
         raise RuntimeError(
             "GRPOWithReplayBufferTrainer has no replay of padded tensors. Training replaces groups in "
-            "make_rollout_batch(number); elsewhere use ReplayBuffer(max_size) with add(scores, data) and sample(num_samples)."
+            "make_rollout_batch(number); elsewhere use ReplayBuffer(max_size), add(scores, data), sample(number)."
         )
 
     update_replay_buffer = sample_from_replay_buffer = update_with_replay_buffer = slice_group_data

@@ -28,3 +28,4 @@ pipeline("a cat").images[0].save("cat.png")"""
 
 PPO = _CARD.format(library="transformers", tag="ppo", method="PPO", paper="1909.08593", usage=_TEXTS)
 DDPO = _CARD.format(library="diffusers", tag="ddpo", method="DDPO", paper="2305.13301", usage=_IMAGES)
+ALIGNPROP = _CARD.format(library="diffusers", tag="alignprop", method="AlignProp", paper="2310.03739", usage=_IMAGES)

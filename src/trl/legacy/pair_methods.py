@@ -85,9 +85,8 @@ def with_losses(terms: LossTerms, losses: Tensor) -> LossTerms:
     Raises: ValueError for any other number of them.
     """
     if losses.numel() not in (1, len(terms.values)):
-        raise ValueError(
-            f"an overridden loss gave {losses.numel()} losses, expected {len(terms.values)}, one per {terms.per}, or their mean."
-        )
+        expected = f"{len(terms.values)}, one per {terms.per}, or their mean"
+        raise ValueError(f"an overridden loss gave {losses.numel()} losses, expected {expected}.")
     return terms._replace(values=losses.reshape(-1).expand_as(terms.values))
 
 
@@ -97,14 +96,11 @@ def get_batch_logps(
 ) -> Tensor:  # fmt: skip
     """Log-prob of the labels under given logits, `(B, T, V), (B, T) -> (B,)`: a sum over tokens, or their mean.
 
-    Labels are shifted here, except for an encoder-decoder; those equal to `label_pad_token_id` do not count. Raises:
-    ValueError for shapes that differ.
+    Labels are shifted here, except for an encoder-decoder; `label_pad_token_id` does not count. Raises: ValueError.
     """
     if logits.shape[:-1] != labels.shape:
-        raise ValueError(
-            f"logits and labels must agree in rows and tokens, got {tuple(logits.shape)} and {tuple(labels.shape)}. "
-            "Take both from the same padded batch."
-        )
+        shapes = f"{tuple(logits.shape)} and {tuple(labels.shape)}"
+        raise ValueError(f"logits and labels must agree in rows and tokens, got {shapes}. Take both from one batch.")
     if not is_encoder_decoder:
         logits, labels = logits[:, :-1], labels[:, 1:]
     counted = labels != label_pad_token_id
@@ -242,10 +238,8 @@ class LegacyPairs(LegacyJudged):
     def with_logits(self, name: str, model: nn.Module, batch: Batch) -> tuple[Scored, Tensor]:
         """What the policy makes of a batch, and its logits, for the method `name`."""
         if self.is_encoder_decoder:
-            raise TypeError(
-                f"{name} gives logits over whole sequences, which encoder-decoders do not have. Call "
-                "get_batch_loss_metrics, or the model."
-            )
+            fault = f"{name} gives logits over whole sequences, which encoder-decoders do not have"
+            raise TypeError(f"{fault}. Call get_batch_loss_metrics, or the model.")
         with self.accelerator.autocast():
             return self.scorer.score_with_logits(model, batch, ScoreOptions())
 
@@ -302,9 +296,8 @@ class LegacyReference(LegacyPairs):
     def generate_from_model_and_ref(self, model: Any, batch: Batch) -> tuple[list[str], list[str]]:
         """`generate_from_model` of the policy and of the reference. Raises: ValueError without a reference model."""
         if not hasattr(self.reference, "active"):
-            raise ValueError(
-                "no reference to generate with (reference_free or precompute_ref_log_probs). Set both to False."
-            )
+            reason = "reference_free or precompute_ref_log_probs"
+            raise ValueError(f"no reference to generate with ({reason}). Set both to False.")
         if "prompt_input_ids" not in batch:
             batch = self.recorded_columns(self.take_batch(batch))
         with self.reference.active(self.model_wrapped) as reference:

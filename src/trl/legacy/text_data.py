@@ -149,9 +149,8 @@ class ConstantLengthDataset(IterableDataset):
             for row in self.dataset:
                 is_empty, text = False, self.formatting_func(row)
                 if not isinstance(text, str):
-                    raise TypeError(
-                        f"the text of a row is a {type(text).__name__}, expected a string. Let formatting_func return one per row."
-                    )
+                    fault = f"the text of a row is a {type(text).__name__}, expected a string"
+                    raise TypeError(f"{fault}. Let formatting_func return one per row.")
                 yield text
             if not self.infinite:
                 return
@@ -179,8 +178,7 @@ def add_bos_token_if_needed(
     """Begin `prompt_input_ids` of the prompt, and of the prompt as it stands before each answer, with the begin token.
 
     `*_len_input_ids` are their lengths in tokens. Those that begin with it stay as they are, and so does everything
-    where there is none (`bos_token_id=None`). `prompt_attention_mask` goes along. The dicts are changed in place and
-    given back.
+    where there is none (`bos_token_id=None`). `prompt_attention_mask` goes along. The dicts are changed in place.
 
     >>> tokens = [{"prompt_input_ids": ids, "prompt_attention_mask": [1]} for ids in ([1], [1], [5])]
     >>> answers = add_bos_token_if_needed(1, 1, tokens[0], 1, tokens[1], 1, tokens[2])

@@ -1,7 +1,6 @@
 """Objectives of diffusion models: a denoising step is a Gaussian action, and its log-probability is what rewards train.
 
-Log-probabilities and divergences of a step are means over the elements of the latent, not sums: `train_clip_range` and
-`beta` belong to that scale.
+Log-probabilities and divergences of a step are means over the latent's elements (the scale of clip range and `beta`).
 """
 
 from __future__ import annotations

@@ -187,9 +187,8 @@ def check_losses(losses: Sequence[str], loss_weights: Sequence[float] | None, op
     check_loss_weights(loss_weights, losses)
     elsewhere = [name for name, loss in rows.items() if not loss.takes_divergence]
     if options.f_divergence != "reverse_kl" and elsewhere:
-        raise ValueError(
-            f"f_divergence_type {options.f_divergence!r} does not go with loss_type {elsewhere[0]!r}. Use 'reverse_kl'."
-        )
+        divergence = f"f_divergence_type {options.f_divergence!r}"
+        raise ValueError(f"{divergence} does not go with loss_type {elsewhere[0]!r}. Use 'reverse_kl'.")
     dividing = [name for name, loss in rows.items() if loss.divides_by_beta]
     if options.beta == 0 and dividing:
         raise ValueError(f"beta must be > 0 for loss_type {dividing[0]!r}, got 0. It divides by beta.")

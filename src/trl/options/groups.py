@@ -143,9 +143,8 @@ def _move_legacy(config: OptionGroup) -> None:
         if target is not None and moved is not None:
             current = getattr(config, target)
             if value_of is None and current not in (getattr(type(config), target, None), moved):
-                raise ValueError(
-                    f"{target}={current!r} and {item.name}={value!r}, its older name, disagree. Set {target} only."
-                )
+                both = f"{target}={current!r} and {item.name}={value!r}, its older name"
+                raise ValueError(f"{both}, disagree. Set {target} only.")
             setattr(config, target, moved)
         places.append(f"{item.name} -> {target or f'nothing, {declared.reason}'}")
     if places:

@@ -98,9 +98,8 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
         if "optimizer" in (self.resume_without or ()) and self.deepspeed:
             raise ValueError("resume_without=['optimizer'] does not work with DeepSpeed. Start a new run.")
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
-            raise ValueError(
-                f"num_train_epochs must be > 0 or max_steps >= 1, got {self.num_train_epochs}, {self.max_steps}."
-            )
+            lengths = f"{self.num_train_epochs}, {self.max_steps}"
+            raise ValueError(f"num_train_epochs must be > 0 or max_steps >= 1, got {lengths}.")
         strategies = [getattr(strategy, "value", strategy) for strategy in (self.eval_strategy, self.save_strategy)]
         if self.load_best_model_at_end and strategies[1] != "best" and len(set(strategies)) > 1:
             raise ValueError(

@@ -48,9 +48,8 @@ def shares_of_first(
     """
     soft = bool(options.get("return_scores"))
     if soft and "return_scores" not in inspect.signature(judge.judge).parameters:
-        raise TypeError(
-            f"{type(judge).__name__} has no return_scores. Use a judge with probabilities, such as PairRMJudge."
-        )
+        name = type(judge).__name__
+        raise TypeError(f"{name} has no return_scores. Use a judge with probabilities, such as PairRMJudge.")
     asked = [row for row, (first, second) in enumerate(pairs) if first != second]
     shares: list[float | None] = [0.5] * len(pairs)
     if not asked:

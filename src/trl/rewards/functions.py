@@ -109,10 +109,8 @@ def parameters_of(function: Function) -> Mapping[str, inspect.Parameter]:
     except (TypeError, ValueError):
         return {"columns": inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)}
     if not parameters or any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters.values()):
-        raise TypeError(
-            f"reward function {name_of(function)!r} must take keyword arguments. Write it as "
-            "`def f(prompts, completions, **kwargs)`."
-        )
+        example = "`def f(prompts, completions, **kwargs)`"
+        raise TypeError(f"reward function {name_of(function)!r} must take keyword arguments. Write it as {example}.")
     return parameters
 
 
@@ -171,10 +169,8 @@ def _resolve(name: str) -> Function | str:
         lengths = re.sub(r"\s*([(),=])\s*", r"\1", name.removeprefix(SOFT_OVERLONG) or "(1280,256)")
         match = _LENGTHS.fullmatch(_SWAPPED.sub(r"(\2,\1)", lengths))
         if match is None:
-            raise ValueError(
-                f"reward function {name!r} cannot be read, expected "
-                f"{SOFT_OVERLONG}(max_completion_len=1280,soft_punish_cache=256), quoted in the shell."
-            )
+            example = f"{SOFT_OVERLONG}(max_completion_len=1280,soft_punish_cache=256)"
+            raise ValueError(f"reward function {name!r} cannot be read, expected {example}, quoted in the shell.")
         return get_soft_overlong_punishment(int(match[1]), int(match[2]))
     if Path(name).expanduser().is_dir():
         return name

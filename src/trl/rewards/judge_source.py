@@ -55,16 +55,14 @@ class JudgeSource:
         self.gold_column, self.deadline, self.on_failure = gold_column, deadline, on_failure
         self.group_size, self.judge_options = group_size, judge_options
         if self.compares and gold_column is not None:
-            raise ValueError(
-                f"gold_column={gold_column!r} is for a BaseBinaryJudge, got a {type(judge).__name__}. Leave it out."
-            )
+            kind = type(judge).__name__
+            raise ValueError(f"gold_column={gold_column!r} is for a BaseBinaryJudge, got a {kind}. Leave it out.")
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise ValueError if the dataset does not have `gold_column`."""
         if self.gold_column is not None and self.gold_column not in columns:
-            raise ValueError(
-                f"judge {self.name!r} needs the column {self.gold_column!r}, the data set has {sorted(columns)}."
-            )
+            needs = f"judge {self.name!r} needs the column {self.gold_column!r}"
+            raise ValueError(f"{needs}, the data set has {sorted(columns)}.")
 
     def score(self, inputs: RewardInputs) -> list[float | None]:
         """One number, or None, each. Raises: RewardError for invalid answers and for a lone completion to compare."""
@@ -110,9 +108,8 @@ class JudgeSource:
             if not len(ranking) or -1 in ranking:
                 continue
             if sorted(ranking) != list(range(len(group))):
-                raise RewardError(
-                    f"gave {list(ranking)} for {len(group)} completions, expected each index once, the best first"
-                )
+                expected = f"for {len(group)} completions, expected each index once, the best first"
+                raise RewardError(f"gave {list(ranking)} {expected}")
             for place, index in enumerate(ranking):
                 scores[group[index]] = 1 - place / (len(group) - 1)
         return scores

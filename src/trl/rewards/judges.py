@@ -133,10 +133,8 @@ class AllTrueJudge(BaseBinaryJudge):
         columns = [judge.judge(prompts, completions, gold_completions, shuffle_order) for judge in self.judges]
         for judge, column in zip(self.judges, columns, strict=True):
             if len(column) != len(completions) or not set(column) <= {0, 1, -1}:
-                raise ValueError(
-                    f"{type(judge).__name__} gave {column}, expected 1, 0 or -1 for each of {len(completions)} "
-                    "completions."
-                )
+                expected = f"1, 0 or -1 for each of {len(completions)} completions"
+                raise ValueError(f"{type(judge).__name__} gave {column}, expected {expected}.")
         return [min(row, key=lambda verdict: (0, -1, 1).index(verdict)) for row in zip(*columns, strict=True)]
 
 
@@ -191,10 +189,8 @@ class ChatPairwiseJudge(BasePairwiseJudge):
         except ValueError as error:
             placeholders = str(error)
         if placeholders != set(PLACEHOLDERS):
-            raise ValueError(
-                f"system_prompt has {placeholders}, expected the placeholders {', '.join(PLACEHOLDERS)}. "
-                "Double other braces."
-            )
+            expected = f"the placeholders {', '.join(PLACEHOLDERS)}"
+            raise ValueError(f"system_prompt has {placeholders}, expected {expected}. Double other braces.")
         check_at_least("max_workers", max_workers, minimum=1, optional=False)
         check_at_least("max_requests", max_requests, minimum=0)
         self.max_requests, self.max_workers = max_requests, max_workers
@@ -300,9 +296,7 @@ class OpenAIPairwiseJudge(ChatPairwiseJudge):
                 text = "OpenAIPairwiseJudge needs the openai package. Install it with `pip install 'trl[judges]'`."
                 raise ImportError(text) from error
             if not os.environ.get("OPENAI_API_KEY"):
-                raise ValueError(
-                    "OPENAI_API_KEY is not set, which OpenAIPairwiseJudge needs. Set it, or pass a client."
-                )
+                raise ValueError("OPENAI_API_KEY is not set, which OpenAIPairwiseJudge needs. Set it, or pass client.")
             client = openai.OpenAI(timeout=timeout)
         self.model, self.client = model, client
         options = dict(request_options or {})

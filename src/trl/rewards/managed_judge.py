@@ -214,9 +214,8 @@ class ManagedJudge(BasePairwiseJudge):
                 select = "SELECT share FROM answers WHERE key = ?"
                 rows = [(key, opened.execute(select, (key,)).fetchone()) for key in keys]
         except sqlite3.Error as error:
-            raise ValueError(
-                f"judge cache '{self.cache}' cannot be used ({error}). Name another file, or one that does not exist."
-            ) from error
+            fault = f"judge cache '{self.cache}' cannot be used ({error})"
+            raise ValueError(f"{fault}. Name another file, or one that does not exist.") from error
         return {key: row[0] for key, row in rows if row is not None}
 
 

@@ -33,8 +33,7 @@ class ModelSource:
     """A reward model as a source: its score at the last token of prompt and completion.
 
     By default it reads their text, with its own chat template and tokenizer. With `read="ids"` it reads the token ids
-    of the rollout if the policy has the same vocabulary, otherwise the text (logged once). A prompt shared by several
-    rows is run once.
+    of the rollout if the policy has the same vocabulary, otherwise the text (logged once). Shared prompts are run once.
 
     Args:
         model: a sequence-classification model with one label, or its name or path.
@@ -120,10 +119,8 @@ class ModelSource:
             kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
             raise TypeError(f"row {row} has {kinds}, expected two texts or two lists of messages.")
         if self.tokenizer.chat_template is None:
-            raise ValueError(
-                f"the tokenizer of reward model {self.name!r} has no chat template, which prompts of messages need. "
-                "Pass another tokenizer (reward_processing_classes)."
-            )
+            fault = f"the tokenizer of reward model {self.name!r} has no chat template, which messages need"
+            raise ValueError(f"{fault}. Pass another tokenizer (reward_processing_classes).")
         if isinstance(completion, str):
             completion = [{"role": "assistant", "content": completion}]
         extra = {name: values[row] for name, values in inputs.columns.items()}
@@ -135,10 +132,8 @@ class ModelSource:
         if not len(ids):
             raise RewardError(f"was given no token in row {row}, expected at least 1")
         if self._longest is not None and len(ids) > self._longest:
-            raise RewardError(
-                f"was given {len(ids)} tokens in row {row}, expected at most {self._longest}, "
-                "the model's context length"
-            )
+            most = f"at most {self._longest}, the model's context length"
+            raise RewardError(f"was given {len(ids)} tokens in row {row}, expected {most}")
         if int(ids.max()) >= self._known_tokens:
             raise RewardError(
                 f"was given token {int(ids.max())} in row {row} ({inputs.row_text(row)}), and the model's vocabulary "
@@ -159,10 +154,8 @@ def _check_saved(path: str) -> None:
             "random until it is trained.", path, " ".join(config.architectures or ["a model of unknown kind"]),
         )  # fmt: skip
     elif config.num_labels != 1:
-        raise ValueError(
-            f"reward model {path!r} has {config.num_labels} labels, expected 1. Train it with num_labels=1, as "
-            "RewardTrainer does."
-        )
+        fault = f"reward model {path!r} has {config.num_labels} labels, expected 1"
+        raise ValueError(f"{fault}. Train it with num_labels=1, as RewardTrainer does.")
 
 
 def place_reward_models(models: Iterable[ModelSource], accelerator: Accelerator) -> None:

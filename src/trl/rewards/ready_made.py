@@ -63,9 +63,8 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
     [0.0, -0.25, -1.0, -1.0]
     """
     if not 1 <= soft_punish_cache <= max_completion_len:
-        raise ValueError(
-            f"soft_punish_cache must be between 1 and max_completion_len={max_completion_len}, got {soft_punish_cache}."
-        )
+        most = f"max_completion_len={max_completion_len}"
+        raise ValueError(f"soft_punish_cache must be between 1 and {most}, got {soft_punish_cache}.")
 
     def soft_overlong_punishment_reward(completion_ids: Sequence[Sequence[int]], **kwargs: object) -> list[float]:
         free = max_completion_len - soft_punish_cache

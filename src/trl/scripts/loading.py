@@ -95,10 +95,8 @@ def rename_columns(dataset: Rows, renames: Mapping[str, str], *, name: str) -> R
         return dataset
     present = column_names(dataset)
     if missing := [old for old in renames if old not in present]:
-        raise ValueError(
-            f"column_mapping renames `{missing[0]}`, which is no column of {name}: it has {', '.join(present)}."
-            f"{did_you_mean(missing[0], present)}"
-        )
+        there = f"it has {', '.join(present)}.{did_you_mean(missing[0], present)}"
+        raise ValueError(f"column_mapping renames `{missing[0]}`, which is no column of {name}: {there}")
     if taken := [new for new in renames.values() if new in present and new not in renames]:
         raise ValueError(f"column_mapping gives a column the name `{taken[0]}`, which {name} already has.")
     return dataset.rename_columns(dict(renames))

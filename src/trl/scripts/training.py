@@ -108,9 +108,8 @@ def load_inputs(
 
     check_processes(training_args)
     if names := unread_fields(model_args).get("use_peft"):
-        raise ValueError(
-            f"{', '.join(names)} has no effect without adapters: all weights would be trained. Add --use_peft true."
-        )
+        effect = "has no effect without adapters: all weights would be trained"
+        raise ValueError(f"{', '.join(names)} {effect}. Add --use_peft true.")
     if model_args.model_name_or_path is None:
         raise ValueError("model_name_or_path is missing. Give the folder of a model, or its name on the Hub.")
     if script_args.gradient_checkpointing_use_reentrant and training_args.gradient_checkpointing:

@@ -213,9 +213,8 @@ def split_pixel_values_by_grid(batch: dict[str, Tensor]) -> dict[str, Tensor | l
     lengths = grids.prod(dim=-1).tolist()
     images = torch.as_tensor(batch.get("num_images", [1] * len(grids))).tolist()
     if sum(images) != len(grids) or sum(lengths) != len(patches):
-        raise ValueError(
-            f"image_grid_thw ({len(grids)} grids) must fit {sum(images)} images, {len(patches)} rows of pixel_values."
-        )
+        fits = f"{sum(images)} images, {len(patches)} rows of pixel_values"
+        raise ValueError(f"image_grid_thw ({len(grids)} grids) must fit {fits}.")
     sections = [sum(lengths[start:stop]) for start, stop in pairwise([0, *accumulate(images)])]
     return {**batch, "pixel_values": list(patches.split(sections)), "image_grid_thw": list(grids.split(images))}
 

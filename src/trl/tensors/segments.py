@@ -20,8 +20,7 @@ class Segments:
     """Segment boundaries of one packed row, in row order, without gaps: all counts are in tokens.
 
     A plain sequence or a prompt has `prefix_length` 0. A branch sees `[prefix_start, prefix_start + prefix_length)`,
-    which must be exactly one earlier segment that is not itself a branch. Raises: ValueError for gaps, empty segments,
-    and what points at no prompt.
+    which must be exactly one earlier segment that is no branch. Raises: ValueError for gaps and empty segments too.
 
     >>> row = Segments.from_prefix_groups([(3, [2, 1])])
     >>> row.position_ids().tolist()

@@ -26,9 +26,8 @@ try:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"A server needs {error.name}. Run `pip install 'trl[serve]'`.", name=error.name
-    ) from error
+    text = f"A server needs {error.name}. Run `pip install 'trl[serve]'`."
+    raise ModuleNotFoundError(text, name=error.name) from error
 
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 512 * 1024**2

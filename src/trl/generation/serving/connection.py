@@ -225,9 +225,8 @@ class ServerConnection:
             status, text = answer.status, answer.read().decode("utf-8", "replace")
         except (OSError, http.client.HTTPException) as error:
             reason = str(error) or type(error).__name__
-            raise ServerLost(
-                f"The {self.kind} at {self.base_url} does not answer {path}: {reason}. Check that it runs, and its log."
-            ) from error
+            fault = f"The {self.kind} at {self.base_url} does not answer {path}: {reason}"
+            raise ServerLost(f"{fault}. Check that it runs, and its log.") from error
         finally:
             connection.close()
         try:

@@ -46,8 +46,7 @@ class WeightChannel:
         """Join the other ranks at `host:port`; returns after all `size` of them have joined.
 
         The rank that `serves_store` listens at the address, the others connect to it, in any order. `timeout_s`
-        (seconds) is for joining, and later for each tensor. Raises: ConnectionError if the address is not available, or
-        the others do not join in time.
+        (seconds) is for joining, and later for each tensor. Raises: ConnectionError.
         """
         until = time.monotonic() + timeout_s
         place = torch.device(device if backend == "nccl" else "cpu")
@@ -58,10 +57,8 @@ class WeightChannel:
             left = max(0.1, until - time.monotonic())
             channel._broadcast(torch.zeros(1, device=place), left)
         except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
-            raise ConnectionError(
-                f"The weight channel at {host}:{port} needs {size} processes within {timeout_s:g} s; rank {rank}: "
-                f"{_first_line(error)}."
-            ) from error
+            needs = f"needs {size} processes within {timeout_s:g} s; rank {rank}: {_first_line(error)}"
+            raise ConnectionError(f"The weight channel at {host}:{port} {needs}.") from error
         return channel
 
     def announce(self) -> None:
@@ -134,9 +131,8 @@ class WeightChannel:
             yield
         except RuntimeError as error:  # torch's DistError is one
             self.close()
-            raise ConnectionError(
-                f"The weight channel broke{otherwise}: {_first_line(error)}. See the log of the other side."
-            ) from error
+            text = f"The weight channel broke{otherwise}: {_first_line(error)}. See the log of the other side."
+            raise ConnectionError(text) from error
 
 
 def _store(host: str, port: int, serves: bool, timeout_s: float) -> TCPStore:

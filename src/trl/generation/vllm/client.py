@@ -71,10 +71,9 @@ class VLLMClient:
             except ServerLost as error:
                 left = until - time.monotonic()
                 if left <= 0:
-                    raise ConnectionError(
-                        f"No vLLM server answered at {self.base_url} within {total_timeout:g} s "
-                        f"({error.__cause__ or error}). Start `trl vllm-serve`."
-                    ) from error
+                    fault = f"No vLLM server answered at {self.base_url} within {total_timeout:g} s"
+                    reason = error.__cause__ or error
+                    raise ConnectionError(f"{fault} ({reason}). Start `trl vllm-serve`.") from error
                 if not is_waiting:
                     logger.warning("Waiting up to %.0f s for the vLLM server at %s.", left, self.base_url)
                     is_waiting = True
@@ -110,8 +109,7 @@ class VLLMClient:
         """`n` completions of each prompt (a text or its token ids).
 
         Returns `prompt_ids` of each prompt, and `completion_ids` and `logprobs` of each completion, ordered by prompt.
-        `images` are PIL images, one or a list for each prompt (None: none). `generation_kwargs` are further arguments
-        of vLLM's `SamplingParams`.
+        `images` are PIL images, one or a list for each prompt (None: none), `generation_kwargs` for `SamplingParams`.
         """
         sampling = _sampling(locals())
         if isinstance(prompts, str):
@@ -208,12 +206,8 @@ class VLLMClient:
         if self.channel_name is not None:
             self._check_channel(self.model())
 
-        def close_on_failure(sending: Future[Json]) -> None:
-            if sending.exception() is not None:
-                channel.close()  # sending would wait for a receiver
-
         update = start(lambda: self._http.post(path, body), "weight-update").future
-        update.add_done_callback(close_on_failure)
+        update.add_done_callback(lambda ended: ended.exception() and channel.close())  # else the sender would wait
         try:
             channel.await_receivers()  # the server may answer other requests first
             with _on(channel.device):

@@ -115,8 +115,7 @@ class Piece(NamedTuple):
 def pieces_of(core: PreTrainedModel) -> list[Piece]:
     """The pieces of a model, in the order of its modules.
 
-    Tied weights have all of their names, because on a CPU vLLM (0.32) needs both; only for models without a head in
-    vLLM the head's is left out.
+    Tied weights have all of their names, because on a CPU vLLM (0.32) needs both, if it has a head for the model.
     """
     config = core.config
     left_out = "lm_head" if config.model_type in _WITHOUT_HEAD and config.tie_word_embeddings else None
@@ -136,8 +135,7 @@ class WeightParts:
 
     A process needs memory for one part besides its own shards; the process that reads also for the part's LoRA sums and
     conversions. `model` is the policy in its wrappers. Processes with shards have to go through the parts together.
-    Matrices are read in `dtype`, that of mixed precision; None: in their own. Raises: ValueError as `check_sendable`,
-    before anything is gathered.
+    Matrices are read in `dtype`, that of mixed precision; None: in their own. Raises: ValueError as `check_sendable`.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:
@@ -160,8 +158,7 @@ class WeightParts:
     def read(self) -> Iterator[Iterator[tuple[str, Tensor]]]:
         """Names and weights, in the order of `shapes`, on the policy's devices.
 
-        On exit the parts that were not read are gathered too, as in the other processes, also after an error. Weights
-        of a sharded policy are copies.
+        On exit the parts that were not read are gathered too, as in other processes. A sharded policy's are copies.
         """
         left = iter(self.parts)
         weights = self._weights(left)
