@@ -68,10 +68,8 @@ def compare(checkpoint: Path, facts: Facts, *, ignore_data: bool = False) -> lis
     if not recorded:
         return []
     if recorded["method"] != facts["method"]:
-        raise CheckpointError(
-            f"{checkpoint} is of a run of {recorded['method']}, and this is {facts['method']}. To train further from "
-            "its weights, give it as the model of a new run."
-        )
+        fault = f"{checkpoint} is of a run of {recorded['method']}, and this is {facts['method']}"
+        raise CheckpointError(f"{fault}. To use its weights, give it as the model of a new run.")
     if differs := _differences(recorded["model"], facts["model"]):
         other = f"another model ({', '.join(differs)})"
         raise CheckpointError(f"{checkpoint} is of {other}. Resume with the model that was trained there.")

@@ -139,10 +139,9 @@ class Runs:
         sums = gather_object([synced_sums(written, part=part, parts=parts)])
         if writes:
             if not has_weights(written):
-                raise CheckpointError(
-                    f"{written} has no weights, expected those of step {state.global_step}: another program "
-                    "removed them. Earlier checkpoints are untouched. Give each run an output_dir of its own."
-                )
+                fault = f"{written} has no weights, expected those of step {state.global_step}"
+                remedy = "Earlier checkpoints are untouched. Give each run an output_dir of its own"
+                raise CheckpointError(f"{fault}: another program removed them. {remedy}.")
             whole = {name: entry for part_sums in sums for name, entry in part_sums.items()}
             publish(written, final, self.current.facts, replaced=written.parent / "replaced", sums=whole)
             _rotate(final, state, args.save_total_limit)

@@ -274,11 +274,9 @@ def first_row(dataset: StoredOrStream | Iterator[Row], name: str, expected: str)
     Raises: ValueError where there is none, and for rows that a transform makes when they are read.
     """
     if (getattr(dataset, "format", None) or {}).get("type") == "custom":
-        raise ValueError(
-            f"{name} dataset has a transform (with_transform or set_transform), expected stored rows, which are "
-            "tokenised before the first step. Store what it makes: dataset.with_format(None).map(transform, "
-            "batched=True, remove_columns=dataset.column_names)."
-        )
+        remedy = "dataset.with_format(None).map(transform, batched=True, remove_columns=dataset.column_names)"
+        fault = f"{name} dataset has a transform (with_transform or set_transform), expected stored rows"
+        raise ValueError(f"{fault}. Store what it makes: {remedy}.")
     rows: Any = dataset.with_format(None) if isinstance(dataset, Dataset) else dataset
     for row in rows:
         return row

@@ -186,8 +186,7 @@ def split_rendering(
     is_open = prompt.messages[-1].get("role") == "assistant"
     closed = opened if is_open else render(processing_class, prompt)
     if not joint.startswith(closed):
-        raise TemplateRefusal(
-            f"the chat template renders the prompt differently once the completion follows ({closed[cut : cut + 20]!r} "
-            f"became {joint[cut : cut + 20]!r}). Use one of get_training_chat_template."
-        )
+        parts = f"{closed[cut : cut + 20]!r} became {joint[cut : cut + 20]!r}"
+        fault = f"the chat template renders the prompt differently once the completion follows ({parts})"
+        raise TemplateRefusal(f"{fault}. Use one of get_training_chat_template.")
     return joint[:cut], joint[cut:]

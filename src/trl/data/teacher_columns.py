@@ -69,33 +69,26 @@ def check_teacher_columns(
     Of a stream only the columns' names are checked here.
     """
     if not has_teacher_columns(dataset):
-        raise ValueError(
-            f"{name} dataset: no columns {' and '.join(TEACHER_COLUMNS)}, which the training rows have in place of a "
-            "teacher. Write them with `trl teach`, or pass teacher_model."
-        )
+        missing = f"no columns {' and '.join(TEACHER_COLUMNS)}, which stand for a teacher"
+        raise ValueError(f"{name} dataset: {missing}. Write them with `trl teach`, or pass teacher_model.")
     if not isinstance(dataset, Dataset) or not isinstance(source, Dataset):
         return
     texts = source.unique(TEACHER_SETTINGS) if TEACHER_SETTINGS in source.column_names else []
     for settings in (json.loads(text) for text in texts if text is not None):
         if settings["tokenizer"] != vocabulary_hash(tokenizer):
-            raise ValueError(
-                f"{name} dataset: {TEACHER_COLUMNS[0]} belong to another tokenizer than the student's. Run `trl teach` "
-                "with --model_name_or_path STUDENT, which takes the student's tokenizer; for a teacher of another "
-                "vocabulary use GOLDTrainer."
-            )
+            fault = f"{name} dataset: {TEACHER_COLUMNS[0]} belong to another tokenizer than the student's"
+            remedy = "Run `trl teach` with --model_name_or_path STUDENT; for another vocabulary use GOLDTrainer"
+            raise ValueError(f"{fault}. {remedy}.")
         if settings["temperature"] != temperature:
-            raise ValueError(
-                f"temperature={temperature}, but the teacher columns of the {name} dataset are at temperature "
-                f"{settings['temperature']}. Set that temperature, or run `trl teach` again with --temperature "
-                f"{temperature}."
-            )
+            fault = f"temperature={temperature}, but the teacher columns of the {name} dataset are at temperature"
+            remedy = f"Set that temperature, or run `trl teach` again with --temperature {temperature}"
+            raise ValueError(f"{fault} {settings['temperature']}. {remedy}.")
     if max_length is not None and "input_ids" in source.column_names and "seq_lengths" not in source.column_names:
         longest = int(list_lengths(source, "input_ids").max())
         if longest > max_length:
-            raise ValueError(
-                f"max_length={max_length} truncates rows with teacher columns, the longest has {longest} tokens. Set "
-                f"max_length={longest}, or run `trl teach` again with --max_length {max_length}."
-            )
+            fault = f"max_length={max_length} truncates rows with teacher columns, the longest has {longest} tokens"
+            remedy = f"Set max_length={longest}, or run `trl teach` again with --max_length {max_length}"
+            raise ValueError(f"{fault}. {remedy}.")
     trained = trained_tokens(dataset, completion_only=completion_only)
     for column in TEACHER_COLUMNS:
         entries = list_lengths(dataset, column)

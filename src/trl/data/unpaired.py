@@ -75,10 +75,9 @@ class UnpairedPreparation(PreferencePreparation):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.mismatch_group is not None and self.mismatch_group < 2:
-            raise ValueError(
-                f"per_device_train_batch_size must be at least 2 for loss_type='kto', got {self.mismatch_group}: the "
-                "KL estimate needs other rows. Raise it, or use loss_type='apo_zero_unpaired'."
-            )
+            fault = f"per_device_train_batch_size must be at least 2 for loss_type='kto', got {self.mismatch_group}"
+            remedy = "Raise it, or use loss_type='apo_zero_unpaired'"
+            raise ValueError(f"{fault}: the KL estimate needs other rows. {remedy}.")
         if self.max_length is not None and self.max_length < 3:
             raise ValueError(f"max_length must be >= 3 (begin, one token, eos), got {self.max_length}.")
 

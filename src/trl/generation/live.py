@@ -68,10 +68,8 @@ class Live(Protocol):
 def check_alone(engine: Engine) -> None:
     """Raise ValueError for an engine that several processes share."""
     if engine.together:
-        raise ValueError(
-            f"{type(engine).__name__} generates in several processes at once, and requests that come and go differ "
-            "among them. Use an engine in each process, such as the policy itself or one vLLM per process."
-        )
+        fault = f"{type(engine).__name__} generates in several processes at once, whose requests would differ"
+        raise ValueError(f"{fault}. Use an engine in each, such as the policy itself or one vLLM per process.")
 
 
 class LiveCalls:

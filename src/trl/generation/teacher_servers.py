@@ -104,10 +104,9 @@ class TeacherServer:
                 return ask(timeout_s=max(until - time.monotonic(), 0.1))
             except ServerLost as error:
                 if time.monotonic() + pause >= until:
-                    raise ServerLost(
-                        f"{error} ({where}; no answer within {self.deadline:g} s.) Start it again and resume from the "
-                        "last checkpoint, or raise teacher_server_timeout."
-                    ) from error
+                    fault = f"{error} ({where}; no answer within {self.deadline:g} s.)"
+                    remedy = "Start it again and resume from the last checkpoint, or raise teacher_server_timeout"
+                    raise ServerLost(f"{fault} {remedy}.") from error
                 logger.warning("%s Trying again in %g s.", error, pause)
             except (ValueError, RuntimeError) as error:
                 raise type(error)(f"{error} ({where})") from error
@@ -243,10 +242,8 @@ def served_teacher(
         if not all(isinstance(url, str) and url.startswith(("http://", "https://")) for url in addresses):
             return None
     if args.temperature != 1:
-        raise ValueError(
-            f"temperature={args.temperature}: a teacher server gives log-probs at temperature 1. Set temperature=1.0, "
-            "or write columns at another temperature with `trl teach`."
-        )
+        fault = f"temperature={args.temperature}: a teacher server gives log-probs at temperature 1"
+        raise ValueError(f"{fault}. Set temperature=1.0, or write columns at another with `trl teach`.")
     if isinstance(urls, str) and urls.lstrip().startswith("{"):
         urls = json_object("teacher_model_server_url", urls) or {}
     options: Json = {"top_k": args.teacher_top_k, "deadline": args.teacher_server_timeout}

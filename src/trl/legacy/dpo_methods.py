@@ -185,10 +185,9 @@ class LegacyDPO(LegacyReference):
         logps = [older.pop(name, value) for name, value in zip(_OLDER_LOGPS, newer, strict=True)]
         is_legacy = isinstance(loss_type, bool) or newer[0] is None
         if older or any(value is None for value in logps):
-            raise TypeError(
-                f"dpo_loss takes four tensors of log-probs (chosen and rejected, of policy and reference), got "
-                f"{sum(value is not None for value in logps)}{f' and {sorted(older)}' if older else ''}. Give all four."
-            )
+            count = f"{sum(value is not None for value in logps)}{f' and {sorted(older)}' if older else ''}"
+            four = "four tensors of log-probs (chosen and rejected, of policy and reference)"
+            raise TypeError(f"dpo_loss takes {four}, got {count}. Give all four.")
         scores = PairScores(*cast(tuple[Tensor, Tensor, Tensor, Tensor], tuple(logps)))
         free = loss_type if isinstance(loss_type, bool) else reference_free or self.args.reference_free
         rewards = [self.args.beta * ratio.detach() for ratio in scores.ratios]

@@ -133,10 +133,9 @@ class View:
             is_plain = isinstance(value, (str, int, float, list, tuple, dict)) and isinstance(other, type(value))
             if is_plain and value == other:
                 return
-            raise AttributeError(
-                f"{self._name} of {type(trainer).__name__} cannot be set after the trainer was built, got {value!r}. "
-                f"Set it in {type(trainer.args).__name__}, or give it to the constructor."
-            )
+            fault = f"{self._name} of {type(trainer).__name__} cannot be set after the trainer was built"
+            remedy = f"Set it in {type(trainer.args).__name__}, or give it to the constructor"
+            raise AttributeError(f"{fault}, got {value!r}. {remedy}.")
 
 
 def _is_built(trainer: Any) -> bool:

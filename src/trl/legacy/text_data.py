@@ -109,10 +109,8 @@ class ConstantLengthDataset(IterableDataset):
         append_concat_token: bool = True, add_special_tokens: bool = True, *, seed: int = 0,
     ) -> None:  # fmt: skip
         if (dataset_text_field is None) == (formatting_func is None):
-            raise ValueError(
-                f"dataset_text_field is {dataset_text_field!r} and formatting_func is {formatting_func!r}, expected "
-                "exactly one of them. Name the column with the text, or give a function that makes it."
-            )
+            both = f"dataset_text_field is {dataset_text_field!r} and formatting_func is {formatting_func!r}"
+            raise ValueError(f"{both}, expected exactly one of them. Name a column, or give a function.")
         if seq_length < 1:
             raise ValueError(f"seq_length must be >= 1, got {seq_length}. Give the number of tokens in a row.")
         last: Any = tokenizer.eos_token_id

@@ -121,11 +121,9 @@ def estimated(estimator: str | AdvantageEstimator, rewards: Tensor, group_size: 
     result = function(rewards, group_size)
     advantages = rewards.new_full((1,), math.nan) if result is None else torch.as_tensor(result)
     if advantages.shape != rewards.shape or not (advantages.isfinite() | rewards.isnan()).all():
-        raise ValueError(
-            f"advantage_estimator must return {len(rewards)} finite numbers, one per reward, got shape "
-            f"{tuple(advantages.shape)}: {advantages.flatten()[:8].tolist()}. Return a tensor of the shape of rewards; "
-            "where rewards are NaN, leave them out of sums."
-        )
+        got = f"shape {tuple(advantages.shape)}: {advantages.flatten()[:8].tolist()}"
+        wanted = f"advantage_estimator must return {len(rewards)} finite numbers, one per reward"
+        raise ValueError(f"{wanted}, got {got}. Return a tensor of the shape of rewards, without sums of NaN.")
     return torch.where(rewards.isnan(), 0.0, advantages)
 
 

@@ -109,11 +109,9 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
         if self.load_best_model_at_end and strategies == ["steps", "steps"]:
             evaluated = self.eval_steps or self.logging_steps
             if (self.save_steps < 1) != (evaluated < 1) or round(self.save_steps * 1e6) % round(evaluated * 1e6):
-                raise ValueError(
-                    f"load_best_model_at_end needs save_steps to be a multiple of eval_steps, got {self.save_steps:g} "
-                    f"and {evaluated:g}{'' if self.eval_steps else ' (of logging_steps)'}. Set save_steps to "
-                    f"{evaluated:g}."
-                )
+                steps = f"{evaluated:g}{'' if self.eval_steps else ' (of logging_steps)'}"
+                needs = "load_best_model_at_end needs save_steps to be a multiple of eval_steps"
+                raise ValueError(f"{needs}, got {self.save_steps:g} and {steps}. Set save_steps to {evaluated:g}.")
         if self.eval_steps and strategies[0] == "no":
             warn_caller(f"eval_steps={self.eval_steps:g} has no effect with eval_strategy='no'. Set it to 'steps'.")
         names, name = [name.value for name in OptimizerNames], str(getattr(self.optim, "value", self.optim))

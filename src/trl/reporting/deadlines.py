@@ -96,11 +96,9 @@ class ThreadedCalls:
         self._left_behind = [thread for thread in self._left_behind if thread.is_alive()]
         if len(self._left_behind) >= self.most_left_behind:
             last = self._left_behind[-1]
-            raise RuntimeError(
-                f"{len(self._left_behind)} earlier calls missed their deadline and still run (the last is "
-                f"{last.name!r}, at {place_of(last)}). Set a timeout in what they wait for, or run it in a process "
-                "that can be killed."
-            )
+            late = f"{len(self._left_behind)} earlier calls missed their deadline and still run"
+            remedy = "Set a timeout in what they wait for, or run it in a process that can be killed"
+            raise RuntimeError(f"{late} (the last is {last.name!r}, at {place_of(last)}). {remedy}.")
 
     async def call(self, function: Callable[[], Result], name: str, seconds: float | None) -> Result:
         """What a function returns on its thread, awaited. Raises: DeadlinePassed, RuntimeError as `check`."""

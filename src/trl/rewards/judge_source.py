@@ -78,11 +78,9 @@ class JudgeSource:
         if (size := self.group_size) is not None:
             groups = [list(range(first, first + size)) for first in range(0, len(inputs), size)]
         if alone := [group[0] for group in groups if len(group) == 1]:
-            raise RewardError(
-                f"compares completions of one prompt, and {len(alone)} of {len(groups)} prompts come with one alone, "
-                f"the first is {inputs.row_text(alone[0])}. Sample several for each prompt (GRPO, RLOO), or use a "
-                "binary judge"
-            )
+            alone_of = f"{len(alone)} of {len(groups)} prompts come with one alone"
+            fault = f"compares completions of one prompt, and {alone_of}, the first is {inputs.row_text(alone[0])}"
+            raise RewardError(f"{fault}. Sample several for each prompt (GRPO, RLOO), or use a binary judge")
         score = self._win_rates if isinstance(self.judge, BasePairwiseJudge) else self._rank_scores
         return score(inputs, texts, groups)
 

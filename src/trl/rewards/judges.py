@@ -313,10 +313,9 @@ class PairRMJudge(BasePairwiseJudge):
         try:
             blender: Any = import_module("llm_blender")
         except ImportError as error:
-            raise ImportError(
-                f"PairRMJudge needs llm-blender, which cannot be imported ({error}). Install a release for "
-                "transformers 5 with `pip install llm-blender`, or use another pairwise judge."
-            ) from error
+            remedy = "Install a release for transformers 5 with `pip install llm-blender`, or use another judge"
+            fault = f"PairRMJudge needs llm-blender, which cannot be imported ({error})"
+            raise ImportError(f"{fault}. {remedy}.") from error
         self.blender = blender.Blender()
         self.blender.loadranker("llm-blender/PairRM", device=str(PartialState().device))
 

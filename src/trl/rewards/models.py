@@ -135,10 +135,9 @@ class ModelSource:
             most = f"at most {self._longest}, the model's context length"
             raise RewardError(f"was given {len(ids)} tokens in row {row}, expected {most}")
         if int(ids.max()) >= self._known_tokens:
-            raise RewardError(
-                f"was given token {int(ids.max())} in row {row} ({inputs.row_text(row)}), and the model's vocabulary "
-                f"has {self._known_tokens}. Pass the model's own tokenizer (reward_processing_classes)"
-            )
+            fault = f"was given token {int(ids.max())} in row {row} ({inputs.row_text(row)})"
+            has = f"the model's vocabulary has {self._known_tokens}"
+            raise RewardError(f"{fault}, and {has}. Pass the model's own tokenizer (reward_processing_classes)")
 
 
 def _check_saved(path: str) -> None:

@@ -112,11 +112,10 @@ class RewardSources:
         """Raise ValueError if a judge compares groups of `completions` and a process has no whole groups in `rows`."""
         judges = [source for source in self.sources if isinstance(source, JudgeSource) and source.compares]
         if judges and (completions < 2 or rows % completions):
-            raise ValueError(
-                f"judge {judges[0].name!r} compares completions of one prompt, expected 2 or more of each and whole "
-                f"groups in a process, got {completions} and {rows} rows. Use a binary judge or a trainer with groups "
-                "(GRPO, RLOO), or change the batch size per device."
-            )
+            expected = "2 or more of each and whole groups in a process"
+            fault = f"judge {judges[0].name!r} compares completions of one prompt, expected {expected}"
+            remedy = "Use a binary judge or a trainer with groups (GRPO, RLOO), or change the batch size per device"
+            raise ValueError(f"{fault}, got {completions} and {rows} rows. {remedy}.")
 
     def score(self, inputs: RewardInputs, *, lost: Tensor | None = None) -> RewardResult:
         """Scores by all sources, none of `lost` rows. Raises: RewardError, ValueError for a missing column."""
@@ -239,10 +238,8 @@ def _one_each(classes: ProcessingClasses, sources: Sequence[RewardFunc]) -> list
         models = sum(isinstance(source, (nn.Module, str, os.PathLike)) for source in sources)
         classes = [classes] * (len(sources) if classes is None or models < 2 else 1)
     if len(classes) != len(sources):
-        raise ValueError(
-            f"reward_processing_classes has {len(classes)} entries for {len(sources)} reward functions. Give a list "
-            "with one for each; None is the tokenizer saved with the model."
-        )
+        fault = f"reward_processing_classes has {len(classes)} entries for {len(sources)} reward functions"
+        raise ValueError(f"{fault}. Give one for each; None is the tokenizer saved with the model.")
     return list(classes)
 
 

@@ -113,10 +113,8 @@ def _prepared(
     tokenizer = None if student is None else load_processing_class(student)
     policy = set_up_policy(script_args.teacher, args, tokenizer, None, trained=False)
     if embedded_tokens(causal_core(policy.model)) < len(policy.tokenizer):
-        raise ValueError(
-            f"the teacher has fewer token ids than the {len(policy.tokenizer)} of the student's tokenizer: they do not "
-            "share it. Use GOLDTrainer, which compares distributions over two vocabularies."
-        )
+        fault = f"the teacher has fewer token ids than the {len(policy.tokenizer)} of the student's tokenizer"
+        raise ValueError(f"{fault}: they do not share it. Use GOLDTrainer, which compares two vocabularies.")
     if not hasattr(policy.model, "hf_device_map"):
         policy.model.to(args.device)
     rows: Any = gkd_sets(args, policy, None, GKDSets).prepared(dataset, "train")
@@ -178,10 +176,8 @@ def _write_shards(
 
 def _check_shards(files: list[Path]) -> None:
     if missing := [file.name for file in files if not file.is_file()]:
-        raise CommandError(
-            f"{files[0].parent} has no {missing[0]} ({len(missing)} of {len(files)} files are missing). Use an output "
-            "that all processes share, and run the command again."
-        )
+        fault = f"{files[0].parent} has no {missing[0]} ({len(missing)} of {len(files)} files are missing)"
+        raise CommandError(f"{fault}. Use an output that all processes share, and run the command again.")
 
 
 def _with_columns(shard: "Dataset", policy: "Policy", script_args: TeachScriptArguments, args: GKDConfig) -> "pa.Table":

@@ -113,10 +113,8 @@ class PolicyCopy(ABC):
         if finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended a completion with {finish_reason!r}. See its log.")
         if sampling.vocabulary is not None and (last := max(ids, default=0)) >= sampling.vocabulary:
-            raise ValueError(
-                f"a completion has token id {last}, expected ids below {sampling.vocabulary}, which policy and teacher "
-                "both have. Generate without vLLM (use_vllm=False), which draws no others."
-            )
+            fault = f"a completion has token id {last}, expected ids below {sampling.vocabulary}"
+            raise ValueError(f"{fault}, which policy and teacher both have. Generate without vLLM (use_vllm=False).")
         return Generated(ids, torch.tensor(answer["logprobs"], dtype=torch.float32), None, finish_reason)
 
     def sync_weights(self, model: nn.Module, step: int) -> None:

@@ -73,10 +73,9 @@ def check_served(served: Served, args: Any, policy: Policy) -> None:
     needed = (args.max_completion_length or 1) + (1 if is_default else args.max_prompt_length or 1)
     length = context_length_of(policy.model, getattr(args, "vllm_max_model_length", None))
     if served.context_length < needed and (length is None or length >= needed):
-        raise ValueError(
-            f"{where}, with a context length of {served.context_length}, expected {needed} for max_prompt_length and "
-            f"max_completion_length. Start it with --max_model_len {needed}."
-        )
+        lengths = f"a context length of {served.context_length}, expected {needed}"
+        needs = "max_prompt_length and max_completion_length"
+        raise ValueError(f"{where}, with {lengths} for {needs}. Start it with --max_model_len {needed}.")
     mixed = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
     dtype = str(MIXED.get(mixed) or core.dtype).removeprefix("torch.")
     if served.dtype != dtype:
