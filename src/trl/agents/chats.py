@@ -1,7 +1,5 @@
 """Conversations as token ids, and what the policy wrote as messages."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Rollouts by agents: each row is a session of an agent with the policy, over an OpenAI-style endpoint."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import inspect

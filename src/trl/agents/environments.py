@@ -1,7 +1,5 @@
 """Environments as agents of this process: the policy calls an object's methods as tools, or takes steps in it."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import itertools

@@ -1,7 +1,5 @@
 """Sessions of agents as rows for supervised fine-tuning and for preferences."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Sessions that have ended, and a journal of them, so that a run that was stopped does not run them again."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Episodes of a model that calls tools in its text, for `PPOTrainer.step`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

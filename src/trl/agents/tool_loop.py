@@ -1,7 +1,5 @@
 """Rollouts with tools: the policy writes a turn, its tool calls are answered, and it continues after the answers."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 Sampled tokens are kept: answers are rendered in a fixed conversation, cut at the turn's end, and tokenised alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

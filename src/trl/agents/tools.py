@@ -1,7 +1,5 @@
 """Functions as tools: their JSON schemas, checks of arguments, and calls with deadlines."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Identity of a run: method, model, data and settings, written into its checkpoints and compared on resuming."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sized
 from pathlib import Path

@@ -4,8 +4,6 @@
 checkpoint that is being written and a file `lock`, which the system unlocks when the process ends, however it ends.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

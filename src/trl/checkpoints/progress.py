@@ -1,7 +1,5 @@
 """The small state that transformers' own checkpoints leave out, and what all processes must agree on."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The runs of a trainer: the folder that one owns, the checkpoint that it resumes from, and those that it writes."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Whole checkpoints: all files that were written are there and can be read, and nothing that a run needs is missing."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

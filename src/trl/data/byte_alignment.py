@@ -1,7 +1,5 @@
 """Tokens of two tokenizers over one text, aligned by bytes, because a decoded token may be half a character."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple

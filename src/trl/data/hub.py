@@ -1,7 +1,5 @@
 """Names on the Hugging Face Hub: one message and no retries where it cannot be reached."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

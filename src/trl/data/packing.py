@@ -1,7 +1,5 @@
 """Several short sequences in one row: best-fit decreasing, or cut from one long stream."""
 
-from __future__ import annotations
-
 import logging
 from bisect import bisect_left, insort
 from collections import defaultdict, deque

@@ -1,7 +1,5 @@
 """The data sets of a trainer, prepared in one way for training and evaluation before the first step."""
 
-from __future__ import annotations
-
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Columns of lists of numbers: read and written as flat values and offsets, and cut to a length."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any, NamedTuple, cast

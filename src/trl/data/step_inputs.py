@@ -1,7 +1,5 @@
 """Inputs of trainers that are called step by step: checked rows for PPO and iterative SFT, and a resumable loader."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Streams (iterable data sets) as training needs them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any

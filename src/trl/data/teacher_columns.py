@@ -4,8 +4,6 @@ Each holds k numbers for every trained token of a row: token ids, and their log-
 distribution. `teacher_settings`, a JSON object, has the tokenizer and the temperature that they belong to.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

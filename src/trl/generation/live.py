@@ -1,7 +1,5 @@
 """Requests that come and go: they join and leave between the steps of an engine."""
 
-from __future__ import annotations
-
 import itertools
 import queue
 import threading

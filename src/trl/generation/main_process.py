@@ -1,7 +1,5 @@
 """Work that the main process does for all processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """Teachers behind servers: the most likely tokens of `/v1/completions`, put into batches as a teacher's columns."""
 
-from __future__ import annotations
-
 import logging
 import re
 import time

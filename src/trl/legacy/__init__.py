@@ -4,8 +4,6 @@ Programs of that time gave a trainer what belongs to its config today, and `Trai
 `FutureWarning` names the new places.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import warnings

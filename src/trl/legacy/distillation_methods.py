@@ -1,7 +1,5 @@
 """Static methods of TRL's `GKDTrainer`, for programs that call them; training computes the same from hidden states."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, Literal
 
 import torch

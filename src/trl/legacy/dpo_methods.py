@@ -1,7 +1,5 @@
 """Methods that programs of 0.4-0.26 call on `DPOTrainer`, over the scoring and the objectives of today."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast

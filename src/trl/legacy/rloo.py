@@ -1,7 +1,5 @@
 """The calls of `RLOOTrainer` from 0.9 to 0.21, on the trainer of today."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Text data of older programs: formatting functions, rows of constant length, missing begin and end tokens, prompts."""
 
-from __future__ import annotations
-
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Methods that programs of 0.8-0.26 call on `KTOTrainer` and `BCOTrainer`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, cast

@@ -4,8 +4,6 @@ Tensors are `(B, T)`, one row per response; the mask is not 0 on tokens that the
 (prompt, padding, text that a tool wrote) is not read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 

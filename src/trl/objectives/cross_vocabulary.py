@@ -5,8 +5,6 @@ probabilities of the tokens that follow in the span. It sums to less than 1 wher
 at the first token is the probability of the span, so that spans add up to the log-probability of the sequence.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Log-probabilities and divergences of a step are means over the latent's elements (the scale of clip range and `beta`).
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Sequence

@@ -4,8 +4,6 @@
 distribution, q the teacher's. No loss has a factor of temperature squared.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -4,8 +4,6 @@ Rewards are `(N,)`, those of a whole batch of rollouts (all processes): the `gro
 one after another. NaN is no opinion: such a completion counts in no mean, and its advantage is 0.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -3,8 +3,6 @@
 `logps` and `ref_logps` are log-probabilities, in nats, of the same sampled tokens under policy and reference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Losses of supervised fine-tuning, per trained token, from the token's log-probability."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

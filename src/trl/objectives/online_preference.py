@@ -1,7 +1,5 @@
 """Online preferences: the pairs of ranked completions, the gradient of Nash-MD and the optimism of XPO."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 

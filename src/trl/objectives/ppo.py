@@ -3,8 +3,6 @@
 Tensors are of one shape, `(B, T)` or (losses) `(K,)`, one entry per response token; the mask is not 0 on the policy's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

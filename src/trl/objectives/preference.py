@@ -6,8 +6,6 @@
 `c - r`, unless another divergence than the reverse KL regularises the policy.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Losses of reward models: over pairs of completions (Bradley-Terry) and over the steps of one (process rewards)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, softplus

@@ -3,8 +3,6 @@
 Everything per token is flat, `(K,)`, with the row of each token in `sequence`; log-probs in nats.
 """
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ What a completion is compared with, KTO's KL estimate and BCO's running mean rew
 In the formulas `s` is the sigmoid and `x` a completion's log-ratio of policy over reference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Optional packages: which are installed, and the warnings about them. Imports none of them."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

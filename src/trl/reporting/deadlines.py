@@ -3,8 +3,6 @@
 A call that misses its deadline is abandoned, as no thread can be stopped, and delays not even the program's exit.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import itertools

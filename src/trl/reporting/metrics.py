@@ -1,7 +1,5 @@
 """Metrics: sums with their own counts, so that means over processes are true means; accuracy."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping, Sequence

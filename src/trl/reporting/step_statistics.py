@@ -1,7 +1,5 @@
 """Statistics of a step of PPO by their documented names, and dicts of tensors in the form that trackers take."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """Win rates from the answers of a pairwise judge: with an interval, and with the effect of length taken out."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Reward functions, `func(prompts=, completions=, completion_ids=, **columns)`, plain or async, also by their names."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Judges as reward sources: verdicts, comparisons and rankings as one number for each completion."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from itertools import combinations
 from numbers import Real

@@ -1,7 +1,5 @@
 """Judges, which verify, compare or rank completions: base classes, models behind a chat endpoint, and PairRM."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -1,7 +1,5 @@
 """A pairwise judge within a run: both orders, answers on disk, further attempts, a deadline, a budget, and the cost."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import inspect

@@ -1,7 +1,5 @@
 """Sequence-classification models as reward sources: one number for each prompt with its completion."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Collection, Iterable

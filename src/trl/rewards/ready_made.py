@@ -3,8 +3,6 @@
 A process (`math_worker.py`) compares answers, as math-verify's own timeouts only work in a POSIX main thread.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import logging

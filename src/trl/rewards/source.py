@@ -1,7 +1,5 @@
 """Several reward sources of one run: weights, deadlines, and what happens if a source fails."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import logging

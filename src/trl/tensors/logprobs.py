@@ -6,8 +6,6 @@ whose gradient is local to a token (cross-entropy, clipped surrogates, KL estima
 while its logits are at hand, three matrix products instead of four.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, cast

@@ -1,7 +1,5 @@
 """Padding, shifting, cutting and splitting of tensors whose rows have different lengths."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any

@@ -4,8 +4,6 @@ A scoring forward returns K token log-probs, `logps (K,)`, and the sequence of e
 `prompt + [chosen, rejected]` groups, sequence 2i is pair i's chosen completion and 2i + 1 its rejected one.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

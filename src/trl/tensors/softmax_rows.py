@@ -3,8 +3,6 @@
 `logprobs.py` uses them for heads whose weight can be read; `wide_scores` is the same by autograd.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

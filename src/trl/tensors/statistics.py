@@ -1,7 +1,5 @@
 """Statistics that skip NaN or masked entries, and functions of logits that are at hand."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import TypeVar

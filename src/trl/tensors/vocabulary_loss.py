@@ -4,8 +4,6 @@ A chunk's gradients are taken while its logits are at hand, as in `local_loss`: 
 nothing of it is kept. So what the other model's head needs (weights gathered for its forward) is only used there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 

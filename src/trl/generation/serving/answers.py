@@ -1,7 +1,5 @@
 """What sessions tell clients of the OpenAI-style API: errors, and log-probs of prompts. It needs no FastAPI."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

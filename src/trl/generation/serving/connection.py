@@ -1,7 +1,5 @@
 """Connections to `trl vllm-serve`: addresses, the shared token, and JSON over HTTP."""
 
-from __future__ import annotations
-
 import http.client
 import ipaddress
 import json

@@ -1,7 +1,5 @@
 """vLLM in a separate server: rollouts from its copy of the policy, checks of the server before the first step."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import queue

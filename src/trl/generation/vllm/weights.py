@@ -4,8 +4,6 @@ accelerate's `get_state_dict` would gather the whole model on one process and le
 one layer is whole besides the shards, adapters are added to copies, names and shapes are known before gathering.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
