@@ -173,10 +173,7 @@ def _begin_run(folder: Path, facts: Facts, args: TrainingArguments, *, resume: s
 
 
 def _rotate(newest: Path, state: TrainerState, limit: int | None) -> None:
-    """Remove what is over the limit, by step: first what an earlier run left at later steps, then the lowest.
-
-    The newest and the best checkpoint stay.
-    """
+    """Remove what is over the limit: later steps of an earlier run, then the lowest; newest and best stay."""
     if not limit:
         return
     protected = {newest, Path(state.best_model_checkpoint or newest)}

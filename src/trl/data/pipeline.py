@@ -89,10 +89,7 @@ class Preparation(ABC):
 
     @abstractmethod
     def row_kind(self, dataset: StoredOrStream, row: Row, processing_class: ProcessingClass, name: str) -> "RowKind":
-        """The kind of the rows of a data set, of which `row` is the first.
-
-        Raises: ValueError for columns of none, and for settings that do not fit them.
-        """
+        """The kind of the rows of a data set, of which `row` is the first. Raises: ValueError for misfits."""
 
     def finished(self, rows: StoredOrStream, kind: Any, report: "PreparationReport") -> StoredOrStream:
         """The prepared rows in their last form."""
@@ -106,10 +103,7 @@ class Preparation(ABC):
 
 @dataclass
 class PreparationReport:
-    """Counts of one data set's preparation; of a stream, of the rows that this process has seen so far.
-
-    `first` has the first rows behind a count.
-    """
+    """Counts of one data set's preparation (of a stream, so far); `first` has the first rows behind a count."""
 
     dataset_name: str = "train"
     rows: int = 0
@@ -269,10 +263,7 @@ class RowKind(ABC):
 
 
 def first_row(dataset: StoredOrStream | Iterator[Row], name: str, expected: str) -> Row:
-    """The first row of a data set.
-
-    Raises: ValueError where there is none, and for rows that a transform makes when they are read.
-    """
+    """The first row of a data set. Raises: ValueError without any, and for rows that a transform makes."""
     if (getattr(dataset, "format", None) or {}).get("type") == "custom":
         remedy = "dataset.with_format(None).map(transform, batched=True, remove_columns=dataset.column_names)"
         fault = f"{name} dataset has a transform (with_transform or set_transform), expected stored rows"
@@ -351,10 +342,7 @@ class Counting:
         return {name: [values[row] for row in kept] for name, values in batch.items() if name not in counts}
 
     def tally(self, numbers: Numbers, *, is_whole: bool) -> np.ndarray:
-        """Add the numbers of rows to the report: the positions of the rows to keep.
-
-        `is_whole`: rows that are all untrained are an error under every policy.
-        """
+        """Add numbers of rows to the report: the positions to keep. `is_whole`: rows that all fail are an error."""
         untrained = numbers["untrained_rows"] > 0
         bad = np.any([numbers[name] > 0 for name in self.kind.refused if name in numbers], axis=0)
         is_all = is_whole and bool(untrained.all())

@@ -22,10 +22,7 @@ NOT_ENDING = (*NOT_ANSWERING, "tool", "function")
 
 
 def pair_row_type(columns: Sequence[str], first_row: Row, *, name: str, for_reward: bool = False) -> RowType:
-    """The type of a data set's rows: tokens, messages or text, in this order.
-
-    Raises: ValueError for columns of none of these.
-    """
+    """The type of rows: tokens, messages or text, in this order. Raises: ValueError for columns of none of these."""
     pairs = (REWARD_COLUMNS, OLDER_REWARD_COLUMNS) if for_reward else (PAIR_COLUMNS,)
     for tokens in pairs:
         if set(tokens) <= set(columns):

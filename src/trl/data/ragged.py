@@ -58,10 +58,7 @@ def column_blocks(dataset: Dataset, column: str) -> Iterator[Any]:
 
 
 def read_ragged(column: pa.ChunkedArray, name: str) -> Ragged:
-    """The flat values and int64 offsets of a list column; a column in one piece is not copied.
-
-    Raises: ValueError naming column and row where a row, or an item in it, is missing.
-    """
+    """Flat values and int64 offsets of a list column. Raises: ValueError where a row, or an item in it, is missing."""
     if pa.types.is_fixed_size_list(column.type):
         column = column.cast(pa.large_list(column.type.value_type))
     if column.null_count:

@@ -112,10 +112,7 @@ def render(
     processing_class: ProcessingClass, chat: Chat, *, add_generation_prompt: bool = False,
     continue_final_message: bool = False,
 ) -> str:  # fmt: skip
-    """The text of a conversation under its chat template.
-
-    Raises: TemplateRefusal where the template (or the renderer) does not accept the conversation.
-    """
+    """The text of a conversation under its chat template. Raises: TemplateRefusal where that does not accept it."""
     try:
         # A batch of one, because a bare empty conversation is refused before the template sees it.
         with _showing_run_date(processing_class):
@@ -133,10 +130,7 @@ def render(
 
 
 def render_with_marks(processing_class: ProcessingClass, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a conversation and the character ranges that the template's `{% generation %}` blocks cover.
-
-    Raises: TemplateRefusal as `render` does.
-    """
+    """`render`, and the character ranges that the template's `{% generation %}` blocks cover."""
     kwargs = dict(chat.template_kwargs)
     template = kwargs.pop("chat_template", None) or template_source(processing_class, tools=chat.tools)
     variables = {**text_tokenizer(processing_class).special_tokens_map, **kwargs}

@@ -111,10 +111,7 @@ def check_step_inputs(
 
 
 def check_queries(queries: Iterable, limits: TokenLimits) -> list[Tensor]:
-    """Queries to generate from, as int64 `(length,)` on their devices.
-
-    Raises: TypeError or ValueError for one that is empty, not token ids of the model, or leaves no room in its context.
-    """
+    """Queries to generate from, as int64 `(length,)` on their devices. Raises: TypeError or ValueError."""
     rows = []
     for index, row in enumerate(queries):
         device = row.device if isinstance(row, Tensor) else "cpu"

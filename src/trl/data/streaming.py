@@ -15,10 +15,7 @@ def is_streaming(dataset: object) -> bool:
 
 
 class RepeatedStream(IterableDataset):
-    """A stream that starts again when it ends, with the next epoch's shuffling, so that every step has all its rows.
-
-    Raises: ValueError where the stream has no row.
-    """
+    """A stream that starts again at its end, with the next epoch's shuffling. Raises: ValueError if it has no row."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream

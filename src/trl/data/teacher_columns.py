@@ -62,10 +62,7 @@ def check_teacher_columns(
     source: object, dataset: object, tokenizer: PreTrainedTokenizerBase, *, temperature: float,
     max_length: int | None, completion_only: bool = True, name: str = "train",
 ) -> None:  # fmt: skip
-    """Raise ValueError unless the columns of rows, before and after preparation, belong to these settings.
-
-    Of a stream only the columns' names are checked here.
-    """
+    """Raise ValueError unless the columns of rows (of a stream: their names) belong to these settings."""
     if not has_teacher_columns(dataset):
         missing = f"no columns {' and '.join(TEACHER_COLUMNS)}, which stand for a teacher"
         raise ValueError(f"{name} dataset: {missing}. Write them with `trl teach`, or pass teacher_model.")

@@ -83,10 +83,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Ids
 def encode_open(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool = True
 ) -> list[tuple[Ids, int]]:
-    """Token ids of texts that something follows, and how many begin tokens were removed (see `single_begin`).
-
-    An end token that the tokenizer adds is taken off.
-    """
+    """Token ids of texts that something follows, without an end token; the begin tokens removed (`single_begin`)."""
     encoded = tokenizer(list(texts), add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
     opened = [single_begin(tokenizer, ids) for ids in encoded]  # type: ignore[union-attr]
     eos, eos_text = tokenizer.eos_token_id, str(tokenizer.eos_token)

@@ -131,10 +131,7 @@ class UnpairedPreparation(PreferencePreparation):
 
 
 def _row_type(columns: Sequence[str], row: Row, settings: UnpairedPreparation, name: str) -> RowType:
-    """The type of a data set's rows: tokens, pairs, messages or text, in this order.
-
-    Raises: ValueError for columns of none of these.
-    """
+    """The type of rows: tokens, pairs, messages or text, in this order. Raises: ValueError for other columns."""
     if set(TOKEN_COLUMNS) <= set(columns):
         needed = ("label", *([EMBEDDING_COLUMN] if settings.embedding_tokenizer is not None else []))
         if not set(needed) <= set(columns):

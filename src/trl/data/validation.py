@@ -84,10 +84,7 @@ class RowType(NamedTuple):
 
 
 def sft_row_type(columns: Sequence[str], first_row: Row, *, text_field: str, name: str) -> RowType:
-    """The type of a data set's rows: tokens, prompt and completion, messages or text, in this order.
-
-    Raises: ValueError for columns of none of these.
-    """
+    """The type of rows: tokens, prompt and completion, messages or text. Raises: ValueError for other columns."""
     row = maybe_convert_to_chatml(dict(first_row))
     if "input_ids" in columns:
         return RowType("tokens", ("input_ids",))

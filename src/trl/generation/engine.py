@@ -212,10 +212,7 @@ class Engine(Protocol):
 def check_requests(
     prompts: Prompts, streams: Numbers, *, context_length: int | None, vocabulary: int | None, room: int = 1
 ) -> tuple[list[tuple[int, ...]], list[int]]:
-    """The prompts as tuples of ids, and the random stream of each.
-
-    Raises: ValueError for an empty or too long prompt (`room` is for the completion), wrong token ids and streams.
-    """
+    """The prompts as tuples of ids, and their random streams; `room` is for completions. Raises: ValueError."""
     rows = [tuple(p.tolist() if isinstance(p, Tensor) else map(int, p)) for p in prompts]
     for index, prompt in enumerate(rows):
         if not prompt:

@@ -21,10 +21,7 @@ Listener = Callable[[Sequence[int]], None]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A completion of `prompt`. Its tokens depend on the prompt, `sampling`, its seed and the random `stream`.
-
-    `limit` is its own maximum of new tokens, beside that of `sampling`.
-    """
+    """A completion of `prompt`, by `sampling`, the random `stream` and its own `limit` of new tokens."""
 
     prompt: Sequence[int]
     sampling: Sampling

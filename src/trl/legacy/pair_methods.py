@@ -80,10 +80,7 @@ def pairs_of(batch: Batch) -> list[dict[str, list[int]]]:
 
 
 def with_losses(terms: LossTerms, losses: Tensor) -> LossTerms:
-    """Terms with the losses of an overridden method in the place of their values: one for each, or the mean.
-
-    Raises: ValueError for any other number of them.
-    """
+    """Terms with an overridden method's losses, one for each or the mean. Raises: ValueError for others."""
     if losses.numel() not in (1, len(terms.values)):
         expected = f"{len(terms.values)}, one per {terms.per}, or their mean"
         raise ValueError(f"an overridden loss gave {losses.numel()} losses, expected {expected}.")
@@ -268,10 +265,7 @@ class LegacyPairs(LegacyJudged):
     # ---- completions
 
     def generate_from_model(self, model: Any, batch: Batch) -> list[str]:
-        """Prompts with what the model makes of them, sampled up to `max_length` tokens, as text.
-
-        `batch` has `prompt_input_ids` and `prompt_attention_mask`, `(B, P)`, padded on the left.
-        """
+        """Prompts `(B, P)`, padded on the left, with what the model samples, up to `max_length` tokens, as text."""
         with self.accelerator.autocast(), torch.no_grad(), undisturbed(model):
             ids = model.generate(
                 input_ids=batch["prompt_input_ids"],

@@ -31,10 +31,7 @@ FORMAT_MAPPING = {
 def conversations_formatting_function(
     tokenizer: PreTrainedTokenizerBase, messages_field: MessagesField, tools: list | None = None
 ) -> FormattingFunction:
-    """A function that renders `row[messages_field]` with the tokenizer's chat template.
-
-    It takes one row (a conversation: `-> str`) or a batch of rows as columns (`-> list[str]`).
-    """
+    """A function that renders `row[messages_field]`, of one row or of a batch, with the chat template."""
 
     def format_row(row: RowDict) -> str | list[str]:
         messages = row[messages_field]
@@ -46,10 +43,7 @@ def conversations_formatting_function(
 
 
 def instructions_formatting_function(tokenizer: PreTrainedTokenizerBase) -> FormattingFunction:
-    """A function that renders `prompt` and `completion` as a user's and an assistant's message.
-
-    It takes one row (`-> str`) or a batch of rows as columns (`-> list[str]`).
-    """
+    """A function that renders `prompt` and `completion`, of one row or of a batch, with the chat template."""
 
     def format_row(row: RowDict) -> str | list[str]:
         prompt, completion = row["prompt"], row["completion"]
@@ -65,10 +59,7 @@ def instructions_formatting_function(tokenizer: PreTrainedTokenizerBase) -> Form
 def get_formatting_func_from_dataset(
     dataset: Dataset | datasets.IterableDataset, tokenizer: PreTrainedTokenizerBase, tools: list | None = None
 ) -> FormattingFunction | None:
-    """The function that fits the columns of a data set, None where none does.
-
-    `messages` or `conversations` with lists of `{"role", "content"}`, or `prompt` and `completion` as text.
-    """
+    """The function that fits the columns (messages, or `prompt` and `completion` as text), None without one."""
     features = dataset.features or {}
     for name in MESSAGE_COLUMNS:
         if name in features and _is_messages(features[name]):

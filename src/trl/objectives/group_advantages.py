@@ -22,10 +22,7 @@ _SAME = 1e-8  # rewards of a group that deviate by no more than this are equal
 
 
 class GroupMoments(NamedTuple):
-    """Of each completion's group, `(N,)`: number of known rewards, mean, deviation (over count - 1).
-
-    Mean and deviation are 0 where too few rewards are known (none, or one).
-    """
+    """Of each completion's group, `(N,)`: known rewards, mean and deviation (count - 1); 0 for too few."""
 
     count: Tensor
     mean: Tensor

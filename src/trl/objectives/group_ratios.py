@@ -64,18 +64,12 @@ def token_ratios(logps: Tensor, tokens: GroupTokens) -> Tensor:
 
 
 def sequence_ratios(logps: Tensor, tokens: GroupTokens) -> Tensor:
-    """The geometric mean of the ratios of a sequence's tokens, at each of them, `(K,)`, with gradient through all.
-
-    Source: Zheng et al. 2025, GSPO (arXiv:2507.18071).
-    """
+    """The geometric mean of a sequence's ratios, at each of its tokens, `(K,)`: GSPO (arXiv:2507.18071)."""
     return cap_exp(mean_log_ratios(logps, tokens), LARGEST_LOG_RATIO)
 
 
 def sequence_token_ratios(logps: Tensor, tokens: GroupTokens) -> Tensor:
-    """`sequence_ratios` in value; a token's gradient is its own alone, so advantages may differ in a sequence.
-
-    Source: Zheng et al. 2025, GSPO-token (arXiv:2507.18071).
-    """
+    """`sequence_ratios` in value; a token's gradient is its own alone: GSPO-token (arXiv:2507.18071)."""
     with_gradient = where_counted(logps - logps.detach(), tokens.mask)
     return cap_exp(mean_log_ratios(logps.detach(), tokens) + with_gradient, LARGEST_LOG_RATIO)
 

@@ -137,10 +137,7 @@ F_DIVERGENCES: dict[str, Callable[[Tensor, float], Tensor]] = {
 
 
 def margin(scores: PairScores, options: PairOptions) -> Tensor:
-    """`f'(pi/pi_ref)` of chosen less that of rejected, `(B,)`: for the reverse KL, `c - r`.
-
-    Source: Wang et al. 2024, f-DPO, theorem 1 (arXiv:2309.16240).
-    """
+    """`f'(pi/pi_ref)` of chosen less that of rejected, `(B,)`: f-DPO (Wang et al. 2024, arXiv:2309.16240)."""
     derivative = F_DIVERGENCES[options.f_divergence]
     chosen, rejected = scores.ratios
     return derivative(chosen, options.f_alpha) - derivative(rejected, options.f_alpha)

@@ -49,19 +49,13 @@ def kl_estimate(total: Weighted) -> Tensor:
 
 
 def kto(ratios: Tensor, desirable: Tensor, *, beta: float, kl: Tensor) -> Tensor:
-    """`1 - s(beta (x - kl))` where desirable, `1 - s(beta (kl - x))` elsewhere, `(B,)`.
-
-    Source: Ethayarajh et al. 2024, KTO (arXiv:2402.01306).
-    """
+    """`1 - s(beta (x - kl))` where desirable, `1 - s(beta (kl - x))` elsewhere, `(B,)`: KTO (arXiv:2402.01306)."""
     logits = beta * (ratios - kl)
     return torch.where(desirable, -logits, logits).sigmoid()
 
 
 def apo_zero_unpaired(ratios: Tensor, desirable: Tensor, *, beta: float, kl: Tensor) -> Tensor:
-    """`1 - s(beta x)` where desirable, `s(beta x)` elsewhere, `(B,)`: `kto` at a KL of 0, whatever `kl` is given.
-
-    Source: D'Oosterlinck et al. 2024, APO-zero (arXiv:2408.06266).
-    """
+    """`1 - s(beta x)` where desirable, `s(beta x)` elsewhere, `(B,)`: APO-zero (arXiv:2408.06266)."""
     return kto(ratios, desirable, beta=beta, kl=torch.zeros_like(kl))
 
 
@@ -81,10 +75,7 @@ def kto_terms(
 
 
 def bco(ratios: Tensor, desirable: Tensor, *, beta: float, delta: Tensor) -> Tensor:
-    """`-log s(beta x - delta)` where desirable, `-log s(-(beta x - delta))` elsewhere, `(B,)`.
-
-    Source: Jung et al. 2024, BCO with reward shift (arXiv:2404.04656).
-    """
+    """`-log s(z)` where desirable, `-log s(-z)` elsewhere, `z = beta x - delta`, `(B,)`: BCO (arXiv:2404.04656)."""
     logits = beta * ratios - delta
     return softplus(torch.where(desirable, -logits, logits))
 

@@ -48,10 +48,7 @@ def moved(
     reason: str = "", bounds: str = "", *, to: str | None = None, default: object = None,
     value_of: Callable[[Any, Any], object] | None = None, flag: bool = False, **metadata: object,
 ) -> Any:  # fmt: skip
-    """A deprecated field: its value moves `to` another field, changed by `value_of`; without `to` it has no effect.
-
-    `value_of` returns None for a value that does not move.
-    """
+    """A deprecated field: its value moves `to` another field, as `value_of` gives it (None: not), or has no effect."""
     help = f"Deprecated: {reason or f'now {to}.'}"
     declared = Declaration(bounds, reason=reason.rstrip("."), moved_to=to, value_of=value_of)
     return _field(default, declared, {"help": help, **_switch(flag), **metadata})

@@ -148,10 +148,7 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
                 setattr(self, f"{name}_kwargs", kwargs)
 
     def to_dict(self) -> Settings:
-        """All fields as plain values, secrets redacted.
-
-        Unlike that of `TrainingArguments`, it keeps dicts in this config as they are, and tokens of the vocabulary.
-        """
+        """All fields as plain values, secrets redacted, dicts and tokens of the vocabulary as they are."""
         words = {name: value for name, value in vars(self).items() if name.endswith("_token") and "hub" not in name}
         return {**super(TrainingDefaults, unwritten(self)).to_dict(), **redacted(words)}
 

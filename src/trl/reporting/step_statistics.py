@@ -142,10 +142,7 @@ def step_statistics(
     masks: Tensor, queries: Sequence[Tensor], responses: Sequence[Tensor], train_stats: Statistics,
     accelerator: Accelerator,
 ) -> dict[str, Any]:  # fmt: skip
-    """All documented statistics of a step but its times.
-
-    `scores (B,)`, other tensors `(B, R)`. Values per response are of all processes, log-probs of tokens this process's.
-    """
+    """All documented statistics of a step but its times; `scores (B,)`, other tensors `(B, R)` of this process."""
     counted, sums = masks != 0, MetricSums()
     sums.add(rollout_metrics(TokenRewards(non_score_reward, non_score_reward), kls, logprobs, scores, masks))
     columns = {

@@ -158,10 +158,7 @@ def read_scores(answer: object, *, count: int, name: str, of: str = "text") -> l
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """Scores `(B, S)` of B rows by S sources, float64.
-
-    A score is NaN where the source failed (counted in `failures`) or returned None (counted in `nones`).
-    """
+    """Scores `(B, S)` of B rows by S sources, float64; NaN for `failures` of a source and its `nones`."""
 
     names: tuple[str, ...]
     scores: Tensor

@@ -37,10 +37,7 @@ LAUNCHING = (
 
 
 def train(name: str, script_args: CommandArguments, training_args: "AnyConfig", *others: Any) -> "BaseTrainer":
-    """Build, train and save the trainer of a command, and print where; with `dry_run` only build and describe it.
-
-    Raises: CommandError for mistakes in the input, before the first step.
-    """
+    """Build, train and save the trainer of a command, or (`dry_run`) describe it. Raises: CommandError before that."""
     from trl.reporting.trackers import check_trackers
     from trl.scripts.env import keep_freed_memory
     from trl.scripts.loading import check_output_dir, check_push, checkpoint_to_resume

@@ -60,10 +60,7 @@ def chunks(count: int, size: int) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """Results per token and precision: settings that the chunks of a call share.
-
-    Products run in `product_dtype`; logits, their statistics and gradient sums in `exact_dtype`.
-    """
+    """Settings that the chunks of a call share; logits, statistics and gradient sums are in `exact_dtype`."""
 
     rule: LogitRule
     wanted: Statistics
@@ -165,10 +162,7 @@ class HeadGradients:
     bias: Tensor | None
 
     def add(self, rows: slice, slopes: Tensor, factors: Tensor, hidden: Tensor, head: Head, dtype: torch.dtype) -> None:
-        """Add a chunk whose loss has the slopes `factors * slopes` over the head's products `(C, V)`.
-
-        The products for the gradients run in `dtype`.
-        """
+        """Add a chunk with the slopes `factors * slopes` over the head's products `(C, V)`; new products in `dtype`."""
         exact, before = slopes.dtype, 0 if rows.start == 0 else 1
         if self.bias is not None:
             self.bias.addmv_(slopes.t(), factors.squeeze(1), beta=before)

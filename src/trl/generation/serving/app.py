@@ -76,10 +76,7 @@ class _Connection(H11Protocol):
 
 
 class HTTPServer:
-    """A server that binds its address at once; `run` answers requests by an ASGI app.
-
-    Raises: OSError if the address cannot be bound.
-    """
+    """A server of an ASGI app that binds its address at once. Raises: OSError if it cannot be bound."""
 
     def __init__(self, host: str, port: int) -> None:
         self.host = host

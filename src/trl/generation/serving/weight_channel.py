@@ -26,10 +26,7 @@ Entry = tuple[torch.dtype, Sequence[int]]  # dtype and shape of a tensor
 
 
 class WeightChannel:
-    """Rank 0 sends, ranks 1 and up receive, in the same order, over gloo (CPU tensors) or NCCL (CUDA tensors).
-
-    After an error the channel cannot be used again.
-    """
+    """Rank 0 sends, ranks 1 and up receive, in one order, over gloo (CPU) or NCCL (CUDA), until an error."""
 
     def __init__(self, group: ProcessGroup, store: TCPStore, device: torch.device, timeout_s: float) -> None:
         self._group: ProcessGroup | None = group
@@ -67,10 +64,7 @@ class WeightChannel:
             self._opened()[1].add(_READY, 1)
 
     def await_receivers(self) -> None:
-        """Wait (rank 0) until all receivers are ready, without a time limit, as they may have other work.
-
-        Raises: ConnectionError if the channel is closed on either side.
-        """
+        """Wait (rank 0) without limit until all receivers are ready. Raises: ConnectionError if it is closed."""
         self._rounds += 1
         pause = 0.001
         while True:
@@ -87,10 +81,7 @@ class WeightChannel:
             self._broadcast(tensor.detach().to(self.device).contiguous())
 
     def receive(self, entries: Iterable[Entry]) -> Iterator[Tensor]:
-        """Receive the tensors of rank 0, given the dtype and shape of each (ranks 1 and up). All of them must be read.
-
-        Raises: ConnectionError if the sender has ended or is not in time.
-        """
+        """Receive rank 0's tensors, given the dtype and shape of each; all must be read. Raises: ConnectionError."""
         for dtype, shape in entries:
             tensor = torch.empty(tuple(shape), dtype=dtype, device=self.device)
             self._broadcast(tensor)

@@ -59,10 +59,7 @@ class VLLMClient:
         self.check_server(connection_timeout)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        """Wait at most `total_timeout` seconds until the server answers; a request every `retry_interval` seconds.
-
-        Raises: ConnectionError if it does not.
-        """
+        """Wait `total_timeout` seconds for an answer, tried every `retry_interval`. Raises: ConnectionError."""
         until, is_waiting = time.monotonic() + total_timeout, False
         while True:
             try:
@@ -142,10 +139,7 @@ class VLLMClient:
         return self._channel is not None
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
-        """Join the weight channel with tensors on `device` (NCCL between GPUs, else gloo) in place of an older one.
-
-        Raises: ConnectionError if the workers do not join.
-        """
+        """Join the weight channel (NCCL between GPUs, else gloo), in place of an older one. Raises: ConnectionError."""
         self._drop_channel()
         if self._joining is not None:  # a failed attempt must end first
             wait([self._joining])
@@ -178,10 +172,7 @@ class VLLMClient:
         self._send("/update_named_param/", _described(name, weights), [weights])
 
     def update_model_params(self, model: nn.Module) -> None:
-        """Send all weights of a model, with LoRA adapters added to copies, a layer at a time.
-
-        Raises: ValueError for weights that are sharded over processes.
-        """
+        """Send all weights of a model, adapters added to copies. Raises: ValueError for sharded ones."""
         parts = WeightParts(model)
         if parts.is_sharded and process_count() > 1:
             raise ValueError("model is sharded. Use VLLMServerEngine.sync_weights in all processes.")

@@ -216,10 +216,7 @@ class LiveCopy:
         }
 
     def prompt_logps(self, prompt: Sequence[int], count: int) -> list[Scored]:
-        """Log-probs of a prompt's tokens but the first, and of the `count` most likely there (vLLM: at most 20).
-
-        Raises: ValueError for an invalid prompt.
-        """
+        """Log-probs of a prompt's tokens but the first, and of the `count` most likely there. Raises: ValueError."""
         (request,) = self.copy.requests([prompt], Sampling(max_new_tokens=1, seed=0), [0], None)
         request["sampling"]["prompt_logprobs"] = count
         number = self.steps.submit(request)

@@ -41,10 +41,7 @@ class Served(NamedTuple):
 
 
 def served_of(args: Any) -> Served:
-    """The server of `args`; the main process waits for it.
-
-    Raises: ConnectionError if it does not answer in `vllm_server_timeout` seconds, PermissionError for a wrong token.
-    """
+    """The server of `args`; the main process waits for it. Raises: ConnectionError, PermissionError."""
     client: VLLMClient | None = None
 
     def connect() -> Served:

@@ -103,10 +103,7 @@ class WeightReceiver:
         threading.Thread(target=end, daemon=True).start()
 
     def shared_memory_name(self) -> str | None:
-        """The prefix of this worker's files in shared memory; None without such files.
-
-        Workers on CPUs (vLLM 0.32) do not remove them. To be removed once they do.
-        """
+        """The prefix of this worker's files in shared memory, which workers on CPUs (vLLM 0.32) do not remove."""
         return os.environ.get("VLLM_DIST_IDENT")
 
     def leave_weight_channel(self) -> None:
