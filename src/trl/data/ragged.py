@@ -218,9 +218,7 @@ def _refuse_packed(columns: Container[str], longest: int, max_length: int) -> No
 
 
 def truncate_with_protected_tokens(ids: list[int], target_length: int, protected_tokens: Sequence[int]) -> list[int]:
-    """The last tokens of a sequence and all of its `protected_tokens`, `target_length` altogether, in their order.
-
-    Raises: ValueError where there are more protected tokens than that.
+    """The last tokens and all `protected_tokens`, `target_length` altogether, in order. Raises: ValueError for more.
 
     >>> truncate_with_protected_tokens([9, 1, 2, 3], 2, [9])
     [9, 3]

@@ -137,12 +137,9 @@ def render_with_marks(processing_class: ProcessingClass, chat: Chat) -> tuple[st
     try:
         with _showing_run_date(processing_class):
             texts, ranges = render_jinja_template(
-                conversations=[chat.messages],
-                tools=chat.tools,
-                chat_template=template,
-                return_assistant_tokens_mask=True,
-                **variables,
-            )
+                conversations=[chat.messages], tools=chat.tools, chat_template=template,
+                return_assistant_tokens_mask=True, **variables,
+            )  # fmt: skip
     except TEMPLATE_ERRORS as error:
         raise TemplateRefusal.of(error) from error
     return texts[0], [(int(start), int(end)) for start, end in ranges[0] if end > start]

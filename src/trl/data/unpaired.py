@@ -93,15 +93,12 @@ class UnpairedPreparation(PreferencePreparation):
         tokenizer: Any = text_tokenizer(processing_class)
         ends = {"begin": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
         return UnpairedTokenizer(
-            reader,
-            CompletionLengths(**vars(self.lengths), **ends),
-            allowed_ids(processing_class, self.vocab_size, is_tokenized=is_given),
-            self.add_special_tokens,
+            reader, CompletionLengths(**vars(self.lengths), **ends),
+            allowed_ids(processing_class, self.vocab_size, is_tokenized=is_given), self.add_special_tokens,
             () if is_paired else tuple(column for column in REFERENCE_LOGPS if column in columns),
-            embedding_tokenizer=None if is_given else self.embedding_tokenizer,
-            keep_whole=group is not None,
+            embedding_tokenizer=None if is_given else self.embedding_tokenizer, keep_whole=group is not None,
             kept_ids=tuple(c for c in (*KL_COLUMNS, EMBEDDING_COLUMN) if is_given and c in columns),
-        )
+        )  # fmt: skip
 
     def finished(self, rows: StoredOrStream, kind: "UnpairedTokenizer", report: PreparationReport) -> StoredOrStream:
         """With the mismatched completions."""
@@ -121,12 +118,9 @@ class UnpairedPreparation(PreferencePreparation):
             kept = {column: kind for column, kind in rows.features.items() if column not in WHOLE}
             features = Features({**kept, **dict.fromkeys(KL_COLUMNS, List(Value("int32")))})
         rows = rows.map(
-            Mismatching(kind.lengths, group, same_label=is_paired),
-            batched=True,
-            batch_size=-(-BATCH // group) * group,
-            remove_columns=list(WHOLE),
-            features=features,
-        )
+            Mismatching(kind.lengths, group, same_label=is_paired), batched=True, batch_size=-(-BATCH // group) * group,
+            remove_columns=list(WHOLE), features=features,
+        )  # fmt: skip
         return super().finished(rows, kind, report)
 
 

@@ -268,12 +268,9 @@ class LegacyPairs(LegacyJudged):
         """Prompts `(B, P)`, padded on the left, with what the model samples, up to `max_length` tokens, as text."""
         with self.accelerator.autocast(), torch.no_grad(), undisturbed(model):
             ids = model.generate(
-                input_ids=batch["prompt_input_ids"],
-                attention_mask=batch["prompt_attention_mask"],
-                max_length=self.args.max_length,
-                do_sample=True,
-                pad_token_id=self.scorer.pad_token_id,
-            )
+                input_ids=batch["prompt_input_ids"], attention_mask=batch["prompt_attention_mask"],
+                max_length=self.args.max_length, do_sample=True, pad_token_id=self.scorer.pad_token_id,
+            )  # fmt: skip
         return self._tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 

@@ -65,9 +65,7 @@ def group_relative(rewards: Tensor, group_size: int, *, scale: Scale = "group") 
 
 
 def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
-    """Each reward less the mean of the others of its group, `(N,) -> (N,)`; 0 where all are equal, or alone.
-
-    Source: Ahmadian et al. 2024, eq. 8 (arXiv:2402.14740).
+    """Each reward less the mean of the others of its group, `(N,) -> (N,)`; 0 for equal ones (arXiv:2402.14740, eq. 8).
 
     >>> leave_one_out(torch.tensor([1.0, 3.0, 4.0, float("nan")]), group_size=2)
     tensor([-2.,  2.,  0.,  0.])
@@ -105,9 +103,7 @@ OF_SCALE: dict[str, str] = {"group": "scaled_by_group", "batch": "scaled_by_batc
 
 
 def estimated(estimator: str | AdvantageEstimator, rewards: Tensor, group_size: int) -> Tensor:
-    """Advantages `(N,)` by a row of `ADVANTAGES` or by a function.
-
-    Raises ValueError for an unknown name, and for a result that is not N finite numbers.
+    """Advantages `(N,)` by a row of `ADVANTAGES` or by a function. Raises: ValueError for others than N finite numbers.
 
     >>> estimated(lambda rewards, group_size: rewards - 1, torch.tensor([1.0, 3.0, float("nan")]), 3)
     tensor([0., 2., 0.])

@@ -93,9 +93,7 @@ def shared(name: str, *default: object, **metadata: object) -> Any:
 
 
 def flatten_dict(nested: Mapping[str, object], sep: str = "/") -> dict[str, object]:
-    """A nested dict as a flat one, with the keys on the way joined by `sep`.
-
-    Raises ValueError for a key that has `sep` in it.
+    """A nested dict as a flat one, keys joined by `sep`. Raises: ValueError for a key that has it.
 
     >>> flatten_dict({"loss": {"policy": 1, "value": 2}})
     {'loss/policy': 1, 'loss/value': 2}

@@ -65,9 +65,7 @@ def shares_of_first(
 
 
 def win_rate(shares: Sequence[float | None]) -> WinRate:
-    """The mean of the known shares, with Wilson's score interval.
-
-    Source: Wilson 1927, Probable Inference, the Law of Succession, and Statistical Inference.
+    """The mean of the known shares, with Wilson's score interval (Wilson 1927, Probable Inference).
 
     >>> win_rate([1.0, 1.0, 0.0, None])
     WinRate(rate=0.6666..., low=0.2076..., high=0.9385..., answered=3, unanswered=1)

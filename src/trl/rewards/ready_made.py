@@ -40,9 +40,7 @@ def content_of(completion: Text) -> str:
 
 
 def think_format_reward(completions: Sequence[Text], **kwargs: object) -> list[float]:
-    """1.0 for a completion that begins with one thought, `<think>...</think>`, and has no second, else 0.0.
-
-    Source: the format reward of DeepSeek-R1 (arXiv:2501.12948, section 2.2.2).
+    """1.0 for completions that begin with their only thought, `<think>...</think>`, else 0.0 (arXiv:2501.12948, 2.2.2).
 
     >>> think_format_reward([[{"role": "assistant", "content": "<think>Look up.</think>Blue."}], "Blue."])
     [1.0, 0.0]

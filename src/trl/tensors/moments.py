@@ -71,9 +71,7 @@ def over_processes(part: Moments, accelerator: Any) -> Moments:
 
 
 def whiten_by(values: Tensor, measured: Moments, *, shift_mean: bool = True) -> Tensor:
-    """`masked_whiten` by moments that were measured elsewhere, such as over all processes; any shape, same dtype.
-
-    Raises ValueError for moments of fewer than two values.
+    """`masked_whiten` by moments that were measured elsewhere; any shape. Raises: ValueError for fewer than two values.
 
     >>> whiten_by(torch.tensor([1.0, 3.0]), moments(torch.tensor([1.0, 3.0])))
     tensor([-0.7071,  0.7071])
