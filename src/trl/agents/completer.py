@@ -40,8 +40,7 @@ logger = logging.getLogger(__name__)
 ENVIRONMENTS = "environments"
 CLOSING_SECONDS = 10.0  # for the `close` of environments
 MOST_OUTPUT = 1 << 20  # bytes of a command's output that are read
-# Ends a command's process group when the trainer has ended, even by SIGKILL. It is the trainer's child, which collects
-# its end.
+# Ends a command's process group when the trainer, its parent, has ended, even by SIGKILL.
 _WATCH = "read -r _; kill -9 -$0"
 _LAUNCH = 'read -r _ && exec "$@" </dev/fd/$0'  # not before it is watched
 

@@ -29,8 +29,7 @@ BLOCK_ROWS = 50_000
 SHOWN_ROWS = 3
 
 
-# Counts that need a user's attention, and the warning behind "in N of M rows"; of tokens and steps, behind their
-# number.
+# Counts that need a user's attention, and the warning behind "in N of M rows" (of tokens and steps, behind N).
 WARNINGS: Mapping[str, str] = {
     "removed_steps": "labelled steps were cut off and are not trained. Raise max_length or max_completion_length, or "
     "lower max_prompt_length.",

@@ -180,9 +180,6 @@ def _prompt_messages(chosen: list[Message], rejected: list[Message]) -> int:
     return turns[-1] if turns else 0
 
 
-# ---- lengths
-
-
 class Side(NamedTuple):
     """A completion and the prompt that it is scored behind."""
 

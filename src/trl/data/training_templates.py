@@ -87,8 +87,7 @@ QWEN3_TRAINING_TEMPLATE = """\
 {%- endif %}
 """
 
-# Qwen3's own, for generation: only turns behind the last question keep their `<think>` block, an empty one in the last
-# turn alone.
+# Qwen3's own, for generation: only turns behind the last question keep `<think>`, an empty one in the last turn alone.
 QWEN3_TEMPLATE = """\
 {%- set asked = namespace(at=messages|length - 1, found=false) %}
 {%- for message in messages[::-1] %}

@@ -46,8 +46,6 @@ class LegacyDPO(LegacyReference):
     is_vision_model = View("with_images")
     get_batch_metrics = LegacyPairs.get_batch_loss_metrics
 
-    # ---- overridden methods
-
     def recorded_columns(self, batch: Batch) -> RowDict:
         """Prompts and completions of a batch of pairs, the labels of whole sequences, and the reference's log-probs."""
         rows = pairs_of(batch)
@@ -84,8 +82,6 @@ class LegacyDPO(LegacyReference):
         terms = LossTerms(scores.chosen, torch.ones_like(scores.chosen), "pair", metrics)
         return self.method.outcome(with_losses(terms, losses), scores, scored, nll=args.rpo_alpha)
 
-    # ---- the reference
-
     def reference_logps(self, batch: Batch) -> Tensor:
         """The reference's log-probs `(2B,)`, perhaps those of an overridden method."""
         name = next((name for name in REFERENCES if self.overridden(name)), None)
@@ -112,8 +108,6 @@ class LegacyDPO(LegacyReference):
         return _per_token(self, logps, batch)
 
     compute_reference_log_probs = compute_ref_log_probs
-
-    # ---- the forward and the loss
 
     @staticmethod
     def concatenated_inputs(batch: Batch, padding_value: int = 0, **older: Any) -> RowDict:
@@ -203,8 +197,6 @@ class LegacyDPO(LegacyReference):
         terms = preference_terms(scores, names, self.args.pair_options(), loss_weights=weights)
         return terms.values, rewards[0], rewards[1]
 
-    # ---- rows
-
     tokenize_row = staticmethod(tokenize_preference_row)
     build_tokenized_answer = build_tokenized_answer
 
@@ -227,8 +219,6 @@ class LegacyDPO(LegacyReference):
         inputs.pop("attention_mask", None)
         row["prompt_input_ids"] = prompt if max_prompt_length is None else prompt[-max_prompt_length:]
         return {**row, **{name: value[0] for name, value in inputs.items()}}
-
-    # ---- completions
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Called with `(model, batch)`: `generate_from_model_and_ref`, as programs of 0.4-0.11 mean it.

@@ -212,8 +212,6 @@ class LegacyPairs(LegacyJudged):
     _rows_stored = 1.0  # of what `store_metrics` is given
     _is_counted = False  # rewards of the batch at hand move no mean again
 
-    # ---- overridden methods
-
     def handed_out(self, batch: Any, drawn: Any) -> Any:
         """The batch, where methods are overridden with the columns that these read."""
         if not self.overridden("compute_loss", *WHOLE_BATCH, *REFERENCES):
@@ -240,8 +238,6 @@ class LegacyPairs(LegacyJudged):
         with self.accelerator.autocast():
             return self.scorer.score_with_logits(model, batch, ScoreOptions())
 
-    # ---- the loss
-
     def get_batch_loss_metrics(
         self, model: nn.Module, batch: Batch, train_eval: Literal["train", "eval"] = "train"
     ) -> tuple[Tensor, dict[str, float]]:
@@ -261,8 +257,6 @@ class LegacyPairs(LegacyJudged):
         for name, value in metrics.items():
             pair = Weighted(torch.as_tensor(self._rows_stored * float(value)), torch.tensor(self._rows_stored))
             self._sums[train_eval].add({name.removeprefix("eval_") if train_eval == "eval" else name: pair})
-
-    # ---- completions
 
     def generate_from_model(self, model: Any, batch: Batch) -> list[str]:
         """Prompts `(B, P)`, padded on the left, with what the model samples, up to `max_length` tokens, as text."""

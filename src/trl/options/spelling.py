@@ -6,8 +6,7 @@ from collections.abc import Iterable
 MOST = 3
 
 # Options, a note after a colon -> the names that stand for them in Axolotl, LLaMA-Factory, other versions of TRL,
-# OpenRLHF and verl. A note alone says that there is no such option here. Names that are options here too are not
-# listed.
+# OpenRLHF and verl, unless they are options here too. A note alone says that there is no such option here.
 _STANDS_FOR = {
     "model_name_or_path": "base_model model model_name model_path model_id base_model_name pretrain pretrained_model "
     "sft_model_path adapter_name_or_path",

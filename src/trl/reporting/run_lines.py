@@ -25,8 +25,7 @@ Table = dict[str, dict[str, tuple[float, float, float]]]
 BAR_DELAY = 2.0  # seconds before a bar is shown
 MOST_SHOWN = 3  # metrics on a line
 COLUMNS = 80  # a longer line loses the last of its metrics
-# The numbers of the methods in order of precedence: a line has the first of them that were logged. The first one leads,
-# and the table at the end follows it.
+# Numbers in order of precedence: a line has the first of them that were logged; the table at the end follows its first.
 SHOWN = {
     "reward": "reward", "objective/scores": "reward", "exact_match": "exact", "objective/kl": "KL", "loss": "loss",
     "accuracy": "acc", "margin": "margin", "rewards/accuracies": "acc", "rewards/margins": "margin", "kl": "KL",

@@ -201,8 +201,6 @@ class ManagedJudge(BasePairwiseJudge):
                 self.name, error, type(error).__name__,
             )  # fmt: skip
 
-    # ---- answers on disk
-
     def _stored(self, keys: Iterable[Hashable], new: Iterable[tuple[Hashable, float]] = ()) -> dict[Hashable, float]:
         """The answers on disk under these keys, after adding `new` ones; an answer that is there already stays."""
         try:

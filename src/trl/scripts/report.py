@@ -156,9 +156,6 @@ def _optimizer_size(trainer: Trainer, trained: Sequence[torch.Tensor]) -> int:
     return round(sum(tensor.nbytes for tensor in state if tensor.numel() > 1) / probe.nbytes * _size(trained))
 
 
-# --- after training
-
-
 def finish(
     trainer: Trainer, *, dataset_name: str | None, command: str, newest: Path | None, has_chats: bool = True
 ) -> None:

@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from trl.tensors.heads import NOTHING_ELSE, PLAIN_LOGITS, Scoring, chunk_size_of_any_head, chunks, without_autocast
 from trl.tensors.softmax_rows import LogitRule, Statistics, TokenScores, wide_scores
 
-# Logits of a call that are smaller than this together wait for the backward pass instead of being
-# computed again: one matrix product of four.
+# Logits of a call that are smaller than this wait for the backward pass: one matrix product of four less.
 KEEP_BYTES = 64 * 2**20
 
 AnyHead = Callable[[Tensor], Tensor]
@@ -102,8 +101,6 @@ def token_scores_through(
     ]
     return TokenScores._make(None if x[0] is None else torch.cat(x) for x in zip(*parts, strict=True))
 
-
-# ---- losses that are local to a token
 
 LossOf = Callable[[Tensor, slice], Tensor]
 """(log-probs of a chunk (C,), which tokens these are) -> each token's weighted loss (C,)."""

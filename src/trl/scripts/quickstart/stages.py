@@ -277,9 +277,6 @@ def run_stages(stages: Sequence[str], *, output_dir: Path, seed: int, max_steps:
     console.print(f"{seconds:.0f} seconds in all.")
 
 
-# --- output
-
-
 def print_answers(console: Console, held_out: Sequence[Row], answers: Mapping[str, Sequence[str]]) -> None:
     """Print the answers of every stage to some held-out prompts, side by side."""
     table = Table("prompt", *answers, "right", title="Answers to prompts that were never trained", title_justify="left")
