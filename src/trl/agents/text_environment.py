@@ -222,10 +222,9 @@ class TextEnvironment:
             if not history.completed:
                 history.complete(truncated=True)
         self.compute_reward(histories, **rewards_kwargs)
-        tokens, responses, masks = map(
-            list, zip(*[one.split_query_response_tokens() for one in histories], strict=True)
-        )
-        return Episodes(tokens, responses, masks, [history.reward for history in histories], histories)
+        parts = [history.split_query_response_tokens() for history in histories]
+        queries, responses, masks = map(list, zip(*parts, strict=True))
+        return Episodes(queries, responses, masks, [history.reward for history in histories], histories)
 
     def _begin(self, queries: Sequence[str]) -> list[TextHistory]:
         if isinstance(queries, str) or not len(queries):

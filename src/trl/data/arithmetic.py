@@ -89,10 +89,8 @@ def make_row(name: str, problem: Problem, number: int) -> Row:
             more = said("user", "The number alone, please."), said("assistant", str(problem.result))
             return {"messages": [question, said("assistant", answer), *more]}
         case "preferences":
-            return {
-                column: [question, said("assistant", text)]
-                for column, text in (("chosen", answer), ("rejected", wrong))
-            }
+            texts = {"chosen": answer, "rejected": wrong}
+            return {column: [question, said("assistant", text)] for column, text in texts.items()}
         case "ratings":
             completion = [said("assistant", answer if is_right else wrong)]
             return {"prompt": [question], "completion": completion, "label": is_right}

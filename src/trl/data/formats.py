@@ -20,15 +20,10 @@ CONVERSATIONAL_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejecte
 
 # How conversations in the `from`/`value` style name their speakers.
 SPEAKER_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "bot": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "bot", "chatgpt", "assistant"), "assistant"),
+    **dict.fromkeys(("observation", "tool"), "tool"),
     "system": "system",
-    "observation": "tool",
-    "tool": "tool",
 }
 
 
@@ -59,8 +54,6 @@ def is_conversational_from_value(example: Row) -> bool:
 
     >>> is_conversational_from_value({"conversations": [{"from": "human", "value": "Hello"}]})
     True
-    >>> is_conversational_from_value({"conversations": [{"role": "user", "content": "Hello"}]})
-    False
     """
     return is_list_of_dicts_with(example.get("conversations"), "from", "value")
 

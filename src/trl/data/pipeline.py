@@ -182,10 +182,7 @@ def check_ids(
     wrong = ids[((ids < 0) & ~(is_label & (ids == -100))) | (ids >= vocabulary.size)]
     if wrong.size:
         allowed = f"0 to {vocabulary.size - 1}{' or -100' if is_label else ''} ({vocabulary.words})"
-        remedy = (
-            "Tokenize with the tokenizer that belongs to the model, or grow it with "
-            "model.resize_token_embeddings(len(tokenizer))."
-        )
+        remedy = "Use the model's tokenizer, or grow it with model.resize_token_embeddings(len(tokenizer))."
         raise place.error(f"token id {wrong[0]}", allowed, remedy)
 
 
@@ -207,16 +204,12 @@ class RowKind(ABC):
         self, batch: dict[str, list], indices: Sequence[int], json_columns: Mapping[str, object] = {}
     ) -> dict[str, list]:
         """The columns of `features` and `counts`; `json_columns`: the types of columns that store values as JSON."""
-        batch = {
-            **batch,
-            **{name: [written(value, kind) for value in batch[name]] for name, kind in json_columns.items()},
-        }
+        parsed = {name: [written(value, kind) for value in batch[name]] for name, kind in json_columns.items()}
+        batch = {**batch, **parsed}
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
         if self.formatter is None and not is_plain(batch):
-            rows = [
-                real_row(row, self.dataset_name, index, splits=self.splits)
-                for index, row in zip(indices, rows, strict=True)
-            ]
+            name, places = self.dataset_name, zip(rows, indices, strict=True)
+            rows = [real_row(row, name, index, splits=self.splits) for row, index in places]
         finished = self.rows(rows, indices)
         return {name: [row.get(name, 0) for row in finished] for name in (*self.features, *self.counts)}
 

@@ -144,9 +144,7 @@ class PairTokenizer(RowKind):
 
     def _cut(self, tokens: Tokens) -> RowDict:
         rejected_prompt = tokens.prompt if tokens.own_prompt is None else tokens.own_prompt
-        sides = [
-            Side(prompt, c) for prompt, c in zip((tokens.prompt, rejected_prompt), tokens.completions, strict=True)
-        ]
+        sides = list(map(Side, (tokens.prompt, rejected_prompt), tokens.completions))
         with self.reader.place(tokens.row, PAIR_COLUMNS[0]).named():
             if tokens.own_prompt is None:
                 cut = self.lengths.cut(tokens.prompt, tokens.completions)

@@ -36,9 +36,7 @@ class StepInputs:
     def repeats_queries(self) -> bool:
         """Whether every response begins with its whole query, more than a single token."""
         pairs = zip(self.queries, self.responses, strict=True)
-        return all(
-            1 < len(query) < len(response) and torch.equal(query, response[: len(query)]) for query, response in pairs
-        )
+        return all(1 < len(q) < len(response) and torch.equal(q, response[: len(q)]) for q, response in pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,9 +302,8 @@ def make_loader(
         raise TypeError(f"dataset must have a length and rows by number, got {type(dataset).__name__}.")
     if isinstance(dataset, datasets.Dataset) and keep is not None:
         dataset = _with_used_columns(dataset, keep)
-    shares = ShuffledShares(
-        len(dataset), batch_size, seed=seed, rank=accelerator.process_index, processes=accelerator.num_processes
-    )
+    rank, processes = accelerator.process_index, accelerator.num_processes
+    shares = ShuffledShares(len(dataset), batch_size, seed=seed, rank=rank, processes=processes)
     if not shares.batches:
         least = f"batch_size * processes = {batch_size} * {accelerator.num_processes} rows"
         raise ValueError(f"dataset must have at least {least}, got {len(dataset)}. Lower batch_size or add rows.")

@@ -17,9 +17,8 @@ def mask_columns(columns: Collection[str]) -> list[str]:
     >>> mask_columns(["prompt_input_ids", "prompt_attention_mask", "pixel_attention_mask"])
     ['prompt_attention_mask']
     """
-    return [
-        name for name in columns if "attention_mask" in name and name.replace("attention_mask", "input_ids") in columns
-    ]
+    masks = [name for name in columns if "attention_mask" in name]
+    return [name for name in masks if name.replace("attention_mask", "input_ids") in columns]
 
 
 def is_plain(columns: Collection[str], *, may_be_packed: bool = False) -> bool:

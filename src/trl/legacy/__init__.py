@@ -117,11 +117,8 @@ def move_arguments(
                 raise ValueError(f"{both}. Leave out {name}, the older of the two.")
             moved[argument] = moved[argument] if value is None else value
     if places:
-        warnings.warn(
-            f"these arguments have moved and will not be accepted forever: {'; '.join(places)}.",
-            FutureWarning,
-            stacklevel=stacklevel,
-        )
+        text = f"these arguments have moved and will not be accepted forever: {'; '.join(places)}."
+        warnings.warn(text, FutureWarning, stacklevel=stacklevel)
     return moved
 
 

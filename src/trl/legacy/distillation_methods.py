@@ -27,9 +27,8 @@ def generalized_jsd_loss(
         log_p, log_q = (probs.clamp(min=1e-8).log() for probs in (student_logits, teacher_logits))
     else:
         wide = torch.promote_types(student_logits.dtype, torch.float32)
-        log_p, log_q = (
-            (logits / temperature).log_softmax(-1, dtype=wide) for logits in (student_logits, teacher_logits)
-        )
+        both = student_logits, teacher_logits
+        log_p, log_q = ((logits / temperature).log_softmax(-1, dtype=wide) for logits in both)
     values = divergence_entries(log_p, log_q, beta=beta)
     if labels is not None:
         values = values[labels != IGNORED]

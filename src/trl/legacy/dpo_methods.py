@@ -52,9 +52,8 @@ class LegacyDPO(LegacyReference):
         wholes = [whole_sequences(row, is_encoder_decoder="decoder_labels" in batch) for row in rows]
         labels = [{name: ids for name, ids in row.items() if name.endswith("_labels")} for row in wholes]
         parts = [{name: ids for name, ids in row.items() if name != OWN_PROMPT} for row in rows]
-        columns = DPODataCollatorWithPadding(self.scorer.pad_token_id)(
-            [{**part, **label} for part, label in zip(parts, labels, strict=True)]
-        )
+        padded_rows = [{**part, **label} for part, label in zip(parts, labels, strict=True)]
+        columns = DPODataCollatorWithPadding(self.scorer.pad_token_id)(padded_rows)
         if "ref_logps" in batch:
             columns |= dict(zip(REFERENCE_COLUMNS, split_pairs(batch["ref_logps"]), strict=True))
         return columns

@@ -252,9 +252,7 @@ class Legacy(_Trainer):
 class LegacySFT(Legacy):
     """Attributes of `SFTTrainer`."""
 
-    num_virtual_tokens = View(
-        lambda trainer: getattr(getattr(trainer.model, "active_peft_config", None), "num_virtual_tokens", 0)
-    )
+    num_virtual_tokens = View(lambda t: getattr(getattr(t.model, "active_peft_config", None), "num_virtual_tokens", 0))
     padding_free = View("_padding_free")
 
 

@@ -74,9 +74,7 @@ class GroupOptions(OptionGroup):
         None, "Largest ratio for negative advantages, above 1 + epsilon_high (INTELLECT-2: 4). None: none.", "[1, inf]"
     )
     beta: float = option(0.0, "KL penalty against the reference, per nat, >= 0. 0 trains without a reference policy.")
-    use_bias_correction_kl: bool = option(
-        False, "Multiply the KL estimate by the ratio, so that it is unbiased off-policy (DeepSeek-V3.2)."
-    )
+    use_bias_correction_kl: bool = option(False, "Multiply the KL estimate by the ratio (DeepSeek-V3.2).")
     sapo_temperature_pos: float = option(1.0, "sapo: how fast the gate closes for advantages > 0.", "> 0")
     sapo_temperature_neg: float = option(1.05, "sapo: how fast the gate closes for advantages <= 0.", "> 0")
     vespo_k_pos: float = option(2.0, "vespo: the ratio W is a weight W^k exp(lambda (1 - W)); k for advantages > 0.")

@@ -91,19 +91,11 @@ class RewardPolicy(OptionGroup):
 class JudgeOptions(OptionGroup):
     """Cache, orders, attempts and budget of a pairwise judge."""
 
-    judge_cache: str | None = option(
-        None, "File (SQLite) that keeps the judge's answers by content, for resumed and other runs. None: none."
-    )
-    judge_swap_positions: bool = option(
-        False, "Show each pair to the judge in both orders; the mean counts, a disagreement is a tie."
-    )
+    judge_cache: str | None = option(None, "File (SQLite) that keeps the judge's answers, for all runs. None: none.")
+    judge_swap_positions: bool = option(False, "Show each pair in both orders; the mean counts, so 0 and 1 tie.")
     judge_retries: int = option(0, "Further attempts if the judge fails or does not answer.", ">= 0")
-    judge_max_calls: int | None = option(
-        None, "Comparisons that a process sends to the judge at most. None: no limit.", ">= 0"
-    )
-    judge_max_tokens: int | None = option(
-        None, "Tokens of the judge's endpoint after which a process sends none. None: no limit.", ">= 0"
-    )
+    judge_max_calls: int | None = option(None, "Most comparisons sent by a process. None: no limit.", ">= 0")
+    judge_max_tokens: int | None = option(None, "The judge's tokens after which none is sent. None: no limit.", ">= 0")
 
 
 @dataclass

@@ -14,9 +14,7 @@ class ModelSource(OptionGroup):
 
     model_name_or_path: str | None = option(None, "Folder of a saved model, or its name on the Hub.")
     model_revision: str = option("main", "Branch, tag or commit of the model's repository on the Hub.")
-    dtype: str | None = option(
-        None, "Dtype of weights. None: float32 to train, else the files'; 'auto'.", choices=DTYPES
-    )
+    dtype: str | None = option(None, "Dtype of weights. None: float32 to train, else the files'.", choices=DTYPES)
     trust_remote_code: bool = option(False, "Run Python code from the model's repository. Only if trusted.")
     attn_implementation: str | None = option(None, "sdpa, eager, flash_attention_2, ... None: the best one.")
 

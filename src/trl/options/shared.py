@@ -23,8 +23,7 @@ class SharedFields:
     weights: Weights | None = option(
         None,
         "'bf16+residual': train exactly as float32 weights with a bfloat16 forward, in 14 bytes per weight, not 16 (8 "
-        "with optim='adamw_8bit'): bfloat16 weights and gradients, and in the optimizer's state what rounding takes "
-        "away.",
+        "with optim='adamw_8bit'): bfloat16 weights and gradients, and what rounding takes away as optimizer's state.",
     )
     model_adapter_name: str | None = option(None, "Adapter that is trained, in a model with several.")
     ref_adapter_name: str | None = option(None, "Adapter that is the reference. None: no adapter.")
@@ -43,19 +42,14 @@ class SharedFields:
     pad_token: str | None = option(None, "Padding token. None: the tokenizer's, else its eos token.")
     label_smoothing: float = option(0.0, "Probability that a pair's label is wrong (cDPO).", "[0, 0.5)")
     teacher_model_name_or_path: str | None = option(None, "Teacher, if none is passed to the trainer.")
-    teacher_model_init_kwargs: JSONDict = option(
-        None, "Arguments of from_pretrained for the teacher, as a dict or JSON object."
-    )
+    teacher_model_init_kwargs: JSONDict = option(None, "Arguments of from_pretrained for the teacher, or JSON.")
     teacher_model_server_url: Mapping[str, str] | str | None = option(
         None,
         "Address of an OpenAI-style server (vLLM) with the teacher; several by the names in the rows' column "
-        "`teacher`, as a dict or JSON object. Needs temperature=1. teacher_model_name_or_path is then the name of the "
-        "served model.",
+        "`teacher`, as a dict or JSON. Needs temperature=1; teacher_model_name_or_path is the served one's name.",
     )
     teacher_top_k: int = option(20, "How many of its most likely tokens a server gives per token.", ">= 1")
-    teacher_server_timeout: float = option(
-        240.0, "Time in seconds for a server's answers, repeated requests included.", "> 0"
-    )
+    teacher_server_timeout: float = option(240.0, "Seconds for a server's answers, repeated requests too.", "> 0")
     temperature: float = option(1.0, "Divides the logits, in sampling and in all log-probabilities.", "> 0")
     ds3_gather_for_generation: bool = option(True, "Under ZeRO-3, gather all weights for a rollout: faster.")
     use_liger_loss: bool | None = moved("losses never need logits of the whole vocabulary.", flag=True)
@@ -68,9 +62,7 @@ class LoopOptions(OptionGroup):
 
     exp_name: str = option(lambda: Path(sys.argv[0]).stem, "Name of the experiment. Default: that of the script.")
     seed: int = option(0, "Seed of all random streams.")
-    log_with: Literal["wandb", "tensorboard"] | str | None = option(
-        None, "Tracker: 'wandb', 'tensorboard' or another one of accelerate's. None: none."
-    )
+    log_with: Literal["wandb", "tensorboard"] | str | None = option(None, "A tracker of accelerate's. None: none.")
     tracker_kwargs: JSONDict = option(dict, "init_kwargs of accelerate's init_trackers.")
     accelerator_kwargs: JSONDict = option(dict, "Arguments of the Accelerator.")
     project_kwargs: JSONDict = option(dict, "Arguments of accelerate's ProjectConfiguration.")

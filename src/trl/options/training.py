@@ -83,13 +83,9 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
     save_dtype: str | None = option(None, "Dtype of saved models. None: of the files loaded.", choices=DTYPES)
     weights: Weights | None = shared("weights")
     gradient_checkpointing: bool = option(True, "Recompute activations in the backward pass: less memory.")
-    log_format: Literal["auto", "lines", "dict"] = option(
-        "auto", "Logs on the screen: lines (auto: not in notebooks), or 'dict': all metrics as a dict."
-    )
+    log_format: Literal["auto", "lines", "dict"] = option("auto", "Logs: lines (auto: not in notebooks), or dicts.")
     resume_from_checkpoint: str | None = option(None, "Checkpoint's folder, or true for the newest.")
-    resume_without: list[str] | None = option(
-        None, "Lost parts of the checkpoint that start anew: optimizer, random_state, progress (sums, rollouts)."
-    )
+    resume_without: list[str] | None = option(None, "Lost parts that start anew: optimizer, random_state, progress.")
 
     def check(self) -> None:
         super().check()

@@ -216,10 +216,8 @@ class ChatPairwiseJudge(BasePairwiseJudge):
         """0 or 1 for each pair, -1 for no answer. Raises: the first error, if every request failed."""
         pairs = shown_pairs(prompts, completions, shuffle=shuffle_order)
         left = None if self.max_requests is None else self.max_requests - self.num_requests
-        questions = [
-            self.system_prompt.format(prompt=pair.prompt, response0=pair.first, response1=pair.second)
-            for pair in pairs[:left]
-        ]
+        fill = self.system_prompt.format
+        questions = [fill(prompt=p.prompt, response0=p.first, response1=p.second) for p in pairs[:left]]
         self.num_requests += len(questions)
         if len(questions) < len(pairs):
             self._warn_once("limit", f"{self.max_requests} requests (max_requests) were made, so answers are -1")

@@ -68,12 +68,10 @@ def _extraction() -> Any:
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig
 
-    normalization = NormalizationConfig(
-        basic_latex=True, units=True, malformed_operators=True, nits=False, boxed="last", equations=True
-    )
-    return LatexExtractionConfig(
-        boxed_match_priority=0, try_extract_without_anchor=False, normalization_config=normalization
-    )
+    on = dict.fromkeys(("basic_latex", "units", "malformed_operators", "equations"), True)
+    normalization = NormalizationConfig(**on, nits=False, boxed="last")
+    options = {"boxed_match_priority": 0, "try_extract_without_anchor": False}
+    return LatexExtractionConfig(**options, normalization_config=normalization)
 
 
 def as_latex(text: str) -> str:

@@ -89,9 +89,7 @@ class DPOScriptArguments(CommandArguments):
     """What `trl dpo` reads besides `DPOConfig` and `ModelConfig`."""
 
     ref_model_name_or_path: str | None = option(None, "Reference model. None: the model before training.")
-    dialogue_marker: str | None = option(
-        None, "For dialogues as text: what opens the assistant's turns, such as 'Assistant:'. Prompts end there."
-    )
+    dialogue_marker: str | None = option(None, "What opens the assistant's turns in dialogues as text ('Assistant:').")
 
 
 @dataclass

@@ -16,10 +16,8 @@ def make_parser() -> argparse.ArgumentParser:
     """The options of `trl compare`."""
     from trl.options.methods import JudgeOptions
 
-    parser = PlainParser(
-        prog="trl compare",
-        description="Let a judge compare the answers of two models, and print how often the second one wins.",
-    )
+    text = "Let a judge compare the answers of two models, and print how often the second one wins."
+    parser = PlainParser(prog="trl compare", description=text)
     parser.add_argument("first", metavar="A", help="model or adapter: a folder or a name on the Hub")
     parser.add_argument("second", metavar="B", help="the same, whose win rate is printed")
     parser.add_argument("--judge", required=True, help="pair_rm, openai, hf, random, or a path like my_module.MyJudge")
@@ -30,9 +28,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float, default=0.7, help="of sampling; 0 takes the most likely tokens")
     parser.add_argument("--seed", type=int, default=0, help="of sampling")
     for item in fields(JudgeOptions):
-        kind: Any = (
-            {"action": "store_true"} if item.default is False else {"type": str if "cache" in item.name else int}
-        )
+        kind: Any = {"type": str if item.name == "judge_cache" else int}
+        kind = {"action": "store_true"} if item.default is False else kind
         parser.add_argument(f"--{item.name}", default=item.default, help=item.metadata["help"], **kind)
     parser.add_argument("--out", metavar="FILE", help="also write figures and answers as JSON")
     return parser

@@ -50,9 +50,8 @@ def train(name: str, script_args: CommandArguments, training_args: "AnyConfig", 
         check_output_dir(output_dir)
         check_push(training_args)
         check_trackers(training_args.report_to)
-        checkpoint = checkpoint_to_resume(
-            training_args.resume_from_checkpoint, output_dir, without=training_args.resume_without or ()
-        )
+        without = training_args.resume_without or ()
+        checkpoint = checkpoint_to_resume(training_args.resume_from_checkpoint, output_dir, without=without)
         settings = changed_settings(script_args, training_args, *others)
         made_folder = not Path(output_dir).exists()
         trainer, has_chats = build_trainer(name, script_args, training_args, *others)

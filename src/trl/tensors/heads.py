@@ -99,9 +99,8 @@ class Scoring:
         )
         make = torch.empty if len(hidden) else torch.zeros  # the first chunk writes
         inputs = zip((hidden, weight, bias), wants, strict=True)
-        sums = HeadGradients(
-            *(make(x.shape, dtype=exact, device=x.device) if x is not None and want else None for x, want in inputs)
-        )
+        needed = (x if want else None for x, want in inputs)
+        sums = HeadGradients(*(None if x is None else make(x.shape, dtype=exact, device=x.device) for x in needed))
         with without_autocast(hidden.device.type):
             head = Head(weight.to(dtype), None if bias is None else bias.to(dtype))
             # As few buffers as the steps on a chunk allow.

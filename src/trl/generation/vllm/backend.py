@@ -50,9 +50,7 @@ class ServedModel:
     tensor_parallel_size: int = option(1, "Number of GPUs over which the model is split.", ">= 1")
     data_parallel_size: int = option(1, "Only 1: for more copies of the model, start more servers.")
     gpu_memory_utilization: float = option(0.9, "Share of each device's memory that vLLM uses.", "(0, 1]")
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
-        "auto", "Dtype of weights and activations; `auto` is that of the checkpoint."
-    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = option("auto", "Dtype; `auto` is the checkpoint's.")
     max_model_len: int | None = option(None, "Longest prompt and completion. None: the model's.", ">= 1")
     enable_prefix_caching: bool | None = option(None, "Cache common prefixes of prompts. None: vLLM decides.")
     enforce_eager: bool = option(False, "Run without CUDA graphs: less memory, slower generation.")
@@ -175,9 +173,8 @@ class Steps:
                 del self._running[number]
                 ended[number] = {"ids": ids, "logprobs": logps, "finish_reason": output.finish_reason}
                 if (scores := getattr(answer, "prompt_logprobs", None)) is not None:
-                    ended[number]["prompt_logprobs"] = [
-                        [(token, one.logprob, one.rank) for token, one in place.items()] for place in scores[1:]
-                    ]
+                    places = [place.items() for place in scores[1:]]
+                    ended[number]["prompt_logprobs"] = [[(t, x.logprob, x.rank) for t, x in place] for place in places]
         return ended
 
     def complete(self, requests: Sequence[Request]) -> list[Answer]:

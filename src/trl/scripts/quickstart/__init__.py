@@ -22,9 +22,8 @@ METHODS: dict[str, tuple[str, ...]] = {  # the stages of each method
 
 def make_parser() -> argparse.ArgumentParser:
     """The options of `trl quickstart`."""
-    parser = PlainParser(
-        prog="trl quickstart", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = PlainParser(prog="trl quickstart", description=DESCRIPTION, formatter_class=layout)
     add = parser.add_argument
     add("--method", choices=METHODS, default="ppo", help="method of the last stage (default: ppo)")
     add("--output_dir", type=Path, default=Path("quickstart"), help="output folder (default: ./quickstart)")

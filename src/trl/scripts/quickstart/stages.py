@@ -136,9 +136,8 @@ def reward_inputs(run: Run) -> Inputs:
         pairs = make_pairs(run.model, run.tokenizer, rows, seed=run.seed + seed)
         run.pairs[f"{split}_dataset"] = run.rows(f"{split}_pairs", pairs)
     torch.manual_seed(run.seed)
-    run.reward_model = AutoModelForSequenceClassification.from_pretrained(
-        run.output_dir / "sft", num_labels=1, num_hidden_layers=3
-    )
+    options = {"num_labels": 1, "num_hidden_layers": 3}
+    run.reward_model = AutoModelForSequenceClassification.from_pretrained(run.output_dir / "sft", **options)
     return {"model": run.reward_model, **run.pairs}
 
 
