@@ -287,10 +287,9 @@ def last_turn_as_completion(dataset: StoredOrStream) -> StoredOrStream:
     if not names:
         return dataset
     removed = [name for name in (names[0], "prompt") if name in column_names(dataset)]
-    stored: Any = dataset
 
     def split(rows: dict[str, list]) -> dict[str, list]:
         chats = rows[names[0]]
         return {"prompt": [chat[:-1] for chat in chats], "completion": [chat[-1:] for chat in chats]}
 
-    return stored.map(split, batched=True, remove_columns=removed)
+    return dataset.map(split, batched=True, remove_columns=removed)

@@ -92,7 +92,7 @@ def pack_table(table: pa.Table, seq_length: int, strategy: str) -> pa.Table:
     packed, kinds = STRATEGIES[strategy](columns, seq_length), {"seq_lengths": pa.list_(pa.int64())}
     kinds |= {name: table.schema.field(name).type for name in table.column_names}
     rows = packed.pop(ROWS, None)
-    written: dict[str, Any] = {name: write_ragged(ragged, kinds[name]) for name, ragged in packed.items()}
+    written: dict[str, object] = {name: write_ragged(ragged, kinds[name]) for name, ragged in packed.items()}
     for name in nested:
         if rows is None:
             raise ValueError(f"column {name!r} has lists of lists, which strategy {strategy!r} cannot cut. Use 'bfd'.")

@@ -99,9 +99,9 @@ def _showing_run_date(processing_class: ProcessingClass) -> Iterator[None]:
         yield
         return
     with _CLOCK:
-        system: Any = chat_template_utils.datetime
-        clock: Any = SimpleNamespace(now=lambda: datetime.fromisoformat(run_date))
-        chat_template_utils.datetime = clock
+        system = chat_template_utils.datetime
+        clock = SimpleNamespace(now=lambda: datetime.fromisoformat(run_date))
+        chat_template_utils.datetime = clock  # type: ignore[assignment]
         try:
             yield
         finally:

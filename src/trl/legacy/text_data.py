@@ -102,8 +102,8 @@ class ConstantLengthDataset(IterableDataset):
             raise ValueError(f"{both}, expected exactly one of them. Name a column, or give a function.")
         if seq_length < 1:
             raise ValueError(f"seq_length must be >= 1, got {seq_length}. Give the number of tokens in a row.")
-        last: Any = tokenizer.eos_token_id
-        self.concat_token_id: int = eos_token_id if last is None else last
+        last = tokenizer.eos_token_id
+        self.concat_token_id: int = eos_token_id if last is None else last  # type: ignore[assignment]
         self.tokenizer, self.dataset, self.seq_length, self.infinite = tokenizer, dataset, seq_length, infinite
         self.max_buffer_size = seq_length * chars_per_token * num_of_sequences
         self.append_concat_token, self.add_special_tokens = append_concat_token, add_special_tokens

@@ -28,9 +28,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float, default=0.7, help="of sampling; 0 takes the most likely tokens")
     parser.add_argument("--seed", type=int, default=0, help="of sampling")
     for item in fields(JudgeOptions):
-        kind: Any = {"type": str if item.name == "judge_cache" else int}
-        kind = {"action": "store_true"} if item.default is False else kind
-        parser.add_argument(f"--{item.name}", default=item.default, help=item.metadata["help"], **kind)
+        option, about = f"--{item.name}", item.metadata["help"]
+        if item.default is False:
+            parser.add_argument(option, action="store_true", help=about)
+        else:
+            kind = str if item.name == "judge_cache" else int
+            parser.add_argument(option, type=kind, default=item.default, help=about)
     parser.add_argument("--out", metavar="FILE", help="also write figures and answers as JSON")
     return parser
 
