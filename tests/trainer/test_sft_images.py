@@ -91,11 +91,11 @@ def test_one_image_a_row_streams_and_adapters(processor):
     assert trainer.state.global_step == 3
 
 
-def test_evaluation_sets_of_either_type(processor):
+def test_evaluation_sets_of_either_type(processor, monkeypatch):
     evaluation = {"pairs": Dataset.from_list(PAIRS), "chats": Dataset.from_list(ROWS)}
     trainer = make(processor=processor, trainer={"eval_dataset": evaluation}, per_device_eval_batch_size=3)
     checked: list[str] = []
-    trainer._sets.check = lambda *given, name: checked.append(name)
+    monkeypatch.setattr("trl.trainer.images._try_first_row", lambda *given: checked.append(given[-1]))
     metrics = trainer.evaluate()
     assert not checked  # the constructor has done it
     for name, rows in (("pairs", PAIRS), ("chats", ROWS)):

@@ -74,21 +74,21 @@ class DPOTrainer(LegacyDPO, PreferenceTrainer):
         policy, args = self.begin(model, args, processing_class, peft_config, older)
         assert isinstance(args, DPOConfig)
         # Settings that do not fit are refused before a reference is loaded.
-        method = DPOMethod(args)
-        parts = pair_parts(args, policy, method, data_collator)
-        if args.reference_free and ref_model is None and args.ref_adapter_name is None:
-            choose_adapters(policy.model, args)
-            method.reference_names = ()
-        else:
-            reference = make_reference(policy.model, policy.scorer, ref_model, args=args, path=self._path)
-            parts = replace(parts, reference=reference)
+        method, sets = DPOMethod(args), None
         self.with_images = isinstance(data_collator, DataCollatorForVisionPreference) or has_images(
             train_dataset, eval_dataset
         )
         if self.with_images:
             self._columns = images.PAIR_COLUMNS
             sets = images.image_pair_sets(data_collator, args, policy)
-            parts = replace(parts, sets=sets, collator=sets.collator)
+            data_collator = sets.collator
+        parts = pair_parts(args, policy, method, data_collator, sets)
+        if args.reference_free and ref_model is None and args.ref_adapter_name is None:
+            choose_adapters(policy.model, args)
+            method.reference_names = ()
+        else:
+            reference = make_reference(policy.model, policy.scorer, ref_model, args=args, path=self._path)
+            parts = replace(parts, reference=reference)
         super().__init__(
             parts, args, train_dataset=train_dataset, eval_dataset=eval_dataset,
             compute_metrics=compute_metrics, callbacks=callbacks, optimizers=optimizers,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,20 +51,24 @@ _REFUSED_OF_PAIRS = {"padding_free": _PADDED, "prefix_sharing": _PADDED}
 class ImageSets(DataSets):
     """Data sets with images: checked, shuffled where there is a seed, and otherwise left as they are for `collator`.
 
-    `check(dataset, collator, name=...)` is that of the rows' kind; None where the collator is the user's.
+    Rows that the user's own collator reads are not `checked`.
     """
 
-    collator: Collator
+    collator: Any  # with `rows`, where they are checked
     model: nn.Module
-    check: Callable[..., None] | None
+    checked: bool
     shuffle_seed: int | None = None
 
     def prepared(self, dataset: RowSet, name: str, *, is_training: bool = False) -> RowSet:
-        if not isinstance(dataset, (Dataset, IterableDataset)):
+        if not self.checked or not isinstance(dataset, (Dataset, IterableDataset)):
             return dataset
-        if self.check is not None:
-            self.check(dataset, self.collator, name=name)
-            _try_first_row(dataset, self.collator, self.model, name)
+        row_type, collator = check_image_rows(dataset, self.collator.rows, name=name).row_type, self.collator
+        if isinstance(collator, DataCollatorForVisionLanguageModeling):
+            check_sft_settings(
+                row_type, name=name, columns=column_names(dataset), assistant_only_loss=False,
+                completion_only_loss=collator.completion_only_loss or None, is_formatted=False,
+            )  # fmt: skip
+        _try_first_row(dataset, collator, self.model, name)
         return dataset
 
 
@@ -87,19 +91,13 @@ def image_sets(
             f"dataset_kwargs has {unused}, expected skip_prepare_dataset only: the data collator tokenises rows with "
             "images. Leave them out."
         )
-    check: Callable[..., None] | None = None
-    if not _is_foreign(collator, DataCollatorForVisionLanguageModeling, (DataCollatorForLanguageModeling,)):
-        processor = check_parts(policy)
-        collator = collator or DataCollatorForVisionLanguageModeling(
-            processor,
-            max_length=args.max_length,
-            completion_only_loss=args.completion_only_loss,
-            pad_to_multiple_of=args.pad_to_multiple_of,
-            dataset_text_field=args.dataset_text_field,
-        )
-        check = None if options.get("skip_prepare_dataset") else _check_texts
-    assert collator is not None
-    return ImageSets(collator, policy.model, check, args.seed if args.shuffle_dataset else None)
+    names = ("max_length", "completion_only_loss", "pad_to_multiple_of", "dataset_text_field")
+    sets = _sets_of(
+        collator, DataCollatorForVisionLanguageModeling, DataCollatorForLanguageModeling, policy, args, names
+    )
+    sets.checked = sets.checked and not options.get("skip_prepare_dataset")
+    sets.shuffle_seed = args.seed if args.shuffle_dataset else None
+    return sets
 
 
 def image_pair_sets(collator: Collator | None, args: DPOConfig, policy: Policy) -> ImageSets:
@@ -109,54 +107,41 @@ def image_pair_sets(collator: Collator | None, args: DPOConfig, policy: Policy) 
     """
     _refuse(args, _REFUSED_OF_PAIRS)
     of_text = (PairCollator, DPODataCollatorWithPadding)
-    if _is_foreign(collator, DataCollatorForVisionPreference, of_text):
-        if args.generate_during_eval:
-            raise ValueError(
-                f"generate_during_eval=True with images needs the default data_collator, got {collator!r}. Set it to "
-                "False, or leave data_collator out."
-            )
-        assert collator is not None
-        return ImageSets(collator, policy.model, None)
+    names = ("max_prompt_length", "max_completion_length", "max_length", "tools")
+    sets = _sets_of(collator, DataCollatorForVisionPreference, of_text, policy, args, names)
+    if args.generate_during_eval and not sets.checked:
+        raise ValueError(
+            f"generate_during_eval=True with images needs the default data_collator, got {collator!r}. Set it to "
+            "False, or leave data_collator out."
+        )
+    return sets
+
+
+def _sets_of(
+    collator: Collator | None, ours: type, of_text: type | tuple[type, ...], policy: Policy, args: object,
+    names: Sequence[str],
+) -> ImageSets:  # fmt: skip
+    """The sets for the user's `collator`, or for one of `ours` with the settings of these `names`.
+
+    Raises: TypeError for a collator of ours that reads tokens only.
+    """
+    if isinstance(collator, of_text):
+        raise TypeError(
+            f"data_collator is a {type(collator).__name__}, which drops the images of the rows. Leave it out, give a "
+            f"{ours.__name__}, or remove the column of images to train on text."
+        )
+    if collator is not None and not isinstance(collator, ours):
+        return ImageSets(collator, policy.model, checked=False)
     processor = check_parts(policy)
-    collator = collator or DataCollatorForVisionPreference(
-        processor,
-        max_prompt_length=args.max_prompt_length,
-        max_completion_length=args.max_completion_length,
-        max_length=args.max_length,
-        tools=args.tools,  # type: ignore[arg-type]
+    return ImageSets(
+        collator or ours(processor, **{name: getattr(args, name) for name in names}), policy.model, checked=True
     )
-    return ImageSets(collator, policy.model, _check_pairs)
-
-
-def _check_texts(dataset: StoredOrStream, collator: DataCollatorForVisionLanguageModeling, *, name: str) -> None:
-    check_sft_settings(
-        check_image_rows(dataset, collator.rows, name=name).row_type,
-        name=name,
-        columns=column_names(dataset),
-        assistant_only_loss=False,
-        completion_only_loss=collator.completion_only_loss or None,
-        is_formatted=False,
-    )
-
-
-def _check_pairs(dataset: StoredOrStream, collator: DataCollatorForVisionPreference, *, name: str) -> None:
-    check_image_rows(dataset, collator.rows, name=name)
 
 
 def _refuse(args: object, refused: Mapping[str, str]) -> None:
     for name, why in refused.items():
         if getattr(args, name) is True:
             raise ValueError(f"{name}=True with rows of images, expected False: {why}. Set {name}=False.")
-
-
-def _is_foreign(collator: object, ours: type, of_text: tuple[type, ...]) -> bool:
-    """Whether a data_collator is the user's own. Raises TypeError for one of ours that reads tokens only."""
-    if isinstance(collator, of_text):
-        raise TypeError(
-            f"data_collator is a {type(collator).__name__}, which drops the images of the rows. Leave it out, give a "
-            f"{ours.__name__}, or remove the column of images to train on text."
-        )
-    return collator is not None and not isinstance(collator, ours)
 
 
 def check_parts(policy: Policy) -> ProcessorMixin:

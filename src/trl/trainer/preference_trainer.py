@@ -43,12 +43,14 @@ class Parts:
     reference: Reference | None = None
 
 
-def pair_parts(args: Any, policy: Policy, method: Method, collator: Collator | None, **settings: Any) -> Parts:
-    """The parts of a trainer of pairs; `settings` are further ones of `PreferencePreparation`."""
+def pair_parts(
+    args: Any, policy: Policy, method: Method, collator: Collator | None, sets: DataSets | None = None, **settings: Any
+) -> Parts:
+    """The parts of a trainer of pairs; `settings` are further ones of `PreferencePreparation`, without other `sets`."""
     shares = shares_prefix(policy.scorer, args.prefix_sharing)
     encoder_pad = pad_token_id(policy.tokenizer) if policy.scorer.core.config.is_encoder_decoder else None
     layout = partial(as_pair_batch, prefix_sharing=shares)
-    sets = pair_sets(args, policy, **settings)
+    sets = sets or pair_sets(args, policy, **settings)
     return Parts(policy, method, sets, collator or PairCollator(shares, encoder_pad), layout, shares)
 
 
