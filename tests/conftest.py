@@ -30,6 +30,12 @@ gc.disable()  # until the tests are collected: among all that is imported, colle
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with long tests come first: one that starts last would leave the other workers of xdist without work."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 def pytest_collection_finish() -> None:
     """Leave the objects of imported libraries out of later garbage collections.
 
