@@ -175,6 +175,8 @@ def fork(module: str, arguments: list[str], environment: dict[str, str], file: I
         os.close(ends[1])
         select.select([ends[0]], [], [], 5)  # until the others are done too: process 0 holds the store
         status = 0
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException:
         traceback.print_exc()
     finally:

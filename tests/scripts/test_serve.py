@@ -2,8 +2,6 @@
 
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
+from tests.two_processes import ending
 from trl.agents.endpoint import Endpoint
 from trl.cli.main import main
 from trl.generation.serving.app import HTTPServer
@@ -117,6 +116,6 @@ def test_a_missing_extra_is_one_message():
         "import sys; sys.modules['uvicorn'] = None; from trl.cli import main; "
         "sys.exit(main(['serve', 'nowhere', '--port', '0']))"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 2 and "Traceback" not in run.stderr
-    assert "trl serve: error: A server needs uvicorn. Run `pip install 'trl[serve]'`." in run.stderr
+    status, written = ending("tests.run_code", code)
+    assert status == 2 and "Traceback" not in written
+    assert "trl serve: error: A server needs uvicorn. Run `pip install 'trl[serve]'`." in written

@@ -1,8 +1,5 @@
 """`IterativeSFTTrainer.step` trains as `SFTTrainer` does on the same rows, however they are cut, and says what it cannot."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +10,7 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer.iterative_runs import inputs, make
 from tests.trainer.one_step import fixed_rows, run
 from tests.trainer.sft_runs import QUICK, model_for
-from tests.two_processes import launch
+from tests.two_processes import ending, launch
 from trl import IterativeSFTConfig, IterativeSFTTrainer, SFTConfig, SFTTrainer
 from trl.checkpoints.ownership import PREFIX
 from trl.data.step_inputs import StepRows
@@ -299,8 +296,8 @@ def test_a_loop_owns_its_folder_while_its_trainer_lives(tmp_path):
     resumed.step(**inputs())
     assert len(list(tmp_path.glob(f"{PREFIX}*"))) == 2
     clear = f"from pathlib import Path; from trl.checkpoints.ownership import clear; clear(Path({str(tmp_path)!r}))"
-    other = subprocess.run([sys.executable, "-c", clear], check=False, capture_output=True, text=True)
-    assert other.returncode == 1 and "Another run is active" in other.stderr
+    status, written = ending("tests.run_code", clear)
+    assert status == 1 and "Another run is active" in written
     resumed._ends()
     trainer._ends()
     assert not held.exists() and not list(tmp_path.glob(f"{PREFIX}*"))
