@@ -216,7 +216,7 @@ class RolloutCache:
     ) -> Tensor:  # fmt: skip
         """Store the newest `key`, `value` `(R, heads, D)` and attend: `query (R, H, D) -> (R, H, D)`.
 
-        `sinks` `(H,)` are the scores of one more key of each head, which has no value (gpt-oss, arXiv:2508.10925).
+        `sinks` `(H,)` are the scores of one more key of each head, which has no value (gpt-oss).
         """
         step, cache = self.step, self.layers[layer]
         assert step is not None
