@@ -139,10 +139,11 @@ def router_inputs(core: PreTrainedModel) -> dict[str, bool]:
 
     For some decoders transformers has no such loss (GLM-4-MoE, DeepSeek, Llama 4).
     """
-    asked = getattr(core.config.get_text_config(), "output_router_logits", False)
+    if not getattr(core.config.get_text_config(), "output_router_logits", False):
+        return {}  # most models: it is asked in each forward
     has_loss = "output_router_logits" in inspect.signature(type(core).forward).parameters
     has_loss &= "load_balancing_loss_func" in vars(sys.modules[type(core).__module__])
-    return {"output_router_logits": True} if asked and has_loss else {}
+    return {"output_router_logits": True} if has_loss else {}
 
 
 def router_loss(
