@@ -302,7 +302,7 @@ def test_weights_that_were_loaded_are_sent_again(group_port, monkeypatch):
 def test_adapters_of_experts_are_refused_before_anything_is_sent():
     adapter = LoraConfig(target_parameters=["mlp.experts.down_proj"])
     policy = get_peft_model(tiny_model("qwen3_moe"), adapter)
-    with pytest.raises(ValueError, match=r"experts .*ParamWrapper.*Use plain LoRA"):
+    with pytest.raises(ValueError, match=r"experts .*ParamWrapper.*Use LoRA on linear layers"):
         VLLMServerEngine(policy, None)
 
 

@@ -57,7 +57,7 @@ OF_PROMPTS: dict[str, Bad] = {
         rows({"input_ids": [5]}, {"input_ids": []}),
     ),
     "not tokens of the model": Bad(
-        BOTH, ValueError, ("row 0, column 'input_ids': token id 400, expected 0 to 399", "Tokenize with"), rows({"input_ids": [400]})
+        BOTH, ValueError, ("row 0, column 'input_ids': token id 400, expected 0 to 399", "Use the model's tokenizer"), rows({"input_ids": [400]})
     ),
     "messages after text": Bad(
         BOTH, TypeError, ("row 1, column 'prompt': a list, expected a string", "Do not mix"), rows(TEXT, {"prompt": [ASK]}, mixed=True)
