@@ -199,6 +199,8 @@ class RowKind(ABC):
     """The remedy for packed rows; None: they may be packed."""
     formatter: Callable[[RowDict, int], str] | None = None
     """A user's function over rows, which may read their masks."""
+    batch_rows: ClassVar[int] = 1000
+    """Rows of a stored data set that are in memory at once."""
 
     def __call__(
         self, batch: dict[str, list], indices: Sequence[int], json_columns: Mapping[str, object] = {}
@@ -232,7 +234,7 @@ class RowKind(ABC):
         is_stored = isinstance(dataset, Dataset)
         options: RowDict = {"num_proc": num_proc, "desc": f"Tokenizing {self.dataset_name} dataset"}
         return dataset.map(
-            self, batched=True, with_indices=True, batch_size=1000 if is_stored else STREAM_BATCH,
+            self, batched=True, with_indices=True, batch_size=self.batch_rows if is_stored else STREAM_BATCH,
             fn_kwargs={"json_columns": json_columns(dataset)},
             remove_columns=[column for column in columns if column not in kept],
             features=None if None in types.values() else Features(types), **(options if is_stored else {}),

@@ -7,16 +7,20 @@ needs them. So checkpoints contain no pixels.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from datasets import Dataset, Features, List, Value, concatenate_datasets
+from datasets import Dataset, List, Value, concatenate_datasets
+from datasets.features.features import FeatureType
 from torch import Tensor
 
 from trl.collators.images import PromptText, as_read, check_processor, image_tokens, prompt_inputs, prompt_tokens
+from trl.data.formats import Row, RowDict
 from trl.data.image_rows import ImagePrompts, check_image_prompts
+from trl.data.pipeline import RowKind
 from trl.data.prompts import IMAGE_KEY, PROMPT_IDS, PromptPreparation, PromptSets, check_prompt_ids
 from trl.generation.transformers.model_generate import MoreInputs
 from trl.models.packed.layout import IGNORED, padded_rows
@@ -28,7 +32,6 @@ from trl.rollouts.maker import Completed, RolloutMaker, Rows
 from trl.trainer.images import check_image_token, check_parts
 
 ROWS_KEPT = 64  # rows of the data set whose decoded images stay in memory
-ROWS_AT_ONCE = 16  # rows whose images are decoded together when prompts are made into tokens
 _SET = 2**32  # keys: number of the set times this, plus the row
 
 ChangeImages = Callable[[int, int, list[Any]], list[Any]]
@@ -117,17 +120,9 @@ class ImagePromptSets(PromptSets):
         """With the tokens of each prompt, those of its images among them, and its key."""
         processor, settings = self.images.processor, self.settings
         prompts = check_image_prompts(dataset, processor, name=name, template_kwargs=settings.template_kwargs)
-        rows = dataset.with_format(None)
-        tokens = rows.map(
-            _Tokens(prompts, settings, self.images.next_keys()),
-            batched=True,
-            batch_size=ROWS_AT_ONCE,
-            with_indices=True,
-            remove_columns=rows.column_names,
-            features=Features({PROMPT_IDS: List(Value("int32")), IMAGE_KEY: Value("int64")}),
-            num_proc=settings.num_proc,
-            desc=f"Processing {name} prompts with images",
-        )
+        kind = ImagePromptTokenizer(prompts, settings, name, self.images.next_keys())
+        rows: Any = dataset.with_format(None)
+        tokens: Any = kind.map(rows, num_proc=settings.num_proc)
         found = concatenate_datasets([rows, tokens], axis=1)  # images are not written a second time
         self.images.add(found, prompts)
         self._try_first(found, name)
@@ -141,18 +136,29 @@ class ImagePromptSets(PromptSets):
         check_image_token(batch, self._config, name)
 
 
-class _Tokens:
-    """Tokenises batches of rows with images."""
+@dataclass(frozen=True)
+class ImagePromptTokenizer(RowKind):
+    """Rows of prompts with images as `input_ids`, those of the images among them, and the key of each row."""
 
-    def __init__(self, prompts: ImagePrompts, settings: PromptPreparation, first_key: int) -> None:
-        self.prompts, self.settings, self.first_key = prompts, settings, first_key
+    counts = ()
+    batch_rows: ClassVar[int] = 16  # their images are decoded together
 
-    def __call__(self, batch: Mapping[str, list], indices: list[int]) -> dict[str, list]:
-        rows = [{name: batch[name][at] for name in batch} for at in range(len(indices))]
-        ids = [self._ids(row, index) for row, index in zip(rows, indices, strict=True)]
-        return {PROMPT_IDS: ids, IMAGE_KEY: [self.first_key + index for index in indices]}
+    prompts: ImagePrompts
+    settings: PromptPreparation
+    dataset_name: str
+    first_key: int
 
-    def _ids(self, row: Mapping[str, Any], index: int) -> list[int]:
+    @property
+    def features(self) -> dict[str, FeatureType]:
+        return {PROMPT_IDS: List(Value("int32")), IMAGE_KEY: Value("int64")}
+
+    def rows(self, rows: Sequence[Row], indices: Sequence[int]) -> list[RowDict]:
+        return [
+            {PROMPT_IDS: self._ids(row, index), IMAGE_KEY: self.first_key + index}
+            for row, index in zip(rows, indices, strict=True)
+        ]
+
+    def _ids(self, row: Row, index: int) -> list[int]:
         reader, keep, place = self.prompts, self.settings.keep, self.prompts.place(index, "prompt")
         images = reader.images(row, index)
         ids, is_image = prompt_tokens(reader, reader.text(row, index, images), images)
