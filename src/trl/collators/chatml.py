@@ -1,7 +1,5 @@
 """Conversations as batches in which the last assistant message is trained, with the prompts beside them."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass

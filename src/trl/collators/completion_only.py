@@ -1,7 +1,5 @@
 """Training on answers only, found by the text that introduces them (0.4-0.19)."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from bisect import bisect_right

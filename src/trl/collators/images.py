@@ -1,7 +1,5 @@
 """Rows with images as padded batches: for supervised fine-tuning, preference pairs, and prompts of a policy."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

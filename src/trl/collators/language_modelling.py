@@ -1,7 +1,5 @@
 """Prepared SFT rows as a batch: padded rows, or one packed row of sequences."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal

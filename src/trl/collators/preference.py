@@ -1,7 +1,5 @@
 """Prompts with their completions as one packed row, or padded for an encoder-decoder; pairs of other collators."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

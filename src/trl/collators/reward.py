@@ -1,7 +1,5 @@
 """Pairs of whole sequences for reward models, as one packed row or padded."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows of token columns (lists, arrays or tensors) as int64 tensors, padded or laid one after another."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Prompts with one labelled completion each, and for KTO a mismatched one, as one packed row."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Sources of rows: files, folders, data sets saved to disk, the hub, and mixtures of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext

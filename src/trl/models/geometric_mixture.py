@@ -1,7 +1,5 @@
 """The policy and its reference as one model to generate from: the geometric mixture of their distributions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The parts of a language model that scoring needs, a check that they give its logits, and output heads in float32."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

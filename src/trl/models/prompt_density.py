@@ -1,7 +1,5 @@
 """BCO's underlying-distribution matching: the probability that a prompt is of a desirable row, from its embedding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

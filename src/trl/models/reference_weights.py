@@ -1,7 +1,5 @@
 """The weights of references: copies, hashes, and files in checkpoints."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -5,8 +5,6 @@ other packages none equals float32 weights: after 200 steps at 1e-6 torch-optimi
 heavyball's `bf16+16` by 3e-4, torchao's stochastic rounding by 3e-3 (torch 2.13); flashoptim's are for GPUs only.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """The state of a step-level loop in a folder; resuming is bit-exact."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Modes of a model and blocks that restore them: eval mode, random streams, gradient checkpointing, dropout."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

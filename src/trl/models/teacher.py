@@ -4,8 +4,6 @@
 choose among; `own_teacher` the student itself, its initial weights or a copy. `ColumnTeacher` reads columns.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import os

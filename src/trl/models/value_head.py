@@ -1,7 +1,5 @@
 """Language models with a value head: one more number per token, the expected reward from there on."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

@@ -3,8 +3,6 @@
 Some completions (towers of powers) are simplified for ever, in one operation that no signal interrupts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

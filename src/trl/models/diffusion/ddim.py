@@ -1,7 +1,5 @@
 """DDIM steps with log-probabilities: sample the next latent, or score a given one under the present weights."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

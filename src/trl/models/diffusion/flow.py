@@ -1,7 +1,5 @@
 """Rectified flows as policies: Stable Diffusion 3 and Flux, sampled by a stochastic differential equation."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Sequence

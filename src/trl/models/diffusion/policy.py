@@ -1,7 +1,5 @@
 """Diffusion models as policies: sample trajectories with log-probabilities, score their steps again, decode."""
 
-from __future__ import annotations
-
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence

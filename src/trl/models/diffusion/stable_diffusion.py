@@ -1,7 +1,5 @@
 """Stable Diffusion pipelines that return the latents and log-probabilities of their denoising steps."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Pipelines of diffusers of which one model, or an adapter of it, is trained: parameters, checkpoints, saving."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
