@@ -63,14 +63,17 @@ def test_sft_learns_and_resumes_to_the_same_bits(model_type, tmp_path):
     assert ending(resumed) == ending(whole)
 
 
+def plain_loss(model: Any, ids: torch.Tensor) -> float:
+    """The sum over the tokens of one row."""
+    return cross_entropy(model(input_ids=ids[None]).logits[0, :-1], ids[1:], reduction="sum").item()
+
+
 @pytest.mark.parametrize("model_type", CURRENT)
 def test_rows_that_came_padded_are_trained_without_their_padding(model_type, tmp_path):
     """Two batches, the last one not full, and one of packed rows, have the mean loss of plain forwards of single rows."""
     model, data = tiny(model_type), rows(5)
-    losses = []
     with torch.no_grad():
-        for ids in (torch.tensor(row["input_ids"]) for row in data):
-            losses.append(cross_entropy(model(input_ids=ids[None]).logits[0, :-1], ids[1:], reduction="sum").item())
+        losses = [plain_loss(model, torch.tensor(row["input_ids"])) for row in data]
     lengths = [len(row["input_ids"]) for row in data]
 
     def mean(begin: int, end: int) -> float:
