@@ -3,8 +3,6 @@
 `import trl` costs no torch that way. Both read the table in `trl._names`.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Sequence

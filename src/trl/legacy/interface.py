@@ -4,8 +4,6 @@ Attributes are views of the config and of the parts that hold the values. Overri
 refused before the first step. Public classes name these mixins first in their heads; nothing inside reads them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

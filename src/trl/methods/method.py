@@ -3,8 +3,6 @@
 A method is handed batches and a `Scoring`: the models of the run, and the optimiser step that a batch belongs to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple

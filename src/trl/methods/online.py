@@ -1,7 +1,5 @@
 """The mathematics of the methods that learn from their own rollouts."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Process reward models: is each step of a solution right?"""
 
-from __future__ import annotations
-
 from typing import ClassVar, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """CPO and ORPO: pairs that are scored by the policy alone, and the likelihood of the chosen ones."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, NamedTuple
 
 import torch

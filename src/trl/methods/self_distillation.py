@@ -1,7 +1,5 @@
 """Self-distillation: the divergence of a student from itself, shown more in its prompt."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, cast
 

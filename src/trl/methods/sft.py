@@ -1,7 +1,5 @@
 """Supervised fine-tuning: a loss of each trained token."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple

@@ -1,7 +1,5 @@
 """KTO and BCO: completions that are judged one by one, against a reference policy."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

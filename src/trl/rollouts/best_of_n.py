@@ -1,7 +1,5 @@
 """Best-of-n sampling: several completions of a query, of which the best are returned."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

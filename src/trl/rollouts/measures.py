@@ -1,7 +1,5 @@
 """Metrics of completions in groups: lengths, rewards, and clipping."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args

@@ -3,8 +3,6 @@
 Source: Yu et al. 2025, DAPO, section 3.2 (arXiv:2503.14476).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Replay buffers."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Completions of a user's rollout function as an `Experience`."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math

@@ -3,8 +3,6 @@
 There is no state, so the rows are the same after resuming and for any number of processes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Prompts that a teacher is shown in place of the student's."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Counts of the completion tokens of a run by what became of them, over all processes."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 

@@ -1,7 +1,5 @@
 """AlignProp: gradients of a differentiable reward through the sampler of a diffusion model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

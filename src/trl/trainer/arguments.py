@@ -1,7 +1,5 @@
 """Types of the arguments that the constructors of trainers share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeAlias
 

@@ -5,8 +5,6 @@ counts what they train over all processes; each is scored and contributes `sum(v
 gradient does not depend on how the step was cut.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Contrastive preference optimisation and its variants: SimPO, CPO-SimPO, AlphaPO."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from trl.legacy.pair_methods import LegacyCPO

@@ -1,7 +1,5 @@
 """DDPO: policy gradients over the denoising steps of a diffusion model."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The parts of a trainer of diffusion models: policy, accelerator, optimiser, precision of the modules."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What the trainers of diffusion models share: precision, optimiser, checkpoints, trackers, model card."""
 
-from __future__ import annotations
-
 import logging
 import math
 import shutil

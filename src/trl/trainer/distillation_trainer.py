@@ -1,7 +1,5 @@
 """On-policy distillation: a student learns a teacher's distributions on its own completions of prompts."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from torch import nn

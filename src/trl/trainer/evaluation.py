@@ -1,7 +1,5 @@
 """Evaluations: rows of all processes, the user's metrics, and the metric that chooses the best checkpoint."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Generalised knowledge distillation: a student learns a teacher's distributions, on data or on its own completions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice

@@ -4,8 +4,6 @@ Pixels are not stored: every prompt has a key to its row of the data set, from w
 needs them. So checkpoints contain no pixels.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

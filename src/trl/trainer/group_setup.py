@@ -1,7 +1,5 @@
 """The parts of a trainer of groups, put together and checked before the first step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Group relative policy optimisation: advantages are relative to the other completions of the prompt."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

@@ -1,7 +1,5 @@
 """Rows with images: what is checked before the first step. The rows stay as they are until the collator reads them."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import inspect

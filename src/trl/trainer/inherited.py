@@ -1,7 +1,5 @@
 """Settings of transformers that do not apply to these trainers: refused, or reset with a warning."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Mapping

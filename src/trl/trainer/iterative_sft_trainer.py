@@ -1,7 +1,5 @@
 """Supervised fine-tuning on rows that a program brings step by step: generated, filtered, corrected in between."""
 
-from __future__ import annotations
-
 import logging
 import math
 import sys

@@ -1,7 +1,5 @@
 """Kahneman-Tversky optimisation: learning from completions that are marked desirable or not."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from trl.data.rendering import Fields

@@ -1,7 +1,5 @@
 """Data loaders over all processes: whole rounds of batches, rows of like lengths together, each evaluated row once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

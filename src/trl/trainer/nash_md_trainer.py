@@ -1,7 +1,5 @@
 """Nash-MD: policy gradient on the preference for the policy over a mixture of itself and its reference."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Online DPO: pairs of the policy's own completions, compared by a judge or by rewards."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from accelerate.utils import gather_object

@@ -1,7 +1,5 @@
 """The parts of a trainer that learns from its own rollouts, put together and checked before the first step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial

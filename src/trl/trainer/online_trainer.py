@@ -1,7 +1,5 @@
 """The base of the trainers that learn from their own rollouts: prompts, rollouts, rewards, advantages, objective."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Odds-ratio preference optimisation: supervised fine-tuning and preferences in one loss, without a reference."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from trl.legacy.pair_methods import LegacyORPO

@@ -1,7 +1,5 @@
 """What stops a step of PPO, or is told once: divergences and ratios that are too large, numbers that are not finite."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Responses of a step-level trainer: their generation, their scores, and the minibatches of an update."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

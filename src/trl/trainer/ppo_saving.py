@@ -1,7 +1,5 @@
 """What a step-level trainer writes: its state, its policy with a model card, and statistics for a tracker."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The parts of a step-level trainer: accelerator, reference, optimiser, tracker, model card."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """PPO step by step: a loop of the user's own generates and scores, the trainer updates the policy."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -6,8 +6,6 @@ fingerprint covers the rows, the reference's weights and config, the precision, 
 anything else (beta, learning rate, loss) share them. The files may be deleted at any time.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

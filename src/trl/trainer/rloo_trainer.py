@@ -1,7 +1,5 @@
 """REINFORCE leave-one-out: the baseline of a completion is the mean reward of the other completions of its prompt."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from torch import nn

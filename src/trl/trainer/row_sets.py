@@ -1,7 +1,5 @@
 """The data sets of trainers: prepared with the settings of a config, for a policy."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """What a run counts: metrics as sums, tokens, the mean loss over all of its steps; and what stops it."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator, Mapping

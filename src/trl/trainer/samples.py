@@ -1,8 +1,6 @@
 """Completions of prompts in the middle of training, which they do not change, and tables of them: of evaluation prompts
 (`generate_during_eval`, callbacks) and of rollouts (`log_completions`)."""
 
-from __future__ import annotations
-
 import logging
 import math
 import random

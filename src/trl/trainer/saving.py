@@ -1,7 +1,5 @@
 """Checkpoints of a trainer: what they say about its run, where it resumes, and their pushes to the Hub."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """XPO: online DPO against completions of the reference, with optimism."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from trl._lazy import attach

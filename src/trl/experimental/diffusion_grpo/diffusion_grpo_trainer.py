@@ -1,7 +1,5 @@
 """GRPO for diffusion models, DDIM and rectified flows: advantages within groups of images of one prompt."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import threading

@@ -1,7 +1,5 @@
 """GFPO: more completions of each prompt are generated, and the best of them by a second measure learned from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 

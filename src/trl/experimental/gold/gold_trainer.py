@@ -1,7 +1,5 @@
 """GOLD: distillation from a teacher with another tokenizer, on data or on the student's own completions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Functions and classes of TRL's GOLD, for programs that call them; training computes the same from hidden states."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

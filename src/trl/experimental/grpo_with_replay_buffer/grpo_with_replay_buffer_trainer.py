@@ -1,7 +1,5 @@
 """GRPO that replaces groups with equal rewards by good groups of earlier batches."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, ClassVar
 

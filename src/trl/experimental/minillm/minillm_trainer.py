@@ -1,7 +1,5 @@
 """MiniLLM: policy gradient on the reverse KL from a teacher, split into this token's part and the later ones'."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

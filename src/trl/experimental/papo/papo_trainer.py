@@ -1,7 +1,5 @@
 """PAPO: GRPO on images that also learns to look at them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """PPO on rollouts: token rewards, whitened advantages, the clipped losses, and their documented metrics."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """PPO on a data set of prompts: policy, reference, rewards and a value model."""
 
-from __future__ import annotations
-
 import math
 import os
 import time

@@ -1,7 +1,5 @@
 """The parts of a PPO trainer, put together and checked before the first step."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Self-distillation: the teacher is the student, shown more in its prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar

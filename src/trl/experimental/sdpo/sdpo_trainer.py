@@ -1,7 +1,5 @@
 """SDPO: the teacher is the student, shown a successful completion of the same prompt, or feedback."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Mapping, Sequence

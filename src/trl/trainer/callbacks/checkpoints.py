@@ -1,7 +1,5 @@
 """Callbacks that write checkpoints: adapters for other loops, `enable_jit_checkpoint` where an optimiser step ends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
