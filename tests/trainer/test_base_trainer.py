@@ -23,6 +23,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.checkpoints.wholeness import CheckpointError
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.trainer.inherited import settle_inherited
+from trl.trainer.loaders import on_device
 
 SETTINGS = {"max_steps": 6, "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 3}
 
@@ -73,8 +74,20 @@ def test_an_overridden_log_may_rename_the_summary(monkeypatch):
 def test_a_batch_may_hold_texts_under_the_names_of_log_probs():
     trainer = make(rows(), max_steps=1)
     batch = {"ref_text": ["a", "b"], "ref_chosen_logps": torch.ones(2, dtype=torch.float64)}
-    found = trainer._prepare_inputs(batch)
+    found = on_device(trainer, batch)
     assert found["ref_text"] == ["a", "b"] and found["ref_chosen_logps"].dtype == torch.float64
+
+
+def test_log_probs_of_others_keep_their_precision_where_deepspeed_casts_a_batch(monkeypatch):
+    trainer = make(rows(), max_steps=1)
+    cast = lambda batch: {k: v.bfloat16() if k in ("ref_logps", "values") else v for k, v in batch.items()}  # noqa: E731
+    monkeypatch.setattr(trainer, "_prepare_inputs", cast)
+    monkeypatch.setattr(trainer, "is_deepspeed_enabled", True)
+    exact = torch.full((2,), 1 / 3, dtype=torch.float64)
+    found = on_device(trainer, {"ref_logps": exact, "values": exact, "ref_text": ["a", "b"]})
+    assert torch.equal(found["ref_logps"], exact)
+    again = trainer.take_batch(trainer._prepare_inputs(found))  # as in a training step of transformers
+    assert torch.equal(again["ref_logps"], exact) and again["values"].dtype == torch.bfloat16
 
 
 METHODS_OF_RUNS = {**METHODS, "grpo": (grpo_runs.make, {}), "rloo": (grpo_runs.make, {"method": "rloo"})}

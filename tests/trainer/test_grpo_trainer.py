@@ -15,6 +15,7 @@ from trl.objectives.group_advantages import estimated
 from trl.rollouts.experience import ADVANTAGE, OLD, REF, REWARD, SAMPLING_LOGPS, SCORES, TRAINED
 from trl.rollouts.maker import Completed, split_begun
 from trl.rollouts.schedule import stream_of
+from trl.trainer.loaders import on_device
 
 
 def window(trainer, number=0):
@@ -124,7 +125,7 @@ def test_old_log_probs_of_processed_distributions_are_the_policys_own(kwargs):
     trainer, _ = run(num_iterations=2, generation_kwargs=kwargs, max_steps=2)
     found = make(num_iterations=2, generation_kwargs=kwargs)[0]
     experience = window(found)
-    batch = found._prepare_inputs(found.batch_of(experience))
+    batch = on_device(found, found.batch_of(experience))
     with torch.no_grad():
         own = found.scorer.score(found.model, batch, ScoreOptions()).logps
     torch.testing.assert_close(experience.per_token[OLD], own, rtol=0, atol=1e-10)

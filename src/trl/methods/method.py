@@ -4,7 +4,7 @@ A method is handed batches and a `Scoring`: the models of the run, and the optim
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -32,13 +32,14 @@ class StepPart:
 
     `plan`: what `Method.plan` made for it. `fills_up`: none of its rows is its process's own; it runs with the batches
     of the others, counted nowhere. `routing`: that of the step's tokens in a mixture of experts, of which the batch has
-    the `share`.
+    the `share`. `exact`: entries of the batch that DeepSpeed would cast.
     """
 
     plan: Any = None
     fills_up: bool = False
     routing: Routing | None = None
     share: float | None = None
+    exact: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 ALONE = StepPart()

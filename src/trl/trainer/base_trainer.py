@@ -119,15 +119,10 @@ class BaseTrainer(Trainer):
 
     def take_batch(self, batch: Batch) -> Any:
         """A batch in the method's `layout`, with its part of the step."""
+        exact = batch.get(STEP_PART, ALONE).exact
+        batch = {**batch, **exact} if exact else batch
         rows = batch if self.layout is None else self.layout(batch)
         return rows if STEP_PART in rows or STEP_PART not in batch else {**rows, STEP_PART: batch[STEP_PART]}
-
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        """A batch on the device; log-probs of others keep their precision, also under DeepSpeed, which casts floats."""
-        prepared, device = super()._prepare_inputs(inputs), self.args.device
-        logps = {name: inputs[name] for name in inputs if name.startswith(("ref_", "teacher_logps"))}
-        exact = {name: value.to(device) for name, value in logps.items() if isinstance(value, Tensor)}
-        return {**prepared, **exact} if exact else prepared
 
     def handed_out(self, batch: Inputs, drawn: Batch) -> Any:
         """What `compute_loss` is given for a batch, which `take_batch` made from the collator's, the `drawn` one."""
@@ -164,7 +159,7 @@ class BaseTrainer(Trainer):
 
     def _count_routing(self, batches: list[Inputs]) -> None:
         """Put the routing of the whole step into its batches: the router's loss is no sum over them."""
-        learned = [self.method.learned(self.take_batch(self._prepare_inputs({**batch}))) for batch in batches]
+        learned = [self.method.learned(self.take_batch(loaders.on_device(self, {**batch}))) for batch in batches]
         parts = self.scoring().with_routing(learned, [batch.get(STEP_PART, ALONE) for batch in batches])
         for batch, part in zip(batches, parts, strict=True):
             batch[STEP_PART] = part
@@ -177,7 +172,7 @@ class BaseTrainer(Trainer):
         """
         self.loss_is_scaled_for_ga = False
         with holding(self, "_units_of_step", num_items_in_batch), self._offloading():
-            loss = super().training_step(model, inputs, num_items_in_batch)
+            loss = super().training_step(model, loaders.on_device(self, inputs), num_items_in_batch)
         run_metrics.require_finite("loss", loss.item(), self.args, self.state)
         self._input_tokens.add(inputs)
         return loss
@@ -288,12 +283,12 @@ class BaseTrainer(Trainer):
         self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Loss, and on request predictions and labels, of a batch; a row that only fills up does not count."""
-        inputs = self._prepare_inputs(inputs)
+        inputs = loaders.on_device(self, inputs)
         is_extra = loaders.fills_up(self.accelerator.gradient_state, self.args)
         if is_extra:
-            inputs = {**inputs, STEP_PART: StepPart(fills_up=True)}
+            inputs = {**inputs, STEP_PART: replace(inputs.get(STEP_PART, ALONE), fills_up=True)}
         self.gather_function = evaluation.GatherRows(self.accelerator, fills_up=is_extra)
-        batch = self._prepare_inputs(self.handed_out(self.take_batch(inputs), inputs))
+        batch = loaders.on_device(self, self.handed_out(self.take_batch(inputs), inputs))
         with torch.no_grad():
             if prediction_loss_only:
                 return self.compute_loss(model, batch).detach(), None, None

@@ -13,6 +13,7 @@ from trl.objectives.group_policy import entropy_threshold
 from trl.reporting.model_card import Paper
 from trl.rollouts.experience import CHOSEN, TRAINED, concatenate
 from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.loaders import on_device
 from trl.trainer.online_trainer import OnlineTrainer
 from trl.trainer.online_trainer import RolloutFunc as RolloutFunc
 
@@ -75,7 +76,7 @@ class GRPOTrainer(LegacyGRPO, OnlineTrainer):
             return
         scoring, entropies = self.scoring(), []
         for batch in batches:
-            inputs: Any = self._prepare_inputs({**batch})
+            inputs = on_device(self, {**batch})
             count = len(inputs.pop("experience").completions.values)
             found = scoring.frozen_logps(inputs, ScoreOptions(entropy="scored")).entropies
             assert found is not None

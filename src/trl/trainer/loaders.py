@@ -1,6 +1,7 @@
 """Data loaders over all processes: whole rounds of batches, rows of like lengths together, each evaluated row once."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 from accelerate.state import GradientState
 from datasets import Dataset
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -16,7 +18,11 @@ from transformers.trainer_utils import has_length
 from trl.data.prepared_sets import DataSets
 from trl.data.ragged import list_lengths
 from trl.data.streaming import RepeatedStream, StreamRounds, is_streaming
+from trl.methods.method import ALONE
+from trl.methods.online import ROLLOUT
+from trl.models.packed.layout import STEP_PART
 from trl.models.switches import holding
+from trl.rollouts.experience import Experience
 
 
 def prepare_sets(arguments: dict[str, Any]) -> DataSets | None:
@@ -144,6 +150,22 @@ def check_lengths(accelerator: Accelerator, dataset: Any, name: str) -> None:
             f"the {name} dataset must be the same in all processes, got {lengths.tolist()} rows. Give each process all "
             "rows: it reads its own part of them."
         )
+
+
+def on_device(trainer: Trainer, batch: Mapping[str, Any]) -> Any:
+    """A batch, with its rows of a rollout, on the device; log-probs of others keep their precision under DeepSpeed.
+
+    DeepSpeed casts floats, in `Trainer.training_step` once more: `BaseTrainer.take_batch` puts the `exact` ones back.
+    """
+    prepared: Any = trainer._prepare_inputs(batch)  # type: ignore[arg-type]
+    device = trainer.args.device
+    if isinstance(rows := prepared.get(ROLLOUT), Experience):
+        prepared[ROLLOUT] = rows.to(device)
+    logps = {name: batch[name] for name in batch if name.startswith(("ref_", "teacher_logps"))}
+    exact = {name: value.to(device) for name, value in logps.items() if isinstance(value, Tensor)}
+    if not exact or not trainer.is_deepspeed_enabled:
+        return prepared
+    return {**prepared, **exact, STEP_PART: replace(batch.get(STEP_PART, ALONE), exact=exact)}
 
 
 def order_seed(args: TrainingArguments) -> int:

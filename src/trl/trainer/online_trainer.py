@@ -46,7 +46,7 @@ from trl.trainer.group_images import PromptImages
 from trl.trainer.group_setup import Environments, RewardFuncs, RolloutFunc, Tools
 from trl.trainer.grpo_config import GroupTraining, RolloutTraining
 from trl.trainer.inherited import settle_inherited
-from trl.trainer.loaders import order_seed
+from trl.trainer.loaders import on_device, order_seed
 from trl.trainer.online_parts import columns_to_score, online_parts, score_rows
 from trl.trainer.run_metrics import ends_window
 from trl.trainer.samples import ShownCompletions, show_sample
@@ -248,7 +248,7 @@ class OnlineTrainer(BaseTrainer):
         parts: list[dict[str, Tensor]] = []
         with torch.no_grad(), undisturbed(self.model_wrapped):  # type: ignore[arg-type]
             for rows in torch.arange(len(experience)).split(self.rows_at_once):
-                batch: Any = self._prepare_inputs(self.batch_of(experience.take(rows)))  # type: ignore[arg-type]
+                batch = on_device(self, self.batch_of(experience.take(rows)))
                 parts.append(self.score_rollout(batch, names))
         return experience.with_tokens(**{name: torch.cat([part[name].cpu() for part in parts]) for name in parts[0]})
 
@@ -328,13 +328,6 @@ class OnlineTrainer(BaseTrainer):
             return self.images.batch(experience)
         return experience.as_batch(prefix_sharing=self.shares_prefix)
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        """A batch and its rows on the device."""
-        inputs = super()._prepare_inputs(inputs)
-        if isinstance(inputs, dict) and ROLLOUT in inputs:
-            inputs[ROLLOUT] = inputs[ROLLOUT].to(self.args.device)
-        return inputs
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log; with a training loss also token counts and, with `log_completions`, completions."""
         counts = self._token_counts if ends_window(logs, self) else None
@@ -388,7 +381,7 @@ class OnlineTrainer(BaseTrainer):
         count = min(local_rows(self.accelerator, self.args.eval_batch_size), len(inputs))
         # A process without a row of its own runs a group for the collectives; a method may compare its rows.
         experience = experience.take(torch.arange(count or min(self.evaluation_group, len(inputs))))
-        batch: Any = self._prepare_inputs(self.micro_batch(experience))  # type: ignore[arg-type]
+        batch = on_device(self, self.micro_batch(experience))
         outcome = self.outcome(model, batch)
         if count:
             self._sums["eval"].add(self.method.token_metrics(experience))
