@@ -32,7 +32,6 @@ class Chain:
 
     @classmethod
     def of(cls, turns: Sequence[Turn]) -> Chain:
-        """Of turns that follow each other."""
         chain = cls(turns[0].context, ended=turns[-1].finish_reason != "length")
         for number, turn in enumerate(turns):
             chain.add(turn.shown if number else [], turn.generated)

@@ -108,7 +108,6 @@ class Endpoint:
         return session
 
     def session_of(self, key: str) -> Session | None:
-        """The open session of a key."""
         return self._open.get(key)
 
     def close_session(self, session: Session) -> None:

@@ -77,12 +77,10 @@ class Kind:
         self.schemas = [tool.schema for tool in self.every.values()]
 
     def tools(self, environment: object) -> dict[str, Tool]:
-        """The tools of one environment: its methods and functions."""
         methods = {name: Tool(getattr(environment, name), self.every[name].schema) for name in self.own_names}
         return {**self.every, **methods}
 
     def arguments(self, row: Fields) -> Json:
-        """Those columns of a row that `reset` accepts."""
         return accepted(row, self.reset.parameters)
 
     def check_columns(self, columns: Collection[str]) -> None:

@@ -49,7 +49,6 @@ class Played:
     environment: Any = None
 
     def count(self, reply: Reply) -> None:
-        """Count a call of a tool, by its answer."""
         self.calls += 1
         if reply.failure is not None:
             self.failures[reply.failure] = self.failures.get(reply.failure, 0) + 1
@@ -119,7 +118,6 @@ class Journal:
         self._file = self.folder / f"{name}-{self.rank}.jsonl"
 
     def end(self) -> None:
-        """After them: other sessions are not written."""
         self._held, self._file = {}, None
 
     def key(self, stream: int, row: Fields, *settings: object) -> str:

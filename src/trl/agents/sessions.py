@@ -95,7 +95,6 @@ class Turn:
 
     @property
     def logprobs(self) -> list[tuple[str, float]]:
-        """The text and log-prob of each token."""
         if self.generated is None:
             return []
         texts = [self.session.chats.tokenizer.decode([token]) for token in self.generated.ids]
@@ -114,7 +113,6 @@ class Turn:
         return readable({"role": "assistant", "content": self.text, "tool_calls": self.tool_calls})
 
     async def result(self) -> Turn:
-        """Itself, when it has ended. Raises: APIError."""
         generated = None
         try:
             if self.scores is not None:
@@ -360,7 +358,6 @@ class Session:
         return min([self.chats.context_length, *rooms])
 
     def spent(self, name: str) -> APIError:
-        """The error for a budget that is used up."""
         self.cut = self.cut or name
         return APIError(400, f"This session has used up its budget of {name}.", code=BUDGET_EXCEEDED)
 
@@ -415,7 +412,6 @@ class Session:
         self._admit()
 
     def drop(self, turn: Turn) -> None:
-        """Forget a turn that was given up."""
         prompt = tuple(turn.context)
         if turn in (asked := self._asked.get(prompt, [])):
             asked.remove(turn)

@@ -130,7 +130,6 @@ class TextHistory:
         self._show([" ".join([*tokenizer.convert_ids_to_tokens(part), ""]) for part in parts], show_legend)
 
     def show_colour_legend(self) -> None:
-        """Print what the colours mean."""
         legend = Text("|").join(Text(name, style) for name, style in STYLES.items())
         open_console(highlight=False).print(legend)
 

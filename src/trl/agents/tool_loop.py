@@ -41,12 +41,10 @@ class Episode(NamedTuple):
 
     @property
     def context(self) -> list[int]:
-        """All tokens so far."""
         return [*self.chain.prompt, *self.chain.ids]
 
     @property
     def room(self) -> int:
-        """Tokens left."""
         return self.limit - len(self.chain.ids)
 
 

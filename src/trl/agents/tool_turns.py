@@ -62,7 +62,6 @@ class TurnReader:
         return self.of_text(self._decode(ids[:-1] if closed else ids), "")
 
     def of_text(self, text: str, context: str) -> Turn:
-        """The turn with this text."""
         if self.template is None:
             return self._by_blocks(text)
         try:

@@ -28,7 +28,6 @@ class Tool:
 
     @property
     def name(self) -> str:
-        """The name in its schema."""
         return self.schema["function"]["name"]
 
     def argument_error(self, arguments: object) -> str | None:
@@ -130,7 +129,6 @@ class Reply(NamedTuple):
     failure: Failure | None = None
 
     def message(self, call: ToolCall) -> Json:
-        """The message that answers a call."""
         return {"role": "tool", **({"name": call.name} if call.name else {}), "content": self.text}
 
 
@@ -171,7 +169,6 @@ def refusal(call: ToolCall, tools: Mapping[str, Tool]) -> Reply | None:
 
 
 def reply_of(outcome: object) -> Reply:
-    """The reply for a result or an exception."""
     if isinstance(outcome, DeadlinePassed):
         return Reply("Error: the tool did not answer in time.", "deadline")
     is_error = isinstance(outcome, BaseException)

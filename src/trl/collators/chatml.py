@@ -53,7 +53,6 @@ class DataCollatorForChatML:
         self.rows_without_completion = 0
 
     def __call__(self, examples: Sequence[Row]) -> dict[str, Tensor]:
-        """The batch of some rows, in their order."""
         rows = [self._encode(index, row) for index, row in enumerate(examples)]
         if lost := sum(boundary >= self.max_length for _, boundary in rows):
             self.rows_without_completion += lost

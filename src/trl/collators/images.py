@@ -12,8 +12,8 @@ from transformers.data.data_collator import DataCollatorMixin
 
 from trl.collators.preference import reference_logps
 from trl.collators.rows import IGNORED, Row, check_filled
-from trl.data.formats import common_prefix_length
-from trl.data.image_rows import ImagePairs, ImagePrompts, ImageRows, TextHalves, image_column
+from trl.data.formats import common_prefix_length, image_column
+from trl.data.image_rows import ImagePairs, ImagePrompts, ImageRows, TextHalves
 from trl.data.preference_rows import SIDES, pair_row_type
 from trl.data.rendering import text_tokenizer
 from trl.data.tokenization import encode
@@ -334,7 +334,6 @@ class DataCollatorForVisionPreference(_ImageCollator):
         return ImagePairs(self.processor, row_type, image_column(columns), name, self.tools)
 
     def torch_call(self, examples: Sequence[Row]) -> dict[str, Tensor]:
-        """The batch of some rows, in their order; raises as the other collator does."""
         batch = super().torch_call(examples)
         return {"rows": torch.arange(len(examples)), **batch, **reference_logps(examples)}
 

@@ -54,7 +54,6 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
             raise ValueError(f"return_tensors must be 'pt', got {self.return_tensors!r}.")
 
     def torch_call(self, examples: Sequence[object]) -> dict[str, Tensor]:
-        """The batch of some rows, in their order."""
         check_filled([()] * len(examples))
         examples = [real_row(row, "", index) for index, row in enumerate(as_rows(examples))]
         if examples[0].get("input_ids") is None:

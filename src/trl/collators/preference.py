@@ -21,19 +21,16 @@ from trl.collators.rows import (
     real_tokens,
 )
 from trl.data.formats import RowDict
-from trl.data.preference import OWN_PROMPT
+from trl.data.preference import OWN_PROMPT, REFERENCE_COLUMNS
+from trl.data.preference_rows import PAIR_COLUMNS
 from trl.tensors.padding import pad
 from trl.tensors.segments import Segments
 
 Prompted = tuple[Any, Sequence[Any]]
 """A prompt's token ids and those of its completions."""
 
-PAIR_COLUMNS = ("prompt_input_ids", "chosen_input_ids", "rejected_input_ids")
-REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 _OF_IMAGES = {
-    "pixel_values": "right",
-    "pixel_attention_mask": "right",
-    "image_sizes": "right",
+    **dict.fromkeys(("pixel_values", "pixel_attention_mask", "image_sizes"), "right"),
     "token_type_ids": "left",
 }
 
@@ -169,7 +166,6 @@ class PairCollator:
     encoder_pad: int | None = None
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
-        """One batch of the rows, in their order."""
         sharing, encoder_pad = self.prefix_sharing, self.encoder_pad
         batch = row_batch(rows, PAIR_COLUMNS[1:], OWN_PROMPT, prefix_sharing=sharing, encoder_pad=encoder_pad)
         return {**batch, **reference_logps(rows)}
@@ -182,7 +178,6 @@ class Seq2SeqRowsCollator:
     pad_token_id: int = 0
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
-        """The batch of some rows, in their order."""
         named = [{"prompt_input_ids": row.get("input_ids"), "labels": row.get("labels")} for row in rows]
         return seq2seq_batch(named, pad_token_id=self.pad_token_id, completions=("labels",))
 
@@ -219,7 +214,6 @@ class DPODataCollatorWithPadding:
     is_encoder_decoder: bool | None = False
 
     def __call__(self, features: Sequence[Row]) -> RowDict:
-        """The padded batch."""
         fill = {"_input_ids": self.pad_token_id, "_attention_mask": 0, "_labels": self.label_pad_token_id}
         batch: RowDict = {}
         for name in features[0]:
@@ -254,7 +248,6 @@ class DataCollatorForPreference(DataCollatorMixin):
     return_tensors: str = "pt"
 
     def torch_call(self, examples: Sequence[Row]) -> RowDict:
-        """The padded batch."""
         names = [name for name in (*PAIR_COLUMNS, *REFERENCE_COLUMNS) if name in examples[0]]
         rows = [{name: example[name] for name in names} for example in examples]
         batch = DPODataCollatorWithPadding(self.pad_token_id)(rows)

@@ -21,14 +21,12 @@ from trl.collators.rows import (
     round_up,
 )
 from trl.data.formats import RowDict
+from trl.data.preference_rows import OLDER_REWARD_COLUMNS, REWARD_COLUMNS
 from trl.options.checks import check_at_least
 from trl.tensors.segments import Segments
 
 Pair = tuple[Tensor, Tensor]
 """Token ids of the preferred sequence and of the other one."""
-
-REWARD_COLUMNS = ("chosen_input_ids", "rejected_input_ids")
-OLDER_COLUMNS = ("input_ids_chosen", "input_ids_rejected")
 
 
 def shared_length(*sequences: Tensor) -> int:
@@ -103,7 +101,6 @@ class RewardCollator:
         check_at_least("pad_to_multiple_of", self.pad_to_multiple_of, minimum=1)
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
-        """The batch of some rows, in their order."""
         pairs = [(as_ids(row["chosen_input_ids"]), as_ids(row["rejected_input_ids"])) for row in rows]
         pad, multiple, sharing = self.pad_token_id, self.pad_to_multiple_of, self.prefix_sharing
         check_filled(pairs)
@@ -144,7 +141,7 @@ class RewardDataCollatorWithPadding:
         Raises: ValueError for rows without the tokens of both sides.
         """
         batch: RowDict = {"return_loss": True}
-        for older, column in zip(OLDER_COLUMNS, REWARD_COLUMNS, strict=True):
+        for older, column in zip(OLDER_REWARD_COLUMNS, REWARD_COLUMNS, strict=True):
             name, mask = older if older in features[0] else column, mask_of(older)
             for row in features:
                 check_columns(row, [name])
@@ -180,7 +177,6 @@ class DataCollatorForPreference(DataCollatorMixin):
     return_tensors: str = "pt"
 
     def torch_call(self, examples: Sequence[Row]) -> RowDict:
-        """The padded batch."""
         ids = [as_ids(row[column]) for column in REWARD_COLUMNS for row in examples]
         padded, mask = pad_with_mask(ids, self.pad_token_id, multiple=self.pad_to_multiple_of)
         batch: RowDict = {"input_ids": padded, "attention_mask": mask}
@@ -205,7 +201,7 @@ def as_reward_batch(batch: Batch, *, prefix_sharing: bool) -> Batch:
         order = torch.arange(rows, device=batch["input_ids"].device).view(2, -1).T.flatten()  # in turn
         padded = {name: batch[name][order] for name in ("input_ids", "attention_mask") if name in batch}
         return {**batch, **padded, "rows": torch.arange(rows // 2, device=order.device)}
-    columns = REWARD_COLUMNS if set(REWARD_COLUMNS) <= set(batch) else OLDER_COLUMNS
+    columns = REWARD_COLUMNS if set(REWARD_COLUMNS) <= set(batch) else OLDER_REWARD_COLUMNS
     check_columns(batch, columns)
     pairs = list(zip(*(real_tokens(batch, column) for column in columns), strict=True))
     check_filled(pairs)

@@ -115,7 +115,6 @@ def check_filled(rows: Sequence[Sequence]) -> None:
 
 
 def check_columns(batch: Batch, wanted: Sequence[str]) -> None:
-    """Raise ValueError for a collator's batch that lacks a column."""
     if not set(wanted) <= set(batch):
         raise ValueError(f"a batch must have {', '.join(wanted)}, got {sorted(batch)} (see data_collator).")
 

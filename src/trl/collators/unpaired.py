@@ -44,7 +44,6 @@ class UnpairedCollator:
     encoder_pad: int | None = None
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
-        """One batch of the rows, in their order."""
         names, sharing = completion_columns(mismatched=self.mismatched), self.prefix_sharing
         batch = row_batch(rows, names, OWN_PROMPT, prefix_sharing=sharing, encoder_pad=self.encoder_pad)
         batch["label"] = torch.tensor([bool(row["label"]) for row in rows])
@@ -58,7 +57,6 @@ class UnpairedCollator:
 
 
 def completion_columns(*, mismatched: bool) -> list[str]:
-    """The columns that hold a row's completions."""
     return ["completion_input_ids", MISMATCHED_COLUMN] if mismatched else ["completion_input_ids"]
 
 

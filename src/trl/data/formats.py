@@ -17,6 +17,7 @@ RowDict = dict[str, Any]
 TListOrMapping = TypeVar("TListOrMapping", list, Mapping)
 
 CONVERSATIONAL_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
+IMAGE_COLUMNS = ("images", "image")
 
 # How conversations in the `from`/`value` style name their speakers.
 SPEAKER_ROLES = {
@@ -202,6 +203,27 @@ def column_names(dataset: StoredOrStream) -> list[str]:
     if dataset.column_names is not None:
         return list(dataset.column_names)
     return list(next(iter(dataset), {}))
+
+
+def image_column(columns: Sequence[str]) -> str | None:
+    """The column that holds images, or None. Raises: ValueError where there are two.
+
+    >>> image_column(["messages", "images"])
+    'images'
+    """
+    image_columns = [column for column in IMAGE_COLUMNS if column in columns]
+    if len(image_columns) == 2:
+        raise ValueError("the rows have the columns 'images' and 'image'. Put all images into 'images'.")
+    return image_columns[0] if image_columns else None
+
+
+def has_images(*datasets: object) -> bool:
+    """Whether one of some data sets (or of dicts of them by name) has a column of images."""
+    parts: list[object] = []
+    for dataset in datasets:
+        parts += dataset.values() if isinstance(dataset, dict) else [dataset]
+    stored = [part for part in parts if isinstance(part, (Dataset, IterableDataset))]
+    return any(set(IMAGE_COLUMNS) & set(column_names(part)) for part in stored)
 
 
 def split_dialogue(example: Row, marker: str = "\n\nAssistant:") -> dict[str, str]:

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeGuard, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -18,14 +18,14 @@ from transformers import ProcessorMixin
 from transformers.image_utils import is_valid_image
 
 from trl.data.formats import (
+    IMAGE_COLUMNS,
     Row,
-    StoredOrStream,
     column_names,
+    image_column,
     is_list_of_dicts_with,
     maybe_convert_to_chatml,
     prepare_multimodal_messages,
 )
-from trl.data.pipeline import first_row
 from trl.data.preference_rows import SIDES, PairReader
 from trl.data.rendering import Chat, render, render_prompt, split_rendering, template_source, text_tokenizer
 from trl.data.tokenization import single_begin, template_inputs
@@ -33,7 +33,6 @@ from trl.data.validation import Place, RowType, accepted_roles, check_messages, 
 
 logger = logging.getLogger(__name__)
 
-IMAGE_COLUMNS = ("images", "image")
 ROWS_RENDERED = 64  # before the first step; a stream's other rows are met in training
 _ANY_IMAGE = "an image that is not decoded"
 
@@ -61,38 +60,6 @@ class Turns(NamedTuple):
     column: str
     prompt: Any
     completion: Any
-
-
-def image_column(columns: Sequence[str]) -> str | None:
-    """The column that holds images, or None.
-
-    Raises: ValueError where there are two.
-
-    >>> image_column(["messages", "images"])
-    'images'
-    """
-    image_columns = [column for column in IMAGE_COLUMNS if column in columns]
-    if len(image_columns) == 2:
-        raise ValueError("the rows have the columns 'images' and 'image'. Put all images into 'images'.")
-    return image_columns[0] if image_columns else None
-
-
-def has_images(*datasets: object) -> bool:
-    """Whether one of some data sets (or of dicts of them by name) has a column of images."""
-    parts: list[object] = []
-    for dataset in datasets:
-        parts += dataset.values() if isinstance(dataset, dict) else [dataset]
-    stored = [part for part in parts if isinstance(part, (Dataset, IterableDataset))]
-    return any(set(IMAGE_COLUMNS) & set(column_names(part)) for part in stored)
-
-
-def refuse_images(dataset: StoredOrStream, *, name: str) -> None:
-    """Raise ValueError for a data set with images that is given to a trainer of text."""
-    if set(IMAGE_COLUMNS) & set(column_names(dataset)):
-        raise ValueError(
-            f"{name} dataset has images, but this trainer was made for text. Remove the column of images. SFTTrainer, "
-            "DPOTrainer, GRPOTrainer and RLOOTrainer take images if the data sets given to their constructor have them."
-        )
 
 
 @dataclass(frozen=True)
@@ -272,10 +239,9 @@ def check_image_prompts(
 
     def read(first: Row, columns: Sequence[str], name: str) -> ImagePrompts:
         is_chat = is_list_of_dicts_with(maybe_convert_to_chatml(dict(first)).get("prompt"), "role")
-        row_type = RowType("messages" if is_chat else "text", ("prompt",))
-        row_type = RowType("tokens", ("input_ids",)) if "input_ids" in columns else row_type
-        kwargs = dict(template_kwargs or {})
-        return ImagePrompts(processor, row_type, image_column(columns), name, template_kwargs=kwargs)
+        kind = "tokens" if "input_ids" in columns else "messages" if is_chat else "text"
+        row_type = RowType(kind, ("input_ids" if kind == "tokens" else "prompt",))
+        return ImagePrompts(processor, row_type, image_column(columns), name, template_kwargs=template_kwargs or {})
 
     return check_image_rows(dataset, read, name=name)
 
@@ -290,15 +256,19 @@ def check_image_rows(
 
     Raises: ValueError, TypeError or FileNotFoundError naming row, column and remedy.
     """
-    if _is_stored(dataset) and len(dataset):
-        first: Any = next(iter(_texts(dataset)), {})  # without any other column, there are no rows
-    else:
-        first = first_row(iter(dataset), name, "images")  # also of a transform
+    # Stored rows are what training sees.
+    stored = dataset if isinstance(dataset, Dataset) and dataset.format["type"] != "custom" else None
+    texts: Dataset | IterableDataset = dataset
+    if stored is not None:
+        texts = stored.with_format(None).remove_columns([c for c in IMAGE_COLUMNS if c in stored.column_names])
+    first: Any = next(iter(texts), {} if stored else None)  # images alone make no rows of text
+    if first is None:
+        raise ValueError(f"{name} dataset: no rows, expected images. Check its file and filters.")
     rows = read(first, column_names(dataset), name)
     equal, seen = 0, ""
-    if _is_stored(dataset):
-        counts = stored_images(dataset, rows.column, name=rows.dataset_name)
-        rows_and_images: Any = zip(_texts(dataset), ([_ANY_IMAGE] * count for count in counts), strict=True)
+    if stored is not None:
+        counts = stored_images(stored, rows.column, name=rows.dataset_name)
+        rows_and_images: Any = zip(texts, ([_ANY_IMAGE] * count for count in counts), strict=True)
     else:
         seen, rows_and_images = "first ", ((row, None) for row in dataset.take(ROWS_RENDERED))
     for index, (row, images) in enumerate(rows_and_images):
@@ -315,16 +285,6 @@ def check_image_rows(
     is_chat = rows.row_type.is_chat
     warn_of_unread_tools(dataset, rows.processor, name=rows.dataset_name, is_chat=is_chat, tools=rows.tools)
     return rows
-
-
-def _is_stored(dataset: StoredOrStream) -> TypeGuard[Dataset]:
-    """Whether all rows of a data set can be looked at, and are what training sees."""
-    return isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
-
-
-def _texts(dataset: Dataset) -> Dataset:
-    """The rows without their images."""
-    return dataset.with_format(None).remove_columns([c for c in IMAGE_COLUMNS if c in dataset.column_names])
 
 
 def stored_images(dataset: Dataset, column: str | None, *, name: str) -> list[int]:

@@ -3,7 +3,7 @@
 import copy
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
@@ -11,7 +11,7 @@ import numpy as np
 from datasets import Dataset, Features, IterableDataset, Value
 from datasets.features.features import FeatureType
 
-from trl.data.formats import Row, RowDict, StoredOrStream, column_names, written
+from trl.data.formats import IMAGE_COLUMNS, Row, RowDict, StoredOrStream, column_names, written
 from trl.data.ragged import STREAM_BATCH
 from trl.data.rendering import ProcessingClass, text_tokenizer
 from trl.data.token_rows import is_plain, mask_columns, real_row
@@ -256,9 +256,14 @@ class RowKind(ABC):
         return {name: np.asarray(columns[name]) for name in self.counts}
 
 
-def first_row(dataset: StoredOrStream | Iterator[Row], name: str, expected: str) -> Row:
-    """The first row of a data set. Raises: ValueError without any, and for rows that a transform makes."""
-    if (getattr(dataset, "format", None) or {}).get("type") == "custom":
+def first_row(dataset: StoredOrStream, name: str, expected: str) -> Row:
+    """The first row of a data set of text. Raises: ValueError without any, for images, and for a transform's rows."""
+    if set(IMAGE_COLUMNS) & set(column_names(dataset)):
+        raise ValueError(
+            f"{name} dataset has images, but this trainer was made for text. Remove the column of images. SFTTrainer, "
+            "DPOTrainer, GRPOTrainer and RLOOTrainer take images if the data sets given to their constructor have them."
+        )
+    if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         remedy = "dataset.with_format(None).map(transform, batched=True, remove_columns=dataset.column_names)"
         fault = f"{name} dataset has a transform (with_transform or set_transform), expected stored rows"
         raise ValueError(f"{fault}. Store what it makes: {remedy}.")

@@ -28,7 +28,7 @@ from trl.options.checks import check_one_of
 
 # The prompt of a rejected completion, where truncation (or an empty prompt) gave it another than the chosen one has.
 OWN_PROMPT = "rejected_prompt_input_ids"
-REFERENCE_LOGPS = ("ref_chosen_logps", "ref_rejected_logps")
+REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 
 
 class Answers(NamedTuple):
@@ -65,7 +65,7 @@ class PairTokenizer(RowKind):
     )  # fmt: skip
     refused = ("untrained_rows", "promptless_rows")
     columns: ClassVar[tuple[str, ...]] = (*PAIR_COLUMNS, OWN_PROMPT)
-    given_numbers: ClassVar[tuple[str, ...]] = REFERENCE_LOGPS
+    given_numbers: ClassVar[tuple[str, ...]] = REFERENCE_COLUMNS
 
     reader: PairReader
     lengths: PairLengths
@@ -226,7 +226,6 @@ class RewardPreparation(Preparation):
 
     @property
     def lengths(self) -> PairLengths:
-        """The limits of the sequences."""
         names = [item.name for item in fields(PairLengths) if hasattr(self, item.name)]
         return PairLengths(**{name: getattr(self, name) for name in names})
 

@@ -13,7 +13,6 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import Dataset as TorchDataset
 
 from trl.data.formats import StoredOrStream
-from trl.data.image_rows import refuse_images
 from trl.data.pipeline import Preparation, prepare_dataset
 from trl.data.ragged import column_blocks, list_lengths
 from trl.data.rendering import ProcessingClass
@@ -30,7 +29,6 @@ class DataSets(ABC):
     _of_constructor: tuple[RowSet, ...] = ()  # prepared
 
     def train(self, dataset: object) -> RowSet:
-        """The training set."""
         rows = check_kind(dataset, "train_dataset")
         if self.shuffle_seed is not None and isinstance(rows, (Dataset, IterableDataset)):
             rows = rows.shuffle(seed=self.shuffle_seed)
@@ -39,7 +37,6 @@ class DataSets(ABC):
         return prepared
 
     def evaluation(self, dataset: object) -> RowSet | dict[str, RowSet]:
-        """The evaluation set, or several by name."""
         if isinstance(dataset, dict):
             parts = {name: check_kind(part, f"eval_dataset[{name!r}]") for name, part in dataset.items()}
         else:
@@ -101,7 +98,6 @@ class PreparedSets(DataSets):
     def prepared(self, dataset: RowSet, name: str, *, is_training: bool = False) -> RowSet:
         if not isinstance(dataset, (Dataset, IterableDataset)):
             return dataset
-        refuse_images(dataset, name=name)
         settings = self.train_settings if is_training and self.train_settings is not None else self.settings
         with PartialState().main_process_first():
             prepared, report = prepare_dataset(dataset, self.processing_class, settings, name=name)  # type: ignore[type-var]

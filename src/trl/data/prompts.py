@@ -12,8 +12,7 @@ from accelerate import PartialState
 from datasets import Dataset, IterableDataset, List, Value
 from datasets.features.features import FeatureType
 
-from trl.data.formats import Row, RowDict, is_list_of_dicts_with, maybe_convert_to_chatml
-from trl.data.image_rows import has_images, refuse_images
+from trl.data.formats import Row, RowDict, has_images, is_list_of_dicts_with, maybe_convert_to_chatml
 from trl.data.pipeline import STREAM_BATCH, RowKind, Vocabulary, check_ids, first_row, json_columns
 from trl.data.rendering import ProcessingClass, render_prompt, text_tokenizer
 from trl.data.streaming import RowStream
@@ -191,8 +190,6 @@ class PromptSets:
         return RowStream(rows, head.column_names, prepared.column_names, read)
 
     def prepared(self, dataset: Dataset, name: str) -> Dataset:
-        """The data set with a column of each prompt's tokens. Raises: ValueError for a set with images."""
-        refuse_images(dataset, name=name)
         return prepare_prompts(dataset, self.processing_class, self.settings, name=name)
 
     def every(self, datasets: Any) -> Any:

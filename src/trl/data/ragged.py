@@ -28,7 +28,6 @@ class Ragged(NamedTuple):
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Whether an arrow type is a list of any form."""
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
@@ -52,7 +51,6 @@ def list_lengths(dataset: Dataset, column: str) -> np.ndarray:
 
 
 def column_blocks(dataset: Dataset, column: str) -> Iterator[Any]:
-    """The arrow arrays of a column, block by block of its rows."""
     for block in dataset.with_format("arrow").iter(batch_size=50_000):
         yield block[column]  # type: ignore[index]
 

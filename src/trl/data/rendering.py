@@ -84,7 +84,6 @@ def set_run_date(processing_class: ProcessingClass, run_date: str) -> None:
 
 
 def run_date_of(processing_class: ProcessingClass) -> str | None:
-    """The date that `set_run_date` set; None for templates that do not read the clock."""
     return getattr(text_tokenizer(processing_class), "run_date", None)
 
 

@@ -237,7 +237,6 @@ class ShuffledShares(Sampler[int]):
 
     @property
     def batches(self) -> int:
-        """Whole batches of an epoch."""
         return self.rows // (self.batch_size * self.processes)
 
     def __len__(self) -> int:

@@ -16,7 +16,7 @@ from trl.data.packing import pack_dataset
 from trl.data.pipeline import Numbers, Preparation, PreparationReport, RowKind, Vocabulary, allowed_ids, check_ids
 from trl.data.ragged import (
     Ragged,
-    is_number_list,
+    is_list,
     list_lengths,
     read_ragged,
     restore_format,
@@ -26,7 +26,7 @@ from trl.data.ragged import (
 from trl.data.rendering import Chat, ProcessingClass, render, split_rendering, text_tokenizer
 from trl.data.spans import StopTokens, assistant_tokens
 from trl.data.token_rows import is_plain, mask_columns
-from trl.data.tokenization import Split, encode, encode_closed, read_chat, read_text, tokenize_split
+from trl.data.tokenization import Split, encode, encode_closed, read_chat, read_text, special_texts, tokenize_split
 from trl.data.validation import SFT_TYPES, Place, RowType, check_sft_settings, check_tokenizer, sft_row_type
 from trl.tensors.padding import IGNORED
 
@@ -246,7 +246,7 @@ class SFTTokenizer(RowKind):
         return split.alone[max(tokens - (self.max_length or tokens), 0) :]
 
     def _chats(self, rows: Sequence[Row], places: list[Place]) -> list[RowDict]:
-        stop_tokens, texts, chats = StopTokens(text_tokenizer(self.processing_class)), [], []
+        tokenizer, texts, chats = text_tokenizer(self.processing_class), [], []
         for row, place in zip(rows, places, strict=True):
             turns = [read_chat(self.processing_class, row, place._replace(column=c)) for c in self.row_type.columns]
             messages = [message for turn in turns for message in turn.messages]
@@ -260,14 +260,14 @@ class SFTTokenizer(RowKind):
         if self.row_type.has_completion:
             made = self._halves(texts)
         elif texts:
-            encoded = encode(text_tokenizer(self.processing_class), [text for _, text in texts])
-            made = [{"input_ids": ids} for ids in encoded]
+            made = [{"input_ids": ids} for ids in encode(tokenizer, [text for _, text in texts])]
         if not self.assistant_masks:
+            stops = special_texts(tokenizer)
             return [
-                {**row, "unstopped_rows": int(stop_tokens.end_in(text) is None)}
+                {**row, "unstopped_rows": int(not text.rstrip().endswith(stops))}
                 for row, (_, text) in zip(made, texts, strict=True)
             ]
-        chat_rows = zip(made, chats, places, strict=True)
+        stop_tokens, chat_rows = StopTokens(tokenizer), zip(made, chats, places, strict=True)
         return [self._with_assistant_mask(row, chat, place, stop_tokens) for row, chat, place in chat_rows]
 
     def _with_assistant_mask(self, row: Row, chat: Chat, place: Place, stop_tokens: StopTokens) -> RowDict:
@@ -325,7 +325,7 @@ class SFTTokenizer(RowKind):
             if column.type == pa.list_(pa.bool_()) and first.column not in ("input_ids", "labels"):
                 column = column.cast(pa.list_(pa.int8()))
         kind: Any = column.type
-        if not is_number_list(kind) or not pa.types.is_integer(kind.value_type):
+        if not (is_list(kind) and pa.types.is_integer(kind.value_type)):
             remedy = "Tokenize the text, or rename the column."
             raise first.error(f"values of type {kind}", "lists of integers", remedy, TypeError)
         ragged = read_ragged(column, first.column)

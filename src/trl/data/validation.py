@@ -54,7 +54,6 @@ class Place(NamedTuple):
         return kind(f"{self}: {fault}, expected {expected}. {remedy}")
 
     def mistyped(self, value: object, expected: str, remedy: str) -> Exception:
-        """The error for a value of another type."""
         shown = repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:80]}..."
         return self.error(f"{shown} is of type {type(value).__name__}", expected, remedy, TypeError)
 

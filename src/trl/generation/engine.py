@@ -204,9 +204,7 @@ class Engine(Protocol):
         """Use the weights of `model` after optimiser step `step`."""
         ...
 
-    def close(self) -> None:
-        """Release the engine's resources; it cannot generate afterwards."""
-        ...
+    def close(self) -> None: ...
 
 
 def check_requests(

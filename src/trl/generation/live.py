@@ -51,9 +51,7 @@ class Live(Protocol):
         """
         ...
 
-    def cancel(self, request: int) -> None:
-        """Give a request up; nothing happens for one that has ended."""
-        ...
+    def cancel(self, request: int) -> None: ...
 
     def step(self) -> dict[int, Generated]:
         """Draw at least one token for a request that runs; the completions that ended, by request."""

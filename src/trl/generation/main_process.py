@@ -11,7 +11,6 @@ _STREAMS = 2**32  # random streams of one process
 
 
 def process_count() -> int:
-    """The number of processes."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 

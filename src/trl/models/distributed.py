@@ -52,7 +52,6 @@ def prepare_frozen_deepspeed(
 
 
 def deepspeed_config(state: AcceleratorState) -> dict[str, Any]:
-    """A copy of the run's DeepSpeed config."""
     plugin = state.deepspeed_plugin
     if plugin is None:
         raise ValueError("prepare_deepspeed needs a run under DeepSpeed. Launch with its accelerate config.")
@@ -284,7 +283,6 @@ def ensure_master_addr_port(addr: str | None = None, port: int | None = None) ->
 
 
 def get_open_port() -> int:
-    """A port that is free now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]

@@ -52,7 +52,6 @@ class GeometricMixtureWrapper(GenerationMixin, nn.Module):
         return outputs
 
     def generate(self, *args: Any, **kwargs: Any) -> ModelOutput | Tensor:
-        """`generate` of transformers, without a cache."""
         return super().generate(*args, **{**kwargs, "use_cache": False})  # pyright: ignore[reportAttributeAccessIssue]
 
     def prepare_inputs_for_generation(self, *args: object, **kwargs: object) -> Inputs:

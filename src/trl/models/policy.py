@@ -121,7 +121,6 @@ def make_scorer(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Scorer:
 
 
 def report_fallbacks(model: nn.Module, scorer: ScorerBase) -> None:
-    """Log a scorer's fallbacks."""
     for fallback in scorer.fallbacks:
         logger.warning("%s: %s.", type(model).__name__, fallback)
 

@@ -127,7 +127,6 @@ class PromptDensity:
         return gather(made)[: len(prompts)] if state.num_processes > 1 else made  # type: ignore[index]
 
     def probability(self, prompts: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Tensor:
-        """P(desirable | prompt) of tokenised prompts, `(B,)`."""
         assert self.classifier is not None
         return self.classifier.probability(self.embed(prompts, device))
 

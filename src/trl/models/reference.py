@@ -82,7 +82,6 @@ class FrozenModel(Reference):
 
     @contextmanager
     def active(self, policy: nn.Module) -> Iterator[nn.Module]:
-        """The frozen model."""
         with undisturbed(self.model):
             yield self.model
 
@@ -132,7 +131,6 @@ class InitialPolicy(Reference):
 
     @contextmanager
     def active(self, policy: nn.Module) -> Iterator[nn.Module]:
-        """The policy in eval mode."""
         model = without_ddp(policy)
         with undisturbed(model):
             yield model
@@ -143,7 +141,6 @@ class InitialPolicy(Reference):
             self.policy.to(accelerator.device)
 
     def fingerprint(self, policy: nn.Module) -> str:
-        """Of the policy's weights and config."""
         return hash_weights(self.policy, settings=causal_core(self.policy).config.to_dict())
 
 
@@ -158,7 +155,6 @@ class AdapterReference(Reference):
 
     @contextmanager
     def active(self, policy: nn.Module) -> Iterator[nn.Module]:
-        """The policy with the reference's adapter, in eval mode."""
         model = without_ddp(policy)
         with undisturbed(model), same_trainable(model) as put_back, self.switched(policy):
             put_back()
@@ -179,7 +175,6 @@ class AdapterReference(Reference):
             adapted.set_adapter(self.trained)
 
     def fingerprint(self, policy: nn.Module) -> str:
-        """Of the base's and the reference adapter's weights and configs."""
         model = _peft_model_in(policy)
         left_out = {name for name, adapter in adapter_weights(model).items() if adapter != self.adapter}
         settings = causal_core(model).config.to_dict()
@@ -194,7 +189,6 @@ def is_movable(model: nn.Module) -> bool:
 
 
 def _peft_model_in(policy: nn.Module) -> PeftModel:
-    """The `PeftModel` inside a wrapped policy."""
     return next(module for module in policy.modules() if is_peft_model(module))  # type: ignore[return-value]
 
 

@@ -93,7 +93,6 @@ def rng_states() -> State:
 
 
 def set_rng_states(streams: State) -> None:
-    """Put the generators into given states."""
     version, numbers, gauss = streams["python"]
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, *rest = streams["numpy"]
@@ -114,5 +113,4 @@ def own_rng_states() -> Iterator[None]:
 
 
 def moments_state(running: RunningMoments) -> dict[str, float]:
-    """The four numbers of running moments."""
     return {name: float(getattr(running, name)) for name in ("mean", "std", "var", "count")}

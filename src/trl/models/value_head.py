@@ -83,7 +83,6 @@ class _WithValueHead(PreTrainedModelWrapper):
         self.v_head.load_state_dict(weights)
 
     def added_weights(self) -> dict[str, Tensor]:
-        """The head's weights as `v_head.*`."""
         return {f"{PREFIX}{name}": weight for name, weight in self.v_head.state_dict().items()}
 
 

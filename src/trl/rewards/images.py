@@ -35,7 +35,6 @@ class MLP(nn.Module):
         )  # fmt: skip
 
     def forward(self, embed: Tensor) -> Tensor:
-        """The score of each row."""
         return self.layers(embed)
 
 
@@ -83,7 +82,6 @@ def aesthetic_scorer(hub_model_id: str, model_filename: str) -> Callable[..., tu
 
 
 def as_picture(image: Tensor) -> Image:
-    """A `PIL.Image.Image` of an image `(3, H, W)` in 0..1."""
     from PIL.Image import fromarray
 
     return fromarray((image.detach().float().clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu().numpy())
@@ -109,7 +107,6 @@ def jpeg_compressibility(
 def jpeg_incompressibility(
     images: Iterable[Tensor], prompts: object = None, metadata: object = None
 ) -> tuple[list[float], dict]:
-    """A reward function for images that do not compress: the size as JPEG in kB."""
     return jpeg_kilobytes(images), {}
 
 

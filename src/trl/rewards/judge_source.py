@@ -57,7 +57,6 @@ class JudgeSource:
             raise ValueError(f"gold_column={gold_column!r} is for a BaseBinaryJudge, got a {kind}. Leave it out.")
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Raise ValueError if the dataset does not have `gold_column`."""
         if self.gold_column is not None and self.gold_column not in columns:
             needs = f"judge {self.name!r} needs the column {self.gold_column!r}"
             raise ValueError(f"{needs}, the data set has {sorted(columns)}.")

@@ -197,7 +197,6 @@ class ChatPairwiseJudge(BasePairwiseJudge):
         self._warned: set[object] = set()
 
     def answer(self, content: str) -> str | None:
-        """The model's answer to a message."""
         reply = self._request(messages=[{"role": "user", "content": content}], **self.request_options)
         with self._counting:
             self.num_tokens += getattr(getattr(reply, "usage", None), "total_tokens", None) or 0

@@ -85,7 +85,6 @@ class ModelSource:
         """A model needs no columns."""
 
     def score(self, inputs: RewardInputs) -> list[float]:
-        """Scores `(B,)` of prompts with their completions."""
         if self.reads_ids:
             pairs = zip(inputs.prompt_ids, inputs.completion_ids, strict=True)
             lists = [[*prompt, *completion] for prompt, completion in pairs]

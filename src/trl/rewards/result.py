@@ -71,7 +71,6 @@ class RewardInputs:
         return len(self.prompts)
 
     def take(self, rows: Sequence[int]) -> RewardInputs:
-        """Some of the rows."""
         lists = {name: getattr(self, name) for name in _LISTS} | dict(self.columns)
         taken = {name: [values[row] for row in rows] if len(values) else values for name, values in lists.items()}
         return replace(self, **{name: taken.pop(name) for name in _LISTS}, columns=taken)
@@ -178,7 +177,6 @@ class RewardResult:
         return self.scores.isnan().all(dim=1)
 
     def metrics(self) -> dict[str, float]:
-        """`reward_metrics` of the rows of this process."""
         return reward_metrics(self.names, self.scores)
 
 
@@ -198,7 +196,6 @@ def source_columns(result: RewardResult) -> dict[str, Tensor]:
 
 
 def source_table(columns: Mapping[str, Tensor], sources: Sequence[str]) -> list[Tensor]:
-    """The columns of `source_columns` in the order of the sources."""
     return [columns[f"{_SCORE_OF}{number}"] for number in range(len(sources))]
 
 

@@ -98,7 +98,6 @@ class RewardSources:
 
     @property
     def models(self) -> list[ModelSource]:
-        """The reward models among the sources."""
         return [source for source in self.sources if isinstance(source, ModelSource)]
 
     def check_columns(self, columns: Collection[str]) -> None:

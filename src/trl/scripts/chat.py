@@ -114,7 +114,6 @@ class Chat:
         self.clear()
 
     def clear(self) -> None:
-        """Begin a new conversation."""
         prompt = self.arguments.system_prompt
         self.messages = [{"role": "system", "content": prompt}] if prompt else []
 
@@ -178,7 +177,6 @@ def chat(arguments: ChatArguments) -> None:
 
 
 def make_parser() -> TrlParser:
-    """The parser of `trl chat`."""
     return TrlParser(
         ChatArguments,  # pyright: ignore[reportArgumentType]
         prog="trl chat",

@@ -13,7 +13,6 @@ Row = dict[str, Any]  # with a `prompt`, text or messages
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options of `trl compare`."""
     from trl.options.methods import JudgeOptions
 
     text = "Let a judge compare the answers of two models, and print how often the second one wins."

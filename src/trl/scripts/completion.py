@@ -32,7 +32,6 @@ complete -o default -F _trl trl
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options of `trl completion`."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = PlainParser(prog="trl completion", description=DESCRIPTION, formatter_class=layout)
     parser.add_argument("shell", metavar="{bash,zsh,fish}", help="shell to print the script for")

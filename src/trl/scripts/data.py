@@ -12,7 +12,6 @@ from trl.scripts.plain_parser import PlainParser
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options of `trl data`."""
     parser = PlainParser(prog="trl data", description="Make a small data set of word problems, without a download.")
     parser.add_argument("name", metavar="NAME", help=f"kind of rows: {', '.join(ROWS)}")
     parser.add_argument("--out", metavar="DIR", required=True, help="folder for train.jsonl and test.jsonl")

@@ -29,7 +29,6 @@ OPTIONAL = {
 
 
 def make_parser() -> PlainParser:
-    """The options of `trl env`."""
     return PlainParser(prog="trl env", description="Print versions and hardware, for bug reports.")
 
 
@@ -41,7 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_env() -> None:
-    """Print the system information."""
     print("\nCopy-paste the following information when reporting an issue:\n")
     for name, value in system_information().items():
         print(f"- {name}: {value}")
@@ -64,7 +62,6 @@ def system_information() -> dict[str, str]:
 
 
 def version(package: str) -> str:
-    """Version of an installed package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -9,7 +9,6 @@ from trl.scripts.plain_parser import PlainParser
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options of `trl merge`."""
     parser = PlainParser(prog="trl merge", description="Add an adapter to its base model and save the result.")
     parser.add_argument("adapter", metavar="ADAPTER", help="folder of a PEFT adapter that names its base")
     parser.add_argument("--out", metavar="DIR", required=True, help="new folder for the merged model and its tokenizer")

@@ -163,7 +163,6 @@ class TrlParser(PlainParser, HfArgumentParser):
         return readers
 
     def format_help(self) -> str:
-        """The help text, options in groups."""
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
         formatter.add_text(self.description)

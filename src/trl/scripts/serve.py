@@ -24,7 +24,6 @@ class ServeArguments(LoadedModel):
 
 
 def make_parser() -> TrlParser:
-    """The parser of `trl serve`."""
     return TrlParser(
         ServeArguments,  # pyright: ignore[reportArgumentType]
         prog="trl serve",

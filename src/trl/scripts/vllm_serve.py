@@ -31,7 +31,6 @@ class ServeArguments(ServedModel):
 
 
 def make_parser() -> TrlParser:
-    """The parser of `trl vllm-serve`."""
     return TrlParser(
         ServeArguments,  # pyright: ignore[reportArgumentType]
         prog="trl vllm-serve",

@@ -9,9 +9,9 @@ from transformers import TrainerCallback
 
 from trl._lazy import attach
 from trl.collators.images import DataCollatorForVisionPreference
-from trl.collators.preference import PAIR_COLUMNS, REFERENCE_COLUMNS
-from trl.data.image_rows import has_images
-from trl.data.preference import OWN_PROMPT
+from trl.data.formats import has_images
+from trl.data.preference import OWN_PROMPT, REFERENCE_COLUMNS
+from trl.data.preference_rows import PAIR_COLUMNS
 from trl.legacy.dpo_methods import LegacyDPO
 from trl.methods.dpo import DPOMethod
 from trl.models.reference import choose_adapters, make_reference

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from datasets import Dataset, List, Value, concatenate_datasets
@@ -119,8 +119,8 @@ class ImagePromptSets(PromptSets):
         processor, settings = self.images.processor, self.settings
         prompts = check_image_prompts(dataset, processor, name=name, template_kwargs=settings.template_kwargs)
         kind = ImagePromptTokenizer(prompts, settings, name, self.images.next_keys())
-        rows: Any = dataset.with_format(None)
-        tokens: Any = kind.map(rows, num_proc=settings.num_proc)
+        rows = dataset.with_format(None)
+        tokens = cast(Dataset, kind.map(rows, num_proc=settings.num_proc))
         found = concatenate_datasets([rows, tokens], axis=1)  # images are not written a second time
         self.images.add(found, prompts)
         self._try_first(found, name)

@@ -17,7 +17,7 @@ from trl.agents.journal import Journal
 from trl.agents.sessions import Budget
 from trl.agents.tool_loop import ToolLoop
 from trl.agents.tools import tools_of
-from trl.data.image_rows import has_images
+from trl.data.formats import has_images
 from trl.data.prompts import PromptPreparation, PromptSets
 from trl.data.rendering import Json
 from trl.data.streaming import RowStream

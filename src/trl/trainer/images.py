@@ -15,8 +15,8 @@ from transformers import ProcessorMixin
 from trl.collators.images import DataCollatorForVisionLanguageModeling, DataCollatorForVisionPreference
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.collators.preference import REFERENCE_COLUMNS, DPODataCollatorWithPadding, PairCollator
-from trl.data.formats import StoredOrStream, column_names
-from trl.data.image_rows import IMAGE_COLUMNS, check_image_rows
+from trl.data.formats import IMAGE_COLUMNS, StoredOrStream, column_names
+from trl.data.image_rows import check_image_rows
 from trl.data.prepared_sets import DataSets, RowSet
 from trl.data.validation import check_sft_settings
 from trl.models.parts import causal_core, embedded_tokens

@@ -7,7 +7,7 @@ from transformers import TrainerCallback
 
 from trl._lazy import attach
 from trl.agents.completer import Agent
-from trl.data.image_rows import has_images
+from trl.data.formats import has_images
 from trl.generation.engine import Engine
 from trl.generation.transformers.mixture import MixtureEngine, TurnsEngine
 from trl.legacy.text_data import LegacyPromptRows

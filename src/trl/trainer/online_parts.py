@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from trl.agents.completer import Agent, AgentCompleter
-from trl.data.image_rows import has_images
+from trl.data.formats import has_images
 from trl.data.prompts import PromptSets
 from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from trl._lazy import attach
 from trl.collators.images import DataCollatorForVisionLanguageModeling
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
-from trl.data.image_rows import has_images
+from trl.data.formats import has_images
 from trl.legacy.interface import LegacySFT, takes
 from trl.methods.method import Method, Step
 from trl.methods.sft import LogitsMethod, SFTMethod

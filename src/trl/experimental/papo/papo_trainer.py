@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from trl.data.image_rows import has_images
+from trl.data.formats import has_images
 from trl.experimental.papo.image_masks import masked_image
 from trl.experimental.papo.papo_config import PAPOConfig
 from trl.methods.grpo import GRPOMethod

@@ -19,7 +19,6 @@ class APIError(Exception):
         self.status, self.code, self.param = status, code, param
 
     def body(self) -> Json:
-        """The content of `error`."""
         kind = _KINDS.get(self.status, "invalid_request_error")
         return {"message": str(self), "type": kind, "param": self.param, "code": self.code}
 

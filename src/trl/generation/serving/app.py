@@ -107,13 +107,11 @@ class HTTPServer:
         self._running.run(sockets=[self._socket])
 
     def shutdown(self) -> None:
-        """Make `run` return."""
         self._ended = True
         if self._running is not None:
             self._running.should_exit = True
 
     def close(self) -> None:
-        """Release the address."""
         self._socket.close()
 
 
@@ -353,7 +351,6 @@ class GenerateBody(SamplingBody):
         return self
 
     def images_of(self, index: int) -> list[str]:
-        """The images of one prompt, in base64."""
         images = None if self.images is None else self.images[index]
         return [] if images is None else [images] if isinstance(images, str) else images
 

@@ -150,7 +150,6 @@ class HangUp:
         self._wanted = False
 
     def connected(self, sock: socket.socket) -> None:
-        """Take the socket of the request."""
         self._socket = sock
         if self._wanted:
             self()

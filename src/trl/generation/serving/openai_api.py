@@ -53,7 +53,6 @@ class Body(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 

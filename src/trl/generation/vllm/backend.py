@@ -73,7 +73,6 @@ class BackendDied(RuntimeError):
 
 
 def check_vllm(needed_by: str = "use_vllm") -> None:
-    """Raise ImportError without vLLM."""
     if find_spec("vllm") is None:
         raise ImportError(f"{needed_by} needs the vllm package. Install it with `pip install 'trl[vllm]'`.")
 
@@ -129,7 +128,6 @@ class Steps:
 
     @property
     def busy(self) -> bool:
-        """Whether requests run."""
         return bool(self._running)
 
     def submit(self, request: Request, listener: Listener | None = None) -> int:
@@ -178,7 +176,6 @@ class Steps:
         return ended
 
     def complete(self, requests: Sequence[Request]) -> list[Answer]:
-        """The answers to some requests, in order."""
         answers: dict[int, Answer] = {}
         try:
             numbers = [self.submit(request) for request in requests]
@@ -189,7 +186,6 @@ class Steps:
         return [answers[number] for number in numbers]
 
     def close(self) -> None:
-        """Abort what still runs."""
         for number in list(self._running):
             self.cancel(number)
 
@@ -242,7 +238,6 @@ class VLLMBackend:
         return self.broker.submit(request)
 
     def generate(self, body: Any) -> Answer:
-        """Completions of the prompts of a `GenerateBody`."""
         inputs: list[Json] = [{"prompt" if isinstance(x, str) else "prompt_token_ids": x} for x in body.prompts]
         for index, prompt in enumerate(inputs):
             if images := [_image(image) for image in body.images_of(index)]:
@@ -250,7 +245,6 @@ class VLLMBackend:
         return self._listed("generate", inputs, body)
 
     def chat(self, body: Any) -> Answer:
-        """Completions of the conversations of a `ChatBody`."""
         names = ("chat_template", "tools", "chat_template_kwargs")
         return self._listed("chat", body.messages, body, **{name: getattr(body, name) for name in names})
 
@@ -316,7 +310,6 @@ class VLLMBackend:
         self._alone(run)
 
     def reset_prefix_cache(self) -> None:
-        """Clear the prefix cache."""
         self._alone(lambda steps: self._llm.reset_prefix_cache())
 
     def close(self) -> None:

@@ -264,7 +264,6 @@ class VLLMEngine(PolicyCopy):
             yield LiveCopy(self, steps)
 
     def close(self) -> None:
-        """Release vLLM's memory."""
         self._llm, self._sent = None, None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

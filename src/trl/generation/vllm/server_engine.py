@@ -186,7 +186,6 @@ class ServedSteps:
 
     @property
     def busy(self) -> bool:
-        """Whether requests run."""
         return bool(self._running)
 
     def submit(self, request: Request, listener: Listener | None = None) -> int:
@@ -216,6 +215,5 @@ class ServedSteps:
         return {}
 
     def close(self) -> None:
-        """Give up what still runs."""
         for number in list(self._running):
             self.cancel(number)

@@ -107,7 +107,6 @@ class WeightReceiver:
         return os.environ.get("VLLM_DIST_IDENT")
 
     def leave_weight_channel(self) -> None:
-        """Leave the channel, if it is open."""
         channel, self.weight_channel = self.weight_channel, None
         if channel is not None:
             channel.close()
@@ -142,7 +141,6 @@ class WeightSyncWorkerExtension(WeightReceiver):
         _raise(self.receive_weights([(name, dtype.removeprefix("torch."), shape)], whole=False))
 
     def close_communicator(self) -> None:
-        """Leave the channel, if it is open."""
         self.leave_weight_channel()
         self.client_rank = None
 

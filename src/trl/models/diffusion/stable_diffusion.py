@@ -48,15 +48,12 @@ class DefaultDDPOStableDiffusionPipeline(TrainedPipeline, DDPOStableDiffusionPip
         self.sd_pipeline.safety_checker = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> DDPOPipelineOutput:
-        """`pipeline_step` of this pipeline."""
         return pipeline_step(self.sd_pipeline, *args, **kwargs)
 
     def rgb_with_grad(self, *args: Any, **kwargs: Any) -> DDPOPipelineOutput:
-        """`pipeline_step_with_grad` of this pipeline."""
         return pipeline_step_with_grad(self.sd_pipeline, *args, **kwargs)
 
     def scheduler_step(self, *args: Any, **kwargs: Any) -> DDPOSchedulerOutput:
-        """`scheduler_step` of this pipeline's scheduler."""
         return scheduler_step(self.scheduler, *args, **kwargs)
 
     unet = property(lambda self: self.sd_pipeline.unet)

@@ -21,7 +21,6 @@ ONE_FILE = "10TB"
 
 
 def import_diffusers() -> Any:
-    """The package. Raises ImportError with the install command."""
     try:
         import diffusers
     except ImportError as error:
@@ -62,7 +61,6 @@ class TrainedPipeline:
 
     @property
     def trained(self) -> Any:
-        """The model that is trained."""
         return getattr(self.sd_pipeline, self.part)
 
     @property
@@ -71,7 +69,6 @@ class TrainedPipeline:
         return contextlib.nullcontext if self.use_lora else None
 
     def set_progress_bar_config(self, *args: object, **kwargs: object) -> None:
-        """Passed on to diffusers."""
         self.sd_pipeline.set_progress_bar_config(*args, **kwargs)
 
     def get_trainable_layers(self) -> nn.Module:

@@ -21,7 +21,6 @@ METHODS: dict[str, tuple[str, ...]] = {  # the stages of each method
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options of `trl quickstart`."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = PlainParser(prog="trl quickstart", description=DESCRIPTION, formatter_class=layout)
     add = parser.add_argument

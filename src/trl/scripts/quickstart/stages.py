@@ -86,7 +86,6 @@ class Run:
         return {"steps": trainer.state.global_step, "pair_accuracy": accuracy}
 
     def prompts(self) -> Dataset:
-        """The prompts of the training rows."""
         return Dataset.from_list(self.task.train).select_columns("prompt")
 
     def rows(self, name: str, rows: list[Row]) -> Dataset:

@@ -50,7 +50,6 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, *, seed: int, layers: int = 2) -> LlamaForCausalLM:
-    """A Llama of a few layers, its random weights drawn by `seed`."""
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=192, num_hidden_layers=layers,
         num_attention_heads=4, max_position_embeddings=64, tie_word_embeddings=True, bos_token_id=None,
