@@ -185,7 +185,8 @@ class Engine(Protocol):
     `together`: whether several processes must call `generate` at the same time, because they share weights.
     """
 
-    exact: bool
+    @property
+    def exact(self) -> bool: ...
 
     @property
     def together(self) -> bool: ...

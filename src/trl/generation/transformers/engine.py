@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from accelerate import Accelerator
@@ -21,6 +21,7 @@ from trl.generation.engine import Generated, Numbers, Prompts, Sampling, check_r
 from trl.generation.live import Live, LiveCalls
 from trl.generation.transformers.cache import RolloutCache, rollout_attention_of
 from trl.generation.transformers.choosing import Processors
+from trl.generation.transformers.decode_check import decode_unsupported
 from trl.generation.transformers.decoders import FusedDecoder, OwnForward, fused_unsupported
 from trl.generation.transformers.live import LiveRequests
 from trl.generation.transformers.model_generate import MoreInputs, cache_bytes, generate_with_model
@@ -28,8 +29,8 @@ from trl.generation.transformers.requests import Requests, Rules, StopStrings, e
 from trl.generation.transformers.reuse import Reuse
 from trl.generation.transformers.rollout_loop import RolloutLoop, default_rows, row_memory
 from trl.models.distributed import fsdp2_modules, is_sharded, unwrap_model_for_generation
-from trl.models.packed.attention import is_bidirectional, packed_unsupported
-from trl.models.parts import causal_core, embedded_tokens, head_unsupported, logit_rule, prompt_learning_unsupported
+from trl.models.packed.attention import is_bidirectional
+from trl.models.parts import causal_core, embedded_tokens, prompt_learning_unsupported
 from trl.models.switches import disable_gradient_checkpointing, undisturbed, without_ddp
 from trl.options.checks import check_at_least, check_one_of
 
@@ -43,15 +44,14 @@ class TransformersEngine:
     """Completions by a transformers model: plain, with PEFT adapters, with a value head, or sharded.
 
     `route`: `"fused"` is our own decode step (Llama, Qwen2, Qwen3, Mistral), `"forward"` the model's own forward with
-    our cache, `"generate"` the model's `generate`. `"auto"` uses the first that the model supports; `fallbacks` says
-    why not an earlier one. `max_batch` rows are decoded at once (default: what fits in 2 GiB on a CPU, or half of a
-    GPU's free memory). Mixed precision is that of the autocast context around `generate`, else of the `accelerator`.
-    `gather_zero3=False` (`ds3_gather_for_generation`) leaves ZeRO-3 weights sharded, which requires `"generate"` and
-    the same number of requests in all processes. Requests that come and go (`live`) reuse the keys and values of
-    earlier ones that begin alike: `reuse_memory` bytes of them are kept (default: a quarter of that for rows).
+    our cache, `"generate"` the model's `generate`. `"auto"` uses the first that the model supports, by what a small
+    copy of it does; `fallbacks` says why not an earlier one. `max_batch` rows are decoded at once (default: what fits
+    in 2 GiB on a CPU, or half of a GPU's free memory). Mixed precision is that of the autocast context around
+    `generate`, else of the `accelerator`. `gather_zero3=False` (`ds3_gather_for_generation`) leaves ZeRO-3 weights
+    sharded, which requires `"generate"` and the same number of requests in all processes. Requests that come and go
+    (`live`) reuse the keys and values of earlier ones that begin alike: `reuse_memory` bytes of them are kept (default:
+    a quarter of that for rows).
     """
-
-    exact = True
 
     def __init__(
         self, model: nn.Module, *, tokenizer: PreTrainedTokenizerBase | None = None,
@@ -151,11 +151,19 @@ class TransformersEngine:
         shards = getattr(state, "fsdp_plugin", None) is not None or is_deepspeed_zero3_enabled()
         model = without_wrappers(self.model)
         core = causal_core(model)
-        if (shards or self.together) and (reason := forward_unsupported(model, core)) is not None:
+        if (shards or self.together) and (reason := decode_unsupported(model)) is not None:
             raise ValueError(
                 f"{type(core).__name__} cannot be sharded while it generates, because {reason}. "
                 "Train without FSDP and ZeRO-3."
             )
+
+    @property
+    def exact(self) -> bool:
+        """Whether log-probs are those of the scoring forward; with transformers' caches they may not be."""
+        model = without_wrappers(self.model)
+        core = causal_core(model)
+        ours = self.route != "generate" and self._unsupported(model, core) is None
+        return ours or core.config.is_encoder_decoder
 
     @property
     def together(self) -> bool:
@@ -185,7 +193,11 @@ class TransformersEngine:
         vocabulary = embedded_tokens(core)
         if route == "generate":
             rows = self.max_batch or default_rows(requests, vocabulary=vocabulary, **cache_bytes(core))
-            pads = (core.config.get_text_config().pad_token_id, getattr(self.tokenizer, "pad_token_id", None), 0)
+            pads = (
+                getattr(core.config.get_text_config(), "pad_token_id", None),
+                getattr(self.tokenizer, "pad_token_id", None),
+                0,
+            )
             pad = next(int(token) for token in pads if token is not None)
             synced = not self.gather_zero3 and is_sharded(model)
             generate_with_model(model, requests, max_rows=rows, pad=pad, synced=synced, more_inputs=more_inputs)
@@ -210,11 +222,7 @@ class TransformersEngine:
         """
         if self.route == "generate":
             return "generate"
-        if self._checked[0] is not core:
-            self._checked = core, forward_unsupported(model, core)
-        reason = self._checked[1]
-        if reason is None and is_sharded(core) and not self.gather_zero3:
-            reason = "its weights stay sharded"
+        reason = self._unsupported(model, core)
         fused = reason or fused_unsupported(core, self._autocast_dtype())
         reasons: dict[Route, str | None] = {"fused": fused, "forward": reason}
         for route in reasons if self.route == "auto" else (self.route,):
@@ -227,23 +235,17 @@ class TransformersEngine:
         self._warn(f"{type(core).__name__} generates with its own `generate`, because {reason}.")
         return "generate"
 
+    def _unsupported(self, model: nn.Module, core: PreTrainedModel) -> str | None:
+        """Why our cache is not used."""
+        if self._checked[0] is not core:
+            self._checked = core, decode_unsupported(model)
+        stays_sharded = is_sharded(core) and not self.gather_zero3
+        return self._checked[1] or ("its weights stay sharded" if stays_sharded else None)
+
     def _warn(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
             logger.warning(message)
-
-
-def forward_unsupported(model: nn.Module, core: PreTrainedModel) -> str | None:
-    """Why a model's own forward cannot use our cache; None if it can."""
-    if core.config.is_encoder_decoder:
-        return "it is an encoder-decoder model"
-    if len(set((getattr(core, "hf_device_map", None) or {}).values())) > 1:
-        return "its layers are on several devices"
-    return (
-        packed_unsupported(core)
-        or prompt_learning_unsupported(model)
-        or head_unsupported(core, logit_rule(core.config))
-    )
 
 
 def context_length_of(model: nn.Module, at_most: int | None = None) -> int | None:
@@ -285,7 +287,7 @@ def without_heads(model: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else model
 
 
-def without_wrappers(model: Any) -> nn.Module:
+def without_wrappers(model: nn.Module) -> nn.Module:
     """The transformers model or `PeftModel` inside training wrappers and a value head."""
     return without_heads(extract_model_from_parallel(model, keep_torch_compile=False))  # type: ignore[arg-type]
 

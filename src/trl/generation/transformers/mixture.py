@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 from trl.generation.engine import Engine, Generated, Sampling
 from trl.generation.live import Live, LiveCalls
 from trl.generation.transformers.cache import Moves, RolloutCache, Step, rollout_attention_of
+from trl.generation.transformers.decode_check import decode_unsupported
 from trl.generation.transformers.decoders import FusedDecoder, OwnForward, fused_unsupported
-from trl.generation.transformers.engine import TransformersEngine, forward_unsupported, generating
+from trl.generation.transformers.engine import TransformersEngine, generating
 from trl.generation.transformers.model_generate import MoreInputs
 from trl.generation.transformers.requests import Requests
 from trl.generation.transformers.rollout_loop import RolloutLoop, default_rows
@@ -32,15 +33,17 @@ class MixtureEngine(TransformersEngine):
     et al. 2023, Nash-MD, section 4 (arXiv:2312.00886).
     """
 
-    exact = False
-
     def __init__(
         self, model: nn.Module, reference: Reference, *, coefficient: Callable[[], float], **parts: Any
     ) -> None:
         super().__init__(model, **parts)
-        if reason := forward_unsupported(model, causal_core(model)):
+        if reason := decode_unsupported(model):
             raise ValueError(f"this model does not support an opponent: {reason}. Use OnlineDPOTrainer.")
         self.reference, self.coefficient = reference, coefficient
+
+    @property
+    def exact(self) -> bool:
+        return False
 
     @contextmanager
     def live(self) -> Iterator[Live]:
@@ -136,7 +139,10 @@ class TurnsEngine:
 
     def __init__(self, policy: Engine, opponent: Engine) -> None:
         self.policy, self.opponent = policy, opponent
-        self.exact = policy.exact  # nothing needs the opponent's log-probs
+
+    @property
+    def exact(self) -> bool:
+        return self.policy.exact  # nothing needs the opponent's log-probs
 
     @property
     def together(self) -> bool:

@@ -1,7 +1,8 @@
 """The fallback route: the model's own `generate` with our sampling.
 
-For encoder-decoders, models without support for packed rows, and prompt learning. Finished rows stay in the batch. An
-encoder runs each distinct prompt once, as does a decoder with images.
+For encoder-decoders, models that our cache does not support, and prompt learning. Finished rows stay in the batch. An
+encoder runs each distinct prompt once, as does a decoder with images. Prompts of other lengths run apart where padding
+would change their completions.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from trl.collators.images import is_per_token
+from trl.generation.transformers.decode_check import padding_leaks
 from trl.generation.transformers.requests import Requests
 from trl.models.packed.layout import Inputs
 from trl.models.parts import causal_core, prompt_learning_unsupported
@@ -63,8 +65,10 @@ def generate_with_model(
     """Run requests through `model.generate`, `max_rows` at once; `synced` keeps the ranks of ZeRO-3 in step."""
     core, queue = causal_core(model), requests.queue()
     before = core.generation_config
-    # PEFT (0.21) puts virtual tokens before the padding and drops position ids: prompts of other lengths run apart.
-    is_apart = prompt_learning_unsupported(model) is not None
+    # PEFT (0.21) puts virtual tokens before the padding and drops position ids; layers may ignore the mask.
+    is_apart = prompt_learning_unsupported(model) is not None or padding_leaks(core)
+    if is_apart and synced:
+        max_rows = 1  # in all processes as many calls, where their prompts' lengths differ
     lengths = {request: len(requests.prompts[number]) for request, number in requests.prompt_of.items()}
     while queue:
         batch = [queue.popleft()]
