@@ -42,6 +42,7 @@ _TRAINING = {
     "xpo": "train a model on comparisons with its reference's answers, with optimism (XPO)",
 }
 _PLAIN = {
+    "inspect": "show a data set as training would see it: trained tokens, lengths, faults",
     "compare": "let a judge compare the answers of two models",
     "merge": "add an adapter to its base model and save the result",
     "chat": "talk to a model",

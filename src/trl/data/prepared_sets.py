@@ -3,7 +3,7 @@
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import Dataset as TorchDataset
 
 from trl.data.formats import StoredOrStream
-from trl.data.pipeline import Preparation, prepare_dataset
+from trl.data.pipeline import Preparation, PreparationReport, prepare_dataset
 from trl.data.ragged import column_blocks, list_lengths
 from trl.data.rendering import ProcessingClass
 
@@ -83,7 +83,7 @@ class PreparedSets(DataSets):
     """Tokenises data sets before the first step, each on the main process first.
 
     `train_settings`: those of the training set, where they are others. `check_lengths(lengths, dataset_name=...)` is
-    given the tokens of each row's longest sequence, or of each document of packed rows.
+    given the tokens of each row's longest sequence, or of each document of packed rows. `reports`: by name of the set.
     """
 
     settings: Preparation
@@ -91,6 +91,7 @@ class PreparedSets(DataSets):
     check_lengths: Callable[..., None]
     train_settings: Preparation | None = None
     shuffle_seed: int | None = None
+    reports: dict[str, PreparationReport] = field(default_factory=dict)
 
     def is_prepared(self, dataset: StoredOrStream) -> bool:
         return self.settings.is_prepared(dataset)
@@ -101,6 +102,7 @@ class PreparedSets(DataSets):
         settings = self.train_settings if is_training and self.train_settings is not None else self.settings
         with PartialState().main_process_first():
             prepared, report = prepare_dataset(dataset, self.processing_class, settings, name=name)  # type: ignore[type-var]
+        self.reports[name] = report
         if isinstance(prepared, Dataset):
             logger.info(report.summary())
             self.check_lengths(sequence_lengths(prepared, settings.sequences), dataset_name=name)

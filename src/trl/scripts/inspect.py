@@ -1,0 +1,67 @@
+"""`trl inspect DATA --model M`: a data set as training would see it, with trained tokens, lengths and faults."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from trl.scripts.plain_parser import PlainParser
+
+METHODS = (
+    "sft", "reward", "dpo", "orpo", "cpo", "kto", "bco", "prm", "grpo", "rloo", "online-dpo", "nash-md", "xpo"
+)  # fmt: skip
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options of `trl inspect` itself."""
+    parser = PlainParser(
+        prog="trl inspect",
+        usage="trl inspect DATA --model MODEL [--method METHOD] [--html FILE] [--strict] [options of the method]",
+        description="Show a data set as training would see it: the trained tokens of its rows, lengths, and faults. "
+        "DATA is a file, a folder or a name on the Hub. Rows are prepared as `trl METHOD` does, whose options (and "
+        "--config) are taken too. Loads no weights.",
+    )
+    parser.add_argument("--model", metavar="MODEL", help="the model whose config and tokenizer are used")
+    parser.add_argument("--method", default="sft", choices=METHODS, help="what the rows are for (default: sft)")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="also write a page, which needs no network")
+    parser.add_argument("--strict", action="store_true", help="exit with status 1 if there is a fault")
+    parser.add_argument("--rows", type=int, help="first rows only (default: all; of a stream 10,000)")
+    parser.add_argument("--shown", type=int, default=20, help="rows that are shown with their tokens (default: 20)")
+    parser.add_argument("--answers", metavar="COLUMN", help="the answers that --reward_funcs are tried on")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Inspect; returns the exit status: 1 for faults with `--strict`, 2 for rows that cannot be prepared."""
+    from trl.scripts.running import CommandError, notes_shown, report, reporting_input_errors
+
+    parser = make_parser()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    data, arguments = (arguments[:1], arguments[1:]) if arguments and arguments[0][:1] != "-" else ([], arguments)
+    options, rest = parser.parse_known_args(arguments)
+    for flag, value in (("--dataset_name", data[0] if data else None), ("--model_name_or_path", options.model)):
+        rest += [] if value is None else [flag, value]
+    try:
+        with reporting_input_errors():
+            for name in ("rows", "shown"):
+                if (number := getattr(options, name)) is not None and number < 1:
+                    raise ValueError(f"--{name} must be at least 1, got {number}.")
+            if options.html is not None and not options.html.resolve().parent.is_dir():
+                raise ValueError(f"--html {options.html} is in a folder that does not exist. Make the folder.")
+            from trl.scripts.inspection.collect import Options, inspect_data
+            from trl.scripts.inspection.page import print_inspection, write_page
+
+            command = import_module(f"trl.scripts.{options.method.replace('-', '_')}")
+            method_parser = command.make_parser()
+            method_parser.prog = parser.prog
+            parsed = method_parser.parse_args_and_config(rest)
+            inspection = inspect_data(options.method, Options(options.rows, options.shown, options.answers), *parsed)
+    except CommandError as error:
+        return report(parser.prog, error)
+    with notes_shown():
+        print_inspection(inspection)
+        if options.html is not None:
+            write_page(inspection, options.html)
+            print(f"Written: {options.html}")
+    return int(options.strict and bool(inspection.faults))

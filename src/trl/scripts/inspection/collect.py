@@ -1,0 +1,293 @@
+"""A data set prepared by the trainer of a method, and everything that is looked at in it.
+
+The trainer is built around a small stand-in of the model (its config with few, narrow layers, and its tokenizer), so that
+no weights are loaded; what it does to the rows is what training does.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from datasets import Dataset, IterableDataset
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+
+from trl.data.formats import Row, RowDict, has_images
+from trl.data.pipeline import Preparation, PreparationReport, prepare_dataset
+from trl.data.prepared_sets import PreparedSets, sequence_lengths
+from trl.data.ragged import list_lengths
+from trl.data.rendering import text_tokenizer
+from trl.scripts.inspection import faults
+from trl.scripts.inspection.faults import Fault, RowFaults
+from trl.scripts.inspection.texts import row_parts
+from trl.scripts.inspection.tokens import ScriptCounts, ShownRow, shown_tokens
+from trl.scripts.report import sequences
+from trl.scripts.training import COMMANDS, load_inputs, rewards, rewards_or_judge
+
+if TYPE_CHECKING:
+    from trl.data.sources import DatasetMixtureConfig
+    from trl.options.model import ModelConfig
+    from trl.scripts.arguments import AnyConfig, CommandArguments
+    from trl.trainer.base_trainer import BaseTrainer
+
+ONLINE = (rewards, rewards_or_judge)  # whose rows are prompts
+STREAMED_ROWS = 10_000  # of a stream
+COMPARED_ROWS = 5_000  # whose texts are compared for near duplicates
+LIMITS = ("max_length", "max_prompt_length", "max_completion_length")
+PLACE = "place_in_sample"
+OF_TOKENS = (
+    "vocab_size",
+    "vocab_size_per_layer_input",
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+)
+SCORED_ROWS = 1_000  # whose answers are given to reward functions
+
+
+class Options(NamedTuple):
+    """Of `trl inspect` itself: `rows` (None: all) are read, `shown` of them with their tokens; `answers`: the column that
+    reward functions are given."""
+
+    rows: int | None = None
+    shown: int = 20
+    answers: str | None = None
+
+
+class Packed(NamedTuple):
+    """Packed rows: their number, and the share of their `length` that tokens fill."""
+
+    rows: int
+    length: int
+    filled: float
+
+
+@dataclass
+class Inspection:
+    """What is known of a data set: its numbers, its faults, and rows with their tokens."""
+
+    method: str
+    source: str
+    rows: int
+    lengths: np.ndarray
+    context: int | None
+    limit: int | None
+    packed: Packed | None = None
+    summaries: list[str] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    shown: list[ShownRow] = field(default_factory=list)
+    rewards: dict[str, list[float | None]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def inspect_data(
+    method: str, options: Options, script_args: "CommandArguments", training_args: "AnyConfig", model_args: "ModelConfig",
+    dataset_args: "DatasetMixtureConfig",
+) -> Inspection:  # fmt: skip
+    """Prepare the data as `trl METHOD` would, and look at it. Raises: what preparing raises for rows it refuses."""
+    train, evaluation = load_rows(script_args, training_args, model_args, dataset_args, options.rows)
+    with TemporaryDirectory() as folder, quiet():
+        context = write_stand_in(model_args, method, folder)
+        training_args.output_dir = str(Path(folder) / "run")
+        trainer = build(method, training_args, Path(folder) / "model", train, evaluation)
+        tokenizer = text_tokenizer(trainer.processing_class)  # type: ignore[arg-type]
+        inspection = numbers_of(trainer, method, str(script_args.dataset_name), len(train), context)
+        text_field = getattr(training_args, "dataset_text_field", "text")
+        inspection.shown = shown_rows(trainer, train, options.shown, text_field)
+        inspection.faults += faults.length_faults(inspection.lengths, context)
+        inspection.faults += faults.shown_faults(inspection.shown) + faults.label_faults(train)
+        add_text_faults(inspection, train, evaluation, text_field, ScriptCounts(tokenizer))
+        if COMMANDS[method].others in ONLINE and (functions := getattr(script_args, "reward_funcs", None)):
+            inspection.rewards = scored(functions, train, options.answers, inspection)
+            inspection.faults += faults.reward_faults(inspection.rewards, min(len(train), SCORED_ROWS))
+    return inspection
+
+
+def load_rows(
+    script_args: "CommandArguments", training_args: "AnyConfig", model_args: "ModelConfig",
+    dataset_args: "DatasetMixtureConfig", limit: int | None,
+) -> tuple[Dataset, Dataset | None]:  # fmt: skip
+    """The first rows of the training set (None: all, of a stream `STREAMED_ROWS`), and of the evaluation set, if any."""
+    strategy = training_args.eval_strategy
+    try:
+        training_args.eval_strategy = "steps"  # type: ignore[assignment]
+        sets = load_inputs(script_args, training_args, model_args, dataset_args)
+    except ValueError as error:
+        if not str(error).startswith("dataset_test_split"):
+            raise
+        training_args.eval_strategy = "no"  # type: ignore[assignment]
+        sets = load_inputs(script_args, training_args, model_args, dataset_args)
+    finally:
+        training_args.eval_strategy = strategy
+    train, evaluation = (None if rows is None else first_rows(rows, limit) for rows in sets)
+    assert train is not None
+    if has_images(train):
+        raise ValueError("the data set has images, which are not inspected. Remove their column to look at the text.")
+    return train, evaluation
+
+
+def first_rows(rows: Dataset | IterableDataset, limit: int | None) -> Dataset:
+    """The first rows of a set, stored."""
+    if isinstance(rows, IterableDataset):
+        return Dataset.from_list(list(rows.take(limit or STREAMED_ROWS)), features=rows.features)
+    return rows if limit is None else rows.select(range(min(limit, len(rows))))
+
+
+def write_stand_in(model_args: "ModelConfig", method: str, folder: str) -> int | None:
+    """Write a small model with the vocabulary and tokenizer of the run's into `folder`; returns its context in tokens."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from trl.models.loading import load_processing_class
+    from trl.models.packed.small_copy import small_copy
+    from trl.models.setup import REWARD_MODEL, STEP_CLASSIFIER
+
+    path, place = str(model_args.model_name_or_path), Path(folder) / "model"
+    options = {"revision": model_args.model_revision, "trust_remote_code": model_args.trust_remote_code}
+    config = AutoConfig.from_pretrained(path, **options).get_text_config()
+    kind = {"reward": REWARD_MODEL, "prm": STEP_CLASSIFIER}.get(method)
+    small = small_copy(config)
+    for name, value in vars(config).items():
+        if name in OF_TOKENS or name.endswith("_token_id"):
+            setattr(small, name, value)
+    if kind is not None:
+        small.num_labels = kind.labels
+    auto = AutoModelForCausalLM if kind is None else kind.auto
+    auto.from_config(small).save_pretrained(place)
+    load_processing_class(path, **options).save_pretrained(place)
+    model_args.model_name_or_path = str(place)
+    return getattr(config, "max_position_embeddings", None)
+
+
+def build(method: str, args: "AnyConfig", model: Path, train: Dataset, evaluation: Dataset | None) -> "BaseTrainer":
+    """The trainer of a method around the model of a folder."""
+    prefix, _, others, _, package = COMMANDS[method]
+    module = import_module(f"{package}.{method.replace('-', '_')}_trainer")
+    online = {"reward_funcs": lambda completions, **_: [0.0] * len(completions)} if others in ONLINE else {}
+    args.report_to, args.model_init_kwargs = [], None  # type: ignore[assignment]
+    return getattr(module, f"{prefix}Trainer")(
+        model=str(model), args=args, train_dataset=train, eval_dataset=evaluation, **online
+    )
+
+
+def numbers_of(trainer: Any, method: str, source: str, rows: int, context: int | None) -> Inspection:
+    """Lengths, limits, packing, and the faults that the preparation counted."""
+    args, prepared, sets = trainer.args, trainer.train_dataset, trainer._sets
+    names = sets.settings.sequences if isinstance(sets, PreparedSets) else (("input_ids",),)
+    limit = getattr(args, "max_length", None) or getattr(args, "max_prompt_length", None)
+    made = Inspection(method, source, rows, sequence_lengths(prepared, names), context, limit)
+    if getattr(args, "packing", False) and args.max_length:
+        tokens = list_lengths(prepared, "input_ids")
+        made.packed = Packed(len(prepared), args.max_length, float(tokens.mean() / args.max_length))
+    reports: Mapping[str, PreparationReport] = getattr(sets, "reports", {})
+    for report in reports.values():
+        made.summaries.append(report.summary())
+    if "train" in reports:
+        made.faults += faults.report_faults(reports["train"])
+    return made
+
+
+def shown_rows(trainer: Any, rows: Dataset, count: int, text_field: str) -> list[ShownRow]:
+    """`count` rows, evenly spaced, with what training does to each token."""
+    numbers = sorted({int(at) for at in np.linspace(0, len(rows) - 1, num=min(count, len(rows)))})
+    sets, sample = trainer._sets, rows.select(numbers)
+    if isinstance(sets, PreparedSets):
+        settings = sets.train_settings or sets.settings
+        prepared = prepared_alone(sample, settings, sets)
+        unlimited = [name for name in LIMITS if hasattr(settings, name)]
+        whole = prepared_alone(sample, replace(settings, **dict.fromkeys(unlimited)), sets)
+    else:
+        prepared = whole = dict(enumerate(trainer.train_dataset.select(numbers)))
+    tokenizer, shown = text_tokenizer(trainer.processing_class), []
+    for place, row in prepared.items():
+        number = numbers[place]
+        parts, entire = row_parts(rows[number], text_field), {p.title: p.ids for p in sequences(trainer, whole[place])}
+        shown.append(ShownRow(number, {
+            part.title: shown_tokens(part, entire[part.title], [p for p in parts if belongs(p.column, part.title)], tokenizer)
+            for part in sequences(trainer, row)
+        }))  # fmt: skip
+    return shown
+
+
+def belongs(column: str, title: str) -> bool:
+    """Whether the text of a column is in the sequence of this title."""
+    return title not in ("prompt", "chosen", "rejected", "completion") or column in (title, "messages", "text")
+
+
+def prepared_alone(rows: Dataset, settings: Preparation, sets: PreparedSets) -> dict[int, Row]:
+    """Rows prepared without packing, by their place in `rows`; those that are dropped are not there."""
+    changes: RowDict = {"packing": False} if hasattr(settings, "packing") else {}
+    policy = "report" if "report" in settings.policies else "drop"
+    kept = (*settings.keep_columns, PLACE)
+    settings = replace(settings, untrained_rows=policy, num_proc=None, keep_columns=kept, **changes)
+    numbered = rows.add_column(PLACE, list(range(len(rows))))  # type: ignore[call-arg]
+    prepared = prepare_dataset(numbered, sets.processing_class, settings, name="train")[0]
+    return {row.pop(PLACE): row for row in map(dict, prepared)}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without progress bars, and without the warnings of a preparation, which are among the faults."""
+    logger = logging.getLogger("trl.data")
+    level, has_bars = logger.level, is_progress_bar_enabled()
+    logger.setLevel(logging.ERROR)
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if has_bars:
+            enable_progress_bar()
+
+
+def add_text_faults(
+    inspection: Inspection, train: Dataset, evaluation: Dataset | None, text_field: str, scripts: ScriptCounts
+) -> None:
+    """Look at the texts of all rows."""
+    rows = RowFaults(text_field, scripts).read(train, compared=COMPARED_ROWS)
+    others = None
+    inspection.faults += rows.faults()
+    if evaluation is not None:
+        others = RowFaults(text_field, scripts).read(evaluation, compared=COMPARED_ROWS)
+        inspection.faults += faults.leak_faults(rows, others)
+    try:
+        inspection.faults += faults.near_faults(rows, others)
+    except ImportError:
+        inspection.notes.append("Near duplicates were not searched: pip install datasketch")
+
+
+def scored(
+    functions: Sequence[str], rows: Dataset, column: str | None, inspection: Inspection
+) -> dict[str, list[float | None]]:
+    """The rewards that functions give the answers in a column of the first rows, by name."""
+    from trl.rewards import RewardInputs, RewardSources, resolve_reward_funcs
+
+    rows = rows.select(range(min(len(rows), SCORED_ROWS)))
+    if column is None or column not in rows.column_names:
+        wanted = "" if column is None else f" (there is no {column!r})"
+        inspection.notes.append(
+            f"Rewards were not tried: name the column with answers, --answers COLUMN{wanted}, one of "
+            f"{', '.join(rows.column_names)}."
+        )
+        return {}
+    answers = [as_completion(prompt, answer) for prompt, answer in zip(rows["prompt"], rows[column], strict=True)]
+    columns = {name: list(rows[name]) for name in rows.column_names}
+    sources = RewardSources(resolve_reward_funcs(functions), on_failure="skip")
+    try:
+        scores = sources.score(RewardInputs(list(rows["prompt"]), answers, columns=columns)).scores.tolist()
+    finally:
+        sources.close()
+    by_row = [[None if np.isnan(value) else value for value in row] for row in scores]
+    return {name: [row[index] for row in by_row] for index, name in enumerate(sources.names)}
+
+
+def as_completion(prompt: object, answer: object) -> object:
+    """An answer in the form of completions: a message where the prompt is messages."""
+    return (
+        [{"role": "assistant", "content": answer}] if isinstance(prompt, list) and isinstance(answer, str) else answer
+    )

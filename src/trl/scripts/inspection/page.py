@@ -1,0 +1,121 @@
+"""An inspection on a page of HTML, which needs no network, and in the terminal."""
+
+import math
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jinja2 import Environment, PackageLoader
+from rich.text import Text
+
+from trl.reporting.tables import open_console
+from trl.scripts.inspection.collect import Inspection
+from trl.scripts.inspection.tokens import Token
+
+BARS = 40
+MOST_TOKENS = 600  # of a sequence on the page; of longer ones the ends are shown
+STYLES = {"trained": "black on green", "masked": "dim", "cut": "red strike"}
+
+
+class Bar(NamedTuple):
+    """A bar of a histogram: its place and size in percent of the picture, and what it counts."""
+
+    left: float
+    width: float
+    height: float
+    title: str
+
+
+def histogram(values: Sequence[float] | np.ndarray, *, unit: str) -> list[Bar]:
+    """The bars of a histogram of numbers; none without numbers."""
+    numbers = np.asarray(values, dtype=float)
+    if not numbers.size:
+        return []
+    low, high = float(numbers.min()), float(numbers.max())
+    is_whole = bool((numbers == numbers.round()).all())
+    step = max(1, math.ceil((high - low + 1) / BARS)) if is_whole else (high - low) / BARS or 1.0
+    bins = int((high - low) // step) + 1 if is_whole else BARS if high > low else 1
+    counts, edges = np.histogram(numbers, bins=bins, range=(low, max(high, low + bins * step)))
+    most, width = counts.max(), 100 / bins
+    return [
+        Bar(index * width, width * 0.92, 100 * count / most, f"{first:.5g} to {last - is_whole:.5g} {unit}: {count}")
+        for index, (count, first, last) in enumerate(zip(counts, edges[:-1], edges[1:], strict=True))
+    ]
+
+
+def figures(inspection: Inspection) -> dict[str, str]:
+    """The numbers of an inspection, in words."""
+    lengths = inspection.lengths
+    named = {"rows": f"{inspection.rows:,}", "sequences": f"{len(lengths):,}", "tokens": f"{int(lengths.sum()):,}"}
+    if len(lengths):
+        middle, high, most = (int(value) for value in np.percentile(lengths, [50, 95, 100]))
+        named["tokens of a sequence"] = f"{middle:,} (median), {high:,} (95 %), {most:,} (longest)"
+    named["limit"] = "none" if inspection.limit is None else f"{inspection.limit:,} tokens"
+    named["the model's context"] = "unknown" if inspection.context is None else f"{inspection.context:,} tokens"
+    if inspection.packed is not None:
+        rows, length, filled = inspection.packed
+        named["packed"] = f"{rows:,} rows of {length:,} tokens, {filled:.1%} filled"
+    return named
+
+
+def write_page(inspection: Inspection, path: Path) -> None:
+    """Write the page. What rows say is text in it, never markup."""
+    environment = Environment(loader=PackageLoader("trl.scripts.inspection", "."), autoescape=True, trim_blocks=True)
+    rewards = {
+        name: histogram([value for value in values if value is not None], unit="reward")
+        for name, values in inspection.rewards.items()
+    }
+    text = environment.get_template("page.html").render(
+        inspection=inspection, figures=figures(inspection), shortened=shortened,
+        lengths=histogram(inspection.lengths, unit="tokens"), rewards=rewards,
+    )  # fmt: skip
+    path.write_text(text, encoding="utf-8")
+
+
+def shortened(tokens: Sequence[Token]) -> list[Token]:
+    """The tokens, or the ends of a long sequence around a token that says how many are left out."""
+    if len(tokens) <= MOST_TOKENS:
+        return list(tokens)
+    half = MOST_TOKENS // 2
+    gap = Token(-1, f" … {len(tokens) - MOST_TOKENS} tokens … ", "gap", None, is_template=False)
+    return [*tokens[:half], gap, *tokens[-half:]]
+
+
+def print_inspection(inspection: Inspection, *, rows: int = 2) -> None:
+    """Print the numbers, the first rows and the faults."""
+    console = open_console(highlight=False, soft_wrap=True)
+    width = max(map(len, figures(inspection)))
+    for name, value in figures(inspection).items():
+        console.print(f"  {name:<{width}}  {value}", markup=False)
+    for summary in inspection.summaries:
+        console.print(f"  {summary}", markup=False)
+    for row in inspection.shown[:rows]:
+        console.print(f"\nRow {row.number}", style="bold")
+        for title, tokens in row.sequences.items():
+            console.print(sequence_text(title, tokens, colour=console.is_terminal))
+    for name, values in inspection.rewards.items():
+        known = [value for value in values if value is not None]
+        if known:
+            console.print(
+                f"\n{name}: mean {np.mean(known):.4g}, from {min(known):.4g} to {max(known):.4g}", markup=False
+            )
+    for fault in inspection.faults:
+        first = f" (first: {', '.join(map(str, fault.rows))})" if fault.rows else ""
+        console.print(f"\n{fault.name}: {fault.count:,} of {fault.of:,} rows{first}", style="bold red", markup=False)
+        console.print(f"  {fault.text}", markup=False)
+    if not inspection.faults:
+        console.print("\nNo fault was found.", style="bold")
+    for note in inspection.notes:
+        console.print(note, markup=False)
+
+
+def sequence_text(title: str, tokens: Sequence[Token], *, colour: bool) -> Text:
+    """A sequence as text: trained tokens in colour or between >> and <<, cut ones struck out or between [[ and ]]."""
+    trained = sum(token.state == "trained" for token in tokens)
+    text, marks = Text(f"{title} ({len(tokens)} tokens, {trained} trained): "), {"trained": ">>{}<<", "cut": "[[{}]]"}
+    for state, run in groupby(shortened(tokens), key=lambda token: token.state):
+        piece = "".join(token.text for token in run)
+        text.append(piece if colour else marks.get(state, "{}").format(piece), style=STYLES.get(state, "italic"))
+    return text

@@ -1,0 +1,202 @@
+"""`trl inspect`: each planted fault is named and nothing else, what is shown is what is trained, and pages are safe."""
+
+import json
+import re
+import tracemalloc
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from tests.tiny import tiny_model
+from tests.tiny_tokenizers import tiny_tokenizer
+from trl.scripts import inspect
+from trl.scripts.inspection.faults import RowFaults
+from trl.scripts.inspection.page import histogram
+from trl.scripts.inspection.texts import NearDuplicates, row_parts
+from trl.scripts.inspection.tokens import ScriptCounts, piece_roles
+
+NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
+CLEAN = {
+    "sft": [{"prompt": f"Q: How many are {n}?", "completion": f" {n} apples."} for n in NUMBERS],
+    "dpo": [{"prompt": f"Q: How many are {n}?", "chosen": f" {n} apples.", "rejected": " Next."} for n in NUMBERS],
+    "kto": [{"prompt": f"Q: How many are {n}?", "completion": f" {n} apples.", "label": n > "g"} for n in NUMBERS],
+    "grpo": [{"prompt": f"Q: How many are {n}?", "answer": n} for n in NUMBERS],
+}
+LONG = "The sky is blue and the apples are green while seven birds look up and four of them are next to the old tree"
+
+
+def chat(question, answer):
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def always_one(completions, **_):
+    return [1.0] * len(completions)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("llama", vocab_size=400, max_position_embeddings=64).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+    def command(rows, *line, method="sft", test=None):
+        folder = tmp_path / "data"
+        folder.mkdir(exist_ok=True)
+        for name, part in (("train", rows), ("test", test)):
+            if part is not None:
+                (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+        status = inspect.main([str(folder), "--model", str(model), "--method", method, "--use_cpu", *line])
+        return status, capsys.readouterr()
+
+    return command
+
+
+@pytest.mark.parametrize("method", CLEAN)
+def test_a_clean_set_has_no_fault(method, run):
+    status, output = run(CLEAN[method], "--strict", method=method)
+    assert (status, "No fault was found." in output.out) == (0, True), output.out + output.err
+
+
+LONG_ROW = {"prompt": f"Q: {LONG}?", "completion": " five."}
+ALIKE_ROW = {"prompt": f"Q: {LONG}?", "completion": " six."}
+FAR = " ".join(reversed(LONG.split()))
+# What is trained for, rows, options, evaluation rows, and the faults with the first rows that have them.
+PLANTED = {
+    "repeated, leaked, not in the tokenizer": (
+        "sft",
+        [*CLEAN["sft"], CLEAN["sft"][2], LONG_ROW, ALIKE_ROW, {"prompt": f"Q: {FAR}?", "completion": " two."},
+         {"prompt": "Q: How many?", "completion": " Семь яблок лежат на столе"}],
+        (), [CLEAN["sft"][1], {"prompt": f"Q: {FAR}?", "completion": " six."}],
+        {"exact duplicates": [8], "near duplicates": [10], "rows of the evaluation set": [1],
+         "near rows of the evaluation set": [11], "scripts lost in the tokenizer": [12]},
+    ),
+    "chats": (
+        "sft", [*(chat(row["prompt"], row["completion"]) for row in CLEAN["sft"]), chat("Q: Up?", " ")], (), None,
+        {"empty answers": [8], "trained prompts": [0, 1, 2]},
+    ),
+    "lengths": (
+        "sft", [*CLEAN["sft"], LONG_ROW, {"prompt": "Q: How?", "completion": f" {FAR}"}], ("--max_length", "30"), None,
+        {"cut rows": [8, 9], "untrained rows": [8]},
+    ),
+    "context": (
+        "sft", [*CLEAN["sft"], {"prompt": f"Q: {LONG} {FAR} {LONG}?", "completion": " five."}], ("--max_length", "500"), None,
+        {"rows longer than the context": [8]},
+    ),
+    "pairs": ("dpo", [*CLEAN["dpo"], {"prompt": "Q: Up?", "chosen": " Look up.", "rejected": " Look up."}], (), None,
+              {"equal rows": [8]}),
+    "labels": ("kto", [{**row, "label": True} for row in CLEAN["kto"]], (), None, {"one label": []}),
+    "rewards": ("grpo", CLEAN["grpo"], ("--reward_funcs", "tests.scripts.test_inspect.always_one", "--answers", "answer"), None,
+                {"constant rewards": []}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PLANTED)
+def test_planted_faults_are_named_and_nothing_else(case, run, tmp_path):
+    method, rows, line, test, faults = PLANTED[case]
+    page = tmp_path / "page.html"
+    status, output = run(rows, "--strict", "--html", str(page), *line, method=method, test=test)
+    cells = re.findall(r"<tr><td>([a-z ]+)</td><td>[\d,]+ of [\d,]+</td><td>([\d, ]*)</td>", page.read_text())
+    named = {name: [int(row) for row in first.split(", ") if row] for name, first in cells}
+    assert (status, named) == (1, faults), output.out + output.err
+
+
+def test_a_chat_without_a_stop_token_is_named(run, tmp_path, model):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "bare")
+    rows = [chat(row["prompt"], row["completion"]) for row in CLEAN["sft"]]
+    template = str(tmp_path / "bare" / "chat_template.jinja")
+    status, output = run(rows, "--strict", "--assistant_only_loss", "true", "--chat_template_path", template)
+    assert status == 1 and "unstopped rows" in output.out, output.out + output.err
+
+
+def test_what_is_shown_is_what_is_trained(run):
+    _, output = run(CLEAN["sft"][:1])
+    assert re.search(r"Q: How many are one\?>> one apples\.(<\|im_end\|>|<eos>|.*)<<", output.out), output.out
+
+
+def test_cut_tokens_are_marked(run):
+    _, output = run([{"prompt": f"Q: {LONG}?", "completion": " five."}] + CLEAN["sft"], "--max_length", "30")
+    assert "[[" in output.out and "]]" in output.out
+
+
+def test_what_rows_say_is_text_on_the_page(run, tmp_path):
+    page = tmp_path / "page.html"
+    rows = [*CLEAN["sft"], {"prompt": "Q: <script>alert(1)</script>", "completion": " <img src=x onerror=alert(2)>"}]
+    run(rows, "--html", str(page))
+    text = page.read_text()
+    assert "<script" not in text and "<img" not in text and "http" not in text
+    assert "&lt;" in text
+
+
+def test_packing_is_measured(run):
+    _, output = run(CLEAN["sft"], "--packing", "true", "--max_length", "64")
+    rows, filled = re.search(
+        r"packed +(\d+) rows of 64 tokens, ([\d.]+) % filled".replace(" %", "%"), output.out
+    ).groups()
+    lengths = int(re.search(r"tokens +(\d+)", output.out).group(1))
+    assert float(filled) == pytest.approx(100 * lengths / int(rows) / 64, abs=0.06)
+
+
+def test_the_first_rows_alone_are_read(run):
+    rows = [*CLEAN["sft"], CLEAN["sft"][0]]
+    assert run(rows, "--strict", "--rows", "8")[0] == 0
+    assert run(rows, "--strict")[0] == 1
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    (("--rows", "0"), "--rows must be at least 1"),
+    (("--html", "/no/such/folder/page.html"), "Make the folder"),
+    (("--max_lenght", "8"), "max_length"),
+])  # fmt: skip
+def test_bad_options_are_one_message(line, message, run, capsys):
+    try:
+        status, output = run(CLEAN["sft"], *line)
+    except SystemExit as stop:
+        status, output = stop.code, capsys.readouterr()
+    assert status == 2 and message in output.err and "Traceback" not in output.err
+
+
+def test_a_million_rows_take_bounded_memory():
+    rows = Dataset.from_dict({"text": ["Look up."] * 10}).select(np.zeros(200_000, dtype=np.int64))
+    tracemalloc.start()
+    counts = RowFaults("text", ScriptCounts(tiny_tokenizer())).read(rows, compared=5_000)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(counts.rows["exact duplicates"]) == 199_999
+    assert peak < 20e6  # 8 bytes for a row number, and one block of rows
+
+
+def test_near_duplicates_are_those_with_most_shingles():
+    near = NearDuplicates()
+    near.add([(0, LONG), (1, " ".join(reversed(LONG.split())))])
+    assert near.earlier(2, f"{LONG} indeed", keep=False) == 0  # 21 of 22 shingles are shared
+    assert near.earlier(3, " ".join(LONG.split()[12:] + LONG.split()[:12]), keep=False) is None  # 19 of 23
+    assert near.earlier(4, "Look up.", keep=False) is None
+
+
+def test_roles_of_pieces_follow_the_texts():
+    parts = row_parts(chat("Up?", "Look up."))
+    assert [part.is_answer for part in parts] == [False, True]
+    assert piece_roles(["<u>", "Up", "?", "<a>", "Look", " up", ".", "<e>"], parts) == [
+        None, "user", "user", None, "assistant", "assistant", "assistant", None
+    ]  # fmt: skip
+
+
+def test_histograms_count_every_number():
+    bars = histogram([1, 1, 2, 5], unit="tokens")
+    assert [int(bar.title.rpartition(": ")[2]) for bar in bars] == [2, 1, 0, 0, 1]
+    assert [bar.height for bar in bars] == [100, 50, 0, 0, 50]
+    assert [bar.title for bar in histogram([0.5], unit="reward")] == ["0.5 to 1.5 reward: 1"]
+    wide = histogram(range(100), unit="tokens")
+    assert [wide[0].title, wide[-1].title, len(wide)] == ["0 to 2 tokens: 3", "99 to 101 tokens: 1", 34]
