@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from tests.tiny import copy_of
+
 WINDOW = 6  # tokens
 SHARED: dict[str, Any] = {
     "vocab_size": 96, "max_position_embeddings": 256, "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2,
@@ -185,12 +187,16 @@ def model_of(
 
     Correction biases of routers and matrices that begin at zero are drawn too.
     """
-    config = config_of(model_type, **overrides)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        for name, value in [*model.named_parameters(), *model.named_buffers()]:
-            is_matrix = isinstance(value, torch.nn.Parameter) and value.ndim > 1
-            if name.endswith(("e_score_correction_bias", "expert_bias")) or (is_matrix and not value.any()):
-                torch.nn.init.normal_(value.data, std=0.3)
-    return model.to(dtype).eval()
+
+    def build() -> PreTrainedModel:
+        config = config_of(model_type, **overrides)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            for name, value in [*model.named_parameters(), *model.named_buffers()]:
+                is_matrix = isinstance(value, torch.nn.Parameter) and value.ndim > 1
+                if name.endswith(("e_score_correction_bias", "expert_bias")) or (is_matrix and not value.any()):
+                    torch.nn.init.normal_(value.data, std=0.3)
+        return model.to(dtype).eval()
+
+    return copy_of((model_type, dtype, seed, repr(sorted(overrides.items()))), build)

@@ -17,12 +17,13 @@ os.environ.update(
 import gc
 import json
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.fixed_costs import spare
 
 torch.set_num_threads(1)
 gc.disable()  # until the tests are collected: among all that is imported, collections take seconds
@@ -37,23 +38,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave the objects of imported libraries out of later garbage collections.
-
-    accelerate runs a full collection at the start of each training: 0.4 s over what torch and transformers have imported,
-    more than all else in most tests.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.enable()
-    from accelerate.utils import other
-
-    # It reads the package's metadata each time: a tenth of what a small run takes.
-    other.is_deepspeed_available = cache(other.is_deepspeed_available)
+    spare()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def imported_so_far() -> None:
-    """The same for what the tests before have imported."""
+    """Leaves what the tests before have imported out of later garbage collections."""
     gc.collect()
     gc.freeze()
 

@@ -4,6 +4,11 @@ The initial weights are wide (`initializer_range=0.3`), so that logits differ cl
 compares outputs would notice a wrong mask or position.
 """
 
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from transformers import (
     AutoConfig,
@@ -101,6 +106,8 @@ _SHARED = {
     "pad_token_id": 0,
 }
 
+_BUILT: dict[tuple, PreTrainedModel] = {}  # what copies are made of
+
 ARCHITECTURES = tuple(_FIELDS)
 SOFT_CAPPED = ("gemma2",)  # their eager attention takes its softmax in float32, whatever the model's dtype
 
@@ -142,8 +149,33 @@ def tiny_seq2seq(
 
 
 def _from_config(auto, architecture: str, dtype: torch.dtype, seed: int, overrides: dict) -> PreTrainedModel:
-    config = tiny_config(architecture, **overrides)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = auto.from_config(config, dtype=torch.float32)
-    return model.to(dtype).eval()
+    def build() -> PreTrainedModel:
+        config = tiny_config(architecture, **overrides)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = auto.from_config(config, dtype=torch.float32)
+        return model.to(dtype).eval()
+
+    return copy_of((auto, architecture, dtype, seed, repr(sorted(overrides.items()))), build)
+
+
+def copy_of(key: tuple, build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    """A copy of the model that the process built first under `key`: 2 ms instead of 15."""
+    if key not in _BUILT:
+        _BUILT[key] = build()
+    return _copied(_BUILT[key], {})
+
+
+def _copied(module: torch.nn.Module, memo: dict) -> Any:
+    """`copy.deepcopy` of a module, three times as fast: most of what a module holds are empty dictionaries of hooks."""
+    if id(module) not in memo:
+        memo[id(module)] = new = module.__class__.__new__(module.__class__)
+        for name, value in module.__dict__.items():
+            if name == "_modules":
+                value = {key: None if part is None else _copied(part, memo) for key, part in value.items()}
+            elif not value and type(value) in (OrderedDict, dict, list, set):
+                value = type(value)()
+            else:
+                value = copy.deepcopy(value, memo)
+            new.__dict__[name] = value
+    return memo[id(module)]

@@ -7,6 +7,7 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, ProcessorMixin
 
+from tests.tiny import copy_of
 from tests.tiny_tokenizers import tiny_tokenizer
 
 FAMILIES = ("llava", "qwen2_vl", "idefics3", "gemma3")
@@ -156,11 +157,16 @@ def tiny_vision_model(
     processor: Any, family: str = "llava", *, dtype: torch.dtype = torch.float32, **overrides: Any
 ) -> PreTrainedModel:
     """A two-layer model of the family with a small vision tower, in eval mode; weights depend on nothing."""
-    config = AutoConfig.for_model(family, **{**_fields(family, processor), **overrides})
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-        for parameter in model.parameters():  # Gemma 3's projector begins at zero and would pass no image on
-            if parameter.ndim > 1 and not parameter.any():
-                torch.nn.init.normal_(parameter, std=0.3)
-    return model.to(dtype).eval()
+    fields = {**_fields(family, processor), **overrides}
+
+    def build() -> PreTrainedModel:
+        config = AutoConfig.for_model(family, **fields)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+            for parameter in model.parameters():  # Gemma 3's projector begins at zero and would pass no image on
+                if parameter.ndim > 1 and not parameter.any():
+                    torch.nn.init.normal_(parameter, std=0.3)
+        return model.to(dtype).eval()
+
+    return copy_of((family, dtype, repr(sorted(fields.items()))), build)

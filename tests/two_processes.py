@@ -24,6 +24,8 @@ from typing import IO, NamedTuple
 
 import pytest
 
+from tests.fixed_costs import spare
+
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = dict(os.environ)  # without what a test sets
 TAIL = 4000  # characters of what a process wrote
@@ -111,9 +113,7 @@ def work() -> None:
     os.dup2(2, 1)  # what programs print
     gc.disable()
     import_libraries()
-    gc.enable()
-    gc.collect()
-    gc.freeze()  # what was imported is neither collected nor copied
+    spare()
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         answers.write(json.dumps(in_forks(json.loads(line))) + "\n")
