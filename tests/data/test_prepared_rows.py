@@ -18,7 +18,7 @@ from tests.tiny_tokenizers import tiny_tokenizer
 
 from trl.data.pipeline import prepare_dataset
 from trl.data.preference import PreferencePreparation, RewardPreparation
-from trl.data.prompts import PromptPreparation, prepare_prompts
+from trl.data.prompts import PromptPreparation, PromptSets
 from trl.data.stepwise import StepwisePreparation
 from trl.data.text import SFTPreparation
 from trl.data.unpaired import UnpairedPreparation
@@ -220,7 +220,9 @@ def prepared(name: str, *, streaming: bool) -> dict[str, Any]:
     dataset: Any = Dataset.from_list(rows)
     words = tiny_tokenizer(**tokenizer)
     if kind == "prompts":
-        return rows_of(prepare_prompts(dataset, words, PromptPreparation(**settings), name="train"))
+        length = settings.get("longest")
+        sets = PromptSets(words, PromptPreparation(**settings), context_length=length and length + 1, room=("", None))
+        return rows_of(sets.prepared(dataset, "train"))
     prepare, preparation = PREPARE[kind]
     found, report = prepare(dataset.to_iterable_dataset() if streaming else dataset, words, preparation(**settings))
     return {**rows_of(found), "counts": counts_of(report)}

@@ -9,7 +9,7 @@ from tests.models.words import word_tokenizer
 
 from trl.data.pipeline import prepare_dataset
 from trl.data.preference import PreferencePreparation, RewardPreparation
-from trl.data.prompts import PromptPreparation, prepare_prompts
+from trl.data.prompts import PromptPreparation, PromptSets
 from trl.data.text import SFTPreparation
 from trl.data.unpaired import UnpairedPreparation
 
@@ -48,7 +48,7 @@ KINDS = {
     ),
     "prompts": (
         {"prompt": ASKED},
-        lambda rows, words: prepare_prompts(rows, words, PromptPreparation(), name="train"),
+        lambda rows, words: PromptSets(words, PromptPreparation(), context_length=None, room=("", None))(rows, "train"),
     ),
 }
 

@@ -43,20 +43,6 @@ class PromptPreparation:
     tools: Sequence[Row] | None = None
 
 
-def prepare_prompts(
-    dataset: Dataset, processing_class: ProcessingClass, settings: PromptPreparation, *, name: str
-) -> Dataset:
-    """The data set with a column `input_ids` of prompts; all other columns stay, except masks of the prompts' tokens.
-
-    A row has a `prompt`, text or messages, or is tokenised already: `input_ids`, and optionally an `attention_mask`.
-    Raises: ValueError or TypeError, naming the row, for prompts that do not fit the settings.
-    """
-    kind = prompt_tokenizer(dataset, processing_class, settings, name=name)
-    kept = [column for column in dataset.column_names if column not in _MASKS]
-    rows = dataset.with_format(None)
-    return kind.map(rows, num_proc=settings.num_proc, keep_columns=kept)  # type: ignore[return-value]
-
-
 def prompt_tokenizer(
     dataset: Dataset, processing_class: ProcessingClass, settings: PromptPreparation, *, name: str
 ) -> PromptTokenizer:
@@ -78,11 +64,6 @@ def prompt_tokenizer(
         check_tokenizer(dataset, processing_class, Place(name, 0, "prompt"), is_chat=True, needs_eos=False)
     settings = replace(settings, num_proc=None)  # no part of the cache key
     return PromptTokenizer(processing_class, settings, name, is_given, is_chat)
-
-
-def columns_for_rewards(column_names: Sequence[str]) -> list[str]:
-    """The columns of a prepared set that reward functions get."""
-    return [column for column in column_names if column not in (PROMPT_IDS, "prompt", IMAGE_KEY)]
 
 
 @dataclass(frozen=True)
@@ -190,7 +171,15 @@ class PromptSets:
         return RowStream(rows, head.column_names, prepared.column_names, read)
 
     def prepared(self, dataset: Dataset, name: str) -> Dataset:
-        return prepare_prompts(dataset, self.processing_class, self.settings, name=name)
+        """The data set with a column `input_ids` of prompts; others stay, except masks of the prompts' tokens.
+
+        A row has a `prompt`, text or messages, or is tokenised already: `input_ids`, and optionally an `attention_mask`.
+        Raises: ValueError or TypeError, naming the row, for prompts that do not fit the settings.
+        """
+        kind = prompt_tokenizer(dataset, self.processing_class, self.settings, name=name)
+        kept = [column for column in dataset.column_names if column not in _MASKS]
+        rows = dataset.with_format(None)
+        return kind.map(rows, num_proc=self.settings.num_proc, keep_columns=kept)  # type: ignore[return-value]
 
     def every(self, datasets: Any) -> Any:
         """An evaluation set, or each of several by name; None for none."""

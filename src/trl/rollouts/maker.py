@@ -17,7 +17,7 @@ from torch.utils.data import Dataset as TorchDataset
 from transformers import PreTrainedTokenizerBase, TrainerState
 
 from trl.data.formats import is_list_of_dicts_with
-from trl.data.prompts import PROMPT_IDS, columns_for_rewards
+from trl.data.prompts import IMAGE_KEY, PROMPT_IDS
 from trl.data.rendering import Json, Message
 from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
@@ -53,7 +53,7 @@ class Prompts:
     @property
     def reward_columns(self) -> list[str]:
         """The columns that reward functions are given."""
-        return columns_for_rewards(self.rows.column_names)
+        return [name for name in self.rows.column_names if name not in (PROMPT_IDS, "prompt", IMAGE_KEY)]
 
 
 class Completed(NamedTuple):

@@ -126,14 +126,9 @@ def _settings(script_args: TeachScriptArguments, args: GKDConfig, policy: "Polic
     from trl.data.teacher_columns import TEACHER_COLUMNS, vocabulary_hash
 
     loading: Any = args.model_init_kwargs
-    names = [
-        "max_length",
-        "completion_only_loss",
-        "assistant_only_loss",
-        "dataset_text_field",
-        "eos_token",
-        "dataset_kwargs",
-    ]
+    names = (
+        "max_length", "completion_only_loss", "assistant_only_loss", "dataset_text_field", "eos_token", "dataset_kwargs",
+    )  # fmt: skip
     return {
         "format": 1, "columns": TEACHER_COLUMNS, "teacher": script_args.teacher,
         "loaded_with": {name: str(value) for name, value in loading.items()}, "top_k": script_args.top_k,
