@@ -1,7 +1,5 @@
 """Sessions and rollouts with tools for training and export: chains of tokens, and conversations."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -31,7 +29,7 @@ class Chain:
     ended: bool = False
 
     @classmethod
-    def of(cls, turns: Sequence[Turn]) -> Chain:
+    def of(cls, turns: Sequence[Turn]) -> "Chain":
         chain = cls(turns[0].context, ended=turns[-1].finish_reason != "length")
         for number, turn in enumerate(turns):
             chain.add(turn.shown if number else [], turn.generated)

@@ -1,7 +1,5 @@
 """An OpenAI-style endpoint in front of an engine: any agent that is given its address and a key talks to the policy."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import secrets
@@ -50,7 +48,7 @@ class Endpoint:
         self, engine: Engine, processing_class: ProcessingClass, *, sampling: Sampling | None = None,
         agent_sampling: AgentSampling = "own", template_kwargs: Fields | None = None, host: str = "127.0.0.1",
         port: int = 0, model_name: str = "policy", most_sessions: int = MOST_SESSIONS, threaded: bool = True,
-        server: HTTPServer | None = None, http: bool = True, warned: set[str] | None = None,
+        server: "HTTPServer | None" = None, http: bool = True, warned: set[str] | None = None,
     ) -> None:  # fmt: skip
         self.engine, self.agent_sampling, self.model_name = engine, agent_sampling, model_name
         self.warned = set[str]() if warned is None else warned
@@ -115,7 +113,7 @@ class Endpoint:
         self._open.pop(session.api_key, None)
         session.close()
 
-    def __enter__(self) -> Endpoint:
+    def __enter__(self) -> "Endpoint":
         if (server := self._server) is not None:
             from trl.agents.openai_app import openai_app
 

@@ -1,7 +1,5 @@
 """The OpenAI-style API: chat completions and completions over sessions, as JSON or as a stream of events."""
 
-from __future__ import annotations
-
 import json
 import secrets
 import time
@@ -121,7 +119,7 @@ class _Stream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _events(turns: Sequence[Turn], form: _Form) -> AsyncIterator[str]:
+async def _events(turns: Sequence[Turn], form: "_Form") -> AsyncIterator[str]:
     try:
         for index, turn in enumerate(turns):
             yield form.part(index, {"role": "assistant", "content": ""})

@@ -4,8 +4,6 @@ A turn's prompt is the tokens of the longest history that the session holds, and
 changes its history begins another branch or another tree.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -61,8 +59,8 @@ class Turn:
     `generated`. The prompt was made of `messages` (with the digest `state`) and `tools`, or of `prompt_text`.
     """
 
-    session: Session
-    parent: Turn | None
+    session: "Session"
+    parent: "Turn | None"
     shown: list[int]
     messages: Sequence[Message] = ()
     tools: Sequence[Json] = ()
@@ -112,7 +110,7 @@ class Turn:
         """The completion as the next prompt would have it."""
         return readable({"role": "assistant", "content": self.text, "tool_calls": self.tool_calls})
 
-    async def result(self) -> Turn:
+    async def result(self) -> "Turn":
         generated = None
         try:
             if self.scores is not None:
@@ -212,7 +210,7 @@ class Session:
 
     # ---- requests
 
-    async def chat(self, body: ChatBody, *, is_retry: bool) -> list[Turn]:
+    async def chat(self, body: "ChatBody", *, is_retry: bool) -> list[Turn]:
         """Begin `n` answers to a conversation. Raises: APIError."""
         tools, messages = body.tools or [], readable_all(body.messages)
         first = digest(["tools", tools, self.chats.template_kwargs])
@@ -227,7 +225,7 @@ class Session:
         limit = body.max_completion_tokens or body.max_tokens
         return self._begin([make], body, limit=limit, is_retry=is_retry)
 
-    async def complete(self, body: CompletionBody, *, is_retry: bool) -> list[Turn]:
+    async def complete(self, body: "CompletionBody", *, is_retry: bool) -> list[Turn]:
         """Begin `n` completions of each prompt. Raises: APIError."""
         is_one = isinstance(body.prompt, str) or isinstance(next(iter(body.prompt), 0), int)
         prompts: Any = [body.prompt] if is_one else body.prompt
@@ -282,7 +280,7 @@ class Session:
         return partial(Turn, self, parent, shown, prompt_text=prompt)
 
     def _begin(
-        self, makers: Sequence[Callable[[], Turn]], body: Body, *, limit: int | None, is_retry: bool
+        self, makers: Sequence[Callable[[], Turn]], body: "Body", *, limit: int | None, is_retry: bool
     ) -> list[Turn]:
         started: list[Turn] = []
         try:
@@ -305,7 +303,7 @@ class Session:
             raise
         return started
 
-    def _start(self, turn: Turn, body: Body, number: int, limit: int | None) -> None:
+    def _start(self, turn: Turn, body: "Body", number: int, limit: int | None) -> None:
         """Send the turn `number` of a request to the engine. Raises: APIError."""
         prompt, sampling = tuple(turn.context), self._sampling(body, turn.stops)
         window = self.chats.context_length - len(prompt)
@@ -361,7 +359,7 @@ class Session:
         self.cut = self.cut or name
         return APIError(400, f"This session has used up its budget of {name}.", code=BUDGET_EXCEEDED)
 
-    def _sampling(self, body: Body, stops: tuple[str, ...]) -> Sampling:
+    def _sampling(self, body: "Body", stops: tuple[str, ...]) -> Sampling:
         settings = {name: value for name in FOREIGN if (value := getattr(body, name)) is not None}
         if "top_k" in settings:
             settings["top_k"] = max(settings["top_k"], 0)

@@ -1,5 +1,7 @@
 """Prepared SFT rows as a batch: padded rows, or one packed row of sequences."""
 
+from __future__ import annotations  # field types are recorded as they are written
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal

@@ -1,7 +1,5 @@
 """Small data sets of word problems, one for each kind of row, made from a seed: nothing is downloaded."""
 
-from __future__ import annotations
-
 import random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -135,7 +133,7 @@ def make_rows(name: str, *, rows: int = 400, seed: int = 0) -> dict[str, list[Ro
     return {"train": all_rows[:rows], "test": all_rows[rows:]}
 
 
-def make_data(name: str, *, rows: int = 400, seed: int = 0) -> DatasetDict:
+def make_data(name: str, *, rows: int = 400, seed: int = 0) -> "DatasetDict":
     """A data set of small word problems (of colours for images), with the splits `train` and `test`.
 
     `name` is a kind of row: "problems" (`question`, `answer`), "chats" (`messages`), "preferences" (`chosen`,

@@ -1,7 +1,5 @@
 """A tree of sequences by what they begin with: a search costs the length of a sequence, however many there are."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -17,8 +15,8 @@ class Node(Generic[Value]):
 
     items: Any
     depth: int = 0
-    parent: Node[Value] | None = None
-    children: dict[object, Node[Value]] = field(default_factory=dict)
+    parent: "Node[Value] | None" = None
+    children: "dict[object, Node[Value]]" = field(default_factory=dict)
     value: Value | None = None
 
 

@@ -1,7 +1,5 @@
 """Rows of prompts -> rows with the token ids that a policy continues."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -45,7 +43,7 @@ class PromptPreparation:
 
 def prompt_tokenizer(
     dataset: Dataset, processing_class: ProcessingClass, settings: PromptPreparation, *, name: str
-) -> PromptTokenizer:
+) -> "PromptTokenizer":
     """The tokenizer of a data set's rows. Raises: ValueError for prompts that do not fit the settings."""
     columns, is_given = dataset.column_names, PROMPT_IDS in dataset.column_names
     first = first_row(dataset, name, "a prompt")

@@ -1,5 +1,7 @@
 """Sources of rows: files, folders, data sets saved to disk, the hub, and mixtures of them."""
 
+from __future__ import annotations  # field types are recorded as they are written
+
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext

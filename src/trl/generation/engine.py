@@ -1,7 +1,5 @@
 """The interface of generation engines: token ids in; token ids, their log-probs and finish reasons out."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -88,7 +86,7 @@ class Sampling:
             settings = ", ".join(f"{name}={value!r}" for name, value in self.processors)
             raise ValueError(f"{engine} does not support {settings} of generation_kwargs. Use use_vllm=False.")
 
-    def updated(self, generation_kwargs: Any) -> Sampling:
+    def updated(self, generation_kwargs: Any) -> "Sampling":
         """These settings overridden by transformers' `GenerationConfig`, or a dict with its field names (None: unset).
 
         Raises: ValueError for unsupported settings (beams, constraints, ...) and unknown names.

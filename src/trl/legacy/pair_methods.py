@@ -1,7 +1,5 @@
 """Methods that programs of 0.7-0.26 call on trainers of preferences, over the scoring and the objectives of today."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Literal
@@ -129,7 +127,7 @@ def mean_chosen_nll(scored: Scored) -> Tensor:
     return reduce_terms(nll, count_units(nll))
 
 
-def build_tokenized_answer(self: LegacyPairs, prompt: str, answer: str) -> dict[str, list[int]]:
+def build_tokenized_answer(self: "LegacyPairs", prompt: str, answer: str) -> dict[str, list[int]]:
     """Token ids of a prompt and of an answer to it, cut where the tokens of both together leave the prompt's."""
     texts = (prompt, prompt + answer)
     head, whole = (self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
@@ -142,7 +140,7 @@ def build_tokenized_answer(self: LegacyPairs, prompt: str, answer: str) -> dict[
 class OverriddenBatch(Method):
     """The loss of an overridden `get_batch_loss_metrics` of a trainer, which logs through `store_metrics`."""
 
-    def __init__(self, trainer: LegacyPairs) -> None:
+    def __init__(self, trainer: "LegacyPairs") -> None:
         self.trainer, self.method = trainer, trainer.method
 
     def score(self, batch: Batch, scoring: Scoring) -> Tensor:
@@ -168,7 +166,7 @@ class OverriddenBatch(Method):
 class OverriddenLoss(Method):
     """The method of a trainer with the losses of an overridden `dpo_loss`, `kto_loss`, ..."""
 
-    def __init__(self, trainer: LegacyPairs) -> None:
+    def __init__(self, trainer: "LegacyPairs") -> None:
         self.trainer, self.learned, self.wants = trainer, trainer.method.learned, trainer.method.wants
         self.reference_names = trainer.method.reference_names
 

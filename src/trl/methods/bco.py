@@ -1,7 +1,5 @@
 """Binary classifier optimisation: the reward as the logit of a classifier of desirable completions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +22,10 @@ if TYPE_CHECKING:
 class BCOMethod(UnpairedMethod):
     """The mathematics of BCO; `density` weighs undesirable rows by their prompts."""
 
-    args: BCOConfig
+    args: "BCOConfig"
     mean_reward: RunningMean
 
-    def __init__(self, args: BCOConfig, density: PromptDensity | None) -> None:
+    def __init__(self, args: "BCOConfig", density: PromptDensity | None) -> None:
         super().__init__(args)
         self.density, self.mean_reward = density, RunningMean()
 

@@ -1,7 +1,5 @@
 """Contrastive preference optimisation and its variants: SimPO, CPO-SimPO, AlphaPO."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
 class CPOMethod(ReferenceFreeMethod):
     """The mathematics of CPO, SimPO and AlphaPO."""
 
-    args: CPOConfig
+    args: "CPOConfig"
 
     @property
     def per_token(self) -> bool:  # type: ignore[override]

@@ -1,7 +1,5 @@
 """On-policy distillation: a teacher's distributions at the tokens of the student's completions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -46,7 +44,7 @@ def _entropies(logits: Tensor) -> Tensor:
 class DistillationMethod(GroupMethod):
     """The divergence of student and teacher at each completion token, without rewards."""
 
-    args: DistillationConfig
+    args: "DistillationConfig"
     needs_teacher, scores_reference = True, False
     divisor = OnlineMethod.divisor  # tokens
 

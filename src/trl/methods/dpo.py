@@ -1,7 +1,5 @@
 """Direct preference optimisation and its family: pairs against a reference policy."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -37,7 +35,7 @@ class DPOMethod(Method):
     reference_names: Sequence[str] = ("ref_logps",)
     mean_reward: RunningMean
 
-    def __init__(self, args: DPOConfig) -> None:
+    def __init__(self, args: "DPOConfig") -> None:
         self.args, self.mean_reward = args, RunningMean()
         self._nll_coefficient = nll_coefficient(args.loss_type, args.loss_weights, args.rpo_alpha)
         self._compares_pairs = any(PAIR_LOSSES[name].needs_step for name in args.loss_type)

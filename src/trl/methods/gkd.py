@@ -1,7 +1,5 @@
 """Generalised knowledge distillation: a teacher's distributions at each trained token."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
 class GKDMethod(SFTMethod):
     """The divergence of student and teacher at each trained token (arXiv:2306.13649, eq. 1)."""
 
-    def __init__(self, args: GKDConfig) -> None:
+    def __init__(self, args: "GKDConfig") -> None:
         super().__init__("nll")
         self.args = args
 

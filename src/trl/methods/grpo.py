@@ -1,7 +1,5 @@
 """Group relative policy optimisation: advantages relative to the other completions of the prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -39,9 +37,9 @@ if TYPE_CHECKING:
 class GRPOMethod(GroupMethod):
     """Advantages relative to the group, the loss of `loss_type`, and the correction of the sampler's mismatch."""
 
-    args: GRPOConfig
+    args: "GRPOConfig"
 
-    def __init__(self, args: GRPOConfig) -> None:
+    def __init__(self, args: "GRPOConfig") -> None:
         super().__init__(args)
         self.reward_scale, self.estimator = args.reward_scale, args.estimator
         self.needs_teacher = self.scores_teacher = args.teacher_kl_coef != 0

@@ -1,7 +1,5 @@
 """Kahneman-Tversky optimisation: completions that are marked desirable or not."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 class KTOMethod(UnpairedMethod):
     """The mathematics of KTO; with two completions per row, losses are compared with the KL of the mismatched ones."""
 
-    args: KTOConfig
+    args: "KTOConfig"
 
     def plan(self, batches: Sequence[Batch], scoring: Scoring) -> Sequence[Any]:
         """Estimate the KL of the whole step, on all processes, from its mismatched completions.

@@ -1,7 +1,5 @@
 """Nash-MD: policy gradient on the preference for the policy over a mixture of itself and its reference."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -33,7 +31,7 @@ class NashMDMethod(OnlineDPOMethod):
     trained on.
     """
 
-    args: NashMDConfig
+    args: "NashMDConfig"
     temperature = None  # a policy gradient is that of the distribution that completions come from
 
     @property

@@ -1,7 +1,5 @@
 """Online DPO: pairs of the policy's own completions, compared by a judge or by rewards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
 class OnlineDPOMethod(GroupMethod):
     """A loss of `PAIR_LOSSES` on pairs of completions (Guo et al. 2024, arXiv:2402.04792)."""
 
-    args: OnlineDPOConfig
+    args: "OnlineDPOConfig"
     pairs_rows = True
     temperature = 1.0  # the policy's own distribution is compared with the reference's, however it is sampled
     judge: ManagedJudge | None = None

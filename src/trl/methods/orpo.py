@@ -1,7 +1,5 @@
 """Odds-ratio preference optimisation: fine-tuning and preferences in one loss, without a reference."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, ClassVar
 
 from trl.methods.reference_free import ReferenceFreeMethod
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
 class ORPOMethod(ReferenceFreeMethod):
     """The mathematics of ORPO."""
 
-    args: ORPOConfig
+    args: "ORPOConfig"
     scores_prompts: ClassVar[bool] = True
     per_token = True
     nll_coefficient = 1.0

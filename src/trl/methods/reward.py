@@ -1,7 +1,5 @@
 """Reward models: Bradley-Terry on pairs of which one is preferred."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
 class RewardMethod(Method):
     """The mathematics of reward models: Bradley-Terry on the rewards `(B, 2)` of pairs."""
 
-    def __init__(self, args: RewardConfig) -> None:
+    def __init__(self, args: "RewardConfig") -> None:
         self.args = args
 
     def count(self, batch: Batch) -> Tensor:

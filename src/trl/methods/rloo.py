@@ -1,7 +1,5 @@
 """REINFORCE leave-one-out: the baseline is the mean reward of the other completions of the prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -28,10 +26,10 @@ KL = "kl"
 class RLOOMethod(GroupMethod):
     """Rewards less the KL penalty, leave-one-out advantages, the clipped surrogate of whole completions."""
 
-    args: RLOOConfig
+    args: "RLOOConfig"
     eos_token_id: int | None = None
 
-    def __init__(self, args: RLOOConfig) -> None:
+    def __init__(self, args: "RLOOConfig") -> None:
         super().__init__(args)
         self.has_reference = args.beta != 0
 

@@ -1,7 +1,5 @@
 """XPO: online DPO against completions of the reference, with optimism."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 class XPOMethod(OnlineDPOMethod):
     """The pair loss plus `alpha log p` of the reference's completion, which is the second of its prompt."""
 
-    args: XPOConfig
+    args: "XPOConfig"
 
     @property
     def alpha(self) -> float:

@@ -1,7 +1,5 @@
 """A policy made ready for a trainer: model, processing class, adapters and the scoring forward."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Sequence
@@ -55,7 +53,7 @@ class Policy(NamedTuple):
 
 def set_up_policy(
     model: object, args: Any, processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
-    peft_config: PeftConfig | None, *, classifier: ClassifierKind | None = None, trained: bool = True,
+    peft_config: "PeftConfig | None", *, classifier: ClassifierKind | None = None, trained: bool = True,
 ) -> Policy:  # fmt: skip
     """Load model and tokenizer, set tokens and template, add the adapter, make the scorer; log its fallbacks.
 

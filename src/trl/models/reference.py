@@ -3,8 +3,6 @@
 `make_reference` chooses once: a frozen model, or the policy with its adapter disabled or with another adapter.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import os
@@ -188,7 +186,7 @@ def is_movable(model: nn.Module) -> bool:
     return not (is_quantized(model) or hasattr(model, "hf_device_map"))
 
 
-def _peft_model_in(policy: nn.Module) -> PeftModel:
+def _peft_model_in(policy: nn.Module) -> "PeftModel":
     return next(module for module in policy.modules() if is_peft_model(module))  # type: ignore[return-value]
 
 

@@ -1,7 +1,5 @@
 """Models, classifiers and tokenizers checked and prepared for a trainer."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import logging
@@ -93,8 +91,11 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def take_chat_template(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str | None, peft_config: PeftConfig | None = None
-) -> tuple[PreTrainedModel, PeftConfig | None]:
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    path: str | None,
+    peft_config: "PeftConfig | None" = None,
+) -> "tuple[PreTrainedModel, PeftConfig | None]":
     """Apply `chat_template_path`: a Jinja file, or another tokenizer whose template and added tokens are copied.
 
     Returns the model, with more embeddings if tokens were added, and the `peft_config`, which then also trains these
@@ -231,7 +232,7 @@ def take_pad_token(model: nn.Module, tokenizer: PreTrainedTokenizerBase, kind: C
         )
 
 
-def adapter_of_classifier(peft_config: PeftConfig | None, kind: ClassifierKind) -> PeftConfig | None:
+def adapter_of_classifier(peft_config: "PeftConfig | None", kind: ClassifierKind) -> "PeftConfig | None":
     """The settings of a new adapter, with the task type with which PEFT trains and saves the classification head."""
     if peft_config is None or getattr(peft_config, "task_type", kind.task_type) == kind.task_type:
         return peft_config  # no config: refused later

@@ -1,7 +1,5 @@
 """Language models with additional modules: loading, adapters (also of a reward model), saving."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -277,7 +275,7 @@ def last_hidden(outputs: Any) -> Tensor:
     return (getattr(outputs, "decoder_hidden_states", None) or outputs.hidden_states)[-1]
 
 
-def _with_adapter(model: Any, peft_config: PeftConfig | None, *, trainable: bool) -> PreTrainedModel:
+def _with_adapter(model: Any, peft_config: "PeftConfig | None", *, trainable: bool) -> PreTrainedModel:
     """The model with a new adapter if there is a `peft_config`; its own adapter is frozen unless `trainable`."""
     if peft_config is None:
         if is_peft_model(model) and not trainable:

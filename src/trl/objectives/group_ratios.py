@@ -3,8 +3,6 @@
 Everything per token is flat, `(K,)`, with the row of each token in `sequence`; log-probs in nats.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -44,7 +42,7 @@ class GroupTokens:
     def __post_init__(self) -> None:
         check_shapes(self.mask, **self._beside_mask())
 
-    def part(self, tokens: slice) -> GroupTokens:
+    def part(self, tokens: slice) -> "GroupTokens":
         """Some of the tokens; rows keep their numbers."""
         cut: dict[str, Any] = {name: value[tokens] for name, value in self._beside_mask().items()}
         return replace(self, mask=self.mask[tokens], **cut)

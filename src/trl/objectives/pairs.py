@@ -4,8 +4,6 @@ Throughout, `c` and `r` are the log-ratios of policy over reference, `log pi/pi_
 completion; beta times a log-ratio is the completion's implicit reward.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,7 +30,7 @@ class PairScores:
     rejected: Tensor
     ref_chosen: Tensor
     ref_rejected: Tensor
-    step: StepStatistics | None = None
+    step: "StepStatistics | None" = None
 
     def __post_init__(self) -> None:
         shapes = [tuple(t.shape) for t in (self.chosen, self.rejected, self.ref_chosen, self.ref_rejected)]
@@ -40,7 +38,7 @@ class PairScores:
             raise ValueError(f"log-probs of pairs must be four tensors of one shape (B,), got {shapes}.")
 
     @classmethod
-    def without_reference(cls, chosen: Tensor, rejected: Tensor) -> PairScores:
+    def without_reference(cls, chosen: Tensor, rejected: Tensor) -> "PairScores":
         """Pairs of a policy that is compared with nothing: the reference's log-probs are 0."""
         return cls(chosen, rejected, torch.zeros_like(chosen), torch.zeros_like(rejected))
 
@@ -49,7 +47,7 @@ class PairScores:
         """Log-ratios of policy over reference, of chosen and rejected, `(B,)` each."""
         return self.chosen - self.ref_chosen, self.rejected - self.ref_rejected
 
-    def per_token(self, chosen_lengths: Tensor, rejected_lengths: Tensor) -> PairScores:
+    def per_token(self, chosen_lengths: Tensor, rejected_lengths: Tensor) -> "PairScores":
         """Means over the tokens of each completion, from sums and lengths `(B,)`."""
         policy = self.chosen / chosen_lengths, self.rejected / rejected_lengths
         reference = self.ref_chosen / chosen_lengths, self.ref_rejected / rejected_lengths
@@ -87,7 +85,7 @@ class StepStatistics:
     rejected_partner: Tensor
     chosen_partner: Tensor
 
-    def rows(self, part: slice) -> StepStatistics:
+    def rows(self, part: slice) -> "StepStatistics":
         """The statistics of a part of the pairs."""
         partners = (self.margin_partner, self.rejected_partner, self.chosen_partner)
         return StepStatistics(self.delta, *(partner[part] for partner in partners))

@@ -1,7 +1,5 @@
 """Rewards of images: an aesthetic score, and the size of the image as JPEG."""
 
-from __future__ import annotations
-
 import inspect
 import io
 from collections.abc import Awaitable, Callable, Collection, Iterable
@@ -81,7 +79,7 @@ def aesthetic_scorer(hub_model_id: str, model_filename: str) -> Callable[..., tu
     return aesthetic_score
 
 
-def as_picture(image: Tensor) -> Image:
+def as_picture(image: Tensor) -> "Image":
     from PIL.Image import fromarray
 
     return fromarray((image.detach().float().clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu().numpy())

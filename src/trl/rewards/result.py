@@ -1,7 +1,5 @@
 """What reward sources are given and what they return: inputs, reading of answers, scores by all sources."""
 
-from __future__ import annotations
-
 import json
 import math
 import reprlib
@@ -70,7 +68,7 @@ class RewardInputs:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def take(self, rows: Sequence[int]) -> RewardInputs:
+    def take(self, rows: Sequence[int]) -> "RewardInputs":
         lists = {name: getattr(self, name) for name in _LISTS} | dict(self.columns)
         taken = {name: [values[row] for row in rows] if len(values) else values for name, values in lists.items()}
         return replace(self, **{name: taken.pop(name) for name in _LISTS}, columns=taken)

@@ -1,7 +1,5 @@
 """Rollouts as training data: prompts, completions, and columns per token and per row."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -75,15 +73,15 @@ class Experience:
     def __len__(self) -> int:
         return len(self.completions)
 
-    def with_tokens(self, **columns: Tensor) -> Experience:
+    def with_tokens(self, **columns: Tensor) -> "Experience":
         """With more columns per token."""
         return replace(self, per_token={**self.per_token, **columns})
 
-    def with_rows(self, **columns: Tensor) -> Experience:
+    def with_rows(self, **columns: Tensor) -> "Experience":
         """With more columns per row."""
         return replace(self, per_row={**self.per_row, **columns})
 
-    def with_more(self, **rows: Ragged) -> Experience:
+    def with_more(self, **rows: Ragged) -> "Experience":
         """With further rows of token ids."""
         return replace(self, more={**self.more, **rows})
 
@@ -92,7 +90,7 @@ class Experience:
         """The prompts that a teacher is shown."""
         return self.more[TEACHER_PROMPTS]
 
-    def take(self, indices: Tensor) -> Experience:
+    def take(self, indices: Tensor) -> "Experience":
         """Some rows, in the order of `indices`."""
         positions = self.completions.positions(indices)
         return Experience(
@@ -148,7 +146,7 @@ class Experience:
         batch: Json = completion_batch(rows, prefix_sharing=prefix_sharing, unscored=unscored)
         return {**batch, "rows": torch.arange(len(self))}
 
-    def to(self, device: torch.device | str) -> Experience:
+    def to(self, device: torch.device | str) -> "Experience":
         """The same on another device."""
         return Experience(
             self.prompts.to(device),
@@ -172,7 +170,7 @@ class Experience:
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Tensor]) -> Experience:
+    def from_state(cls, state: Mapping[str, Tensor]) -> "Experience":
         """The inverse of `state`."""
 
         def columns(kind: str) -> dict[str, Tensor]:

@@ -1,7 +1,5 @@
 """Rollouts of a run: which prompts are drawn, who completes them, and how the completions are scored."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -79,7 +77,7 @@ class Completer(Protocol):
     exact: bool
     """Whether the log-probs are those of the engine."""
 
-    def __call__(self, maker: RolloutMaker, rows: Rows, *, streams: Sequence[int]) -> Completed: ...
+    def __call__(self, maker: "RolloutMaker", rows: Rows, *, streams: Sequence[int]) -> Completed: ...
 
 
 class TextCompleter:
@@ -87,7 +85,7 @@ class TextCompleter:
 
     exact = True
 
-    def __call__(self, maker: RolloutMaker, rows: Rows, *, streams: Sequence[int]) -> Completed:
+    def __call__(self, maker: "RolloutMaker", rows: Rows, *, streams: Sequence[int]) -> Completed:
         return Completed(maker.complete(rows[PROMPT_IDS], streams=streams))
 
 
@@ -141,7 +139,7 @@ class RolloutMaker:
         tokenizer: PreTrainedTokenizerBase,
         accelerator: Accelerator,
         completer: Completer | None = None,
-        refill: Callable[[RolloutMaker, Experience, int], Experience] | None = None,
+        refill: "Callable[[RolloutMaker, Experience, int], Experience] | None" = None,
         parts: int = 1,
     ) -> None:
         self.prompts, self.sizes = prompts, sizes

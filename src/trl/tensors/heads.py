@@ -1,7 +1,5 @@
 """A plain output head, `(weight, bias)`, over one chunk of hidden states at a time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -71,7 +69,7 @@ class Scoring:
     @classmethod
     def over(
         cls, hidden: Tensor, weight: Tensor, *, rule: LogitRule, wanted: Statistics, chunk_size: int | None
-    ) -> Scoring:
+    ) -> "Scoring":
         """Settings for these tensors: dtype from autocast where it is on, else the wider of the two."""
         dtype, device = torch.promote_types(hidden.dtype, weight.dtype), hidden.device
         if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
@@ -86,7 +84,7 @@ class Scoring:
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *,
         wants: Sequence[bool] = (False, False, False), slopes_of: SlopesOf | None = None,
         kept: list[Tensor] | None = None,
-    ) -> tuple[TokenScores, HeadGradients]:  # fmt: skip
+    ) -> "tuple[TokenScores, HeadGradients]":  # fmt: skip
         """Scores of all tokens, and gradients of hidden states, weight and bias where `wants`, by the loss's slopes.
 
         `kept` holds the chunks' logits: an empty list takes them, a full one has them from an earlier call.

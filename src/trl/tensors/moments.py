@@ -4,8 +4,6 @@ Parts are merged by their counts, means and sums of squared deviations (Chan et 
 values gives the same moments, and large means lose no digits.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -33,7 +31,7 @@ class Moments(NamedTuple):
         """The unbiased variance, over `count - 1`; NaN for fewer than two values."""
         return self.deviations / torch.where(self.count > 1, self.count - 1, math.nan)
 
-    def plus(self, other: Moments) -> Moments:
+    def plus(self, other: "Moments") -> "Moments":
         """Both together.
 
         >>> moments(torch.tensor([1.0, 3.0])).plus(moments(torch.tensor([8.0]))).mean
@@ -119,7 +117,7 @@ class RunningMoments:
         Path(json_path).write_text(json.dumps(state, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     @classmethod
-    def load_from_json(cls, accelerator: Any, json_path: str) -> RunningMoments:
+    def load_from_json(cls, accelerator: Any, json_path: str) -> "RunningMoments":
         """Read what `save_to_json` wrote."""
         return cls(accelerator=accelerator, **json.loads(Path(json_path).read_text(encoding="utf-8")))
 

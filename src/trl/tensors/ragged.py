@@ -1,7 +1,5 @@
 """Rows of different lengths in one flat tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,14 +24,14 @@ class Ragged:
             raise ValueError(f"values and lengths must be flat, got shapes {shapes}.")
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence[float] | Tensor], dtype: torch.dtype = torch.int64) -> Ragged:
+    def of(cls, rows: Sequence[Sequence[float] | Tensor], dtype: torch.dtype = torch.int64) -> "Ragged":
         """From lists or tensors, one per row."""
         parts = [torch.as_tensor(row, dtype=dtype) for row in rows]
         values = torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
         return cls(values, torch.tensor([len(part) for part in parts], dtype=torch.int64))
 
     @classmethod
-    def joined(cls, parts: Sequence[Ragged]) -> Ragged:
+    def joined(cls, parts: "Sequence[Ragged]") -> "Ragged":
         """The rows of several, one after another.
 
         >>> Ragged.joined([Ragged.of([[1]]), Ragged.of([[2, 3]])]).lengths.tolist()
@@ -73,7 +71,7 @@ class Ragged:
         inner = torch.arange(int(lengths.sum()), device=lengths.device)
         return inner + torch.repeat_interleave(starts[indices] - offsets, lengths)
 
-    def take(self, indices: Tensor) -> Ragged:
+    def take(self, indices: Tensor) -> "Ragged":
         """Some rows, in the order of `indices`.
 
         >>> Ragged.of([[1, 2], [3]]).take(torch.tensor([1, 0])).values.tolist()
@@ -97,6 +95,6 @@ class Ragged:
         width = int(self.lengths.max()) if len(self) else 0
         return torch.arange(width, device=self.lengths.device)[None] < self.lengths[:, None]
 
-    def to(self, device: torch.device | str) -> Ragged:
+    def to(self, device: torch.device | str) -> "Ragged":
         """The same on another device."""
         return Ragged(self.values.to(device), self.lengths.to(device))

@@ -5,8 +5,6 @@ count over the whole optimiser step (all micro-batches, all processes), which is
 gradients do not depend on how a step was cut.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
@@ -27,7 +25,7 @@ class Weighted(NamedTuple):
         """`total / count`; NaN where nothing was counted."""
         return self.total / self.count
 
-    def plus(self, other: Weighted) -> Weighted:
+    def plus(self, other: "Weighted") -> "Weighted":
         """Both together.
 
         >>> (weighted(torch.tensor([1.0, 2.0])).plus(weighted(torch.tensor([6.0])))).mean

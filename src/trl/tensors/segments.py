@@ -4,8 +4,6 @@ A packed row holds real tokens only. A segment is a plain sequence, a shared pre
 a branch sees the whole prefix and itself, never its sisters, and its positions go on after the prompt.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -45,7 +43,7 @@ class Segments:
             end += length
 
     @classmethod
-    def from_lengths(cls, lengths: Iterable[int]) -> Segments:
+    def from_lengths(cls, lengths: Iterable[int]) -> "Segments":
         """Plain sequences, one after another.
 
         >>> Segments.from_lengths([2, 3]).start
@@ -56,7 +54,7 @@ class Segments:
         return cls(tuple(accumulate(sizes, initial=0))[:-1], sizes, zeros, zeros)
 
     @classmethod
-    def from_prefix_groups(cls, groups: Iterable[tuple[int, Sequence[int]]]) -> Segments:
+    def from_prefix_groups(cls, groups: Iterable[tuple[int, Sequence[int]]]) -> "Segments":
         """Groups of `(prompt_length, [branch_length, ...])`, one after another; no branches: a plain sequence."""
         sizes: list[int] = []
         prefixes: list[tuple[int, int]] = []
@@ -70,7 +68,7 @@ class Segments:
         return cls(tuple(accumulate(sizes, initial=0))[:-1], tuple(sizes), prefix_start, prefix_length)
 
     @classmethod
-    def from_table(cls, table: Tensor) -> Segments:
+    def from_table(cls, table: Tensor) -> "Segments":
         """The segments that `to_table` wrote: `(..., S, 4) -> Segments` (waits for the device if it is not the CPU)."""
         return cls(*map(tuple, table.reshape(-1, 4).T.tolist()))
 

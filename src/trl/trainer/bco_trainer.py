@@ -1,7 +1,5 @@
 """Binary classifier optimisation: the reward as the logit of a classifier of desirable completions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -63,7 +61,7 @@ class BCOTrainer(LegacyBCO, UnpairedTrainer):
         eval_dataset: arguments.EvalDatasets | None = None, processing_class: arguments.Processor | None = None,
         data_collator: arguments.Collator | None = None, model_init: arguments.ModelInit | None = None,
         callbacks: list[TrainerCallback] | None = None, optimizers: arguments.Optimizers = (None, None),
-        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None, peft_config: PeftConfig | None = None,
+        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None, peft_config: "PeftConfig | None" = None,
         compute_metrics: arguments.ComputeMetrics | None = None, model_adapter_name: str | None = None,
         ref_adapter_name: str | None = None, embedding_func: EmbeddingFunction | None = None,
         embedding_tokenizer: PreTrainedTokenizerBase | None = None, **older: Any,

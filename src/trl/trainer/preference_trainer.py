@@ -1,7 +1,5 @@
 """What the trainers of preferences share: terms of several kinds, each divided by its own count over the step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -57,7 +55,7 @@ def pair_parts(
 class PreferenceTrainer(BaseTrainer):
     """Base of the trainers that learn from judged completions."""
 
-    reference: Reference | AskedInAdvance | None = None
+    reference: "Reference | AskedInAdvance | None" = None
     shares_prefix: bool = False
 
     def __init__(self, parts: Parts, args: Any, **others: Any) -> None:

@@ -1,7 +1,5 @@
 """Process reward models: is each step of a solution right? Learned from steps with labels."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -68,7 +66,7 @@ class PRMTrainer(LegacyJudged, PreferenceTrainer):
         eval_dataset: arguments.EvalDatasets | None = None, processing_class: PreTrainedTokenizerBase | None = None,
         model_init: arguments.ModelInit | None = None, compute_metrics: arguments.ComputeMetrics | None = None,
         callbacks: list[TrainerCallback] | None = None, optimizers: arguments.Optimizers = (None, None),
-        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None, peft_config: PeftConfig | None = None,
+        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None, peft_config: "PeftConfig | None" = None,
         **older: Any,
     ) -> None:  # fmt: skip
         if model is None and model_init is not None:

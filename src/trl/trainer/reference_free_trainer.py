@@ -1,7 +1,5 @@
 """What CPO and ORPO share: pairs that are scored by the policy alone, and the likelihood of the chosen ones."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -32,7 +30,7 @@ class ReferenceFreeTrainer(PreferenceTrainer):
         eval_dataset: arguments.EvalDatasets | None = None, processing_class: arguments.Processor | None = None,
         model_init: arguments.ModelInit | None = None, callbacks: list[TrainerCallback] | None = None,
         optimizers: arguments.Optimizers = (None, None),
-        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None, peft_config: PeftConfig | None = None,
+        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None, peft_config: "PeftConfig | None" = None,
         compute_metrics: arguments.ComputeMetrics | None = None, **older: Any,
     ) -> None:  # fmt: skip
         if model_init is not None:

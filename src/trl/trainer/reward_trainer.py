@@ -1,7 +1,5 @@
 """Reward models: a score for a whole sequence, learned from pairs of which one is preferred."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -71,7 +69,7 @@ class RewardTrainer(LegacyReward, PreferenceTrainer):
         compute_metrics: arguments.ComputeMetrics | None = None, callbacks: list[TrainerCallback] | None = None,
         optimizers: arguments.Optimizers = (None, None),
         optimizer_cls_and_kwargs: arguments.OptimizerClass | None = None,
-        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None, peft_config: PeftConfig | None = None,
+        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None, peft_config: "PeftConfig | None" = None,
         **older: Any,
     ) -> None:  # fmt: skip
         policy, args = self.begin(model, args, processing_class, peft_config, older, classifier=REWARD_MODEL)

@@ -1,7 +1,5 @@
 """Supervised fine-tuning of causal language models."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -80,7 +78,7 @@ class SFTTrainer(LegacySFT, BaseTrainer):
         compute_loss_func: Callable[..., Tensor] | None = None, compute_metrics: arguments.ComputeMetrics | None = None,
         callbacks: list[TrainerCallback] | None = None, optimizers: arguments.Optimizers = (None, None),
         optimizer_cls_and_kwargs: arguments.OptimizerClass | None = None,
-        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None, peft_config: PeftConfig | None = None,
+        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None, peft_config: "PeftConfig | None" = None,
         formatting_func: arguments.FormattingFunction | None = None, **older: Any,
     ) -> None:  # fmt: skip
         policy, args = self.begin(model, args, processing_class, peft_config, older, data="rows")

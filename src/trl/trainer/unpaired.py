@@ -1,7 +1,5 @@
 """What KTO and BCO share: completions that are judged one by one, against a reference policy."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from functools import partial
@@ -64,7 +62,7 @@ class UnpairedTrainer(PreferenceTrainer):
         processing_class: arguments.Processor | None = None, data_collator: arguments.Collator | None = None,
         model_init: arguments.ModelInit | None = None, callbacks: list[TrainerCallback] | None = None,
         optimizers: arguments.Optimizers = (None, None),
-        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None, peft_config: PeftConfig | None = None,
+        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None, peft_config: "PeftConfig | None" = None,
         compute_metrics: arguments.ComputeMetrics | None = None, model_adapter_name: str | None = None,
         ref_adapter_name: str | None = None, **older: Any,
     ) -> None:  # fmt: skip

@@ -1,6 +1,6 @@
 """BEMA whose average becomes the reference of preference training."""
 
-from __future__ import annotations
+from __future__ import annotations  # field types are recorded as they are written
 
 from dataclasses import dataclass, field
 from typing import Any

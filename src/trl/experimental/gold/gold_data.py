@@ -1,7 +1,5 @@
 """Rows and batches for two tokenizers: each completion as tokens of both, and the spans that they have in common."""
 
-from __future__ import annotations
-
 import logging
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
@@ -46,7 +44,7 @@ class Pairing:
     stops: bool = False
 
     @classmethod
-    def of(cls, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, args: GOLDConfig) -> Pairing:
+    def of(cls, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, args: GOLDConfig) -> "Pairing":
         """Raises: ValueError for a tokenizer whose tokens do not join to their text."""
         known = vocabulary_bytes(student), vocabulary_bytes(teacher)
         for tokenizer, tokens in zip((student, teacher), known, strict=True):

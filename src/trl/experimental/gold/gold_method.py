@@ -1,7 +1,5 @@
 """The mathematics of GOLD: the loss of spans of tokens of two tokenizers, in chunks of whole spans."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -35,7 +33,7 @@ class Spans(NamedTuple):
     first: Tensor
     inside: Tensor
 
-    def part(self, rows: slice) -> Spans:
+    def part(self, rows: slice) -> "Spans":
         """Those of some rows."""
         return Spans(*(column[rows] for column in self))
 

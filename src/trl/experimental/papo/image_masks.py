@@ -1,7 +1,5 @@
 """Images of which a part is hidden: blackened pixels, squares, or all of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -13,7 +11,9 @@ if TYPE_CHECKING:
 PATCH = 14  # pixels: the side of a patch of common vision towers, as in the paper
 
 
-def masked_image(image: Image.Image | np.ndarray, kind: str, ratio: float, draws: np.random.Generator) -> Image.Image:
+def masked_image(
+    image: "Image.Image | np.ndarray", kind: str, ratio: float, draws: np.random.Generator
+) -> "Image.Image":
     """An image of the same size in RGB whose hidden part is black.
 
     "random" hides single pixels, "patch" squares of 14 x 14 pixels (cut off at the right and lower edge), each drawn at

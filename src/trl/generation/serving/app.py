@@ -1,7 +1,5 @@
 """The HTTP server of `trl vllm-serve`: a FastAPI app over a backend that generates, and its JSON bodies."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import logging
@@ -345,7 +343,7 @@ class GenerateBody(SamplingBody):
     images: list[str | list[str] | None] | None = None
 
     @model_validator(mode="after")
-    def _one_entry_each(self) -> GenerateBody:
+    def _one_entry_each(self) -> "GenerateBody":
         if self.images is not None and len(self.images) != len(self.prompts):
             raise ValueError(f"images must be one per prompt ({len(self.prompts)}), got {len(self.images)}")
         return self

@@ -1,7 +1,5 @@
 """The bodies of requests to the OpenAI-style API."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -92,7 +90,7 @@ class CompletionBody(Body):
         return (self.logprobs or 0) if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
     @model_validator(mode="after")
-    def _scores_alone(self) -> CompletionBody:
+    def _scores_alone(self) -> "CompletionBody":
         if self.scored is None and (self.max_tokens == 0 or (self.logprobs or 0) > 1):
             raise ValueError("max_tokens=0 and more than 1 of logprobs need echo or prompt_logprobs")
         if self.logprobs and self.max_tokens != 0 and self.temperature != 0:

@@ -3,8 +3,6 @@
 Trainer and vLLM's workers each have their own default group of `torch.distributed`, which is not used.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,7 +37,7 @@ class WeightChannel:
     def join(
         cls, host: str, port: int, rank: int, size: int, *, backend: Literal["gloo", "nccl"],
         device: torch.device | str | int = "cpu", timeout_s: float = 240.0, serves_store: bool = False,
-    ) -> WeightChannel:  # fmt: skip
+    ) -> "WeightChannel":  # fmt: skip
         """Join the other ranks at `host:port`; returns after all `size` of them have joined.
 
         The rank that `serves_store` listens at the address, the others connect to it, in any order. `timeout_s`

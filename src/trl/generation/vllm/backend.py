@@ -1,6 +1,6 @@
 """The backend of `trl vllm-serve`: vLLM, with its engine and workers in separate processes."""
 
-from __future__ import annotations
+from __future__ import annotations  # field types are recorded as they are written
 
 import base64
 import binascii

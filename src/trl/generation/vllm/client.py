@@ -1,7 +1,5 @@
 """The client of `trl vllm-serve`: completions over HTTP, weights over a `WeightChannel`."""
 
-from __future__ import annotations
-
 import atexit
 import base64
 import io
@@ -226,7 +224,7 @@ class VLLMClient:
             channel.close()
 
 
-def pil_to_base64(image: Image) -> str:
+def pil_to_base64(image: "Image") -> str:
     """A PIL image as a PNG file in base64."""
     buffer = io.BytesIO()
     image.save(buffer, format="PNG")
@@ -243,7 +241,7 @@ def _sampling(arguments: Mapping[str, object]) -> Json:
     return {name: arguments[name] for name in _SAMPLING}
 
 
-def _encoded(images: Image | list[Image] | str | None) -> str | list[str] | None:
+def _encoded(images: "Image | list[Image] | str | None") -> str | list[str] | None:
     if images is None or isinstance(images, str):
         return images
     return [pil_to_base64(image) for image in images] if isinstance(images, list) else pil_to_base64(images)

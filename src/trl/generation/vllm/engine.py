@@ -1,7 +1,5 @@
 """Engines with their own copy of the policy: requests, when weights are sent; and vLLM in the training process."""
 
-from __future__ import annotations
-
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -294,7 +292,7 @@ class VLLMEngine(PolicyCopy):
             llm.reset_prefix_cache()
 
     @contextmanager
-    def _awake(self) -> Iterator[LLM]:
+    def _awake(self) -> "Iterator[LLM]":
         """vLLM with its memory on the device; with `sleeps` it is released afterwards."""
         llm = self._llm = self._llm or self._built()
         if self._asleep:
@@ -307,7 +305,7 @@ class VLLMEngine(PolicyCopy):
                 llm.sleep(level=1)
                 self._asleep = True
 
-    def _built(self) -> LLM:
+    def _built(self) -> "LLM":
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are passed within the process
         from vllm import LLM  # pyright: ignore
 
@@ -328,7 +326,7 @@ class VLLMEngine(PolicyCopy):
             )  # fmt: skip
 
 
-def _sharing(parallel: int) -> ProcessGroup | None:
+def _sharing(parallel: int) -> "ProcessGroup | None":
     """The group of processes that share one copy with this process; None for one process."""
     if parallel == 1:
         return None

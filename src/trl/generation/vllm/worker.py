@@ -1,7 +1,5 @@
 """Extension of vLLM's workers, which receive weights over a `WeightChannel`."""
 
-from __future__ import annotations
-
 import logging
 import os
 import select
@@ -34,8 +32,8 @@ class WeightReceiver:
 
     rank: int
     device: torch.device
-    model_runner: GPUModelRunner
-    vllm_config: VllmConfig
+    model_runner: "GPUModelRunner"
+    vllm_config: "VllmConfig"
     reload_weights: Callable[..., None]
     weight_channel: WeightChannel | None = None
 

@@ -1,5 +1,7 @@
 """DDIM steps with log-probabilities: sample the next latent, or score a given one under the present weights."""
 
+from __future__ import annotations  # field types are recorded as they are written
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

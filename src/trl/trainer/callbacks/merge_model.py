@@ -1,7 +1,5 @@
 """Merging the policy's checkpoints with another model, by mergekit."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging
@@ -67,11 +65,11 @@ class MergeConfig:
         self.normalize = 1.0
         self.t_values: Parameter = 0.5
 
-    def create(self) -> MergeConfiguration:
+    def create(self) -> "MergeConfiguration":
         """The `mergekit.config.MergeConfiguration` of `method`."""
         return getattr(self, f"create_merge_config_{self.method}")()
 
-    def create_merge_config_linear(self) -> MergeConfiguration:
+    def create_merge_config_linear(self) -> "MergeConfiguration":
         """Weighted mean (Wortsman et al. 2022, arXiv:2203.05482)."""
         models = [
             _source(self.policy_model_path, weight=self.policy_model_weight),
@@ -79,20 +77,20 @@ class MergeConfig:
         ]
         return self._configuration("linear", models)
 
-    def create_merge_config_ties(self) -> MergeConfiguration:
+    def create_merge_config_ties(self) -> "MergeConfiguration":
         """Large changes whose signs agree (Yadav et al. 2023, arXiv:2306.01708)."""
         return self._of_changes("ties")
 
-    def create_merge_config_dare_ties(self) -> MergeConfiguration:
+    def create_merge_config_dare_ties(self) -> "MergeConfiguration":
         """Ties on a random part of the changes (Yu et al. 2023, arXiv:2311.03099)."""
         return self._of_changes("dare_ties")
 
-    def create_merge_config_slerp(self) -> MergeConfiguration:
+    def create_merge_config_slerp(self) -> "MergeConfiguration":
         """Interpolation on the sphere, tensor by tensor."""
         models = [_source(self.target_model_path)]
         return self._configuration("slerp", models, has_base=True, parameters={"t": self.t_values})
 
-    def _of_changes(self, method: str) -> MergeConfiguration:
+    def _of_changes(self, method: str) -> "MergeConfiguration":
         policy = {"weight": self.policy_model_weight, "density": self.policy_model_density}
         target = {"weight": self.target_model_weight, "density": self.target_model_density}
         models = [_source(self.policy_model_path, **policy), _source(self.target_model_path, **target)]
@@ -100,7 +98,7 @@ class MergeConfig:
 
     def _configuration(
         self, method: str, models: list[Any], *, has_base: bool = False, **settings: Any
-    ) -> MergeConfiguration:
+    ) -> "MergeConfiguration":
         _require_mergekit()
         check_one_of("dtype", str(self.dtype).removeprefix("torch."), _DTYPES)
         from mergekit.config import MergeConfiguration  # pyright: ignore[reportMissingImports]
@@ -148,7 +146,7 @@ def _source(path: str | None, **parameters: Parameter) -> dict[str, Any]:
     return {"model": model, "parameters": parameters}
 
 
-def merge_models(config: MergeConfiguration, out_path: str) -> None:
+def merge_models(config: "MergeConfiguration", out_path: str) -> None:
     """Write the merged model and its tokenizer into `out_path`, on the CPU; `config` is that of `MergeConfig.create`.
 
     The same models give the same merge, and the random number generators are left as they are.
