@@ -9,7 +9,7 @@ from tests.trainer.one_step import run
 from trl.generation.engine import Sampling
 from trl.generation.transformers.choosing import choose
 from trl.models.packed import attention
-from trl.models.packed.attention import use_packed_attention
+from trl.models.packed.support import use_packed_attention
 from trl.models.scoring.causal import Scorer
 from trl.models.scoring.head import ScoreOptions
 from trl.reporting.metrics import MetricSums

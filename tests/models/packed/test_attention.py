@@ -1,21 +1,22 @@
 """Packed rows of segments give what each sequence gives alone, for every architecture that claims so."""
 
+import math
+from types import SimpleNamespace
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from tests.tiny import SOFT_CAPPED, tiny_model
+from tests.tiny import ARCHITECTURES, SOFT_CAPPED, tiny_model
 from trl.models.packed.attention import (
-    PACKED_MODEL_TYPES,
     packed_attention,
-    packed_unsupported,
-    use_packed_attention,
 )
+from trl.models.packed.support import packed_unsupported, use_packed_attention
 from trl.models.scoring.causal import Scorer
 from trl.tensors.segments import Segments
 
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")  # their grouped products take no float64
-DENSE = sorted(PACKED_MODEL_TYPES - set(MIXTURES))
+DENSE = sorted({*ARCHITECTURES} - {*MIXTURES, "bloom", "falcon"})
 # The others' norms compute in float32 whatever the model's dtype, so their gradients depend on the order of a
 # float32 sum over tokens.
 ALL_FLOAT64 = ("gpt2", "gpt_neox", "opt")
@@ -163,3 +164,21 @@ def test_the_function_alone_on_hand_worked_values():
     table = Segments.from_lengths([2, 1]).to_table()
     output, _ = packed_attention(torch.nn.Module(), query, key, value, table)
     assert output[0, :, 0].tolist() == [[1.0, 0.0], [2.0, 0.0], [8.0, 4.0]]
+
+
+def test_sinks_and_chunks_on_hand_worked_values():
+    """With equal keys attention averages what it sees: a sink of score 0 is one more value of 0. Values have size 1."""
+    query = key = torch.zeros(1, 2, 5, 4)
+    value = torch.tensor([2.0, 4.0, 6.0, 8.0, 9.0]).view(1, 1, 5, 1).expand(1, 2, 5, 1)
+    table = Segments.from_lengths([4, 1]).to_table()
+    sinks = torch.tensor([0.0, math.log(3)])
+    output, _ = packed_attention(torch.nn.Module(), query, key, value, table, s_aux=sinks)
+    expected = torch.tensor([[2 / 2, 2 / 4], [6 / 3, 6 / 5], [12 / 4, 12 / 6], [20 / 5, 20 / 7], [9 / 2, 9 / 4]])
+    torch.testing.assert_close(output[0, ..., 0], expected)
+    padded, _ = packed_attention(torch.nn.Module(), query[:, :, :4], key[:, :, :4], value[:, :, :4], None, s_aux=sinks)
+    torch.testing.assert_close(padded[0, ..., 0], expected[:4])
+    layer = torch.nn.Module()
+    layer.config = SimpleNamespace(layer_types=["chunked_attention"], attention_chunk_size=3)
+    layer.layer_idx = 0
+    output, _ = packed_attention(layer, query, key, value, table)
+    torch.testing.assert_close(output[0, :, 0, 0], torch.tensor([2.0, 3.0, 4.0, 8.0, 9.0]))

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from trl.generation.transformers.reuse import Held
-from trl.models.packed.attention import packed_attention
+from trl.models.packed.attention import Reach, packed_attention, reach_of
 from trl.models.switches import holding
 from trl.tensors.heads import without_autocast
 
@@ -98,17 +97,6 @@ class Moves:
         source = self.source[self.source < len(buffer)] if self.total > len(buffer) else self.source
         if len(source):
             buffer[self.target[: len(source)]] = buffer[source]
-
-
-class Reach(NamedTuple):
-    """The keys that a query sees: the last `tokens` (a sliding window), or those of its own chunk of so many."""
-
-    tokens: int
-    is_chunk: bool = False
-
-    def first_key(self, positions: Tensor) -> Tensor:
-        """The first position that queries at `positions` see."""
-        return positions - positions % self.tokens if self.is_chunk else positions - self.tokens + 1
 
 
 class Step:
@@ -314,20 +302,6 @@ def rollout_attention(
     with without_autocast(query.device.type):
         output = cache.attend(layer, *newest, scale=scale, reach=reach, softcap=softcap, sinks=s_aux)
     return output[None], None
-
-
-def reach_of(module: nn.Module, sliding_window: int | None) -> Reach | None:
-    """The reach of an attention layer, by what its interface was given, its layer's type, or what it has itself."""
-    config: Any = getattr(module, "config", None)
-    if sliding_window:
-        return Reach(sliding_window)
-    if types := getattr(config, "layer_types", None):
-        is_chunk, is_window = (types[module.layer_idx] == f"{kind}_attention" for kind in ("chunked", "sliding"))
-        tokens = config.attention_chunk_size if is_chunk else config.sliding_window if is_window else None
-        return Reach(tokens, is_chunk) if tokens else None
-    # Qwen2-MoE keeps its window on the module and builds it into the mask alone (transformers 5.19).
-    window = getattr(module, "sliding_window", None)
-    return Reach(window) if window else None
 
 
 @contextmanager

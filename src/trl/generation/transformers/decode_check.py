@@ -14,8 +14,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from trl.generation.transformers.cache import RolloutCache, Step, rollout_attention_of
 from trl.generation.transformers.decoders import OwnForward
-from trl.models.packed.attention import PACKED_ATTENTION, is_bidirectional
+from trl.models.packed.attention import PACKED_ATTENTION
 from trl.models.packed.small_copy import on_cpu, small_copy, small_model
+from trl.models.packed.support import is_bidirectional
 from trl.models.parts import (
     causal_core,
     decoder_of,

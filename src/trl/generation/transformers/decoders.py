@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from trl.generation.transformers.cache import Moves, RolloutCache, reach_of
+from trl.generation.transformers.cache import Moves, RolloutCache
 from trl.generation.transformers.reuse import Held
+from trl.models.packed.attention import reach_of
 from trl.models.parts import decoder_of, logit_rule
 from trl.tensors.heads import without_autocast
 from trl.tensors.segments import Segments

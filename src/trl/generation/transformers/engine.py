@@ -29,7 +29,7 @@ from trl.generation.transformers.requests import Requests, Rules, StopStrings, e
 from trl.generation.transformers.reuse import Reuse
 from trl.generation.transformers.rollout_loop import RolloutLoop, default_rows, row_memory
 from trl.models.distributed import fsdp2_modules, is_sharded, unwrap_model_for_generation
-from trl.models.packed.attention import is_bidirectional
+from trl.models.packed.support import is_bidirectional
 from trl.models.parts import causal_core, embedded_tokens, prompt_learning_unsupported
 from trl.models.switches import disable_gradient_checkpointing, undisturbed, without_ddp
 from trl.options.checks import check_at_least, check_one_of

@@ -9,32 +9,22 @@ prompt computed twice. Calls without a table (generation, padded rows) use trans
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from trl.tensors.segments import Segments
 
-logger = logging.getLogger(__name__)
-
 PACKED_ATTENTION = "trl_packed"
-
-# Decoders in which tokens interact through this attention alone, so that a packed row gives the logits of padded rows
-# (tests/models/packed/test_attention.py: to 1e-12 in float64, mixtures of experts to 1e-5 in float32).
-PACKED_MODEL_TYPES = frozenset([
-    "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "phi3", "cohere", "olmo2", "granite",
-    "gpt2", "gpt_neox", "opt", "mixtral", "qwen2_moe", "qwen3_moe",
-])  # fmt: skip
 # Attention whose window or cap the implementation the user chose handles itself, over position_ids.
 FLASH_ATTENTION_VARIANTS = {
     "flash_attention_2",
@@ -43,7 +33,32 @@ FLASH_ATTENTION_VARIANTS = {
     "kernels-community/flash-attn3",
     "kernels-community/vllm-flash-attn3",
 }
-VARIABLE_LENGTH_IMPLEMENTATIONS = ("flash_attention_2", "flash_attention_3", "kernels-community/")
+_SINK_SIZE = 8  # more entries of a head, of which the first holds a sink's score: kernels want a multiple of 8
+
+
+class Reach(NamedTuple):
+    """The keys that a query sees: the last `tokens` (a sliding window), or those of its own chunk of so many."""
+
+    tokens: int
+    is_chunk: bool = False
+
+    def first_key(self, positions: Tensor) -> Tensor:
+        """The first position that queries at `positions` see."""
+        return positions - positions % self.tokens if self.is_chunk else positions - self.tokens + 1
+
+
+def reach_of(module: nn.Module, sliding_window: int | None) -> Reach | None:
+    """The reach of an attention layer, by what its interface was given, its layer's type, or what it has itself."""
+    config: Any = getattr(module, "config", None)
+    if sliding_window:
+        return Reach(sliding_window)
+    if types := getattr(config, "layer_types", None):
+        is_chunk, is_window = (types[module.layer_idx] == f"{kind}_attention" for kind in ("chunked", "sliding"))
+        tokens = config.attention_chunk_size if is_chunk else config.sliding_window if is_window else None
+        return Reach(tokens, is_chunk) if tokens else None
+    # Qwen2-MoE keeps its window on the module and builds it into the mask alone (transformers 5.19).
+    window = getattr(module, "sliding_window", None)
+    return Reach(window) if window else None
 
 
 class _Call(NamedTuple):
@@ -73,7 +88,7 @@ class _Plan:
 
     segments: Segments
     calls: tuple[_Call, ...]
-    masks: dict[tuple[int, int, int | None, torch.dtype], Tensor]  # those of the calls, for all layers
+    masks: dict[tuple[int, int, Reach | None, torch.dtype], Tensor]  # those of the calls, for all layers
     bounds: list[_Bounds]  # of the variable-length kernel, once they are known
 
     @classmethod
@@ -94,11 +109,11 @@ class _Plan:
         plan = _PLANS[table] = cls(segments, tuple(calls), {}, [])
         return plan
 
-    def mask(self, length: int, seen: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def mask(self, length: int, seen: int, reach: Reach | None, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The mask of the last `length` of `seen` tokens, for all layers: bool, or 0 and -inf in a floating dtype."""
-        key = (length, seen, window, dtype)
+        key = (length, seen, reach, dtype)
         if key not in self.masks:
-            mask = _causal_mask(length, seen, window, device)
+            mask = _causal_mask(length, seen, reach, device)
             if dtype != torch.bool:  # the kernel would convert it once per layer, and keep it for backward
                 mask = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(~mask, -torch.inf)
             self.masks[key] = mask
@@ -111,40 +126,41 @@ _PLANS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
     scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
-    held: Sequence[tuple[Tensor, Tensor] | None] = (), **kwargs: Any,
+    s_aux: Tensor | None = None, held: Sequence[tuple[Tensor, Tensor] | None] = (), **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attention of every segment over (its prompt | itself): `query (1, heads, N, D) -> (1, N, heads, D)`.
+    """Attention of every segment over (its prompt | itself): `query (1, heads, N, D) -> (1, N, heads, D')`.
 
+    Values may have another size D' than keys. `s_aux` `(heads,)` are scores of sinks: keys without a value (gpt-oss).
     Plain segments may have keys and values `(heads, tokens, D)` of earlier tokens, which are `held`. Without a segment
     table this is transformers' SDPA, written out with a soft cap (Gemma 2).
     """
-    mask = attention_mask
-    if mask is None or mask.dtype != torch.int64 or mask.ndim != 4 or mask.shape[-1] != 4:
-        if softcap is None:
+    if not is_table(attention_mask):
+        if softcap is None and s_aux is None:
             return sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout, scaling,
                 sliding_window=sliding_window, **kwargs,
             )  # fmt: skip
         key, value = (repeat_kv(part, query.shape[1] // part.shape[1]) for part in (key, value))
-        capped = _soft_capped(query, key, value, attention_mask, dropout, scaling, softcap)
-        return capped.transpose(1, 2).contiguous(), None
+        output = _attend(query, key, value, attention_mask, dropout, scaling, softcap, s_aux)
+        return output.transpose(1, 2).contiguous(), None
 
-    plan = _Plan.of(mask)
-    # Qwen2-MoE keeps its window on the module and builds it into the mask alone (transformers 5.19).
-    window: int | None = sliding_window or getattr(module, "sliding_window", None)
-    before = held or [None] * len(plan.calls)
+    plan = _Plan.of(attention_mask)
+    if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+        query = _tempered(module, query, plan.segments)
+    reach, before = reach_of(module, sliding_window), held or [None] * len(plan.calls)
     longest = max((pair[0].shape[1] for pair in before if pair is not None), default=0)
-    if window and longest + max(call.prompt + call.length for call in plan.calls) <= window:
-        window = None  # no segment is long enough to meet it
+    if reach and longest + max(call.prompt + call.length for call in plan.calls) <= reach.tokens:
+        reach = None  # no segment is long enough to meet it
     device = query.device.type
     if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)  # rotary embeddings leave queries and keys in float32
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    plain = not longest and dropout == 0.0 and softcap is None and query.shape[-1] <= 256
+    is_plain = softcap is None and s_aux is None and not (reach and reach.is_chunk)
+    plain = is_plain and not longest and dropout == 0.0 and value.shape[-1] <= query.shape[-1] <= 256
     if plain and query.is_cuda and query.dtype.itemsize == 2 and (kernel := _variable_length_kernel()) is not None:
-        return _variable_length(kernel, query, key, value, plan, scaling, window), None
+        return _variable_length(kernel, query, key, value, plan, scaling, reach), None
     groups, repeats = query.shape[1] // key.shape[1], 1
-    if groups > 1 and (softcap is not None or device != "cpu"):
+    if groups > 1 and (softcap is not None or s_aux is not None or device != "cpu"):
         # On a CPU SDPA shares key heads itself, 10 % faster; other devices would leave their fast kernels for it.
         key, value, repeats = repeat_kv(key, groups), repeat_kv(value, groups), groups
     lengths = [call.length for call in plan.calls]
@@ -159,54 +175,87 @@ def packed_attention(
         if call.prompt:
             k = torch.cat([keys[call.prefix][:, :, : call.prompt], k], dim=2)
             v = torch.cat([values[call.prefix][:, :, : call.prompt], v], dim=2)
-        outputs.append(_one_call(plan, q, k, v, dropout, scaling, window, softcap).transpose(1, 2))
+        outputs.append(_one_call(plan, q, k, v, dropout, scaling, reach, softcap, s_aux).transpose(1, 2))
     return torch.cat(outputs, dim=1), None
+
+
+def is_table(mask: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether an attention mask is a segment table."""
+    return mask is not None and mask.dtype == torch.int64 and mask.ndim == 4 and mask.shape[-1] == 4
+
+
+def _tempered(module: nn.Module, query: Tensor, segments: Segments) -> Tensor:
+    """Llama 4's temperature by each token's position; its layers take the place in the row (transformers 5.19-5.23)."""
+    config: Any = module
+
+    def scale_of(positions: Tensor) -> Tensor:
+        steps = torch.floor((positions.float() + 1.0) / config.floor_scale)
+        return torch.log1p(steps) * config.attn_scale + 1.0
+
+    positions = segments.position_ids()[0].to(query.device)
+    factor = scale_of(positions) / scale_of(torch.arange(len(positions), device=query.device))
+    return (query * factor[:, None]).to(query.dtype)
 
 
 def _one_call(
     plan: _Plan, query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None,
-    window: int | None, softcap: float | None,
+    reach: Reach | None, softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Causal attention of the last `T` of `K` keys' tokens: `(1, heads, T, D)` over `(1, heads, K, D)`."""
     length, seen = query.shape[2], key.shape[2]
-    grouped = query.shape[1] != key.shape[1]
-    if softcap is None and length in (1, seen) and (window is None or seen <= window):
+    if softcap is None and sinks is None and length in (1, seen) and (reach is None or seen <= reach.tokens):
         return F.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, scale=scaling, is_causal=length > 1, enable_gqa=grouped
-        )
-    mask = plan.mask(length, seen, window, query.dtype if softcap is None else torch.bool, query.device)
-    if softcap is not None:
-        return _soft_capped(query, key, value, mask, dropout, scaling, softcap)
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=grouped
-    )
+            query, key, value, dropout_p=dropout, scale=scaling, is_causal=length > 1,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
+    mask = plan.mask(length, seen, reach, query.dtype if softcap is None else torch.bool, query.device)
+    return _attend(query, key, value, mask, dropout, scaling, softcap, sinks)
 
 
-def _causal_mask(length: int, seen: int, window: int | None, device: torch.device) -> Tensor:
+def _causal_mask(length: int, seen: int, reach: Reach | None, device: torch.device) -> Tensor:
     """Bool `(1, 1, length, seen)`, True where a query sees a key; the last query sees the last key."""
     query = torch.arange(seen - length, seen, device=device)[:, None]
     key = torch.arange(seen, device=device)[None]
     mask = key <= query
-    if window is not None:
-        mask &= key > query - window
+    if reach is not None:
+        mask &= key >= reach.first_key(query)
     return mask[None, None]
 
 
-def _soft_capped(
+def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None,
-    softcap: float,
+    softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Attention whose scores are `cap * tanh(score / cap)` (Gemma 2, arXiv:2408.00118, section 2)."""
+    """Attention with a mask (None: causal), sinks, and scores `cap * tanh(score / cap)` (arXiv:2408.00118, section 2)."""
     scale: float = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = softcap * torch.tanh(query @ key.transpose(2, 3) * scale / softcap)
     if mask is None:
         mask = _causal_mask(query.shape[2], key.shape[2], None, query.device)
+    if sinks is not None:
+        query, key, value, mask = _with_sinks(query, key, value, mask, sinks.to(query.dtype) / scale)
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
+    scores = softcap * torch.tanh(query @ key.transpose(2, 3) * scale / softcap)
     if mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     else:
         scores = scores + mask
     weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
     return F.dropout(weights.to(query.dtype), dropout) @ value
+
+
+def _with_sinks(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, ...]:
+    """One more key of each head, without a value, whose product with every query is its sink: all have all heads."""
+    query = F.pad(query, (0, 1), value=1.0)
+    query = F.pad(query, (0, _SINK_SIZE - 1))
+    rows, heads = key.shape[:2]
+    key = F.pad(key, (0, _SINK_SIZE, 1, 0))
+    sink = F.pad(sinks.view(1, heads, 1, 1).expand(rows, -1, -1, -1), (key.shape[3] - _SINK_SIZE, _SINK_SIZE - 1))
+    key = torch.cat([sink, key[:, :, 1:]], dim=2)
+    mask = F.pad(mask, (1, 0), value=mask.dtype == torch.bool)
+    return query, key, F.pad(value, (0, 0, 1, 0)), mask
 
 
 # ---- one kernel for all segments on a GPU
@@ -225,9 +274,16 @@ def _variable_length_kernel() -> Callable[..., object] | None:
 
 def _variable_length(
     kernel: Callable[..., object], query: Tensor, key: Tensor, value: Tensor, plan: _Plan, scaling: float | None,
-    window: int | None,
+    reach: Reach | None,
 ) -> Tensor:  # fmt: skip
-    """PyTorch's variable-length flash attention; keys of a prompt are gathered once per branch."""
+    """PyTorch's variable-length flash attention; keys of a prompt are gathered once per branch.
+
+    Values smaller than keys (latent attention) are padded.
+    """
+    size = value.shape[-1]
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if size < query.shape[-1]:
+        value = F.pad(value, (0, query.shape[-1] - size))
     if not plan.bounds:
         plan.bounds.append(_variable_length_bounds(plan.segments, query.device))
     bounds = plan.bounds[0]
@@ -237,10 +293,10 @@ def _variable_length(
     output = kernel(
         query.contiguous(), key.contiguous(), value.contiguous(), bounds.queries, bounds.keys,
         bounds.longest_query, bounds.longest_key, scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
-        window_size=(-1 if window is None else window - 1, 0),
+        window_size=(-1 if reach is None else reach.tokens - 1, 0),
     )  # fmt: skip
     assert isinstance(output, Tensor)
-    return output[None]
+    return output[None, ..., :size]
 
 
 def _variable_length_bounds(segments: Segments, device: torch.device) -> _Bounds:
@@ -255,65 +311,6 @@ def _variable_length_bounds(segments: Segments, device: torch.device) -> _Bounds
         gather = torch.cat(spans).to(device)
     queries, keys = (F.pad(counts.cumsum(0), (1, 0)).to(device, torch.int32) for counts in (lengths, seen))
     return _Bounds(queries, keys, int(lengths.max()), int(seen.max()), gather)
-
-
-# ---- which models take it
-
-
-def packed_unsupported(model: PreTrainedModel) -> str | None:
-    """The reason why this model does not support packed rows; None if it does."""
-    config = model.config
-    if getattr(config, "is_encoder_decoder", False):
-        return "it is an encoder-decoder model"
-    if config.model_type not in PACKED_MODEL_TYPES:
-        known = ", ".join(sorted(PACKED_MODEL_TYPES))
-        return f"its architecture ({config.model_type}) is not among those checked: {known}"
-    if is_bidirectional(model):
-        return "its attention is bidirectional"
-    implementation = config._attn_implementation
-    if implementation in ("sdpa", "eager", PACKED_ATTENTION) or _runs_variable_length(config):
-        return None
-    return f"its attention implementation is {implementation!r}, not 'sdpa', 'eager' or flash attention"
-
-
-def is_bidirectional(model: PreTrainedModel) -> bool:
-    """Whether tokens attend to later ones too, by the model's config.
-
-    Raises: ValueError if only its attention layers say so: masks would make rows with padding causal, and others not.
-    """
-    config = model.config.get_text_config()
-    # Gemma 1 and 2 read the second setting in their layers alone (transformers 5.16-5.23).
-    is_set = getattr(config, "use_bidirectional_attention", None) in (True, "all")
-    if not getattr(config, "is_causal", True) or (is_set and config.model_type not in ("gemma", "gemma2")):
-        return True
-    layers = model.modules() if model.config.model_type in PACKED_MODEL_TYPES else ()  # not vision towers
-    if any(getattr(layer, "is_causal", None) is False for layer in layers):
-        raise ValueError(
-            f"the attention layers of {type(model).__name__} are bidirectional (is_causal=False), but its masks are "
-            "causal. Set model.config.is_causal=False."
-        )
-    return False
-
-
-def use_packed_attention(model: PreTrainedModel) -> bool:
-    """Switch the model's attention layers to packed rows; returns whether the rows need a segment table.
-
-    Flash attention chosen by the user stays: it finds the segments from `position_ids`, and prefixes cannot be shared.
-    """
-    if _runs_variable_length(model.config):
-        return False
-    if model.config._attn_implementation != PACKED_ATTENTION:
-        model.set_attn_implementation(PACKED_ATTENTION)
-    # PEFT's copies of layers (layer_replication, modules_to_save) have copies of the config.
-    for module in model.modules():
-        config: Any = vars(module).get("config")
-        if getattr(config, "model_type", None) == model.config.model_type:
-            config._attn_implementation = PACKED_ATTENTION
-    return True
-
-
-def _runs_variable_length(config: PretrainedConfig) -> bool:
-    return str(config._attn_implementation).startswith(VARIABLE_LENGTH_IMPLEMENTATIONS)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

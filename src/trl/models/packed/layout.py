@@ -1,6 +1,6 @@
 """Batches in the two layouts that models take: one packed row of segments, or padded rows.
 
-Collators make either; attention.py decides which a model takes. The scored positions and their sequences are computed
+Collators make either; support.py decides which a model takes. The scored positions and their sequences are computed
 here, so that objectives do not depend on the layout.
 """
 

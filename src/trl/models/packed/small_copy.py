@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -103,7 +104,8 @@ def small_model(
         for value in model.parameters():
             if value.is_floating_point():
                 value.data += 0.1 * torch.randn(value.shape)
-    return model.eval().requires_grad_(False).to(dtype=dtype)
+    nn.Module.to(model, dtype)
+    return model.eval().requires_grad_(False)
 
 
 @contextmanager

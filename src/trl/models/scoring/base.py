@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trl.models.packed.attention import packed_unsupported, use_packed_attention
 from trl.models.packed.layout import (
     Columns,
     Inputs,
@@ -21,6 +20,7 @@ from trl.models.packed.layout import (
     padded_rows,
     without_shared_prefixes,
 )
+from trl.models.packed.support import packed_unsupported, packing_of, use_packed_attention
 from trl.models.parts import replaced_forward
 from trl.models.scoring.head import Routing, router_inputs
 from trl.options.shared import PrefixSharingMode
@@ -59,8 +59,9 @@ class ScorerBase:
         self.packed = packed is not False and reason is None
         if packed is not False and reason:
             self.fallbacks.append(f"its batches are padded, because {reason}")
-        # Completions can share one copy of their prompt; not with flash attention that the user chose.
-        self.shares_prefixes = self.packed and use_packed_attention(core)
+        # Not with flash attention that the user chose.
+        self.with_table = self.packed and use_packed_attention(core)
+        self.shares_prefixes = self.with_table and packing_of(core).shares
 
     @property
     def is_balanced(self) -> bool:
@@ -80,7 +81,7 @@ class ScorerBase:
         if self.packed:
             if not self.shares_prefixes:  # as another model's layout may have made them
                 batch = without_shared_prefixes(batch, pad_token_id=self.pad_token_id)
-            return packed_batch(batch, with_table=self.shares_prefixes, shifted=shifted)
+            return packed_batch(batch, with_table=self.with_table, shifted=shifted)
         return padded_batch(batch, pad_token_id=self.pad_token_id, shifted=shifted)
 
     def padded(self, batch: Columns) -> ModelBatch:
@@ -155,7 +156,8 @@ def shares_prefix(scorer: Any, prefix_sharing: PrefixSharingMode) -> bool:
     """
     if scorer.shares_prefixes or prefix_sharing is False:
         return prefix_sharing is not False
-    unsupported = "its flash attention only separates plain sequences"
+    layers = "flash attention" if not scorer.with_table else "layers"
+    unsupported = f"its {layers} only separate plain sequences"
     if prefix_sharing is True:
         why = unsupported if scorer.packed else "; ".join(scorer.fallbacks) or "it takes padded rows only"
         raise ValueError(

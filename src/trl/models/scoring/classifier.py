@@ -16,15 +16,14 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trl.models.packed.attention import PACKED_MODEL_TYPES
 from trl.models.packed.layout import Columns, ModelBatch, ScoredPositions
+from trl.models.packed.support import packing_of
 from trl.models.parts import causal_core, logits_unsupported, prompt_learning_unsupported, replaced_forward
 from trl.models.scoring.base import ScorerBase, given_inputs
 from trl.models.switches import holding
 from trl.tensors.softmax_rows import LogitRule
 
 _HEAD_NAMES = ("score", "classifier")
-_FINAL_NORMS = ("norm", "final_layer_norm")  # of Llama and its kin; of GPT-NeoX and OPT
 _OF_TOKENS = ("labels", "scored_source", "scored_target", "scored_sequence")
 
 
@@ -145,11 +144,11 @@ def _final_norm_at(core: PreTrainedModel, positions: Tensor) -> Iterator[bool]:
 
     The decoder then returns hidden states `(1, K, H)`; positions are those of the flattened rows.
     """
-    decoder = getattr(core.base_model, "decoder", core.base_model)  # OPT has one inside
-    norm = next((norm for name in _FINAL_NORMS if (norm := getattr(decoder, name, None)) is not None), None)
-    if norm is None or core.config.model_type not in PACKED_MODEL_TYPES:
+    name = packing_of(core).ends_in
+    if name is None:
         yield False
         return
+    norm = core.base_model.get_submodule(name)
     whole = norm.forward
     with replaced_forward(norm, lambda states: whole(states.flatten(0, 1)[positions][None])):
         yield True

@@ -15,7 +15,6 @@ from trl.models.scoring.causal import Scored, Scorer
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.scoring.head import Routing, ScoreOptions
 from trl.models.switches import checkpointed_modules
-from trl.options.checks import CHECKPOINTING
 
 POLICY, VALUE = "policy.", "value_model."
 INVALID_LOGPROB = 1.0  # marks padding in log-probs of older loops: no token's is above 0
@@ -59,9 +58,11 @@ class PolicyAndValue(nn.Module):
         """The policy's forward."""
         return self.policy(*args, **kwargs)
 
-
-for _method in (f"{name}_{switch}" for name in CHECKPOINTING for switch in ("enable", "disable")):
-    setattr(PolicyAndValue, _method, _in_both(_method))
+    gradient_checkpointing_enable = _in_both("gradient_checkpointing_enable")
+    gradient_checkpointing_disable = _in_both("gradient_checkpointing_disable")
+    # The same since transformers 5.23.
+    activation_checkpointing_enable = _in_both("activation_checkpointing_enable")
+    activation_checkpointing_disable = _in_both("activation_checkpointing_disable")
 
 
 class PolicyAndValueWrapper(PolicyAndValue):
@@ -90,6 +91,7 @@ class PolicyValueScorer:
         self.stretched_rotaries = policy.stretched_rotaries
         self.fallbacks = [*policy.fallbacks, *(f"value model: {text}" for text in value.fallbacks)]
         self.packed: bool = policy.packed and value.packed
+        self.with_table: bool = policy.with_table and value.with_table
         self.shares_prefixes: bool = policy.shares_prefixes and value.shares_prefixes
         self.router_weight, self.is_balanced = policy.router_weight, policy.is_balanced
         self.routing_of_step: Routing | None = None
