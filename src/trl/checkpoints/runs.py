@@ -53,10 +53,12 @@ class Runs:
     current: Run | None = None
     newest_checkpoint: Path | None = None
     """The last checkpoint that the run wrote, else the one that it resumed from."""
+    random_state_is_due = False
+    """Whether the checkpoint's random state is still to be loaded, once in a run."""
 
     def __init__(self, accelerator: Accelerator, facts: Callable[[], Facts]) -> None:
         """`facts()`: what the checkpoints of a run say about it, when it begins."""
-        self._accelerator, self._facts, self._random_state_is_due = accelerator, facts, False
+        self._accelerator, self._facts = accelerator, facts
 
     def enter(
         self, stack: ExitStack, args: TrainingArguments, *, resume: str | bool | None = None,
@@ -78,7 +80,7 @@ class Runs:
 
         self.current = run = on_main(self._accelerator, begin)
         self.newest_checkpoint = None if run.checkpoint is None else Path(run.checkpoint)
-        self._random_state_is_due = run.checkpoint is not None and not self.starts_anew("random_state")
+        self.random_state_is_due = run.checkpoint is not None and not self.starts_anew("random_state")
         return run
 
     @property
@@ -89,11 +91,6 @@ class Runs:
     def starts_anew(self, part: str) -> bool:
         """Whether a part of the checkpoint is left out on resuming."""
         return self.current is not None and part in self.current.without
-
-    def take_random_state(self) -> bool:
-        """Whether the checkpoint's random state is to be loaded now; it is once in a run."""
-        is_due, self._random_state_is_due = self._random_state_is_due, False
-        return is_due
 
     def holds(self, folder: str | None) -> bool:
         """Whether a folder is a checkpoint that the run is writing."""

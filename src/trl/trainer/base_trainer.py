@@ -381,7 +381,8 @@ class BaseTrainer(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if self.runs.take_random_state():
+        is_due, self.runs.random_state_is_due = self.runs.random_state_is_due, False
+        if is_due:
             super()._load_rng_state(checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -32,7 +32,6 @@ class XPOTrainer(OnlineDPOTrainer):
         "2405.21046",
     )
     args: XPOConfig
-    method: XPOMethod
     method_type = XPOMethod
     config_type = XPOConfig
     has_opponent: ClassVar[bool] = True
