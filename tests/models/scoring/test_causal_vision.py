@@ -3,6 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from tests.tiny_vision import FAMILIES, tiny_image, tiny_processor, tiny_vision_model
 from trl.collators.images import DataCollatorForVisionLanguageModeling
@@ -61,6 +62,17 @@ def test_log_probs_and_gradients_are_those_of_the_models_own_logits(family, lora
         for part, gradient in expected.items():
             scale = gradient.abs().max().clamp(min=1)
             torch.testing.assert_close(found[part] / scale, gradient / scale, rtol=1e-5, atol=1e-5, msg=part)
+
+
+def test_models_with_a_vision_tower_are_padded_and_say_so(family):
+    """docs/methods/sft.md says why; the decoder of the same family, by itself, has packed rows."""
+    name, processor, _ = family
+    model = tiny_vision_model(processor, name)
+    scorer = Scorer(model)
+    assert not scorer.packed and not scorer.shares_prefixes
+    assert any("padded" in text and "config is that of several models" in text for text in scorer.fallbacks)
+    if name != "qwen2_vl":  # whose decoder has no class of its own
+        assert Scorer(AutoModelForCausalLM.from_config(model.config.get_text_config())).packed
 
 
 def test_a_models_images_and_token_types_reach_it(family):
