@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, Json, List
 
 from tests.tiny import tiny_model
 from tests.tiny_vision import FAMILIES, tiny_image, tiny_processor, tiny_vision_model
@@ -57,6 +57,20 @@ def test_a_completion_does_not_depend_on_the_others_of_its_batch(family):
         assert torch.equal(alone.completions.values, together.completions.split()[row])
         own = together.ragged(SAMPLING_LOGPS).split()[row]
         torch.testing.assert_close(alone.per_token[SAMPLING_LOGPS], own, rtol=1e-5, atol=1e-5)
+
+
+def test_null_of_columns_stored_as_json_is_in_the_tokens_and_in_what_the_model_sees():
+    processor = tiny_processor("llava")
+    processor.chat_template = "{{ tools | tojson }}" + processor.chat_template
+    tool = {"type": "function", "function": {"name": "look", "default": None}}
+    data = Dataset.from_list([{**row, "tools": [tool]} for row in rows()]).cast_column("tools", List(Json()))
+    trainer, _ = make(data=data, given={"processing_class": processor})
+    prompts = trainer.rollouts.prompts.rows
+    for row in range(len(prompts)):
+        ids, (text, images) = prompts[row]["input_ids"], trainer.images._read_row(row)
+        assert '"default": null' in text
+        seen = processor(text=[text], images=[images] if images else None)["input_ids"][0]
+        assert list(seen)[-len(ids) :] == ids
 
 
 def test_prompts_of_text_keep_their_end_but_never_lose_a_part_of_an_image():

@@ -121,7 +121,6 @@ class Journal:
         self._held, self._file = {}, None
 
     def key(self, stream: int, row: Fields, *settings: object) -> str:
-        """Of a session of the present rollout batch."""
         return digest([self._policy, stream, row, settings])
 
     def recorded(self, key: str) -> Played | None:

@@ -89,7 +89,6 @@ class DataCollatorForCompletionOnlyLM(DataCollatorMixin):
         return batch
 
     def _set_padding(self, lengths: list[int]) -> None:
-        """Padding as the tokenizer says now."""
         longest = round_up(max(lengths, default=0), self._collate.pad_to_multiple_of)
         pad = self.tokenizer.pad_token_id
         if pad is None and not self.padding_free and min(lengths, default=0) < longest:

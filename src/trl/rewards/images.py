@@ -122,7 +122,6 @@ class ImageFunctionSource(FunctionSource):
         return _awaited(answer) if inspect.isawaitable(answer) else _rewards_of(answer)
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Raise ValueError if the function needs an argument that there is not."""
         super().check_columns({*columns, "images", "metadata"})
 
 

@@ -103,7 +103,6 @@ class RandomPairwiseJudge(BasePairwiseJudge):
     """Chooses at random with Python's global generator, for trials."""
 
     def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
-        """0 or 1 for each pair."""
         return [random.randrange(len(pair)) for pair in completions]
 
 
@@ -111,7 +110,6 @@ class RandomRankJudge(BaseRankJudge):
     """Ranks at random with Python's global generator, for trials."""
 
     def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[list[int]]:
-        """A random order of each prompt's completions."""
         return [random.sample(range(len(texts)), len(texts)) for texts in completions]
 
 

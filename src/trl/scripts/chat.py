@@ -186,7 +186,6 @@ def make_parser() -> TrlParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the conversation; returns the exit status."""
     return run_script(make_parser(), chat, model_first(argv))
 
 

@@ -38,7 +38,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare and print; returns the exit status."""
     from trl.scripts.running import report
 
     parser = make_parser()

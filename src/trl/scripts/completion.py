@@ -39,7 +39,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the script for a shell; returns the exit status."""
     from trl.cli.main import COMMANDS
 
     parser = make_parser()

@@ -21,7 +21,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the files; returns the exit status."""
     parser = make_parser()
     options = parser.parse_args(argv)
     if options.name not in ROWS:

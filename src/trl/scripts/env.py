@@ -33,7 +33,6 @@ def make_parser() -> PlainParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the system information; returns the exit status."""
     make_parser().parse_args(argv)
     print_env()
     return 0

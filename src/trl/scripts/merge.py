@@ -17,7 +17,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Merge and save; returns the exit status."""
     from trl.scripts.running import report
 
     parser = make_parser()

@@ -72,5 +72,4 @@ def serve(arguments: ServeArguments) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until the process is told to end; returns the exit status."""
     return run_script(make_parser(), serve, model_first(argv))

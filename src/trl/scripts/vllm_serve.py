@@ -40,7 +40,6 @@ def make_parser() -> TrlParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until the process is told to end (Ctrl-C, SIGTERM); returns the exit status."""
     return run_script(make_parser(), serve, argv)
 
 

@@ -16,9 +16,9 @@ from datasets.features.features import FeatureType
 from torch import Tensor
 
 from trl.collators.images import PromptText, as_read, check_processor, image_tokens, prompt_inputs, prompt_tokens
-from trl.data.formats import Row, RowDict
+from trl.data.formats import Row, RowDict, written
 from trl.data.image_rows import ImagePrompts, check_image_prompts
-from trl.data.pipeline import RowKind
+from trl.data.pipeline import RowKind, json_columns
 from trl.data.prompts import IMAGE_KEY, PROMPT_IDS, PromptPreparation, PromptSets, check_prompt_ids
 from trl.generation.transformers.model_generate import MoreInputs
 from trl.models.packed.layout import IGNORED, padded_rows
@@ -66,7 +66,9 @@ class PromptImages:
     def _read_row(self, key: int) -> tuple[str, list[Any]]:
         """A prompt's text with placeholders, and its images."""
         number, index = set_and_row(key)
-        prompts, row = self._prompts[number], self._sets[number][index]
+        prompts, dataset = self._prompts[number], self._sets[number]
+        stored = dataset[index]
+        row = stored | {name: written(stored[name], kind) for name, kind in json_columns(dataset).items()}
         images = prompts.images(row, index)
         return prompts.text(row, index, images), images
 

@@ -145,7 +145,6 @@ class Steps:
         return number
 
     def cancel(self, request: int) -> None:
-        """Give a request up; nothing happens for one that has ended."""
         if request in self._running:
             del self._running[request]
             with as_value_errors():

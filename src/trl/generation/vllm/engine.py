@@ -249,7 +249,6 @@ class VLLMEngine(PolicyCopy):
 
     @property
     def together(self) -> bool:
-        """Whether other processes share this copy."""
         return self._sharing is not None
 
     check_live = check_alone

@@ -96,7 +96,6 @@ class VLLMServerEngine(PolicyCopy):
 
     @property
     def together(self) -> bool:
-        """Whether there are other processes, which use the same client."""
         return process_count() > 1
 
     @contextmanager
@@ -197,7 +196,6 @@ class ServedSteps:
         return number
 
     def cancel(self, request: int) -> None:
-        """Give a request up; nothing happens for one that has ended."""
         if request in self._running:
             hang_up, _ = self._running.pop(request)
             hang_up()

@@ -33,7 +33,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the stages of a method; returns the exit status."""
     parser = make_parser()
     options = parser.parse_args(argv)
     stages = METHODS[vars(options).pop("method")]

@@ -104,7 +104,6 @@ class StopsEarly(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Probe the model every five steps."""
         if state.global_step % 5 == 0:
             rows = self.run.task.train[:PROBED]
             share = share_right(replies(self.run.model, self.run.tokenizer, rows), rows)
@@ -120,7 +119,6 @@ class Probe(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
-        """Probe the model before the line is printed."""
         if any(name.endswith("runtime") for name in logs):
             return
         if self.held_out:
