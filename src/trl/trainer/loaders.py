@@ -1,6 +1,6 @@
 """Data loaders over all processes: whole rounds of batches, rows of like lengths together, each evaluated row once."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from transformers.trainer_utils import has_length
 from trl.data.prepared_sets import DataSets
 from trl.data.ragged import list_lengths
 from trl.data.streaming import RepeatedStream, StreamRounds, is_streaming
-from trl.methods.method import ALONE
+from trl.methods.method import ALONE, Batch
 from trl.methods.online import ROLLOUT
 from trl.models.packed.layout import STEP_PART
 from trl.models.switches import holding
@@ -152,7 +152,7 @@ def check_lengths(accelerator: Accelerator, dataset: Any, name: str) -> None:
         )
 
 
-def on_device(trainer: Trainer, batch: Mapping[str, Any]) -> Any:
+def on_device(trainer: Trainer, batch: Batch) -> Any:
     """A batch, with its rows of a rollout, on the device; log-probs of others keep their precision under DeepSpeed.
 
     DeepSpeed casts floats, in `Trainer.training_step` once more: `BaseTrainer.take_batch` puts the `exact` ones back.

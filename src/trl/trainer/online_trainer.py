@@ -22,6 +22,7 @@ from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
 from trl.methods.method import Scoring
 from trl.methods.online import EQUAL_REWARDS, ROLLOUT, GroupMethod
+from trl.models.packed.layout import Inputs
 from trl.models.peft import AdapterConfig
 from trl.models.reference import Reference
 from trl.models.scoring.base import shares_prefix
@@ -252,7 +253,7 @@ class OnlineTrainer(BaseTrainer):
                 parts.append(self.score_rollout(batch, names))
         return experience.with_tokens(**{name: torch.cat([part[name].cpu() for part in parts]) for name in parts[0]})
 
-    def score_rollout(self, batch: dict[str, Any], columns: Sequence[str]) -> dict[str, Tensor]:
+    def score_rollout(self, batch: Inputs, columns: Sequence[str]) -> dict[str, Tensor]:
         """Columns `(K,)` of the completion tokens: `old_logps`, `values`, `ref_logps`, `teacher_logps`."""
         of_teacher = self.method.teacher_temperature or self.rollouts.sampling.temperature
         return score_rows(self.scoring(), batch, columns, reference=self.reference, of_teacher=of_teacher)
@@ -318,11 +319,11 @@ class OnlineTrainer(BaseTrainer):
         place = {"batch": self._batch_number, "process": self.args.process_index}
         return step_rows(step, sizes or self.sizes, seed=order_seed(self.args), **place)
 
-    def micro_batch(self, experience: Experience) -> dict[str, Any]:
+    def micro_batch(self, experience: Experience) -> Inputs:
         """The input of `compute_loss`: a batch of some rows, and the rows."""
         return {**self.batch_of(experience), ROLLOUT: experience}
 
-    def batch_of(self, experience: Experience) -> dict[str, Any]:
+    def batch_of(self, experience: Experience) -> Inputs:
         """The models' inputs for some rows; the scored tokens are those of the completions, in order."""
         if self.images is not None:
             return self.images.batch(experience)

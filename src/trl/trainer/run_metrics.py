@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import IntervalStrategy, TrainOutput
 from transformers.training_args import OptimizerNames
 
-from trl.methods.method import ALONE, LOSS_PARTS, Method, Outcome
+from trl.methods.method import ALONE, LOSS_PARTS, Batch, Method, Outcome
 from trl.models.packed.layout import STEP_PART, count_tokens
 from trl.models.residuals import ClipGradients, check_residuals
 from trl.reporting.metrics import MetricSums
@@ -106,7 +106,7 @@ class InputTokens(TrainerCallback):
     def __init__(self, accelerator: Accelerator, counted: str | bool) -> None:
         self._accelerator, self._counted, self._seen = accelerator, counted, 0
 
-    def add(self, batch: Mapping[str, Any]) -> None:
+    def add(self, batch: Batch) -> None:
         """Count a micro-batch; all processes must call it."""
         if "input_ids" not in batch or self._counted == "no":
             return
