@@ -186,11 +186,10 @@ def is_table(mask: Tensor | None) -> TypeGuard[Tensor]:
 
 def _tempered(module: nn.Module, query: Tensor, segments: Segments) -> Tensor:
     """Llama 4's temperature by each token's position; its layers take the place in the row (transformers 5.19-5.23)."""
-    config: Any = module
+    floor_scale, attn_scale = (getattr(module, name) for name in ("floor_scale", "attn_scale"))
 
     def scale_of(positions: Tensor) -> Tensor:
-        steps = torch.floor((positions.float() + 1.0) / config.floor_scale)
-        return torch.log1p(steps) * config.attn_scale + 1.0
+        return torch.log1p(torch.floor((positions.float() + 1.0) / floor_scale)) * attn_scale + 1.0
 
     positions = segments.position_ids()[0].to(query.device)
     factor = scale_of(positions) / scale_of(torch.arange(len(positions), device=query.device))

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -131,8 +131,8 @@ def use_packed_attention(model: PreTrainedModel) -> bool:
         model.set_attn_implementation(PACKED_ATTENTION)
     # PEFT's copies of layers (layer_replication, modules_to_save) have copies of the config.
     for module in model.modules():
-        config: Any = vars(module).get("config")
-        if getattr(config, "model_type", None) == model.config.model_type:
+        config = vars(module).get("config")
+        if isinstance(config, PretrainedConfig) and config.model_type == model.config.model_type:
             config._attn_implementation = PACKED_ATTENTION
     cut_into_rows(_decoder(model), packing_of(model).mixers)
     return True
@@ -224,11 +224,11 @@ def _leak(model: PreTrainedModel, segments: Segments, alone: dict[tuple[str, int
     return None if _agree(last.outputs, alone[last.name, last.number].outputs) else (last.name, why)
 
 
-def _agree(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool | None:
+def _agree(tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> bool | None:
     """Whether tensors agree; None where there are none to compare."""
-    if not found or [part.shape for part in found] != [part.shape for part in expected]:
+    if not tensors or [part.shape for part in tensors] != [part.shape for part in expected]:
         return None
-    pairs = zip(found, expected, strict=True)
+    pairs = zip(tensors, expected, strict=True)
     return all(bool((one - other).abs().max() <= _TOLERANCE * other.abs().max()) for one, other in pairs)
 
 
@@ -262,14 +262,13 @@ def _ids(segments: Segments) -> Tensor:
 
 def _run(model: PreTrainedModel, ids: Tensor, implementation: str, segments: Segments | None = None) -> list[_Call]:
     """The calls of a forward in the order in which they end. Raises: _Failed."""
-    decoder: Any = model
     attention = holding(model.config, "_attn_implementation", implementation)
     with _recorded(model, ids.shape[1]) as (calls, running), on_cpu(torch.float64), torch.no_grad(), attention:
         inputs = {"input_ids": ids}
         if segments is not None:
             inputs |= {"position_ids": segments.position_ids(), "attention_mask": segments.to_table()}
         try:
-            decoder(**inputs, use_cache=False)
+            model(**inputs, use_cache=False)
         except Exception as error:  # an unknown model may raise anything
             raise _Failed(running[-1] if running else "", error) from error
     return calls
@@ -309,7 +308,6 @@ def _recorded(model: nn.Module, tokens: int) -> Iterator[tuple[list[_Call], list
 
 def _last_norm(model: PreTrainedModel) -> str | None:
     """The module whose output, of any of its tokens, is the decoder's."""
-    decoder: Any = model
     inputs, places = {"input_ids": _ids(_PLAIN)}, torch.tensor([5, 2], device="cpu")
     try:
         leaves = [call for call in _run(model, inputs["input_ids"], "eager") if call.inputs]
@@ -317,9 +315,9 @@ def _last_norm(model: PreTrainedModel) -> str | None:
         norm = model.get_submodule(name)
         whole = norm.forward
         with on_cpu(torch.float64), torch.no_grad():
-            expected = decoder(**inputs, use_cache=False).last_hidden_state[:, places]
+            expected = model(**inputs, use_cache=False).last_hidden_state[:, places]
             with replaced_forward(norm, lambda states: whole(states.flatten(0, 1)[places][None])):
-                states = decoder(**inputs, use_cache=False).last_hidden_state
+                states = model(**inputs, use_cache=False).last_hidden_state
     except Exception:  # an unknown model may raise anything
         return None
     return name if states.shape == expected.shape and torch.equal(states, expected) else None
