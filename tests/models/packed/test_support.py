@@ -1,7 +1,6 @@
 """Which models take packed rows is found by a test of a small copy; what it says holds for every type of decoder."""
 
 import copy
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -174,15 +173,9 @@ def copied_activations():
 def test_checkpointed_layers_are_cut_into_the_same_rows_again(model_type, all_in_float64):
     model = model_of(model_type, dtype=torch.float64, experts_implementation="eager")
     plain = summed_gradients(model, False)
-    with nullcontext() if model_type == "recurrent_gemma" else copied_activations():
+    with copied_activations():
         checkpointed = summed_gradients(model, True)
     torch.testing.assert_close(checkpointed, plain, rtol=1e-10, atol=1e-10 * float(plain.abs().max()))
-
-
-def test_a_checkpointed_layer_without_its_arguments_is_an_error():
-    """RecurrentGemma gives its layers no tensor by name, so that offloading copies all: sequences would mix."""
-    with copied_activations(), pytest.raises(RuntimeError, match="without activation offloading"):
-        summed_gradients(model_of("recurrent_gemma"), True)
 
 
 # ---- the test of a small copy

@@ -3,14 +3,15 @@
 Such a layer would carry its state from one sequence of the row into the next one. Its hooks cut the row into its
 sequences, padded on the right, and give the layer those; each branch of a shared prompt has a copy of the prompt before
 it. A layer is causal, so that padding on the right changes nothing. The decoder's segment table is not given to such
-layers: hooks of the decoder keep it while it runs. Gradient checkpointing runs a layer again without its decoder; then
-the table is that of the tensors which the layer was given first.
+layers: hooks of the decoder keep it while it runs, and gradient checkpointing, which runs a layer again without its
+decoder, has it too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trl.models.packed.attention import is_table
 from trl.tensors.segments import Segments
@@ -64,8 +64,7 @@ class _Cut(NamedTuple):
 
 _CUTS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _RUNNING: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the cut of each tensor that a mixer is given
-_TABLES: WeakIdKeyDictionary = WeakIdKeyDictionary()  # [table] of each tensor that a checkpointed layer is given
-_ACTIVE: ContextVar[tuple[Tensor | None, ...]] = ContextVar("tables of the decoders and layers that run", default=())
+_ACTIVE: ContextVar[tuple[Tensor | None, ...]] = ContextVar("tables of the decoders that run", default=())
 
 
 def cut_into_rows(decoder: nn.Module, mixers: Collection[type[nn.Module]]) -> None:
@@ -73,11 +72,6 @@ def cut_into_rows(decoder: nn.Module, mixers: Collection[type[nn.Module]]) -> No
     if not mixers:
         return
     _hook(decoder, _enter_decoder, _leave)
-    for module in decoder.modules():
-        if isinstance(module, GradientCheckpointingLayer) and any(
-            class_of(part) in mixers for part in module.modules()
-        ):
-            _hook(module, _enter_layer, _leave)
     for module in decoder.modules():
         if class_of(module) in mixers:
             _hook(module, _before, _after)
@@ -104,23 +98,24 @@ def _tensors(values: object) -> list[Tensor]:
 def _enter_decoder(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     table = next((leaf for leaf in _tensors((args, kwargs)) if is_table(leaf)), None)
     _ACTIVE.set((*_ACTIVE.get(), table))
+    for layer in module.modules():
+        checkpoint = vars(layer).get("_gradient_checkpointing_func")
+        if checkpoint is not None and getattr(checkpoint, "func", None) is not _checkpointed:
+            layer._gradient_checkpointing_func = partial(_checkpointed, checkpoint)  # type: ignore[assignment]
 
 
-def _enter_layer(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    active, tensors = _ACTIVE.get(), _tensors((args, kwargs))
-    if active:
-        table = active[-1]
-        for leaf in tensors:
-            _TABLES[leaf] = [table]
-    else:  # without its decoder: gradient checkpointing runs it again, with arguments of then
-        known = next((place for leaf in tensors if (place := _TABLES.get(leaf)) is not None), None)
-        if known is None and getattr(module, "gradient_checkpointing", False) and module.training:
-            raise RuntimeError(
-                f"{type(module).__name__} must be given tensors of the first forward when gradient checkpointing runs "
-                "it again, got others. Train without activation offloading, or with packed=False."
-            )
-        table = None if known is None else known[0]
-    _ACTIVE.set((*active, table))
+def _checkpointed(checkpoint: Callable[..., object], layer: Callable[..., object], *args: object) -> object:
+    """Gradient checkpointing of a layer, which has the table of its first run again."""
+    active = _ACTIVE.get()
+
+    def run(*inputs: object) -> object:
+        token = _ACTIVE.set(active)
+        try:
+            return layer(*inputs)
+        finally:
+            _ACTIVE.reset(token)
+
+    return checkpoint(run, *args)
 
 
 def _leave(*_: object) -> None:
