@@ -10,9 +10,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
+from tests.tiny import tiny_model
+from tests.tiny_tokenizers import tiny_tokenizer
 from trl.data.sources import DatasetMixtureConfig
 from trl.options.model import ModelConfig
-from trl.scripts import training
+from trl.scripts import merge, training
 from trl.scripts.arguments import SFTScriptArguments
 from trl.scripts.loading import model_init_kwargs
 from trl.scripts.running import run_script
@@ -106,6 +108,20 @@ def test_an_adapter(run, name, task, tmp_path):
     if name == "reward":
         weights = load_file(tmp_path / "out" / "adapter_model.safetensors")
         assert torch.cat([w.flatten() for key, w in weights.items() if "score" in key]).any()
+
+
+def test_an_adapter_of_experts(run, tmp_path, capsys):
+    tiny_model("qwen3_moe", vocab_size=400).save_pretrained(tmp_path / "mixture")
+    tiny_tokenizer().save_pretrained(tmp_path / "mixture")
+    line = f"--model_name_or_path {tmp_path / 'mixture'} --use_peft --lora_target_parameters"
+    assert run("sft", *line.split(), "mlp.experts.gate_up_proj", "mlp.experts.down_proj") == 0
+    adapter, merged = tmp_path / "out", tmp_path / "merged"
+    assert merge.main([str(adapter), "--out", str(merged)]) == 0
+    base, mixed = (load_file(folder / "model.safetensors") for folder in (tmp_path / "mixture", merged))
+    changed = {name for name, value in base.items() if not torch.equal(value, mixed[name])}
+    assert changed and all(".experts." in name for name in changed)
+    assert run("sft", *line.split(), "mlp.experts.up_proj") == 2
+    assert "'mlp.experts.up_proj', but no parameter of Qwen3MoeForCausalLM" in capsys.readouterr().err
 
 
 BAD = [

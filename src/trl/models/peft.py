@@ -9,6 +9,7 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedModel, TrainingArguments
 
+from trl.models.adapter_targets import resolve_targets
 from trl.models.switches import enable_gradient_checkpointing
 from trl.options.model import ModelConfig
 
@@ -85,7 +86,7 @@ def prepare_peft_model(
     elif args.gradient_checkpointing and (wrapped or peft_config is not None):
         model.enable_input_require_grads()
     if peft_config is not None:
-        model = get_peft_model(model, peft_config)  # pyright: ignore[reportAssignmentType]
+        model = get_peft_model(model, resolve_targets(model, peft_config))  # pyright: ignore[reportAssignmentType]
         train_copies_in_float32(model)
     if args.bf16 and getattr(model, "is_loaded_in_4bit", False):
         peft_module_casting_to_bf16(model)
