@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
+from trl.options.checks import CHECKPOINTING
+
 # Attributes of layers that drop by calling a function: of the attention of Llama and its kin, of OPT and BART.
 _PROBABILITIES = ("attention_dropout", "dropout", "activation_dropout")
 
@@ -76,9 +78,8 @@ def enable_gradient_checkpointing(
     """
     assert not isinstance(gradient_checkpointing_kwargs, str)  # read by the config
     kwargs = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
-    # transformers 5.23 renames the method, and warns of the older name.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable(kwargs)
+    method = [f"{name}_enable" for name in CHECKPOINTING if hasattr(model, f"{name}_enable")][-1]
+    getattr(model, method)(kwargs)
     return model
 
 

@@ -32,6 +32,7 @@ from trl.models.packed.layout import Inputs
 from trl.models.parts import causal_core
 from trl.models.peft import is_peft_model, is_quantized, prepare_peft_model, require_peft
 from trl.models.switches import same_trainable, undisturbed
+from trl.options.checks import CHECKPOINTING
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -46,9 +47,8 @@ _HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only
 _BASE = "pretrained_model."
 # Attributes that are those of the model inside the wrapper and PEFT.
 _OF_BASE = (
-    "config", "device", "dtype", "get_input_embeddings", "get_output_embeddings", "gradient_checkpointing_enable",
-    "gradient_checkpointing_disable", "activation_checkpointing_enable", "activation_checkpointing_disable",
-    "enable_input_require_grads",
+    "config", "device", "dtype", "get_input_embeddings", "get_output_embeddings", "enable_input_require_grads",
+    *(f"{name}_{switch}" for name in CHECKPOINTING for switch in ("enable", "disable")),
 )  # fmt: skip
 
 

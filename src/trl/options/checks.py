@@ -18,6 +18,9 @@ from transformers.hf_argparser import string_to_bool
 from trl.options.secrets import redacted
 from trl.options.spelling import did_you_mean
 
+CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")
+"""Beginnings of one setting's names: transformers 5.23 renames its fields and methods, and warns of the first name."""
+
 Reader = Callable[[str], object]
 Settings = dict[str, Any]  # by name
 JSONDict = Settings | str | None

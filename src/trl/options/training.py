@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 from transformers.utils import is_torch_bf16_gpu_available
 
-from trl.options.checks import JSONDict, Settings, json_object, warn_caller
+from trl.options.checks import CHECKPOINTING, JSONDict, Settings, json_object, warn_caller
 from trl.options.groups import OptionGroup, moved, option, same
 from trl.options.model import DTYPES
 from trl.options.secrets import redacted, unwritten
@@ -125,10 +125,10 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
         if self.bf16 is None:
             # Weights in bfloat16 need no autocast, under which FSDP makes them float32.
             self.bf16 = self.weights is None and default_bf16(use_cpu=self.use_cpu, fp16=self.fp16)
-        # transformers 5.23 renames both fields, and warns of the older names; the new name wins.
-        enabled = getattr(self, "activation_checkpointing", None)
-        kwargs = getattr(self, "activation_checkpointing_kwargs", None) or self.gradient_checkpointing_kwargs
-        self.set_checkpointing(self.gradient_checkpointing if enabled is None else enabled, kwargs)
+        names = CHECKPOINTING[::-1]  # the newest name that has a value wins
+        enabled = next((x for x in (getattr(self, name, None) for name in names) if x is not None), False)
+        kwargs = next((x for x in (getattr(self, f"{name}_kwargs", None) for name in names) if x), None)
+        self.set_checkpointing(enabled, kwargs)
         super().__post_init__()
         if self.device.type == "cpu" and (self.fp16 or self.fp16_full_eval):
             # accelerate would compute in float32
@@ -138,7 +138,7 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
         """Switch gradient checkpointing on or off, under all names that transformers has for it."""
         if enabled:
             kwargs = {"use_reentrant": False, **(json_object("gradient_checkpointing_kwargs", kwargs) or {})}
-        for name in ("gradient_checkpointing", "activation_checkpointing"):
+        for name in CHECKPOINTING:
             if hasattr(self, name):
                 setattr(self, name, enabled)
                 setattr(self, f"{name}_kwargs", kwargs)

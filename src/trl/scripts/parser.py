@@ -257,7 +257,7 @@ _LOGGING_NAMES = (
     r"|disable_tqdm|load_best.*|metric_for.*|greater_.*|prediction_.*|.*_eval_batch_size|enable_jit.*|ignore_data.*"
 )
 _HARDWARE_NAMES = (
-    r"(bf16|fp16|tf32|torch|gradient_checkpointing|liger|ddp|fsdp|dataloader|accelerator|parallelism)(_.*)?|deepspeed"
+    r"(bf16|fp16|tf32|torch|(gradient|activation)_checkpointing|liger|ddp|fsdp|dataloader|accelerator|parallelism)(_.*)?|deepspeed"
     r"|use_(cpu|cache|liger_kernel)|auto_find.*|full_determinism|local_rank|debug|skip_memory.*|ignore_bias_buffers"
     r"|activation_offloading"
 )

@@ -14,6 +14,7 @@ from trl.checkpoints.wholeness import newest_whole
 from trl.data.rendering import Fields, ProcessingClass, text_tokenizer
 from trl.models.loading import save_dtype
 from trl.models.residuals import keep_residuals
+from trl.options.checks import CHECKPOINTING
 from trl.options.secrets import redacted
 from trl.reporting.tables import open_console
 
@@ -28,7 +29,7 @@ _TASKS = {
     "ForTokenClassification": "token-classification",
 }  # fmt: skip
 _NOT_SHOWN = (
-    "accelerator_config", "gradient_checkpointing_kwargs", "dataloader_pin_memory",  # filled in by transformers
+    "accelerator_config", "dataloader_pin_memory", *(f"{name}_kwargs" for name in CHECKPOINTING),  # filled in
     "generation_batch_size",  # follows from steps_per_generation
     "dry_run",
 )  # fmt: skip

@@ -15,6 +15,7 @@ from trl.models.scoring.causal import Scored, Scorer
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.scoring.head import Routing, ScoreOptions
 from trl.models.switches import checkpointed_modules
+from trl.options.checks import CHECKPOINTING
 
 POLICY, VALUE = "policy.", "value_model."
 INVALID_LOGPROB = 1.0  # marks padding in log-probs of older loops: no token's is above 0
@@ -58,11 +59,9 @@ class PolicyAndValue(nn.Module):
         """The policy's forward."""
         return self.policy(*args, **kwargs)
 
-    gradient_checkpointing_enable = _in_both("gradient_checkpointing_enable")
-    gradient_checkpointing_disable = _in_both("gradient_checkpointing_disable")
-    # The same since transformers 5.23.
-    activation_checkpointing_enable = _in_both("activation_checkpointing_enable")
-    activation_checkpointing_disable = _in_both("activation_checkpointing_disable")
+
+for _method in (f"{name}_{switch}" for name in CHECKPOINTING for switch in ("enable", "disable")):
+    setattr(PolicyAndValue, _method, _in_both(_method))
 
 
 class PolicyAndValueWrapper(PolicyAndValue):
