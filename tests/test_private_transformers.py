@@ -123,7 +123,7 @@ def test_checkpointed_layers_have_a_switch():
 
 def test_settings_that_transformers_renames_are_in_our_table():
     """The newest transformers has new names for these alone; what 6 removes would be lost elsewhere."""
-    older = {field.name for field in fields(TrainingArguments) if "Deprecated" in field.metadata.get("help", "")}
+    older = {field.name for field in fields(TrainingArguments) if "Deprecated alias" in field.metadata.get("help", "")}
     assert older <= {CHECKPOINTING[0], f"{CHECKPOINTING[0]}_kwargs"}, changed("fields of TrainingArguments")
 
 
