@@ -1,56 +1,59 @@
 """Whose run folder is whose: live, killed, forked, and not to be decided."""
 
 import errno
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import pytest
 
 from trl.checkpoints.ownership import LOCK, clear, liveness, owned, run_folder_name
 from trl.checkpoints.wholeness import CheckpointError
 
-HOLD = """
-import sys, pathlib, time
-from trl.checkpoints.ownership import owned, run_folder_name
-with owned(pathlib.Path(sys.argv[1]) / run_folder_name()) as folder:
-    print(folder, flush=True)
-    time.sleep(600)
-"""
 
-
-FORK = """    import os
-    reader, writer = os.pipe()
-    if os.fork() == 0:  # as a data loader's worker, which outlives its parent for a while
-        os.write(writer, b".")
+def hold(place: Path, pipe: Connection) -> None:
+    """Owns a run folder, as does a child of this process: a data loader's worker outlives its parent for a while."""
+    os.setsid()
+    with owned(place / run_folder_name()) as folder:
+        ready = multiprocessing.get_context("fork").Event()
+        child = multiprocessing.get_context("fork").Process(target=lambda: ready.set() or time.sleep(600))
+        child.start()
+        ready.wait()  # it has run what a fork runs
+        pipe.send(folder)
         time.sleep(600)
-    os.read(reader, 1)  # it has run what a fork runs
-"""
 
 
-@pytest.fixture
-def holder(tmp_path):
-    """A process that owns a run folder in `tmp_path`, and that folder."""
-    command = [sys.executable, "-c", HOLD.replace("    print", f"{FORK}    print"), str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert process.stdout is not None
-    yield process, tmp_path / process.stdout.readline().strip().rpartition("/")[2]
-    os.killpg(process.pid, signal.SIGKILL)  # its child too
-    process.wait()
+@contextmanager
+def holder(place: Path) -> Iterator[tuple[BaseProcess, Path]]:
+    """A process, a fork of this one, that owns a run folder in `place`, and that folder."""
+    fork = multiprocessing.get_context("fork")
+    reader, writer = fork.Pipe(duplex=False)
+    process = fork.Process(target=hold, args=(place, writer))
+    process.start()
+    try:
+        yield process, reader.recv()
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # its child too
+        process.join()
 
 
-def test_a_live_process_keeps_its_folder_and_a_killed_one_loses_it(holder, tmp_path, caplog):
-    process, folder = holder
-    with pytest.raises(CheckpointError, match=r"Another run is active in .*Choose another output_dir"):
+def test_a_live_process_keeps_its_folder_and_a_killed_one_loses_it(tmp_path, caplog):
+    with holder(tmp_path) as (process, folder):
+        with pytest.raises(CheckpointError, match=r"Another run is active in .*Choose another output_dir"):
+            clear(tmp_path)
+        clear(tmp_path, alone=False)
+        assert folder.is_dir() and not caplog.records
+        process.kill()
+        process.join()
         clear(tmp_path)
-    clear(tmp_path, alone=False)
-    assert folder.is_dir() and not caplog.records
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    clear(tmp_path)
-    assert not folder.exists() and "was stopped before it ended" in caplog.text
+        assert not folder.exists() and "was stopped before it ended" in caplog.text
 
 
 def test_a_folder_without_a_lock_is_never_removed(tmp_path, caplog):

@@ -3,8 +3,6 @@
 import json
 import logging
 import shutil
-import subprocess
-import sys
 from datetime import datetime
 from unittest.mock import Mock
 
@@ -16,7 +14,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from tests.checkpoints.made import forget_sums
-from tests.checkpoints.test_ownership import HOLD
+from tests.checkpoints.test_ownership import holder
 from tests.tiny_tokenizers import tiny_tokenizer
 from tests.trainer import dpo_runs
 from tests.trainer.sft_runs import make, model_for
@@ -50,14 +48,10 @@ def resume(folder, rows=ROWS, checkpoint=True, **settings):
 
 
 def test_a_run_does_not_start_beside_a_live_one(folder):
-    command = [sys.executable, "-c", HOLD, str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
-        holder.stdout.readline()
+    with holder(folder):
         for checkpoint in (None, True):
             with pytest.raises(CheckpointError, match="Another run is active"):
                 resume(folder, checkpoint=checkpoint)
-        holder.kill()
     assert resume(folder).state.global_step == 3
     assert not list(folder.glob(f"{PREFIX}*"))
 
