@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, LlamaModel
 
 from tests.architectures import config_of, model_of
 from tests.generation.test_engine_contract import prompts_of, scored_logps
@@ -19,21 +19,23 @@ from trl.generation.transformers.engine import TransformersEngine
 # With the largest difference of log-probs in float64: more where layers compute in float32.
 OURS = {
     **dict.fromkeys(
-        ["cohere2", "ernie4_5_moe", "gemma3n_text", "gemma4_text", "gpt_bigcode", "hunyuan_v1_moe", "longcat_flash",
-         "ministral3", "olmo3", "seed_oss", "smollm3"],
+        ["cohere2", "ernie4_5_moe", "exaone4", "gemma3n_text", "gemma4_text", "gpt_bigcode", "gpt_oss", "granite_swa",
+         "hunyuan_v1_moe", "longcat_flash", "ministral3", "olmo3", "seed_oss", "smollm3"],
         1e-10,
     ),
     **dict.fromkeys(
-        ["afmoe", "deepseek_v2", "deepseek_v3", "gemma2", "glm4_moe", "laguna", "minimax_m2"], 1e-5
+        ["afmoe", "deepseek_v2", "deepseek_v3", "gemma2", "glm4_moe", "laguna", "llama4_text", "mimo_v2_flash",
+         "minimax_m2"],
+        1e-5,
     ),
 }  # fmt: skip
 GENERATE = {
     "bamba": "mamba (BambaMixer, layer 0) of a small copy gives other states",
-    "deepseek_v32": "self_attn (DeepseekV32Attention, layer 0) fails",
+    "deepseek_v32": "its DeepseekV32Indexer (layers.0.self_attn.indexer) fails on packed rows",
     "diffllama": "self_attn (DiffLlamaAttention, layer 0) of a small copy gives other states",
-    "falcon": "self_attention (FalconAttention, layer 0) fails",
+    "falcon": "its FalconAttention (h.0.self_attention) fails on packed rows",
     "falcon_h1": "mamba (FalconH1Mixer, layer 0) of a small copy gives other states",
-    "gptj": "attn (GPTJAttention, layer 0) fails",
+    "gptj": "its GPTJAttention (h.0.attn) fails on packed rows",
     "granitemoehybrid": "mamba (GraniteMoeHybridMambaLayer, layer 0) of a small copy gives other states",
     "kimi_linear": "self_attn (KimiLinearDeltaAttention, layer 0) of a small copy gives other states",
     "lfm2": "conv (Lfm2ShortConv, layer 0) of a small copy gives other states",
@@ -124,10 +126,16 @@ class LeakingMLP(nn.Module):
         return self.inner(hidden) + 0.1 * hidden.cumsum(1) / counts
 
 
+class LeakingDecoder(LlamaModel):
+    def __init__(self, config):
+        super().__init__(config)
+        self.layers[1].mlp = LeakingMLP(self.layers[1].mlp)
+
+
 class LeakingLlama(LlamaForCausalLM):
     def __init__(self, config):
         super().__init__(config)
-        self.model.layers[1].mlp = LeakingMLP(self.model.layers[1].mlp)
+        self.model = LeakingDecoder(config)
 
 
 class RaisingLlama(LlamaForCausalLM):
@@ -138,7 +146,10 @@ class RaisingLlama(LlamaForCausalLM):
 def test_a_layer_that_mixes_rows_is_named():
     model = LeakingLlama(config_of("llama"))
     assert decode_unsupported(model) == "mlp (LeakingMLP, layer 1) of a small copy gives other states with our cache"
-    assert decode_unsupported(LlamaForCausalLM(config_of("llama"))) is None
+    model = LlamaForCausalLM(config_of("llama"))
+    assert decode_unsupported(model) is None
+    model.model.layers[1].mlp = LeakingMLP(model.model.layers[1].mlp)
+    assert "has no LeakingMLP" in decode_unsupported(model)
     assert "OverflowError: in every forward" in decode_unsupported(RaisingLlama(config_of("llama")))
 
 

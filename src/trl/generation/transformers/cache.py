@@ -21,7 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from trl.generation.transformers.reuse import Held
-from trl.models.packed.attention import Reach, packed_attention, reach_of
+from trl.models.packed.attention import Reach, has_temperature, packed_attention, reach_of, tempered
 from trl.models.switches import holding
 from trl.tensors.heads import without_autocast
 
@@ -298,6 +298,8 @@ def rollout_attention(
         )  # fmt: skip
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     reach = reach_of(module, sliding_window)
+    if has_temperature(module):
+        query = tempered(module, query, cache.step.lengths[cache.step.prompt] + cache.step.columns)
     newest = (part[0].transpose(0, 1) for part in (query, key, value))
     with without_autocast(query.device.type):
         output = cache.attend(layer, *newest, scale=scale, reach=reach, softcap=softcap, sinks=s_aux)

@@ -16,7 +16,7 @@ from trl.generation.transformers.cache import RolloutCache, Step, rollout_attent
 from trl.generation.transformers.decoders import OwnForward
 from trl.models.packed.attention import PACKED_ATTENTION
 from trl.models.packed.small_copy import on_cpu, small_copy, small_model
-from trl.models.packed.support import is_bidirectional
+from trl.models.packed.support import packed_unsupported
 from trl.models.parts import (
     causal_core,
     decoder_of,
@@ -34,20 +34,16 @@ _CLOSENESS = 1e-3  # of outputs, relative to the largest: parts of a layer may c
 def decode_unsupported(model: nn.Module) -> str | None:
     """Why a model cannot decode with our cache; None if it can.
 
-    A copy with small random weights decodes rows that share prompts, and the first part of a layer whose states are not
-    those of plain forwards is named. This is done once for each class and small config.
+    It must take packed rows, as prompts are run in one. A copy with small random weights then decodes rows that share
+    prompts, and the first part of a layer whose states are not those of plain forwards is named. This is done once for
+    each class and small config.
     """
     core = causal_core(model)
-    if core.config.is_encoder_decoder:
-        return "it is an encoder-decoder model"
-    if core.config.get_text_config() is not core.config:
-        return f"its architecture ({core.config.model_type}) is more than a decoder of text"
     if len(set((getattr(core, "hf_device_map", None) or {}).values())) > 1:
         return "its layers are on several devices"
-    if is_bidirectional(core):
-        return "its attention is bidirectional"
     return (
-        prompt_learning_unsupported(model)
+        packed_unsupported(core)
+        or prompt_learning_unsupported(model)
         or head_unsupported(core, logit_rule(core.config))
         or _answer(core, _cache_differs)
     )

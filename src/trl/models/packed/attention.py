@@ -145,9 +145,14 @@ def packed_attention(
         return output.transpose(1, 2).contiguous(), None
 
     plan = _Plan.of(attention_mask)
-    if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
-        query = _tempered(module, query, plan.segments)
     reach, before = reach_of(module, sliding_window), held or [None] * len(plan.calls)
+    if has_temperature(module):
+        counts = [
+            [0 if pair is None else pair[0].shape[1], call.length]
+            for pair, call in zip(before, plan.calls, strict=True)
+        ]
+        earlier, lengths = torch.tensor(counts).T
+        query = tempered(module, query, plan.segments.position_ids()[0] + earlier.repeat_interleave(lengths))
     longest = max((pair[0].shape[1] for pair in before if pair is not None), default=0)
     if reach and longest + max(call.prompt + call.length for call in plan.calls) <= reach.tokens:
         reach = None  # no segment is long enough to meet it
@@ -184,15 +189,19 @@ def is_table(mask: Tensor | None) -> TypeGuard[Tensor]:
     return mask is not None and mask.dtype == torch.int64 and mask.ndim == 4 and mask.shape[-1] == 4
 
 
-def _tempered(module: nn.Module, query: Tensor, segments: Segments) -> Tensor:
-    """Llama 4's temperature by each token's position; its layers take the place in the row (transformers 5.19-5.23)."""
+def has_temperature(module: nn.Module) -> bool:
+    """Whether an attention layer scales queries by their places (Llama 4's layers without positions)."""
+    return bool(getattr(module, "attn_temperature_tuning", False)) and not module.use_rope
+
+
+def tempered(module: nn.Module, query: Tensor, positions: Tensor) -> Tensor:
+    """Queries `(1, heads, N, D)` as at `positions` `(N,)`: a layer takes their places in the row (transformers 5.19-5.23)."""
     floor_scale, attn_scale = (getattr(module, name) for name in ("floor_scale", "attn_scale"))
 
     def scale_of(positions: Tensor) -> Tensor:
         return torch.log1p(torch.floor((positions.float() + 1.0) / floor_scale)) * attn_scale + 1.0
 
-    positions = segments.position_ids()[0].to(query.device)
-    factor = scale_of(positions) / scale_of(torch.arange(len(positions), device=query.device))
+    factor = scale_of(positions.to(query.device)) / scale_of(torch.arange(len(positions), device=query.device))
     return (query * factor[:, None]).to(query.dtype)
 
 
