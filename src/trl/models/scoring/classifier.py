@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -98,7 +99,7 @@ class ClassificationScorer(ScorerBase):
         cache = {"use_cache": False} if getattr(core.config.get_text_config(), "use_cache", False) else {}
 
         def forward(**inputs: object) -> dict[str, Tensor]:
-            with self.embedded(batch), _final_norm_at(core, positions) as is_cut:
+            with self.embedded(batch), self._final_norm_at(positions) as is_cut:
                 outputs = core.base_model(**given_inputs(inputs), **cache)
             states = outputs.last_hidden_state.flatten(0, 1)
             states = states if is_cut else states[positions]
@@ -110,6 +111,25 @@ class ClassificationScorer(ScorerBase):
 
         with replaced_forward(self.core, forward):
             return self.uncompiled(model)(**batch.inputs)["logits"]
+
+    @cached_property
+    def _final_norm(self) -> nn.Module | None:
+        name = packing_of(self.core).ends_in
+        return None if name is None else self.core.base_model.get_submodule(name)
+
+    @contextmanager
+    def _final_norm_at(self, positions: Tensor) -> Iterator[bool]:
+        """A block in which the decoder's last norm, where it is known (True), computes these positions `(K,)` only.
+
+        The decoder then returns hidden states `(1, K, H)`; positions are those of the flattened rows.
+        """
+        norm = self._final_norm
+        if norm is None:
+            yield False
+            return
+        whole = norm.forward
+        with replaced_forward(norm, lambda states: whole(states.flatten(0, 1)[positions][None])):
+            yield True
 
     def _own_logits(self, model: nn.Module, rows: ModelBatch) -> Tensor:
         """The model's own logits: `(B, C)`, or `(B, T, C)` of the rows' own tokens."""
@@ -136,19 +156,3 @@ def head_of(core: PreTrainedModel) -> nn.Module | None:
     """The module that turns hidden states into class logits, under the names transformers gives it."""
     heads = (getattr(core, name, None) for name in _HEAD_NAMES)
     return next((head for head in heads if isinstance(head, nn.Module)), None)
-
-
-@contextmanager
-def _final_norm_at(core: PreTrainedModel, positions: Tensor) -> Iterator[bool]:
-    """A block in which the decoder's last norm, where it is known (True), computes these positions `(K,)` only.
-
-    The decoder then returns hidden states `(1, K, H)`; positions are those of the flattened rows.
-    """
-    name = packing_of(core).ends_in
-    if name is None:
-        yield False
-        return
-    norm = core.base_model.get_submodule(name)
-    whole = norm.forward
-    with replaced_forward(norm, lambda states: whole(states.flatten(0, 1)[positions][None])):
-        yield True
