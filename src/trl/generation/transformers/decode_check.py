@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from trl.generation.transformers.cache import RolloutCache, Step, rollout_attention_of
 from trl.generation.transformers.decoders import OwnForward
 from trl.models.packed.attention import PACKED_ATTENTION
-from trl.models.packed.small_copy import on_cpu, small_copy, small_model
+from trl.models.packed.small_copy import class_of, first_line, is_close, on_cpu, small_copy, small_model
 from trl.models.packed.support import packed_unsupported
 from trl.models.parts import (
     causal_core,
@@ -65,7 +65,7 @@ _ANSWERS: dict[tuple[object, ...], str | None] = {}
 
 def _answer(core: PreTrainedModel, question: Callable[..., str | None], *settings: object) -> str | None:
     """The answer to `question(copy, *settings)` for a small copy of a model."""
-    kind = next(base for base in type(core).__mro__ if not base.__module__.startswith("torch."))  # FSDP2 makes its own
+    kind = class_of(core)
     assert issubclass(kind, PreTrainedModel)
     config = small_copy(core.config)
     key = (kind, config.to_json_string(), question, *settings)
@@ -74,7 +74,7 @@ def _answer(core: PreTrainedModel, question: Callable[..., str | None], *setting
             with on_cpu(torch.float64), torch.no_grad():
                 _ANSWERS[key] = question(small_model(kind, config), *settings)
         except Exception as error:  # a forward of unknown origin may raise anything
-            _ANSWERS[key] = f"a small copy could not be run ({_first_line(error)})"
+            _ANSWERS[key] = f"a small copy could not be run ({first_line(error)})"
     return _ANSWERS[key]
 
 
@@ -91,7 +91,7 @@ def _cache_differs(copy: PreTrainedModel) -> str | None:
         with cached.of(decoder_of(copy)):
             decoded = _decoded(copy, prompts, completions)
     except Exception as error:  # its layers may have another interface
-        return f"{cached.entered} fails with our cache ({_first_line(error)})"
+        return f"{cached.entered} fails with our cache ({first_line(error)})"
     if _is_close(decoded, torch.stack(logits)):
         return None
     for name, outputs in plain.items():
@@ -137,13 +137,8 @@ def _decoded(copy: PreTrainedModel, prompts: tuple[Tensor, ...], completions: Te
     return torch.stack(logits, dim=1)
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
-
-
-def _is_close(left: Tensor, right: Tensor) -> bool:
-    """False for NaN too."""
-    return bool((left - right).abs().max() <= _CLOSENESS * right.abs().max())
+def _is_close(values: Tensor, expected: Tensor) -> bool:
+    return is_close(values, expected, tolerance=_CLOSENESS)
 
 
 class _Outputs(dict[str, list[Tensor]]):

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trl.models.packed.attention import is_table
+from trl.models.packed.small_copy import class_of
 from trl.tensors.segments import Segments
 
 Values = TypeVar("Values")
@@ -77,12 +78,6 @@ def cut_into_rows(decoder: nn.Module, mixers: Collection[type[nn.Module]]) -> No
             _hook(module, _before, _after)
 
 
-def class_of(module: nn.Module) -> type[nn.Module]:
-    """The class of a module, without those that torch derives from it (FSDP2)."""
-    kinds = (kind for kind in type(module).__mro__ if not kind.__module__.startswith(("torch.", "builtins")))
-    return next(kinds, type(module))
-
-
 def _hook(module: nn.Module, before: Callable[..., object], after: Callable[..., object]) -> None:
     names: tuple[str, ...] = getattr(module, _HOOKS, ())
     if before.__name__ not in names:
@@ -123,7 +118,7 @@ def _leave(*_: object) -> None:
 
 
 def _cut(segments: Segments) -> tuple[Tensor, Tensor]:
-    every, width, rows = list(segments), 0, list[Tensor]()
+    every, rows = list(segments), list[Tensor]()
     prompts = {prefix_start for _, _, prefix_start, prefix in every if prefix}
     starts: dict[int, int] = {}  # of a segment -> its row, and its first token there
     firsts = list[tuple[int, int]]()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -118,6 +118,22 @@ def on_cpu(dtype: torch.dtype) -> Iterator[None]:
             yield
         finally:
             torch.set_default_dtype(before)
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, without those that torch derives from it (FSDP2)."""
+    kinds = (kind for kind in type(module).__mro__ if not kind.__module__.startswith(("torch.", "builtins")))
+    return next(kinds, type(module))
+
+
+def is_close(values: Tensor, expected: Tensor, *, tolerance: float) -> bool:
+    """Whether tensors differ by at most `tolerance` of the largest expected entry; False for NaN."""
+    return bool((values - expected).abs().max() <= tolerance * expected.abs().max())
+
+
+def first_line(error: Exception) -> str:
+    """The kind of an error and the first line of its message, at most 200 characters."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def _narrow(config: PretrainedConfig) -> None:

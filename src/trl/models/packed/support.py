@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig, PreTrainedModel
 
 from trl.models.packed.attention import PACKED_ATTENTION
-from trl.models.packed.mixers import class_of, cut_into_rows
-from trl.models.packed.small_copy import on_cpu, small_copy, small_model
+from trl.models.packed.mixers import cut_into_rows
+from trl.models.packed.small_copy import class_of, first_line, is_close, on_cpu, small_copy, small_model
 from trl.models.parts import decoder_of, replaced_forward
 from trl.models.switches import holding
 from trl.tensors.segments import Segments
@@ -170,7 +170,7 @@ class _Failed(Exception):
     """A forward raised an error in the module `name`."""
 
     def __init__(self, name: str, error: Exception) -> None:
-        super().__init__(f"{type(error).__name__}: {error}".splitlines()[0][:200])
+        super().__init__(first_line(error))
         self.name = name
 
 
@@ -182,7 +182,7 @@ def _tested(kind: type[PreTrainedModel], small: PretrainedConfig, config: Pretra
             alone = [_alone(model, segments) for segments in (_PLAIN, _SHARED)]
             break
         except Exception as error:  # an unknown model may raise anything
-            problems.append(f"{type(error).__name__}: {error}".splitlines()[0][:200])
+            problems.append(first_line(error))
     else:
         return Packing(f"a small copy of it could not be run ({problems[0]})")
     mixers, ends_in = frozenset[type[nn.Module]](), _last_norm(model)
@@ -229,7 +229,7 @@ def _agree(tensors: Sequence[Tensor], expected: Sequence[Tensor]) -> bool | None
     if not tensors or [part.shape for part in tensors] != [part.shape for part in expected]:
         return None
     pairs = zip(tensors, expected, strict=True)
-    return all(bool((one - other).abs().max() <= _TOLERANCE * other.abs().max()) for one, other in pairs)
+    return all(is_close(one, other, tolerance=_TOLERANCE) for one, other in pairs)
 
 
 def _alone(model: PreTrainedModel, segments: Segments) -> dict[tuple[str, int], _Call]:
