@@ -55,7 +55,7 @@ def test_flash_attention_of_the_users_choice_repeats_prompts(caplog):
     scorer = Scorer(model)
     assert scorer.packed and not shares_prefix(scorer, "auto")
     assert "prefix sharing is disabled" in caplog.text
-    with pytest.raises(ValueError, match="cannot share prompts: its flash attention only separate"):
+    with pytest.raises(ValueError, match="cannot share prompts: its flash attention only separates"):
         shares_prefix(scorer, True)
 
 

@@ -156,8 +156,8 @@ def shares_prefix(scorer: Any, prefix_sharing: PrefixSharingMode) -> bool:
     """
     if scorer.shares_prefixes or prefix_sharing is False:
         return prefix_sharing is not False
-    layers = "flash attention" if not scorer.with_table else "layers"
-    unsupported = f"its {layers} only separate plain sequences"
+    layers = "layers only separate" if scorer.with_table else "flash attention only separates"
+    unsupported = f"its {layers} plain sequences"
     if prefix_sharing is True:
         why = unsupported if scorer.packed else "; ".join(scorer.fallbacks) or "it takes padded rows only"
         raise ValueError(
