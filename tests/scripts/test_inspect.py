@@ -173,8 +173,18 @@ def test_a_million_rows_take_bounded_memory():
     counts = RowFaults("text", ScriptCounts(tiny_tokenizer())).read(rows, compared=5_000)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(counts.rows["exact duplicates"]) == 199_999
-    assert peak < 20e6  # 8 bytes for a row number, and one block of rows
+    assert counts.counts["exact duplicates"] == 199_999
+    assert peak < 20e6  # 8 bytes for a row, and one block of rows
+
+
+def test_rows_that_differ_take_no_more_than_a_number_each():
+    rows = Dataset.from_dict({"text": [f"Look up {number}." for number in range(50_000)]})
+    tracemalloc.start()
+    counts = RowFaults("text", ScriptCounts(tiny_tokenizer())).read(rows, compared=100)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert counts.counts["exact duplicates"] == 0 and len(counts.texts) == 100
+    assert peak < 4e6
 
 
 def test_near_duplicates_are_those_with_most_shingles():

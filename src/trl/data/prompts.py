@@ -131,7 +131,7 @@ class PromptSets:
     def __call__(self, dataset: Any, name: str) -> Dataset:
         """A set with its prompts tokenised; a stream for evaluation is read whole. Raises: TypeError for others."""
         if isinstance(dataset, IterableDataset) and name != "train":
-            dataset = _stored(dataset)
+            dataset = stored_rows(dataset)
         if isinstance(dataset, list):
             kinds = ["messages" if isinstance(row.get("prompt"), list) else "text" for row in dataset]
             if odd := [index for index, kind in enumerate(kinds) if kind != kinds[0]]:
@@ -159,7 +159,7 @@ class PromptSets:
         """
         if has_images(dataset):
             raise ValueError("train dataset is a stream with images, expected a Dataset. Do not stream it.")
-        head = _stored(dataset.take(STREAM_BATCH))
+        head = stored_rows(dataset.take(STREAM_BATCH))
         prepared = self(head, "train")
         tokenize = prompt_tokenizer(head, self.processing_class, self.settings, name="train")
         rows = dataset.with_format(None)
@@ -186,5 +186,6 @@ class PromptSets:
         return None if datasets is None else self(datasets, "eval")
 
 
-def _stored(stream: IterableDataset) -> Dataset:
+def stored_rows(stream: IterableDataset) -> Dataset:
+    """All rows of a stream as a stored data set."""
     return Dataset.from_list([dict(row) for row in stream.with_format(None)], features=stream.features)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Trainer = Any  # a `BaseTrainer`, whose model and data transformers declares as optional
 _MOST_TOKENS = 400  # of a sequence; of longer ones the ends are shown
+_STATES = {"trained": ("black on green", ">>{}<<"), "masked": ("dim", "{}"), "cut": ("red strike", "[[{}]]")}
 _TASKS = {
     "ForCausalLM": "text-generation", "LMHeadModel": "text-generation",
     "ForConditionalGeneration": "image-text-to-text", "ForSequenceClassification": "text-classification",
@@ -36,11 +37,16 @@ _NOT_SHOWN = (
 
 
 class Shown(NamedTuple):
-    """A sequence of a row: its tokens, and which of them the loss or the score depends on."""
+    """A sequence of a row: its tokens, and of each whether it is "trained" (the loss or the score depends on it),
+    "masked" or "cut" off."""
 
     title: str
     ids: list[int]
-    trained: list[bool]
+    states: list[str]
+
+
+def _states(trained: Iterable[bool]) -> list[str]:
+    return ["trained" if is_trained else "masked" for is_trained in trained]
 
 
 def changed_settings(*configs: Any) -> dict[str, object]:
@@ -90,27 +96,27 @@ def sequences(trainer: Trainer, row: Fields) -> list[Shown]:
     if parts:
         title = {name: name.removesuffix("_input_ids") for name in parts}
         trained = {name: title[name] not in ("prompt", "KL_completion") for name in parts}  # KTO's KL is a constant
-        return [Shown(title[name], ids, [trained[name]] * len(ids)) for name, ids in parts.items()]
+        return [Shown(title[name], ids, _states([trained[name]] * len(ids))) for name, ids in parts.items()]
     if "input_ids" not in row:
         return []
     batch = trainer.data_collator([row])
     if "labels" not in batch:  # a prompt: the completions that are trained do not exist yet
-        return [Shown("prompt", list(row["input_ids"]), [False] * len(row["input_ids"]))]
-    return [Shown("text", batch["input_ids"].flatten().tolist(), (batch["labels"] != -100).flatten().tolist())]
+        return [Shown("prompt", list(row["input_ids"]), _states([False] * len(row["input_ids"])))]
+    return [Shown("text", batch["input_ids"].flatten().tolist(), _states((batch["labels"] != -100).flatten().tolist()))]
 
 
 def rendered(processing_class: ProcessingClass, sequence: Shown, *, colour: bool) -> Text:
-    """A sequence as text. What is trained is coloured, or stands between >> and <<."""
+    """A sequence as text. What is trained is coloured or stands between >> and <<, what is cut off between [[ and ]]."""
     tokenizer: Any = text_tokenizer(processing_class)
-    text = Text(f"{sequence.title} ({len(sequence.ids)} tokens, {sum(sequence.trained)} trained): ")
+    text = Text(f"{sequence.title} ({len(sequence.ids)} tokens, {sequence.states.count('trained')} trained): ")
     half = _MOST_TOKENS // 2
     cut = len(sequence.ids) > _MOST_TOKENS
     for part in (slice(0, half), slice(-half, None)) if cut else (slice(None),):
-        pairs = zip(sequence.trained[part], sequence.ids[part], strict=True)
-        for trained, run in itertools.groupby(pairs, key=lambda pair: pair[0]):
+        pairs = zip(sequence.states[part], sequence.ids[part], strict=True)
+        for state, run in itertools.groupby(pairs, key=lambda pair: pair[0]):
             piece = tokenizer.decode([token for _, token in run])
-            plain = f">>{piece}<<" if trained and not colour else piece
-            text.append(plain, style="black on green" if trained else "dim")
+            style, marks = _STATES[state]
+            text.append(piece if colour else marks.format(piece), style=style)
         if cut and part.start == 0:
             text.append(f" ... {len(sequence.ids) - _MOST_TOKENS} tokens ... ", style="italic")
     return text

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from trl.data.formats import Row, RowDict, has_images
 from trl.data.pipeline import Preparation, PreparationReport, prepare_dataset
 from trl.data.prepared_sets import PreparedSets, sequence_lengths
+from trl.data.prompts import stored_rows
 from trl.data.ragged import list_lengths
 from trl.data.rendering import text_tokenizer
 from trl.scripts.inspection import faults
@@ -78,6 +80,7 @@ class Inspection:
     lengths: np.ndarray
     context: int | None
     limit: int | None
+    tokenizer: PreTrainedTokenizerBase
     packed: Packed | None = None
     summaries: list[str] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
@@ -96,13 +99,12 @@ def inspect_data(
         context = write_stand_in(model_args, method, folder)
         training_args.output_dir = str(Path(folder) / "run")
         trainer = build(method, training_args, Path(folder) / "model", train, evaluation)
-        tokenizer = text_tokenizer(trainer.processing_class)  # type: ignore[arg-type]
         inspection = numbers_of(trainer, method, str(script_args.dataset_name), len(train), context)
         text_field = getattr(training_args, "dataset_text_field", "text")
         inspection.shown = shown_rows(trainer, train, options.shown, text_field)
         inspection.faults += faults.length_faults(inspection.lengths, context)
         inspection.faults += faults.shown_faults(inspection.shown) + faults.label_faults(train)
-        add_text_faults(inspection, train, evaluation, text_field, ScriptCounts(tokenizer))
+        add_text_faults(inspection, train, evaluation, text_field, ScriptCounts(inspection.tokenizer))
         if COMMANDS[method].others in ONLINE and (functions := getattr(script_args, "reward_funcs", None)):
             inspection.rewards = scored(functions, train, options.answers, inspection)
             inspection.faults += faults.reward_faults(inspection.rewards, min(len(train), SCORED_ROWS))
@@ -135,7 +137,7 @@ def load_rows(
 def first_rows(rows: Dataset | IterableDataset, limit: int | None) -> Dataset:
     """The first rows of a set, stored."""
     if isinstance(rows, IterableDataset):
-        return Dataset.from_list(list(rows.take(limit or STREAMED_ROWS)), features=rows.features)
+        return stored_rows(rows.take(limit or STREAMED_ROWS))
     return rows if limit is None else rows.select(range(min(limit, len(rows))))
 
 
@@ -180,7 +182,8 @@ def numbers_of(trainer: Any, method: str, source: str, rows: int, context: int |
     args, prepared, sets = trainer.args, trainer.train_dataset, trainer._sets
     names = sets.settings.sequences if isinstance(sets, PreparedSets) else (("input_ids",),)
     limit = getattr(args, "max_length", None) or getattr(args, "max_prompt_length", None)
-    made = Inspection(method, source, rows, sequence_lengths(prepared, names), context, limit)
+    tokenizer = text_tokenizer(trainer.processing_class)
+    made = Inspection(method, source, rows, sequence_lengths(prepared, names), context, limit, tokenizer)
     if getattr(args, "packing", False) and args.max_length:
         tokens = list_lengths(prepared, "input_ids")
         made.packed = Packed(len(prepared), args.max_length, float(tokens.mean() / args.max_length))

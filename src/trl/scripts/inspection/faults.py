@@ -27,48 +27,58 @@ class Fault(NamedTuple):
 
 @dataclass
 class RowFaults:
-    """Reads the rows of a set once, and counts what is wrong with their texts."""
+    """Reads the rows of a set once, and counts what is wrong with their texts: a number of 8 bytes is kept of each row.
+
+    `keys` `(rows,)` are equal for exact duplicates, of which `is_first` marks the first; `counts` and `first` are by
+    name of the fault, or by script; `texts` are compared to find near duplicates.
+    """
 
     text_field: str
     scripts: ScriptCounts
-    seen: dict[int, int] = field(default_factory=dict)  # the first row of each key
-    rows: dict[str, list[int]] = field(default_factory=dict)  # by name of the fault
-    texts: list[tuple[int, str]] = field(default_factory=list)  # to compare for near duplicates
-    script_rows: Counter[str] = field(default_factory=Counter)
-    first_of_script: dict[str, list[int]] = field(default_factory=dict)
-    total: int = 0
+    keys: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))
+    is_first: np.ndarray = field(default_factory=lambda: np.empty(0, bool))
+    counts: Counter[str] = field(default_factory=Counter)
+    first: dict[str, list[int]] = field(default_factory=dict)
+    texts: list[tuple[int, str]] = field(default_factory=list)
 
     def read(self, dataset: Dataset, *, compared: int) -> "RowFaults":
         """Read all rows; the texts of `compared` of them, evenly spaced, are kept to find near duplicates."""
-        self.total = len(dataset)
+        self.keys, self.is_first = np.empty(len(dataset), np.uint64), np.zeros(len(dataset), bool)
         spacing = max(1, -(-len(dataset) // compared))
         for number, row in row_blocks(dataset):
             parts = row_parts(row, self.text_field)
-            key = row_key(row, parts)
-            if key in self.seen:
-                self.note("exact duplicates", number)
-            elif number % spacing == 0:
+            self.keys[number] = row_key(row, parts)
+            if number % spacing == 0:
                 self.texts.append((number, " ".join(part.text for part in parts)))
-            self.seen.setdefault(key, number)
             if any(part.is_answer and not part.text.strip() for part in parts):
                 self.note("empty answers", number)
             for script in {script for part in parts for script in self.scripts.read(part.text)}:
-                self.script_rows[script] += 1
-                if len(self.first_of_script.setdefault(script, [])) < SHOWN_ROWS:
-                    self.first_of_script[script].append(number)
+                self.note(script, number)
+        self.is_first[np.unique(self.keys, return_index=True)[1]] = True
+        for number in np.flatnonzero(~self.is_first):
+            self.note("exact duplicates", int(number))
+        self.texts = [(number, text) for number, text in self.texts if self.is_first[number]]
         return self
 
     def note(self, name: str, number: int) -> None:
-        """Count a row under a fault."""
-        self.rows.setdefault(name, []).append(number)
+        """Count a row under a fault or script."""
+        self.counts[name] += 1
+        first = self.first.setdefault(name, [])
+        if len(first) < SHOWN_ROWS:
+            first.append(number)
+
+    def leaked(self, evaluation: "RowFaults") -> np.ndarray:
+        """The numbers of the rows that are evaluation rows too, of exact duplicates the first."""
+        return np.flatnonzero(self.is_first & np.isin(self.keys, evaluation.keys))
 
     def faults(self) -> list[Fault]:
         """What was counted, and the scripts that the tokenizer cannot write."""
-        made = [fault(name, rows, self.total, TEXT[name]) for name, rows in self.rows.items()]
-        for script, share in self.scripts.lost().items():
-            counts, text = (self.script_rows[script], self.total), LOST.format(script, share)
-            made.append(Fault("scripts lost in the tokenizer", *counts, self.first_of_script.get(script, []), text))
-        return made
+        texts = [(name, name, TEXT[name]) for name in ("exact duplicates", "empty answers") if self.counts[name]]
+        lost = self.scripts.lost().items()
+        texts += [("scripts lost in the tokenizer", script, LOST.format(script, share)) for script, share in lost]
+        return [
+            Fault(name, self.counts[key], len(self.keys), self.first.get(key, []), text) for name, key, text in texts
+        ]
 
 
 TEXT = {
@@ -101,8 +111,7 @@ def near_faults(train: RowFaults, evaluation: RowFaults | None) -> list[Fault]:
     if evaluation is not None:
         others = NearDuplicates()
         others.add((row, text) for row, text in evaluation.texts)
-        exact = set(train.seen) & set(evaluation.seen)
-        leaked = {train.seen[key] for key in exact}
+        leaked = set(train.leaked(evaluation))
         leaks = [
             row for row, text in train.texts if row not in leaked and others.earlier(row, text, keep=False) is not None
         ]
@@ -113,8 +122,8 @@ def near_faults(train: RowFaults, evaluation: RowFaults | None) -> list[Fault]:
 def leak_faults(train: RowFaults, evaluation: RowFaults) -> list[Fault]:
     """Training rows that are evaluation rows too."""
     name = "rows of the evaluation set"
-    rows = sorted(train.seen[key] for key in set(train.seen) & set(evaluation.seen))
-    return [fault(name, rows, train.total, TEXT[name])] if rows else []
+    rows = train.leaked(evaluation).tolist()
+    return [fault(name, rows, len(train.keys), TEXT[name])] if rows else []
 
 
 def report_faults(report: PreparationReport) -> list[Fault]:

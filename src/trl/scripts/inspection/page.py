@@ -2,21 +2,19 @@
 
 import math
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from jinja2 import Environment, PackageLoader
-from rich.text import Text
 
 from trl.reporting.tables import open_console
 from trl.scripts.inspection.collect import Inspection
 from trl.scripts.inspection.tokens import Token
+from trl.scripts.report import Shown, rendered
 
 BARS = 40
 MOST_TOKENS = 600  # of a sequence on the page; of longer ones the ends are shown
-STYLES = {"trained": "black on green", "masked": "dim", "cut": "red strike"}
 
 
 class Bar(NamedTuple):
@@ -94,7 +92,8 @@ def print_inspection(inspection: Inspection, *, rows: int = 2) -> None:
     for row in inspection.shown[:rows]:
         console.print(f"\nRow {row.number}", style="bold")
         for title, tokens in row.sequences.items():
-            console.print(sequence_text(title, tokens, colour=console.is_terminal))
+            shown = Shown(title, [token.id for token in tokens], [token.state for token in tokens])
+            console.print(rendered(inspection.tokenizer, shown, colour=console.is_terminal))
     for name, values in inspection.rewards.items():
         known = [value for value in values if value is not None]
         if known:
@@ -109,13 +108,3 @@ def print_inspection(inspection: Inspection, *, rows: int = 2) -> None:
         console.print("\nNo fault was found.", style="bold")
     for note in inspection.notes:
         console.print(note, markup=False)
-
-
-def sequence_text(title: str, tokens: Sequence[Token], *, colour: bool) -> Text:
-    """A sequence as text: trained tokens in colour or between >> and <<, cut ones struck out or between [[ and ]]."""
-    trained = sum(token.state == "trained" for token in tokens)
-    text, marks = Text(f"{title} ({len(tokens)} tokens, {trained} trained): "), {"trained": ">>{}<<", "cut": "[[{}]]"}
-    for state, run in groupby(shortened(tokens), key=lambda token: token.state):
-        piece = "".join(token.text for token in run)
-        text.append(piece if colour else marks.get(state, "{}").format(piece), style=STYLES.get(state, "italic"))
-    return text

@@ -1,14 +1,15 @@
 """The texts of rows as a user wrote them: who says what, which are answers, and which rows are alike."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 import xxhash
 from datasets import Dataset
 
-from trl.data.formats import Row, maybe_convert_to_chatml
+from trl.data.formats import Row, RowDict, maybe_convert_to_chatml
+from trl.rewards.ready_made import content_of
 
 ANSWERS = ("completion", "chosen", "rejected")
 TEXTS = ("text", "messages", "prompt", *ANSWERS, "completions")
@@ -38,19 +39,16 @@ def row_parts(row: Row, text_field: str = "text") -> list[Part]:
         elif isinstance(value, list) and all(isinstance(item, str) for item in value):
             parts += [Part(column, None, item, False) for item in value]
         elif isinstance(value, list):
-            parts += message_parts(column, [item for item in value if isinstance(item, Mapping)])
+            parts += message_parts(column, [item for item in value if isinstance(item, dict)])
     return parts
 
 
-def message_parts(column: str, messages: Sequence[Row]) -> Iterator[Part]:
+def message_parts(column: str, messages: Sequence[RowDict]) -> Iterator[Part]:
     """The texts of messages; the answer is the assistant's last turn, where the messages do not end with a prompt."""
     for index, message in enumerate(messages):
-        content, calls = message.get("content"), message.get("tool_calls")
-        if isinstance(content, list):
-            content = "".join(str(item.get("text") or "") for item in content if isinstance(item, Mapping))
         is_last = index == len(messages) - 1 and column != "prompt"
-        is_answer = is_last and message.get("role") == "assistant" and not calls
-        yield Part(column, message.get("role"), str(content or ""), is_answer)
+        is_answer = is_last and message.get("role") == "assistant" and not message.get("tool_calls")
+        yield Part(column, message.get("role"), content_of([message]), is_answer)
 
 
 def row_key(row: Row, parts: Sequence[Part]) -> int:

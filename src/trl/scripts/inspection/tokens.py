@@ -3,6 +3,7 @@
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ def shown_tokens(
     sequence: Shown, whole: Sequence[int], parts: Sequence[Part], tokenizer: PreTrainedTokenizerBase
 ) -> list[Token]:
     """The tokens of a sequence of a prepared row; `whole`: those of the row without limits of length."""
-    kept, states = list(sequence.ids), ["trained" if trained else "masked" for trained in sequence.trained]
+    _, kept, states = sequence
     cut = len(whole) - len(kept)
     if cut > 0 and list(whole[: len(kept)]) == kept:
         kept, states = list(whole), [*states, *["cut"] * cut]
@@ -79,15 +80,16 @@ class ScriptCounts:
 
     def read(self, text: str) -> set[str]:
         """Count the words of a text, up to `READ_CHARACTERS` of a script; returns its scripts."""
-        runs = list(script_runs(text))
-        for script, run in runs:
+        scripts = set(map(script_of, set(text))) - {""}
+        is_counted = all(self._characters[script] >= READ_CHARACTERS for script in scripts)
+        for script, run in () if is_counted else script_runs(text):
             if self._characters[script] >= READ_CHARACTERS:
                 continue
             ids = self._tokenizer(run, add_special_tokens=False)["input_ids"]
             self._characters[script] += len(run)
             self._pieces[script] += len(ids)
             self._lost[script] += sum(map(self._is_lost, ids))
-        return {script for script, _ in runs}
+        return scripts
 
     def _is_lost(self, token: int) -> bool:
         name = str(self._tokenizer.convert_ids_to_tokens(token))
@@ -100,11 +102,17 @@ class ScriptCounts:
         return {name: lost for name, lost in shares.items() if lost > share and self._characters[name] >= least}
 
 
+@cache
+def script_of(character: str) -> str:
+    """The script of a letter, the first word of its Unicode name: LATIN, CYRILLIC, CJK; "" of others."""
+    return unicodedata.name(character, "").split(" ")[0] if character.isalpha() else ""
+
+
 def script_runs(text: str) -> Iterator[tuple[str, str]]:
-    """The words of a text with their script, the first word of their letters' Unicode names: LATIN, CYRILLIC, CJK."""
+    """The words of a text with their scripts."""
     run, script = "", ""
     for character in f"{text} ":
-        name = unicodedata.name(character, "").split(" ")[0] if character.isalpha() else ""
+        name = script_of(character)
         if name != script and run:
             yield script, run
             run = ""
