@@ -4,7 +4,6 @@ python benchmarks/architectures.py --types lfm2 gpt_oss --grpo gpt_oss --steps 5
 """
 
 import copy
-import logging
 import os
 import sys
 from argparse import ArgumentParser, Namespace
@@ -24,7 +23,7 @@ import datasets
 import torch
 from benchmarks.data import GSM8K_LENGTHS, Corpus, made_up_corpus, word_tokenizer
 from benchmarks.group_loops import Work, make_trainer, now, prompts_of
-from benchmarks.measure import trainer_settings
+from benchmarks.measure import on_one_quiet_thread, trainer_settings
 from benchmarks.tables import Result, table_row, write_figures
 from benchmarks.variants import Recipe
 from tests.architectures import CURRENT, FIELDS, MODEL_TYPES, SHARED
@@ -153,9 +152,7 @@ def parse() -> Namespace:
 
 def main() -> None:
     args = parse()
-    logging.getLogger("trl").setLevel(logging.ERROR)
-    datasets.disable_progress_bars()
-    torch.set_num_threads(1)
+    on_one_quiet_thread()
     corpus = made_up_corpus(GSM8K_LENGTHS, max_length=512, rows=400, name="made-up rows as long as GSM8K's")
     print(f"torch {torch.__version__}, fp32, 1 thread; {corpus.describe()}\n")
     columns = ["model type", "method", "packed, CPU s", "padded, CPU s", "padded / packed"]

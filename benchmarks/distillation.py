@@ -7,7 +7,6 @@ the loop. Every side runs in a process of its own, on the same weights and rows,
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -22,11 +21,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import datasets
 import torch
 from benchmarks.data import BPE_SIZE, Corpus, Row, load_corpus, word_tokenizer
 from benchmarks.generation import MEAN_LENGTH, up_to_stop
-from benchmarks.measure import trainer_settings
+from benchmarks.measure import on_one_quiet_thread, trainer_settings
 from benchmarks.memory import ROOT, Level
 from benchmarks.tables import Result, table_row, write_figures
 from benchmarks.variants import IGNORED, Loop, Recipe, build_model
@@ -62,9 +60,7 @@ def parse() -> Namespace:
 
 def main() -> None:
     args = parse()
-    logging.getLogger("trl").setLevel(logging.ERROR)
-    datasets.disable_progress_bars()
-    torch.set_num_threads(1)
+    on_one_quiet_thread()
     if args.side:
         print(json.dumps(measure_side(args, args.cases[0], args.side)))
         return

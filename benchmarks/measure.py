@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import tempfile
 import time
 from collections import deque
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from benchmarks.data import Corpus, Row
 from benchmarks.variants import VARIANTS, Loop, Recipe
-from datasets import Dataset
+from datasets import Dataset, disable_progress_bars
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 
 from trl import SFTConfig, SFTTrainer
@@ -213,6 +214,13 @@ def _check_first_losses(losses: Mapping[str, float], dtype: torch.dtype) -> None
 
 def _is_half(model: PreTrainedModel, recipe: Recipe) -> bool:
     return recipe.autocast or model.dtype == torch.bfloat16
+
+
+def on_one_quiet_thread() -> None:
+    """One thread for this process, errors alone from the library, and no progress bars."""
+    logging.getLogger("trl").setLevel(logging.ERROR)
+    disable_progress_bars()
+    torch.set_num_threads(1)
 
 
 def free_memory() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
 import sys
@@ -16,10 +15,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import datasets
 import torch
 from benchmarks.data import BPE_SIZE, load_corpus
 from benchmarks.group_loops import PHASES, Phases, Spent, Work, prompts_of
+from benchmarks.measure import on_one_quiet_thread
 from benchmarks.ppo_loops import PaddedPPO, make_ppo_trainer
 from benchmarks.tables import Result, table_row, write_figures
 from benchmarks.variants import SHAPES, build_model, build_reward_model
@@ -50,9 +49,7 @@ def parse() -> Namespace:
 
 def main() -> None:
     args = parse()
-    logging.getLogger("trl").setLevel(logging.ERROR)
-    datasets.disable_progress_bars()
-    torch.set_num_threads(1)
+    on_one_quiet_thread()
     print(
         f"torch {torch.__version__}, {platform.machine()}, fp32, 1 thread, {args.prompts} prompts, {args.epochs} epochs\n"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
 import sys
@@ -17,10 +16,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import datasets
 import torch
 from benchmarks.data import Corpus
-from benchmarks.measure import OURS, free_memory, run_interleaved
+from benchmarks.measure import OURS, free_memory, on_one_quiet_thread, run_interleaved
 from benchmarks.memory import growth_in_subprocess
 from benchmarks.pair_data import describe_pairs, load_pairs
 from benchmarks.preference_tasks import TASKS
@@ -57,9 +55,7 @@ def parse() -> Namespace:
 
 def main() -> None:
     args = parse()
-    logging.getLogger("trl").setLevel(logging.ERROR)
-    datasets.disable_progress_bars()
-    torch.set_num_threads(1)
+    on_one_quiet_thread()
     corpus = load_pairs(args.data, max_length=args.max_length)
     allocator = {name: value for name, value in os.environ.items() if name.startswith("MALLOC_")}
     print(f"torch {torch.__version__}, {platform.machine()}, fp32, 1 thread, allocator {allocator or 'default'}")
