@@ -159,11 +159,18 @@ class TransformersEngine:
 
     @property
     def exact(self) -> bool:
-        """Whether log-probs are those of the scoring forward; with transformers' caches they may not be."""
+        """Whether log-probs are those of the scoring forward; with transformers' caches they may not be.
+
+        All processes ask: sharded weights are gathered where nothing was generated before, as when a run resumes.
+        """
         model = without_wrappers(self.model)
         core = causal_core(model)
-        ours = self.route != "generate" and self._unsupported(model, core) is None
-        return ours or core.config.is_encoder_decoder
+        if self.route == "generate" or core.config.is_encoder_decoder:
+            return core.config.is_encoder_decoder
+        if self._checked[0] is not core:
+            with generating(self.model, self.accelerator, gather_zero3=self.gather_zero3) as gathered:
+                return self._unsupported(gathered, causal_core(gathered)) is None
+        return self._unsupported(model, core) is None
 
     @property
     def together(self) -> bool:
