@@ -43,6 +43,11 @@ def flow_step(
     return drawn_step(mean, std, next_latents, generators, latents.dtype)
 
 
+def _is_of_no_cut(record: logging.LogRecord) -> bool:
+    """Whether to log a record: diffusers warns of every prompt that is cut, and the policy counts them."""
+    return "truncated" not in record.getMessage()
+
+
 class FlowPolicy(DiffusionPolicy):
     """A `FlowPipeline` as a policy. Guidance is an input of Flux, if it has one; Stable Diffusion 3 runs twice."""
 
@@ -67,8 +72,7 @@ class FlowPolicy(DiffusionPolicy):
             grid["mu"] = least + (most - least) * (tokens - low) / (high - low)
         scheduler.set_timesteps(self.num_steps, **grid)
         self.timesteps, self.sigmas = scheduler.timesteps, scheduler.sigmas
-        # diffusers warns of every prompt that is cut, and the policy counts them
-        logging.getLogger(inner.encode_prompt.__module__).addFilter(lambda x: "truncated" not in x.getMessage())
+        logging.getLogger(inner.encode_prompt.__module__).addFilter(_is_of_no_cut)
 
     @property
     def frozen(self) -> list[nn.Module]:
