@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import LlamaForCausalLM, LlamaModel
+from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
 from tests.architectures import MODEL_TYPES, config_of, model_of
 from tests.tiny import tiny_config, tiny_model
@@ -48,6 +49,8 @@ def loss_and_gradients(model, packed):
 @pytest.fixture
 def all_in_float64(monkeypatch):
     """Norms, rotary angles and routers compute in float32 whatever the dtype: here that is float64."""
+    # A default argument, which is that of the moment when the module was imported.
+    monkeypatch.setattr(RecurrentGemmaRglru._rnn_scan, "__defaults__", (torch.float64,))
     monkeypatch.setattr(torch, "float32", torch.float64)
     monkeypatch.setattr(torch, "float", torch.float64)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
