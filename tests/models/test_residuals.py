@@ -59,7 +59,11 @@ def test_a_tie_that_rounds_down_is_a_step_of_float32_off():
 
 
 class Masters(torch.optim.AdamW):
-    """The plain way: float32 weights, from which the bfloat16 ones are rounded after each step; gradients are clipped."""
+    """The plain way: float32 weights, from which the bfloat16 ones are rounded after each step; gradients are clipped.
+
+    A tie that rounds down is a step of float32 off, as above: which weights meet one depends on the CPU's kernels, and
+    in 200 steps one may turn the rounding of a weight, and with it all gradients.
+    """
 
     def __init__(self, weights: list[nn.Parameter], limit: float = math.inf, **settings: Any) -> None:
         self.weights, self.masters, self.limit = weights, [each.detach().float() for each in weights], limit
@@ -71,6 +75,8 @@ class Masters(torch.optim.AdamW):
         torch.nn.utils.clip_grad_norm_(self.masters, self.limit)
         super().step()
         for weight, master in zip(self.weights, self.masters, strict=True):
+            bits = master.view(torch.int32)
+            bits -= ((bits & 0x1FFFF) == TIE).int()
             weight.data.copy_(master)
             weight.grad = None
 
