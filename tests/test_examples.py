@@ -58,7 +58,7 @@ SCRIPTS = [
     (f"{TOXICITY}/gpt-j-6b-toxicity", "--tiny --steps 20", None, 2.0),
     (f"{STACK}/supervised_finetuning", "", "loss", -0.1),
     (f"{STACK}/reward_modeling", "--max_steps 20", "accuracy", 0.1),
-    (f"{STACK}/rl_training", "--steps 40", None, 0.2),
+    (f"{STACK}/rl_training", "--steps 80", None, 0.2),
 ]
 SLOW = [
     ("scripts/prm", "--max_steps 200", "accuracy", 0.3),
