@@ -29,7 +29,7 @@ test-newest:
 	rm -rf build
 	$(NEWEST) -m pip install --quiet $$(grep ^torch== constraints.txt) .venv-newest/wheel/*.whl
 	$(OFFLINE) $(NEWEST) .ci/try_commands.py
-	$(NEWEST) -m pip install --quiet "$$(echo .venv-newest/wheel/*.whl)[peft,judges,plot,bco,test]"
+	$(NEWEST) -m pip install --quiet "$$(echo .venv-newest/wheel/*.whl)[peft,judges,plot,bco,inspect,test]"
 	$(OFFLINE) $(KEEP_MEMORY) $(NEWEST) -m pytest -q -n $(WORKERS) --dist worksteal tests/cli tests/scripts tests/contracts/test_resume.py
 
 # vLLM's CPU build wants another numpy than the rest, so it is tried in an environment of its own.

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import tracemalloc
 
 import numpy as np
@@ -185,6 +186,12 @@ def test_rows_that_differ_take_no_more_than_a_number_each():
     tracemalloc.stop()
     assert counts.counts["exact duplicates"] == 0 and len(counts.texts) == 100
     assert peak < 4e6
+
+
+def test_without_the_library_near_duplicates_are_not_searched(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasketch", None)
+    status, output = run([*CLEAN["sft"], LONG_ROW, ALIKE_ROW], "--strict")
+    assert status == 0 and "Near duplicates were not searched: pip install datasketch" in output.out
 
 
 def test_near_duplicates_are_those_with_most_shingles():
