@@ -9,7 +9,7 @@ import pytest
 from trl import DPOConfig, GRPOConfig, PPOConfig
 from trl.options.checks import json_object
 from trl.options.secrets import REDACTED, redacted
-from trl.scripts.report import changed_settings
+from trl.options.shared import changed_settings
 
 HUB = "hf_" + "aB3" * 12
 SECRET = "s3cret"

@@ -14,6 +14,7 @@ from trl.reporting.trackers import (
     get_comet_experiment_url,
     log_table,
     log_table_to_comet_experiment,
+    send_traces,
     start_trackers,
 )
 
@@ -60,7 +61,9 @@ def test_tables_reach_every_active_tracker(wandb, comet, mlflow):
     writer = SimpleNamespace(add_text=Calls())
     reported = ["wandb", "comet_ml", "mlflow", "tensorboard"]
     assert log_table("completions", TABLE, reported, step=5, tensorboard_writer=writer) == reported
-    assert wandb[0][0][0]["completions"][0] == "table"
+    assert wandb[0][0][0]["completions/step_00005"][0] == "table"  # W&B keeps the newest table of a key only
+    log_table("completions", TABLE, ["wandb"], step=5, has_all_steps=True)
+    assert list(wandb[1][0][0]) == ["completions"]
     assert comet == [((), {"tabular_data": TABLE, "filename": "completions.csv"})]
     assert mlflow == [((TABLE,), {"artifact_file": "completions_5.json"})]
     assert writer.add_text == [(("completions", "| prompt | completion |\n| --- | --- |\n| a\\|b | x<br>y |", 5), {})]
@@ -80,6 +83,31 @@ def test_a_table_reaches_trackio(monkeypatch, tmp_path):
     finally:
         context_vars.current_run.reset(token)
     assert calls[0][1] == {"step": 3}
+
+
+def test_conversations_reach_trackio_as_traces(monkeypatch):
+    trackio = pytest.importorskip("trackio")
+    from trackio import context_vars
+
+    calls, asked = Calls(), [{"role": "user", "content": "Why?"}]
+    monkeypatch.setattr(trackio, "log", calls)
+    monkeypatch.setattr(context_vars, "current_run", SimpleNamespace(get=lambda: object()))
+    send_traces(
+        "traces",
+        [asked, "Two?"],
+        [[{"role": "assistant", "content": "So."}], "2"],
+        [{"a": 1.0}, {"a": None}],
+        ["trackio"],
+        step=3,
+    )
+    ((values,), options) = calls[0]
+    assert options == {"step": 3} and [trace.metadata for trace in values["traces"]] == [{"a": 1.0}, {"a": None}]
+    assert [[turn["content"] for turn in trace.messages] for trace in values["traces"]] == [
+        ["Why?", "So."],
+        ["Two?", "2"],
+    ]
+    send_traces("traces", ["x"], ["y"], [{}], ["wandb"], step=3)
+    assert len(calls) == 1
 
 
 class Trainer:

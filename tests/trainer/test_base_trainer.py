@@ -184,7 +184,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_half_written(tmp_pa
     trainer._save_optimizer_and_scheduler = save
     with pytest.raises(OSError, match="No space left"):
         trainer.train()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "checkpoint-3"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "checkpoint-3", "run.jsonl"]
     assert trainer.args.save_total_limit == 1
     assert make(rows(), folder=tmp_path, **SETTINGS).train(resume_from_checkpoint=True).global_step == 6
 

@@ -86,7 +86,7 @@ def test_a_run_reaches_its_tracker(tracker, method, monkeypatch, capsys):
     (evaluation,) = [values for values in module.logged if "eval/loss" in values]
     missing = {f"eval/{name}" for name in DOCUMENTED - {"step_time"}} - evaluation.keys()
     assert not missing
-    tables = [values["completions"] for values in module.logged if "completions" in values]
+    tables = [table for values in module.logged for name, table in values.items() if name.startswith("completions")]
     assert [list(table.columns) for table in tables] == [COLUMNS] * 2
     for step, (table, values) in enumerate(zip(tables, numbers, strict=True), start=1):
         assert len(table) == 8 and set(table["step"]) == {step}

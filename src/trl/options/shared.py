@@ -1,12 +1,14 @@
 """Fields that several configs have, where no group of them belongs together: configs take them one by one."""
 
+import dataclasses
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
-from trl.options.checks import JSONDict
+from trl.options.checks import CHECKPOINTING, JSONDict
 from trl.options.groups import OptionGroup, moved, option, same
 from trl.options.secrets import redacted
 
@@ -99,3 +101,27 @@ def flatten_dict(nested: Mapping[str, object], sep: str = "/") -> dict[str, obje
         else:
             flat[str(key)] = value
     return flat
+
+
+_NOT_SHOWN = (
+    "accelerator_config", "dataloader_pin_memory", *(f"{name}_kwargs" for name in CHECKPOINTING),  # filled in
+    "generation_batch_size",  # follows from steps_per_generation
+    "dry_run",
+)  # fmt: skip
+
+
+def changed_settings(*configs: Any) -> dict[str, object]:
+    """The fields of the configs that differ from their defaults; an empty value for a default None does not."""
+    changed = {}
+    for config in configs:
+        for field in dataclasses.fields(config):
+            made = field.default_factory is not dataclasses.MISSING
+            default: Any = field.default_factory() if made else field.default  # pyright: ignore[reportCallIssue]
+            value = getattr(config, field.name)
+            value, default = (item.value if isinstance(item, Enum) else item for item in (value, default))
+            if field.name == "steps_per_generation" and value:
+                default = config.gradient_accumulation_steps
+            filled = field.name in _NOT_SHOWN or (default in (None, "", "none") and not value)
+            if not filled and value != default:
+                changed[field.name] = value
+    return redacted(changed)

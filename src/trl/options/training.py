@@ -84,6 +84,7 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
     weights: Weights | None = shared("weights")
     gradient_checkpointing: bool = option(True, "Recompute activations in the backward pass: less memory.")
     log_format: Literal["auto", "lines", "dict"] = option("auto", "Logs: lines (auto: not in notebooks), or dicts.")
+    report: bool = option(True, "Write what `trl report` shows into output_dir: run.jsonl and completions.")
     resume_from_checkpoint: str | None = option(None, "Checkpoint's folder, or true for the newest.")
     resume_without: list[str] | None = option(None, "Lost parts that start anew: optimizer, random_state, progress.")
 

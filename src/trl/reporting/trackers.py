@@ -1,9 +1,10 @@
 """Experiment trackers: the address of the active run; tables, numbers and times sent to those that a run reports to."""
 
 import functools
+import json
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from transformers import Trainer
 
 from trl.options.secrets import redacted
 from trl.options.shared import flatten_dict
+from trl.reporting.tables import Entry
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -83,22 +85,24 @@ def log_table_to_comet_experiment(name: str, table: "DataFrame") -> None:
 
 
 def log_table(
-    name: str, table: "DataFrame", report_to: Iterable[str], *, step: int | None = None, tensorboard_writer: Any = None
-) -> list[str]:
+    name: str, table: "DataFrame", report_to: Iterable[str], *, step: int | None = None, tensorboard_writer: Any = None,
+    has_all_steps: bool = False,
+) -> list[str]:  # fmt: skip
     """Send a `pandas.DataFrame` to every tracker in `report_to` that shows tables and has a run. Returns their names.
 
-    `name` is the table's key. TensorBoard has no global run: its writer is passed as `tensorboard_writer`.
+    `name` is the table's key. W&B keeps the newest table of a key, so its keys end with the step, unless the table
+    `has_all_steps`. TensorBoard has no global run: its writer is passed as `tensorboard_writer`.
     """
     sent, modules = [], sys.modules
-    trackio_run = getattr(modules.get("trackio.context_vars"), "current_run", None)
     for tracker in report_to:
         if tracker == "tensorboard" and tensorboard_writer is not None:  # its text panel renders Markdown
             lines = [list(table.columns), ["---"] * len(table.columns), *table.itertuples(index=False)]
             cells = [[str(value).replace("|", "\\|").replace("\n", "<br>") for value in line] for line in lines]
             tensorboard_writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
         elif tracker == "wandb" and active_wandb_run() is not None:
-            modules["wandb"].log({name: modules["wandb"].Table(dataframe=table)})
-        elif tracker == "trackio" and "trackio" in modules and trackio_run and trackio_run.get() is not None:
+            key = name if step is None or has_all_steps else f"{name}/step_{step:05d}"
+            modules["wandb"].log({key: modules["wandb"].Table(dataframe=table)})
+        elif tracker == "trackio" and _has_trackio_run():
             modules["trackio"].log({name: modules["trackio"].Table(dataframe=table)}, step=step)
         elif tracker == "comet_ml" and active_comet_experiment() is not None:
             log_table_to_comet_experiment(f"{name}.csv", table)
@@ -108,6 +112,29 @@ def log_table(
             continue
         sent.append(tracker)
     return sent
+
+
+def send_traces(
+    name: str, prompts: Sequence[Entry], completions: Sequence[Entry], numbers: Sequence[Mapping[str, object]],
+    report_to: Iterable[str], *, step: int,
+) -> None:  # fmt: skip
+    """Send conversations to trackio, if it is in `report_to` and has a run, as traces with `numbers` beside each."""
+    trackio = sys.modules.get("trackio")
+    if "trackio" not in report_to or not _has_trackio_run() or not hasattr(trackio, "Trace"):
+        return
+    assert trackio is not None
+    traces = []
+    for prompt, completion, values in zip(prompts, completions, numbers, strict=True):
+        roles = (("user", prompt), ("assistant", completion))
+        turns = [[{"role": role, "content": text}] if isinstance(text, str) else text for role, text in roles]
+        messages = json.loads(json.dumps([*turns[0], *turns[1]], default=str))
+        traces.append(trackio.Trace(messages, metadata=dict(values)))
+    trackio.log({name: traces}, step=step)
+
+
+def _has_trackio_run() -> bool:
+    run = getattr(sys.modules.get("trackio.context_vars"), "current_run", None)
+    return "trackio" in sys.modules and run is not None and run.get() is not None
 
 
 def _active_mlflow_run() -> object:

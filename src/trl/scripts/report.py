@@ -1,9 +1,7 @@
 """What a training command prints: a dry run's settings, rows and memory; after training, results and how to resume."""
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,8 +12,6 @@ from trl.checkpoints.wholeness import newest_whole
 from trl.data.rendering import Fields, ProcessingClass, text_tokenizer
 from trl.models.loading import save_dtype
 from trl.models.residuals import keep_residuals
-from trl.options.checks import CHECKPOINTING
-from trl.options.secrets import redacted
 from trl.reporting.tables import open_console
 
 if TYPE_CHECKING:
@@ -29,11 +25,6 @@ _TASKS = {
     "ForConditionalGeneration": "image-text-to-text", "ForSequenceClassification": "text-classification",
     "ForTokenClassification": "token-classification",
 }  # fmt: skip
-_NOT_SHOWN = (
-    "accelerator_config", "dataloader_pin_memory", *(f"{name}_kwargs" for name in CHECKPOINTING),  # filled in
-    "generation_batch_size",  # follows from steps_per_generation
-    "dry_run",
-)  # fmt: skip
 
 
 class Shown(NamedTuple):
@@ -47,23 +38,6 @@ class Shown(NamedTuple):
 
 def _states(trained: Iterable[bool]) -> list[str]:
     return ["trained" if is_trained else "masked" for is_trained in trained]
-
-
-def changed_settings(*configs: Any) -> dict[str, object]:
-    """The fields of the configs that differ from their defaults; an empty value for a default None does not."""
-    changed = {}
-    for config in configs:
-        for field in dataclasses.fields(config):
-            made = field.default_factory is not dataclasses.MISSING
-            default: Any = field.default_factory() if made else field.default  # pyright: ignore[reportCallIssue]
-            value = getattr(config, field.name)
-            value, default = (item.value if isinstance(item, Enum) else item for item in (value, default))
-            if field.name == "steps_per_generation" and value:
-                default = config.gradient_accumulation_steps
-            filled = field.name in _NOT_SHOWN or (default in (None, "", "none") and not value)
-            if not filled and value != default:
-                changed[field.name] = value
-    return redacted(changed)
 
 
 def describe(trainer: Trainer, settings: Mapping[str, object], *, made_folder: bool) -> None:

@@ -18,6 +18,7 @@ from trl.data.rendering import Json
 from trl.data.sources import DatasetMixtureConfig
 from trl.options.groups import unread_fields
 from trl.options.model import ModelConfig
+from trl.options.shared import changed_settings
 from trl.scripts import arguments
 from trl.scripts.arguments import ColumnMapping, CommandArguments, RewardFunctions, ScriptArguments
 from trl.scripts.parser import TrlParser
@@ -41,7 +42,7 @@ def train(name: str, script_args: CommandArguments, training_args: "AnyConfig", 
     from trl.reporting.trackers import check_trackers
     from trl.scripts.env import keep_freed_memory
     from trl.scripts.loading import check_output_dir, check_push, checkpoint_to_resume
-    from trl.scripts.report import changed_settings, describe, finish
+    from trl.scripts.report import describe, finish
 
     if training_args.device.type == "cpu":
         keep_freed_memory()
@@ -55,6 +56,7 @@ def train(name: str, script_args: CommandArguments, training_args: "AnyConfig", 
         settings = changed_settings(script_args, training_args, *others)
         made_folder = not Path(output_dir).exists()
         trainer, has_chats = build_trainer(name, script_args, training_args, *others)
+        trainer.run_report.settings = settings
     if script_args.dry_run:
         describe(trainer, settings, made_folder=made_folder)
         return trainer

@@ -38,6 +38,7 @@ from trl.reporting.run_lines import use_run_lines
 from trl.rollouts.token_counts import TokenCounts
 from trl.trainer import evaluation, loaders, run_metrics, saving
 from trl.trainer.callbacks.checkpoints import AtTrainBegin, at_step_ends
+from trl.trainer.callbacks.run_report import RunReport
 from trl.trainer.callbacks.sync_ref_model import move_reference
 from trl.trainer.inherited import Data, replace_inherited, settle_inherited
 
@@ -81,6 +82,8 @@ class BaseTrainer(Trainer):
         self.add_callback(self._input_tokens)
         run_metrics.watch_gradients(trainer)
         use_run_lines(self.callback_handler, kwargs.get("callbacks") or (), self.args)
+        self.run_report = RunReport(trainer)
+        self.add_callback(self.run_report)
         self._signature_columns = list(self._columns)
         evaluation.chosen_metric(self.args, self.eval_dataset)  # whose set must exist
         at_step_ends(self.callback_handler.callbacks)
@@ -262,6 +265,7 @@ class BaseTrainer(Trainer):
         if self._at_begin not in self.callback_handler.callbacks:  # a program took it off with the others
             self.add_callback(self._at_begin)
         with ExitStack() as stack:
+            stack.callback(self.run_report.close)
             run = self.runs.enter(stack, self.args, resume=resume_from_checkpoint)
             output = super().train(run.checkpoint, *args, **kwargs)
         return run_metrics.summary_of(output, self.args, self.state, self.run_metrics.mean_loss(self))

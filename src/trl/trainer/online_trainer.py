@@ -47,10 +47,11 @@ from trl.trainer.group_images import PromptImages
 from trl.trainer.group_setup import Environments, RewardFuncs, RolloutFunc, Tools
 from trl.trainer.grpo_config import GroupTraining, RolloutTraining
 from trl.trainer.inherited import settle_inherited
+from trl.trainer.kept_completions import KeptCompletions
 from trl.trainer.loaders import on_device, order_seed
 from trl.trainer.online_parts import columns_to_score, online_parts, score_rows
 from trl.trainer.run_metrics import ends_window
-from trl.trainer.samples import ShownCompletions, show_sample
+from trl.trainer.samples import show_sample
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,6 @@ class OnlineTrainer(BaseTrainer):
         self.evaluation_group = args.num_generations_eval or self.sizes.group
         self.images = getattr(parts.sets, "images", None)
         self.reference, self.teacher = parts.reference, parts.teacher
-        self._shown = ShownCompletions()
         super().__init__(
             model=policy.model, args=args, data_collator=list, train_dataset=parts.train_dataset,
             eval_dataset=parts.eval_dataset, processing_class=policy.processing_class, callbacks=callbacks,
@@ -150,6 +150,7 @@ class OnlineTrainer(BaseTrainer):
             lacks_variance = partial(self.method.lacks_variance, group_size=self.sizes.group)
             limit, discard = self.args.max_resampling_rounds, self._token_counts.discard
             refill = Refill(limit, lacks_variance=lacks_variance, discard=discard)
+        self._completions = KeptCompletions()
         self.rollouts = RolloutMaker(
             Prompts(rows, self.sizes.prompts, order_seed(self.args), shuffle), self.sizes, engine=engine, sampling=sampling,
             rewards=rewards, apply_rewards=self.method.apply_rewards, accelerator=self.accelerator,
@@ -232,9 +233,7 @@ class OnlineTrainer(BaseTrainer):
         if self._token_counts is not None:
             added = self._token_counts.add(experience, self.method.signals(experience))
             self._token_counts.warn_untrained(added)
-            if self.args.log_completions:
-                advantages = experience.per_row[ADVANTAGE]
-                self._shown.gather(experience, self.rollouts.texts, self.rollouts.rewards.names, advantages=advantages)
+        self._completions.keep(experience, self.rollouts.texts, self.rollouts.rewards.names)
         self._sums["train"].add(self.rollout_metrics(experience, share=1 / self.args.world_size))
         return experience
 
@@ -330,11 +329,14 @@ class OnlineTrainer(BaseTrainer):
         return experience.as_batch(prefix_sharing=self.shares_prefix)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log; with a training loss also token counts and, with `log_completions`, completions."""
+        """Log; with a training loss also token counts, and completions, which `log_completions` shows."""
         counts = self._token_counts if ends_window(logs, self) else None
+        shows = counts is not None and self.args.log_completions
+        if ends_window(logs, self):
+            self._completions.write(self, shows=shows)
         super().log(logs if counts is None else {**logs, **counts.logged()}, start_time)
-        if counts is not None and self.args.log_completions:
-            self._shown.show(self)
+        if shows:
+            self._completions.show(self)
 
     # ---- evaluation
 

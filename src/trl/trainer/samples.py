@@ -1,5 +1,5 @@
 """Completions of prompts in the middle of training, which they do not change, and tables of them: of evaluation prompts
-(`generate_during_eval`, callbacks) and of rollouts (`log_completions`)."""
+(`generate_during_eval`, callbacks)."""
 
 import logging
 import math
@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -38,10 +37,8 @@ from trl.models.packed.layout import IGNORED, model_arguments
 from trl.models.reference import Reference
 from trl.models.switches import holding, undisturbed
 from trl.reporting.run_lines import RunLines, print_sample
-from trl.reporting.tables import print_prompt_completions_sample, print_rich_table
+from trl.reporting.tables import print_rich_table
 from trl.reporting.trackers import log_table
-from trl.rewards.result import source_table
-from trl.rollouts.experience import Experience
 from trl.rollouts.maker import Completed, TextCompleter
 
 logger = logging.getLogger(__name__)
@@ -211,11 +208,12 @@ def show_table(trainer: Trainer, name: str, table: pd.DataFrame, *, printed: int
     send_table(trainer, name, table)
 
 
-def send_table(trainer: Any, name: str, table: pd.DataFrame) -> list[str]:
-    """Send a table to the trackers of the run; returns those that took it."""
+def send_table(trainer: Any, name: str, table: pd.DataFrame, *, has_all_steps: bool = False) -> list[str]:
+    """Send a table to the trackers of the run; returns those that took it. See `log_table`."""
     callbacks, step = trainer.callback_handler.callbacks, trainer.state.global_step
     writer = next((one.tb_writer for one in callbacks if isinstance(one, TensorBoardCallback)), None)
-    return log_table(name, table, trainer.args.report_to, step=step, tensorboard_writer=writer)
+    options: Any = {"step": step, "tensorboard_writer": writer, "has_all_steps": has_all_steps}
+    return log_table(name, table, trainer.args.report_to, **options)
 
 
 def _some_rows(dataset: RowSet, count: int, *, key: tuple) -> list[Row]:
@@ -249,50 +247,6 @@ def illustrated_prompt(batch: Mapping[str, Tensor]) -> Inputs:
     inputs = {**{name: batch[name] for name in ("input_ids", "attention_mask")}, **model_arguments(batch)}
     halves = {name: value[: len(value) // 2] for name, value in inputs.items()}
     return {name: half[:, :end] if inputs[name].shape[:2] == shape else half for name, half in halves.items()}
-
-
-class ShownCompletions:
-    """The newest batch of completions, of all processes, until it is shown."""
-
-    def __init__(self) -> None:
-        self._rows: list[Row] = []
-        self._names: tuple[str, ...] = ()
-
-    def gather(
-        self,
-        experience: Experience,
-        texts: Sequence[tuple[object, object]],
-        names: Sequence[str],
-        *,
-        advantages: Tensor,
-    ) -> None:
-        """Gather the rows of all processes, with scores and advantages; all must call it."""
-        scores = [column.tolist() for column in source_table(experience.per_row, names)]
-        columns = ("prompt", "completion", *names, "advantage")
-        every = zip(texts, zip(*scores, strict=True), advantages.tolist(), strict=True)
-        rows = [dict(zip(columns, (*text, *row, advantage), strict=True)) for text, row, advantage in every]
-        self._rows, self._names = gather_object(rows), tuple(names)
-
-    def show(self, trainer: Any) -> None:
-        """Print, send and write what was not shown yet; the main process does it."""
-        rows, self._rows = self._rows, []
-        if not rows or not trainer.is_world_process_zero():
-            return
-        args, step = trainer.args, trainer.state.global_step
-        columns = {name: [row[name] for row in rows] for name in rows[0]}
-        for name in self._names:  # None where a source has no score
-            columns[name] = [None if value != value else value for value in columns[name]]
-        texts, shown = (columns["prompt"], columns["completion"]), args.num_completions_to_print
-        scores = {name: columns[name] for name in self._names}
-        print_prompt_completions_sample(*texts, scores, columns["advantage"], step, shown)
-        columns |= {name: [str(text) for text in columns[name]] for name in ("prompt", "completion")}
-        table = pd.DataFrame({"step": [step] * len(rows), **columns})
-        folder = Path(args.output_dir) / "completions"
-        folder.mkdir(parents=True, exist_ok=True)
-        table.to_parquet(folder / f"completions_{step:05d}.parquet")
-        if args.log_unique_prompts:
-            table = table.drop_duplicates(subset=["prompt"])
-        send_table(trainer, "completions", table)
 
 
 class SampleTables:

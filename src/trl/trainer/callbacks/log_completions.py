@@ -41,5 +41,5 @@ class LogCompletionsCallback(TrainerCallback):
         self.table += new
         if not self.trainer.accelerator.is_main_process:
             return
-        if not send_table(self.trainer, "completions", pd.DataFrame(self.table)):
+        if not send_table(self.trainer, "completions", pd.DataFrame(self.table), has_all_steps=True):
             print_rich_table(pd.DataFrame(new))

@@ -1,0 +1,71 @@
+"""What trainers write for `trl report`: logs and completions as they were, once each, also in a resumed run."""
+
+import json
+
+import pytest
+
+from tests.trainer import grpo_runs, grpo_tool_runs
+from trl.reporting.run_events import EVENTS, events_in, parts_in, read_part
+
+SAVES = {"save_strategy": "steps", "save_steps": 2}
+
+
+def of(events, kind):
+    return [event for event in events if event["event"] == kind]
+
+
+def without_clocks(events):
+    numbers = [(event["step"], event["values"]) for event in of(events, "log")]
+    return [
+        (step, {k: v for k, v in values.items() if not any(clock in k for clock in grpo_runs.CLOCKS)})
+        for step, values in numbers
+    ]
+
+
+def test_a_run_and_its_resumed_rest_are_written_once(tmp_path):
+    folder = str(tmp_path / "run")
+    trainer, _ = grpo_runs.run(folder=folder, max_steps=3, **SAVES)
+    first = list(events_in(tmp_path / "run"))
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for event, entry in zip(of(first, "log"), logged, strict=False):
+        assert event["values"] == {name: value for name, value in entry.items() if name != "step"}
+    (start,) = of(first, "start")
+    assert start["settings"]["beta"] == 0.1 and start["method"] == "GRPO" and start["data"]["rows"] == 14
+    assert sum(start["data"]["lengths"]["counts"]) == 14
+    assert set(of(first, "log")[0]["seconds"]) == {"rollouts and data", "training", "logging"}
+    assert [event["name"] for event in of(first, "checkpoint")] == ["checkpoint-2", "checkpoint-3"]
+    rows, rewards = read_part(parts_in(tmp_path / "run")[3])
+    batch = of(first, "rollouts")[2]
+    assert rewards == ["even_tokens"] and batch["of"] == 8 and batch["file"] == "completions_00003.parquet"
+    assert [float(f"{row['even_tokens']:.4g}") for row in rows] == batch["rewards"]
+    assert [row["group"] for row in rows] == [0] * 4 + [1] * 4
+    for row, length in zip(rows, batch["lengths"], strict=True):
+        assert len(row["token_texts"]) == len(row["token_logps"]) == length and max(row["token_logps"]) < 0
+    with (tmp_path / "run" / EVENTS).open("ab") as file:
+        file.write(b'{"event": "log", "step": 4, "val')  # a kill
+    grpo_runs.make(folder=folder, max_steps=3, **SAVES)[0].train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    again = list(events_in(tmp_path / "run"))
+    assert without_clocks(again) == without_clocks(first)
+    assert [event["step"] for event in of(again, "start")] == [0, 2]
+    assert [event["step"] for event in of(again, "rollouts")] == [1, 2, 3] == list(parts_in(tmp_path / "run"))
+    assert read_part(parts_in(tmp_path / "run")[3])[0] == rows
+
+
+def test_turns_of_tools_are_kept_as_messages(tmp_path):
+    grpo_tool_runs.run(folder=str(tmp_path), max_steps=1)
+    rows, _ = read_part(parts_in(tmp_path)[1])
+    messages = [json.loads(row["completion"]) for row in rows]
+    assert all(row["chat"] for row in rows) and {message["role"] for turns in messages for message in turns} >= {
+        "assistant",
+        "tool",
+    }
+    called = [
+        row for row, turns in zip(rows, messages, strict=True) if turns[-1]["role"] != "assistant" or len(turns) > 1
+    ]
+    assert called and all(any(row["token_tool"]) for row in called)
+
+
+@pytest.mark.parametrize("logs", [False, True])
+def test_nothing_is_written_without_report(logs, tmp_path):
+    grpo_runs.run(folder=str(tmp_path), max_steps=1, report=False, log_completions=logs)
+    assert not (tmp_path / EVENTS).exists() and bool(parts_in(tmp_path)) == logs
