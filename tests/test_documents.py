@@ -19,6 +19,7 @@ import pytest
 import yaml
 from examples import small_model
 
+from tests.two_processes import launch
 from trl.cli.launch import make_plan
 from trl.cli.main import COMMANDS
 from trl.cli.main import main as trl_main
@@ -294,21 +295,37 @@ def printed(path: Path) -> list[tuple[str, str]]:
     return re.findall(r"^```(bash|python)\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
+IN_TWO = "--accelerate_config cpu --num_processes 2"
+
+
 def run_commands(block: str, folder: Path) -> None:
     """Run a block as a reader would, and stop at the first command that fails.
 
     `trl ...` and `python FILE ...` run in forks of this process, which has imported the library; other lines in a shell.
+    What starts two processes starts forks (tests/cli/test_launch.py starts them as a reader does). Trainings of whole epochs
+    end after three steps.
     """
     lines = [line for line in re.sub(r"\\\n\s*", " ", block).splitlines() if shlex.split(line, comments=True)]
     if any(line.split()[0] in ("for", "while", "if", "cd", "export") or line[0] in " \t" for line in lines):
         lines = [block]
     for line in lines:
         words = shlex.split(line, comments=True)
-        launches = {"--num_processes", "--accelerate_config", "vllm-serve", "-m"} & set(words)
-        if words[0] in ("trl", "python") and not launches and not re.search("[|&;<>$*\n]", line):
+        if words[0] == "trl" and COMMANDS[words[1]].kind == "training" and not {"--max_steps", "--dry_run"} & set(words):
+            words += ["--max_steps", "3"]
+        if words[0] == "torchrun":
+            run_in_two(folder, ["trl", words[words.index("-m") + 1].split(".")[-1], *words[words.index("-m") + 2 :]])
+        elif line.endswith(IN_TWO):
+            run_in_two(folder, words[: -len(IN_TWO.split())])
+        elif words[0] in ("trl", "python") and not re.search("[|&;<>$*\n]", line):
             run_forked(words)
         else:
             run_in_shell(line, folder)
+
+
+def run_in_two(folder: Path, words: list[str]) -> None:
+    """Run `trl ...` in two processes on the CPU, forks of a process that has imported the library."""
+    setting = f"import os, sys; os.chdir({str(folder)!r}); os.environ['ACCELERATE_USE_CPU'] = 'true'; sys.argv = {words!r}"
+    launch("tests.run_code", f"{setting}; from trl.cli.main import main; sys.exit(main())")
 
 
 def run_in_shell(commands: str, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tiny diffusion pipelines, built from configs: 64x64 images, a vocabulary of letters."""
+"""Tiny diffusion pipelines, built from configs: 32x32 images, a vocabulary of letters."""
 
 import json
 from pathlib import Path
@@ -35,12 +35,12 @@ def text_config(**more: Any) -> CLIPTextConfig:
 
 
 def tiny_pipeline(seed: int = 0, *, dtype: torch.dtype = torch.float32, **scheduler: Any) -> Any:
-    """A `StableDiffusionPipeline` with a UNet of 32 and 64 channels, latents of 16x16, and a decoder to 64x64."""
+    """A `StableDiffusionPipeline` with a UNet of 16 and 32 channels, latents of 8x8, and a decoder to 32x32."""
     from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 
     torch.manual_seed(seed)
     unet = UNet2DConditionModel(
-        block_out_channels=(32, 64), layers_per_block=1, sample_size=16, in_channels=4, out_channels=4,
+        block_out_channels=(16, 32), layers_per_block=1, sample_size=8, in_channels=4, out_channels=4,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
         cross_attention_dim=32, attention_head_dim=8, norm_num_groups=8,
     )  # fmt: skip
@@ -65,12 +65,12 @@ def tiny_pipeline(seed: int = 0, *, dtype: torch.dtype = torch.float32, **schedu
 
 
 def tiny_vae(*, shift: float | None = None) -> Any:
-    """A decoder of latents of 16x16 to images of 64x64."""
+    """A decoder of latents of 8x8 to images of 32x32."""
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(
         block_out_channels=(16, 16, 16), in_channels=3, out_channels=3, latent_channels=4, norm_num_groups=8,
-        down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3, sample_size=64, shift_factor=shift,
+        down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3, sample_size=32, shift_factor=shift,
     )  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def tiny_sd3(seed: int = 0, *, dtype: torch.dtype = torch.float32) -> Any:
 
     torch.manual_seed(seed)
     transformer = SD3Transformer2DModel(
-        sample_size=16, patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=4,
+        sample_size=8, patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8, num_attention_heads=4,
         joint_attention_dim=64, caption_projection_dim=32, pooled_projection_dim=64, pos_embed_max_size=16,
     )  # fmt: skip
     config, tokenizer = text_config(projection_dim=32), tiny_clip_tokenizer()

@@ -22,7 +22,7 @@ from trl.rewards.result import RewardError, RewardInputs
 MODELS = {"ddim": tiny_pipeline, "sd3": tiny_sd3, "flux": tiny_flux}
 ROWS = [{"prompt": prompt, "target": number / 4} for number, prompt in enumerate(PROMPTS)]
 
-SMALL = {"num_steps": 4, "noise": 0.7, "guidance_scale": 4.5, "resolution": 64}
+SMALL = {"num_steps": 4, "noise": 0.7, "guidance_scale": 4.5, "resolution": 32}
 
 
 def streams(count):
@@ -42,7 +42,7 @@ def make(kind="sd3", reward=near_target, *, lora=True, model=None, **settings):
     config = {
         "sample_num_steps": 4, "mixed_precision": "no", "save_freq": 0, "sample_guidance_scale": 2.0, "sample_batch_size": 4,
         "sample_num_batches_per_epoch": 2, "num_generations": 4, "train_batch_size": 4, "train_learning_rate": 1e-3,
-        "resolution": None if kind == "ddim" else 64,
+        "resolution": None if kind == "ddim" else 32,
     }  # fmt: skip
     args = DiffusionGRPOConfig(**{**config, **settings})
     return DiffusionGRPOTrainer(model or wrapped(kind, lora=lora), reward, args, ROWS)
@@ -72,12 +72,12 @@ def test_without_noise_a_flow_is_that_of_diffusers(kind):
         num_steps=4,
         noise=0.0,
         guidance_scale=3.0,
-        resolution=64,
+        resolution=32,
         negative_prompt="a cat",
     )
     pipeline.set_progress_bar_config(disable=True)
     images = policy.sample(policy.embed(PROMPTS[:2]), streams(2)).images
-    given = {"num_inference_steps": 4, "guidance_scale": 3.0, "height": 64, "width": 64, "output_type": "pt"}
+    given = {"num_inference_steps": 4, "guidance_scale": 3.0, "height": 32, "width": 32, "output_type": "pt"}
     more = {"negative_prompt": ["a cat"] * 2} if kind == "sd3" else {}
     theirs = pipeline(PROMPTS[:2], generator=streams(2), **given, **more).images
     torch.testing.assert_close(images, theirs, rtol=1e-4, atol=1e-5)

@@ -57,7 +57,7 @@ def alignprop(model=None, *, reward=brightness, prompts=None, hook=None, **setti
 
 def grpo(model=None, *, reward=brightness, prompts=None, **settings):
     """Of a flow model."""
-    own = {"num_generations": 2, "beta": 0.1, "train_timestep_fraction": 0.5, "resolution": 64}
+    own = {"num_generations": 2, "beta": 0.1, "train_timestep_fraction": 0.5, "resolution": 32}
     config = DiffusionGRPOConfig(**{**SHARED, **DDPO, **own, **settings})
     rows = [{"prompt": prompt} for prompt in PROMPTS]
     return DiffusionGRPOTrainer(model or FlowPipeline(tiny_sd3()), reward, config, rows)

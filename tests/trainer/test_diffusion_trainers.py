@@ -178,7 +178,7 @@ def test_checkpoints_that_cannot_be_resumed(tmp_path, caplog):
     folder = tmp_path / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_2", "checkpoint_3"]
     other = pipeline()
-    other.sd_pipeline.unet = type(other.unet).from_config({**other.unet.config, "block_out_channels": (32, 32)})
+    other.sd_pipeline.unet = type(other.unet).from_config({**other.unet.config, "block_out_channels": (32, 64)})
     for trainer, model in ((ddpo, other), (alignprop, None), (ddpo, pipeline(lora=False))):
         with pytest.raises(CheckpointError):
             trainer(model, **settings, resume_from=str(tmp_path))
@@ -250,7 +250,7 @@ def test_hooks_and_async_rewards_may_use_the_pipeline_at_any_time(flow, swaps):
 
     ended, settings = (
         [],
-        {"train_cfg": False, "async_reward_computation": True, "max_workers": 1, "resolution": 64},
+        {"train_cfg": False, "async_reward_computation": True, "max_workers": 1, "resolution": 32},
     )
     for uses in (False, True):
         model = FlowPipeline(tiny_sd3()) if flow else pipeline()
@@ -266,7 +266,7 @@ def test_hooks_and_async_rewards_may_use_the_pipeline_at_any_time(flow, swaps):
             with alone:
                 if swaps:
                     inner.scheduler = DPMSolverMultistepScheduler.from_config(inner.scheduler.config)
-                size = {"height": 64, "width": 64}
+                size = {"height": 32, "width": 32}
                 inner("a dog", num_inference_steps=2, generator=torch.Generator(), output_type="pt", **size)
 
         def reward(images, prompts, metadata, show=show):
@@ -329,7 +329,7 @@ def test_async_rewards_overlap_with_sampling():
     (images, step, tracker), = seen  # fmt: skip
     assert started == [True, True] and step == 0 and tracker is None and len(images) == 2
     shown, prompts, metadata, rewards, reward_metadata = images[1]
-    assert shown.shape == (2, 3, 64, 64) and prompts == tuple(PROMPTS[2:]) and reward_metadata == {"count": 2}
+    assert shown.shape == (2, 3, 32, 32) and prompts == tuple(PROMPTS[2:]) and reward_metadata == {"count": 2}
     assert metadata == ({}, {})
     torch.testing.assert_close(rewards, shown.mean(dim=(1, 2, 3)).double())
     pairs = [(shown, prompts, metadata)] * 2

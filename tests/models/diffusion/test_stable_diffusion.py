@@ -77,7 +77,7 @@ def test_a_deterministic_trajectory_is_that_of_diffusers():
     own = pipeline_step(pipeline, PROMPTS[:2], generator=streams(2), output_type="np", **settings)
     theirs = pipeline(PROMPTS[:2], generator=streams(2), output_type="np", **settings)
     assert abs(own.images - theirs.images).max() < 1e-6  # the scheduler's table is float32
-    assert len(own.latents) == 5 and len(own.log_probs) == 4 and own.images.shape == (2, 64, 64, 3)
+    assert len(own.latents) == 5 and len(own.log_probs) == 4 and own.images.shape == (2, 32, 32, 3)
     sampler = policy(pipeline, noise=0.0, negative_prompt="a cat")
     sampled = sampler.sample(sampler.embed(PROMPTS[:2]), streams(2)).images
     torch.testing.assert_close(sampled.permute(0, 2, 3, 1), torch.from_numpy(own.images).to(sampled), rtol=0, atol=1e-6)
@@ -88,7 +88,7 @@ def test_images_depend_on_their_own_stream_alone():
     whole = own.sample(own.embed(PROMPTS), streams(4))
     part = own.sample(own.embed(PROMPTS[2:3]), streams(4)[2:3])
     torch.testing.assert_close(whole.images[2:3], part.images, rtol=1e-10, atol=1e-10)
-    assert whole.latents.shape == (4, 5, 4, 16, 16) and whole.timesteps[0].tolist() == [751, 501, 251, 1]
+    assert whole.latents.shape == (4, 5, 4, 8, 8) and whole.timesteps[0].tolist() == [751, 501, 251, 1]
     torch.testing.assert_close(own.decode(whole.latents[:, -1]), whole.images)
     assert own.random_steps().all()
 
@@ -113,7 +113,7 @@ def test_steps_scored_again_have_the_sampled_log_probs(trains_guidance):
 
 def flow_policy(make):
     return FlowPolicy(
-        FlowPipeline(make(dtype=torch.float64), use_lora=False), num_steps=4, noise=0.7, guidance_scale=3.0, resolution=64
+        FlowPipeline(make(dtype=torch.float64), use_lora=False), num_steps=4, noise=0.7, guidance_scale=3.0, resolution=32
     )  # fmt: skip
 
 
