@@ -310,12 +310,18 @@ def run_commands(block: str, folder: Path) -> None:
         lines = [block]
     for line in lines:
         words = shlex.split(line, comments=True)
-        if words[0] == "trl" and COMMANDS[words[1]].kind == "training" and not {"--max_steps", "--dry_run"} & set(words):
+        if (
+            words[0] == "trl"
+            and COMMANDS[words[1]].kind == "training"
+            and not {"--max_steps", "--dry_run"} & set(words)
+        ):
             words += ["--max_steps", "3"]
         if words[0] == "torchrun":
             run_in_two(folder, ["trl", words[words.index("-m") + 1].split(".")[-1], *words[words.index("-m") + 2 :]])
         elif line.endswith(IN_TWO):
             run_in_two(folder, words[: -len(IN_TWO.split())])
+        elif words[0] == "echo" and words[2:4] == ["|", "trl"]:
+            run_forked(words[3:], typed=words[1] + "\n")
         elif words[0] in ("trl", "python") and not re.search("[|&;<>$*\n]", line):
             run_forked(words)
         else:
@@ -324,8 +330,10 @@ def run_commands(block: str, folder: Path) -> None:
 
 def run_in_two(folder: Path, words: list[str]) -> None:
     """Run `trl ...` in two processes on the CPU, forks of a process that has imported the library."""
-    setting = f"import os, sys; os.chdir({str(folder)!r}); os.environ['ACCELERATE_USE_CPU'] = 'true'; sys.argv = {words!r}"
-    launch("tests.run_code", f"{setting}; from trl.cli.main import main; sys.exit(main())")
+    begin = (
+        f"import os, sys; os.chdir({str(folder)!r}); os.environ['ACCELERATE_USE_CPU'] = 'true'; sys.argv = {words!r}"
+    )
+    launch("tests.run_code", f"{begin}; from trl.cli.main import main; sys.exit(main())")
 
 
 def run_in_shell(commands: str, folder: Path) -> None:
@@ -343,16 +351,19 @@ def run_in_shell(commands: str, folder: Path) -> None:
     assert done.returncode == 0, f"{commands}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
-def run_forked(words: list[str]) -> None:
-    """Run `trl ...` or `python FILE ...` in a fork of this process and in its folder."""
-    with tempfile.TemporaryFile("w+") as output:
+def run_forked(words: list[str], typed: str = "") -> None:
+    """Run `trl ...` or `python FILE ...` in a fork of this process and in its folder, with what is `typed` as its input."""
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as source:
+        source.write(typed)
+        source.seek(0)
         child = os.fork()
         if not child:
             status = 1
             try:
+                os.dup2(source.fileno(), 0)
                 os.dup2(output.fileno(), 1)
                 os.dup2(output.fileno(), 2)
-                sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+                sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
                 sys.argv = words if words[0] == "trl" else words[1:]
                 sys.path.insert(0, str(Path(sys.argv[0]).parent))
                 if words[0] == "trl":
