@@ -13,7 +13,7 @@ quickstart: .venv/.installed
 	$(BIN)/trl quickstart
 
 test: .venv/.installed-dev
-	$(OFFLINE) $(KEEP_MEMORY) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
+	PYTHONDONTWRITEBYTECODE= $(OFFLINE) $(KEEP_MEMORY) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
 
 # Every test with another version of transformers: make test-transformers VERSION=5.23.0
 test-transformers: .venv-transformers-$(VERSION)/.installed
