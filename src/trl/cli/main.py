@@ -43,6 +43,7 @@ _TRAINING = {
 }
 _PLAIN = {
     "inspect": "show a data set as training would see it: trained tokens, lengths, faults",
+    "report": "show a run, or several, on a page: curves, completions, what went wrong",
     "compare": "let a judge compare the answers of two models",
     "merge": "add an adapter to its base model and save the result",
     "chat": "talk to a model",
@@ -73,8 +74,11 @@ _ELSEWHERE = {
     **dict.fromkeys(("rm", "reward-modeling", "reward_modeling"), "use trl reward"),
     **dict.fromkeys(("train", "pt", "pretrain"), "use trl sft, or the method's command"),
 }
+_MODULES = {"report": "run_page"}  # scripts/report.py is what training commands print
 COMMANDS = {
-    name: Command(f"trl.scripts.{name.replace('-', '_')}", text, "training" if name in _TRAINING else "plain")
+    name: Command(
+        f"trl.scripts.{_MODULES.get(name, name.replace('-', '_'))}", text, "training" if name in _TRAINING else "plain"
+    )
     for name, text in {**_TRAINING, **_PLAIN}.items()
 }
 

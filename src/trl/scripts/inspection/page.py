@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jinja2 import Environment, PackageLoader
 
 from trl.reporting.tables import open_console
 from trl.scripts.inspection.collect import Inspection
 from trl.scripts.inspection.tokens import Token
+from trl.scripts.pages import render
 from trl.scripts.report import Shown, rendered
 
 BARS = 40
@@ -60,13 +60,12 @@ def figures(inspection: Inspection) -> dict[str, str]:
 
 def write_page(inspection: Inspection, path: Path) -> None:
     """Write the page. What rows say is text in it, never markup."""
-    environment = Environment(loader=PackageLoader("trl.scripts.inspection", "."), autoescape=True, trim_blocks=True)
     rewards = {
         name: histogram([value for value in values if value is not None], unit="reward")
         for name, values in inspection.rewards.items()
     }
-    text = environment.get_template("page.html").render(
-        inspection=inspection, figures=figures(inspection), shortened=shortened,
+    text = render(
+        "trl.scripts.inspection", "page.html", inspection=inspection, figures=figures(inspection), shortened=shortened,
         lengths=histogram(inspection.lengths, unit="tokens"), rewards=rewards,
     )  # fmt: skip
     path.write_text(text, encoding="utf-8")

@@ -1,0 +1,273 @@
+"use strict";
+// What a completion says is only ever set as text, never as markup.
+const runs = JSON.parse(document.getElementById("data").textContent);
+const space = document.getElementById("blank").namespaceURI;
+const FIRST = ["reward", "loss", "objective/scores", "eval_loss", "kl", "entropy", "reward_std", "completions/mean_length",
+  "frac_reward_zero_std", "mean_token_accuracy", "grad_norm", "learning_rate"];
+const W = 300, H = 100, MOST_CARDS = 60, FULL_SHADE = 6; // nats
+
+function make(parent, tag, attributes = {}, text) {
+  const vector = ["svg", "path", "line", "rect", "title"].includes(tag);
+  const element = vector ? document.createElementNS(space, tag) : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  if (text !== undefined) element.textContent = text;
+  if (parent) parent.append(element);
+  return element;
+}
+function labelled(parent, text, tag, attributes, onChange, options) {
+  const label = make(parent, "label", {}, text), input = make(label, tag, attributes);
+  for (const [value, name] of options || []) make(input, "option", { value }, name);
+  input.addEventListener("input", onChange);
+  return input;
+}
+function number(value) {
+  if (value === null || value === undefined) return "–";
+  const size = Math.abs(value);
+  return size && (size < 1e-3 || size >= 1e6) ? value.toExponential(2) : String(+value.toPrecision(4));
+}
+
+// ---- curves: all have the same range of steps, and the same cursor
+
+const view = { from: null, to: null, smooth: 0 };
+const charts = [];
+function smoothed(values, weight) {
+  let mean = 0, mass = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    mean = weight * mean + (1 - weight) * value;
+    mass = weight * mass + (1 - weight);
+    return mean / mass;
+  });
+}
+function path(chart, steps, values) {
+  let line = "", pen = "M";
+  steps.forEach((step, at) => {
+    if (values[at] === null) { pen = "M"; return; }
+    line += pen + chart.x(step).toFixed(2) + " " + chart.y(values[at]).toFixed(2);
+    pen = "L";
+  });
+  return line;
+}
+function draw(chart) {
+  const inside = (step) => step >= view.from && step <= view.to;
+  const lines = [];
+  for (const [run, curve] of chart.curves) {
+    const mean = smoothed(curve.values, view.smooth), kept = curve.steps.map((_, at) => at).filter((at) => inside(curve.steps[at]));
+    lines.push({ run, steps: kept.map((at) => curve.steps[at]), raw: kept.map((at) => curve.values[at]), mean: kept.map((at) => mean[at]) });
+  }
+  const values = lines.flatMap((line) => line.raw).filter((value) => value !== null);
+  const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity);
+  const height = high - low || 1, width = view.to - view.from || 1;
+  chart.x = (step) => (W * (step - view.from)) / width;
+  chart.y = (value) => (high === low ? H / 2 : H - 4 - ((H - 8) * (value - low)) / height);
+  chart.svg.replaceChildren();
+  for (const line of lines) {
+    const other = line.run ? " other" : "";
+    if (view.smooth) make(chart.svg, "path", { class: "raw" + other, d: path(chart, line.steps, line.raw) });
+    make(chart.svg, "path", { class: other, d: path(chart, line.steps, line.mean) });
+    if (line.steps.length === 1) make(chart.svg, "line", { x1: chart.x(line.steps[0]), x2: chart.x(line.steps[0]) + 3, y1: H / 2, y2: H / 2 });
+  }
+  chart.cursor = make(chart.svg, "line", { y1: 0, y2: H, visibility: "hidden" });
+  chart.ends.replaceChildren();
+  make(chart.ends, "span", {}, values.length ? number(low) + " to " + number(high) : "no value in this range");
+  chart.lines = lines;
+  show(chart, null);
+  chart.svg.setAttribute("aria-label", chart.name + ": " + lines.map((line) => runs[line.run].name + " from " + number(line.raw[0]) + " to " + number(line.raw.at(-1))).join("; "));
+}
+function show(chart, step) {
+  const texts = chart.lines.filter((line) => line.steps.length).map((line) => {
+    let near = line.steps.length - 1;
+    if (step !== null) line.steps.forEach((other, at) => { if (Math.abs(other - step) < Math.abs(line.steps[near] - step)) near = at; });
+    return number(line.mean[near]) + (step === null ? "" : " at " + line.steps[near]);
+  });
+  chart.value.textContent = texts.join(" | ");
+  chart.cursor.setAttribute("visibility", step === null ? "hidden" : "visible");
+  if (step !== null) for (const end of ["x1", "x2"]) chart.cursor.setAttribute(end, chart.x(step));
+}
+function zoom(chart) {
+  const stepAt = (event) => {
+    const box = chart.svg.getBoundingClientRect();
+    return view.from + Math.min(Math.max((event.clientX - box.left) / box.width, 0), 1) * (view.to - view.from);
+  };
+  let start = null, mark = null;
+  chart.svg.addEventListener("pointerdown", (event) => {
+    start = stepAt(event);
+    mark = make(chart.svg, "rect", { class: "zoom", y: 0, height: H, x: chart.x(start), width: 0 });
+    chart.svg.setPointerCapture(event.pointerId);
+  });
+  chart.svg.addEventListener("pointermove", (event) => {
+    const step = stepAt(event);
+    for (const other of charts) show(other, step);
+    if (mark) { mark.setAttribute("x", chart.x(Math.min(start, step))); mark.setAttribute("width", Math.abs(chart.x(step) - chart.x(start))); }
+  });
+  chart.svg.addEventListener("pointerleave", () => charts.forEach((other) => show(other, null)));
+  chart.svg.addEventListener("pointerup", (event) => {
+    const ends = [start, stepAt(event)].sort((a, b) => a - b);
+    if (start !== null && ends[1] - ends[0] > (view.to - view.from) / 50) range(Math.floor(ends[0]), Math.ceil(ends[1]));
+    else if (mark) mark.remove();
+    start = mark = null;
+  });
+}
+let range = () => {};
+function drawCurves() {
+  const names = [...new Set(runs.flatMap((run) => Object.keys(run.curves)))];
+  const place = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
+  names.sort((a, b) => place(a) - place(b) || a.localeCompare(b));
+  const list = document.getElementById("curve-list"), controls = document.getElementById("curve-controls");
+  if (!names.length) { make(list, "p", {}, "Nothing was logged."); return; }
+  for (const name of names) {
+    const figure = make(list, "figure"), caption = make(figure, "figcaption");
+    make(caption, "strong", {}, name);
+    const chart = { name, figure, value: make(caption, "span", { class: "soft" }), svg: make(figure, "svg", { viewBox: `0 0 ${W} ${H}`, preserveAspectRatio: "none", role: "img" }) };
+    chart.ends = make(figure, "div", { class: "ends" });
+    chart.curves = runs.map((run, at) => [at, run.curves[name]]).filter(([, curve]) => curve);
+    charts.push(chart);
+    zoom(chart);
+  }
+  const steps = runs.flatMap((run) => Object.values(run.curves).flatMap((curve) => [curve.steps[0], curve.steps.at(-1)]));
+  const whole = [Math.min(...steps), Math.max(...steps)];
+  const fromTo = () => range(Number(from.value), Number(to.value));
+  const filter = labelled(controls, "metric", "input", { type: "search", placeholder: "part of a name" }, () => {
+    for (const chart of charts) chart.figure.hidden = !chart.name.includes(filter.value);
+  });
+  const smooth = labelled(controls, "smoothing", "input", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0 }, () => { view.smooth = Number(smooth.value); charts.forEach(draw); });
+  const from = labelled(controls, "steps from", "input", { type: "number" }, fromTo), to = labelled(controls, "to", "input", { type: "number" }, fromTo);
+  make(controls, "button", { type: "button" }, "all steps").addEventListener("click", () => range(...whole));
+  make(controls, "span", { class: "soft" }, "Drag over a curve to zoom all.");
+  range = (first, last) => { if (!(first < last) && first !== whole[0]) return; view.from = first; view.to = last; from.value = first; to.value = last; charts.forEach(draw); };
+  range(...whole);
+}
+
+// ---- histograms
+
+function drawHistograms() {
+  const place = document.getElementById("times"), colour = getComputedStyle(document.body).getPropertyValue("--bar");
+  place.replaceChildren();
+  for (const run of runs) for (const histogram of run.histograms) {
+    const columns = histogram.counts.length, bins = histogram.counts[0].length;
+    const title = (histogram.kind === "rewards" ? "Rewards" : "Tokens") + " of completions over time" + (runs.length > 1 ? ", " + run.name : "");
+    const figure = make(place, "figure"), caption = make(figure, "figcaption");
+    make(caption, "strong", {}, title);
+    make(caption, "span", { class: "soft" }, `${number(histogram.low)} (bottom) to ${number(histogram.high)} (top); stronger colour: more often`);
+    const canvas = make(figure, "canvas", { width: columns, height: bins, role: "img", "aria-label": title }), pen = canvas.getContext("2d");
+    pen.fillStyle = colour;
+    histogram.counts.forEach((column, x) => {
+      const most = Math.max(...column, 1);
+      column.forEach((count, bin) => { if (count) { pen.globalAlpha = 0.15 + (0.85 * count) / most; pen.fillRect(x, bins - 1 - bin, 1, 1); } });
+    });
+    const ends = make(figure, "div", { class: "ends" });
+    make(ends, "span", {}, "step " + histogram.steps[0]);
+    make(ends, "span", {}, "step " + histogram.steps.at(-1));
+  }
+}
+function drawRows(place) {
+  const rows = runs[Number(place.dataset.run)].rows;
+  if (!rows) return;
+  const figure = make(place, "figure"), most = Math.max(...rows.counts), count = rows.counts.length;
+  make(make(figure, "figcaption"), "strong", {}, "Tokens of a training row");
+  const svg = make(figure, "svg", { viewBox: "0 0 100 100", preserveAspectRatio: "none", role: "img", "aria-label": "Tokens of a training row, a histogram" });
+  rows.counts.forEach((value, at) => {
+    const bar = make(svg, "rect", { x: (100 * at) / count, width: 92 / count, y: 100 - (100 * value) / most, height: (100 * value) / most });
+    make(bar, "title", {}, `${rows.edges[at]} to ${rows.edges[at + 1]} tokens: ${value}`);
+  });
+  const ends = make(figure, "div", { class: "ends" });
+  make(ends, "span", {}, rows.edges[0] + " tokens");
+  make(ends, "span", {}, rows.edges.at(-1) + " tokens");
+}
+
+// ---- completions
+
+function drawTurns(parent, turns) { // answers of tools hang below the turn that called them
+  const tree = make(parent, "ul", { class: "tree" });
+  let last = null;
+  for (const turn of turns) {
+    const isAnswer = turn.role === "tool" && last;
+    const item = make(isAnswer ? make(last, "ul", { class: "tree" }) : tree, "li");
+    make(item, "span", { class: "role" }, turn.role);
+    if (turn.text) make(item, "p", { class: "tokens" }, turn.text);
+    for (const call of turn.calls) make(item, "p", { class: "tokens tool" }, "calls " + call);
+    if (!isAnswer) last = item;
+  }
+}
+function drawText(parent, text) {
+  if (typeof text === "string") make(parent, "p", { class: "tokens" }, text);
+  else drawTurns(parent, text);
+}
+function drawCard(parent, row, pieces, title, isShaded) {
+  const advantage = row.numbers.advantage || 0;
+  const card = make(parent, "section", { class: "card" + (advantage > 0 ? " up" : advantage < 0 ? " down" : ""), tabindex: 0 });
+  const numbers = make(card, "p", { class: "numbers" }, title ? title + " · " : "");
+  for (const [name, value] of Object.entries(row.numbers)) { make(numbers, "b", {}, name + " " + number(value)); numbers.append(" · "); }
+  numbers.append(row.length + " tokens");
+  const tokens = (row.tokens || []).map((token) => pieces[token]);
+  if (!isShaded || !row.tokens) { drawText(card, row.completion ?? tokens.join("")); return; }
+  const text = make(card, "p", { class: "tokens" }), byTool = new Set(row.tool);
+  tokens.forEach((token, at) => {
+    const span = make(text, "span", {}, token), nats = row.logps[at] / 10;
+    if (byTool.has(at)) span.className = "tool";
+    if (at < row.logps.length && !byTool.has(at)) {
+      span.title = "log-prob " + -nats;
+      span.style.background = `color-mix(in srgb, var(--second) ${Math.round(70 * Math.min(1, nats / FULL_SHADE))}%, transparent)`;
+    }
+  });
+  if (row.length > row.tokens.length) make(card, "p", { class: "soft" }, row.length - row.tokens.length + " tokens more");
+}
+function drawAnswers() {
+  const list = document.getElementById("answer-list"), controls = document.getElementById("answer-controls");
+  const having = runs.map((run, at) => at).filter((at) => runs[at].completions.length);
+  if (!having.length) { make(list, "p", {}, "No completions were written: the method does not generate, or the run wrote none."); return; }
+  const redraw = () => { list.replaceChildren(); (order.value === "step" ? byStep : byPrompt)(); };
+  const choose = () => {
+    const parts = runs[run.value].completions, seen = new Map();
+    slider.max = parts.length - 1;
+    slider.value = parts.length - 1;
+    for (const part of parts) for (const row of part.rows) {
+      const key = JSON.stringify(row.prompt);
+      if (!seen.has(key)) seen.set(key, { row, steps: new Set() });
+      seen.get(key).steps.add(part.step);
+    }
+    prompt.replaceChildren();
+    for (const [key, { row, steps }] of [...seen].sort((a, b) => b[1].steps.size - a[1].steps.size)) {
+      const text = typeof row.prompt === "string" ? row.prompt : row.prompt.map((turn) => turn.text).join(" ");
+      make(prompt, "option", { value: key }, `${text.slice(-60)} (${steps.size} ${steps.size > 1 ? "steps" : "step"})`);
+    }
+    redraw();
+  };
+  const run = labelled(controls, "run", "select", {}, choose, having.map((at) => [at, runs[at].name]));
+  run.parentElement.hidden = having.length < 2;
+  const order = labelled(controls, "show", "select", {}, redraw, [["step", "a step, its groups side by side"], ["prompt", "a prompt over time"]]);
+  const slider = labelled(controls, "step", "input", { type: "range", min: 0 }, redraw), step = make(slider.parentElement, "output");
+  const prompt = labelled(controls, "prompt", "select", {}, redraw);
+  const shade = labelled(controls, "shade unlikely tokens", "input", { type: "checkbox" }, redraw);
+  const byStep = () => {
+    const part = runs[run.value].completions[slider.value], groups = new Map();
+    step.textContent = part.step;
+    for (const row of part.rows) groups.set(row.group, [...(groups.get(row.group) || []), row]);
+    for (const rows of groups.values()) {
+      make(list, "h3", {}, "Prompt");
+      drawText(list, rows[0].prompt);
+      const cards = make(list, "div", { class: "cards", style: "margin-top: .6rem" });
+      for (const row of rows) drawCard(cards, row, runs[run.value].pieces, "", shade.checked);
+    }
+  };
+  const byPrompt = () => {
+    const rows = runs[run.value].completions.flatMap((part) => part.rows.filter((row) => JSON.stringify(row.prompt) === prompt.value).map((row) => [part.step, row]));
+    if (!rows.length) return;
+    drawText(list, rows[0][1].prompt);
+    const cards = make(list, "div", { class: "cards", style: "margin-top: .6rem" });
+    for (const [at, row] of rows.slice(0, MOST_CARDS)) drawCard(cards, row, runs[run.value].pieces, "step " + at, shade.checked);
+    if (rows.length > MOST_CARDS) make(list, "p", { class: "soft" }, `${rows.length - MOST_CARDS} later completions of this prompt are not shown.`);
+  };
+  order.addEventListener("input", () => {
+    slider.parentElement.hidden = order.value !== "step";
+    prompt.parentElement.hidden = order.value === "step";
+  });
+  prompt.parentElement.hidden = true;
+  choose();
+}
+
+drawCurves();
+drawHistograms();
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawHistograms);
+document.querySelectorAll(".rows").forEach(drawRows);
+drawAnswers();

@@ -1,0 +1,83 @@
+"""`trl report RUN [RUN2 …]`: what happened in runs, on one page of HTML without network."""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from trl.scripts.plain_parser import PlainParser
+
+PAUSE = 10.0  # seconds between two pages of `--watch`
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options of `trl report`."""
+    parser = PlainParser(
+        prog="trl report",
+        usage="trl report RUN [RUN2 ...] [--html FILE] [--watch [SECONDS]]",
+        description="Show runs on a page that needs no network: settings, curves, completions with their rewards, signs "
+        "that something is wrong, time and memory. RUN is the output_dir of a run, also of one that is going on.",
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="output folders of runs")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="the page (default: report.html in the first folder)")
+    parser.add_argument(
+        "--watch", metavar="SECONDS", nargs="?", type=float, const=PAUSE,
+        help=f"write the page again every SECONDS (default: {PAUSE:g}) until the runs have ended",
+    )  # fmt: skip
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page; returns the exit status, 2 for folders without a run."""
+    options = make_parser().parse_args(argv)
+    page: Path = options.html or options.runs[0] / "report.html"
+    if not page.resolve().parent.is_dir():
+        print(f"trl report: error: {page} is in a folder that does not exist. Make the folder.", file=sys.stderr)
+        return 2
+    if options.watch is not None and options.watch <= 0:
+        print(f"trl report: error: --watch must be > 0, got {options.watch:g}.", file=sys.stderr)
+        return 2
+    from trl.scripts.pages.runs import NoRun
+
+    try:
+        written = write_page(options.runs, page, refresh=options.watch)
+        while options.watch is not None and not written:
+            time.sleep(options.watch)
+            written = write_page(options.runs, page, refresh=options.watch)
+    except NoRun as error:
+        print(f"trl report: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"trl report: interrupted. The page is {page}.", file=sys.stderr)
+        return 130
+    return 0
+
+
+def write_page(folders: Sequence[Path], page: Path, *, refresh: float | None = None) -> bool:
+    """Write the page in one piece and print what was seen; returns whether all runs have ended."""
+    from trl.scripts.pages import render
+    from trl.scripts.pages.runs import compared_settings, read_run
+
+    names = run_names(folders)
+    runs = [read_run(folder, name, share=1 / len(folders)) for folder, name in zip(folders, names, strict=True)]
+    have_ended = all(run.state.startswith("ended") for run in runs)
+    text = render(
+        "trl.scripts.pages", "run.html", runs=runs, settings=compared_settings(runs), data=[run.data for run in runs],
+        phases=list(dict.fromkeys(phase for run in runs for phase in run.seconds)),
+        refresh=None if have_ended else refresh, written=time.strftime("%Y-%m-%d %H:%M:%S"),
+    )  # fmt: skip
+    aside = page.with_name(f"{page.name}.new")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, page)
+    for run in runs:
+        print(f"{run.name} {run.state}: {', '.join(check['name'] for check in run.checks) or 'no sign of a fault'}")
+    print(f"Written: {page}")
+    return have_ended
+
+
+def run_names(folders: Sequence[Path]) -> list[str]:
+    """The names of folders; their whole paths where names are equal."""
+    names = [folder.resolve().name for folder in folders]
+    return names if len(set(names)) == len(names) else list(map(str, folders))

@@ -1,0 +1,152 @@
+"""`trl report`: the page has what runs wrote, in bounded size; what a completion says is text; Chromium shows it without an error."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from tests.scripts.made_runs import HOSTILE, make_run
+from tests.trainer import grpo_runs, grpo_tool_runs
+from trl.cli.main import main
+from trl.reporting.run_events import EVENTS
+from trl.scripts import run_page
+from trl.scripts.pages import embedded
+from trl.scripts.pages.runs import BINS, POINTS, curves_of, histogram_over_time, read_run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def written(*folders, page, **options):
+    run_page.write_page(folders, page, **options)
+    text = page.read_text()
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1]
+    return text, json.loads(data)
+
+
+def test_two_runs_are_on_a_page_and_what_they_say_is_text(tmp_path):
+    folders = [make_run(tmp_path / name, seed=seed, check=seed == 1) for seed, name in enumerate(("one", "two"))]
+    text, (one, two) = written(*folders, page=tmp_path / "page.html")
+    assert "<script>alert" not in text and "<img" not in text and "http:" not in text and "https:" not in text
+    assert text.count("<script") == text.count("</script>") == 2
+    assert text.count("longer answers") == 1 and "&lt;script&gt;alert(1)" in text
+    assert re.findall(r'<tr class="differs"><th scope="row">(\w+)</th>', text) == ["learning_rate"]
+    assert one["curves"]["reward"] == {
+        "steps": list(range(1, 13)),
+        "values": [float(f"{n / 12:.5g}") for n in range(1, 13)],
+    }
+    assert [part["step"] for part in two["completions"]] == [3, 6, 9, 12]
+    hostile, turns, plain = two["completions"][0]["rows"][:3]
+    assert hostile["completion"].startswith(HOSTILE) and turns["completion"][1]["text"].endswith(HOSTILE)
+    assert turns["completion"][0]["calls"] == [f"search({json.dumps({'query': HOSTILE})})"]
+    assert "completion" not in plain and len(plain["tokens"]) == len(plain["logps"]) == plain["length"] == 20
+    assert sum(map(sum, one["histograms"][0]["counts"])) == 12 * 16 and one["rows"]["counts"] == [3, 9, 1]
+    assert "60 %" in text and "1.00 GiB" in text and "Left out" not in text
+
+
+def test_a_thousand_steps_stay_below_two_megabytes(tmp_path):
+    run = make_run(tmp_path / "run", steps=1000, parts=40, rows=32, tokens=120, metrics=40)
+    text, (data,) = written(run, page=tmp_path / "page.html")
+    assert len(text.encode()) < 2_000_000
+    chosen = len(data["completions"])
+    assert 1 < chosen < 40 and f"completions of {chosen} of 40 kept steps are here" in text
+    assert data["completions"][-1]["step"] == 1000 and len(data["curves"]["loss"]["values"]) <= POINTS
+    two = [read_run(run, "a", share=0.5).data, read_run(run, "b", share=0.5).data]
+    assert len(embedded(two).encode()) < 2_000_000
+
+
+def test_longer_curves_are_means_of_neighbours_and_histograms_count_all():
+    logs = [{"step": step, "values": {"loss": float(step), "kl": float("nan")}} for step in range(1, 2 * POINTS + 1)]
+    notes = []
+    curves = curves_of(logs, 10**6, notes)
+    assert curves["loss"]["steps"][:2] == [2, 4] and curves["loss"]["values"][:2] == [1.5, 3.5]
+    assert set(curves["kl"]["values"]) == {None} and notes == ["a point of a curve is the mean of 2 logs"]
+    histogram = histogram_over_time(
+        [{"step": 1, "rewards": [0.0, None, 1.0]}, {"step": 2, "rewards": [1.0]}], "rewards"
+    )
+    first, second = histogram["counts"]
+    assert (first[0], first[-1], second[-1], sum(first)) == (1, 1, 1, 2) and len(first) == BINS
+
+
+def test_what_trainers_write_is_shown(tmp_path, capsys):
+    grpo_tool_runs.run(folder=str(tmp_path / "tools"), max_steps=2, save_strategy="steps", save_steps=2)
+    grpo_runs.run("rloo", folder=str(tmp_path / "rloo"), max_steps=1)
+    page = tmp_path / "page.html"
+    assert main(["report", str(tmp_path / "tools"), str(tmp_path / "rloo"), "--html", str(page)]) == 0
+    text, data = written(tmp_path / "tools", tmp_path / "rloo", page=page)
+    roles = [turn["role"] for row in data[0]["completions"][0]["rows"] for turn in row["completion"]]
+    assert {"assistant", "tool"} <= set(roles) and "checkpoint-2" in text and "ended after step 1 of 1" in text
+    assert f"trl chat {tmp_path / 'tools' / 'checkpoint-2'}" in text and "None was seen" in text
+    assert "no sign of a fault" in capsys.readouterr().out
+
+
+def test_a_page_is_written_again_until_the_run_ends(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "run", ends=False)
+    pages = []
+
+    def end(seconds):
+        pages.append((seconds, (run / "report.html").read_text()))
+        with (run / EVENTS).open("ab") as file:
+            file.write(b'{"event": "end", "step": 12, "time": 13.0}\n')
+
+    monkeypatch.setattr(run_page.time, "sleep", end)
+    assert run_page.main([str(run), "--watch", "3"]) == 0
+    ((seconds, page),) = pages
+    assert seconds == 3 and '<meta http-equiv="refresh" content="3.0">' in page and "is going on" in page
+    assert '<meta http-equiv="refresh"' not in (run / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "has no run.jsonl of a run"),
+        (["--html", "missing/page.html"], "does not exist"),
+        (["--watch", "0"], "must be > 0"),
+    ],
+)
+def test_what_cannot_be_shown_is_named(options, words, tmp_path, capsys):
+    assert run_page.main([str(tmp_path), *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+DRIVE = """
+<script>
+const opened = performance.now(), errors = [], choose = (input, value) => { input.value = value; input.dispatchEvent(new Event("input")); };
+window.addEventListener("error", (event) => errors.push(event.message));
+document.addEventListener("securitypolicyviolation", (event) => errors.push(event.blockedURI));
+const [metric, smooth, from, to] = document.querySelectorAll("#curve-controls input"), shade = document.querySelector("[type=checkbox]");
+choose(smooth, 0.9); choose(from, 100); choose(to, 200); choose(metric, "rew");
+shade.checked = true; shade.dispatchEvent(new Event("input"));
+const [run, order, prompt] = document.querySelectorAll("#answer-controls select");
+const shaded = document.querySelectorAll("#answer-list span[title]").length;
+choose(order, "prompt");
+const stated = { opened, errors, shaded, cards: document.querySelectorAll(".card").length, view: [view.from, view.to],
+  shown: charts.filter((chart) => !chart.figure.hidden).map((chart) => chart.name), paths: document.querySelectorAll("path.raw").length,
+  alerts: document.querySelectorAll("img").length, tool: document.querySelectorAll(".tree .tree").length };
+const out = document.createElement("pre"); out.id = "stated"; out.textContent = JSON.stringify(stated); document.body.append(out);
+</script></body>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_chromium_shows_it_without_errors_or_requests(tmp_path):
+    run = make_run(tmp_path / "run", steps=1000, parts=8, rows=8, tokens=60, metrics=30)
+    text, _ = written(run, page=tmp_path / "page.html")
+    (tmp_path / "driven.html").write_text(text.replace("</body>", DRIVE))
+    command = [
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        f"--user-data-dir={tmp_path}/profile",
+    ]
+    shown = subprocess.run(
+        [*command, "--dump-dom", f"file://{tmp_path}/driven.html"], capture_output=True, text=True, timeout=120
+    )
+    assert "CONSOLE" not in shown.stderr, shown.stderr
+    stated = json.loads(re.search(r'<pre id="stated">(.*?)</pre>', shown.stdout, re.DOTALL)[1])
+    print("opened after", round(stated["opened"]), "ms")
+    assert stated["errors"] == [] and stated["alerts"] == 0
+    assert stated["view"] == [100, 200] and stated["shown"] == ["reward"] and stated["paths"] == 32
+    assert stated["shaded"] == 7 * 60 and stated["cards"] > 0 and stated["opened"] < 5_000
