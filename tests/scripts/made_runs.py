@@ -7,7 +7,7 @@ from pathlib import Path
 from trl.reporting.run_events import RunEvents
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & <!--"
-WORDS = " the cat sat on a mat and looked at seven birds in an old tree".split()
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "looked", "at", "seven", "birds", "in", "an", "old", "tree"]
 SEARCH = [
     {"role": "assistant", "content": "I look it up.", "tool_calls": [{"function": {"name": "search", "arguments": {"query": HOSTILE}}}]},
     {"role": "tool", "content": f"Two cats. {HOSTILE}"},

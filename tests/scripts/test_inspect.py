@@ -136,7 +136,7 @@ def test_what_rows_say_is_text_on_the_page(run, tmp_path):
     rows = [*CLEAN["sft"], {"prompt": "Q: <script>alert(1)</script>", "completion": " <img src=x onerror=alert(2)>"}]
     run(rows, "--html", str(page))
     text = page.read_text()
-    assert "<script" not in text and "<img" not in text and "http" not in text
+    assert "<script" not in text and "<img" not in text and not re.search("https?:", text)
     assert "&lt;" in text
 
 

@@ -121,7 +121,7 @@ def curves_of(logs: Sequence[Event], size: int, notes: list[str]) -> Json:
     """The logged numbers by name as steps and values; means of neighbours where there are more than fit."""
     every: dict[str, list[tuple[int, float | None]]] = {}
     for event in logs:
-        for name, value in event["values"].items():
+        for name, value in {**event["values"], "memory (GiB)": event["memory"] / 2**30}.items():
             if name not in SETTLED:
                 every.setdefault(name, []).append((event["step"], _known(value)))
     longest = max(map(len, every.values()), default=0)
