@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from trl.scripts.arguments import ScriptArguments as ScriptArguments
     from trl.scripts.arguments import SFTScriptArguments as SFTScriptArguments
     from trl.scripts.parser import TrlParser as TrlParser
+    from trl.scripts.plan import plan as plan
     from trl.scripts.running import init_zero_verbose as init_zero_verbose
     from trl.trainer.alignprop_config import AlignPropConfig as AlignPropConfig
     from trl.trainer.alignprop_trainer import AlignPropTrainer as AlignPropTrainer

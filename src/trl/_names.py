@@ -57,7 +57,7 @@ NAMES: dict[str, Row] = {
         _MODEL_OPTIONS, "trl.models.loading": "clone_chat_template setup_chat_format",
         "trl.data.sources": "DatasetMixtureConfig get_dataset", "trl.data.arithmetic": "make_data",
         "trl.scripts.arguments": "DPOScriptArguments SFTScriptArguments ScriptArguments",
-        "trl.scripts.parser": "TrlParser", "trl.scripts.running": "init_zero_verbose",
+        "trl.scripts.parser": "TrlParser", "trl.scripts.plan": "plan", "trl.scripts.running": "init_zero_verbose",
         "trl.collators.completion_only": "DataCollatorForCompletionOnlyLM", "trl.rollouts.best_of_n": "BestOfNSampler",
         "trl.agents.text_environment": "TextEnvironment TextHistory",
         "trl.options.packages": "is_diffusers_available is_liger_kernel_available is_llmblender_available "

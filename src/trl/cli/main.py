@@ -44,6 +44,7 @@ _TRAINING = {
 _PLAIN = {
     "inspect": "show a data set as training would see it: trained tokens, lengths, faults",
     "report": "show a run, or several, on a page: curves, completions, what went wrong",
+    "plan": "print the memory of a run before it is started, what fits, and what each lever frees",
     "compare": "let a judge compare the answers of two models",
     "merge": "add an adapter to its base model and save the result",
     "chat": "talk to a model",

@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
 from trl.scripts.plain_parser import PlainParser
@@ -51,11 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ValueError(f"--html {options.html} is in a folder that does not exist. Make the folder.")
             from trl.scripts.inspection.collect import Options, inspect_data
             from trl.scripts.inspection.page import print_inspection, write_page
+            from trl.scripts.training import method_parser
 
-            command = import_module(f"trl.scripts.{options.method.replace('-', '_')}")
-            method_parser = command.make_parser()
-            method_parser.prog = parser.prog
-            parsed = method_parser.parse_args_and_config(rest)
+            parsed = method_parser(options.method, parser.prog).parse_args_and_config(rest)
             inspection = inspect_data(options.method, Options(options.rows, options.shown, options.answers), *parsed)
     except CommandError as error:
         return report(parser.prog, error)

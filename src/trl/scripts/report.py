@@ -1,18 +1,17 @@
 """What a training command prints: a dry run's settings, rows and memory; after training, results and how to resume."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from rich.text import Text
 
 from trl.checkpoints.wholeness import newest_whole
 from trl.data.rendering import Fields, ProcessingClass, text_tokenizer
 from trl.models.loading import save_dtype
-from trl.models.residuals import keep_residuals
 from trl.reporting.tables import open_console
+from trl.scripts.planning.state import optimizer_bytes, tensor_bytes
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -100,41 +99,22 @@ def memory(trainer: Trainer) -> dict[str, int]:
     """Bytes of the weights, gradients, optimizer state and, where there is one, the reference model."""
     trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     parts = {
-        "weights": _size(trainer.model.parameters()),
-        "gradients": _size(trained),
-        f"optimizer ({trainer.args.optim.value})": _optimizer_size(trainer, trained),
+        "weights": tensor_bytes(trainer.model.parameters()),
+        "gradients": tensor_bytes(trained),
+        f"optimizer ({trainer.args.optim.value})": optimizer_bytes(trainer.args, trained, trainer.model),
     }
     reference = getattr(trainer, "ref_model", None)
-    return parts if reference is None else {**parts, "reference": _size(reference.parameters())}
+    return parts if reference is None else {**parts, "reference": tensor_bytes(reference.parameters())}
 
 
 def bytes_per_weight(trainer: Trainer, parts: dict[str, int]) -> str:
     """The bytes of a trained weight with its gradient and optimizer state, its dtype and that of the saved model."""
     trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
-    size = _size(trained) + sum(list(parts.values())[1:3])
+    size = tensor_bytes(trained) + sum(list(parts.values())[1:3])
     dtypes = trained[0].dtype, save_dtype(trainer.model, trainer.args.save_dtype) or trained[0].dtype
     dtype, saved = (str(dtype).removeprefix("torch.") for dtype in dtypes)
     count = sum(parameter.numel() for parameter in trained)
     return f"  {size / count:.1f} bytes for each trained weight ({dtype}; saved in {saved})"
-
-
-def _size(parameters: Iterable[torch.Tensor]) -> int:
-    return sum(parameter.nbytes for parameter in parameters)
-
-
-def _optimizer_size(trainer: Trainer, trained: Sequence[torch.Tensor]) -> int:
-    """Bytes of the optimizer's state, by what it keeps for one matrix of 256 x 256 after a step."""
-    kind, settings = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
-    if not trained or {"params", "model", "optimizer_dict"} & set(settings):
-        return 0
-    probe = torch.nn.Parameter(torch.zeros(256, 256, dtype=trained[0].dtype, device=trained[0].device))
-    optimizer = kind([probe], **settings)
-    if trainer.args.weights is not None:
-        keep_residuals(optimizer)
-    probe.grad = torch.zeros_like(probe)
-    optimizer.step()
-    state = [tensor for tensor in optimizer.state[probe].values() if isinstance(tensor, torch.Tensor)]
-    return round(sum(tensor.nbytes for tensor in state if tensor.numel() > 1) / probe.nbytes * _size(trained))
 
 
 def finish(

@@ -196,6 +196,13 @@ COMMANDS = {
 }  # fmt: skip
 
 
+def method_parser(name: str, prog: str) -> TrlParser:
+    """The options of a training command, for the command `prog` that takes them too."""
+    parser = import_module(f"trl.scripts.{name.replace('-', '_')}").make_parser()
+    parser.prog = prog
+    return parser
+
+
 def build_trainer(
     name: str, script_args: CommandArguments, training_args: "AnyConfig", model_args: ModelConfig,
     dataset_args: DatasetMixtureConfig,

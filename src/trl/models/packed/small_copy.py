@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -182,33 +182,70 @@ def _inner_sizes(fields: Mapping[str, object]) -> dict[str, int]:
 
 
 def _cut_layers(config: PretrainedConfig) -> None:
-    """Keep one layer of each kind: kinds differ in what lists say of them and in which counts of layers they are."""
-    total, fields = getattr(config, "num_hidden_layers", 0), vars(config)
+    """Keep one layer of each kind, at least two layers, in place."""
+    kinds = layer_kinds(config)
+    kept = {kinds.index(kind) for kind in kinds}
+    if kinds:
+        _keep_layers(config, sorted(kept | ({0, min(1, len(kinds) - 1)} if len(kept) == 1 else set())))
+
+
+def keep_layers(config: PretrainedConfig, kept: Sequence[int]) -> PretrainedConfig:
+    """A config of the same model with some of its layers, in order."""
+    copied = copy.deepcopy(config)
+    _keep_layers(copied, kept)
+    return copied
+
+
+def layer_kinds(config: PretrainedConfig) -> list[tuple[object, ...]]:
+    """The kind of each layer: kinds differ in what lists say of them and in which counts of layers they are."""
+    total = getattr(config, "num_hidden_layers", 0)
     if not isinstance(total, int) or total < 1:
-        return
-    lists = {name: value for name, value in fields.items() if _is_of_layers(name, value, total)}
-    listed = {name: value for name in _LISTED_LAYERS if isinstance(value := fields.get(name), (list, tuple))}
-    first = {name: value for name in _FIRST_LAYERS if isinstance(value := fields.get(name), int)}
-    last = {name: value for name in _LAST_LAYERS if isinstance(value := fields.get(name), int)}
-    cycle = fields.get("block_types")  # RecurrentGemma's, repeated
-    kinds: dict[object, int] = {}
-    for layer in range(total):
-        kind = (
+        return []
+    lists, listed, first, last, cycle = _of_layers(vars(config), total)
+    return [
+        (
             *(str(values[layer]) for values in lists.values()), *(layer in numbers for numbers in listed.values()),
             *(layer < count for count in first.values()), *(layer >= total - count for count in last.values()),
-            cycle[layer % len(cycle)] if isinstance(cycle, list) else None,
-        )  # fmt: skip
-        kinds.setdefault(kind, layer)
-    kept = sorted({*kinds.values()} | ({0, min(1, total - 1)} if len(kinds) == 1 else set()))
+            cycle[layer % len(cycle)] if cycle else None,
+        )
+        for layer in range(total)
+    ]  # fmt: skip
+
+
+class _OfLayers(NamedTuple):
+    """Fields that say something of each layer, by name."""
+
+    lists: dict[str, Sequence[object]]
+    listed: dict[str, Sequence[int]]
+    first: dict[str, int]
+    last: dict[str, int]
+    cycle: list[object]
+
+
+def _of_layers(fields: Mapping[str, Any], total: int) -> _OfLayers:
+    cycle = fields.get("block_types")  # RecurrentGemma's, repeated
+    return _OfLayers(
+        {name: value for name, value in fields.items() if _is_of_layers(name, value, total)},
+        {name: value for name in _LISTED_LAYERS if isinstance(value := fields.get(name), (list, tuple))},
+        {name: value for name in _FIRST_LAYERS if isinstance(value := fields.get(name), int)},
+        {name: value for name in _LAST_LAYERS if isinstance(value := fields.get(name), int)},
+        cycle if isinstance(cycle, list) else [],
+    )
+
+
+def _keep_layers(config: PretrainedConfig, kept: Sequence[int]) -> None:
+    total, fields = config.num_hidden_layers, vars(config)
+    lists, listed, first, last, cycle = _of_layers(fields, total)
     for name, values in lists.items():
-        setattr(config, name, type(values)(values[layer] for layer in kept))
+        kind: Any = type(values)
+        setattr(config, name, kind(values[layer] for layer in kept))
     for name, numbers in listed.items():
         setattr(config, name, [place for place, layer in enumerate(kept) if layer in numbers])
     for name, count in first.items():
         setattr(config, name, sum(layer < count for layer in kept))
     for name, count in last.items():
         setattr(config, name, sum(layer >= total - count for layer in kept))
-    if isinstance(cycle, list):
+    if cycle:
         config.block_types = [cycle[layer % len(cycle)] for layer in kept]
     for name in _PERIODS.keys() & fields.keys():
         setattr(config, name, _PERIODS[name])

@@ -1,0 +1,142 @@
+"""`trl plan METHOD`: the memory of a run before anything but the model's config is loaded."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trl.scripts.plain_parser import PlainParser
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from trl.scripts.planning.plan import Plan, Run
+
+METHODS = ("sft", "dpo", "orpo", "cpo", "kto", "bco", "grpo", "rloo")
+_MODELS = {"ref_model_name_or_path": "reference", "teacher_model_name_or_path": "teacher",
+    "reward_model_name_or_path": "reward model"}  # fmt: skip
+
+
+def make_parser() -> PlainParser:
+    """The options of `trl plan` itself."""
+    parser = PlainParser(
+        prog="trl plan",
+        usage="trl plan METHOD --model_name_or_path MODEL [--gpus N] [--memory 80GB] [options of the method]",
+        description="Print the memory of a run on each GPU, what fits, and what each lever frees. Takes the options of "
+        "`trl METHOD`, --config and --accelerate_config too. Loads the model's config only.",
+    )
+    parser.add_argument("method", choices=METHODS, metavar="METHOD", help=", ".join(METHODS))
+    parser.add_argument("--gpus", type=int, default=1, help="processes with a GPU each (default: 1)")
+    parser.add_argument("--memory", metavar="SIZE", help="of a GPU, as 80GB or 24GiB: also print what fits")
+    parser.add_argument("--no_levers", action="store_true", help="leave the table of levers out: faster")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Plan and print; returns the exit status: 1 for a run that does not fit in `--memory`, 2 for wrong options."""
+    from trl.scripts.running import CommandError, notes_shown, report, reporting_input_errors
+
+    parser = make_parser()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options, rest = parser.parse_known_args(arguments)
+    try:
+        with reporting_input_errors():
+            run, memory = run_for(options.method, rest, options.gpus), _memory(options.memory)
+            with notes_shown():
+                made = _planned(run, memory, levers=not options.no_levers)
+    except CommandError as error:
+        return report(parser.prog, error)
+    from trl.scripts.planning.page import print_plan
+
+    print_plan(made)
+    return int(made.fits is False)
+
+
+def plan(
+    config: "str | Path | PretrainedConfig", *, method: str = "sft", gpus: int = 1, memory: str | None = None,
+    levers: bool = False, **options: object,
+) -> "Plan":  # fmt: skip
+    """The memory of a run on each GPU, from its model's config alone.
+
+    `config` is a YAML file of `trl METHOD`, a model's folder or name on the Hub, or a model's config. `memory` is that
+    of a GPU (`"80GB"`): the plan then says what fits. `levers` also measures what each lever frees. `options` are those
+    of the method's command, and `accelerate_config`. Raises: ValueError for options that do not fit; FileNotFoundError.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+        >>> trl.plan(small, max_length=128, use_cpu=True).parts["weights"]  # doctest: +SKIP
+        16679424.0
+    """
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
+    given = None if isinstance(config, (str, Path)) else config
+    named = (
+        [] if given is not None else ["--config" if str(config).endswith((".yaml", ".yml")) else "--model_name_or_path"]
+    )
+    words = [*named, *([str(config)] if named else [])]
+    for name, value in options.items():
+        values = value if isinstance(value, (list, tuple)) else [value]
+        words += [f"--{name}", *(str(item).lower() if isinstance(item, bool) else str(item) for item in values)]
+    return _planned(run_for(method, words, gpus, given), _memory(memory), levers=levers)
+
+
+def _memory(text: str | None) -> float | None:
+    from trl.scripts.planning.plan import memory_of
+
+    return None if text is None else memory_of(text)
+
+
+def _planned(run: "Run", memory: float | None, *, levers: bool) -> "Plan":
+    from trl.scripts.planning.levers import levers_of, with_fits
+    from trl.scripts.planning.plan import plan_of
+
+    made = plan_of(run)
+    if memory is not None:
+        made = with_fits(made, run, memory)
+    return replace(made, levers=levers_of(made, run)) if levers else made
+
+
+def run_for(method: str, words: list[str], gpus: int, given: "PretrainedConfig | None" = None) -> "Run":
+    """What is planned, of the words of a command line; `given` is the config of its model if that is at hand."""
+    from trl.cli.launch import make_plan
+    from trl.scripts.config_file import read_config, take_config_option
+    from trl.scripts.planning.plan import Run
+    from trl.scripts.planning.state import data_parallel, sharding_of
+    from trl.scripts.training import method_parser
+
+    if gpus < 1:
+        raise ValueError(f"gpus must be at least 1, got {gpus}.")
+    parser = method_parser(method, "trl plan")
+    path, words = take_config_option(words)
+    file = None if path is None else read_config(path)
+    split = make_plan(parser, words, file)
+    # As on a GPU, which this machine may not have: transformers refuses bf16 without one, except on a CPU.
+    names = {word.partition("=")[0].removeprefix("--").removeprefix("no_") for word in words} | {
+        *(file.values if file else ())
+    }
+    script_args, args, model_args, *_ = parser.parse_with(
+        split.script if "use_cpu" in names else [*split.script, "--use_cpu", "true"], split.config
+    )
+    args.use_cpu = args.use_cpu and "use_cpu" in names
+    args.bf16 = args.bf16 if "bf16" in names else not (args.use_cpu or args.fp16 or args.weights)
+    profile = split.launch.get("config_file")
+    sharding = data_parallel(gpus) if profile is None else sharding_of(profile, gpus, half=bool(args.bf16))
+    if given is None and model_args.model_name_or_path is None:
+        raise ValueError("model_name_or_path is missing. Give the folder of a model, or its name on the Hub.")
+    config = _config(str(model_args.model_name_or_path), model_args) if given is None else given
+    options = {**vars(script_args), **vars(args)}
+    frozen = {what: _config(str(options[name]), model_args) for name, what in _MODELS.items() if options.get(name)}
+    if "teacher" in frozen and options.get("teacher_model_server_url"):
+        del frozen["teacher"]
+    return Run(method, config.get_text_config(), args, model_args, sharding, frozen)
+
+
+def _config(name: str, model_args: Any) -> "PretrainedConfig":
+    from trl.models.loading import load_config
+
+    config = load_config(name, revision=model_args.model_revision, trust_remote_code=model_args.trust_remote_code)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"'{name}' is an encoder-decoder, which is not planned. Give a decoder.")
+    return config

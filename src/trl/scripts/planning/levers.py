@@ -1,0 +1,99 @@
+"""The largest micro-batch and row that fit, and what each lever frees when it alone is pulled."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+from transformers.training_args import OptimizerNames
+
+from trl.options.shared import RESIDUAL
+from trl.scripts.planning.plan import Lever, Plan, Run, plan_of
+from trl.scripts.planning.state import sharding_of
+
+_MOST_ROWS = 4096
+
+
+def with_fits(plan: Plan, run: Run, memory: float) -> Plan:
+    """The plan with the largest micro-batch and the longest row, each with all else as it is."""
+    context = getattr(run.config, "max_position_embeddings", None) or 2**20
+    batch = _largest(
+        lambda rows: run.changed(per_device_train_batch_size=rows), run.rows, plan.peak, memory, _MOST_ROWS
+    )
+    length = _largest(lambda tokens: with_length(run, tokens), run.lengths.row, plan.peak, memory, context)
+    return replace(plan, memory=memory, largest_batch=batch, largest_length=length)
+
+
+def with_length(run: Run, tokens: int) -> Run:
+    """The run with rows of so many tokens; completions change where the policy samples them."""
+    if run.rollouts is not None or hasattr(run.args, "num_generations"):
+        prompt = min(run.lengths.prompt, tokens // 2)
+        return run.changed(max_prompt_length=prompt, max_completion_length=max(1, tokens - prompt))
+    return run.changed(max_length=tokens)
+
+
+def _largest(changed: Callable[[int], Run], now: int, peak: float, memory: float, most: int) -> int:
+    """The largest number that fits, 0 if none does: sizes lie on a line, which is measured twice, near the answer."""
+    other = now // 2 if now > 1 else 2
+    slope = (plan_of(changed(other)).peak - peak) / (other - now)
+    for _ in range(2):
+        number = most if slope <= 0 else int(min(most, now + (memory - peak) / slope))
+        near = max(1, min(number, 2 * now))
+        if near in (now, other):
+            break
+        size = plan_of(changed(near)).peak
+        if near == number and size <= memory:
+            break
+        slope, now, peak, other = (size - peak) / (near - now), near, size, now
+    return max(0, number)
+
+
+def levers_of(plan: Plan, run: Run) -> list[Lever]:
+    """What each lever frees, the most first; those that free nothing are left out."""
+    levers = [Lever(name, setting, plan.peak - plan_of(other).peak) for name, setting, other in _changes(run)]
+    return sorted((lever for lever in levers if lever.frees > 0), key=lambda lever: -lever.frees)
+
+
+def _changes(run: Run) -> Iterator[tuple[str, str, Run]]:
+    args: Any = run.args
+    model, deepspeed = run.model_args, run.sharding.name.startswith("ZeRO")
+    if run.rows > 1:
+        steps = run.rows * args.gradient_accumulation_steps
+        setting = f"--per_device_train_batch_size 1 --gradient_accumulation_steps {steps}"
+        yield (
+            "smaller micro-batches",
+            setting,
+            run.changed(per_device_train_batch_size=1, gradient_accumulation_steps=steps),
+        )
+    half = with_length(run, run.lengths.row // 2)
+    limit = "max_completion_length" if hasattr(args, "num_generations") else "max_length"
+    yield "rows of half the length", f"--{limit} {getattr(half.args, limit)}", half
+    if not args.gradient_checkpointing:
+        yield "gradient checkpointing", "--gradient_checkpointing true", run.changed(gradient_checkpointing=True)
+    if getattr(args, "activation_offloading", None) is False and not args.use_cpu:
+        yield "activations in CPU memory", "--activation_offloading true", run.changed(activation_offloading=True)
+    if args.weights is None and not model.use_peft and not deepspeed:
+        yield "bfloat16 weights", f"--weights {RESIDUAL}", run.changed(weights=RESIDUAL, bf16=False)
+    if find_spec("bitsandbytes") and "bit" not in run.optimizer and not deepspeed:
+        yield "8-bit optimiser", "--optim adamw_8bit", run.with_phases_of(run.changed(optim=OptimizerNames.ADAMW_8BIT))
+    if getattr(args, "precompute_ref_log_probs", None) is False:
+        yield (
+            "reference in advance",
+            "--precompute_ref_log_probs true",
+            run.with_phases_of(run.changed(precompute_ref_log_probs=True)),
+        )
+    if find_spec("peft") and not (model.load_in_4bit or model.load_in_8bit):
+        lora = {"use_peft": True, "lora_target_modules": model.lora_target_modules or "all-linear"}
+        setting = "--use_peft true --lora_target_modules all-linear"
+        if not model.use_peft:
+            yield "LoRA", setting, run.changed(of_model=lora, weights=None)
+        yield (
+            "LoRA on 4 bits",
+            f"--load_in_4bit true {setting}",
+            run.changed(of_model={**lora, "load_in_4bit": True}, weights=None),
+        )
+    devices = run.sharding.devices
+    for profile in ("zero2", "fsdp2", "zero3") if devices > 1 else ():
+        sharding = sharding_of(profile, devices, half=bool(args.bf16))
+        if sharding != run.sharding and not (profile != "fsdp2" and args.weights):
+            yield sharding.name, f"--accelerate_config {profile}", run.with_phases_of(replace(run, sharding=sharding))

@@ -1,0 +1,143 @@
+"""Bytes of the tensors that are alive: counted over real tensors, or over tensors without numbers."""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_SMALL = 1024  # entries of a new tensor that has numbers
+
+
+class Peak(NamedTuple):
+    """The most bytes in a phase, and those of gradients among them."""
+
+    total: int
+    gradients: int
+
+
+class LiveBytes(TorchDispatchMode):
+    """A block that counts the storages of the tensors made in it, and of those that `add` is given, while they live.
+
+    `now` is their sum; `peaks` has its largest value in each `phase`. Buffers inside of a kernel are not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.gradients, self.phase = 0, 0, ""
+        self.peaks: dict[str, Peak] = {}
+        self._storages: set[int] = set()
+        self._gradients: set[int] = set()
+
+    def begin(self, phase: str) -> None:
+        """Begin a phase; one that was there before goes on."""
+        self.phase = phase
+        self._measure()
+
+    def _measure(self) -> None:
+        if self.phase not in self.peaks or self.peaks[self.phase].total < self.now:
+            self.peaks[self.phase] = Peak(self.now, self.gradients)
+
+    def count_gradient(self, gradient: Tensor | None) -> None:
+        """Count a tensor, which is there already, as a gradient."""
+        if gradient is None:
+            return
+        key = gradient.untyped_storage()._cdata
+        if key not in self._gradients:
+            self._gradients.add(key)
+            self.gradients += gradient.untyped_storage().nbytes()
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that were made before."""
+        for tensor in tensors:
+            self._see(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._see(leaf)
+        return result
+
+    def _see(self, tensor: Tensor) -> None:
+        holder: Any = tensor
+        if tensor.layout is torch.strided:
+            holder = tensor.untyped_storage()
+            key, size = holder._cdata, holder.nbytes()
+        else:  # oneDNN's
+            key, size = id(tensor), tensor.numel() * tensor.itemsize
+        if key not in self._storages:
+            self._storages.add(key)
+            weakref.finalize(holder, self._drop, key, size)
+            self.now += size
+            self._measure()
+
+    def _drop(self, key: int, size: int) -> None:
+        if key in self._gradients:
+            self._gradients.discard(key)
+            self.gradients -= size
+        self._storages.discard(key)
+        self.now -= size
+
+
+class WithoutNumbers(TorchDispatchMode):
+    """A block in which large floating tensors have no memory: shapes and dtypes are those of a run on a CPU.
+
+    Models must be given to `take`. Small and integer tensors are real (token ids, segments), so that a layout can be read
+    from them. A number that is read from a tensor without numbers is 1.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def take(self, model: nn.Module) -> None:
+        """Give the tensors of a model on the meta device the form that this block computes with, in place."""
+        memo = dict[Tensor, Tensor]()
+
+        def taken(tensor: Tensor) -> Tensor:
+            if tensor not in memo:
+                fresh = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+                is_weight = isinstance(tensor, nn.Parameter)
+                memo[tensor] = nn.Parameter(fresh, tensor.requires_grad) if is_weight else fresh
+            return memo[tensor]
+
+        with self._fake:
+            for module in model.modules():
+                tables: Any = (module._parameters, module._buffers)
+                for tensors in tables:
+                    tensors.update({name: taken(tensor) for name, tensor in tensors.items() if tensor is not None})
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if not tensors:
+            with self._fake:
+                made = func(*args, **kwargs)
+            large = isinstance(made, Tensor) and made.is_floating_point() and made.numel() > _SMALL
+            return made if large else func(*args, **kwargs)
+        if not is_fake:
+            return func(*args, **kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if tensors[0].is_floating_point() else 1
+        if func in _INDEXED:
+            args = (args[0], [_places(index) for index in args[1]], *args[2:])
+        with self._fake:
+            if func is torch.ops.aten._grouped_mm.default:  # its shapes are known for bfloat16 only (torch 2.13)
+                halves = [part.to(torch.bfloat16) for part in args[:2]]
+                return func(*halves, *args[2:], **kwargs).to(args[0].dtype)
+            return func(*args, **kwargs)
+
+
+_INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default)
+
+
+def _places(index: Tensor | None) -> Tensor | None:
+    if index is None or isinstance(index, FakeTensor) or index.dtype != torch.bool or index.ndim != 1:
+        return index
+    return index.nonzero()[:, 0]

@@ -1,0 +1,208 @@
+"""The plan of a run: bytes of each device at the peak, what fits, and what each lever frees."""
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from transformers import PretrainedConfig
+from transformers.training_args import OptimizerNames
+
+from trl.scripts.planning import measure
+from trl.scripts.planning.batches import METHODS, Lengths, lengths_of
+from trl.scripts.planning.policy import PolicyBytes, build, meta_model, policy_bytes
+from trl.scripts.planning.state import Sharding, make_optimizer, optimizer_bytes, tensor_bytes
+
+if TYPE_CHECKING:
+    from trl.options.model import ModelConfig
+    from trl.scripts.arguments import AnyConfig
+
+
+@dataclass(frozen=True)
+class Run:
+    """What decides the memory of a run."""
+
+    method: str
+    config: PretrainedConfig
+    args: "AnyConfig"
+    model_args: "ModelConfig"
+    sharding: Sharding
+    frozen: Mapping[str, PretrainedConfig] = field(default_factory=dict)  # other models, by what they are
+
+    @cached_property
+    def lengths(self) -> Lengths:
+        """Of the longest row."""
+        return lengths_of(self.method, self.args, getattr(self.config, "max_position_embeddings", None))
+
+    @property
+    def optimizer(self) -> str:
+        """The name of the optimiser."""
+        return str(getattr(self.args.optim, "value", self.args.optim))
+
+    @property
+    def rows(self) -> int:
+        """Rows of a micro-batch."""
+        return self.args.per_device_train_batch_size
+
+    @property
+    def rollouts(self) -> measure.Rollouts | None:
+        """What a device generates at once; None where nothing is, or another process does."""
+        args: Any = self.args
+        if not METHODS[self.method].samples or args.use_vllm:
+            return None
+        rows = args.generation_batch_size // args.world_size
+        return measure.Rollouts(rows, -(-rows // args.num_generations), *self.lengths)
+
+    def _without_bits(self) -> "AnyConfig":
+        """The settings with an optimiser of PyTorch in place of one of bitsandbytes, which needs numbers."""
+        return self.changed(optim=OptimizerNames.ADAMW_TORCH_FUSED).args if "bit" in self.optimizer else self.args
+
+    def changed(self, *, of_model: Mapping[str, object] = {}, **of_args: object) -> "Run":
+        """The run with other settings, which are not checked."""
+        args, model_args = copy.copy(self.args), copy.copy(self.model_args)
+        for target, settings in ((args, of_args), (model_args, of_model)):
+            for name, value in settings.items():
+                setattr(target, name, value)
+        return replace(self, args=args, model_args=model_args)
+
+    def with_phases_of(self, other: "Run") -> "Run":
+        """The other run, whose micro-batches are measured already: they are this one's."""
+        vars(other)["phases"] = self.phases
+        return other
+
+    @cached_property
+    def policy(self) -> PolicyBytes:
+        """The weights of the policy."""
+        return policy_bytes(build(self.config, self.args, self.model_args), self.model_args)
+
+    @cached_property
+    def phases(self) -> dict[str, measure.Bytes]:
+        """The phases of a micro-batch, measured."""
+        planned, args = METHODS[self.method], self.args
+        checkpointing = (args.gradient_checkpointing_kwargs or {}) if args.gradient_checkpointing else None
+        probe = measure.Probe(
+            lambda config: build(config, args, self.model_args),
+            planned.method(args),
+            lambda scorer: planned.batch(args, self.rows, self.lengths, scorer),
+            checkpointing,
+            optimizer=lambda parameters: make_optimizer(self._without_bits(), parameters),
+            rollouts=self.rollouts,
+            half=bool(args.bf16), on_cpu=bool(args.use_cpu), is_second=args.gradient_accumulation_steps > 1,
+            offloads=bool(getattr(args, "activation_offloading", False)) and not args.use_cpu,
+        )  # fmt: skip
+        return measure.measured(probe, self.config)
+
+
+class Lever(NamedTuple):
+    """A change of one setting, and the bytes of a device that it frees."""
+
+    name: str
+    setting: str
+    frees: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The memory of a run on each device, in bytes.
+
+    `parts` at the peak add up to `peak`, which is in `phase`. `largest_batch` and `largest_length`: the largest micro-batch
+    (rows) and row (tokens), each with all else as it is, that fit in `memory`; None without a memory.
+    """
+
+    method: str
+    weights: int
+    rows: int
+    lengths: Lengths
+    sharding: Sharding
+    parts: dict[str, float]
+    phase: str
+    gradients: float  # all of them, after the backward pass
+    on_host: float = 0.0
+    memory: float | None = None
+    largest_batch: int | None = None
+    largest_length: int | None = None
+    levers: Sequence[Lever] = ()
+
+    @property
+    def peak(self) -> float:
+        """All parts together."""
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak fits in the memory; None without one."""
+        return None if self.memory is None else self.peak <= self.memory
+
+
+def plan_of(run: Run) -> Plan:
+    """The plan of a run without what fits and without levers."""
+    sharding, policy = run.sharding, run.policy
+    trained = tensor_bytes(policy.trained)
+    state: float = optimizer_bytes(run.args, policy.trained)
+    weights, gradients = policy.kept, float(trained)
+    if sharding.masters:  # DeepSpeed trains bfloat16 weights, and its optimiser float32 copies
+        numbers = sum(parameter.numel() for parameter in policy.trained)
+        weights, gradients, state = (
+            weights - trained + 2 * numbers,
+            2.0 * numbers,
+            state * 4 * numbers / trained + 4 * numbers,
+        )
+    parts = {
+        "weights": sharding.part(weights, shared=sharding.weights),
+        "gradients": sharding.part(gradients, shared=sharding.gradients),
+        f"optimiser ({run.optimizer})": sharding.part(state, shared=sharding.optimizer),
+    }
+    on_host = 0.0
+    for number, name in enumerate(parts):
+        if sharding.offloads_weights or (sharding.offloads_optimizer and number == 2):
+            on_host += parts[name]
+            parts[name] = 0.0
+    for name, size in frozen_bytes(run).items():
+        parts[name] = sharding.part(size, shared=sharding.weights)
+    if sharding.weights:
+        parts["gathered weights"] = policy.unit * (2 / policy.trained[0].itemsize if run.args.bf16 else 1)
+    if sharding.buckets:
+        parts["DDP's buckets"] = gradients
+    return _with_phases(run, parts, on_host, gradients)
+
+
+def _with_phases(run: Run, parts: dict[str, float], on_host: float, gradients: float) -> Plan:
+    """With the phase in which the sum is largest, where not all gradients are there yet."""
+    whole = parts["gradients"] / gradients if gradients else 0.0
+    sizes = {name: (peak.gradients * whole, peak.activations + run.policy.largest) for name, peak in run.phases.items()}
+    phase = max(sizes, key=lambda name: sum(sizes[name]))
+    all_gradients = parts["gradients"]
+    parts["gradients"], parts["activations and logits"] = sizes[phase]
+    return Plan(
+        run.method, run.policy.count, run.rows, run.lengths, run.sharding, parts, phase, all_gradients, on_host
+    )  # fmt: skip
+
+
+def frozen_bytes(run: Run) -> dict[str, float]:
+    """Weights of the reference and of other models beside the policy."""
+    args, sizes = run.args, dict[str, float]()
+    is_off = getattr(args, "reference_free", False) or getattr(args, "precompute_ref_log_probs", False)
+    is_off |= getattr(args, "beta", 1.0) == 0 and METHODS[run.method].samples
+    if (
+        METHODS[run.method].has_reference
+        and not is_off
+        and not run.model_args.use_peft
+        and "reference" not in run.frozen
+    ):
+        sizes["reference"] = run.policy.kept
+    for name, config in run.frozen.items():
+        dtype: Any = config.dtype or config.get_text_config().dtype or torch.float32
+        sizes[name] = tensor_bytes(meta_model(config, dtype).parameters())
+    return sizes
+
+
+def memory_of(text: str) -> float:
+    """Bytes of a text such as 80GB or 24 GiB. Raises: ValueError for others."""
+    units = {"": 1, "k": 1, "m": 2, "g": 3, "t": 4}
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt])(i?)b", text.strip().lower())
+    if match is None:
+        raise ValueError(f"memory must be a number with a unit (80GB, 24GiB), got {text!r}. Write the unit too.")
+    return float(match[1]) * (1024 if match[3] else 1000) ** units[match[2]]

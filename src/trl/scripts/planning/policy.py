@@ -1,0 +1,107 @@
+"""The model of a run as its trainer would load it, from a config: dtype, adapters, quantised matrices."""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from trl.models.parts import causal_core
+from trl.models.peft import get_peft_config, peft_module_casting_to_bf16, prepare_peft_model, resolve_dtype
+from trl.models.residuals import to_bfloat16
+from trl.models.switches import disable_dropout_in_model
+from trl.scripts.planning.state import quantized_bytes, tensor_bytes
+
+if TYPE_CHECKING:
+    from trl.options.model import ModelConfig
+
+
+class PolicyBytes(NamedTuple):
+    """Weights of a policy: `dense`, as they are measured, are larger than those kept where these are quantised."""
+
+    count: int
+    kept: float
+    dense: float
+    trained: list[nn.Parameter]
+    largest: float  # matrix that is dense while it is used
+    unit: float  # weights that are gathered at once where they are sharded: two layers, embeddings and head
+
+
+def build(config: PretrainedConfig, args: Any, model_args: "ModelConfig") -> nn.Module:
+    """A policy with this config, on the meta device."""
+    model: Any = meta_model(config, weights_dtype(config, args, model_args))
+    adapter = get_peft_config(model_args)
+    if adapter is not None:
+        model = prepare_peft_model(model, adapter, args)
+    if is_quantized(model_args):
+        _as_quantized(model, half=args.bf16)
+    if getattr(args, "weights", None) is not None:
+        to_bfloat16(model)
+    if getattr(args, "disable_dropout", False):
+        disable_dropout_in_model(model)
+    return model
+
+
+def meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A model with this config on the meta device."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def is_quantized(model_args: "ModelConfig") -> bool:
+    """Whether the base is loaded in 8 or 4 bits."""
+    return model_args.load_in_4bit or model_args.load_in_8bit
+
+
+def weights_dtype(config: PretrainedConfig, args: Any, model_args: "ModelConfig") -> torch.dtype:
+    """The dtype that a trainer loads the model in."""
+    saved: Any = config.dtype or config.get_text_config().dtype or torch.float32
+    wanted = resolve_dtype(model_args.dtype)
+    if is_quantized(model_args):
+        return torch.bfloat16
+    if isinstance(wanted, torch.dtype):
+        return wanted
+    if getattr(args, "weights", None) is not None and not model_args.use_peft:
+        return torch.bfloat16
+    trains_all = not model_args.use_peft and model_args.dtype is None
+    return torch.promote_types(saved, torch.float32) if trains_all else saved
+
+
+def _as_quantized(model: nn.Module, *, half: bool) -> None:
+    """The dtypes of a quantised base, in place: its matrices, which are computed with in bfloat16, stay."""
+    core = causal_core(model)
+    matrices = {id(matrix.weight) for matrix in matrices_of(core)}
+    for parameter in core.parameters():
+        if id(parameter) not in matrices and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
+    if half:
+        peft_module_casting_to_bf16(model)
+
+
+def matrices_of(core: Any) -> list[nn.Linear]:
+    """The linear layers that quantisation shrinks: all of the base but its head."""
+    head = core.get_output_embeddings()
+    return [
+        module for name, module in core.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and "lora_" not in name
+    ]  # fmt: skip
+
+
+def policy_bytes(model: nn.Module, model_args: "ModelConfig") -> PolicyBytes:
+    """The bytes of a policy that is there as a whole."""
+    core: Any = causal_core(model)
+    parameters = [*model.parameters()]
+    dense = tensor_bytes(parameters) + tensor_bytes(model.buffers())
+    kept, largest = float(dense), 0.0
+    if is_quantized(model_args):
+        bits, nested = (4 if model_args.load_in_4bit else 8), model_args.use_bnb_nested_quant
+        for matrix in matrices_of(core):
+            kept += quantized_bytes(matrix.weight, bits=bits, nested=nested) - matrix.weight.nbytes
+            largest = max(largest, matrix.weight.nbytes)
+    layers = [module for module in core.modules() if isinstance(module, nn.ModuleList)]
+    in_layers = {id(x) for layer in layers[:1] for x in layer.parameters()}
+    first = tensor_bytes(layers[0][0].parameters()) if layers and len(layers[0]) else 0
+    outside = tensor_bytes(x for x in core.parameters() if id(x) not in in_layers)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    count = sum(parameter.numel() for parameter in parameters)
+    return PolicyBytes(count, kept, dense, trained, largest, 2 * first + outside)

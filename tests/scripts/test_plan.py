@@ -1,0 +1,156 @@
+"""`trl plan`: planned bytes against those of a real step, what devices share, what fits, levers, wrong options."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from transformers import LlamaConfig
+
+import trl
+from tests.architectures import config_of
+from tests.harnesses.live_peak import SHAPES, live_peak, run_of
+from trl.scripts.plan import main, run_for
+from trl.scripts.planning import levers
+from trl.scripts.planning.plan import memory_of, plan_of
+from trl.scripts.planning.state import data_parallel, sharding_of
+
+SMALL = LlamaConfig(
+    vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=256,
+)  # fmt: skip
+
+
+# All 18 pairs of shape and method: python -m tests.harnesses.live_peak. Their errors are below 0.4 %.
+@pytest.mark.parametrize(("method", "name"), [("sft", "half"), ("dpo", "kept"), ("grpo", "vocabulary")])
+def test_a_plan_is_the_peak_of_a_step(method, name, tmp_path):
+    run = run_of(method, SHAPES[name], str(tmp_path))
+    assert plan_of(run).peak == pytest.approx(live_peak(run), rel=0.01)
+
+
+@pytest.fixture(scope="module")
+def run():
+    """A run on one device, whose micro-batch is measured once."""
+    return run_for("sft", ["--max_length", "32", "--per_device_train_batch_size", "2"], 1, SMALL)
+
+
+@pytest.fixture(scope="module")
+def alone(run):
+    """Its plan."""
+    return plan_of(run)
+
+
+def test_state_is_counted_and_the_parts_add_up(alone):
+    numbers = 2 * 512 * 64 + 64 + 3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64)
+    assert alone.weights == numbers
+    assert alone.gradients == 4 * numbers
+    assert alone.parts["optimiser (adamw_torch_fused)"] == 8 * numbers
+    assert alone.parts["weights"] == pytest.approx(4 * numbers, rel=1e-3)  # with buffers
+    assert alone.peak == sum(alone.parts.values()) > 16 * numbers
+    assert (alone.fits, alone.largest_batch, alone.levers) == (None, None, ())
+
+
+def shared(run, profile, *, half=False):
+    """The plan for four devices."""
+    return plan_of(run.with_phases_of(replace(run, sharding=sharding_of(str(profile), 4, half=half))))
+
+
+@pytest.mark.parametrize(
+    ("profile", "shares"),
+    [("multi_gpu", (1, 1, 1)), ("zero1", (1, 1, 4)), ("zero2", (1, 4, 4)), ("fsdp2", (4, 4, 4)), ("zero3", (4, 4, 4))],
+)
+def test_devices_share_what_their_profile_says(run, alone, profile, shares):
+    plan, state = shared(run, profile), "optimiser (adamw_torch_fused)"
+    assert plan.parts["weights"] * shares[0] == alone.parts["weights"]
+    assert plan.gradients * shares[1] == alone.gradients
+    assert plan.parts[state] * shares[2] == alone.parts[state]
+    assert ("DDP's buckets" in plan.parts) == (profile == "multi_gpu")
+
+
+def test_deepspeed_keeps_float32_copies_beside_bfloat16_weights(run, alone):
+    plan = shared(run, "zero2", half=True)
+    assert plan.gradients == 2 * alone.weights / 4
+    assert plan.parts["optimiser (adamw_torch_fused)"] == 12 * alone.weights / 4
+
+
+def test_offloaded_state_is_in_cpu_memory(run, tmp_path):
+    file = tmp_path / "offload.yaml"
+    file.write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: true}\n")
+    offloaded = shared(run, file)
+    assert offloaded.parts["weights"] == 0
+    assert offloaded.on_host == pytest.approx(16 * offloaded.weights / 4, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("memory", "batch", "tokens"), [(99, 0, 0), (400, 10, 160), (1100, 38, 256), (10**9, 4096, 256)]
+)
+def test_the_largest_that_fit(run, monkeypatch, memory, batch, tokens):
+    def peak_of(run):
+        work = run.rows * run.lengths.row // 4  # 8 for each row, 1 for 4 tokens of both rows
+        return SimpleNamespace(peak=max(100 + work, 25 * run.rows * run.lengths.row / 32 + 150))
+
+    monkeypatch.setattr(levers, "plan_of", peak_of)
+    plan = levers.with_fits(replace(plan_of(run), parts={"all": peak_of(run).peak}), run, memory)
+    assert (plan.largest_batch, plan.largest_length) == (batch, tokens)
+    assert plan.fits == (memory > 200)
+
+
+def test_each_lever_frees_what_its_setting_does(run, alone, monkeypatch):
+    kept = run.changed(gradient_checkpointing=False)
+    several = replace(kept, sharding=data_parallel(2))
+    settings = [setting for _, setting, _ in levers._changes(several)]
+    assert settings[1:5] == [
+        "--max_length 16", "--gradient_checkpointing true", "--activation_offloading true", "--weights bf16+residual"
+    ]  # fmt: skip
+    assert settings[-3:] == [f"--accelerate_config {profile}" for profile in ("zero2", "fsdp2", "zero3")]
+    name, setting = "gradient checkpointing", "--gradient_checkpointing true"
+    monkeypatch.setattr(levers, "_changes", lambda _: [(name, setting, run), ("nothing", "", kept)])
+    plan = plan_of(kept)
+    assert levers.levers_of(plan, kept) == [(name, setting, plan.peak - alone.peak)]
+    assert plan.peak > alone.peak
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gemma3_text"])
+def test_architectures_of_today_are_planned(architecture):
+    assert trl.plan(config_of(architecture), max_length=16, per_device_train_batch_size=1).peak > 0
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a config alone."""
+    SMALL.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_the_command_reads_a_file_of_the_method_and_a_folder_without_weights(folder, tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model_name_or_path: {folder}\ndataset_name: rows.jsonl\nmax_length: 32\nbf16: true\n")
+    assert main(["sft", "--config", str(file), "--memory", "1GB", "--no_levers"]) == 0
+    out = capsys.readouterr().out
+    assert "8 rows of 32 tokens" in out and "It fits in" in out
+    assert main(["sft", "--config", str(file), "--memory", "1 MB", "--no_levers"]) == 1
+    assert "It does not fit in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--memory 80", "memory must be a number with a unit (80GB, 24GiB), got '80'. Write the unit too."),
+        ("--gpus 0", "gpus must be at least 1, got 0."),
+        ("--accelerate_config fsdp3", "accelerate_config must be a profile"),
+        ("--max_lenght 3", "Unknown option --max_lenght. Did you mean --max_length?"),
+        ("--model_name_or_path ./nowhere", "There is no folder './nowhere'."),
+    ],
+)
+def test_wrong_options_are_one_line(line, message, folder, capsys):
+    assert main(["sft", "--model_name_or_path", str(folder), *line.split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("trl plan: error: ") and error.count("\n") == 1
+
+
+def test_a_missing_model_is_said(capsys):
+    assert main(["sft"]) == 2
+    assert "model_name_or_path is missing" in capsys.readouterr().err
+
+
+def test_sizes_are_read_with_their_unit():
+    assert [memory_of(text) for text in ("80GB", "1.5 gib", "512MiB")] == [80e9, 1.5 * 2**30, 2**29]
