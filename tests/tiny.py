@@ -78,7 +78,7 @@ _FIELDS: dict[str, dict] = {
         "attention_dropout": 0.0,
     },
 }
-# Encoders, and encoder-decoders: not among ARCHITECTURES.
+# Encoders, encoder-decoders and a decoder with grouped heads and no norm in float32: not among ARCHITECTURES.
 _ENCODER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 _T5 = {
     "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
@@ -90,6 +90,13 @@ _BART = {
     "init_std": 0.3, "decoder_start_token_id": 2, "forced_eos_token_id": None,
 }  # fmt: skip
 _OTHER_FIELDS: dict[str, dict] = {
+    "starcoder2": {
+        **_NO_HEAD_DIM,
+        "sliding_window": None,
+        "residual_dropout": 0.0,
+        "embedding_dropout": 0.0,
+        "attention_dropout": 0.0,
+    },
     "bert": {**_ENCODER, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     "t5": _T5,
     "mt5": {**_T5, "tie_word_embeddings": False, "feed_forward_proj": "gated-gelu"},

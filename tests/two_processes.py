@@ -40,12 +40,17 @@ class Program(NamedTuple):
     environment: Mapping[str, str] = {}
 
 
-def launch(module: str, *arguments: str, timeout: int = 400, beside: Sequence[Program] = ()) -> None:
-    """Run `python -m module` in two processes over gloo, and what runs `beside` them; the test fails with their errors."""
+def launch(
+    module: str, *arguments: str, timeout: int = 400, beside: Sequence[Program] = (), processes: int = 2
+) -> None:  # fmt: skip
+    """Run `python -m module` in processes over gloo, and what runs `beside` them; the test fails with their errors."""
     from accelerate.utils.other import get_free_port
 
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}  # fmt: skip
-    ranks = [Program(module, arguments, {**shared, "RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "1")]
+    size = str(processes)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port()), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}  # fmt: skip
+    ranks = [
+        Program(module, arguments, {**shared, "RANK": rank, "LOCAL_RANK": rank}) for rank in map(str, range(processes))
+    ]
     statuses, written = run([*beside, *ranks], timeout)
     assert not any(statuses), f"{module} {arguments} ended with {statuses}:\n{written}"
 

@@ -1,16 +1,21 @@
 """`trl plan`: planned bytes against those of a real step, what devices share, what fits, levers, wrong options."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import trl
 from tests.architectures import config_of
 from tests.harnesses.live_peak import SHAPES, live_peak, run_of
+from trl.methods.method import Scoring, Step
+from trl.models.scoring.causal import Scorer
+from trl.reporting.metrics import Processes
 from trl.scripts.plan import main, run_for
-from trl.scripts.planning import levers
+from trl.scripts.planning import levers, measure
+from trl.scripts.planning.batches import METHODS
 from trl.scripts.planning.plan import memory_of, plan_of
 from trl.scripts.planning.state import data_parallel, sharding_of
 
@@ -109,6 +114,21 @@ def test_each_lever_frees_what_its_setting_does(run, alone, monkeypatch):
     assert plan.peak > alone.peak
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_the_batch_of_each_method_has_what_its_loss_reads(method):
+    planned = METHODS[method]
+    lengths = ["--max_completion_length", "16", "--num_generations", "4"] if planned.samples else ["--max_length", "32"]
+    run = run_for(method, [*lengths, "--per_device_train_batch_size", "4", "--use_cpu", "true"], 1, SMALL)
+    model = LlamaForCausalLM(SMALL)
+    scorer, alone = Scorer(model), SimpleNamespace(autocast=nullcontext, num_processes=1)
+    batch = planned.batch(run.args, run.rows, run.lengths, scorer)
+    step = Step(True, Processes(alone), statistics=True, is_first=True)
+    measure._step(planned.method(run.args), batch, Scoring(model, scorer, alone, step, measure._no_reference))
+    tokens = run.lengths.row if method == "sft" else run.lengths.completion
+    assert batch["input_ids"].numel() >= 4 * tokens
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "gemma3_text"])
 def test_architectures_of_today_are_planned(architecture):
     assert trl.plan(config_of(architecture), max_length=16, per_device_train_batch_size=1).peak > 0
@@ -121,14 +141,16 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
-def test_the_command_reads_a_file_of_the_method_and_a_folder_without_weights(folder, tmp_path, capsys):
+def test_the_command_reads_a_file_of_the_method_and_a_folder_without_weights(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(levers, "plan_of", lambda run: SimpleNamespace(peak=1e4 * run.rows * run.lengths.row))
     file = tmp_path / "run.yaml"
     file.write_text(f"model_name_or_path: {folder}\ndataset_name: rows.jsonl\nmax_length: 32\nbf16: true\n")
     assert main(["sft", "--config", str(file), "--memory", "1GB", "--no_levers"]) == 0
     out = capsys.readouterr().out
     assert "8 rows of 32 tokens" in out and "It fits in" in out
     assert main(["sft", "--config", str(file), "--memory", "1 MB", "--no_levers"]) == 1
-    assert "It does not fit in" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "It does not fit in" in out
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import logging
 
 import pytest
 import torch
-from accelerate import ParallelismConfig
 from accelerate.data_loader import IterableDatasetShard
 from datasets import Dataset
 
@@ -123,8 +122,6 @@ WARNED = {
 }  # fmt: skip
 REFUSED = {
     "split_batches": {"accelerator_config": {"split_batches": True}},
-    "cp_size": {"parallelism_config": ParallelismConfig(cp_size=2)},
-    "sp_size": {"parallelism_config": ParallelismConfig(sp_size=2)},
     "train_sampling_strategy": {"train_sampling_strategy": "batch_rebalance"},
     "include_for_metrics": {"include_for_metrics": ["loss", "inputs"]},
 }

@@ -31,7 +31,6 @@ from trl.models.scoring.head import ScoreOptions
 from trl.objectives.pairs import PairScores, pair_metrics
 from trl.objectives.preference import PAIR_LOSSES, nll_coefficient, preference_terms
 from trl.options.checks import lookup
-from trl.reporting.metrics import Processes
 from trl.tensors.reduce import LossTerms
 from trl.tensors.sequences import split_pairs, tokens_by_sequence
 
@@ -65,7 +64,7 @@ class LegacyDPO(LegacyReference):
         """
         scores, args = self.method.pair_scores(batch, scored), self.args
         if self.mode == "train" and batch.get(STEP_PART, ALONE).plan is None:
-            self.method.count_rewards(scores, Processes(self.accelerator))
+            self.method.count_rewards(scores, self.processes)
         output = self.model_output(scores.chosen, scores.rejected, scored)
         logps = scores.chosen, scores.rejected, scores.ref_chosen, scores.ref_rejected
         names, weights = args.loss_type, args.loss_weights or [1.0] * len(args.loss_type)

@@ -16,7 +16,6 @@ from trl.methods.method import ALONE, Batch, Outcome, StepPart
 from trl.models.packed.layout import STEP_PART, row_count
 from trl.models.scoring.causal import Scored
 from trl.objectives.unpaired import UnpairedScores, bco_terms, kl_estimate, kto_terms, unpaired_metrics
-from trl.reporting.metrics import Processes
 from trl.tensors.padding import IGNORED
 from trl.tensors.reduce import LossTerms, weighted
 from trl.tensors.sequences import sum_by_sequence
@@ -157,7 +156,7 @@ class LegacyBCO(LegacyUnpaired):
         reference = reference_chosen_logps, reference_rejected_logps
         scores = scores_by_kind(policy_chosen_logps, policy_rejected_logps, *reference)
         if do_train and not self._is_counted:
-            self.method.count_rewards(scores, Processes(self.accelerator))
+            self.method.count_rewards(scores, self.processes)
         delta = self.method.delta().to(scores.logps)
         weights = self.method.undesirable_weights(rejected_embeddings)
         if weights is not None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from trl.checkpoints.progress import date_of_run
 from trl.data.rendering import set_run_date
 from trl.models.loading import LoadArguments, apply_special_tokens, load_processing_class
+from trl.models.packed.sequence_group import SequenceGroup
 from trl.models.parts import cast_head_to_float32
 from trl.models.peft import is_peft_model, is_quantized, prepare_peft_model, resolve_dtype
 from trl.models.residuals import to_bfloat16
@@ -54,14 +55,14 @@ class Policy(NamedTuple):
 def set_up_policy(
     model: object, args: Any, processing_class: PreTrainedTokenizerBase | ProcessorMixin | None,
     peft_config: "PeftConfig | None", *, classifier: ClassifierKind | None = None, trained: bool = True,
+    shares_tokens: bool = False,
 ) -> Policy:  # fmt: skip
     """Load model and tokenizer, set tokens and template, add the adapter, make the scorer; log its fallbacks.
 
     A model given by name is loaded to train all of its weights, unless there is a `peft_config` or it is not to be
     `trained`. Of the config `args` the fields `model_init_kwargs`, `eos_token`, `pad_token`, `chat_template_path`,
-    `disable_dropout` and `cast_lm_head_to_fp32` are used if there are such. With `classifier` the model is one of that
-    kind: its config gets the padding token, and an adapter trains its head too. Raises: what `load_model`,
-    `load_classifier`, `check_processing_class` and `prepare_peft_model` raise.
+    `disable_dropout`, `cast_lm_head_to_fp32` and, if the trainer `shares_tokens`, `sp_size` are used if there are such.
+    With `classifier` the model is one of that kind: its config gets the padding token, and an adapter trains its head too.
     """
     init: LoadArguments = args.model_init_kwargs or {}
     keeps_residuals = trained and getattr(args, "weights", None) is not None
@@ -106,11 +107,18 @@ def set_up_policy(
     if getattr(args, "cast_lm_head_to_fp32", False):
         cast_head_to_float32(loaded)
     make = language_scorer if classifier is None else ClassificationScorer
-    scorer = make(loaded, pad_token_id=pad_token_id(tokenizer))
+    scorer = make(loaded, pad_token_id=pad_token_id(tokenizer), group=sequence_group(args, shares_tokens))
     report_fallbacks(loaded, scorer)
     if trained and not keeps_residuals:
         warn_of_rounding(loaded, args.learning_rate)
     return Policy(loaded, processing_class, tokenizer, scorer)
+
+
+def sequence_group(args: object, shares_tokens: bool) -> SequenceGroup | None:
+    """The processes that share this one's batches; None for `sp_size=1`. Raises: ValueError for other trainers."""
+    if (sp_size := getattr(args, "sp_size", 1)) > 1 and not shares_tokens:
+        raise ValueError(f"sp_size={sp_size} is not supported by this trainer. Use sp_size=1.")
+    return SequenceGroup.of_run(sp_size) if sp_size > 1 else None
 
 
 def make_scorer(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Scorer:

@@ -82,6 +82,7 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
     bf16: bool | None = option(None, "Train in bfloat16. None: if the accelerator has it, unless fp16.", flag=True)  # pyright: ignore[reportIncompatibleVariableOverride]
     save_dtype: str | None = option(None, "Dtype of saved models. None: of the files loaded.", choices=DTYPES)
     weights: Weights | None = shared("weights")
+    sp_size: int = option(1, "Processes over which the tokens of each batch are spread (long sequences).", ">= 1")
     gradient_checkpointing: bool = option(True, "Recompute activations in the backward pass: less memory.")
     log_format: Literal["auto", "lines", "dict"] = option("auto", "Logs: lines (auto: not in notebooks), or dicts.")
     report: bool = option(True, "Write what `trl report` shows into output_dir: run.jsonl and completions.")
@@ -143,6 +144,16 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
             if hasattr(self, name):
                 setattr(self, name, enabled)
                 setattr(self, f"{name}_kwargs", kwargs)
+
+    @property
+    def data_processes(self) -> int:
+        """The number of parts into which rows are shared out: of processes, or of groups of `sp_size`."""
+        return self.world_size // self.sp_size
+
+    @property
+    def data_index(self) -> int:
+        """The part of the rows that this process reads, counted from 0."""
+        return self.process_index // self.sp_size
 
     def to_dict(self) -> Settings:
         """All fields as plain values, secrets redacted, dicts and tokens of the vocabulary as they are."""

@@ -101,13 +101,14 @@ class Processes(NamedTuple):
     """Numbers of all processes. Every process must make the same calls at the same time."""
 
     accelerator: Accelerator
+    copies: int = 1  # neighbouring processes that have the same numbers
 
     def rows(self, table: Tensor) -> tuple[Tensor, int]:
         """The rows `(n, k)` of every process (n may differ), in their order, and where this process's begin."""
         if self.accelerator.num_processes == 1:
             return table, 0
-        tables = [part.to(table.device) for part in gather_object([table.detach().cpu()])]
-        return torch.cat(tables), sum(len(part) for part in tables[: self.accelerator.process_index])
+        tables = [part.to(table.device) for part in gather_object([table.detach().cpu()])][:: self.copies]
+        return torch.cat(tables), sum(len(part) for part in tables[: self.accelerator.process_index // self.copies])
 
     def sum(self, parts: Sequence[Weighted]) -> Weighted:
         """The sum of all parts of all processes."""
@@ -115,7 +116,7 @@ class Processes(NamedTuple):
         if self.accelerator.num_processes == 1:
             return Weighted(total, count)
         both = self.accelerator.reduce(torch.stack([total, count.to(total)]), reduction="sum")
-        return Weighted(*both)  # type: ignore[misc]
+        return Weighted(*(both / self.copies))  # type: ignore[operator]
 
 
 class RunningMean:

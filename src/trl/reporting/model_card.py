@@ -216,7 +216,7 @@ def _training_facts(trainer: Any) -> dict[str, object]:
         rows = getattr(trainer, name, None)
         if isinstance(rows, Sized) and not isinstance(rows, dict):
             facts[f"rows of {name}"] = len(rows)
-    rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    rows = args.train_batch_size * args.gradient_accumulation_steps * getattr(args, "data_processes", args.world_size)
     facts |= {"rows per optimiser step": rows, "optimiser steps": state.global_step}
     for entry in state.log_history:
         if "loss" in entry:

@@ -32,6 +32,7 @@ from trl.models.scoring.values import PolicyValueScorer
 from trl.models.setup import ClassifierKind
 from trl.models.step_state import own_rng_states
 from trl.models.switches import holding
+from trl.options.training import TrainingDefaults
 from trl.reporting.metrics import MetricSums, Processes
 from trl.reporting.model_card import Paper, is_generated
 from trl.reporting.run_lines import use_run_lines
@@ -57,9 +58,11 @@ class BaseTrainer(Trainer):
     _config_class: ClassVar[type]
     _columns: tuple[str, ...] = ()  # that a collator reads
     _predictions: ClassVar[str] = "predictions"  # their name in the outputs of `compute_loss`
+    shares_tokens: ClassVar[bool] = False  # whether several processes may share the tokens of a batch (sp_size)
     reads_rounds: ClassVar[bool] = True  # evaluations read each row once, in rounds of one batch for each process
     evaluation_metrics: ClassVar[tuple[str, ...]] = ("loss",)  # that every evaluation has
 
+    args: TrainingDefaults
     scorer: Scorer | PolicyValueScorer
     reference: Any = None
     reference_logps: Any = None  # of a batch's completions, for methods with `reference_names`
@@ -75,10 +78,10 @@ class BaseTrainer(Trainer):
         super().__init__(*args, **kwargs)
         trainer = proxy(self)  # a cycle would keep a trainer, and the folder of its run, after its last use
         self.runs = Runs(self.accelerator, lambda: saving.facts_of(trainer))
-        self.run_metrics = run_metrics.RunMetrics(self.accelerator, self._sums)
+        self.run_metrics = run_metrics.RunMetrics(self.processes, self._sums)
         self._at_begin = AtTrainBegin(lambda: saving.begin_training(trainer))
         self.add_callback(self._at_begin)
-        self._input_tokens = run_metrics.InputTokens(self.accelerator, self.args.include_num_input_tokens_seen)
+        self._input_tokens = run_metrics.InputTokens(self.processes, self.args.include_num_input_tokens_seen)
         self.add_callback(self._input_tokens)
         run_metrics.watch_gradients(trainer)
         use_run_lines(self.callback_handler, kwargs.get("callbacks") or (), self.args)
@@ -101,7 +104,9 @@ class BaseTrainer(Trainer):
         """The policy and the config, at the start of a constructor. Raises TypeError for `older` arguments."""
         self._path = model if isinstance(model, str) else None
         settle_inherited(args, data, older)
-        policy = set_up_policy(model, args, processing_class, peft_config, classifier=classifier)
+        policy = set_up_policy(
+            model, args, processing_class, peft_config, classifier=classifier, shares_tokens=self.shares_tokens
+        )
         self.scorer, self._tokenizer = policy.scorer, policy.tokenizer
         return policy, args
 
@@ -150,7 +155,8 @@ class BaseTrainer(Trainer):
         batches = [self.handed_out(*pair) for pair in zip(batches, drawn, strict=True)]
         count = sum(counts, torch.zeros((), dtype=torch.int64, device=device))
         if self.accelerator.num_processes > 1:
-            count = self.accelerator.reduce(count, reduction="sum")
+            total: Any = self.accelerator.reduce(count, reduction="sum")
+            count = (total / self.args.sp_size).to(total)  # the processes of a group count the same
         assert isinstance(count, Tensor)
         if batches:
             if self.runs.current is not None:  # before plans draw numbers, where transformers would do it after
@@ -197,7 +203,7 @@ class BaseTrainer(Trainer):
     def scoring(self, model: nn.Module | None = None, batch: Mapping[str, Any] = {}, **options: Any) -> Scoring:
         """What the method is handed for a batch: the models, and the step that it belongs to with its `options`."""
         plan = batch.get(STEP_PART, ALONE).plan
-        training, processes = self.mode == "train", Processes(self.accelerator)
+        training, processes = self.mode == "train", self.processes
         statistics = not training or run_metrics.logs_step(self.args, self.state)  # costly ones: not between logs
         step = Step(training, processes, plan, statistics=statistics, **options)
         policy: Any = self.model_wrapped if model is None else model
@@ -232,13 +238,18 @@ class BaseTrainer(Trainer):
             self.run_metrics.record(
                 self.mode, outcome, counts, self.method, router_weight=weight, router_share=part.share
             )
-        if num_items_in_batch is not None and self.accelerator.num_processes > 1:
-            loss = loss * self.accelerator.num_processes  # of which DDP, FSDP and DeepSpeed take the mean
+        if num_items_in_batch is not None and self.args.data_processes > 1:
+            loss = loss * self.args.data_processes  # of which DDP, FSDP and DeepSpeed take the mean
         outputs = {"loss": loss, self._predictions: outcome.predictions, "labels": outcome.labels}
         outputs = {name: value for name, value in outputs.items() if value is not None}
         return (loss, outputs) if return_outputs else loss
 
     # ---- metrics
+
+    @property
+    def processes(self) -> Processes:
+        """Numbers of all processes."""
+        return Processes(self.accelerator, self.args.sp_size)
 
     @property
     def mode(self) -> str:
@@ -274,6 +285,10 @@ class BaseTrainer(Trainer):
         """Raises TypeError: a trainer is one run."""
         raise TypeError("hyperparameter_search is not supported. Build a trainer for each trial and call train().")
 
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """The rows of an optimiser step."""
+        return super().get_total_train_batch_size(args) // self.args.sp_size
+
     def set_initial_training_values(self, args: TrainingArguments, dataloader: DataLoader) -> Any:
         """The lengths of the run; see `transformers.Trainer`."""
         return saving.remaining(super().set_initial_training_values(args, dataloader), self.runs.current)
@@ -291,7 +306,7 @@ class BaseTrainer(Trainer):
         is_extra = loaders.fills_up(self.accelerator.gradient_state, self.args)
         if is_extra:
             inputs = {**inputs, STEP_PART: replace(inputs.get(STEP_PART, ALONE), fills_up=True)}
-        self.gather_function = evaluation.GatherRows(self.accelerator, fills_up=is_extra)
+        self.gather_function = evaluation.GatherRows(self.processes, fills_up=is_extra)
         batch = loaders.on_device(self, self.handed_out(self.take_batch(inputs), inputs))
         with torch.no_grad():
             if prediction_loss_only:

@@ -8,7 +8,6 @@ from functools import wraps
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
@@ -18,6 +17,7 @@ from transformers.trainer_utils import EvalLoopOutput, IntervalStrategy
 from trl.methods.method import LOSS_PARTS
 from trl.models.step_state import own_rng_states
 from trl.models.switches import holding, undisturbed
+from trl.reporting.metrics import Processes
 from trl.reporting.run_lines import SHOWN
 from trl.trainer.loaders import check_lengths, in_rounds, rounds_of
 
@@ -48,8 +48,9 @@ class GatherRows:
     count.
     """
 
-    def __init__(self, accelerator: Accelerator, *, fills_up: bool) -> None:
-        self._accelerator, self._fills_up, self._loss_is_next = accelerator, fills_up, True
+    def __init__(self, processes: Processes, *, fills_up: bool) -> None:
+        self._accelerator, self._copies = processes
+        self._fills_up, self._loss_is_next = fills_up, True
 
     def __call__(self, values: Any) -> Any:
         """The values of all processes, one after another."""
@@ -65,7 +66,7 @@ class GatherRows:
         counts: Any = self._accelerator.gather(torch.tensor([len(rows)], device=rows.device))
         whole: Any = self._accelerator.gather(self._accelerator.pad_across_processes(rows, dim=0))
         parts = zip(whole.split(int(counts.max())), counts.tolist(), strict=True)
-        return torch.cat([part[:count] for part, count in parts])
+        return torch.cat([part[:count] for part, count in list(parts)[:: self._copies]])
 
 
 def chosen_metric(args: TrainingArguments, sets: Any) -> tuple[str | None, str] | None:
@@ -102,7 +103,7 @@ def check_best_metric(trainer: Any) -> None:
         return
     name, metric = chosen
     args, sets = trainer.args, trainer.eval_dataset
-    rows, dataset = args.per_device_eval_batch_size * args.world_size, sets if name is None else sets[name]
+    rows, dataset = args.per_device_eval_batch_size * args.data_processes, sets if name is None else sets[name]
     if hasattr(dataset, "take"):
         part = dataset.take(min(rows, len(dataset)) if hasattr(dataset, "__len__") else rows)
     else:
@@ -140,7 +141,7 @@ def evaluating(trainer: Any, dataloader: DataLoader, prefix: str) -> Iterator[No
     trainer.run_metrics.sums["eval"].drain()
     check_lengths(accelerator, dataloader.dataset, prefix)
     if trainer.reads_rounds:  # a loader of an overridden `get_eval_dataloader` too
-        in_rounds(dataloader, args.world_size)
+        in_rounds(dataloader, args)
     with own_rng_states(), holding(trainer, "compute_metrics", returns_dict(trainer.compute_metrics)):
         yield
 

@@ -205,6 +205,7 @@ class GKDTrainer(LegacyGKD, SFTTrainer):
 
     _columns: tuple[str, ...] = (*SFTTrainer._columns, *KEPT_COLUMNS)
     _tag_names: ClassVar[list[str]] = ["trl", "gkd"]
+    shares_tokens: ClassVar[bool] = False
     _name: ClassVar[str] = "GKD"
     _paper = Paper("On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes", "2306.13649")
     _config_class: ClassVar[type[GKDConfig]] = GKDConfig

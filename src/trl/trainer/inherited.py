@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal, NamedTuple
 
+from accelerate import ParallelismConfig
 from transformers import TrainingArguments
 
+_LAUNCHED = "ACCELERATE_USE_PARALLELISM_CONFIG"
 logger = logging.getLogger(__name__)
 
 Action = Literal["refuse", "warn", "ignore"]
@@ -15,7 +17,7 @@ Data = Literal["any", "rows", "pairs", "rollouts"]
 
 
 class Setting(NamedTuple):
-    """A setting of `TrainingArguments`, its `accelerator_config` or its `parallelism_config`.
+    """A setting of `TrainingArguments`, or its `accelerator_config`.
 
     `action` applies to values other than the default, unless `applies` says otherwise; "warn" and "ignore" restore the
     default. `data` says which trainers: those of data sets ("rows"), among them those of preferences ("pairs"), and
@@ -33,15 +35,12 @@ def _by_several(value: Any, args: TrainingArguments) -> bool:
     return args.world_size > 1
 
 
-_PARALLEL = "sequences are not split over processes. Use 1, and a smaller max_length or per_device_train_batch_size"
 _SMOOTHING = (
     "it belongs to transformers' own loss. The option of DPOConfig and CPOConfig for noisy labels is label_smoothing"
 )
 _SPLIT = "batch sizes are those of one process. Set it to False and divide the batch sizes by the number of processes"
 # fmt: off
 SETTINGS = (
-    Setting("cp_size", "any", "refuse", _PARALLEL, lambda value, args: value > 1),
-    Setting("sp_size", "any", "refuse", _PARALLEL, lambda value, args: value > 1),
     Setting("split_batches", "any", "refuse", _SPLIT),
     Setting("auto_find_batch_size", "any", "warn", "set per_device_train_batch_size; a smaller one with more "
             "gradient_accumulation_steps gives the same gradients"),
@@ -86,10 +85,11 @@ def settle_inherited(args: TrainingArguments, data: Data, unexpected: Mapping[st
         raise ValueError(
             f"output_dir={args.output_dir!r} is a link to {target!r}, which is missing. Create that folder."
         )
+    _take_sequence_parallelism(args)
     kinds = {"any", data, *(["rows"] if data == "pairs" else [])}
     for setting in SETTINGS:
         if setting.data in kinds:
-            for holder in (args, args.accelerator_config, args.parallelism_config):
+            for holder in (args, args.accelerator_config):
                 _settle(holder, setting, args)
     if args.accelerator_config is not None:
         args.accelerator_config.dispatch_batches = False  # type: ignore[union-attr] # None means True for streams
@@ -100,6 +100,35 @@ def settle_inherited(args: TrainingArguments, data: Data, unexpected: Mapping[st
             args.n_gpu,
         )
         args._n_gpu = 1
+
+
+def _take_sequence_parallelism(args: Any) -> None:
+    """Take over `sp_size` of accelerate's config, or `cp_size`: accelerate has DeepSpeed's and PyTorch's ways for them.
+
+    Raises: ValueError for two sizes, and for other sizes of that config that do not fit.
+    """
+    config: Any = args.parallelism_config
+    if config is None and os.environ.get(_LAUNCHED, "false").lower() == "true":
+        config = ParallelismConfig()  # of the options of `accelerate launch`
+    if config is None:
+        return
+    sizes = {size for size in (args.sp_size, config.sp_size, config.cp_size) if size > 1}
+    if not sizes:
+        return
+    rows = config.dp_replicate_size * config.dp_shard_size
+    (size, *others), processes = sorted(sizes), args.world_size
+    if (
+        others
+        or config.tp_size > 1
+        or rows not in (1, processes // size)
+        or min(config.dp_replicate_size, rows) not in (1, rows)
+    ):
+        raise ValueError(
+            f"parallelism_config must have one sp_size (or cp_size), no other one than sp_size={args.sp_size}, and "
+            f"dp_replicate_size or dp_shard_size of {processes} processes / sp_size, got {config._sizes}."
+        )
+    args.sp_size, args.parallelism_config = size, None  # weights are copied to, or sharded over, all processes
+    os.environ.pop(_LAUNCHED, None)
 
 
 def replace_inherited(trainer: Any) -> None:

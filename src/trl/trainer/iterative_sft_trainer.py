@@ -54,6 +54,7 @@ class IterativeSFTTrainer(SFTTrainer):
     """
 
     _tag_names: ClassVar[list[str]] = ["trl", "iterative-sft"]
+    shares_tokens: ClassVar[bool] = False
     _name: ClassVar[str] = "Iterative SFT"
     _config_class: ClassVar[type[SFTConfig]] = IterativeSFTConfig
 

@@ -55,7 +55,7 @@ class KTOTrainer(LegacyKTO, UnpairedTrainer):
         weights = (args.desirable_weight, args.undesirable_weight)
         if args.loss_type != "kto":
             return {"label_weights": weights}
-        step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.data_processes
         return {"label_weights": weights, "mismatch_group": step}
 
     def make_method(self, args: KTOConfig) -> KTOMethod:

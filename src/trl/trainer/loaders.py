@@ -22,6 +22,7 @@ from trl.methods.method import ALONE, Batch
 from trl.methods.online import ROLLOUT
 from trl.models.packed.layout import STEP_PART
 from trl.models.switches import holding
+from trl.options.training import TrainingDefaults
 from trl.rollouts.experience import Experience
 
 
@@ -102,9 +103,12 @@ class WholeRounds(BatchSampler):
         yield from [batch[:1]] * self.missing
 
 
-def in_rounds(loader: DataLoader, processes: int) -> DataLoader:
-    """Let accelerate's loader read whole rounds, and every row that a process has of a `StreamRounds`."""
-    shard, stream = loader.batch_sampler, loader.dataset
+def in_rounds(loader: DataLoader, args: TrainingDefaults) -> DataLoader:
+    """Let accelerate's loader read whole rounds of the parts of `args`, and every row of a part of a `StreamRounds`."""
+    shard, stream, processes = loader.batch_sampler, loader.dataset, args.data_processes
+    for part in (shard, stream):
+        if args.sp_size > 1 and isinstance(part, (BatchSamplerShard, IterableDatasetShard)):
+            part.num_processes, part.process_index = processes, args.data_index
     if isinstance(shard, BatchSamplerShard) and type(shard.batch_sampler) is BatchSampler:  # not a program's own
         shard.batch_sampler, shard.even_batches = WholeRounds(shard.batch_sampler, processes), False
     elif isinstance(stream, IterableDatasetShard) and isinstance(stream.dataset, StreamRounds):
@@ -132,12 +136,12 @@ def order_of(loader: Any) -> Sampler | None:
     return getattr(_sampler(loader), "sampler", None)
 
 
-def fills_up(state: GradientState, args: TrainingArguments) -> bool:
+def fills_up(state: GradientState, args: TrainingDefaults) -> bool:
     """Whether the batch that was drawn last is its loader's last one, which has rows for other processes alone."""
-    if args.world_size == 1 or not state.end_of_dataloader:
+    if args.data_processes == 1 or not state.end_of_dataloader:
         return False
     rounds = rounds_of(state.active_dataloader)
-    return rounds is not None and args.process_index >= args.world_size - rounds.missing
+    return rounds is not None and args.data_index >= args.data_processes - rounds.missing
 
 
 def check_lengths(accelerator: Accelerator, dataset: Any, name: str) -> None:
@@ -174,20 +178,20 @@ def order_seed(args: TrainingArguments) -> int:
 
 
 def rounds_loader(
-    make: Callable[..., DataLoader], dataset: Any, args: TrainingArguments, *, training: bool
+    make: Callable[..., DataLoader], dataset: Any, args: TrainingDefaults, *, training: bool
 ) -> DataLoader:
     """The loader of whole rounds that `make` builds of a data set; evaluations read all rows, in order."""
     if not training and is_streaming(dataset):  # hides a length of other rows (ConstantLengthDataset)
-        dataset = StreamRounds(dataset, args.eval_batch_size, process=args.process_index, processes=args.world_size)
+        dataset = StreamRounds(dataset, args.eval_batch_size, process=args.data_index, processes=args.data_processes)
     drops = training and args.dataloader_drop_last
     order = args.train_sampling_strategy if training else "random"
     with holding(args, "dataloader_drop_last", drops), holding(args, "train_sampling_strategy", order):
-        return in_rounds(make(dataset), args.world_size)
+        return in_rounds(make(dataset), args)
 
 
 def training_loader(
     make: Callable[..., DataLoader], order: Callable[..., Sampler | None], rows: Any, sets: DataSets | None,
-    args: TrainingArguments,
+    args: TrainingDefaults,
 ) -> DataLoader:  # fmt: skip
     """The loader that `make` (`Trainer._get_dataloader`) builds of the training rows; a stream repeats at its end.
 
@@ -201,7 +205,7 @@ def training_loader(
     is_inherited = getattr(order, "__func__", None) is Trainer._get_train_sampler
     if args.train_sampling_strategy == "group_by_length" and isinstance(rows, Dataset) and is_inherited:
         lengths = row_lengths(rows, None if sets is None else sets.row_tokens(rows), args.length_column_name)
-        step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        step = args.train_batch_size * args.gradient_accumulation_steps * args.data_processes
         order = lambda _: GroupedByLength(step, lengths, seed=order_seed(args))  # noqa: E731
     loader = make(RepeatedStream(rows) if repeats else rows, "Training", args.train_batch_size, order, is_training=True)
     if args.dataloader_persistent_workers:
@@ -212,7 +216,7 @@ def training_loader(
     if has_length(batches) and not len(batches) and len(dataset):
         raise ValueError(
             f"dataloader_drop_last=True drops all {len(dataset)} training rows: they do not fill a batch of "
-            f"{args.train_batch_size * args.world_size} (over all processes). Set it to False, or lower "
+            f"{args.train_batch_size * args.data_processes} (over all processes). Set it to False, or lower "
             "per_device_train_batch_size."
         )
     return loader

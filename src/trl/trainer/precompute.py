@@ -53,6 +53,7 @@ class ReferencePass:
     score: Callable[[Fields], Mapping[str, Tensor]]
     batch_size: int
     settings: Fields = field(default_factory=dict)
+    copies: int = 1  # neighbouring processes that score the same rows together
 
 
 def precompute_ref_log_probs(
@@ -100,7 +101,8 @@ def _score_all(
     dataset: Dataset, scoring: ReferencePass, accelerator: Accelerator, dataset_name: str
 ) -> dict[str, np.ndarray]:
     """Every process scores as many batches of consecutive rows, because sharded weights need all of them."""
-    size, rank, processes = scoring.batch_size, accelerator.process_index, accelerator.num_processes
+    size, copies = scoring.batch_size, scoring.copies
+    rank, processes = accelerator.process_index // copies, accelerator.num_processes // copies
     starts = range(0, len(dataset), size)
     # Where batches do not come out even, some processes score the last one again.
     local_starts = [starts[min(first + rank, len(starts) - 1)] for first in range(0, len(starts), processes)]

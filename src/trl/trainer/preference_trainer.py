@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,7 @@ def pair_parts(
 class PreferenceTrainer(BaseTrainer):
     """Base of the trainers that learn from judged completions."""
 
+    shares_tokens: ClassVar[bool] = True
     reference: "Reference | AskedInAdvance | None" = None
     shares_prefix: bool = False
 
@@ -121,7 +122,7 @@ class PreferenceTrainer(BaseTrainer):
 
         size = getattr(self.args, "precompute_ref_batch_size", None) or self.args.per_device_train_batch_size
         known = partial(
-            precompute_ref_log_probs, scoring=ReferencePass(columns, self.data_collator, score, size, settings),
+            precompute_ref_log_probs, scoring=ReferencePass(columns, self.data_collator, score, size, settings, self.processes.copies),
             accelerator=self.accelerator, reference_fingerprint=self.reference.fingerprint(self.model),
         )  # fmt: skip
         if self.train_dataset is not None:

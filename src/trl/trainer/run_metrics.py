@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, TrainOutput
@@ -16,7 +15,7 @@ from transformers.training_args import OptimizerNames
 from trl.methods.method import ALONE, LOSS_PARTS, Batch, Method, Outcome
 from trl.models.packed.layout import STEP_PART, count_tokens
 from trl.models.residuals import ClipGradients, check_residuals
-from trl.reporting.metrics import MetricSums
+from trl.reporting.metrics import MetricSums, Processes
 from trl.tensors.reduce import Weighted
 
 logger = logging.getLogger("trl.trainer.base_trainer")
@@ -30,8 +29,8 @@ class RunMetrics:
     uncounted_steps: int
     """Steps whose loss a checkpoint did not know."""
 
-    def __init__(self, accelerator: Accelerator, sums: dict[str, MetricSums]) -> None:
-        self.accelerator, self.sums = accelerator, sums
+    def __init__(self, processes: Processes, sums: dict[str, MetricSums]) -> None:
+        self.accelerator, self.copies, self.sums = processes.accelerator, processes.copies, sums
         self.begin()
 
     def begin(self) -> None:
@@ -48,7 +47,7 @@ class RunMetrics:
         seen: Any = torch.as_tensor(self.tokens_seen, device=self.accelerator.device)
         if self.accelerator.num_processes > 1:
             seen = self.accelerator.reduce(seen, reduction="sum")
-        return float(seen)
+        return float(seen) / self.copies
 
     def mean_loss(self, trainer: Trainer) -> float:
         """Of the whole run, also of what was trained before it was resumed, if the checkpoint knows it."""
@@ -103,8 +102,9 @@ class InputTokens(TrainerCallback):
     transformers counts too, by id and with rows that only fill up; its number is replaced after each micro-batch.
     """
 
-    def __init__(self, accelerator: Accelerator, counted: str | bool) -> None:
-        self._accelerator, self._counted, self._seen = accelerator, counted, 0
+    def __init__(self, processes: Processes, counted: str | bool) -> None:
+        self._accelerator, self._copies = processes
+        self._counted, self._seen = counted, 0
 
     def add(self, batch: Batch) -> None:
         """Count a micro-batch; all processes must call it."""
@@ -112,7 +112,7 @@ class InputTokens(TrainerCallback):
             return
         count = torch.as_tensor(batch["input_ids"].numel()) if self._counted == "all" else count_tokens(batch)
         count = count.to(self._accelerator.device) * (not batch.get(STEP_PART, ALONE).fills_up)
-        self._seen += int(self._accelerator.gather(count.view(1)).sum())  # type: ignore[union-attr]
+        self._seen += int(self._accelerator.gather(count.view(1)).sum()) // self._copies  # type: ignore[union-attr]
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Resume with the checkpoint's number."""

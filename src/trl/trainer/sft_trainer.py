@@ -68,6 +68,7 @@ class SFTTrainer(LegacySFT, BaseTrainer):
         "input_ids", "labels", "seq_lengths", "completion_mask", "assistant_masks", "attention_mask", "position_ids"
     )  # fmt: skip
     _predictions: ClassVar[str] = "logits"
+    shares_tokens: ClassVar[bool] = True
     args: SFTConfig
     scorer: Scorer
 

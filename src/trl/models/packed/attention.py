@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -22,6 +22,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from trl.models.packed.head_exchange import over_heads
+from trl.models.packed.sequence_group import SequenceGroup
 from trl.tensors.segments import Segments
 
 PACKED_ATTENTION = "trl_packed"
@@ -90,13 +92,15 @@ class _Plan:
     calls: tuple[_Call, ...]
     masks: dict[tuple[int, int, Reach | None, torch.dtype], Tensor]  # those of the calls, for all layers
     bounds: list[_Bounds]  # of the variable-length kernel, once they are known
+    group: SequenceGroup | None = None  # that shares the row's tokens
 
     @classmethod
     def of(cls, table: Tensor) -> _Plan:
         plan = _PLANS.get(table)
         if plan is not None:
             return plan
-        segments, calls = Segments.from_table(table), list[_Call]()
+        group, rows = SequenceGroup.of_table(table)
+        segments, calls = Segments.from_table(rows), list[_Call]()
         prefixes: dict[int, int] = {}  # start of a plain segment -> its call
         for start, length, prefix_start, prefix in segments:
             if prefix and prefix_start + prefix == start:
@@ -106,7 +110,7 @@ class _Plan:
             else:
                 prefixes[start] = len(calls)
                 calls.append(_Call(length, len(calls), 0))
-        plan = _PLANS[table] = cls(segments, tuple(calls), {}, [])
+        plan = _PLANS[table] = cls(segments, tuple(calls), {}, [], group)
         return plan
 
     def mask(self, length: int, seen: int, reach: Reach | None, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -145,25 +149,43 @@ def packed_attention(
         return output.transpose(1, 2).contiguous(), None
 
     plan = _Plan.of(attention_mask)
-    reach, before = reach_of(module, sliding_window), held or [None] * len(plan.calls)
+    before = held or [None] * len(plan.calls)
     if has_temperature(module):
         counts = [
             [0 if pair is None else pair[0].shape[1], call.length]
             for pair, call in zip(before, plan.calls, strict=True)
         ]
         earlier, lengths = torch.tensor(counts).T
-        query = tempered(module, query, plan.segments.position_ids()[0] + earlier.repeat_interleave(lengths))
-    longest = max((pair[0].shape[1] for pair in before if pair is not None), default=0)
-    if reach and longest + max(call.prompt + call.length for call in plan.calls) <= reach.tokens:
-        reach = None  # no segment is long enough to meet it
+        places = plan.segments.position_ids()[0] + earlier.repeat_interleave(lengths)
+        query = tempered(module, query, places if plan.group is None else plan.group.cut(places, 0))
     device = query.device.type
     if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)  # rotary embeddings leave queries and keys in float32
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    attend = partial(_over_segments, plan, before, dropout, scaling, reach_of(module, sliding_window), softcap)
+    if plan.group is None:
+        return attend(query, key, value, s_aux), None
+    if dropout:
+        raise ValueError(
+            f"the model drops {dropout:g} of its attention's weights, which no process has all of with sp_size="
+            f"{plan.group.size}. Set its dropout to 0, for example by model_init_kwargs={{'attention_dropout': 0.0}}."
+        )
+    return over_heads(plan.group, plan.segments.total, attend, query, key, value, s_aux), None
+
+
+def _over_segments(
+    plan: _Plan, before: Sequence[tuple[Tensor, Tensor] | None], dropout: float, scaling: float | None,
+    reach: Reach | None, softcap: float | None, query: Tensor, key: Tensor, value: Tensor, s_aux: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attention of all tokens of a row: `(1, heads, N, D) -> (1, N, heads, D')`."""
+    longest = max((pair[0].shape[1] for pair in before if pair is not None), default=0)
+    if reach and longest + max(call.prompt + call.length for call in plan.calls) <= reach.tokens:
+        reach = None  # no segment is long enough to meet it
+    device = query.device.type
     is_plain = softcap is None and s_aux is None and not (reach and reach.is_chunk)
     plain = is_plain and not longest and dropout == 0.0 and value.shape[-1] <= query.shape[-1] <= 256
     if plain and query.is_cuda and query.dtype.itemsize == 2 and (kernel := _variable_length_kernel()) is not None:
-        return _variable_length(kernel, query, key, value, plan, scaling, reach), None
+        return _variable_length(kernel, query, key, value, plan, scaling, reach)
     groups, repeats = query.shape[1] // key.shape[1], 1
     if groups > 1 and (softcap is not None or s_aux is not None or device != "cpu"):
         # On a CPU SDPA shares key heads itself, 10 % faster; other devices would leave their fast kernels for it.
@@ -181,7 +203,7 @@ def packed_attention(
             k = torch.cat([keys[call.prefix][:, :, : call.prompt], k], dim=2)
             v = torch.cat([values[call.prefix][:, :, : call.prompt], v], dim=2)
         outputs.append(_one_call(plan, q, k, v, dropout, scaling, reach, softcap, s_aux).transpose(1, 2))
-    return torch.cat(outputs, dim=1), None
+    return torch.cat(outputs, dim=1)
 
 
 def is_table(mask: Tensor | None) -> TypeGuard[Tensor]:

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trl.data.teacher_columns import TEACHER, TEACHER_COLUMNS
 from trl.data.text import PROMPT_ALONE
+from trl.models.packed.sequence_group import SharedRow
 from trl.tensors.padding import IGNORED, flush_left
 from trl.tensors.segments import Segments
 
@@ -34,6 +35,7 @@ _NOT_OF_THE_MODEL = (  # all other entries of a batch are arguments of the model
     "assistant_masks", "seq_lengths", "num_items_in_batch", "return_loss", STEP_PART,
     # of a method: numbers of each row or sequence, and what a teacher is shown
     "rows", "ref_logps", "ref_kl_logps", "margin", "label", "row_weights", "prompt_tokens", "on_policy", TEACHER,
+    "embedding_input_ids", "embedding_attention_mask",
     *TEACHER_COLUMNS, TEACHER_BATCH, PROMPT_ALONE,
 )  # fmt: skip
 
@@ -61,6 +63,7 @@ class ModelBatch:
     sequence_lengths: Tensor  # int64 (tokens,): length of each flattened position's sequence (0: padding)
     sequence_ends: Tensor  # int64 (S,): flattened position of the last token of each sequence
     prompts: Tensor | None = None  # int64 (S,): the prompt of each of an encoder-decoder's completions
+    shared: SharedRow | None = None  # the row of which this is one process's piece
 
     @property
     def width(self) -> int:

@@ -20,6 +20,8 @@ from trl.models.packed.layout import (
     padded_rows,
     without_shared_prefixes,
 )
+from trl.models.packed.pieces import Piece, noise_of_piece, share_dropout
+from trl.models.packed.sequence_group import SequenceGroup
 from trl.models.packed.support import packed_unsupported, packing_of, use_packed_attention
 from trl.models.parts import replaced_forward
 from trl.models.scoring.head import Routing, router_inputs
@@ -62,6 +64,37 @@ class ScorerBase:
         # Not with flash attention that the user chose.
         self.with_table = self.packed and use_packed_attention(core)
         self.shares_prefixes = self.with_table and packing_of(core).shares
+
+    group: SequenceGroup | None = None  # of processes that score each batch together
+
+    def join(self, group: SequenceGroup | None) -> None:
+        """Score with the processes of a group, each its own piece of tokens; all are given the same batches.
+
+        Raises: ValueError for a model with other layers than attention that mix tokens, or one that is not packed.
+        """
+        if group is None:
+            return
+        if reason := self._unshared():
+            raise ValueError(
+                f"sp_size={group.size} spreads tokens over processes, not of {type(self.core).__name__}: {reason}. "
+                "Use sp_size=1."
+            )
+        self.group = group
+        share_dropout(self.core, group)
+
+    def _unshared(self) -> str | None:
+        """The reason why the tokens of a row cannot be spread over processes; None if they can."""
+        if not self.packed:
+            return "; ".join(self.fallbacks) or "its batches are padded"
+        if not self.with_table:
+            return f"its attention is {self.core.config._attn_implementation!r}, not 'sdpa'"
+        if mixers := packing_of(self.core).mixers:
+            return f"its {' and '.join(sorted(mixer.__name__ for mixer in mixers))} mixes tokens too"
+        return "a router's loss (output_router_logits) is of all tokens" if router_inputs(self.core) else None
+
+    def piece_of(self, rows: ModelBatch) -> Piece | None:
+        """This process's piece of a row; None where it scores all of it."""
+        return None if self.group is None else Piece.of(rows, self.group, pad_token_id=self.pad_token_id)
 
     @property
     def is_balanced(self) -> bool:
@@ -117,7 +150,7 @@ class ScorerBase:
             lengths = batch.sequence_lengths.view(embedded.shape[:-1]).clamp(min=1)
             size = alpha / (lengths * embedded.shape[-1]).sqrt()
             size = torch.where(batch.sequence_lengths.view_as(lengths) > 0, size, 0.0).to(embedded.dtype)
-            return embedded + torch.empty_like(embedded).uniform_(-1, 1) * size[..., None]
+            return embedded + noise_of_piece(embedded, batch.shared) * size[..., None]
 
         with ExitStack() as block:
             if alpha:

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
 
 from trl.models.distributed import is_sharded
-from trl.models.packed.layout import Columns, Inputs, ModelBatch, ScoredPositions
+from trl.models.packed.layout import Columns, Inputs, ModelBatch, ScoredPositions, packed_batch
 from trl.models.parts import (
     causal_core,
     check_decoder_only,
@@ -101,9 +102,14 @@ class Scorer(ScorerBase):
 
         The results do not depend on the layout. Call it under autocast where the run uses mixed precision.
         """
-        rows = self.lay_out(batch)
-        read = partial(score_hidden, rows, options or ScoreOptions())
-        return _scored_of(rows, self.through_head(model, rows, read))
+        rows, options = self.lay_out(batch), options or ScoreOptions()
+        piece = self.piece_of(rows)
+        if piece is None:
+            return _scored_of(rows, self.through_head(model, rows, partial(score_hidden, rows, options)))
+        if options.loss_of is not None:
+            options = replace(options, loss_of=piece.loss_of_piece(options.loss_of))
+        results = self.through_head(model, piece.rows, partial(score_hidden, piece.rows, options))
+        return _scored_of(rows, piece.gather_results(results))
 
     def score_with_logits(
         self, model: nn.Module, batch: Columns, options: ScoreOptions | None = None
@@ -250,8 +256,23 @@ class Scorer(ScorerBase):
 
     def outputs(self, model: nn.Module, rows: ModelBatch) -> Any:
         """The model's own outputs for padded rows, with all their logits."""
+        if self.group is not None:
+            return self._gathered_outputs(model, rows)
         with self._as_language_model(output_hidden_states=True), self.embedded(rows):
             return model(**self.own_inputs(rows), use_cache=False)
+
+    def _gathered_outputs(self, model: nn.Module, rows: ModelBatch) -> CausalLMOutput:
+        """Logits of padded rows, of which each process computes those of a piece and is given all."""
+
+        def read(head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None) -> Results:
+            return {"logits": _logits_of(head, rule, bias)(hidden)}
+
+        piece = self.piece_of(packed_batch(rows.inputs, with_table=True))
+        assert piece is not None
+        logits = piece.all_tokens(self.through_head(model, piece.rows, read)["logits"])
+        padded = logits.new_zeros((rows.inputs["input_ids"].numel(), logits.shape[1]))
+        padded = padded.index_copy(0, rows.real_tokens, logits)
+        return CausalLMOutput(logits=padded.view(*rows.inputs["input_ids"].shape, -1))  # pyright: ignore[reportArgumentType]
 
     def own_inputs(self, rows: ModelBatch) -> Inputs:
         """The arguments of the model's own forward."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trl.models.packed.layout import Columns, ModelBatch, ScoredPositions
+from trl.models.packed.sequence_group import SequenceGroup
 from trl.models.packed.support import packing_of
 from trl.models.parts import causal_core, logits_unsupported, prompt_learning_unsupported, replaced_forward
 from trl.models.scoring.base import ScorerBase, given_inputs
@@ -35,7 +36,9 @@ class ClassificationScorer(ScorerBase):
     (encoders) are run as they are on padded rows, which `fallbacks` says. Raises ValueError for prompt learning.
     """
 
-    def __init__(self, model: nn.Module, *, pad_token_id: int = 0, packed: bool | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, *, pad_token_id: int = 0, packed: bool | None = None, group: SequenceGroup | None = None
+    ) -> None:  # fmt: skip
         core = causal_core(model)
         if core.can_generate() or core.base_model is core:
             raise TypeError(
@@ -48,6 +51,7 @@ class ClassificationScorer(ScorerBase):
         if head is not None:
             reason = logits_unsupported(core, [core.base_model], head, LogitRule())
         super().__init__(core, unsupported_reason=reason, pad_token_id=pad_token_id, packed=packed)
+        self.join(group)
 
     def score(self, model: nn.Module, batch: Columns) -> Tensor:
         """Logits `(S, C)` at the end of every sequence (row, segment or branch), in the model's dtype, with gradient.
@@ -59,7 +63,7 @@ class ClassificationScorer(ScorerBase):
             raise ValueError(f"every row must have a real token, got none in rows {empty}. Leave them out.")
         laid_out = self.lay_out({name: value for name, value in batch.items() if name not in _OF_TOKENS})
         if self.uses_head:
-            return self._through_head(model, laid_out, laid_out.sequence_ends)
+            return self._at(model, laid_out, laid_out.sequence_ends)
         return self._own_sequence_logits(model, laid_out)
 
     def score_tokens(self, model: nn.Module, batch: Columns) -> tuple[Tensor, Tensor]:
@@ -84,7 +88,7 @@ class ClassificationScorer(ScorerBase):
     def _at_scored(self, model: nn.Module, batch: ModelBatch) -> Tensor:
         """Logits `(K, C)` at the scored positions."""
         if self.uses_head:
-            return self._through_head(model, batch, batch.scored.source)
+            return self._at(model, batch, batch.scored.source)
         logits = self._own_logits(model, batch)
         if logits.ndim != 3:
             raise TypeError(
@@ -92,6 +96,14 @@ class ClassificationScorer(ScorerBase):
                 "Use AutoModelForTokenClassification."
             )
         return logits.flatten(0, 1)[batch.scored.source]
+
+    def _at(self, model: nn.Module, batch: ModelBatch, positions: Tensor) -> Tensor:
+        """Logits `(K, C)` at flattened positions `(K,)`, of which each process of a group computes its own."""
+        piece = self.piece_of(batch)
+        if piece is None:
+            return self._through_head(model, batch, positions)
+        here, places = piece.places(positions)
+        return piece.gather(self._through_head(model, piece.rows, here), places)
 
     def _through_head(self, model: nn.Module, batch: ModelBatch, positions: Tensor) -> Tensor:
         """Logits `(K, C)` of the decoder's hidden states at flattened positions `(K,)`."""

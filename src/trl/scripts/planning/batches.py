@@ -61,20 +61,22 @@ def text_batch(args: Any, rows: int, lengths: Lengths, scorer: Scorer) -> Inputs
     return collate([{"input_ids": [_TOKEN] * lengths.row}] * rows)
 
 
+def _shares(args: Any, scorer: Scorer) -> bool:
+    return shares_prefix(scorer, getattr(args, "prefix_sharing", False))
+
+
 def pair_batch(args: Any, rows: int, lengths: Lengths, scorer: Scorer) -> Inputs:
     """Prompts with two completions, and the reference's log-probs."""
     row = {"prompt_input_ids": [_TOKEN] * lengths.prompt}
     row |= dict.fromkeys(("chosen_input_ids", "rejected_input_ids"), [_TOKEN] * lengths.completion)
-    batch = PairCollator(shares_prefix(scorer, args.prefix_sharing))([row] * rows)
+    batch = PairCollator(_shares(args, scorer))([row] * rows)
     return {**batch, "ref_logps": torch.zeros(2 * rows)}
 
 
 def single_batch(args: Any, rows: int, lengths: Lengths, scorer: Scorer) -> Inputs:
     """Prompts with a completion, half of them marked as good, and the reference's log-probs."""
     row = {"prompt_input_ids": [_TOKEN] * lengths.prompt, "completion_input_ids": [_TOKEN] * lengths.completion}
-    batch = UnpairedCollator(shares_prefix(scorer, args.prefix_sharing))(
-        [{**row, "label": number % 2 == 0} for number in range(rows)]
-    )
+    batch = UnpairedCollator(_shares(args, scorer))([{**row, "label": number % 2 == 0} for number in range(rows)])
     return {**batch, "ref_logps": torch.zeros(rows)}
 
 
@@ -88,7 +90,7 @@ def rollout_batch(args: Any, rows: int, lengths: Lengths, scorer: Scorer) -> Inp
     per_row |= dict.fromkeys((LENGTH, MEAN_LENGTH), numbers * lengths.completion)
     completions = Ragged.of([[_TOKEN] * lengths.completion] * rows)
     experience = Experience(prompts, completions, per_token, per_row)
-    return {**experience.as_batch(prefix_sharing=shares_prefix(scorer, args.prefix_sharing)), ROLLOUT: experience}
+    return {**experience.as_batch(prefix_sharing=_shares(args, scorer)), ROLLOUT: experience}
 
 
 class Planned(NamedTuple):

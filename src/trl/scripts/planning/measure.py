@@ -24,6 +24,7 @@ from trl.models.packed.support import packing_of
 from trl.models.parts import causal_core, decoder_of, embedded_tokens
 from trl.models.scoring.causal import Scorer
 from trl.models.switches import enable_gradient_checkpointing, holding
+from trl.reporting.metrics import Processes
 from trl.scripts.planning.live_bytes import LiveBytes, WithoutNumbers
 from trl.tensors import heads
 
@@ -116,8 +117,7 @@ def _peaks(probe: Probe, config: PretrainedConfig) -> dict[str, Bytes]:
         runs: Any = SimpleNamespace(
             autocast=lambda: torch.autocast("cpu", torch.bfloat16, enabled=probe.half), num_processes=1
         )
-        alone: Any = SimpleNamespace()
-        step = Step(True, alone, statistics=True, is_first=True)
+        step = Step(True, Processes(runs), statistics=True, is_first=True)
         scoring = Scoring(model, scorer, runs, step, _no_reference)
         live.add([*model.parameters(), *model.buffers()])
         static = weights = live.now

@@ -1,0 +1,72 @@
+"""Tokens of a batch spread over 2 and 4 processes (gloo): one step equals that of one process, to 1e-10 in float64."""
+
+import pytest
+import torch
+from accelerate import ParallelismConfig
+
+from tests.architectures import model_of
+from tests.contracts import methods
+from tests.trainer.one_step import assert_same_gradient
+from tests.trainer.sequence_worker import RUNS, Found, run
+from tests.two_processes import launch
+from trl.models.packed.sequence_group import SequenceGroup
+from trl.models.scoring.causal import Scorer
+
+PLANS = {
+    "two": (2, 2, [name for name in RUNS if name not in ("aot", "bco")]),
+    "four": (4, 4, ["sft", "sft-packed", "dpo"]),
+    "two-by-two": (4, 2, ["sft", "kto", "aot"]),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_step_equals_that_of_one_process(plan, tmp_path):
+    processes, sp_size, cases = PLANS[plan]
+    launch(
+        "tests.trainer.sequence_worker", str(tmp_path / "found.pt"), str(sp_size), ",".join(cases), processes=processes
+    )
+    found = {name: Found(*parts) for name, parts in torch.load(tmp_path / "found.pt").items()}
+    for name in cases:
+        expected = run(name, 1)
+        (gradient,), (single,) = found[name].gradients, expected.gradients
+        assert_same_gradient(gradient, single)
+        for key, weight in expected.weights.items():
+            torch.testing.assert_close(found[name].weights[key], weight, rtol=0, atol=1e-10, msg=f"{name} {key}")
+        for ours, theirs in ((found[name].logs, expected.logs), (found[name].evaluation, expected.evaluation)):
+            assert ours.keys() == theirs.keys()
+            for key, value in theirs.items():  # transformers adds up training losses in float32
+                assert ours[key] == pytest.approx(value, rel=1e-6 if key == "loss" else 1e-9, abs=1e-10), (name, key)
+
+
+# ---- what is refused
+
+
+def test_one_process_is_no_group_of_two():
+    with pytest.raises(
+        ValueError, match=r"sp_size must divide the number of processes, 1, got 2\. Launch a multiple of it"
+    ):
+        run("sft", 2)
+
+
+@pytest.mark.parametrize(
+    "architecture, why", [("lfm2", "Lfm2ShortConv mixes tokens too"), ("bloom", "its batches are padded")]
+)
+def test_models_that_mix_tokens_outside_of_attention_are_refused(architecture, why):
+    group = SequenceGroup(2, 0, processes=None, number=0)
+    with pytest.raises(ValueError, match=f"sp_size=2 spreads tokens over processes, not of .*{why}.*Use sp_size=1"):
+        Scorer(model_of(architecture)).join(group)
+
+
+def test_trainers_that_generate_are_refused():
+    with pytest.raises(ValueError, match="sp_size=2 is not supported by this trainer"):
+        methods.gkd(sp_size=2)
+
+
+@pytest.mark.parametrize("name", ["sp_size", "cp_size"])
+def test_the_sizes_of_accelerates_config_are_taken_over(name):
+    with pytest.raises(ValueError, match="sp_size must divide the number of processes, 1, got 2"):
+        methods.trained(
+            "sft",
+            parallelism_config=ParallelismConfig(cp_size=2) if name == "cp_size" else ParallelismConfig(sp_size=2),
+        )
