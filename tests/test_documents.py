@@ -23,6 +23,7 @@ from tests.two_processes import launch
 from trl.cli.launch import make_plan
 from trl.cli.main import COMMANDS
 from trl.cli.main import main as trl_main
+from trl.cli.slurm import take_cluster
 from trl.objectives.group_advantages import ADVANTAGES
 from trl.objectives.group_policy import LOSS_TYPES
 from trl.scripts.config_file import ConfigFile, take_config_option
@@ -109,7 +110,7 @@ def test_dotted_names_of_the_library_exist(path):
 def check_training_command(name: str, words: list[str]) -> None:
     parser = importlib.import_module(COMMANDS[name].module).make_parser()
     _, given = take_config_option([word for word in words if word != "--help"])
-    parser.check_arguments(make_plan(parser, given, None).script, None)
+    parser.check_arguments(make_plan(parser, take_cluster(given, None)[1], None).script, None)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=label)

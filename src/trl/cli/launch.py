@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
+from trl.cli.slurm import submit, take_cluster
 from trl.options.spelling import did_you_mean
 from trl.scripts.config_file import ConfigFile, read_config, take_config_option
 
@@ -44,7 +45,11 @@ def launch(name: str, module: str, argv: list[str]) -> int:
             config.apply_env()  # before torch and the Hub's client read the environment
         script = importlib.import_module(module)
         parser = script.make_parser()
+        cluster, words, config = take_cluster(words, config)
         plan = make_plan(parser, words, config)
+        if cluster is not None:
+            parser.check_arguments(plan.script, plan.config)
+            return submit(name, cluster, words, config, launched=plan.launch, known=parser.spellings())
         args = None
         if needs_accelerate(plan):
             parser.check_arguments(plan.script, plan.config)

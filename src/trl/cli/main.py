@@ -147,7 +147,8 @@ commands:
 {lines}
 
 `trl <command> --help` lists the options of a command. Training commands read options from a YAML file
-with --config, and take any option of `accelerate launch` as well as --accelerate_config <profile or file>."""
+with --config, take any option of `accelerate launch` as well as --accelerate_config <profile or file>, and are submitted as
+a job by --launch slurm."""
 
 
 def _leave_out_peft() -> None:

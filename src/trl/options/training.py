@@ -86,6 +86,7 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
     gradient_checkpointing: bool = option(True, "Recompute activations in the backward pass: less memory.")
     log_format: Literal["auto", "lines", "dict"] = option("auto", "Logs: lines (auto: not in notebooks), or dicts.")
     report: bool = option(True, "Write what `trl report` shows into output_dir: run.jsonl and completions.")
+    hang_timeout: float | None = option(None, "Seconds without progress that end all processes; see stacks.txt.", "> 0")
     resume_from_checkpoint: str | None = option(None, "Checkpoint's folder, or true for the newest.")
     resume_without: list[str] | None = option(None, "Lost parts that start anew: optimizer, random_state, progress.")
 

@@ -39,6 +39,7 @@ from trl.reporting.run_lines import use_run_lines
 from trl.rollouts.token_counts import TokenCounts
 from trl.trainer import evaluation, loaders, run_metrics, saving
 from trl.trainer.callbacks.checkpoints import AtTrainBegin, at_step_ends
+from trl.trainer.callbacks.hang import EndsHangs
 from trl.trainer.callbacks.run_report import RunReport
 from trl.trainer.callbacks.sync_ref_model import move_reference
 from trl.trainer.inherited import Data, replace_inherited, settle_inherited
@@ -87,6 +88,8 @@ class BaseTrainer(Trainer):
         use_run_lines(self.callback_handler, kwargs.get("callbacks") or (), self.args)
         self.run_report = RunReport(trainer)
         self.add_callback(self.run_report)
+        if (seconds := getattr(self.args, "hang_timeout", None)) is not None:
+            self.add_callback(EndsHangs(seconds))
         self._signature_columns = list(self._columns)
         evaluation.chosen_metric(self.args, self.eval_dataset)  # whose set must exist
         at_step_ends(self.callback_handler.callbacks)

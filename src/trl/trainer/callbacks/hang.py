@@ -1,0 +1,68 @@
+"""A training in which nothing happens any more ends, and says where its processes stood."""
+
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+STATUS = 124  # of a process that ended for it, as of `timeout`
+GRACE = 5.0  # seconds in which the other processes write, too
+STACKS = "stacks.txt"
+
+
+class EndsHangs(TrainerCallback):
+    """Ends the process after `hang_timeout` seconds without progress, with the stacks of its threads in `stacks.txt`.
+
+    Progress is a micro-batch, an optimiser step, a batch of an evaluation, a log or a checkpoint. Processes wait for
+    each other, so that all end within the time, and their stacks are in one file of the output folder.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._last, self._step = seconds, time.monotonic(), 0
+        self._ended = threading.Event()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """Begin to watch."""
+        self._ended.set()
+        self._ended = threading.Event()
+        self._note(args, state, control)
+        path, rank = Path(args.output_dir or ".") / STACKS, f"process {args.process_index} of {args.world_size}"
+        threading.Thread(target=self._watch, args=(self._ended, path, rank), daemon=True).start()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        """The time after a training is not watched."""
+        self._ended.set()
+
+    def _note(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        self._last, self._step = time.monotonic(), state.global_step
+
+    on_step_begin = on_substep_end = on_step_end = on_prediction_step = on_evaluate = on_log = on_save = _note
+
+    def _watch(self, ended: threading.Event, path: Path, rank: str) -> None:
+        while not ended.wait(min(1.0, self._seconds / 4)):
+            if time.monotonic() - self._last > self._seconds:
+                self._end(path, rank)
+
+    def _end(self, path: Path, rank: str) -> None:
+        place = f"{rank} on {socket.gethostname()} (pid {os.getpid()}) after step {self._step}"
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        parts = [f"==== {place}: no progress for {self._seconds:g} s\n"]
+        for ident, frame in sys._current_frames().items():
+            if ident != threading.get_ident():
+                parts += [f"-- thread {names.get(ident, ident)}\n", *traceback.format_stack(frame)]
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.write(file, "".join(parts).encode())  # in one call: the stacks of another process come before or after
+            print(f"No progress for {self._seconds:g} s (hang_timeout): {place} ends. Stacks: {path}", file=sys.stderr)
+            sys.stderr.flush()
+            time.sleep(GRACE)
+        finally:
+            os._exit(STATUS)
