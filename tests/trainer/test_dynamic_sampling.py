@@ -2,12 +2,14 @@
 
 import json
 
+import pandas as pd
 import pytest
 import torch
 
 from tests.experimental import group_runs
 from tests.trainer.grpo_runs import first_is_rare, logs, make, run
 from tests.two_processes import launch
+from trl.reporting.run_events import parts_in
 from trl.rollouts.experience import SCORES
 from trl.rollouts.schedule import refill_rows, rollout_rows
 
@@ -84,9 +86,10 @@ def test_two_processes(tmp_path):
     settings = {
         "num_iterations": 2, "max_steps": 4, "learning_rate": 0.01, "dynamic_sampling": True, "reward": "first_is_rare",
         "max_resampling_rounds": 4, "max_completion_length": 5, "top_entropy_quantile": 0.4, "data_seed": 0,
+        "log_completions": True,
     }  # fmt: skip
-    trainer, expected = run(per_device_train_batch_size=12, **settings)
-    cut = {**settings, "per_device_train_batch_size": 6}
+    trainer, expected = run(per_device_train_batch_size=12, folder=str(tmp_path / "one"), **settings)
+    cut = {**settings, "per_device_train_batch_size": 6, "folder": str(tmp_path / "two")}
     launch("tests.trainer.grpo_runs", str(tmp_path / "two.pt"), json.dumps(cut))
     found = torch.load(tmp_path / "two.pt")
     assert len(found["gradients"]) == len(expected.steps) == 4
@@ -99,6 +102,12 @@ def test_two_processes(tmp_path):
         for name, value in known.items():
             if name.startswith(("tokens/", "dynamic_sampling/", "reward", "num_tokens")):
                 assert own[name] == pytest.approx(value, abs=1e-9), name
+    parts = {name: parts_in(tmp_path / name) for name in ("one", "two")}
+    assert list(parts["one"]) == list(parts["two"]) == [1, 3]  # the steps that a window begins with
+    for whole, own in zip(*(map(pd.read_parquet, paths.values()) for paths in parts.values()), strict=True):
+        assert whole["group"].tolist() == own["group"].tolist() == [0] * 4 + [1] * 4 + [2] * 4
+        for name in ("prompt", "completion", "first_is_rare"):
+            assert whole[name].tolist() == own[name].tolist(), name
     sampled = [entry["dynamic_sampling/sampled_groups"] for entry in logs(trainer)[::2]]
     assert any(number % 2 for number in sampled)  # one process samples a group that the other has too
     assert logs(trainer)[-1]["tokens/zero_advantage"] > 0 < logs(trainer)[-1]["tokens/masked"]

@@ -257,7 +257,7 @@ def test_an_evaluation_does_not_depend_on_its_batches(method):
 def test_completions_are_written_and_shown(tmp_path, capsys):
     run(folder=str(tmp_path), log_completions=True, num_completions_to_print=2, max_steps=2, logging_steps=2)
     table = pd.read_parquet(tmp_path / "completions" / "completions_00002.parquet")
-    named = ["step", "prompt", "completion", "even_tokens", "advantage", "reward", "group"]
+    named = ["step", "prompt", "completion", "even_tokens", "advantage", "reward"]
     assert list(table.columns)[: len(named)] == named and len(table) == 8
     assert "Step 2" in capsys.readouterr().out
 

@@ -57,7 +57,9 @@ class KeptCompletions:
         bound = len(newest.texts) if shows else max(KEPT_ROWS // group * group, min(group, 2 * KEPT_ROWS))
         columns: Columns = {}
         if shows or report.keeps_part(step):
-            columns = self._columns(newest, bound, group, trainer.rollouts.tokenizer)
+            first = trainer.accelerator.process_index * len(newest.experience)
+            columns = self.columns(newest, bound, trainer.rollouts.tokenizer)
+            columns["group"] = [(first + row) // group for row in range(len(columns["prompt"]))]
         if shows:
             parts = gather_object([columns])
             columns = {name: [value for part in parts for value in part[name]] for name in columns}
@@ -89,7 +91,7 @@ class KeptCompletions:
         numbers = [dict(zip(told, row, strict=True)) for row in zip(*told.values(), strict=True)]
         send_traces("traces", *texts, numbers, args.report_to, step=step)
 
-    def _columns(self, newest: Newest, bound: int, group: int, tokenizer: Any) -> Columns:
+    def columns(self, newest: Newest, bound: int, tokenizer: Any) -> Columns:
         """The columns of the first rows."""
         rows = newest.experience.take(torch.arange(min(bound, len(newest.texts))))
         count, texts = len(rows), newest.texts[:bound]
@@ -98,7 +100,6 @@ class KeptCompletions:
             columns[name] = _known(column)  # None where a source has no score
         columns["advantage"] = _known(rows.per_row[ADVANTAGE]) if ADVANTAGE in rows.per_row else [None] * count
         columns["reward"] = _known(_rewards(rows))
-        columns["group"] = [row // group for row in range(count)]
         ids = [tokens[:KEPT_TOKENS].tolist() for tokens in rows.completions.split()]
         for token in {token for row in ids for token in row} - self._pieces.keys():
             self._pieces[token] = str(tokenizer.decode([token]))

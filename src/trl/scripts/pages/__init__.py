@@ -3,7 +3,6 @@
 import json
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader
-from markupsafe import Markup
 
 
 def render(package: str, template: str, **values: object) -> str:
@@ -14,7 +13,7 @@ def render(package: str, template: str, **values: object) -> str:
     return environment.get_template(template).render(**values)
 
 
-def embedded(data: object) -> Markup:
+def embedded(data: object) -> str:
     r"""JSON for a script element, which no text in it can end.
 
     >>> print(embedded(["</script>"]))
@@ -23,4 +22,4 @@ def embedded(data: object) -> Markup:
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(text)
+    return text
