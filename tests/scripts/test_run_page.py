@@ -13,7 +13,7 @@ from trl.cli.main import main
 from trl.reporting.run_events import EVENTS
 from trl.scripts import run_page
 from trl.scripts.pages import embedded
-from trl.scripts.pages.runs import BINS, POINTS, curves_of, histogram_over_time, read_run
+from trl.scripts.pages.runs import BINS, POINTS, _turns, curves_of, histogram_over_time, read_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -41,8 +41,17 @@ def test_two_runs_are_on_a_page_and_what_they_say_is_text(tmp_path):
     assert hostile["completion"].startswith(HOSTILE) and turns["completion"][1]["text"].endswith(HOSTILE)
     assert turns["completion"][0]["calls"] == [f"search({json.dumps({'query': HOSTILE})})"]
     assert "completion" not in plain and len(plain["tokens"]) == len(plain["logps"]) == plain["length"] == 20
+    assert plain["logps"][-1] == 990 and 0 <= min(plain["logps"]) < 80  # tenths of a nat; not a number: the least
     assert sum(map(sum, one["histograms"][0]["counts"])) == 12 * 16 and one["rows"]["counts"] == [3, 9, 1]
     assert "60 %" in text and "1.00 GiB" in text and "Left out" not in text
+
+
+@pytest.mark.parametrize("text", ['[{"a": 1}]', "[{", '[{"role": "user", "tool_calls": 3}, 4]'])
+def test_a_prompt_that_looks_like_messages_is_text(text):
+    assert _turns(text) == text
+    assert _turns('[{"role": "user", "tool_calls": [3, {"function": 1}]}]') == [
+        {"role": "user", "text": "", "calls": []}
+    ]
 
 
 def test_a_thousand_steps_stay_below_two_megabytes(tmp_path):
@@ -70,7 +79,7 @@ def test_longer_curves_are_means_of_neighbours_and_histograms_count_all():
         and notes == ["a point of a curve is the mean of 2 logs"]
     )
     histogram = histogram_over_time(
-        [{"step": 1, "rewards": [0.0, None, 1.0]}, {"step": 2, "rewards": [1.0]}], "rewards"
+        [{"step": 1, "rewards": [0.0, None, 1.0, float("inf")]}, {"step": 2, "rewards": [1.0]}], "rewards"
     )
     first, second = histogram["counts"]
     assert (first[0], first[-1], second[-1], sum(first)) == (1, 1, 1, 2) and len(first) == BINS

@@ -145,7 +145,7 @@ def _thinned(points: Sequence[tuple[int, float | None]], stride: int) -> Json:
 
 def histogram_over_time(rollouts: Sequence[Event], kind: str) -> Json:
     """How often each of `BINS` ranges of values was seen in each of `TIMES` ranges of steps, at most."""
-    every = [value for event in rollouts for value in event[kind] if value is not None]
+    every = [value for event in rollouts for value in event[kind] if _known(value) is not None]
     low, high = (min(every), max(every)) if every else (0.0, 0.0)
     width = (high - low) / BINS or 1.0
     stride = math.ceil(len(rollouts) / TIMES)
@@ -153,7 +153,7 @@ def histogram_over_time(rollouts: Sequence[Event], kind: str) -> Json:
     counts = []
     for part in parts:
         column = [0] * BINS
-        for value in (value for event in part for value in event[kind] if value is not None):
+        for value in (value for event in part for value in event[kind] if _known(value) is not None):
             column[min(int((value - low) / width), BINS - 1)] += 1
         counts.append(column)
     return {"kind": kind, "low": low, "high": high, "steps": [part[-1]["step"] for part in parts], "counts": counts}
@@ -189,15 +189,16 @@ def _shown_rows(path: Path, pieces: dict[str, int] | None) -> list[Json]:
     rows, names = read_part(path)
     shown = []
     for row in rows:
-        numbers = {name: row[name] for name in (*names, "reward", "advantage") if row.get(name) is not None}
+        numbers = {name: row[name] for name in (*names, "reward", "advantage") if _known(row.get(name)) is not None}
         tokens = row.get("token_texts") or []
         entry: Json = {"group": row.get("group", 0), "numbers": {k: float(f"{v:.4g}") for k, v in numbers.items()}}
         for name in ("prompt", "completion"):
-            entry[name] = _turns(row[name]) if row.get("chat") or row[name][:2] == "[{" else _cut(row[name])
+            is_chat = row.get("chat") or (name == "prompt" and row[name].startswith("[{"))
+            entry[name] = _turns(row[name]) if is_chat else _cut(row[name])
         entry["length"] = len(tokens)
         if pieces is not None and tokens:
             entry["tokens"] = [pieces.setdefault(text, len(pieces)) for text in tokens[:SHADED]]
-            entry["logps"] = [round(-10 * max(value, -99.0)) for value in (row.get("token_logps") or [])[:SHADED]]
+            entry["logps"] = list(map(_tenths, (row.get("token_logps") or [])[:SHADED]))
             entry["tool"] = [at for at, by_tool in enumerate((row.get("token_tool") or [])[:SHADED]) if by_tool]
             if entry["completion"] == "".join(tokens[:SHADED]):
                 del entry["completion"]
@@ -211,12 +212,15 @@ def _turns(text: str) -> list[Json] | str:
         messages = json.loads(text)
     except ValueError:
         return _cut(text)
-    if not all(isinstance(message, dict) for message in messages):
+    if not all(isinstance(message, dict) and "role" in message for message in messages):
         return _cut(text)
     turns = []
     for message in messages:
         content = message.get("content") or ""
-        calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+        calls = message.get("tool_calls") if isinstance(message.get("tool_calls"), list) else []
+        calls = [
+            call["function"] for call in calls if isinstance(call, dict) and isinstance(call.get("function"), dict)
+        ]
         said = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
         names = [f"{call.get('name')}({json.dumps(call.get('arguments'), ensure_ascii=False)})" for call in calls]
         turns.append({"role": str(message.get("role", "?")), "text": _cut(said), "calls": list(map(_cut, names))})
@@ -227,8 +231,12 @@ def _cut(text: str) -> str:
     return text if len(text) <= TEXT else f"{text[:TEXT]} … ({len(text) - TEXT:,} characters more)"
 
 
-def _known(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _tenths(logp: float) -> int:
+    return round(-10 * max(logp, -99.0)) if logp == logp else 990
+
+
+def _known(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def compared_settings(runs: Sequence[RunPage]) -> list[tuple[str, list[str], bool]]:
