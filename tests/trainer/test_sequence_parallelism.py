@@ -7,6 +7,7 @@ from accelerate import ParallelismConfig
 from tests.architectures import model_of
 from tests.contracts import methods
 from tests.trainer.one_step import assert_same_gradient
+from tests.trainer.sequence_costs import LAYERS, LENGTHS, WIDTH
 from tests.trainer.sequence_worker import RUNS, Found, run
 from tests.two_processes import launch
 from trl.models.packed.sequence_group import SequenceGroup
@@ -70,3 +71,16 @@ def test_the_sizes_of_accelerates_config_are_taken_over(name):
             "sft",
             parallelism_config=ParallelismConfig(cp_size=2) if name == "cp_size" else ParallelismConfig(sp_size=2),
         )
+
+
+# ---- what it costs
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("processes, share", [(2, 0.55), (4, 0.30)])
+def test_a_process_keeps_its_share_and_sends_as_much_as_the_formula_says(processes, share, tmp_path):
+    launch("tests.trainer.sequence_costs", str(tmp_path / "costs.pt"), processes=processes)
+    (alone, nothing), (kept, sent) = torch.load(tmp_path / "costs.pt")
+    assert kept <= share * alone and not nothing
+    tokens = -(-sum(LENGTHS) // processes) * processes  # filled up
+    assert sent == [tokens * WIDTH // processes] * (4 * LAYERS * 2)  # forward and backward: 4 N d / sp each
