@@ -14,7 +14,7 @@ from trl.models.packed.sequence_group import SequenceGroup
 from trl.models.scoring.causal import Scorer
 
 PLANS = {
-    "two": (2, 2, [name for name in RUNS if name not in ("aot", "bco")]),
+    "two": (2, 2, [name for name in RUNS if name != "aot"]),
     "four": (4, 4, ["sft", "sft-packed", "dpo"]),
     "two-by-two": (4, 2, ["sft", "kto", "aot"]),
 }
