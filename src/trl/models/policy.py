@@ -75,8 +75,7 @@ def set_up_policy(
     else:
         loaded = load_classifier(model, init, classifier, seed=args.seed, trained=peft_config is None)
     if processing_class is None:
-        trusts = bool(init.get("trust_remote_code", False))
-        processing_class = load_processing_class(loaded, trust_remote_code=trusts)
+        processing_class = load_processing_class(loaded, trust_remote_code=bool(init.get("trust_remote_code")))
     check_processing_class(processing_class)
     tokenizer = apply_special_tokens(
         processing_class, eos_token=getattr(args, "eos_token", None), pad_token=getattr(args, "pad_token", None)
@@ -107,7 +106,8 @@ def set_up_policy(
     if getattr(args, "cast_lm_head_to_fp32", False):
         cast_head_to_float32(loaded)
     make = language_scorer if classifier is None else ClassificationScorer
-    scorer = make(loaded, pad_token_id=pad_token_id(tokenizer), group=sequence_group(args, shares_tokens))
+    scorer = make(loaded, pad_token_id=pad_token_id(tokenizer))
+    scorer.join(sequence_group(args, shares_tokens))
     report_fallbacks(loaded, scorer)
     if trained and not keeps_residuals:
         warn_of_rounding(loaded, args.learning_rate)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl.scripts.plain_parser import PlainParser
+from trl.scripts.plain_parser import PlainParser, unknown_arguments
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -26,7 +26,7 @@ def make_parser() -> PlainParser:
         description="Print the memory of a run on each GPU, what fits, and what each lever frees. Takes the options of "
         "`trl METHOD`, --config and --accelerate_config too. Loads the model's config only.",
     )
-    parser.add_argument("method", choices=METHODS, metavar="METHOD", help=", ".join(METHODS))
+    parser.add_argument("method", metavar="METHOD", help=", ".join(METHODS))
     parser.add_argument("--gpus", type=int, default=1, help="processes with a GPU each (default: 1)")
     parser.add_argument("--memory", metavar="SIZE", help="of a GPU, as 80GB or 24GiB: also print what fits")
     parser.add_argument("--no_levers", action="store_true", help="leave the table of levers out: faster")
@@ -40,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     arguments = list(sys.argv[1:] if argv is None else argv)
     options, rest = parser.parse_known_args(arguments)
+    if options.method not in METHODS:
+        unknown = unknown_arguments(rest, [action.dest for action in parser._actions])
+        parser.error("\n".join(unknown) or f"METHOD must be one of {', '.join(METHODS)}, got {options.method!r}.")
     try:
         with reporting_input_errors():
             run, memory = run_for(options.method, rest, options.gpus), _memory(options.memory)
