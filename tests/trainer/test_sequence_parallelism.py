@@ -1,5 +1,7 @@
 """Tokens of a batch spread over 2 and 4 processes (gloo): one step equals that of one process, to 1e-10 in float64."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from accelerate import ParallelismConfig
@@ -12,6 +14,7 @@ from tests.trainer.sequence_worker import RUNS, Found, run
 from tests.two_processes import launch
 from trl.models.packed.sequence_group import SequenceGroup
 from trl.models.scoring.causal import Scorer
+from trl.reporting.metrics import Processes
 
 PLANS = {
     "two": (2, 2, [name for name in RUNS if name != "aot"]),
@@ -38,6 +41,14 @@ def test_a_step_equals_that_of_one_process(plan, tmp_path):
             assert ours.keys() == theirs.keys()
             for key, value in theirs.items():  # transformers adds up training losses in float32
                 assert ours[key] == pytest.approx(value, rel=1e-6 if key == "loss" else 1e-9, abs=1e-10), (name, key)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_counts_of_a_step_stay_whole_numbers(copies):
+    """Beyond 2^24, where float32 has no odd ones."""
+    alone = SimpleNamespace(num_processes=copies)
+    assert Processes(alone, copies).once(torch.tensor(copies * 20_000_001)).tolist() == 20_000_001
+    assert Processes(alone, copies).once(torch.tensor(copies * 1.5)).tolist() == 1.5
 
 
 # ---- what is refused

@@ -110,13 +110,17 @@ class Processes(NamedTuple):
         tables = [part.to(table.device) for part in gather_object([table.detach().cpu()])][:: self.copies]
         return torch.cat(tables), sum(len(part) for part in tables[: self.accelerator.process_index // self.copies])
 
+    def once(self, total: Tensor) -> Tensor:
+        """A sum over all processes with the numbers of copies counted once; counts stay whole numbers."""
+        return total / self.copies if total.is_floating_point() else total // self.copies
+
     def sum(self, parts: Sequence[Weighted]) -> Weighted:
         """The sum of all parts of all processes."""
         total, count = (torch.stack(part).sum() for part in zip(*parts, strict=True))
         if self.accelerator.num_processes == 1:
             return Weighted(total, count)
         both = self.accelerator.reduce(torch.stack([total, count.to(total)]), reduction="sum")
-        return Weighted(*(both / self.copies))  # type: ignore[operator]
+        return Weighted(*self.once(both))  # type: ignore[arg-type]
 
 
 class RunningMean:

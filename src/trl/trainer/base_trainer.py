@@ -158,8 +158,7 @@ class BaseTrainer(Trainer):
         batches = [self.handed_out(*pair) for pair in zip(batches, drawn, strict=True)]
         count = sum(counts, torch.zeros((), dtype=torch.int64, device=device))
         if self.accelerator.num_processes > 1:
-            total: Any = self.accelerator.reduce(count, reduction="sum")
-            count = (total / self.args.sp_size).to(total)  # the processes of a group count the same
+            count = self.processes.once(self.accelerator.reduce(count, reduction="sum"))  # type: ignore[arg-type]
         assert isinstance(count, Tensor)
         if batches:
             if self.runs.current is not None:  # before plans draw numbers, where transformers would do it after
