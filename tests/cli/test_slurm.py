@@ -26,7 +26,12 @@ PROGRAMS = {
     "sbatch": '#!/bin/bash\nSLURM_JOB_ID=7 SLURM_JOB_NODELIST="n[0-2]" exec bash "$1"\n',
     "scontrol": "#!/bin/bash\necho node-a\necho node-b\necho node-c\n",
     "trainer": """#!{python}
-import json, os, sys
+import json, os, sys, time
+until = time.monotonic() + 60
+while os.environ.get("TRL_VLLM_SERVER_TOKEN") and sys.argv[3] != "vllm-serve" and time.monotonic() < until:
+    if os.path.exists(os.environ["SEEN"]) and "vllm-serve" in open(os.environ["SEEN"]).read():
+        break  # a training waits for its server
+    time.sleep(0.05)
 names = ("SLURM_PROCID", "NODELIST", "KILLS", "TRL_VLLM_SERVER_TOKEN")
 line = json.dumps({{"words": sys.argv[3:], **{{name: os.environ.get(name) for name in names}}}})
 open(os.environ["SEEN"], "a").write(line + "\\n")
@@ -99,6 +104,21 @@ def test_one_machine_serves_the_model(cluster, tmp_path):
     words = trained[0]["words"]
     assert (value(words, "vllm_server_host"), value(words, "accelerate_config")) == ("node-c", "fsdp2")
     assert words.count("--accelerate_config") == 1
+
+
+def test_a_single_option_of_sbatch(cluster, tmp_path):
+    line = [
+        "--launch",
+        "slurm",
+        "--output_dir",
+        str(tmp_path / "o"),
+        "--dry_run",
+        "true",
+        "--sbatch",
+        "--partition=h100",
+    ]
+    assert main(["sft", *line]) == 0
+    assert "#SBATCH --partition=h100\n" in (tmp_path / "o/slurm/job.sh").read_text()
 
 
 def test_a_dry_run_writes_the_job_alone(cluster, tmp_path, capsys):

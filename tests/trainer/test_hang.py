@@ -4,8 +4,9 @@ import re
 import time
 
 import pytest
-from transformers import TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from tests.contracts import methods
 from tests.two_processes import Program, run
 from trl import SFTConfig
 from trl.trainer.callbacks.hang import EndsHangs
@@ -52,3 +53,20 @@ def test_progress_is_waited_for_and_nothing_after_the_training(tmp_path, monkeyp
     time.sleep(0.8)
     assert ended and set(ended) == {tmp_path / "stacks.txt"}
     watch.on_train_end(*events)
+
+
+def test_a_training_that_failed_is_not_watched(tmp_path, monkeypatch):
+    """In a notebook the process lives on."""
+    ended = []
+    monkeypatch.setattr(EndsHangs, "_end", lambda self, path, rank: ended.append(path))
+
+    class Fails(TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            raise RuntimeError("the program's own")
+
+    trainer = methods.sft(str(tmp_path), hang_timeout=0.4)
+    trainer.add_callback(Fails())
+    with pytest.raises(RuntimeError, match="the program's own"):
+        trainer.train()
+    time.sleep(0.8)
+    assert ended == []

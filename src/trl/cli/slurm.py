@@ -46,8 +46,11 @@ def take_cluster(words: list[str], config: ConfigFile | None) -> tuple[Cluster |
     parser.add_argument("--sbatch", type=shlex.split, default=[])
     parser.add_argument("--dry_run", nargs="?", const="true", default="false")
     names = {action.dest for action in parser._actions}
+    if "--sbatch" in words[:-1]:  # its value begins as an option does
+        place = words.index("--sbatch")
+        words = [*words[:place], f"--sbatch={words[place + 1]}", *words[place + 2 :]]
     values = {} if config is None else config.values
-    from_file = [word for name in names & values.keys() for word in (f"--{name}", str(values[name]))]
+    from_file = [f"--{name}={values[name]}" for name in names & values.keys()]
     options, rest = parser.parse_known_args([*from_file, *words])
     if options.launch is None:
         return None, words, config

@@ -88,8 +88,8 @@ class BaseTrainer(Trainer):
         use_run_lines(self.callback_handler, kwargs.get("callbacks") or (), self.args)
         self.run_report = RunReport(trainer)
         self.add_callback(self.run_report)
-        if (seconds := getattr(self.args, "hang_timeout", None)) is not None:
-            self.add_callback(EndsHangs(seconds))
+        self._hang_watch = EndsHangs(self.args.hang_timeout)
+        self.add_callback(self._hang_watch)
         self._signature_columns = list(self._columns)
         evaluation.chosen_metric(self.args, self.eval_dataset)  # whose set must exist
         at_step_ends(self.callback_handler.callbacks)
@@ -279,6 +279,7 @@ class BaseTrainer(Trainer):
             self.add_callback(self._at_begin)
         with ExitStack() as stack:
             stack.callback(self.run_report.close)
+            stack.callback(self._hang_watch.stop)
             run = self.runs.enter(stack, self.args, resume=resume_from_checkpoint)
             output = super().train(run.checkpoint, *args, **kwargs)
         return run_metrics.summary_of(output, self.args, self.state, self.run_metrics.mean_loss(self))

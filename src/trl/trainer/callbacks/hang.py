@@ -22,7 +22,8 @@ class EndsHangs(TrainerCallback):
     each other, so that all end within the time, and their stacks are in one file of the output folder.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float | None) -> None:
+        """Watch for so many seconds; None: not at all."""
         self._seconds, self._last, self._step = seconds, time.monotonic(), 0
         self._ended = threading.Event()
 
@@ -30,14 +31,20 @@ class EndsHangs(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
         """Begin to watch."""
-        self._ended.set()
+        self.stop()
+        if self._seconds is None:
+            return
         self._ended = threading.Event()
         self._note(args, state, control)
         path, rank = Path(args.output_dir or ".") / STACKS, f"process {args.process_index} of {args.world_size}"
-        threading.Thread(target=self._watch, args=(self._ended, path, rank), daemon=True).start()
+        threading.Thread(target=self._watch, args=(self._ended, self._seconds, path, rank), daemon=True).start()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """The time after a training is not watched."""
+        self.stop()
+
+    def stop(self) -> None:
+        """Watch no longer, also after an error or an interruption."""
         self._ended.set()
 
     def _note(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
@@ -45,9 +52,9 @@ class EndsHangs(TrainerCallback):
 
     on_step_begin = on_substep_end = on_step_end = on_prediction_step = on_evaluate = on_log = on_save = _note
 
-    def _watch(self, ended: threading.Event, path: Path, rank: str) -> None:
-        while not ended.wait(min(1.0, self._seconds / 4)):
-            if time.monotonic() - self._last > self._seconds:
+    def _watch(self, ended: threading.Event, seconds: float, path: Path, rank: str) -> None:
+        while not ended.wait(min(1.0, seconds / 4)):
+            if time.monotonic() - self._last > seconds:
                 self._end(path, rank)
 
     def _end(self, path: Path, rank: str) -> None:
