@@ -7,7 +7,7 @@ from tests.checkpoints.made import make_checkpoint
 from trl.checkpoints import wholeness
 from trl.checkpoints.wholeness import CheckpointError
 from trl.scripts.loading import checkpoint_to_resume
-from trl.scripts.report import resume_hint
+from trl.scripts.messages import resume_hint
 
 
 @pytest.fixture

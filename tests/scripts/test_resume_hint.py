@@ -10,7 +10,7 @@ from tests.checkpoints.made import make_checkpoint as checkpoint
 from tests.models.words import word_tokenizer
 from tests.tiny import tiny_model
 from trl.scripts import sft
-from trl.scripts.report import interruption, resume_hint
+from trl.scripts.messages import interruption, resume_hint
 from trl.scripts.running import run_script
 from trl.trainer.sft_trainer import SFTTrainer
 
@@ -100,7 +100,7 @@ def test_an_interruption_while_the_model_is_saved_says_how_to_go_on(run, tmp_pat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("trl.scripts.report.finish", finish)
+        patched.setattr("trl.scripts.messages.finish", finish)
         assert run(None) == 130
     assert f"Stopped after step 4 of 4, newest checkpoint {tmp_path}/out/checkpoint-4. To resume: " in caplog.text
     assert "no step was trained" not in capsys.readouterr().err

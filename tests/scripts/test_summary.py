@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.tiny_tokenizers import tiny_tokenizer
-from trl.scripts.report import finish, usage
+from trl.scripts.messages import finish, usage
 
 
 def finished_trainer(*, core=None, template=None, adapters=None, **parts):

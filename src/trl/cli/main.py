@@ -75,11 +75,8 @@ _ELSEWHERE = {
     **dict.fromkeys(("rm", "reward-modeling", "reward_modeling"), "use trl reward"),
     **dict.fromkeys(("train", "pt", "pretrain"), "use trl sft, or the method's command"),
 }
-_MODULES = {"report": "run_page"}  # scripts/report.py is what training commands print
 COMMANDS = {
-    name: Command(
-        f"trl.scripts.{_MODULES.get(name, name.replace('-', '_'))}", text, "training" if name in _TRAINING else "plain"
-    )
+    name: Command(f"trl.scripts.{name.replace('-', '_')}", text, "training" if name in _TRAINING else "plain")
     for name, text in {**_TRAINING, **_PLAIN}.items()
 }
 

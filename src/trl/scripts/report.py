@@ -1,174 +1,83 @@
-"""What a training command prints: a dry run's settings, rows and memory; after training, results and how to resume."""
+"""`trl report RUN [RUN2 …]`: what happened in runs, on one page of HTML without network."""
 
-import itertools
-from collections.abc import Iterable, Mapping
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.text import Text
+from trl.scripts.plain_parser import PlainParser
 
-from trl.checkpoints.wholeness import newest_whole
-from trl.data.rendering import Fields, ProcessingClass, text_tokenizer
-from trl.models.loading import save_dtype
-from trl.reporting.tables import open_console
-from trl.scripts.planning.state import optimizer_bytes, tensor_bytes
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
-
-Trainer = Any  # a `BaseTrainer`, whose model and data transformers declares as optional
-_MOST_TOKENS = 400  # of a sequence; of longer ones the ends are shown
-_STATES = {"trained": ("black on green", ">>{}<<"), "masked": ("dim", "{}"), "cut": ("red strike", "[[{}]]")}
-_TASKS = {
-    "ForCausalLM": "text-generation", "LMHeadModel": "text-generation",
-    "ForConditionalGeneration": "image-text-to-text", "ForSequenceClassification": "text-classification",
-    "ForTokenClassification": "token-classification",
-}  # fmt: skip
+PAUSE = 10.0  # seconds between two pages of `--watch`
 
 
-class Shown(NamedTuple):
-    """A sequence of a row: its tokens, and of each whether it is "trained" (the loss or the score depends on it),
-    "masked" or "cut" off."""
-
-    title: str
-    ids: list[int]
-    states: list[str]
-
-
-def _states(trained: Iterable[bool]) -> list[str]:
-    return ["trained" if is_trained else "masked" for is_trained in trained]
-
-
-def describe(trainer: Trainer, settings: Mapping[str, object], *, made_folder: bool) -> None:
-    """Print settings, rows and memory; remove the empty folder that the trainer made, and end its processes."""
-    if trainer.accelerator.is_main_process:
-        console = open_console(highlight=False, soft_wrap=True)
-        console.print("Settings that differ from their defaults", style="bold")
-        width = max(map(len, settings), default=0)
-        for name, value in settings.items():
-            console.print(f"  {name:<{width}}  {value}", markup=False)
-        for number, row in enumerate(itertools.islice(iter(trainer.train_dataset), 2)):
-            console.print(f"\nRow {number}", style="bold")
-            for sequence in sequences(trainer, row):
-                console.print(rendered(trainer.processing_class, sequence, colour=console.is_terminal))
-        console.print("\nMemory of one process, unsharded and without activations", style="bold")
-        parts = memory(trainer)
-        for name, size in {**parts, "together": sum(parts.values())}.items():
-            console.print(f"  {name:<{max(map(len, parts))}}  {size / 2**20:,.1f} MiB")
-        console.print(bytes_per_weight(trainer, parts))
-        console.print("\nDry run: nothing was trained or written.")
-        folder = Path(trainer.args.output_dir)
-        if made_folder and folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
-    trainer.accelerator.end_training()
+def make_parser() -> argparse.ArgumentParser:
+    """The options of `trl report`."""
+    parser = PlainParser(
+        prog="trl report",
+        usage="trl report RUN [RUN2 ...] [--html FILE] [--watch [SECONDS]]",
+        description="Show runs on a page that needs no network: settings, curves, completions with their rewards, signs "
+        "that something is wrong, time and memory. RUN is the output_dir of a run, also of one that is going on.",
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="output folders of runs")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="the page (default: report.html in the first folder)")
+    parser.add_argument(
+        "--watch", metavar="SECONDS", nargs="?", type=float, const=PAUSE,
+        help=f"write the page again every SECONDS (default: {PAUSE:g}) until the runs have ended",
+    )  # fmt: skip
+    return parser
 
 
-def sequences(trainer: Trainer, row: Fields) -> list[Shown]:
-    """The token sequences of a prepared row; none where it holds no tokens yet (images)."""
-    parts = {name: list(row[name]) for name in row if name.endswith("_input_ids") and row[name] is not None}
-    if parts:
-        title = {name: name.removesuffix("_input_ids") for name in parts}
-        trained = {name: title[name] not in ("prompt", "KL_completion") for name in parts}  # KTO's KL is a constant
-        return [Shown(title[name], ids, _states([trained[name]] * len(ids))) for name, ids in parts.items()]
-    if "input_ids" not in row:
-        return []
-    batch = trainer.data_collator([row])
-    if "labels" not in batch:  # a prompt: the completions that are trained do not exist yet
-        return [Shown("prompt", list(row["input_ids"]), _states([False] * len(row["input_ids"])))]
-    return [Shown("text", batch["input_ids"].flatten().tolist(), _states((batch["labels"] != -100).flatten().tolist()))]
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page; returns the exit status, 2 for folders without a run."""
+    options = make_parser().parse_args(argv)
+    page: Path = options.html or options.runs[0] / "report.html"
+    if not page.resolve().parent.is_dir():
+        print(f"trl report: error: {page} is in a folder that does not exist. Make the folder.", file=sys.stderr)
+        return 2
+    if options.watch is not None and options.watch <= 0:
+        print(f"trl report: error: --watch must be > 0, got {options.watch:g}.", file=sys.stderr)
+        return 2
+    from trl.scripts.pages.runs import NoRun
+
+    try:
+        written = write_page(options.runs, page, refresh=options.watch)
+        while options.watch is not None and not written:
+            time.sleep(options.watch)
+            written = write_page(options.runs, page, refresh=options.watch)
+    except NoRun as error:
+        print(f"trl report: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"trl report: interrupted. The page is {page}.", file=sys.stderr)
+        return 130
+    return 0
 
 
-def rendered(processing_class: ProcessingClass, sequence: Shown, *, colour: bool) -> Text:
-    """A sequence as text. What is trained is coloured or stands between >> and <<, what is cut off between [[ and ]]."""
-    tokenizer: Any = text_tokenizer(processing_class)
-    text = Text(f"{sequence.title} ({len(sequence.ids)} tokens, {sequence.states.count('trained')} trained): ")
-    half = _MOST_TOKENS // 2
-    cut = len(sequence.ids) > _MOST_TOKENS
-    for part in (slice(0, half), slice(-half, None)) if cut else (slice(None),):
-        pairs = zip(sequence.states[part], sequence.ids[part], strict=True)
-        for state, run in itertools.groupby(pairs, key=lambda pair: pair[0]):
-            piece = tokenizer.decode([token for _, token in run])
-            style, marks = _STATES[state]
-            text.append(piece if colour else marks.format(piece), style=style)
-        if cut and part.start == 0:
-            text.append(f" ... {len(sequence.ids) - _MOST_TOKENS} tokens ... ", style="italic")
-    return text
+def write_page(folders: Sequence[Path], page: Path, *, refresh: float | None = None) -> bool:
+    """Write the page in one piece and print what was seen; returns whether all runs have ended."""
+    from trl.scripts.pages import render
+    from trl.scripts.pages.runs import compared_settings, read_run
+
+    names = run_names(folders)
+    runs = [read_run(folder, name, share=1 / len(folders)) for folder, name in zip(folders, names, strict=True)]
+    have_ended = all(run.state.startswith("ended") for run in runs)
+    text = render(
+        "trl.scripts.pages", "run.html", runs=runs, settings=compared_settings(runs), data=[run.data for run in runs],
+        phases=list(dict.fromkeys(phase for run in runs for phase in run.seconds)),
+        refresh=None if have_ended else refresh, written=time.strftime("%Y-%m-%d %H:%M:%S"),
+    )  # fmt: skip
+    aside = page.with_name(f"{page.name}.new")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, page)
+    for run in runs:
+        print(f"{run.name} {run.state}: {', '.join(check['name'] for check in run.checks) or 'no sign of a fault'}")
+    print(f"Written: {page}")
+    return have_ended
 
 
-def memory(trainer: Trainer) -> dict[str, int]:
-    """Bytes of the weights, gradients, optimizer state and, where there is one, the reference model."""
-    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
-    parts = {
-        "weights": tensor_bytes(trainer.model.parameters()),
-        "gradients": tensor_bytes(trained),
-        f"optimizer ({trainer.args.optim.value})": optimizer_bytes(trainer.args, trained, trainer.model),
-    }
-    reference = getattr(trainer, "ref_model", None)
-    return parts if reference is None else {**parts, "reference": tensor_bytes(reference.parameters())}
-
-
-def bytes_per_weight(trainer: Trainer, parts: dict[str, int]) -> str:
-    """The bytes of a trained weight with its gradient and optimizer state, its dtype and that of the saved model."""
-    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
-    size = tensor_bytes(trained) + sum(list(parts.values())[1:3])
-    dtypes = trained[0].dtype, save_dtype(trainer.model, trainer.args.save_dtype) or trained[0].dtype
-    dtype, saved = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-    count = sum(parameter.numel() for parameter in trained)
-    return f"  {size / count:.1f} bytes for each trained weight ({dtype}; saved in {saved})"
-
-
-def finish(
-    trainer: Trainer, *, dataset_name: str | None, command: str, newest: Path | None, has_chats: bool = True
-) -> None:
-    """Save the model (and push it), and print how to use it and how to resume from the `newest` checkpoint."""
-    args = trainer.args
-    trainer.save_model(args.output_dir)
-    if args.push_to_hub:
-        trainer.push_to_hub(dataset_name=dataset_name)
-    if trainer.accelerator.is_main_process:
-        state, place = trainer.state, f"Model saved in {args.output_dir}"
-        if args.load_best_model_at_end and state.best_model_checkpoint:
-            name = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
-            place += f": that of step {state.best_global_step}, the best ({name} {state.best_metric:.4g})"
-        finished = state.global_step >= state.max_steps  # not one that a signal stopped
-        resume = resume_hint(newest, args, command=command, finished=finished)
-        print("\n".join([place, *usage(trainer, has_chats=has_chats), resume]))
-    trainer.accelerator.end_training()
-
-
-def usage(trainer: Trainer, *, has_chats: bool = True) -> list[str]:
-    """How to use the saved model: `trl chat`, or Python without chats or a chat template; adapters name their base."""
-    core, folder = trainer.scorer.core, trainer.args.output_dir
-    task = next((task for end, task in _TASKS.items() if type(core).__name__.endswith(end)), None)
-    if task is None:
-        return []
-    writes = task == "text-generation"
-    adapters = getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {})
-    base = next((f"  # an adapter of {adapter.base_model_name_or_path}" for adapter in adapters.values()), "")
-    if writes and has_chats and text_tokenizer(trainer.processing_class).chat_template:
-        return [f"  trl chat {folder}{base}"]
-    lines = ["  from transformers import pipeline", f'  model = pipeline("{task}", "{folder}"){base}']
-    return [*lines, '  print(model("Some text")[0]["generated_text"])'] if writes else lines
-
-
-def resume_hint(newest: Path | None, args: "TrainingArguments", *, command: str, finished: bool) -> str:
-    """The command that resumes a run from its `newest` checkpoint; a `finished` one needs more steps or epochs."""
-    if newest is None:
-        strategy = getattr(args.save_strategy, "value", args.save_strategy)
-        every = f", --save_steps {args.save_steps}" if strategy == "steps" else ""
-        why = f"no checkpoint was written (--save_strategy {strategy}{every})"
-        if finished:
-            return f"This run cannot be resumed: {why}. A new one can start from the model."
-        return f"It cannot be resumed: {why}. The same command starts from the beginning."
-    whole = newest_whole(str(args.output_dir), quick=True)
-    resume = "true" if whole is not None and newest.resolve() == whole.resolve() else str(newest)
-    longer = "max_steps" if args.max_steps > 0 else "num_train_epochs"
-    same = f"the same options, a larger --{longer} and" if finished else "the same options and"
-    return f"To resume: trl {command} with {same} --resume_from_checkpoint {resume}"
-
-
-def interruption(newest: Path | None, args: "TrainingArguments", *, command: str, step: int, steps: int) -> str:
-    """The message for a run that stopped after `step` of its `steps` optimiser steps."""
-    place = f"after step {step} of {steps}" if step else "before the end of the first step"
-    saved = "" if newest is None else f", newest checkpoint {newest}"
-    return f"Stopped {place}{saved}. {resume_hint(newest, args, command=command, finished=False)}"
+def run_names(folders: Sequence[Path]) -> list[str]:
+    """The names of folders; their whole paths where names are equal."""
+    names = [folder.resolve().name for folder in folders]
+    return names if len(set(names)) == len(names) else list(map(str, folders))

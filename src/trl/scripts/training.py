@@ -42,7 +42,7 @@ def train(name: str, script_args: CommandArguments, training_args: "AnyConfig", 
     from trl.reporting.trackers import check_trackers
     from trl.scripts.env import keep_freed_memory
     from trl.scripts.loading import check_output_dir, check_push, checkpoint_to_resume
-    from trl.scripts.report import describe, finish
+    from trl.scripts.messages import describe, finish
 
     if training_args.device.type == "cpu":
         keep_freed_memory()
@@ -74,7 +74,7 @@ def train(name: str, script_args: CommandArguments, training_args: "AnyConfig", 
 def reporting_interruptions(trainer: "BaseTrainer", *, command: str) -> Iterator[None]:
     """On interruption or failure say the step and how to resume. Raises: CommandError before the first step."""
     from trl.checkpoints.wholeness import CheckpointError
-    from trl.scripts.report import interruption
+    from trl.scripts.messages import interruption
     from trl.trainer.evaluation import UnknownMetric
 
     def message() -> str:

@@ -28,7 +28,7 @@ from trl.scripts.inspection import faults
 from trl.scripts.inspection.faults import Fault, RowFaults
 from trl.scripts.inspection.texts import row_parts
 from trl.scripts.inspection.tokens import ScriptCounts, ShownRow, shown_tokens
-from trl.scripts.report import sequences
+from trl.scripts.messages import sequences
 from trl.scripts.training import COMMANDS, load_inputs, rewards, rewards_or_judge
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import numpy as np
 from trl.reporting.tables import open_console
 from trl.scripts.inspection.collect import Inspection
 from trl.scripts.inspection.tokens import Token
+from trl.scripts.messages import Shown, rendered
 from trl.scripts.pages import render
-from trl.scripts.report import Shown, rendered
 
 BARS = 40
 MOST_TOKENS = 600  # of a sequence on the page; of longer ones the ends are shown

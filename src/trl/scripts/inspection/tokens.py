@@ -10,7 +10,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from trl.scripts.inspection.texts import Part
-from trl.scripts.report import Shown
+from trl.scripts.messages import Shown
 
 READ_CHARACTERS = 2_000  # of a script
 REPLACEMENT = "\ufffd"

@@ -11,7 +11,7 @@ from tests.scripts.made_runs import HOSTILE, make_run
 from tests.trainer import grpo_runs, grpo_tool_runs
 from trl.cli.main import main
 from trl.reporting.run_events import EVENTS
-from trl.scripts import run_page
+from trl.scripts import report
 from trl.scripts.pages import embedded
 from trl.scripts.pages.runs import BINS, POINTS, _turns, curves_of, histogram_over_time, read_run
 
@@ -19,7 +19,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 
 def written(*folders, page, **options):
-    run_page.write_page(folders, page, **options)
+    report.write_page(folders, page, **options)
     text = page.read_text()
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1]
     return text, json.loads(data)
@@ -106,8 +106,8 @@ def test_a_page_is_written_again_until_the_run_ends(tmp_path, monkeypatch):
         with (run / EVENTS).open("ab") as file:
             file.write(b'{"event": "end", "step": 12, "time": 13.0}\n')
 
-    monkeypatch.setattr(run_page.time, "sleep", end)
-    assert run_page.main([str(run), "--watch", "3"]) == 0
+    monkeypatch.setattr(report.time, "sleep", end)
+    assert report.main([str(run), "--watch", "3"]) == 0
     ((seconds, page),) = pages
     assert seconds == 3 and '<meta http-equiv="refresh" content="3.0">' in page and "is going on" in page
     assert '<meta http-equiv="refresh"' not in (run / "report.html").read_text()
@@ -122,7 +122,7 @@ def test_a_page_is_written_again_until_the_run_ends(tmp_path, monkeypatch):
     ],
 )
 def test_what_cannot_be_shown_is_named(options, words, tmp_path, capsys):
-    assert run_page.main([str(tmp_path), *options]) == 2
+    assert report.main([str(tmp_path), *options]) == 2
     assert words in capsys.readouterr().err
 
 
