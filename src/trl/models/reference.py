@@ -250,7 +250,9 @@ def make_reference(
             f"ref_model has a vocabulary of {theirs} tokens, the model one of {ours}. Choose a reference of the same "
             "family, or use `ref_model.resize_token_embeddings`."
         )
-    return FrozenModel(model, language_scorer(model, pad_token_id=scorer.pad_token_id, group=scorer.group))
+    of_reference = language_scorer(model, pad_token_id=scorer.pad_token_id)
+    of_reference.join(scorer.group)
+    return FrozenModel(model, of_reference)
 
 
 def choose_adapters(policy: Any, args: Any, ref_model: object = None) -> str | None:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trl.models.packed.layout import Columns, ModelBatch, ScoredPositions
-from trl.models.packed.sequence_group import SequenceGroup
 from trl.models.packed.support import packing_of
 from trl.models.parts import causal_core, logits_unsupported, prompt_learning_unsupported, replaced_forward
 from trl.models.scoring.base import ScorerBase, given_inputs
@@ -36,9 +35,7 @@ class ClassificationScorer(ScorerBase):
     (encoders) are run as they are on padded rows, which `fallbacks` says. Raises ValueError for prompt learning.
     """
 
-    def __init__(
-        self, model: nn.Module, *, pad_token_id: int = 0, packed: bool | None = None, group: SequenceGroup | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, model: nn.Module, *, pad_token_id: int = 0, packed: bool | None = None) -> None:
         core = causal_core(model)
         if core.can_generate() or core.base_model is core:
             raise TypeError(
@@ -51,7 +48,6 @@ class ClassificationScorer(ScorerBase):
         if head is not None:
             reason = logits_unsupported(core, [core.base_model], head, LogitRule())
         super().__init__(core, unsupported_reason=reason, pad_token_id=pad_token_id, packed=packed)
-        self.join(group)
 
     def score(self, model: nn.Module, batch: Columns) -> Tensor:
         """Logits `(S, C)` at the end of every sequence (row, segment or branch), in the model's dtype, with gradient.

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trl.models.packed.layout import IGNORED, Columns, Inputs, ModelBatch, labelled_positions
-from trl.models.packed.sequence_group import SequenceGroup
 from trl.models.parts import logits_unsupported
 from trl.models.scoring.causal import Scorer
 from trl.tensors.softmax_rows import LogitRule
@@ -80,16 +79,11 @@ class Seq2SeqScorer(Scorer):
         )  # fmt: skip
 
 
-def language_scorer(
-    model: nn.Module, *, pad_token_id: int = 0, packed: bool | None = None, group: SequenceGroup | None = None
-) -> Scorer:  # fmt: skip
-    """The scorer of a decoder or an encoder-decoder, with or without a value head, in a group of processes."""
+def language_scorer(model: nn.Module, *, pad_token_id: int = 0, packed: bool | None = None) -> Scorer:
+    """The scorer of a decoder or an encoder-decoder, with or without a value head."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        scorer: Scorer = Seq2SeqScorer(model, pad_token_id=pad_token_id)
-    else:
-        scorer = Scorer(model, pad_token_id=pad_token_id, packed=packed)
-    scorer.join(group)
-    return scorer
+        return Seq2SeqScorer(model, pad_token_id=pad_token_id)
+    return Scorer(model, pad_token_id=pad_token_id, packed=packed)
 
 
 def _shifted_right(core: PreTrainedModel, labels: Tensor, *, pad_token_id: int) -> Tensor:
