@@ -269,15 +269,15 @@ def _config_of(model_id: str, kwargs: LoadArguments) -> PretrainedConfig:
     return AutoConfig.from_pretrained(model_id, **{k: kwargs[k] for k in _CONFIG_KEYS if k in kwargs})
 
 
-def load_config(model_id: str, **options: Any) -> PretrainedConfig:
-    """The config of a saved model or Hub name; `options` as `AutoConfig` takes them.
+def load_config(model_id: str, options: LoadArguments) -> PretrainedConfig:
+    """The config of a saved model or Hub name; of the `options` of a model those are used that say where it is.
 
     Raises: FileNotFoundError for a name without one, and where the Hub cannot be reached.
     """
     _check_local_path(model_id)
     with loading_from_hub(model_id, "config"):
         try:
-            return AutoConfig.from_pretrained(model_id, **options)
+            return _config_of(model_id, options)
         except OSError as error:
             raise FileNotFoundError(f"'{model_id}' has no config that can be loaded: {_first_line(error)}.") from error
 

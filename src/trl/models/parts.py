@@ -41,6 +41,13 @@ def decoder_of(core: PreTrainedModel) -> nn.Module:
     return getattr(core, "model", core) if decoder is core else decoder
 
 
+def layers_of(core: PreTrainedModel) -> nn.ModuleList | None:
+    """The list of the layers of a causal model's decoder; None where it has none of that length."""
+    count = getattr(core.config.get_text_config(decoder=True), "num_hidden_layers", 0)
+    inside = (core.get_decoder() or core.base_model).children()
+    return next((part for part in inside if isinstance(part, nn.ModuleList) and len(part) == count), None)
+
+
 def check_decoder_only(core: PreTrainedModel) -> None:
     """Raise TypeError for an encoder-decoder: its logits at a position do not predict the next input token."""
     if getattr(core.config, "is_encoder_decoder", False):

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trl.models.distributed import gathered_parameters, is_sharded, reshard
-from trl.models.parts import causal_core
+from trl.models.parts import causal_core, layers_of
 from trl.models.peft import is_peft_model
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -69,13 +69,10 @@ def _before_layer(model: nn.Module, layer: int, pattern: str | None) -> list[nn.
 
 def _layer_pattern(model: nn.Module) -> str:
     core = causal_core(model)
-    count = core.config.get_text_config(decoder=True).num_hidden_layers
-    inside = list((core.get_decoder() or core.base_model).children())
-    for name, module in model.named_modules():
-        is_list = isinstance(module, nn.ModuleList) and len(module) == count
-        if is_list and any(module is child for child in inside):
-            return f"{name}.{{layer}}"
-    raise ValueError(f"{type(core).__name__} has unknown layers. Set pattern: 'model.layers.{{layer}}'.")
+    layers = layers_of(core)
+    if layers is None:
+        raise ValueError(f"{type(core).__name__} has unknown layers. Set pattern: 'model.layers.{{layer}}'.")
+    return next(f"{name}.{{layer}}" for name, module in model.named_modules() if module is layers)
 
 
 def adapter_weights(model: nn.Module) -> dict[str, str]:

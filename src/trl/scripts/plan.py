@@ -139,7 +139,8 @@ def run_for(method: str, words: list[str], gpus: int, given: "PretrainedConfig |
 def _config(name: str, model_args: Any) -> "PretrainedConfig":
     from trl.models.loading import load_config
 
-    config = load_config(name, revision=model_args.model_revision, trust_remote_code=model_args.trust_remote_code)
+    options = {"revision": model_args.model_revision, "trust_remote_code": model_args.trust_remote_code}
+    config = load_config(name, options)
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"'{name}' is an encoder-decoder, which is not planned. Give a decoder.")
     return config

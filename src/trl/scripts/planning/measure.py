@@ -4,7 +4,7 @@ Two copies differ by one layer of one kind; what grows from one to the other gro
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from trl.methods.method import Method, Scoring, Step
 from trl.models.packed.layout import Inputs
 from trl.models.packed.small_copy import keep_layers, layer_kinds
 from trl.models.packed.support import packing_of
-from trl.models.parts import causal_core, decoder_of, embedded_tokens
+from trl.models.parts import causal_core, embedded_tokens, layers_of
 from trl.models.scoring.causal import Scorer
 from trl.models.switches import enable_gradient_checkpointing, holding
 from trl.reporting.metrics import Processes
@@ -33,7 +33,6 @@ FORWARD, HEAD, LAST_LAYER, MIDDLE, FIRST_LAYER = (
 )  # fmt: skip
 UPDATE, GENERATION = "optimiser step", "generation"
 
-
 _LOGITS = 3  # copies of logits of which a token is chosen
 _STASHED = 5  # layers whose inputs are on their way to CPU memory
 
@@ -43,11 +42,6 @@ class Bytes(NamedTuple):
 
     gradients: float
     activations: float
-
-    @property
-    def total(self) -> float:
-        """Both."""
-        return self.gradients + self.activations
 
 
 class Rollouts(NamedTuple):
@@ -170,7 +164,7 @@ def _generation(probe: Probe, core: PreTrainedModel, scorer: Scorer) -> float:
         else:
             per_token, per_row = cache_bytes(core).values()
     if fused_unsupported(core, dtype) is None:
-        parts: list[Any] = [*_layers(core), core.get_output_embeddings()]
+        parts: list[Any] = [*(layers_of(core) or []), core.get_output_embeddings()]
         matrices = [x.weight for part in parts for x in part.modules() if isinstance(x, nn.Linear)]
         copies = sum(matrix.numel() * (dtype or matrix.dtype).itemsize for matrix in matrices)
     vocabulary = embedded_tokens(core)
@@ -203,7 +197,7 @@ def _sizes_of(*, on_cpu: bool) -> Iterator[None]:
 @contextmanager
 def _phases(core: PreTrainedModel, live: LiveBytes) -> Iterator[None]:
     """Begin the phases of a forward and backward pass where the model's layers do."""
-    layers = _layers(core)
+    layers = layers_of(core) or []
     handles = []
 
     def after(number: int) -> Callable[..., None]:
@@ -227,10 +221,3 @@ def _phases(core: PreTrainedModel, live: LiveBytes) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _layers(core: PreTrainedModel) -> Sequence[nn.Module]:
-    """The decoder's layers; none where they are not found."""
-    count = getattr(core.config.get_text_config(), "num_hidden_layers", 0)
-    lists = [module for module in decoder_of(core).modules() if isinstance(module, nn.ModuleList)]
-    return next(([*layers] for layers in lists if len(layers) == count), [])

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from trl.models.parts import causal_core
+from trl.models.parts import causal_core, layers_of
 from trl.models.peft import get_peft_config, peft_module_casting_to_bf16, prepare_peft_model, resolve_dtype
 from trl.models.residuals import to_bfloat16
 from trl.models.switches import disable_dropout_in_model
@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 
 
 class PolicyBytes(NamedTuple):
-    """Weights of a policy: `dense`, as they are measured, are larger than those kept where these are quantised."""
+    """Weights of a policy, as they are kept: quantised ones are smaller than those that are measured."""
 
     count: int
     kept: float
-    dense: float
     trained: list[nn.Parameter]
     largest: float  # matrix that is dense while it is used
     unit: float  # weights that are gathered at once where they are sharded: two layers, embeddings and head
@@ -91,17 +90,16 @@ def policy_bytes(model: nn.Module, model_args: "ModelConfig") -> PolicyBytes:
     """The bytes of a policy that is there as a whole."""
     core: Any = causal_core(model)
     parameters = [*model.parameters()]
-    dense = tensor_bytes(parameters) + tensor_bytes(model.buffers())
-    kept, largest = float(dense), 0.0
+    kept, largest = float(tensor_bytes(parameters) + tensor_bytes(model.buffers())), 0.0
     if is_quantized(model_args):
         bits, nested = (4 if model_args.load_in_4bit else 8), model_args.use_bnb_nested_quant
         for matrix in matrices_of(core):
             kept += quantized_bytes(matrix.weight, bits=bits, nested=nested) - matrix.weight.nbytes
             largest = max(largest, matrix.weight.nbytes)
-    layers = [module for module in core.modules() if isinstance(module, nn.ModuleList)]
-    in_layers = {id(x) for layer in layers[:1] for x in layer.parameters()}
-    first = tensor_bytes(layers[0][0].parameters()) if layers and len(layers[0]) else 0
+    layers = layers_of(core) or nn.ModuleList()
+    in_layers = {id(x) for x in layers.parameters()}
+    first = tensor_bytes(layers[0].parameters()) if len(layers) else 0
     outside = tensor_bytes(x for x in core.parameters() if id(x) not in in_layers)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     count = sum(parameter.numel() for parameter in parameters)
-    return PolicyBytes(count, kept, dense, trained, largest, 2 * first + outside)
+    return PolicyBytes(count, kept, trained, largest, 2 * first + outside)

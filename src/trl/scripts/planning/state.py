@@ -39,7 +39,8 @@ def optimizer_bytes(args: "TrainingArguments", trained: Sequence[Tensor], model:
     """Bytes of the optimiser's state, by what it keeps for one matrix of 256 x 256 after a step."""
     if not trained:
         return 0
-    probe = nn.Parameter(torch.zeros(256, 256, dtype=trained[0].dtype))
+    device = "cpu" if trained[0].is_meta else trained[0].device  # where 8-bit optimisers have their kernels
+    probe = nn.Parameter(torch.zeros(256, 256, dtype=trained[0].dtype, device=device))
     optimizer = make_optimizer(args, [probe], model)
     if optimizer is None:
         return 0
