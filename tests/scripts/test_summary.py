@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.tiny_tokenizers import tiny_tokenizer
-from trl.scripts.messages import finish, usage
+from trl.scripts.messages import finish, usage, usage_of
 
 
 def finished_trainer(*, core=None, template=None, adapters=None, **parts):
@@ -38,6 +38,8 @@ def test_a_model_is_shown_in_use():
     ]
     made["core"] = LlamaForSequenceClassification()
     assert usage(finished_trainer(**made, template=chat))[1:] == ['  model = pipeline("text-classification", "out")']
+    of_steps = usage_of("out", "LlamaForTokenClassification", chats=True)  # on the page of `trl report`
+    assert of_steps[1:] == ['model = pipeline("token-classification", "out")']
 
 
 @pytest.mark.parametrize(("best", "stopped"), [(False, False), (True, False), (False, True)])

@@ -138,17 +138,23 @@ def finish(
 
 def usage(trainer: Trainer, *, has_chats: bool = True) -> list[str]:
     """How to use the saved model: `trl chat`, or Python without chats or a chat template; adapters name their base."""
-    core, folder = trainer.scorer.core, trainer.args.output_dir
-    task = next((task for end, task in _TASKS.items() if type(core).__name__.endswith(end)), None)
+    adapters = getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {})
+    base = next((f"  # an adapter of {adapter.base_model_name_or_path}" for adapter in adapters.values()), "")
+    chats = has_chats and bool(text_tokenizer(trainer.processing_class).chat_template)
+    lines = usage_of(trainer.args.output_dir, type(trainer.scorer.core).__name__, chats=chats, base=base)
+    return [f"  {line}" for line in lines]
+
+
+def usage_of(folder: str | Path, architecture: str, *, chats: bool, base: str = "") -> list[str]:
+    """How to use a saved model of an architecture; none for one without a pipeline. `base` is a comment on its adapter."""
+    task = next((task for end, task in _TASKS.items() if architecture.endswith(end)), None)
     if task is None:
         return []
     writes = task == "text-generation"
-    adapters = getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {})
-    base = next((f"  # an adapter of {adapter.base_model_name_or_path}" for adapter in adapters.values()), "")
-    if writes and has_chats and text_tokenizer(trainer.processing_class).chat_template:
-        return [f"  trl chat {folder}{base}"]
-    lines = ["  from transformers import pipeline", f'  model = pipeline("{task}", "{folder}"){base}']
-    return [*lines, '  print(model("Some text")[0]["generated_text"])'] if writes else lines
+    if writes and chats:
+        return [f"trl chat {folder}{base}"]
+    lines = ["from transformers import pipeline", f'model = pipeline("{task}", "{folder}"){base}']
+    return [*lines, 'print(model("Some text")[0]["generated_text"])'] if writes else lines
 
 
 def resume_hint(newest: Path | None, args: "TrainingArguments", *, command: str, finished: bool) -> str:

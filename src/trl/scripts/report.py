@@ -62,7 +62,7 @@ def write_page(folders: Sequence[Path], page: Path, *, refresh: float | None = N
 
     names = run_names(folders)
     runs = [read_run(folder, name, share=1 / len(folders)) for folder, name in zip(folders, names, strict=True)]
-    have_ended = all(run.state.startswith("ended") for run in runs)
+    have_ended = all(run.has_ended for run in runs)
     text = render(
         "trl.scripts.pages", "run.html", runs=runs, settings=compared_settings(runs), data=[run.data for run in runs],
         phases=list(dict.fromkeys(phase for run in runs for phase in run.seconds)),

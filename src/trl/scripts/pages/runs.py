@@ -12,6 +12,7 @@ from typing import Any
 from trl.checkpoints.wholeness import checkpoints_in, newest_whole
 from trl.reporting.run_events import EVENTS, Event, events_in, parts_in, read_part
 from trl.reporting.run_lines import duration
+from trl.scripts.messages import usage_of
 
 Json = dict[str, Any]
 POINTS = 1_000  # of a curve
@@ -35,7 +36,7 @@ class RunPage:
     name: str
     folder: str
     start: Event
-    last_step: int
+    has_ended: bool
     state: str
     checks: list[Event]
     figures: dict[str, str]
@@ -70,11 +71,11 @@ def read_run(folder: Path, name: str, *, share: float = 1.0) -> RunPage:
     seconds: Counter[str] = Counter()
     for event in logs:
         seconds.update(event["seconds"])
-    ended = events[-1]["event"] == "end"
+    has_ended = events[-1]["event"] == "end"
     last, steps = events[-1]["step"], starts[-1]["steps"]
-    state = "ended" if ended else "is going on, or was stopped,"
+    state = "ended" if has_ended else "is going on, or was stopped,"
     page = RunPage(
-        name, str(folder), starts[-1], last, f"{state} after step {last:,} of {steps:,}",
+        name, str(folder), starts[-1], has_ended, f"{state} after step {last:,} of {steps:,}",
         [event for event in events if event["event"] == "check"], figures_of(events, starts, logs), dict(seconds),
         [path.name for path in checkpoints_in(folder)], advice_of(folder, starts[-1]),
         {}, [histogram_over_time(rollouts, kind) for kind in ("rewards", "lengths")] if rollouts else [], [], [],
@@ -112,9 +113,8 @@ def advice_of(folder: Path, start: Event) -> list[str]:
     if whole is None:
         return []
     resume = f"the command of the run with --resume_from_checkpoint {whole}"
-    scores = start["method"] in ("Reward", "Reward Modeling", "PRM")
-    use = f'AutoModelForSequenceClassification.from_pretrained("{whole}")' if scores else f"trl chat {whole}"
-    return [f"To resume: {resume}", f"To use: {use}"]
+    use = usage_of(whole, start.get("architecture", ""), chats=start.get("chats", False))
+    return [f"To resume: {resume}", *(f"To use: {line}" for line in use)]
 
 
 def curves_of(logs: Sequence[Event], size: int, notes: list[str]) -> Json:
@@ -145,17 +145,16 @@ def _thinned(points: Sequence[tuple[int, float | None]], stride: int) -> Json:
 
 def histogram_over_time(rollouts: Sequence[Event], kind: str) -> Json:
     """How often each of `BINS` ranges of values was seen in each of `TIMES` ranges of steps, at most."""
-    every = [value for event in rollouts for value in event[kind] if _known(value) is not None]
-    low, high = (min(every), max(every)) if every else (0.0, 0.0)
-    width = (high - low) / BINS or 1.0
     stride = math.ceil(len(rollouts) / TIMES)
     parts = [rollouts[at : at + stride] for at in range(0, len(rollouts), stride)]
-    counts = []
-    for part in parts:
-        column = [0] * BINS
-        for value in (value for event in part for value in event[kind] if _known(value) is not None):
-            column[min(int((value - low) / width), BINS - 1)] += 1
-        counts.append(column)
+    columns = [[value for event in part for value in event[kind] if _known(value) is not None] for part in parts]
+    every = [value for column in columns for value in column]
+    low, high = (min(every), max(every)) if every else (0.0, 0.0)
+    width = (high - low) / BINS or 1.0
+    counts = [[0] * BINS for _ in columns]
+    for column, of_bins in zip(columns, counts, strict=True):
+        for value in column:
+            of_bins[min(int((value - low) / width), BINS - 1)] += 1
     return {"kind": kind, "low": low, "high": high, "steps": [part[-1]["step"] for part in parts], "counts": counts}
 
 
@@ -223,7 +222,7 @@ def _turns(text: str) -> list[Json] | str:
         ]
         said = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
         names = [f"{call.get('name')}({json.dumps(call.get('arguments'), ensure_ascii=False)})" for call in calls]
-        turns.append({"role": str(message.get("role", "?")), "text": _cut(said), "calls": list(map(_cut, names))})
+        turns.append({"role": str(message["role"]), "text": _cut(said), "calls": list(map(_cut, names))})
     return turns
 
 

@@ -62,7 +62,8 @@ class RunReport(TrainerCallback):
         settings = changed_settings(args) if self.settings is None else self.settings
         self._write(
             "start", step, run=trainer.runs.name, method=trainer._name, settings=dict(settings), steps=state.max_steps,
-            model=getattr(trainer.scorer.core.config, "_name_or_path", ""), data=data_facts(trainer),
+            model=getattr(trainer.scorer.core.config, "_name_or_path", ""), architecture=type(trainer.scorer.core).__name__,
+            chats=bool(getattr(trainer._tokenizer, "chat_template", None)), data=data_facts(trainer),
             parameters=[sum(p.numel() for p in trainer.model.parameters() if p.requires_grad or is_all) for is_all in (0, 1)],
             processes=args.world_size, device=_device(args.device),
             versions={"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
