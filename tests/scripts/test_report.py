@@ -4,8 +4,11 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tests.scripts.made_runs import HOSTILE, make_run
 from tests.trainer import grpo_runs, grpo_tool_runs
@@ -44,6 +47,20 @@ def test_two_runs_are_on_a_page_and_what_they_say_is_text(tmp_path):
     assert plain["logps"][-1] == 990 and 0 <= min(plain["logps"]) < 80  # tenths of a nat; not a number: the least
     assert sum(map(sum, one["histograms"][0]["counts"])) == 12 * 16 and one["rows"]["counts"] == [3, 9, 1]
     assert "60 %" in text and "1.00 GiB" in text and "Left out" not in text
+
+
+def test_reading_a_run_needs_no_torch(tmp_path):
+    folder = make_run(tmp_path / "run")
+    checkpoint = folder / "checkpoint-3"
+    checkpoint.mkdir()
+    save_file({"a": np.zeros(1, np.float32)}, checkpoint / "model.safetensors")
+    for name in ("trainer_state.json", "optimizer.safetensors", "scheduler.json", "rng_state.json"):
+        (checkpoint / name).write_text("{}")
+    code = (
+        "import sys; from trl.cli.main import main; status = main(sys.argv[1:])\n"
+        "assert not status and not {'torch', 'transformers', 'datasets'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code, "report", str(folder)], check=True)
 
 
 @pytest.mark.parametrize("text", ['[{"a": 1}]', "[{", '[{"role": "user", "tool_calls": 3}, 4]'])

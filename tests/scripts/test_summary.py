@@ -3,7 +3,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.tiny_tokenizers import tiny_tokenizer
-from trl.scripts.messages import finish, usage, usage_of
+from trl.reporting.usage import usage_of
+from trl.scripts.messages import finish, usage
 
 
 def finished_trainer(*, core=None, template=None, adapters=None, **parts):

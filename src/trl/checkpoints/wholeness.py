@@ -11,11 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from trl.options.checks import Settings
+if TYPE_CHECKING:
+    from trl.options.checks import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +102,7 @@ def _sum(path: Path) -> tuple[int, str]:
     return size, content.hexdigest()
 
 
-def read_manifest(folder: Path) -> Settings:
+def read_manifest(folder: Path) -> "Settings":
     """The manifest that `publish` wrote; empty where there is nothing that can be read."""
     try:
         return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -214,7 +216,7 @@ def unreadable(file: Path) -> str | None:
         if file.suffix == ".json":
             json.loads(file.read_text(encoding="utf-8"))
         elif file.suffix == ".safetensors":
-            with safe_open(file, "pt"):
+            with safe_open(file, "np"):
                 return None
         elif file.suffix in (".pt", ".pth", ".bin"):
             zipfile.ZipFile(file).close()

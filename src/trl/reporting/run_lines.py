@@ -12,6 +12,8 @@ from transformers import PrinterCallback, ProgressCallback, TrainerState, Traini
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import has_length
 
+from trl.reporting.tables import duration
+
 try:
     import resource
 except ImportError:  # Windows
@@ -45,20 +47,6 @@ def short_number(value: float) -> str:
         if value >= size:
             return f"{value / size:.{1 if value < 100 * size else 0}f}{unit}"
     return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
-
-
-def duration(seconds: float) -> str:
-    """A time in hours, minutes or seconds.
-
-    >>> duration(8), duration(75), duration(7_500)
-    ('8s', '1m15s', '2h05m')
-    """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
 def peak_memory() -> float:

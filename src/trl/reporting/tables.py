@@ -100,3 +100,17 @@ def _part(part: object) -> str:
     if isinstance(part, dict):
         return part["text"] if part.get("type") == "text" else f"<{part.get('type', 'part')}>"
     return str(part)
+
+
+def duration(seconds: float) -> str:
+    """A time in hours, minutes or seconds.
+
+    >>> duration(8), duration(75), duration(7_500)
+    ('8s', '1m15s', '2h05m')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

@@ -11,6 +11,7 @@ from trl.checkpoints.wholeness import newest_whole
 from trl.data.rendering import Fields, ProcessingClass, text_tokenizer
 from trl.models.loading import save_dtype
 from trl.reporting.tables import open_console
+from trl.reporting.usage import usage_of
 from trl.scripts.planning.state import optimizer_bytes, tensor_bytes
 
 if TYPE_CHECKING:
@@ -19,11 +20,6 @@ if TYPE_CHECKING:
 Trainer = Any  # a `BaseTrainer`, whose model and data transformers declares as optional
 _MOST_TOKENS = 400  # of a sequence; of longer ones the ends are shown
 _STATES = {"trained": ("black on green", ">>{}<<"), "masked": ("dim", "{}"), "cut": ("red strike", "[[{}]]")}
-_TASKS = {
-    "ForCausalLM": "text-generation", "LMHeadModel": "text-generation",
-    "ForConditionalGeneration": "image-text-to-text", "ForSequenceClassification": "text-classification",
-    "ForTokenClassification": "token-classification",
-}  # fmt: skip
 
 
 class Shown(NamedTuple):
@@ -143,18 +139,6 @@ def usage(trainer: Trainer, *, has_chats: bool = True) -> list[str]:
     chats = has_chats and bool(text_tokenizer(trainer.processing_class).chat_template)
     lines = usage_of(trainer.args.output_dir, type(trainer.scorer.core).__name__, chats=chats, base=base)
     return [f"  {line}" for line in lines]
-
-
-def usage_of(folder: str | Path, architecture: str, *, chats: bool, base: str = "") -> list[str]:
-    """How to use a saved model of an architecture; none for one without a pipeline. `base` is a comment on its adapter."""
-    task = next((task for end, task in _TASKS.items() if architecture.endswith(end)), None)
-    if task is None:
-        return []
-    writes = task == "text-generation"
-    if writes and chats:
-        return [f"trl chat {folder}{base}"]
-    lines = ["from transformers import pipeline", f'model = pipeline("{task}", "{folder}"){base}']
-    return [*lines, 'print(model("Some text")[0]["generated_text"])'] if writes else lines
 
 
 def resume_hint(newest: Path | None, args: "TrainingArguments", *, command: str, finished: bool) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 
 from trl.checkpoints.wholeness import checkpoints_in, newest_whole
 from trl.reporting.run_events import EVENTS, Event, events_in, parts_in, read_part
-from trl.reporting.run_lines import duration
-from trl.scripts.messages import usage_of
+from trl.reporting.tables import duration
+from trl.reporting.usage import usage_of
 
 Json = dict[str, Any]
 POINTS = 1_000  # of a curve
