@@ -8,22 +8,27 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from functools import cache
+from itertools import product
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
 from examples.small_model import built_in, train_tokenizer
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, ModelConfig, SFTConfig, SFTTrainer
+import trl
+from trl import ModelConfig
 from trl.models.peft import get_peft_config
 from trl.scripts.planning.live_bytes import LiveBytes
 from trl.scripts.planning.plan import Run, plan_of
-from trl.scripts.planning.policy import weights_dtype
+from trl.scripts.planning.policy import meta_model, weights_dtype
 from trl.scripts.planning.state import Sharding
+from trl.scripts.training import COMMANDS
+from trl.trainer.grpo_config import RolloutTraining
 
-WORD = "apples"  # one token
+WORDS = ("apples", "the", "of", "and")  # a token each
+METHODS = ("sft", "dpo", "grpo", "rloo", "reward", "prm", "gkd", "distillation", "online-dpo", "nash-md", "xpo")
 
 
 def llama(vocabulary: int, width: int, layers: int, **fields: Any) -> LlamaConfig:
@@ -63,15 +68,29 @@ def run_of(method: str, shape: Shape, folder: str) -> Run:
     half, rows = shape.length // 2, shape.args["per_device_train_batch_size"]
     fixed = {"max_steps": 2, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
     fixed |= {"learning_rate": 1e-4, **shape.args}
-    args: Any
-    if method == "grpo":
-        limits = {"max_prompt_length": half, "max_completion_length": half, "num_generations": rows}
-        args = GRPOConfig(folder, beta=0.04 if shape.model or rows == 4 else 0.0, **limits, **fixed)
-    elif method == "dpo":
-        args = DPOConfig(folder, max_length=shape.length, max_prompt_length=half, **fixed)
-    else:
-        args = SFTConfig(folder, max_length=shape.length, **fixed)
-    return Run(method, shape.config, args, ModelConfig("model", **shape.model), Sharding())
+    frozen = {}
+    kind = getattr(trl, f"{COMMANDS[method].prefix}Config")
+    samples = issubclass(kind, RolloutTraining)
+    if "teacher_top_k" in kind.__dataclass_fields__:
+        frozen = {"teacher": llama(shape.config.vocab_size, 128, 4)}
+    fixed |= {"max_prompt_length": half} if samples else {"max_length": shape.length}
+    if samples or method == "prm":
+        fixed |= {"max_completion_length": half}
+    if method in ("grpo", "rloo"):
+        fixed |= {"num_generations": rows, "beta": 0.04 if shape.model or rows == 4 else 0.0}
+    if method in ("dpo", "prm"):
+        fixed |= {"max_prompt_length": half}
+    if method == "gkd":
+        fixed |= {"max_new_tokens": half, "lmbda": 1.0 if shape.model else 0.0}
+    args: Any = kind(folder, **fixed)
+    return Run(method, shape.config, args, ModelConfig("model", **shape.model), Sharding(), frozen)
+
+
+def with_numbers(config: PretrainedConfig, dtype: torch.dtype, classifier: Any = None) -> Any:
+    """A model with this config, or a classifier of this kind."""
+    model = meta_model(config, dtype, classifier).to_empty(device="cpu")
+    model.init_weights()
+    return model
 
 
 @cache
@@ -80,28 +99,42 @@ def tokenizer() -> Any:
     return train_tokenizer(built_in(), vocabulary=512)
 
 
+def _numbers(completions: list[str], **_: object) -> list[float]:
+    return [number % 3.0 for number in range(len(completions))]
+
+
 def live_peak(run: Run) -> int:
     """The most bytes in the run; rows have the run's greatest lengths."""
     prompt, completion = run.lengths
-    tokens = [9] * run.lengths.row
-    kind: Any
+    planned, tokens = run.planned, [9] * run.lengths.row
     others: dict[str, Any] = {}
-    if run.method == "sft":
-        kind, row = SFTTrainer, {"input_ids": tokens}
+    row: dict[str, Any] = {"input_ids": tokens}
+    if planned.samples:
+        others = {"reward_funcs": _numbers} if run.method != "distillation" else {}
+    elif run.method == "reward":
+        row = {"chosen_input_ids": tokens, "rejected_input_ids": [*tokens[:prompt], 8, *tokens[prompt + 1 :]]}
+    elif run.method == "prm":
+        row |= {"labels": [1 if place % 16 == 15 else -100 for place in range(len(tokens))]}
+    elif run.method == "gkd":
+        row |= {
+            "completion_mask": [int(vars(run.args)["lmbda"] == 0 or place >= prompt) for place in range(len(tokens))]
+        }
     elif run.method == "dpo":
-        kind, row = DPOTrainer, {"prompt_input_ids": tokens[:prompt]}
+        row = {"prompt_input_ids": tokens[:prompt]}
         row |= dict.fromkeys(("chosen_input_ids", "rejected_input_ids"), tokens[:completion])
-    else:
-        kind, row = GRPOTrainer, {"prompt": " ".join([WORD] * prompt)}
-        others = {"reward_funcs": lambda completions, **_: [float(n % 3) for n in range(len(completions))]}
-    model = AutoModelForCausalLM.from_config(run.config, dtype=weights_dtype(run.config, run.args, run.model_args))
-    trainer = kind(
-        model, args=run.args, train_dataset=Dataset.from_list([row] * 16), peft_config=get_peft_config(run.model_args),
-        processing_class=tokenizer(), **others,
+    if "teacher" in run.frozen:
+        others["teacher_model"] = with_numbers(run.frozen["teacher"], torch.float32)
+    rows = [row] * 16
+    if planned.samples:  # equal prompts are laid out once
+        rows = [{"prompt": " ".join([*pair, *[WORDS[0]] * (prompt - 2)])} for pair in product(WORDS, WORDS)]
+    dtype = weights_dtype(run.config, run.args, run.model_args)
+    trainer = getattr(trl, f"{COMMANDS[run.method].prefix}Trainer")(
+        model=with_numbers(run.config, dtype, planned.classifier), args=run.args, train_dataset=Dataset.from_list(rows),
+        peft_config=get_peft_config(run.model_args), processing_class=tokenizer(), **others,
     )  # fmt: skip
     gc.collect()
     live = LiveBytes()
-    for module in (trainer.model, getattr(trainer.reference, "module", None)):
+    for module in (trainer.model, getattr(trainer.reference, "module", None), others.get("teacher_model")):
         if isinstance(module, torch.nn.Module):
             live.add([*module.parameters(), *module.buffers()])
     with live:
@@ -110,13 +143,13 @@ def live_peak(run: Run) -> int:
 
 
 def main() -> None:
-    for method in sys.argv[1:] or ("sft", "dpo", "grpo"):
+    for method in sys.argv[1:] or METHODS:
         for name, shape in SHAPES.items():
             with tempfile.TemporaryDirectory() as folder:
                 run = run_of(method, shape, folder)
                 planned, peak = plan_of(run), live_peak(run)
             error = planned.peak / peak - 1
-            print(f"{method:5} {name:10} {peak / 1e6:8.2f} MB {error:+.2%}  {planned.phase}", flush=True)
+            print(f"{method:12} {name:10} {peak / 1e6:8.2f} MB {error:+.2%}  {planned.phase}", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+
+from trl.cli.main import COMMANDS
+from trl.reporting.tables import open_console
 from trl.scripts.plain_parser import PlainParser, unknown_arguments
 
 if TYPE_CHECKING:
@@ -13,9 +17,11 @@ if TYPE_CHECKING:
 
     from trl.scripts.planning.plan import Plan, Run
 
-METHODS = ("sft", "dpo", "orpo", "cpo", "kto", "bco", "grpo", "rloo")
+METHODS = tuple(
+    name for name, command in COMMANDS.items() if command.kind == "training" and name not in ("gold", "teach")
+)
 _MODELS = {"ref_model_name_or_path": "reference", "teacher_model_name_or_path": "teacher",
-    "reward_model_name_or_path": "reward model"}  # fmt: skip
+    "reward_model_name_or_path": "reward model", "reward_model_path": "reward model"}  # fmt: skip
 
 
 def make_parser() -> PlainParser:
@@ -40,18 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     arguments = list(sys.argv[1:] if argv is None else argv)
     options, rest = parser.parse_known_args(arguments)
+    options.method = options.method.replace("_", "-")
     if options.method not in METHODS:
         unknown = unknown_arguments(rest, [action.dest for action in parser._actions])
         parser.error("\n".join(unknown) or f"METHOD must be one of {', '.join(METHODS)}, got {options.method!r}.")
     try:
         with reporting_input_errors():
-            run, memory = run_for(options.method, rest, options.gpus), _memory(options.memory)
+            run = run_for(options.method, rest, options.gpus)
             with notes_shown():
-                made = _planned(run, memory, levers=not options.no_levers)
+                made = _planned(run, options.memory, levers=not options.no_levers)
     except CommandError as error:
         return report(parser.prog, error)
-    from trl.scripts.planning.page import print_plan
-
     print_plan(made)
     return int(made.fits is False)
 
@@ -72,6 +77,7 @@ def plan(
         >>> trl.plan(small, max_length=128, use_cpu=True).parts["weights"]  # doctest: +SKIP
         16679424.0
     """
+    method = method.replace("_", "-")
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
     given = None if isinstance(config, (str, Path)) else config
@@ -82,22 +88,16 @@ def plan(
     for name, value in options.items():
         values = value if isinstance(value, (list, tuple)) else [value]
         words += [f"--{name}", *(str(item).lower() if isinstance(item, bool) else str(item) for item in values)]
-    return _planned(run_for(method, words, gpus, given), _memory(memory), levers=levers)
+    return _planned(run_for(method, words, gpus, given), memory, levers=levers)
 
 
-def _memory(text: str | None) -> float | None:
-    from trl.scripts.planning.plan import memory_of
-
-    return None if text is None else memory_of(text)
-
-
-def _planned(run: "Run", memory: float | None, *, levers: bool) -> "Plan":
+def _planned(run: "Run", memory: str | None, *, levers: bool) -> "Plan":
     from trl.scripts.planning.levers import levers_of, with_fits
-    from trl.scripts.planning.plan import plan_of
+    from trl.scripts.planning.plan import memory_of, plan_of
 
-    made = plan_of(run)
-    if memory is not None:
-        made = with_fits(made, run, memory)
+    size, made = None if memory is None else memory_of(memory), plan_of(run)
+    if size is not None:
+        made = with_fits(made, run, size)
     return replace(made, levers=levers_of(made, run)) if levers else made
 
 
@@ -130,7 +130,11 @@ def run_for(method: str, words: list[str], gpus: int, given: "PretrainedConfig |
         raise ValueError("model_name_or_path is missing. Give the folder of a model, or its name on the Hub.")
     config = _config(str(model_args.model_name_or_path), model_args) if given is None else given
     options = {**vars(script_args), **vars(args)}
-    frozen = {what: _config(str(options[name]), model_args) for name, what in _MODELS.items() if options.get(name)}
+    frozen = {
+        what: _config(str(options[name]), model_args)
+        for name, what in _MODELS.items()
+        if options.get(name) not in (None, getattr(type(args), name, None))  # RLOO names a model that it does not load
+    }
     if "teacher" in frozen and options.get("teacher_model_server_url"):
         del frozen["teacher"]
     return Run(method, config.get_text_config(), args, model_args, sharding, frozen)
@@ -144,3 +148,48 @@ def _config(name: str, model_args: Any) -> "PretrainedConfig":
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"'{name}' is an encoder-decoder, which is not planned. Give a decoder.")
     return config
+
+
+def size_of(number: float) -> str:
+    """Bytes in a unit that leaves few digits."""
+    unit, name = next((pair for pair in ((2**30, "GiB"), (2**20, "MiB")) if number >= pair[0] / 10), (2**10, "KiB"))
+    return f"{number / unit:,.1f} {name}"
+
+
+def parts_table(plan: "Plan") -> Table:
+    """The parts of the memory at the peak, and their sum."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    for name, size in plan.parts.items():
+        later = name == "gradients" and plan.gradients > 1.01 * size
+        table.add_row(name, size_of(size), f"  {size_of(plan.gradients)} after the backward pass" if later else "")
+    table.add_row("together", size_of(plan.peak), style="bold")
+    return table
+
+
+def print_plan(plan: "Plan") -> None:
+    """Print what is planned, the memory of a device, what fits, and the levers."""
+    console = open_console(highlight=False, soft_wrap=True)
+    sharing, rows = plan.sharding, "row" if plan.rows == 1 else "rows"
+    over = f"{sharing.devices} GPUs with {sharing.name}" if sharing.devices > 1 else sharing.name
+    tokens = f"{plan.lengths.row:,} tokens"
+    console.print(f"{plan.method}, {plan.weights / 1e6:,.0f} million weights, {over}", style="bold")
+    console.print(f"Micro-batches of {plan.rows} {rows} of {tokens}; the peak is in the {plan.phase}.\n")
+    console.print(parts_table(plan))
+    if plan.on_host:
+        console.print(f"Beside it {size_of(plan.on_host)} in CPU memory.")
+    if plan.memory is not None:
+        verdict = "It fits" if plan.fits else "It does not fit"
+        console.print(
+            f"\n{verdict} in {size_of(plan.memory)}. The largest that fit, each with all else as it is:", style="bold"
+        )
+        for name, number in (("rows of a micro-batch", plan.largest_batch), ("tokens of a row", plan.largest_length)):
+            console.print(f"  {name:<22} {f'{number:,}' if number else 'none'}")
+    if plan.levers:
+        console.print("\nLevers, each alone", style="bold")
+        width = max(len(lever.name) for lever in plan.levers)
+        for lever in plan.levers:
+            console.print(f"  {lever.name:<{width}} {size_of(lever.frees):>10}  {lever.setting}", markup=False)
+    console.print("\nNot counted: the driver's context, NCCL and fragmentation (1 to 2 GiB of a GPU).")

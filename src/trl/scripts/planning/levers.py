@@ -26,7 +26,7 @@ def with_fits(plan: Plan, run: Run, memory: float) -> Plan:
 
 def with_length(run: Run, tokens: int) -> Run:
     """The run with rows of so many tokens; completions change where the policy samples them."""
-    if run.rollouts is not None or hasattr(run.args, "num_generations"):
+    if run.planned.samples:
         prompt = min(run.lengths.prompt, tokens // 2)
         return run.changed(max_prompt_length=prompt, max_completion_length=max(1, tokens - prompt))
     return run.changed(max_length=tokens)
@@ -59,14 +59,14 @@ def _changes(run: Run) -> Iterator[tuple[str, str, Run]]:
     model, deepspeed = run.model_args, run.sharding.name.startswith("ZeRO")
     if run.rows > 1:
         steps = run.rows * args.gradient_accumulation_steps
-        setting = f"--per_device_train_batch_size 1 --gradient_accumulation_steps {steps}"
+        smaller = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps}
         yield (
             "smaller micro-batches",
-            setting,
-            run.changed(per_device_train_batch_size=1, gradient_accumulation_steps=steps),
+            " ".join(f"--{name} {size}" for name, size in smaller.items()),
+            run.changed(**smaller),
         )
     half = with_length(run, run.lengths.row // 2)
-    limit = "max_completion_length" if hasattr(args, "num_generations") else "max_length"
+    limit = "max_completion_length" if run.planned.samples else "max_length"
     yield "rows of half the length", f"--{limit} {getattr(half.args, limit)}", half
     if not args.gradient_checkpointing:
         yield "gradient checkpointing", "--gradient_checkpointing true", run.changed(gradient_checkpointing=True)
@@ -77,21 +77,15 @@ def _changes(run: Run) -> Iterator[tuple[str, str, Run]]:
     if find_spec("bitsandbytes") and "bit" not in run.optimizer and not deepspeed:
         yield "8-bit optimiser", "--optim adamw_8bit", run.with_phases_of(run.changed(optim=OptimizerNames.ADAMW_8BIT))
     if getattr(args, "precompute_ref_log_probs", None) is False:
-        yield (
-            "reference in advance",
-            "--precompute_ref_log_probs true",
-            run.with_phases_of(run.changed(precompute_ref_log_probs=True)),
-        )
+        before = run.with_phases_of(run.changed(precompute_ref_log_probs=True))
+        yield "reference in advance", "--precompute_ref_log_probs true", before
     if find_spec("peft") and not (model.load_in_4bit or model.load_in_8bit):
         lora = {"use_peft": True, "lora_target_modules": model.lora_target_modules or "all-linear"}
         setting = "--use_peft true --lora_target_modules all-linear"
         if not model.use_peft:
             yield "LoRA", setting, run.changed(of_model=lora, weights=None)
-        yield (
-            "LoRA on 4 bits",
-            f"--load_in_4bit true {setting}",
-            run.changed(of_model={**lora, "load_in_4bit": True}, weights=None),
-        )
+        in_bits = run.changed(of_model={**lora, "load_in_4bit": True}, weights=None)
+        yield "LoRA on 4 bits", f"--load_in_4bit true {setting}", in_bits
     devices = run.sharding.devices
     for profile in ("zero2", "fsdp2", "zero3") if devices > 1 else ():
         sharding = sharding_of(profile, devices, half=bool(args.bf16))

@@ -6,7 +6,7 @@ Two copies differ by one layer of one kind; what grows from one to the other gro
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,16 +14,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from trl.data.teacher_columns import TEACHER_IDS, TEACHER_LOGPS
 from trl.generation.transformers.cache import RolloutCache, rollout_attention_of
 from trl.generation.transformers.decoders import OwnForward, fused_unsupported
 from trl.generation.transformers.model_generate import cache_bytes
 from trl.methods.method import Method, Scoring, Step
-from trl.models.packed.layout import Inputs
+from trl.models.packed.layout import Inputs, scored_sequences
 from trl.models.packed.small_copy import keep_layers, layer_kinds
 from trl.models.packed.support import packing_of
 from trl.models.parts import causal_core, embedded_tokens, layers_of
+from trl.models.reference import AdapterReference, FrozenModel
 from trl.models.scoring.causal import Scorer
 from trl.models.switches import enable_gradient_checkpointing, holding
+from trl.models.teacher import ColumnTeacher, FrozenTeacher, SelfTeacher, Teacher
 from trl.reporting.metrics import Processes
 from trl.scripts.planning.live_bytes import LiveBytes, WithoutNumbers
 from trl.tensors import heads
@@ -45,25 +48,29 @@ class Bytes(NamedTuple):
 
 
 class Rollouts(NamedTuple):
-    """What is generated at once: `rows` completions of `prompts`, each of so many tokens."""
+    """What is generated at once: `rows` completions of `prompts`, each of so many tokens, by `models` together."""
 
     rows: int
     prompts: int
     prompt_tokens: int
     completion_tokens: int
+    models: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
     """What is measured: the model of a config, and a micro-batch with its method.
 
-    `build` makes the model for training, on the meta device; `batch` gives the micro-batch for a scorer. `half`: the products are in
-    bfloat16. `on_cpu`: the sizes of chunks are those of a CPU.
+    `build` makes the model for training, on the meta device; `batch` gives the micro-batch for a scorer. `teach`: makes
+    the teacher's model, or None for the student's base, or a number of tokens that a server answers. `half`: the products
+    are in bfloat16. `on_cpu`: the sizes of chunks are those of a CPU.
     """
 
     build: Callable[[PretrainedConfig], nn.Module]
     method: Method
-    batch: Callable[[Scorer], Inputs]
+    batch: Callable[[Any], Inputs]
+    scorer: Callable[[nn.Module], Any] = Scorer
+    teach: Callable[[], nn.Module | int | None] | None = None
     checkpointing: Any = None  # its arguments; None: off
     half: bool = False
     on_cpu: bool = False
@@ -98,12 +105,13 @@ def measured(probe: Probe, config: PretrainedConfig) -> dict[str, Bytes]:
 def _peaks(probe: Probe, config: PretrainedConfig) -> dict[str, Bytes]:
     """The peak of each phase for one copy."""
     numberless, live = WithoutNumbers(), LiveBytes()
-    model = probe.build(config)
-    core = causal_core(model)
-    packing_of(core)  # runs a small copy, with numbers
-    numberless.take(model)
+    model, answers = probe.build(config), None if probe.teach is None else probe.teach()
+    core, others = causal_core(model), [answers] if isinstance(answers, nn.Module) else []
+    for part in (model, *others):
+        packing_of(causal_core(part))  # runs a small copy, with numbers
+        numberless.take(part)
     with _sizes_of(on_cpu=probe.on_cpu), numberless:
-        scorer = Scorer(model)
+        scorer = probe.scorer(model)
         batch = probe.batch(scorer)
         model.train()
         if probe.checkpointing is not None:
@@ -113,7 +121,13 @@ def _peaks(probe: Probe, config: PretrainedConfig) -> dict[str, Bytes]:
         )
         step = Step(True, Processes(runs), statistics=True, is_first=True)
         scoring = Scoring(model, scorer, runs, step, _no_reference)
-        live.add([*model.parameters(), *model.buffers()])
+        if probe.teach is not None:
+            scoring = replace(scoring, teacher=_teacher(answers, scorer))
+        if isinstance(answers, int):
+            shape = (len(scored_sequences(batch)), answers)
+            batch = {**batch, TEACHER_IDS: torch.zeros(shape, dtype=torch.int64), TEACHER_LOGPS: torch.zeros(shape)}
+        for part in (model, *others):
+            live.add([*part.parameters(), *part.buffers()])
         static = weights = live.now
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -154,7 +168,7 @@ def _update(probe: Probe, model: nn.Module, live: LiveBytes) -> int:
 def _generation(probe: Probe, core: PreTrainedModel, scorer: Scorer) -> float:
     """Bytes of keys and values, of a row of logits for each completion, and of the weights that are copied for it."""
     assert probe.rollouts is not None
-    rows, prompts, prompt_tokens, completion_tokens = probe.rollouts
+    rows, prompts, prompt_tokens, completion_tokens, models = probe.rollouts
     dtype = torch.bfloat16 if probe.half else None
     cache, copies, per_row = RolloutCache(), 0, 0
     with torch.autocast("cpu", dtype, enabled=probe.half):
@@ -169,11 +183,17 @@ def _generation(probe: Probe, core: PreTrainedModel, scorer: Scorer) -> float:
         copies = sum(matrix.numel() * (dtype or matrix.dtype).itemsize for matrix in matrices)
     vocabulary = embedded_tokens(core)
     cached = per_token * (prompts * prompt_tokens + rows * completion_tokens)
-    return cached + rows * (per_row + _LOGITS * 4 * vocabulary) + copies
+    return models * (cached + rows * (per_row + _LOGITS * 4 * vocabulary) + copies)
 
 
 def _no_reference(_: object) -> Tensor:
     raise AssertionError("a batch has the reference's log-probs")
+
+
+def _teacher(answers: nn.Module | int | None, scorer: Scorer) -> Teacher:
+    if isinstance(answers, nn.Module):
+        return FrozenTeacher(FrozenModel(answers, Scorer(answers)))
+    return SelfTeacher(AdapterReference(scorer)) if answers is None else ColumnTeacher()
 
 
 def _step(method: Method, batch: Inputs, scoring: Scoring) -> None:

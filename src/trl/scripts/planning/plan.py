@@ -8,11 +8,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig
 from transformers.training_args import OptimizerNames
 
+from trl.models.packed.small_copy import keep_layers
+from trl.models.scoring.causal import Scorer
+from trl.models.scoring.classifier import ClassificationScorer
 from trl.scripts.planning import measure
-from trl.scripts.planning.batches import METHODS, Lengths, lengths_of
+from trl.scripts.planning.batches import Lengths, Planned, lengths_of, planned_of
 from trl.scripts.planning.policy import PolicyBytes, build, meta_model, policy_bytes
 from trl.scripts.planning.state import Sharding, make_optimizer, optimizer_bytes, tensor_bytes
 
@@ -35,7 +39,13 @@ class Run:
     @cached_property
     def lengths(self) -> Lengths:
         """Of the longest row."""
-        return lengths_of(self.method, self.args, getattr(self.config, "max_position_embeddings", None))
+        context = getattr(self.config, "max_position_embeddings", None)
+        return lengths_of(self.args, context, samples=self.planned.samples)
+
+    @cached_property
+    def planned(self) -> Planned:
+        """What is known of the method with these settings."""
+        return planned_of(self.method, self.args)
 
     @property
     def optimizer(self) -> str:
@@ -51,10 +61,14 @@ class Run:
     def rollouts(self) -> measure.Rollouts | None:
         """What a device generates at once; None where nothing is, or another process does."""
         args: Any = self.args
-        if not METHODS[self.method].samples or args.use_vllm:
+        if getattr(args, "lmbda", 0):
+            rows = self.rows * args.gradient_accumulation_steps
+            return measure.Rollouts(rows, rows, *self.lengths)
+        if not self.planned.samples or args.use_vllm:
             return None
         rows = args.generation_batch_size // args.world_size
-        return measure.Rollouts(rows, -(-rows // args.num_generations), *self.lengths)
+        opponents, prompts = self.planned.opponents, -(-rows // args.num_generations)
+        return measure.Rollouts(rows // 2 if opponents else rows, prompts, *self.lengths, opponents or 1)
 
     def _without_bits(self) -> "AnyConfig":
         """The settings with an optimiser of PyTorch in place of one of bitsandbytes, which needs numbers."""
@@ -76,18 +90,29 @@ class Run:
     @cached_property
     def policy(self) -> PolicyBytes:
         """The weights of the policy."""
-        return policy_bytes(build(self.config, self.args, self.model_args), self.model_args)
+        return policy_bytes(self._build(self.config), self.model_args)
+
+    def _build(self, config: PretrainedConfig) -> nn.Module:
+        return build(config, self.args, self.model_args, self.planned.classifier)
+
+    def _teacher(self) -> nn.Module | int | None:
+        """A short copy of the teacher: without gradients one layer's activations are there at a time."""
+        config, args = self.frozen.get("teacher"), self.args
+        if config is None:
+            return getattr(args, "teacher_top_k", 0) if getattr(args, "teacher_model_server_url", None) else None
+        return meta_model(keep_layers(config, [0]), frozen_dtype(config))
 
     @cached_property
     def phases(self) -> dict[str, measure.Bytes]:
         """The phases of a micro-batch, measured."""
-        planned, args = METHODS[self.method], self.args
+        planned, args = self.planned, self.args
         checkpointing = (args.gradient_checkpointing_kwargs or {}) if args.gradient_checkpointing else None
         probe = measure.Probe(
-            lambda config: build(config, args, self.model_args),
-            planned.method(args),
+            self._build,
+            planned.method,
             lambda scorer: planned.batch(args, self.rows, self.lengths, scorer),
-            checkpointing,
+            scorer=Scorer if planned.classifier is None else ClassificationScorer,
+            teach=self._teacher if hasattr(args, "teacher_top_k") else None, checkpointing=checkpointing,
             optimizer=lambda parameters: make_optimizer(self._without_bits(), parameters),
             rollouts=self.rollouts,
             half=bool(args.bf16), on_cpu=bool(args.use_cpu), is_second=args.gradient_accumulation_steps > 1,
@@ -145,11 +170,8 @@ def plan_of(run: Run) -> Plan:
     weights, gradients = policy.kept, float(trained)
     if sharding.masters:  # DeepSpeed trains bfloat16 weights, and its optimiser float32 copies
         numbers = sum(parameter.numel() for parameter in policy.trained)
-        weights, gradients, state = (
-            weights - trained + 2 * numbers,
-            2.0 * numbers,
-            state * 4 * numbers / trained + 4 * numbers,
-        )
+        weights, gradients = weights - trained + 2 * numbers, 2.0 * numbers
+        state = state * 4 * numbers / trained + 4 * numbers
     parts = {
         "weights": sharding.part(weights, shared=sharding.weights),
         "gradients": sharding.part(gradients, shared=sharding.gradients),
@@ -183,20 +205,19 @@ def _with_phases(run: Run, parts: dict[str, float], on_host: float, gradients: f
 
 def frozen_bytes(run: Run) -> dict[str, float]:
     """Weights of the reference and of other models beside the policy."""
-    args, sizes = run.args, dict[str, float]()
-    is_off = getattr(args, "reference_free", False) or getattr(args, "precompute_ref_log_probs", False)
-    is_off |= getattr(args, "beta", 1.0) == 0 and METHODS[run.method].samples
-    if (
-        METHODS[run.method].has_reference
-        and not is_off
-        and not run.model_args.use_peft
-        and "reference" not in run.frozen
-    ):
+    args, planned, sizes = run.args, run.planned, dict[str, float]()
+    is_off = getattr(args, "precompute_ref_log_probs", False) or (planned.samples and getattr(args, "beta", 1.0) == 0)
+    if planned.has_reference and not (is_off or run.model_args.use_peft or "reference" in run.frozen):
         sizes["reference"] = run.policy.kept
     for name, config in run.frozen.items():
-        dtype: Any = config.dtype or config.get_text_config().dtype or torch.float32
-        sizes[name] = tensor_bytes(meta_model(config, dtype).parameters())
+        sizes[name] = tensor_bytes(meta_model(config, frozen_dtype(config)).parameters())
     return sizes
+
+
+def frozen_dtype(config: PretrainedConfig) -> torch.dtype:
+    """The dtype that a model beside the policy is loaded in."""
+    dtype: Any = config.dtype or config.get_text_config().dtype or torch.float32
+    return dtype
 
 
 def memory_of(text: str) -> float:

@@ -1,5 +1,6 @@
 """The model of a run as its trainer would load it, from a config: dtype, adapters, quantised matrices."""
 
+import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from trl.models.parts import causal_core, layers_of
 from trl.models.peft import get_peft_config, peft_module_casting_to_bf16, prepare_peft_model, resolve_dtype
 from trl.models.residuals import to_bfloat16
+from trl.models.setup import ClassifierKind
 from trl.models.switches import disable_dropout_in_model
 from trl.scripts.planning.state import quantized_bytes, tensor_bytes
 
@@ -26,10 +28,14 @@ class PolicyBytes(NamedTuple):
     unit: float  # weights that are gathered at once where they are sharded: two layers, embeddings and head
 
 
-def build(config: PretrainedConfig, args: Any, model_args: "ModelConfig") -> nn.Module:
-    """A policy with this config, on the meta device."""
-    model: Any = meta_model(config, weights_dtype(config, args, model_args))
+def build(
+    config: PretrainedConfig, args: Any, model_args: "ModelConfig", classifier: ClassifierKind | None = None
+) -> nn.Module:
+    """A policy, or a classifier, with this config, on the meta device."""
+    model: Any = meta_model(config, weights_dtype(config, args, model_args), classifier)
     adapter = get_peft_config(model_args)
+    if adapter is not None and classifier is not None:
+        adapter.task_type = classifier.task_type
     if adapter is not None:
         model = prepare_peft_model(model, adapter, args)
     if is_quantized(model_args):
@@ -41,10 +47,16 @@ def build(config: PretrainedConfig, args: Any, model_args: "ModelConfig") -> nn.
     return model
 
 
-def meta_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def meta_model(
+    config: PretrainedConfig, dtype: torch.dtype, classifier: ClassifierKind | None = None
+) -> PreTrainedModel:
     """A model with this config on the meta device."""
+    kind: Any = AutoModelForCausalLM
+    if classifier is not None:
+        kind, config = classifier.auto, copy.deepcopy(config)
+        config.num_labels = classifier.labels
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return kind.from_config(config, dtype=dtype)
 
 
 def is_quantized(model_args: "ModelConfig") -> bool:
