@@ -27,7 +27,8 @@ NAMES = (
 
 
 def settings(*given):
-    return SimpleNamespace(**dict(zip(NAMES, (*given, *(None, None, 1)[len(given) - 4 :]), strict=True)))
+    named = dict(zip(NAMES, (*given, *(None, None, 1)[len(given) - 4 :]), strict=True))
+    return SimpleNamespace(**named, sp_size=1, data_processes=named["world_size"])
 
 
 @pytest.mark.parametrize(("given", "expected"), GOOD.values(), ids=GOOD)

@@ -228,7 +228,9 @@ def make_teacher(
             *sizes,
             min(sizes),
         )
-    return FrozenTeacher(FrozenModel(teacher, make_scorer(teacher, tokenizer)))
+    of_teacher = make_scorer(teacher, tokenizer)
+    of_teacher.join(None if scorer is None else scorer.group)
+    return FrozenTeacher(FrozenModel(teacher, of_teacher))
 
 
 def load_teacher(teacher: object, init_kwargs: LoadArguments | None, student: nn.Module) -> PreTrainedModel:
@@ -288,5 +290,6 @@ def own_teacher(kind: Literal["live", "base", "ema"], student: nn.Module, scorer
     held = {} if will_shard() else {id(x): x for x in student.parameters() if not x.requires_grad}
     shared = frozenset(name for name, x in student.named_parameters() if id(x) in held)
     model = copy.deepcopy(student, held)  # a deep copy does not copy what is in its memo
-    scorer = language_scorer(model, pad_token_id=scorer.pad_token_id)
-    return FrozenTeacher(FrozenModel(model, scorer, shared=shared))
+    of_copy = language_scorer(model, pad_token_id=scorer.pad_token_id)
+    of_copy.join(scorer.group)
+    return FrozenTeacher(FrozenModel(model, of_copy, shared=shared))

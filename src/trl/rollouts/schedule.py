@@ -30,7 +30,7 @@ class RolloutSizes:
     """The sizes of a rollout batch, in rows and optimiser steps.
 
     `rows`: over all processes. `mini_batches`: optimiser steps per pass over the rows; `passes`: over the rows.
-    `micro_batches`: per optimiser step; `processes`: that share each micro-batch. `group`: rows of one prompt.
+    `micro_batches`: per optimiser step; `processes`: that share the rows. `group`: rows of one prompt.
     """
 
     rows: int
@@ -80,7 +80,7 @@ def group_sizes(args: Any) -> GroupSizes:
 
     Raises: ValueError for numbers that do not divide, with those that would.
     """
-    rows = args.device_rows * args.world_size
+    rows = args.device_rows * max(args.data_processes, 1)
     accumulated = args.gradient_accumulation_steps
     batch_size, steps = args.generation_batch_size, args.steps_per_generation
     if steps is None:
@@ -97,6 +97,11 @@ def group_sizes(args: Any) -> GroupSizes:
             f"Set generation_batch_size to a multiple of {whole}."
         )
     micro_batches = math.lcm(steps, accumulated)
+    if args.device_rows * micro_batches % args.sp_size:
+        raise ValueError(
+            f"sp_size={args.sp_size} must divide the {args.device_rows * micro_batches} completions that processes which "
+            "share tokens generate together. Set steps_per_generation to a multiple of it."
+        )
     sizes = RolloutSizes(
         rows=rows * micro_batches,
         mini_batches=micro_batches // accumulated,

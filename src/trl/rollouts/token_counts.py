@@ -88,10 +88,10 @@ class TokenCounts:
         """Count sampled rows that are not learned from."""
         self.add(rows, torch.zeros(len(rows.completions.values)))
 
-    def mask(self, rows: Experience, chosen: Tensor) -> None:
-        """Move tokens of counted rows that are not `chosen (K,)` to the bucket `masked`."""
+    def mask(self, rows: Experience, chosen: Tensor, *, copies: int = 1) -> None:
+        """Move tokens of counted rows, which so many processes have, that are not `chosen (K,)` to the bucket `masked`."""
         advantages = token_advantages(rows)
-        self._note(self._of(rows, advantages, chosen) - self._of(rows, advantages))
+        self._note(self._of(rows, advantages, chosen) - self._of(rows, advantages), copies=copies)
 
     def _of(self, rows: Experience, advantages: Tensor, chosen: Tensor | None = None) -> Tensor:
         per_row, index, used = rows.per_row, rows.completions.row_index, rows.per_token[TRAINED].bool()
@@ -109,10 +109,10 @@ class TokenCounts:
             claims[FILTERED] = per_row[FILTERED][index]
         return token_ledger(advantages[sampled], {name: claim[sampled] for name, claim in claims.items()})
 
-    def _note(self, counts: Tensor) -> dict[str, int]:
+    def _note(self, counts: Tensor, *, copies: int = 1) -> dict[str, int]:
         if self._accelerator.num_processes > 1:
             counts = self._accelerator.reduce(counts.to(self._accelerator.device), reduction="sum")  # type: ignore[assignment]
-        added = dict(zip(BUCKETS, counts.tolist(), strict=True))
+        added = dict(zip(BUCKETS, (counts // copies).tolist(), strict=True))
         self._counts = {name: count + added[name] for name, count in self._counts.items()}
         return added
 

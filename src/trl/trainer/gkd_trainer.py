@@ -33,6 +33,7 @@ from trl.generation.transformers.requests import stop_tokens
 from trl.legacy.distillation_methods import LegacyGKD
 from trl.methods.gkd import GKDMethod
 from trl.models.packed.layout import IGNORED
+from trl.models.packed.sequence_group import SequenceGroup
 from trl.models.parts import causal_core, embedded_tokens
 from trl.models.peft import AdapterConfig
 from trl.models.policy import Policy
@@ -67,7 +68,8 @@ class GeneratedCompletions:
     it has one.
 
     The draw and the completions follow from the seed and the optimiser step. `rows` is the number of rows of a
-    micro-batch, `micro_batches` that of a step that is not an epoch's last.
+    micro-batch, `micro_batches` that of a step that is not an epoch's last. `rank` of `world_size` counts the parts of
+    the data; the processes of a `group`, which have the same rows, share them out.
     """
 
     student: Writer
@@ -77,6 +79,7 @@ class GeneratedCompletions:
     micro_batches: int
     rank: int
     world_size: int
+    group: SequenceGroup | None = None
 
     def writers(self, step: int, count: int) -> list[Writer | None]:
         """What completes each micro-batch of an optimiser step, alike in all processes; None: the data set."""
@@ -100,11 +103,20 @@ class GeneratedCompletions:
                 for row in range(len(prompts[turn]))
             ]
             flat = [prompt for turn in turns for prompt in prompts[turn]]
-            completions = iter(writer.engine.generate(flat, writer.sampling, streams=streams))
+            completions = iter(self._generate(writer, flat, streams))
             for turn in turns:
                 answers = list(islice(completions, len(prompts[turn])))
                 replaced[turn] = writer.batch(batches[turn], prompts[turn], answers)
         return replaced
+
+    def _generate(self, writer: Writer, prompts: list[list[int]], streams: list[int]) -> list[Generated]:
+        """The completions of some prompts, of which the processes of a group generate equal numbers."""
+        rank, size = (0, 1) if self.group is None else (self.group.rank, self.group.size)
+        places = [(place + rank) % len(prompts) for place in range(0, len(prompts), size)]
+        local_prompts, local_streams = [prompts[place] for place in places], [streams[place] for place in places]
+        answers = writer.engine.generate(local_prompts, writer.sampling, streams=local_streams)
+        shares = [answers] if self.group is None else self.group.objects(answers)
+        return [shares[place % size][place // size] for place in range(len(prompts))]
 
 
 def prompt_lengths(dataset: Dataset) -> np.ndarray:
@@ -205,7 +217,6 @@ class GKDTrainer(LegacyGKD, SFTTrainer):
 
     _columns: tuple[str, ...] = (*SFTTrainer._columns, *KEPT_COLUMNS)
     _tag_names: ClassVar[list[str]] = ["trl", "gkd"]
-    shares_tokens: ClassVar[bool] = False
     _name: ClassVar[str] = "GKD"
     _paper = Paper("On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes", "2306.13649")
     _config_class: ClassVar[type[GKDConfig]] = GKDConfig
@@ -289,7 +300,7 @@ class GKDTrainer(LegacyGKD, SFTTrainer):
         args = self.args
         teacher = self.teacher_writer() if args.seq_kd else None
         sizes = args.per_device_train_batch_size, args.gradient_accumulation_steps
-        place = args.process_index, args.world_size
+        place = args.data_index, args.data_processes, self.scorer.group
         return GeneratedCompletions(self.student_writer(), teacher, args.lmbda, *sizes, *place)
 
     def student_writer(self) -> Writer:

@@ -88,7 +88,7 @@ class GRPOTrainer(LegacyGRPO, OnlineTrainer):
         is_first_pass = self.state.global_step % self.sizes.steps < self.sizes.mini_batches
         if is_first_pass and self._token_counts is not None:
             rows = concatenate([batch["experience"] for batch in batches])
-            self._token_counts.mask(rows, chosen)
+            self._token_counts.mask(rows, chosen, copies=self.args.sp_size)
         for batch, own in zip(batches, parts, strict=True):
             batch["experience"] = batch["experience"].with_tokens(**{CHOSEN: own})
 
@@ -98,9 +98,7 @@ class GRPOTrainer(LegacyGRPO, OnlineTrainer):
         The quantile is over the tokens of all processes, which must all call it.
         """
         values, inside = entropies.flatten(), mask.flatten()
-        if self.accelerator.num_processes > 1:
-            table = torch.stack([values, inside.to(values.dtype)], dim=1).to(self.accelerator.device)
-            table: Any = self.accelerator.gather(self.accelerator.pad_across_processes(table))
-            values, inside = table.cpu().unbind(dim=1)
+        table, _ = self.processes.rows(torch.stack([values, inside.to(values.dtype)], dim=1))
+        values, inside = table.unbind(dim=1)
         least = entropy_threshold(values, inside, 1 - threshold)
         return (entropies >= least.to(entropies.device)) & mask.bool()

@@ -127,6 +127,8 @@ def _take_sequence_parallelism(args: Any) -> None:
             f"parallelism_config must have one sp_size (or cp_size), no other one than sp_size={args.sp_size}, and "
             f"dp_replicate_size or dp_shard_size of {processes} processes / sp_size, got {config._sizes}."
         )
+    if args.sp_size == 1 and hasattr(args, "generation_batch_size"):
+        raise ValueError(f"generation_batch_size depends on sp_size. Set sp_size={size} in the config, too.")
     args.sp_size, args.parallelism_config = size, None  # weights are copied to, or sharded over, all processes
     os.environ.pop(_LAUNCHED, None)
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -18,6 +19,7 @@ from trl.generation.engine import Engine, Sampling
 from trl.generation.vllm.server_engine import Served, VLLMServerEngine
 from trl.methods.method import Batch, Scoring
 from trl.methods.online import GroupMethod, OnlineMethod
+from trl.models.packed.sequence_group import SequenceGroup
 from trl.models.parts import causal_core, check_decoder_only, embedded_tokens
 from trl.models.peft import AdapterConfig
 from trl.models.policy import Policy, set_up_policy
@@ -27,13 +29,15 @@ from trl.models.scoring.head import ScoreOptions
 from trl.models.switches import without_ddp
 from trl.models.teacher import Teacher
 from trl.rewards.source import ProcessingClasses, RewardSources
-from trl.rollouts.experience import OLD, REF, SAMPLING_LOGPS, STUDENT, TEACHER, VALUES, Experience
+from trl.rollouts.experience import OLD, REF, SAMPLING_LOGPS, STUDENT, TEACHER, VALUES, Experience, concatenate
 from trl.rollouts.maker import Completer
 from trl.rollouts.schedule import RolloutSizes
 from trl.trainer import group_setup
 from trl.trainer.arguments import AnyDataset
 from trl.trainer.group_setup import Environments, RewardFuncs, RolloutFunc, Tools
 from trl.trainer.grpo_config import RolloutTraining
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -69,14 +73,14 @@ def online_parts(
     reward_funcs: RewardFuncs, reward_processing_classes: ProcessingClasses,
     tools: Tools | None, rollout_func: RolloutFunc | None, teacher_model: str | nn.Module | PreTrainedModel | None,
     ref_model: str | nn.Module | PreTrainedModel | None, agent: Agent | None,
-    environment_factory: Environments | None, completer: Completer | None,
+    environment_factory: Environments | None, completer: Completer | None, shares_tokens: bool,
 ) -> OnlineParts:  # fmt: skip
     """The parts, of the arguments of `OnlineTrainer`. Raises: TypeError, ValueError for what does not fit together."""
     by_policy = not group_setup.has_completer(rollout_func, completer)
     served = group_setup.check_engine(args)
     assert args.num_generations is not None
     sizes = replace(args.rollout_sizes(), group=args.num_generations)
-    policy = set_up_policy(model, args, processing_class, peft_config)
+    policy = set_up_policy(model, args, processing_class, peft_config, shares_tokens=shares_tokens)
     if served is not None:
         policy = group_setup.with_served_window(policy, args, served)
     check_decoder_only(causal_core(policy.model))
@@ -112,6 +116,20 @@ def online_parts(
         completer=completer or agents or getattr(sets, "images", None) or tool_loop,
         served=served,
     )  # fmt: skip
+
+
+def objects_of_group(group: SequenceGroup | None, value: Value) -> list[Value]:
+    """A value of every process that shares the tokens of batches with this one."""
+    return [value] if group is None else group.objects(value)
+
+
+def rows_of_group(group: SequenceGroup | None, experience: Experience) -> tuple[Experience, slice]:
+    """The rows of all these processes, of which each completes its share, and which tokens are those of this one."""
+    if group is None:
+        return experience, slice(None)
+    shares = group.objects(experience)
+    first = sum(len(share.completions.values) for share in shares[: group.rank])
+    return concatenate(shares), slice(first, first + len(experience.completions.values))
 
 
 def columns_to_score(

@@ -34,7 +34,7 @@ from trl.rewards.models import place_reward_models
 from trl.rewards.source import ProcessingClasses, RewardSources
 from trl.rollouts.experience import ADVANTAGE, MEAN_LENGTH, REWARD, Experience, load_rollout_batch, save_rollout_batch
 from trl.rollouts.maker import Completer, NumberedRows, Prompts, RolloutMaker
-from trl.rollouts.measures import local_rows, of_all_processes, split_extremes
+from trl.rollouts.measures import local_rows, of_all_processes, shared, split_extremes
 from trl.rollouts.refill import Refill
 from trl.rollouts.rollout_func import RolloutFunction
 from trl.rollouts.schedule import RolloutSizes, check_evaluation, step_rows
@@ -49,7 +49,7 @@ from trl.trainer.grpo_config import GroupTraining, RolloutTraining
 from trl.trainer.inherited import settle_inherited
 from trl.trainer.kept_completions import KeptCompletions
 from trl.trainer.loaders import on_device, order_seed
-from trl.trainer.online_parts import columns_to_score, online_parts, score_rows
+from trl.trainer.online_parts import columns_to_score, objects_of_group, online_parts, rows_of_group, score_rows
 from trl.trainer.run_metrics import ends_window
 from trl.trainer.samples import show_sample
 
@@ -78,11 +78,13 @@ class OnlineTrainer(BaseTrainer):
     reference: Reference | None = None
     images: PromptImages | None = None
     shares_prefix: bool = False
+    shares_tokens: ClassVar[bool] = True
     reads_rounds = False  # rows that accelerate repeats are taken out by their number
     evaluation_group: int = 1  # completions of each evaluation prompt
     rows_at_once: int  # rows that are scored in one forward after a rollout
     _sets: PromptSets
-    _rollout_batch: Experience | None = None
+    _rollout_batch: Experience | None = None  # completions of this process
+    _learned: Experience | None = None  # and of those that score the same batches
     _batch_number: int = -1
     _sample: tuple[list[int], list[int]] | None = None  # the first prompt of a run, and its first completion
     _step_started, _turns = 0.0, 0
@@ -107,7 +109,7 @@ class OnlineTrainer(BaseTrainer):
             train_dataset=train_dataset, eval_dataset=eval_dataset,
             reward_funcs=reward_funcs, reward_processing_classes=reward_processing_classes,
             tools=tools, rollout_func=rollout_func, teacher_model=teacher_model, ref_model=ref_model,
-            agent=agent, environment_factory=environment_factory, completer=completer,
+            agent=agent, environment_factory=environment_factory, completer=completer, shares_tokens=self.shares_tokens,
         )  # fmt: skip
         policy, self._sets = parts.policy, parts.sets
         self.scorer, self._tokenizer = policy.scorer, policy.tokenizer
@@ -122,9 +124,9 @@ class OnlineTrainer(BaseTrainer):
             optimizers=optimizers,
         )  # fmt: skip
         is_masked = args.mask_truncated_completions
-        self._token_counts = TokenCounts(self.accelerator, self.run_metrics.count_tokens, masks_truncated=is_masked)
-        engine = self.rollout_engine(parts.engine(args, self.model, self.accelerator))
-        completer = parts.completer
+        count_tokens = lambda count: self.run_metrics.count_tokens(count * args.sp_size)  # noqa: E731
+        self._token_counts = TokenCounts(self.accelerator, count_tokens, masks_truncated=is_masked)
+        engine, completer = self.rollout_engine(parts.engine(args, self.model, self.accelerator)), parts.completer
         if rollout_func is not None:
             limits = {"context_length": parts.sets.context_length, "vocabulary": parts.sets.settings.vocabulary}
             completer = RolloutFunction(rollout_func, self, **limits)
@@ -209,7 +211,7 @@ class OnlineTrainer(BaseTrainer):
 
     def rollout_metrics(self, experience: Experience, *, share: float) -> dict[str, Weighted]:
         """The metrics of a rollout batch, or of completions of an evaluation, of which these rows are a `share`."""
-        metrics = self.method.token_metrics(experience)
+        metrics = shared(self.method.token_metrics(experience), self.args.sp_size)  # as often as those of micro-batches
         rows = of_all_processes(experience, self.accelerator)
         metrics |= self.method.metrics(rows, self.rollouts.rewards.names, self.sizes.group, share=share)
         if self._token_counts is not None and EQUAL_REWARDS in metrics and metrics[EQUAL_REWARDS].mean == 1:
@@ -245,12 +247,12 @@ class OnlineTrainer(BaseTrainer):
         )  # fmt: skip
         if not names:
             return experience
-        parts: list[dict[str, Tensor]] = []
+        parts, (every, local) = list[dict[str, Tensor]](), rows_of_group(self.scorer.group, experience)
         with torch.no_grad(), undisturbed(self.model_wrapped):  # type: ignore[arg-type]
-            for rows in torch.arange(len(experience)).split(self.rows_at_once):
-                batch = on_device(self, self.batch_of(experience.take(rows)))
+            for rows in torch.arange(len(every)).split(self.rows_at_once):
+                batch = on_device(self, self.batch_of(every.take(rows)))
                 parts.append(self.score_rollout(batch, names))
-        return experience.with_tokens(**{name: torch.cat([part[name].cpu() for part in parts]) for name in parts[0]})
+        return experience.with_tokens(**{name: torch.cat([x[name].cpu() for x in parts])[local] for name in parts[0]})
 
     def score_rollout(self, batch: Inputs, columns: Sequence[str]) -> dict[str, Tensor]:
         """Columns `(K,)` of the completion tokens: `old_logps`, `values`, `ref_logps`, `teacher_logps`."""
@@ -280,7 +282,7 @@ class OnlineTrainer(BaseTrainer):
             steps = self.args.max_steps
         else:
             steps = max(1, round(len(prompts) / self.sizes.prompts)) * self.sizes.steps
-        rows = self.args.train_batch_size * self.args.world_size
+        rows = self.args.train_batch_size * self.args.data_processes
         places: Any = range(steps * self.sizes.micro_batches * rows)
         return DataLoader(places, batch_size=rows, collate_fn=list, generator=torch.Generator())
 
@@ -296,12 +298,13 @@ class OnlineTrainer(BaseTrainer):
             self._load_rng_state(self.runs.current.checkpoint)
         number, step = divmod(self.state.global_step, self.sizes.steps)
         if self._rollout_batch is None or self._batch_number != number:
-            self._rollout_batch, self._batch_number = self.make_rollout_batch(number), number
+            self._rollout_batch, self._learned, self._batch_number = self.make_rollout_batch(number), None, number
         elif self.method.repeats_metrics:
-            share = 1 / self.args.world_size
-            self._sums["train"].add(self.rollout_metrics(self._rollout_batch, share=share))
+            self._sums["train"].add(self.rollout_metrics(self._rollout_batch, share=1 / self.args.world_size))
+        if self._learned is None:
+            self._learned, _ = rows_of_group(self.scorer.group, self._rollout_batch)
         rows = self.rows_of_step(step)[: len(turns)]
-        batches = [self.micro_batch(self._rollout_batch.take(part)) for part in rows]
+        batches = [self.micro_batch(self._learned.take(part)) for part in rows]
         return super().get_batch_samples(iter(batches), len(batches), device)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
@@ -314,9 +317,10 @@ class OnlineTrainer(BaseTrainer):
         return loss
 
     def rows_of_step(self, step: int, sizes: RolloutSizes | None = None) -> list[Tensor]:
-        """This process's rows of the rollout batch for each micro-batch of one of its optimiser steps."""
-        place = {"batch": self._batch_number, "process": self.args.process_index}
-        return step_rows(step, sizes or self.sizes, seed=order_seed(self.args), **place)
+        """The `_learned` rows of the rollout batch for each micro-batch of one of its optimiser steps."""
+        sizes = replace(sizes or self.sizes, processes=self.args.data_processes)
+        place = {"batch": self._batch_number, "process": self.args.data_index}
+        return step_rows(step, sizes, seed=order_seed(self.args), **place)
 
     def micro_batch(self, experience: Experience) -> Inputs:
         """The input of `compute_loss`: a batch of some rows, and the rows."""
@@ -384,12 +388,14 @@ class OnlineTrainer(BaseTrainer):
         count = min(local_rows(self.accelerator, self.args.eval_batch_size), len(inputs))
         # A process without a row of its own runs a group for the collectives; a method may compare its rows.
         experience = experience.take(torch.arange(count or min(self.evaluation_group, len(inputs))))
-        batch = on_device(self, self.micro_batch(experience))
-        outcome = self.outcome(model, batch)
         if count:
-            self._sums["eval"].add(self.method.token_metrics(experience))
-            weight, counts = self.scorer.router_weight, self.method.count(batch)
-            self.run_metrics.record("eval", outcome, counts, self.method, router_weight=weight)
+            self._sums["eval"].add(shared(self.method.token_metrics(experience), self.args.sp_size))
+        for rows, is_counted in objects_of_group(self.scorer.group, (experience, count > 0)):
+            batch = on_device(self, self.micro_batch(rows))
+            outcome = self.outcome(model, batch)
+            if is_counted:
+                weight, counts = self.scorer.router_weight, self.method.count(batch)
+                self.run_metrics.record("eval", outcome, counts, self.method, router_weight=weight)
         return None, None, None
 
     # ---- checkpoints
@@ -402,7 +408,7 @@ class OnlineTrainer(BaseTrainer):
                 f"beta={beta} needs a reference policy, and the trainer was built with beta=0. Set beta in the config "
                 "before the trainer is built."
             )
-        self._rollout_batch, self._batch_number, self._sample = None, -1, None
+        self._rollout_batch, self._learned, self._batch_number, self._sample = None, None, -1, None
         if self._token_counts is not None:
             self._token_counts.load_state({})
         try:

@@ -124,10 +124,10 @@ class GFPOTrainer(GRPOTrainer):
     def rows_of_step(self, step: int, sizes: RolloutSizes | None = None) -> list[Tensor]:
         """Rows that remain."""
         rows = super().rows_of_step(step, sizes or self._kept_sizes)
-        assert self._rollout_batch is not None
-        if FILTERED not in self._rollout_batch.per_row:
+        assert self._learned is not None
+        if FILTERED not in self._learned.per_row:
             return rows
-        remain = (~self._rollout_batch.per_row[FILTERED]).nonzero()[:, 0]
+        remain = (~self._learned.per_row[FILTERED]).nonzero()[:, 0]
         return [remain[local_rows] for local_rows in rows]
 
 

@@ -62,6 +62,7 @@ class GOLDTrainer(GKDTrainer):
     """
 
     _tag_names: ClassVar[list[str]] = ["trl", "gold"]
+    shares_tokens: ClassVar[bool] = False
     _name: ClassVar[str] = "GOLD"
     _paper = Paper("Towards Cross-Tokenizer Distillation: the Universal Logit Distillation Loss for LLMs", "2402.12030")
     _config_class: ClassVar[type[GOLDConfig]] = GOLDConfig

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+Value = TypeVar("Value")
 _NUMBERS = count(1)
 _GROUPS: WeakValueDictionary[int, SequenceGroup] = WeakValueDictionary()  # by the numbers that tables carry
 
@@ -91,6 +92,12 @@ class SequenceGroup:
         """The values `(n, ...)` of all processes, one after another; `counts` are their numbers."""
         gathered: Any = _Gather.apply(values, counts, self)
         return gathered
+
+    def objects(self, value: Value) -> list[Value]:
+        """A value of any kind of every process, such as the rows that it generated."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.processes)
+        return values
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum over all processes."""

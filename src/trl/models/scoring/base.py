@@ -96,6 +96,12 @@ class ScorerBase:
         """This process's piece of a row; None where it scores all of it."""
         return None if self.group is None else Piece.of(rows, self.group, pad_token_id=self.pad_token_id)
 
+    def rows_here(self, batch: Columns) -> tuple[ModelBatch, Piece | None]:
+        """What this process scores of a batch: all of it, or its piece."""
+        rows = self.lay_out(batch)
+        piece = self.piece_of(rows)
+        return (rows if piece is None else piece.rows), piece
+
     @property
     def is_balanced(self) -> bool:
         """Whether a router's loss is computed from hidden states, with the routing of the step if that is set."""
@@ -108,6 +114,11 @@ class ScorerBase:
         config = self.core.config.get_text_config()
         places = ((config, "router_aux_loss_coef"), (config, "aux_loss_coef"), (self.core, "router_aux_loss_coef"))
         return next((getattr(place, name) for place, name in places if hasattr(place, name)), 0.0)
+
+    @property
+    def layout(self) -> tuple[bool, bool]:
+        """Whether rows are packed, and whether they share prompts."""
+        return self.packed, self.shares_prefixes
 
     def lay_out(self, batch: Columns, *, shifted: bool = True) -> ModelBatch:
         """The batch in the layout that this model takes."""

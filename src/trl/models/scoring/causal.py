@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from trl.models.distributed import is_sharded
-from trl.models.packed.layout import Columns, Inputs, ModelBatch, ScoredPositions, packed_batch
+from trl.models.packed.layout import Columns, Inputs, ModelBatch, ScoredPositions, packed_batch, without_shared_prefixes
 from trl.models.parts import (
     causal_core,
     check_decoder_only,
@@ -127,50 +127,51 @@ class Scorer(ScorerBase):
         """Sum of a loss over the whole distributions of one or two models at the scored positions, chunk by chunk.
 
         `loss_of(logits (C, V), other_logits (C, V') or None, rows)` returns the weighted loss `(C,)` of the scored
-        positions `rows` (a slice); a token's loss may depend on that token alone. `other`, a scorer and its model, runs
-        in eval mode without gradient; states that this model computed before are read through its head. The logits of
-        no model are held for all tokens; `model`'s gradients are taken in the same pass. `temperature` divides the
-        logits of both.
+        positions `rows`; a token's loss may depend on that token alone. `other`, a scorer and its model, runs in eval
+        mode without gradient; states that this model computed before are read through its head. The logits of no model
+        are held for all tokens; `model`'s gradients are taken in the same pass. `temperature` divides all logits.
 
         The other model may score another batch, of other tokens: `parts` are then the chunks, each the scored positions
         of this model and of the other one, and a token's loss may depend on all of its chunk.
         """
-        rows, with_gradient, losses = self.lay_out(batch), torch.is_grad_enabled(), list[VocabularyLoss]()
+        with_gradient, losses = torch.is_grad_enabled(), list[VocabularyLoss]()
         states, second = (other, None) if isinstance(other, OwnStates) else (None, other)
+        if second is not None and other_batch is None and self.layout != second[0].layout:
+            batch = without_shared_prefixes(batch, pad_token_id=self.pad_token_id)  # one order of positions
+        rows, piece = self.rows_here(batch)
+        if piece is not None:
+            loss_of = piece.loss_of_piece(loss_of)
+            states = None if states is None else states._replace(hidden=states.hidden[piece.scored.here])
         vocabulary = self.vocabulary if second is None else max(self.vocabulary, second[0].vocabulary)
 
         def run(others: Callable[[slice], Tensor] | None) -> VocabularyLoss:
             def read(head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None) -> Results:
-                if plain_linear(head) is None and is_sharded(head):
-                    raise ValueError(
-                        f"the output head is a sharded {type(head).__name__}. "
-                        "Take it out of the adapter (target_modules)."
-                    )
+                _check_whole(head)
                 rule = replace(rule, temperature=temperature)
                 logits_of = _logits_of(head, rule, bias)
                 reads = others if states is None else self._reads_own(states, logits_of, hidden.dtype, rule)
                 loss = vocabulary_loss(
                     hidden[rows.scored.source], logits_of, loss_of, parameters=head.parameters(),
-                    vocabulary=vocabulary, others=reads,
-                    parts=None if parts is None else [part for part, _ in parts],
+                    vocabulary=vocabulary, others=reads, parts=None if parts is None else [part for part, _ in parts],
                 )  # fmt: skip
                 return {"total": loss.total, "losses": loss.values, "statistics": loss.statistics}
 
             with torch.set_grad_enabled(with_gradient):
                 loss = self.through_head(model, rows, read)
+                loss = loss if piece is None else piece.gather_results(loss)
             return VocabularyLoss(loss["total"], loss["losses"], loss["aux_loss"], loss["statistics"])
 
         if second is None:
             return run(None)
         scorer, other_model = second
-        theirs = scorer.lay_out(batch if other_batch is None else other_batch)
+        theirs, their_piece = scorer.rows_here(batch if other_batch is None else other_batch)
         places = {part.start: rows for part, rows in parts or ()}
-        if other_batch is None and (self.packed, self.shares_prefixes) != (scorer.packed, scorer.shares_prefixes):
-            rows, theirs = self.padded(batch), scorer.padded(batch)  # one order of positions
 
         def read_other(head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None) -> Results:
             """The model runs inside the other one's head, where the weights of both are whole."""
             states = hidden[theirs.scored.source]
+            if piece is not None and their_piece is not None:  # rows of other prompts are cut elsewhere
+                states = their_piece.gather(states)[piece.scored.here]
             logits_of = _logits_of(head, replace(rule, temperature=temperature), bias)
             losses.append(run(lambda part: logits_of(states[places.get(part.start, part)])))
             return {}  # not the loss: FSDP2 would gather the other model for its backward
@@ -187,12 +188,13 @@ class Scorer(ScorerBase):
     @torch.no_grad()
     def scored_states(self, model: nn.Module, batch: Columns) -> Tensor:
         """The hidden states `(K, H)` of the scored positions, for `OwnStates`; without a usable head the logits."""
-        rows = self.lay_out(batch)
+        rows, piece = self.rows_here(batch)
 
         def read(head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None) -> Results:
             return {"states": hidden[rows.scored.source]}
 
-        return self.through_head(model, rows, read)["states"]
+        states = self.through_head(model, rows, read)["states"]
+        return states if piece is None else piece.gather(states)
 
     def _reads_own(
         self, states: OwnStates, logits_of: LogitsOf, dtype: torch.dtype, rule: LogitRule
@@ -306,6 +308,13 @@ class Scorer(ScorerBase):
             return nullcontext()
         wrapper = self.wrapper
         return replaced_forward(wrapper, lambda **inputs: wrapper.pretrained_model(**inputs, **wanted))
+
+
+def _check_whole(head: nn.Module) -> None:
+    if plain_linear(head) is None and is_sharded(head):
+        raise ValueError(
+            f"the output head is a sharded {type(head).__name__}. Take it out of the adapter (target_modules)."
+        )
 
 
 def _logits_of(head: nn.Module, rule: LogitRule, bias: Tensor | None) -> LogitsOf:

@@ -95,6 +95,7 @@ class PolicyValueScorer:
         self.router_weight, self.is_balanced = policy.router_weight, policy.is_balanced
         self.routing_of_step: Routing | None = None
         self.neftune_alpha: float | None = None  # noise on the policy's embeddings
+        self.group = policy.group
 
     def score(self, model: nn.Module, batch: Columns, options: ScoreOptions | None = None) -> Scored:
         """`Scorer.score` of the policy, with `values (K,)`, in float32 or wider, of the states that predict the tokens.
