@@ -73,6 +73,38 @@ def test_a_planted_fault_is_named_once_and_alone(fault):
     assert RunChecks([fault]).fired == {fault} and not any(map(RunChecks([fault]).read, logs))
 
 
+TRAINED = {"loss": 1.0, "grad_norm": 2.0, "rewards/chosen": 0.1, "rewards/margins": 0.2, "rewards/accuracies": 0.7}
+PLANTED_IN_TRAINING = {
+    "not a number": [{"loss": float("nan")}],
+    "gradient spike": [{"grad_norm": 21.0}],
+    "rising loss": [{"loss": 1.3}] * WINDOW,
+    "accuracy of a coin": [{"rewards/accuracies": 0.51}] * 17,
+    "likelihood displacement": [{"rewards/chosen": -1.2, "rewards/margins": 0.3}] * WINDOW,
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED_IN_TRAINING)
+def test_a_fault_of_a_run_without_rewards_is_named_once_and_alone(fault):
+    checks, logs = RunChecks(), [TRAINED] * 12 + [{**TRAINED, **planted} for planted in PLANTED_IN_TRAINING[fault]]
+    assert [list(checks.read(entry)) for entry in logs if entry] == [[]] * (len(logs) - 1) + [[fault]]
+    assert not checks.read(logs[-1])
+
+
+@pytest.mark.parametrize(
+    ("train", "evaluation", "faults"),
+    [
+        ([1.0, 0.8, 0.6], [1.0, 0.9, 0.97], ["overfitting"]),
+        ([1.0, 0.8, 0.6], [1.0, 0.9, 0.93], []),
+        ([1.0, 0.8, 0.8], [1.0, 0.9, 1.2], []),  # the loss of training does not fall
+    ],
+)
+def test_overfitting_needs_a_falling_and_a_rising_loss(train, evaluation, faults):
+    checks = RunChecks()
+    for loss, eval_loss in zip(train, evaluation, strict=True):
+        shown = [*(checks.read({"loss": loss}) for _ in range(WINDOW)), checks.read({"eval_loss": eval_loss})]
+    assert [name for entry in shown for name in entry] == faults
+
+
 def test_a_calm_run_and_one_without_rewards_show_nothing():
     wave = [{**CALM, "entropy": 1.5 - 0.01 * n, "reward": 0.4 + 0.01 * n} for n in range(30)]
     supervised = [{"loss": 1.0, "entropy": 3.0 / (n + 1) ** 2} for n in range(30)]

@@ -1,10 +1,13 @@
 """Signs in the logs of a run that something is wrong. The thresholds are rules of thumb, listed in `docs/guides/report.md`."""
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
 WINDOW = 3  # logs over which a mean is taken
+USUAL = 20  # logs whose median gradient is the usual one, and after which an accuracy of 0.5 counts as stuck
 LONGEST_TEXT = 4_000  # characters of a completion that are searched for repetitions
 LEAST_WORDS = 20  # of a completion that may count as repeated
 Logs = Mapping[str, Any]
@@ -33,7 +36,11 @@ class Change(NamedTuple):
     with_reward: bool = True
 
 
-REWARDS = ("reward", "objective/scores")
+REWARDS = ("reward", "reward_mean", "objective/scores")
+ACCURACIES = ("rewards/accuracies", "accuracy")
+SPIKE, OVERFIT = 10.0, 1.05  # times the usual norm, and the least loss
+COIN = 0.05  # from 0.5
+DISPLACED = 1.0  # the chosen reward below its first value, and below 0
 LEVELS = (
     Level("KL", ("kl",), 1.0, "The policy is {value:.3g} nats per token away from its reference: lower the learning rate or raise beta."),
     Level("KL", ("objective/kl",), 50.0, "The policy is {value:.3g} nats per answer away from its reference: lower the learning rate or raise the KL coefficient."),
@@ -50,42 +57,105 @@ CHANGES = (
     Change("shorter answers", "completions/mean_length", 0.3, "Answers fell from {first:.4g} to {value:.4g} tokens while the reward rose: the reward may prefer short ones."),
 )  # fmt: skip
 
+LOSSES = (
+    Change("rising loss", "loss", 1.2, "The loss rose from {first:.4g} to {value:.4g}: lower the learning rate, warm up, or look at the rows.", with_reward=False),
+)  # fmt: skip
+SENTENCES = {
+    "not a number": "{metric} is {value}: the weights may be lost. Go back to an earlier checkpoint; lower the learning rate, or train in bfloat16 or float32.",
+    "gradient spike": "The gradient's norm is {value:.3g}, {times:.0f} times the usual: look at the rows of this step, lower max_grad_norm or the learning rate.",
+    "accuracy of a coin": "Over 20 logs the accuracy is {value:.2f}: pairs or labels may be swapped or alike, or the learning rate is too low.",
+    "likelihood displacement": "The reward of chosen answers fell from {first:.3g} to {value:.3g} while the margins grew: chosen answers become less likely too. Raise beta, add the SFT loss (rpo_alpha), or leave out pairs that are nearly alike.",
+    "overfitting": "The loss of the evaluation set rose from {first:.3g} to {value:.3g} while that of training fell: stop earlier, keep the best checkpoint (load_best_model_at_end), or train fewer epochs.",
+}  # fmt: skip
+
 
 class RunChecks:
-    """Reads the logs of a run of rewards in order; says of each fault once what it is."""
+    """Reads the logs of a run in order; says of each fault once what it is."""
 
     def __init__(self, fired: Iterable[str] = ()) -> None:
         self.fired = set(fired)
         self._first: list[Logs] = []
         self._last: deque[Logs] = deque(maxlen=WINDOW)
+        self._usual: deque[Logs] = deque(maxlen=USUAL)
+        self._least: tuple[float, float | None] | None = None  # loss of the evaluation set, and of training then
 
     def read(self, logs: Logs) -> dict[str, str]:
         """The faults that this log shows for the first time: names and sentences."""
-        if not any(name in logs for name in REWARDS):
-            return {}
-        if len(self._first) < WINDOW:
-            self._first.append(logs)
-        self._last.append(logs)
-        faults: dict[str, str] = {}
-        for rule in LEVELS:
-            values = [mean(self._last, name) for name in rule.metrics]
-            worst = max((value for value in values if value is not None), default=0.0)
-            if worst > rule.bound and len(self._last) == WINDOW:
-                faults.setdefault(rule.name, rule.text.format(value=worst))
-        for rule in CHANGES if self._first[-1] is not self._last[0] and len(self._last) == WINDOW else ():
-            first, value = mean(self._first, rule.metric), mean(self._last, rule.metric)
-            if first is None or value is None or (rule.with_reward and not self._rises()):
-                continue
-            is_far = value > first * rule.factor if rule.factor > 1 else value < first * rule.factor
-            if is_far and value < rule.bound:
-                faults.setdefault(rule.name, rule.text.format(first=first, value=value))
+        has_rewards = any(name in logs for name in REWARDS)
+        faults = dict[str, str]()
+        if "eval_loss" in logs:
+            faults = self._of_evaluation(float(logs["eval_loss"]))
+        elif "loss" in logs or has_rewards:
+            if len(self._first) < WINDOW:
+                self._first.append(logs)
+            self._last.append(logs)
+            faults = self._of_numbers(logs)
+            if self._first[-1] is not self._last[0] and len(self._last) == WINDOW:
+                faults |= self._of_changes(has_rewards=has_rewards)
+            if has_rewards and len(self._last) == WINDOW:
+                faults |= self._of_levels()
+            self._usual.append(logs)
         new = {name: text for name, text in faults.items() if name not in self.fired}
         self.fired |= new.keys()
         return new
 
-    def _rises(self) -> bool:
-        pairs = [(mean(self._first, name), mean(self._last, name)) for name in REWARDS]
+    def _of_numbers(self, logs: Logs) -> dict[str, str]:
+        """What this log shows beside the usual ones."""
+        faults: dict[str, str] = {}
+        for name in ("loss", "grad_norm"):
+            if isinstance(value := logs.get(name), float) and not math.isfinite(value):
+                faults |= _fault("not a number", metric=name, value=value)
+        norm, norms = logs.get("grad_norm"), [entry.get("grad_norm") for entry in self._usual]
+        usual = median([value for value in norms if isinstance(value, int | float)] or [0.0])
+        if isinstance(norm, int | float) and len(norms) >= USUAL // 2 and norm > SPIKE * usual > 0:
+            faults |= _fault("gradient spike", value=norm, times=norm / usual)
+        for name in ACCURACIES if len(self._usual) == USUAL else ():
+            value, last = mean(self._usual, name), mean(self._last, name)
+            if value is not None and last is not None and max(abs(value - 0.5), abs(last - 0.5)) < COIN:
+                faults |= _fault("accuracy of a coin", value=value)
+        return faults
+
+    def _of_levels(self) -> dict[str, str]:
+        faults: dict[str, str] = {}
+        for rule in LEVELS:
+            values = [mean(self._last, name) for name in rule.metrics]
+            worst = max((value for value in values if value is not None), default=0.0)
+            if worst > rule.bound:
+                faults.setdefault(rule.name, rule.text.format(value=worst))
+        return faults
+
+    def _of_changes(self, *, has_rewards: bool) -> dict[str, str]:
+        """What the last logs show beside the first."""
+        faults: dict[str, str] = {}
+        for rule in CHANGES if has_rewards else LOSSES:
+            first, value = mean(self._first, rule.metric), mean(self._last, rule.metric)
+            if first is None or value is None or (rule.with_reward and not self._rises(*REWARDS)):
+                continue
+            is_far = value > first * rule.factor if rule.factor > 1 else value < first * rule.factor
+            if is_far and value < rule.bound:
+                faults.setdefault(rule.name, rule.text.format(first=first, value=value))
+        chosen, first_chosen = (mean(logs, "rewards/chosen") for logs in (self._last, self._first))
+        is_lower = chosen is not None and first_chosen is not None and chosen < min(first_chosen, 0.0) - DISPLACED
+        if is_lower and self._rises("rewards/margins"):
+            faults |= _fault("likelihood displacement", first=first_chosen, value=chosen)
+        return faults
+
+    def _of_evaluation(self, value: float) -> dict[str, str]:
+        trained = mean(self._last, "loss")
+        if self._least is None or value < self._least[0]:
+            self._least = value, trained
+        least, before = self._least
+        if trained is None or before is None or trained >= before or value < OVERFIT * least:
+            return {}
+        return _fault("overfitting", first=least, value=value)
+
+    def _rises(self, *names: str) -> bool:
+        pairs = [(mean(self._first, name), mean(self._last, name)) for name in names]
         return any(first is not None and last is not None and last > first for first, last in pairs)
+
+
+def _fault(name: str, **values: object) -> dict[str, str]:
+    return {name: SENTENCES[name].format(**values)}
 
 
 def mean(logs: Iterable[Logs], name: str) -> float | None:
