@@ -5,10 +5,10 @@ import json
 from trl.checkpoints.progress import load_progress, save_progress
 
 STATES = [
-    {"processes": 2, "loss_since_log": 1.0, "loss_before_log": 7.0, "last_logged_step": 4, "tokens_seen": 30,
+    {"processes": 2, "copies": 1, "loss_since_log": 1.0, "loss_before_log": 7.0, "last_logged_step": 4, "tokens_seen": 30,
      "metrics": {"sums": {"accuracy": (3.0, 4.0)}, "extremes": {}}},
-    {"processes": 2, "loss_since_log": 2.0, "loss_before_log": 7.0, "last_logged_step": 4, "tokens_seen": 12,
-     "metrics": {"sums": {"accuracy": (1.0, 2.0), "aux_loss": (5.0, 1.0)}, "extremes": {}}},
+    {"processes": 2, "copies": 1, "loss_since_log": 2.0, "loss_before_log": 7.0, "last_logged_step": 4, "tokens_seen": 12,
+     "metrics": {"sums": {"accuracy": (1.0, 2.0), "aux_loss": (5.0, 1.0)}, "extremes": {"max": 9.0}}},
 ]  # fmt: skip
 
 
@@ -34,6 +34,14 @@ def test_another_number_of_processes_loses_nothing(tmp_path):
         assert (other["tokens_seen"], other["metrics"]["sums"]) == (0, {})
     assert {state["loss_since_log"] for state in (first, second, third)} == {1.5}  # a mean over processes
     assert {state["loss_before_log"] for state in (first, second, third)} == {7.0}
+    assert first["more_extremes"] == [{"max": 9.0}]
+
+
+def test_processes_that_share_rows_count_them_once(tmp_path):
+    copies = load_progress(saved(tmp_path), rank=0, processes=4, copies=2)  # STATES are those of one copy
+    assert copies is not None
+    assert copies["tokens_seen"] == 84
+    assert copies["metrics"]["sums"]["accuracy"] == (8.0, 12.0)
 
 
 def test_a_missing_file_is_said(tmp_path, caplog):

@@ -9,6 +9,7 @@ import xxhash
 from datasets import Dataset
 from transformers import PreTrainedConfig
 
+from trl.checkpoints.spread import check_spread, compared_settings
 from trl.checkpoints.wholeness import CheckpointError, checkpoints_in, read_manifest
 from trl.options.checks import Settings
 from trl.options.secrets import redacted
@@ -61,7 +62,7 @@ def hash_rows(dataset: Dataset) -> str:
 
 
 def compare(checkpoint: Path, facts: Facts, *, ignore_data: bool = False) -> list[str]:
-    """Lines on changed settings. Raises: CheckpointError for another method, model or (unless ignored) data."""
+    """Lines on changed settings. Raises: CheckpointError for another method, model or (unless ignored) data or steps."""
     recorded = redacted(read_manifest(checkpoint))  # older ones have secrets
     if not recorded:
         return []
@@ -76,13 +77,15 @@ def compare(checkpoint: Path, facts: Facts, *, ignore_data: bool = False) -> lis
             f"{checkpoint} was trained with the date {begun} in its chat template, and these rows have "
             f"{facts['date']}. Set resume_from_checkpoint={str(checkpoint)!r} in the config before the trainer is made."
         )
-    lines = _differences(recorded["settings"], facts["settings"])
+    lines = _differences(compared_settings(recorded["settings"], facts["settings"]), facts["settings"])
     if not ignore_data and recorded["data"] and facts["data"] and _differences(recorded["data"], facts["data"]):
         also = f" Settings that differ: {', '.join(lines)}." if lines else ""
         raise CheckpointError(
             f"{checkpoint} was trained on other rows ({recorded['data']['rows']}, now {facts['data']['rows']}).{also} "
             "Resume with the same data, or set ignore_data_skip=True to train on this data from its first row."
         )
+    if not ignore_data:
+        check_spread(checkpoint, recorded, {**facts})
     return lines
 
 

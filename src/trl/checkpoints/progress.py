@@ -59,26 +59,35 @@ def save_progress(folder: Path, *, rank: int, state: Progress) -> None:
     (folder / f"progress_{rank}.json").write_text(json.dumps(state, indent=1))
 
 
-def load_progress(folder: Path, *, rank: int, processes: int) -> Progress | None:
-    """What `save_progress` wrote, shared out anew for other numbers of processes; None (warned) without it."""
+def load_progress(folder: Path, *, rank: int, processes: int, copies: int = 1) -> Progress | None:
+    """What `save_progress` wrote, shared out anew for other numbers of processes; None (warned) without it.
+
+    `copies`: neighbouring processes that count the same things.
+    """
     states = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("progress_*.json"))}
-    if any(state.get("processes", processes) != processes for state in states.values()):
-        return _shared_out(list(states.values()), first=rank == 0)
+    layout = processes, copies
+    if any((state.get("processes", processes), state.get("copies", copies)) != layout for state in states.values()):
+        return _shared_out(list(states.values()), first=rank == 0, copies=copies)
     state = states.get(f"progress_{rank}")
     if state is None:
         logger.warning("%s has no progress_%d.json: sums of metrics start from zero.", folder, rank)
     return state
 
 
-def _shared_out(states: list[Progress], *, first: bool) -> Progress:
-    """One process's state from those of all processes of a run that had another number of them."""
+def _shared_out(states: list[Progress], *, first: bool, copies: int) -> Progress:
+    """One process's state from those of all processes of a run that had another number of them.
+
+    The first process takes all sums; extremes of the others are in a list `more_extremes`.
+    """
     sums: dict[str, tuple[float, float]] = {}
+    share = copies / states[0].get("copies", copies)
     for name, (total, count) in (item for state in states for item in state["metrics"]["sums"].items()):
         before = sums.get(name, (0.0, 0.0))
-        sums[name] = (before[0] + total, before[1] + count)
+        sums[name] = (before[0] + share * total, before[1] + share * count)
     return {
         **states[0],
         "loss_since_log": sum(state["loss_since_log"] for state in states) / len(states),
-        "tokens_seen": sum(state["tokens_seen"] for state in states) if first else 0,
+        "tokens_seen": round(share * sum(state["tokens_seen"] for state in states)) if first else 0,
         "metrics": {**states[0]["metrics"], "sums": sums if first else {}},
+        "more_extremes": [state["metrics"]["extremes"] for state in states[1:]],
     }

@@ -16,6 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from trl.checkpoints.identity import Facts, compare, of_other_runs
 from trl.checkpoints.ownership import clear, owned, run_folder_name
 from trl.checkpoints.progress import on_main
+from trl.checkpoints.spread import Spread
 from trl.checkpoints.wholeness import (
     CheckpointError,
     checkpoint_to_load,
@@ -45,6 +46,13 @@ class Run:
         if self.checkpoint is None:
             return 0
         return TrainerState.load_from_json(str(Path(self.checkpoint) / TRAINER_STATE_NAME)).global_step
+
+    @property
+    def spreads(self) -> tuple[Spread, Spread] | None:
+        """How steps were spread over processes before the checkpoint and are now; None where that is not known."""
+        recorded = {} if self.checkpoint is None else read_manifest(Path(self.checkpoint))
+        before, now = Spread.of(recorded.get("settings", {})), Spread.of(self.facts.get("settings", {}))
+        return None if before is None or now is None else (before, now)
 
 
 class Runs:

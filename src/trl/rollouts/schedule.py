@@ -56,6 +56,13 @@ class RolloutSizes:
         return self.mini_batches * self.passes
 
     @property
+    def cut(self) -> dict[str, int]:
+        """What decides which rows a step learns from, beside the seed."""
+        return {
+            "rows": self.rows, "steps": self.steps, "together": self.together if self.mini_batches > 1 else self.group,
+        }  # fmt: skip
+
+    @property
     def own_rows(self) -> int:
         """Rows of one process."""
         return self.rows // self.processes

@@ -17,10 +17,11 @@ from weakref import proxy
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_utils import EvalLoopOutput
 
 from trl.checkpoints.runs import Runs
+from trl.checkpoints.spread import Spread
 from trl.methods.method import ALONE, Batch, Method, Outcome, Scoring, Step, StepPart
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.models.packed.layout import STEP_PART, Inputs, count_sequence_tokens
@@ -31,7 +32,7 @@ from trl.models.scoring.causal import Scorer
 from trl.models.scoring.values import PolicyValueScorer
 from trl.models.setup import ClassifierKind
 from trl.models.step_state import own_rng_states
-from trl.models.switches import holding
+from trl.models.switches import has_dropout, holding, seed_of, seeded
 from trl.options.training import TrainingDefaults
 from trl.reporting.metrics import MetricSums, Processes
 from trl.reporting.model_card import Paper, is_generated
@@ -150,7 +151,7 @@ class BaseTrainer(Trainer):
         self, epoch_iterator: Iterator[Inputs], num_batches: int, device: torch.device
     ) -> tuple[list[Inputs], Tensor | None]:
         """The micro-batches of one optimiser step and their count over all of them and all processes, at least 1."""
-        drawn = list(islice(epoch_iterator, num_batches))
+        self._turns, drawn = 0, list(islice(epoch_iterator, num_batches))
         if drawn and loaders.fills_up(self.accelerator.gradient_state, self.args):
             drawn[-1] = {**drawn[-1], STEP_PART: StepPart(fills_up=True)}
         batches = [self.take_batch(batch) for batch in drawn]
@@ -182,13 +183,25 @@ class BaseTrainer(Trainer):
         `activation_offloading` activations wait for the backward pass in CPU memory.
         """
         self.loss_is_scaled_for_ga = False
-        with holding(self, "_units_of_step", num_items_in_batch), self._offloading():
+        seed = seed_of(self.args.seed, self.state.global_step, self.micro_batch_number(self._turns))
+        self._turns += 1
+        with holding(self, "_units_of_step", num_items_in_batch), self._offloading(), seeded(seed, self.args.device):
             loss = super().training_step(model, loaders.on_device(self, inputs), num_items_in_batch)
         run_metrics.require_finite("loss", loss.item(), self.args, self.state)
         self._input_tokens.add(inputs)
         return loss
 
     _units_of_step: Tensor | int | None = None
+    _turns = 0  # micro-batches of the step that this process has begun
+
+    def micro_batch_number(self, turn: int) -> int:
+        """The number of this process's micro-batch `turn` among those of the step, in the order of their rows."""
+        return turn * self.args.data_processes + self.args.data_index
+
+    def changed_draws(self, before: Spread, now: Spread) -> list[str]:
+        """What is drawn otherwise where a step's rows are cut otherwise; draws are those of a micro-batch, in any process."""
+        drawn = {"dropout": has_dropout(self.model), "NEFTune's noise": self.scorer.neftune_alpha}  # type: ignore[arg-type]
+        return [name for name, is_drawn in drawn.items() if is_drawn and before.rows != now.rows]
 
     def outcome(
         self, model: nn.Module, batch: Any, *, step: Tensor | None = None, with_outputs: bool = False,
@@ -361,6 +374,10 @@ class BaseTrainer(Trainer):
 
     # ---- checkpoints
 
+    def rollout_facts(self) -> Mapping[str, int]:
+        """What the rows of a step depend on, beside their number, where completions are learned from."""
+        return {}
+
     def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         """Write the checkpoint aside and rename it into place: a killed run leaves a whole one or none."""
         args = self.args
@@ -404,7 +421,10 @@ class BaseTrainer(Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         is_due, self.runs.random_state_is_due = self.runs.random_state_is_due, False
-        if is_due:
+        spreads = self.runs.current.spreads if is_due and self.runs.current else None
+        if spreads is not None and spreads[0].processes != spreads[1].processes:
+            set_seed(seed_of(self.args.seed, self.state.global_step) % 2**32)  # states of other processes
+        elif is_due:
             super()._load_rng_state(checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from trl._lazy import attach
+from trl.checkpoints.spread import Spread
 from trl.collators.preference import completion_batch
 from trl.data.formats import column_names, last_turn_as_completion
 from trl.data.prepared_sets import RowSet, sequence_lengths
@@ -302,6 +303,11 @@ class GKDTrainer(LegacyGKD, SFTTrainer):
         sizes = args.per_device_train_batch_size, args.gradient_accumulation_steps
         place = args.data_index, args.data_processes, self.scorer.group
         return GeneratedCompletions(self.student_writer(), teacher, args.lmbda, *sizes, *place)
+
+    def changed_draws(self, before: Spread, now: Spread) -> list[str]:
+        """Also the choice of the micro-batches whose completions are generated."""
+        is_drawn = 0 < self.args.lmbda < 1 and before.micro_batches != now.micro_batches
+        return [*super().changed_draws(before, now), *["the rows that are completed (lmbda)"] * is_drawn]
 
     def student_writer(self) -> Writer:
         """What generates the student's completions."""

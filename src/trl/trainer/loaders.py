@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, SeedableRandomSampler
 from accelerate.state import GradientState
 from datasets import Dataset
 from torch import Tensor
@@ -208,6 +208,8 @@ def training_loader(
         step = args.train_batch_size * args.gradient_accumulation_steps * args.data_processes
         order = lambda _: GroupedByLength(step, lengths, seed=order_seed(args))  # noqa: E731
     loader = make(RepeatedStream(rows) if repeats else rows, "Training", args.train_batch_size, order, is_training=True)
+    if isinstance(drawn := order_of(loader), SeedableRandomSampler):
+        drawn.initial_seed = order_seed(args)  # not that of the process's stream, which a program may have changed
     if args.dataloader_persistent_workers:
         inner: Any = getattr(loader, "base_dataloader", loader)  # accelerate's
         inner.generator = torch.Generator().manual_seed(order_seed(args))

@@ -87,7 +87,7 @@ class OnlineTrainer(BaseTrainer):
     _learned: Experience | None = None  # and of those that score the same batches
     _batch_number: int = -1
     _sample: tuple[list[int], list[int]] | None = None  # the first prompt of a run, and its first completion
-    _step_started, _turns = 0.0, 0
+    _step_started = 0.0
 
     @names_checked
     def __init__(
@@ -290,7 +290,7 @@ class OnlineTrainer(BaseTrainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | None]:
         """The micro-batches of one optimiser step and their count; the first step of a rollout batch makes it."""
-        self._step_started, self._turns = time.monotonic(), 0
+        self._step_started = time.monotonic()
         turns = [turn for _, turn in zip(range(num_batches), epoch_iterator, strict=False)]
         if not turns:
             return [], None
@@ -303,18 +303,20 @@ class OnlineTrainer(BaseTrainer):
             self._sums["train"].add(self.rollout_metrics(self._rollout_batch, share=1 / self.args.world_size))
         if self._learned is None:
             self._learned, _ = rows_of_group(self.scorer.group, self._rollout_batch)
-        rows = self.rows_of_step(step)[: len(turns)]
-        batches = [self.micro_batch(self._learned.take(part)) for part in rows]
+        batches = [self.micro_batch(self._learned.take(part)) for part in self.rows_of_step(step)[: len(turns)]]
         return super().get_batch_samples(iter(batches), len(batches), device)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """One micro-batch, forward and backward; the last of a step records how long the step took."""
         loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[arg-type]
-        self._turns += 1
         if self._turns == self.sizes.micro_batches and self._token_counts is not None:
             seconds = torch.tensor(time.monotonic() - self._step_started)
             self._sums["train"].add({"step_time": Weighted(seconds, torch.ones(()))})
         return loss
+
+    def micro_batch_number(self, turn: int) -> int:
+        """Each process has neighbouring rows of a step."""
+        return self.args.data_index * self.sizes.micro_batches + turn
 
     def rows_of_step(self, step: int, sizes: RolloutSizes | None = None) -> list[Tensor]:
         """The `_learned` rows of the rollout batch for each micro-batch of one of its optimiser steps."""
@@ -400,6 +402,10 @@ class OnlineTrainer(BaseTrainer):
 
     # ---- checkpoints
 
+    def rollout_facts(self) -> Mapping[str, int]:
+        """The sizes that decide which rows of a rollout batch a step learns from."""
+        return replace(self.sizes, processes=self.args.data_processes).cut
+
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train; see `transformers.Trainer.train`. Resuming is bit-exact, within a rollout batch too."""
         beta = self.args.beta if isinstance(self.args, GroupTraining) else 0
@@ -440,8 +446,8 @@ class OnlineTrainer(BaseTrainer):
         if step:
             place = {"rank": self.args.process_index, "processes": self.args.world_size}
             facts = self.sizes.facts(self.state.global_step, seed=order_seed(self.args))
-            is_new = self.runs.starts_anew("progress")
-            self._rollout_batch = None if is_new else load_rollout_batch(folder, facts=facts, **place)
+            if not self.runs.starts_anew("progress"):
+                self._rollout_batch = load_rollout_batch(folder, facts=facts, **place)
             if self._rollout_batch is None:
                 logger.warning(
                     "%s holds no rollouts that fit this run's batch size and steps. They are sampled again by the "

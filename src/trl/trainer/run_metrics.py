@@ -94,6 +94,8 @@ class RunMetrics:
         self.uncounted_steps = state.get("uncounted_steps", 0)
         self.tokens_seen = torch.tensor(state["tokens_seen"], device=device)
         self.sums["train"].load_state(state["metrics"], device)
+        for extremes in state.get("more_extremes", ()):
+            self.sums["train"].add_extremes({name: torch.tensor(value) for name, value in extremes.items()})
 
 
 class InputTokens(TrainerCallback):

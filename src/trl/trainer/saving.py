@@ -1,5 +1,6 @@
 """Checkpoints of a trainer: what they say about its run, where it resumes, and their pushes to the Hub."""
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,16 +24,20 @@ from trl.reporting.model_card import card_of_trainer
 from trl.trainer.evaluation import check_best_metric
 from trl.trainer.loaders import GroupedByLength, order_of
 
+logger = logging.getLogger(__name__)
+
 
 def facts_of(trainer: Any) -> dict[str, Any]:
     """What checkpoints say about the run of a trainer, as JSON values."""
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    rows, args, begun = trainer.train_dataset, trainer.args, run_date_of(trainer._tokenizer)
+    processes = {} if rows is None else {"processes": args.world_size}  # without rows there is nothing to share out
     facts = run_facts(
         method=trainer._name, config=model.config, adapters=getattr(model, "peft_config", {}),
-        dataset=trainer.train_dataset, settings={**trainer.args.to_dict(), "processes": trainer.args.world_size},
+        dataset=rows, settings={**args.to_dict(), **processes},
     )  # fmt: skip
-    begun = run_date_of(trainer._tokenizer)
-    return {**facts, "date": begun} if begun else facts
+    more = {"date": begun, "rollouts": trainer.rollout_facts(), "workers": args.dataloader_num_workers}
+    return {**facts, **{name: value for name, value in more.items() if value}}
 
 
 def begin_training(trainer: Any) -> None:
@@ -43,6 +48,7 @@ def begin_training(trainer: Any) -> None:
     if run is None or run.checkpoint is None:
         return
     trainer.load_progress(Path(run.checkpoint))
+    warn_draws(trainer, run)
     loader: Any = trainer.callback_handler.train_dataloader
     order = order_of(loader)
     if isinstance(order, GroupedByLength):  # the parent does not find it where several processes skip seen rows
@@ -50,6 +56,17 @@ def begin_training(trainer: Any) -> None:
     if state.global_step >= state.max_steps:  # there is no step before which the parent would load it
         state.num_train_epochs = Trainer.set_initial_training_values(trainer, trainer.args, loader)[0]
         trainer._load_rng_state(run.checkpoint)
+
+
+def warn_draws(trainer: Any, run: Run) -> None:
+    """Warn where random numbers differ from those of a run that was not stopped."""
+    if run.spreads is not None and (changed := trainer.changed_draws(*run.spreads)):
+        before, now = run.spreads
+        logger.warning(
+            "Resuming %s with micro-batches of %d rows and %d to a process and step, which were of %d and %d: %s differ from "
+            "those of a run that was not stopped.",
+            run.checkpoint, now.rows, now.micro_batches, before.rows, before.micro_batches, " and ".join(changed),
+        )  # fmt: skip
 
 
 def load_weights(
@@ -95,6 +112,7 @@ def write_progress(trainer: Any, folder: Path) -> None:
     state = {
         "loss_since_log": trainer._tr_loss.item(), "loss_before_log": trainer._total_loss_scalar,
         "last_logged_step": trainer._globalstep_last_logged, "processes": trainer.args.world_size,
+        "copies": trainer.args.sp_size,
         **run, "method": method,
     }  # fmt: skip
     save_progress(folder, rank=trainer.args.process_index, state=state)
@@ -111,7 +129,8 @@ def read_progress(trainer: Any, folder: Path) -> None:
         trainer._moved_reference.load(str(folder))
     state = None
     if not trainer.runs.starts_anew("progress"):
-        state = load_progress(folder, rank=trainer.args.process_index, processes=trainer.args.world_size)
+        args = trainer.args
+        state = load_progress(folder, rank=args.process_index, processes=args.world_size, copies=args.sp_size)
     if state is None:
         trainer.run_metrics.uncounted_steps = trainer.state.global_step
         return

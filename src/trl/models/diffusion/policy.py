@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trl.models.diffusion.ddim import DDPOSchedulerOutput
+from trl.models.switches import seed_of
 
 logger = logging.getLogger(__name__)
 
@@ -188,5 +188,4 @@ def generator_of(*numbers: int) -> torch.Generator:
     >>> bool(torch.randn(1, generator=generator_of(0, 1)) == torch.randn(1, generator=generator_of(0, 1)))
     True
     """
-    state = np.random.SeedSequence([abs(number) for number in numbers]).generate_state(1, np.uint64)[0]
-    return torch.Generator().manual_seed(int(state) >> 1)
+    return torch.Generator().manual_seed(seed_of(*numbers))
