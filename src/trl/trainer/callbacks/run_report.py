@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from accelerate import Accelerator
 from datasets import Dataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -23,7 +24,68 @@ MEASURED_ROWS = 100_000  # of the training set, whose lengths are counted
 LENGTH_BINS = 40
 
 
-class RunReport(TrainerCallback):
+class Recorder:
+    """Appends events to `run.jsonl`, and the signs that something is wrong which they show."""
+
+    def __init__(self) -> None:
+        self._events: RunEvents | None = None
+        self._checks, self._signs = RunChecks(), dict[str, float]()
+
+    def _open(self, folder: Path, run: str | None, step: int) -> None:
+        self._events, self._checks, self._signs = RunEvents(folder, run, step=step), RunChecks(), {}
+        for event in self._events.kept:
+            self._follow(event)
+        self._events.kept.clear()
+
+    def close(self) -> None:
+        """Write nothing until the next run."""
+        if self._events is not None:
+            self._events.close()
+        self._events = None
+
+    def _write(self, event: str, step: int, **fields: Any) -> None:
+        if self._events is None:
+            return
+        self._events.write(event, step, time=round(time.time(), 3), **fields)
+        for name, text in self._follow({"event": event, **fields}).items():
+            self._write("check", step, name=name, text=text)
+
+    def _follow(self, event: Event) -> dict[str, str]:
+        """Keep what the checks need of an event; returns what they find."""
+        if event["event"] == "check":
+            self._checks.fired.add(event["name"])
+        if event["event"] == "rollouts":
+            self._signs = {name: event[name] for name in ("repeated", "equal")}
+        return self._checks.read({**event["values"], **self._signs}) if event["event"] == "log" else {}
+
+
+class LoopReport(Recorder):
+    """`run.jsonl` of a loop of epochs without transformers' trainer, on the main process; without a folder nothing."""
+
+    def __init__(
+        self, folder: Path | None, method: str, settings: Mapping[str, object], model: torch.nn.Module,
+        accelerator: Accelerator, *, step: int, steps: int,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if folder is not None and accelerator.is_main_process:
+            self._open(folder, method, step)
+        facts = facts_of(model, accelerator.device, accelerator.num_processes)
+        self._write("start", step, run=method, method=method, settings=dict(settings), steps=steps, model="", **facts)
+        self._mark = time.perf_counter()
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write the numbers of an epoch, which ends here."""
+        seconds, self._mark = time.perf_counter() - self._mark, time.perf_counter()
+        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        self._write("log", step, values=numbers, seconds={"training": round(seconds, 6)}, memory=peak_memory())
+
+    def end(self, step: int) -> None:
+        """The run has ended."""
+        self._write("end", step)
+        self.close()
+
+
+class RunReport(Recorder, TrainerCallback):
     """Writes `run.jsonl` and files of completions into the output folder, on the main process (`report=True`).
 
     Times are taken between the hooks of an optimiser step, so that nothing of the step itself is changed.
@@ -33,10 +95,8 @@ class RunReport(TrainerCallback):
     """Settings that differ from their defaults, of all configs of a command; None: those of the trainer's."""
 
     def __init__(self, trainer: Any) -> None:
+        super().__init__()
         self._trainer = trainer
-        self._events: RunEvents | None = None
-        self._checks = RunChecks()
-        self._signs: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
         self._mark, self._next_part = 0.0, 0.0
 
@@ -53,20 +113,14 @@ class RunReport(TrainerCallback):
         if not (getattr(args, "report", False) and state.is_world_process_zero and args.output_dir):
             return
         trainer, step = self._trainer, state.global_step
-        self._events = RunEvents(Path(args.output_dir), trainer.runs.name, step=step)
-        self._checks, self._signs, self._seconds = RunChecks(), {}, {}
-        self._mark, self._next_part = time.perf_counter(), step
-        for event in self._events.kept:
-            self._follow(event)
-        self._events.kept.clear()
+        self._open(Path(args.output_dir), trainer.runs.name, step)
+        self._seconds, self._mark, self._next_part = {}, time.perf_counter(), step
         settings = changed_settings(args) if self.settings is None else self.settings
         self._write(
             "start", step, run=trainer.runs.name, method=trainer._name, settings=dict(settings), steps=state.max_steps,
             model=getattr(trainer.scorer.core.config, "_name_or_path", ""), architecture=type(trainer.scorer.core).__name__,
             chats=bool(getattr(trainer._tokenizer, "chat_template", None)), data=data_facts(trainer),
-            parameters=[sum(p.numel() for p in trainer.model.parameters() if p.requires_grad or is_all) for is_all in (0, 1)],
-            processes=args.world_size, device=_device(args.device),
-            versions={"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
+            **facts_of(trainer.model, args.device, args.world_size),
         )  # fmt: skip
 
     def on_step_begin(self, args: object, state: object, control: TrainerControl, **_: object) -> None:
@@ -121,27 +175,6 @@ class RunReport(TrainerCallback):
             self._next_part = step + max(1, self._trainer.state.max_steps // KEPT_PARTS)
         self._write("rollouts", step, file=file, **facts)
 
-    def close(self) -> None:
-        """Write nothing until the next run."""
-        if self._events is not None:
-            self._events.close()
-        self._events = None
-
-    def _write(self, event: str, step: int, **fields: Any) -> None:
-        if self._events is None:
-            return
-        self._events.write(event, step, time=round(time.time(), 3), **fields)
-        for name, text in self._follow({"event": event, **fields}).items():
-            self._write("check", step, name=name, text=text)
-
-    def _follow(self, event: Event) -> dict[str, str]:
-        """Keep what the checks need of an event; returns what they find."""
-        if event["event"] == "check":
-            self._checks.fired.add(event["name"])
-        if event["event"] == "rollouts":
-            self._signs = {name: event[name] for name in ("repeated", "equal")}
-        return self._checks.read({**event["values"], **self._signs}) if event["event"] == "log" else {}
-
     def _spend(self, phase: str) -> None:
         """Count the time since the last mark."""
         if self._events is not None:
@@ -150,8 +183,15 @@ class RunReport(TrainerCallback):
             self._mark = now
 
 
-def _device(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+def facts_of(model: torch.nn.Module, device: torch.device, processes: int) -> dict[str, object]:
+    """Parameters, those that train and all; processes, device and versions."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    return {
+        "parameters": [sum(p.numel() for p in model.parameters() if p.requires_grad or is_all) for is_all in (0, 1)],
+        "processes": processes,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "versions": {**versions, "transformers": transformers.__version__},
+    }
 
 
 def data_facts(trainer: Any) -> dict[str, object]:
