@@ -20,7 +20,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from trl.generation.transformers.mixer_states import MixerStates
 from trl.generation.transformers.reuse import Held
+from trl.generation.transformers.steps import Moves, Step, resized
 from trl.models.packed.attention import Reach, has_temperature, packed_attention, reach_of, tempered
 from trl.models.switches import holding
 from trl.tensors.heads import without_autocast
@@ -53,109 +55,7 @@ def attend_part(
     return output.view(batch, heads, rows, -1), (peak + total.log()).view(batch, heads, rows)
 
 
-def visibility_bias(visible: Tensor) -> Tensor:
-    """0 where `visible`, else a very negative number; finite, so that a part without keys is not NaN."""
-    hidden = torch.finfo(torch.float32).min / 2
-    return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, hidden)
-
-
 _FIRST_COLUMNS = 64
-
-
-def fitted(buffer: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
-    """`buffer`, enlarged with zeros to at least `shape`."""
-    if buffer is None:
-        return like.new_zeros(shape)
-    sizes = [max(pair) for pair in zip(buffer.shape, shape, strict=True)]
-    return buffer if sizes == [*buffer.shape] else resized(buffer, sizes, like)
-
-
-def resized(buffer: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor:
-    """Zeros of this shape, with the entries that `buffer` has too."""
-    fresh = like.new_zeros(shape)
-    if buffer is not None:
-        common = tuple(slice(min(pair)) for pair in zip(buffer.shape, shape, strict=True))
-        fresh[common] = buffer[common]
-    return fresh
-
-
-class Moves:
-    """Closes gaps in the numbering: `source` moves to `target` (int64), `remaining` of a `total` are left.
-
-    `keep` is bool, False for those that leave.
-    """
-
-    def __init__(self, keep: Tensor) -> None:
-        self.total, self.remaining = len(keep), int(keep.sum())
-        self.source = keep[self.remaining :].nonzero()[:, 0] + self.remaining
-        self.target = (~keep[: self.remaining]).nonzero()[:, 0]
-        self.order = torch.arange(self.remaining, device=keep.device)  # the old number of each new one
-        self.order[self.target] = self.source
-
-    def apply(self, buffer: Tensor) -> None:
-        """Move entries of a buffer, in place. The last ones may not be in it yet."""
-        source = self.source[self.source < len(buffer)] if self.total > len(buffer) else self.source
-        if len(source):
-            buffer[self.target[: len(source)]] = buffer[source]
-
-
-class Step:
-    """The layout of one decoding step, which all layers share.
-
-    `columns` `(R,)` is the index of each row's newest token in its completion, `prompt` `(R,)` the row's prompt,
-    `lengths` `(G,)` the prompts' lengths. `per_prompt` is the maximum number of rows of one prompt, `slots` each row's
-    index in a table with so many rows for each prompt; None if it is the row's number.
-    """
-
-    def __init__(self, columns: Tensor, prompt: Tensor, lengths: Tensor) -> None:
-        self.columns, self.prompt, self.lengths = columns, prompt, lengths
-        self.width = int(columns.max()) + 1
-        self.longest = int(lengths.max())
-        self.level = bool((columns == self.width - 1).all())
-        self.rows = torch.arange(len(columns), device=columns.device)
-        counts, order = torch.bincount(prompt, minlength=len(lengths)), torch.argsort(prompt, stable=True)
-        self.per_prompt = int(counts.max())
-        slots = torch.empty_like(order)
-        rank = self.rows - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-        slots[order] = prompt[order] * self.per_prompt + rank
-        is_full = len(columns) == len(lengths) * self.per_prompt
-        self.slots = None if is_full and bool((slots == self.rows).all()) else slots
-        self.prompt_bias: Tensor | None = None
-        if not bool((lengths == self.longest).all()):
-            keys = torch.arange(self.longest, device=lengths.device)
-            self.prompt_bias = visibility_bias(keys < lengths[:, None])[:, None, None]
-        self._biases: dict[Reach | None, tuple[Tensor | None, Tensor | None, bool]] = {}
-
-    def advance(self) -> None:
-        """Go to the next step of the same rows."""
-        self.columns, self.width = self.columns + 1, self.width + 1
-        self._biases.clear()
-
-    def biases(self, reach: Reach | None) -> tuple[Tensor | None, Tensor | None, bool]:
-        """Attention biases of prompts and completions; whether the first is by row, because keys are out of reach."""
-        reach = reach if reach and self.longest + self.width > reach.tokens else None
-        if reach not in self._biases:
-            columns, tokens = self.columns[:, None], torch.arange(self.width, device=self.columns.device)
-            if reach is None:
-                own_bias = None if self.level else visibility_bias(tokens <= columns)[:, None, None]
-                self._biases[reach] = self.prompt_bias, own_bias, False
-            else:
-                keys = torch.arange(self.longest, device=tokens.device)
-                lengths = self.lengths[self.prompt][:, None]
-                first = reach.first_key(lengths + columns)
-                seen = visibility_bias((keys < lengths) & (keys >= first))
-                own_seen = visibility_bias((tokens <= columns) & (tokens >= first - lengths))
-                self._biases[reach] = seen, own_seen[:, None, None], True
-        return self._biases[reach]
-
-    def to_slots(self, rows: Tensor) -> Tensor:
-        """`(R, ...)` by prompt, `(G, per_prompt, ...)`, padded with zeros for prompts with fewer rows."""
-        shape = (len(self.lengths), self.per_prompt, *rows.shape[1:])
-        if self.slots is None:
-            return rows.view(shape)
-        table = rows.new_zeros(shape[0] * shape[1], *rows.shape[1:])
-        table[self.slots] = rows
-        return table.view(shape)
 
 
 class RolloutCache:
@@ -172,6 +72,7 @@ class RolloutCache:
         self.step: Step | None = None
         self._arriving: tuple[Tensor, int] | None = None
         self.held: Sequence[Held | None] = ()  # of the arriving prompts; empty if nothing is held
+        self.states: MixerStates | None = None  # of layers without attention; those of the model that runs first
 
     def expect_prompts(self, lengths: Sequence[int], device: torch.device, held: Sequence[Held | None] = ()) -> None:
         """Prepare for prompts, of which so many tokens come one after another in the packed row of the next forward.
@@ -184,6 +85,8 @@ class RolloutCache:
         places = torch.arange(sum(lengths) + sum(before)).split([*lengths, *before])
         rows = [torch.cat(pair) for pair in zip(places[len(lengths) :], places[: len(lengths)], strict=True)]
         self._arriving = (pad_sequence(rows, batch_first=True).to(device), len(self.lengths))
+        if self.states is not None:
+            self.states.expect_prompts(lengths, device)
         self.lengths += map(len, rows)
 
     def store_prompts(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -260,6 +163,8 @@ class RolloutCache:
 
     def drop_rows(self, moves: Moves, width: int) -> None:
         """Remove rows; `width` is the longest completion so far."""
+        if self.states is not None:
+            self.states.drop_rows(moves)
         for cache in self.layers.values():
             for name in ("own_key", "own_value"):
                 if name in cache:
@@ -267,6 +172,8 @@ class RolloutCache:
 
     def drop_prompts(self, moves: Moves) -> None:
         """Remove prompts."""
+        if self.states is not None:
+            self.states.drop_prompts(moves)
         self.lengths = [self.lengths[number] for number in moves.order.tolist()]
         for cache in self.layers.values():
             for name in ("prompt_key", "prompt_value"):
@@ -308,10 +215,11 @@ def rollout_attention(
 
 @contextmanager
 def rollout_attention_of(model: PreTrainedModel, cache: RolloutCache) -> Iterator[None]:
-    """Inside the block the model's attention layers use `cache`."""
+    """Inside the block the model's attention layers use `cache`, and those that mix tokens without attention its states."""
     token = _CACHE.set(cache)
+    cache.states = cache.states or MixerStates(model)
     try:
-        with holding(model.config, "_attn_implementation", ROLLOUT_ATTENTION):
+        with holding(model.config, "_attn_implementation", ROLLOUT_ATTENTION), cache.states.running(lambda: cache.step):
             yield
     finally:
         _CACHE.reset(token)

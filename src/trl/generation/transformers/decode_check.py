@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from trl.generation.transformers.cache import RolloutCache, Step, rollout_attention_of
+from trl.generation.transformers.cache import RolloutCache, rollout_attention_of
 from trl.generation.transformers.decoders import OwnForward
+from trl.generation.transformers.steps import Step
 from trl.models.packed.attention import PACKED_ATTENTION
 from trl.models.packed.small_copy import class_of, first_line, is_close, on_cpu, small_copy, small_model
 from trl.models.packed.support import packed_unsupported

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from trl.generation.transformers.cache import Moves, RolloutCache
+from trl.generation.transformers.cache import RolloutCache
 from trl.generation.transformers.reuse import Held
+from trl.generation.transformers.steps import Moves
 from trl.models.packed.attention import reach_of
 from trl.models.parts import decoder_of, logit_rule
 from trl.tensors.heads import without_autocast
@@ -38,12 +39,15 @@ class OwnForward:
         hidden, lengths = self.prompt_states(prompts, held)
         return self.logits(hidden[(lengths.cumsum(0) - 1).to(self.device)])
 
-    def token_bytes(self) -> int:
-        """Bytes of a token's keys and values in all layers, measured with one token in the empty cache."""
+    def bytes_of_row(self) -> dict[str, int]:
+        """Bytes of a row for each token (keys and values) and besides (states, also its prompt's), measured with one
+        token in the empty cache.
+        """
         self.prompt_states([[0]])
-        count = sum(part.nbytes for layer in self.cache.layers.values() for part in layer.values())
+        tokens = sum(part.nbytes for layer in self.cache.layers.values() for part in layer.values())
+        states = 0 if self.cache.states is None else self.cache.states.bytes_of_row()
         self.cache.drop_prompts(Moves(torch.tensor([False])))
-        return count
+        return {"token_bytes": tokens, "row_bytes": 2 * states}
 
     def prompt_states(
         self, prompts: Sequence[Sequence[int]], held: Sequence[Held | None] = ()

@@ -126,16 +126,17 @@ class TransformersEngine:
                 with torch.no_grad(), rollout_attention_of(core, cache), autocast():
                     yield
 
-            memory, sizes = row_memory(core.device), {"vocabulary": vocabulary, "token_bytes": 0}
-            if self.max_batch is None:
-                with running(cache):
-                    sizes["token_bytes"] = decoder.token_bytes()
+            memory = row_memory(core.device)
+            with running(cache):
+                sizes = decoder.bytes_of_row()
             kept = memory // 4 if self.reuse_memory is None else self.reuse_memory
-            reuse = Reuse(kept) if kept else None
+            reuse = None if sizes["row_bytes"] else Reuse(kept) if kept else None  # states cannot be cut
             loop = RolloutLoop(decoder, cache, requests, max_rows=self.max_batch or 1, reuse=reuse)
             live = LiveRequests(
                 requests, loop, vocabulary=vocabulary,
-                rows_for=lambda: self.max_batch or default_rows(requests, memory=memory, **sizes),
+                rows_for=lambda: (
+                    self.max_batch or default_rows(requests, vocabulary=vocabulary, memory=memory, **sizes)
+                ),
                 rules_of=lambda sampling: self._rules(sampling, core, end_tokens(sampling.stop_token_ids, core)),
                 running=running,
             )  # fmt: skip
@@ -212,7 +213,7 @@ class TransformersEngine:
         cache = RolloutCache()
         with rollout_attention_of(core, cache):
             decoder = FusedDecoder(core, cache, dtype=dtype) if route == "fused" else OwnForward(core, cache)
-            rows = self.max_batch or default_rows(requests, vocabulary=vocabulary, token_bytes=decoder.token_bytes())
+            rows = self.max_batch or default_rows(requests, vocabulary=vocabulary, **decoder.bytes_of_row())
             RolloutLoop(decoder, cache, requests, max_rows=rows).run()
 
     def _rules(self, sampling: Sampling, core: PreTrainedModel, ends: Sequence[int]) -> Rules:

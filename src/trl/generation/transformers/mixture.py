@@ -13,13 +13,14 @@ from transformers import PreTrainedModel
 
 from trl.generation.engine import Engine, Generated, Sampling
 from trl.generation.live import Live, LiveCalls
-from trl.generation.transformers.cache import Moves, RolloutCache, Step, rollout_attention_of
+from trl.generation.transformers.cache import RolloutCache, rollout_attention_of
 from trl.generation.transformers.decode_check import decode_unsupported
 from trl.generation.transformers.decoders import FusedDecoder, OwnForward, fused_unsupported
 from trl.generation.transformers.engine import TransformersEngine, generating
 from trl.generation.transformers.model_generate import MoreInputs
 from trl.generation.transformers.requests import Requests
 from trl.generation.transformers.rollout_loop import RolloutLoop, default_rows
+from trl.generation.transformers.steps import Moves, Step
 from trl.models.parts import causal_core, embedded_tokens
 from trl.models.reference import AdapterReference, FrozenModel, Reference
 from trl.models.switches import same_trainable
@@ -71,7 +72,7 @@ class MixtureEngine(TransformersEngine):
             mixture: Any = _Mixture(members)
             with members[0].active() as decoder:
                 rows = self.max_batch or default_rows(
-                    requests, vocabulary=embedded_tokens(core), token_bytes=decoder.token_bytes()
+                    requests, vocabulary=embedded_tokens(core), **decoder.bytes_of_row()
                 )
             RolloutLoop(mixture, mixture, requests, max_rows=max(1, rows // len(members))).run()
 

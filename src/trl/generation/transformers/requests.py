@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trl.generation.engine import FinishReason, Generated, Sampling, completion_limits
-from trl.generation.transformers.cache import fitted
 from trl.generation.transformers.choosing import Processors, choose, penalise_
+from trl.generation.transformers.steps import fitted
 from trl.models.parts import causal_core
 
 _WORD = (1 << 64) - 1

@@ -8,10 +8,11 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from trl.generation.transformers.cache import Moves, RolloutCache, Step
+from trl.generation.transformers.cache import RolloutCache
 from trl.generation.transformers.decoders import OwnForward
 from trl.generation.transformers.requests import Requests
 from trl.generation.transformers.reuse import Held, Reuse
+from trl.generation.transformers.steps import Moves, Step
 from trl.reporting.run_lines import long_bar
 
 PREFILL_TOKENS = 8192  # of prompts that are prefilled in one packed row

@@ -9,7 +9,8 @@ decoder, has it too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -41,17 +42,6 @@ class _Cut(NamedTuple):
             cut = _CUTS[table] = cls(*(part.to(device) for part in _cut(Segments.from_table(table))))
         return cut
 
-    def into_rows(self, values: Values) -> Values:
-        """Tensors `(1, N, ...)` of a tree become `(B, T, ...)`, tables None (rows have no mask); others stay."""
-        shape = (1, len(self.places))
-
-        def cut(value: object) -> object:
-            if not isinstance(value, Tensor):
-                return value
-            return None if is_table(value) else value[0, self.rows] if value.shape[:2] == shape else value
-
-        return tree_map(cut, values)
-
     def into_one(self, values: Values) -> Values:
         """Tensors `(B, T, ...)` of a tree become `(1, N, ...)`."""
 
@@ -63,9 +53,34 @@ class _Cut(NamedTuple):
         return tree_map(join, values)
 
 
+def into_rows(values: Values, rows: Tensor, tokens: int) -> Values:
+    """Tensors `(1, N, ...)` of a tree become `(B, T, ...)`, tables None (rows have no mask); others stay.
+
+    `rows (B, T)` are places among the N `tokens`.
+    """
+
+    def cut(value: object) -> object:
+        if not isinstance(value, Tensor):
+            return value
+        return None if is_table(value) else value[0, rows] if value.shape[:2] == (1, tokens) else value
+
+    return tree_map(cut, values)
+
+
 _CUTS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _RUNNING: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the cut of each tensor that a mixer is given
 _ACTIVE: ContextVar[tuple[Tensor | None, ...]] = ContextVar("tables of the decoders that run", default=())
+_WHOLE: ContextVar[bool] = ContextVar("whether packed rows stay whole", default=False)
+
+
+@contextmanager
+def whole_rows() -> Iterator[None]:
+    """A block in which packed rows are not cut."""
+    token = _WHOLE.set(True)
+    try:
+        yield
+    finally:
+        _WHOLE.reset(token)
 
 
 def cut_into_rows(decoder: nn.Module, mixers: Collection[type[nn.Module]]) -> None:
@@ -92,7 +107,7 @@ def _tensors(values: object) -> list[Tensor]:
 
 def _enter_decoder(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     table = next((leaf for leaf in _tensors((args, kwargs)) if is_table(leaf)), None)
-    _ACTIVE.set((*_ACTIVE.get(), table))
+    _ACTIVE.set((*_ACTIVE.get(), None if _WHOLE.get() else table))
     for layer in module.modules():
         checkpoint = vars(layer).get("_gradient_checkpointing_func")
         if checkpoint is not None and getattr(checkpoint, "func", None) is not _checkpointed:
@@ -143,7 +158,7 @@ def _before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, objec
     if table is None or not tensors:
         return None
     cut = _Cut.of(table, tensors[0].device)
-    args, kwargs = cut.into_rows((args, kwargs))
+    args, kwargs = into_rows((args, kwargs), cut.rows, len(cut.places))
     uncut = set(map(id, tensors))
     for leaf in _tensors((args, kwargs)):
         if id(leaf) not in uncut:

@@ -170,11 +170,11 @@ def _generation(probe: Probe, core: PreTrainedModel, scorer: Scorer) -> float:
     assert probe.rollouts is not None
     rows, prompts, prompt_tokens, completion_tokens, models = probe.rollouts
     dtype = torch.bfloat16 if probe.half else None
-    cache, copies, per_row = RolloutCache(), 0, 0
+    cache, copies = RolloutCache(), 0
     with torch.autocast("cpu", dtype, enabled=probe.half):
         if scorer.packed:
             with rollout_attention_of(core, cache):
-                per_token = OwnForward(core, cache).token_bytes()
+                per_token, per_row = OwnForward(core, cache).bytes_of_row().values()
         else:
             per_token, per_row = cache_bytes(core).values()
     if fused_unsupported(core, dtype) is None:
