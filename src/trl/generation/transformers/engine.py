@@ -29,7 +29,7 @@ from trl.generation.transformers.requests import Requests, Rules, StopStrings, e
 from trl.generation.transformers.reuse import Reuse
 from trl.generation.transformers.rollout_loop import RolloutLoop, default_rows, row_memory
 from trl.models.distributed import fsdp2_modules, is_sharded, unwrap_model_for_generation
-from trl.models.packed.support import is_bidirectional
+from trl.models.packed.support import is_bidirectional, packing_of
 from trl.models.parts import causal_core, embedded_tokens, prompt_learning_unsupported
 from trl.models.switches import disable_gradient_checkpointing, undisturbed, without_ddp
 from trl.options.checks import check_at_least, check_one_of
@@ -126,17 +126,16 @@ class TransformersEngine:
                 with torch.no_grad(), rollout_attention_of(core, cache), autocast():
                     yield
 
-            memory = row_memory(core.device)
-            with running(cache):
-                sizes = decoder.bytes_of_row()
+            memory, sizes = row_memory(core.device), {"vocabulary": vocabulary, "token_bytes": 0}
+            if self.max_batch is None:
+                with running(cache):
+                    sizes |= decoder.bytes_of_row()
             kept = memory // 4 if self.reuse_memory is None else self.reuse_memory
-            reuse = None if sizes["row_bytes"] else Reuse(kept) if kept else None  # states cannot be cut
+            reuse = Reuse(kept) if kept and not packing_of(core).mixers else None  # their states cannot be cut
             loop = RolloutLoop(decoder, cache, requests, max_rows=self.max_batch or 1, reuse=reuse)
             live = LiveRequests(
                 requests, loop, vocabulary=vocabulary,
-                rows_for=lambda: (
-                    self.max_batch or default_rows(requests, vocabulary=vocabulary, memory=memory, **sizes)
-                ),
+                rows_for=lambda: self.max_batch or default_rows(requests, memory=memory, **sizes),
                 rules_of=lambda sampling: self._rules(sampling, core, end_tokens(sampling.stop_token_ids, core)),
                 running=running,
             )  # fmt: skip

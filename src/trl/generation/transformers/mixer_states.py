@@ -37,19 +37,19 @@ class MixerStates:
 
     def __init__(self, model: PreTrainedModel) -> None:
         kinds, self.model = packing_of(model).mixers, model
-        self.modules = [part for part in decoder_of(model).modules() if class_of(part) in kinds]
+        modules = [part for part in decoder_of(model).modules() if class_of(part) in kinds]
+        self.modules = {part: inspect.signature(part.forward) for part in modules}
         self.prompts: dict[int, Layer] = {}
-        self.rows = DynamicCache(config=model.config)
+        self.rows = DynamicCache(config=model.config if modules else None)
         self._begun: set[int] = set()  # layers with states of rows
         self._arriving: list[tuple[Tensor, Cache]] = []  # places `(B, T)` in the packed row, and their states
-        self._order = torch.zeros(0, dtype=torch.int64)  # of the arriving prompts in `prompts`
+        self._order = torch.zeros(0, dtype=torch.int64)  # back to that of the arriving prompts
+        self._token_order = self._order  # and of their tokens in the packed row
 
     @contextmanager
     def running(self, step_of: Callable[[], Step | None]) -> Iterator[None]:
         """A block in which the layers use these states: of a packed row of prompts, or of the rows of a step."""
-        with ExitStack() as stack:
-            if self.modules:
-                stack.enter_context(whole_rows())
+        with ExitStack() as stack, whole_rows():
             for module in self.modules:
                 stack.enter_context(replaced_forward(module, partial(self._run, module, module.forward, step_of)))
             yield
@@ -65,6 +65,7 @@ class MixerStates:
             places = starts[numbers == length, None] + torch.arange(length, device=device)
             self._arriving.append((places, DynamicCache(config=self.model.config)))
         self._order = torch.argsort(order)
+        self._token_order = torch.argsort(torch.cat([places.flatten() for places, _ in self._arriving]))
 
     def bytes_of_row(self) -> int:
         """Bytes of one prompt's states, as many as a row's."""
@@ -87,18 +88,16 @@ class MixerStates:
         **kwargs: object,
     ) -> object:  # fmt: skip
         """A layer's outputs for one row `(1, N, H)`, run on its prompts, or on its N rows of one token."""
-        step, number, parts = step_of(), _number(module), self._arriving
+        step, parts, order = step_of(), self._arriving, self._token_order
         if step is not None:
-            self._enter(number, step)
-            parts = [(step.rows[:, None], self.rows)]
-        call = inspect.signature(forward).bind(*args, **kwargs)
+            self._enter(_number(module), step)
+            parts, order = [(step.rows[:, None], self.rows)], step.rows
+        call = self.modules[module].bind(*args, **kwargs)
         inputs, name = dict(call.arguments), next(name for name in _CACHE_NAMES if name in call.signature.parameters)
-        places = torch.cat([rows.flatten() for rows, _ in parts])
         outputs = []
         for rows, cache in parts:
-            call.arguments = {**into_rows(inputs, rows, len(places)), name: cache}
+            call.arguments = {**into_rows(inputs, rows, len(order)), name: cache}
             outputs.append(forward(*call.args, **call.kwargs))
-        order = torch.argsort(places)
         return _mapped_tree(lambda *rows: torch.cat([part.flatten(0, 1) for part in rows])[order][None], *outputs)
 
     def _enter(self, number: int, step: Step) -> None:
