@@ -259,7 +259,7 @@ def test_sample_table_and_evaluation(capsys, caplog):
     )
 
 
-def test_text_and_messages():
+def test_text_and_messages(tmp_path):
     words = tokenizer()
     words.backend_tokenizer.pre_tokenizer = WhitespaceSplit()
     words.chat_template = (
@@ -271,7 +271,7 @@ def test_text_and_messages():
         seen.setdefault("rows", []).extend(zip(prompts, completions, answer, strict=True))
         return [0.0] * len(prompts)
 
-    args = PPOConfig("unused", **{**SETTINGS, **{k: v for k, v in SHORT.items() if k != "dtype"}, "missing_eos_penalty": None, "stop_token": None})  # fmt: skip
+    args = PPOConfig(str(tmp_path), **{**SETTINGS, **{k: v for k, v in SHORT.items() if k != "dtype"}, "missing_eos_penalty": None, "stop_token": None})  # fmt: skip
     chat = Dataset.from_list([{"prompt": [{"role": "user", "content": f"w{n}"}], "answer": n} for n in (7, 8)])
     trainer = PPOTrainer(args, words, tiny_model("gpt2"), None, None, chat, None, reward_funcs=look, eval_dataset=None)
     trainer.train()
@@ -284,10 +284,10 @@ def test_text_and_messages():
     assert trainer.train_dataset["input_ids"][:] == [[5, 6], [7]]
 
 
-def test_a_reward_model_with_another_tokenizer_reads_the_text(caplog):
+def test_a_reward_model_with_another_tokenizer_reads_the_text(caplog, tmp_path):
     other = tokenizer()
     other.add_tokens(["w99"])
-    args = PPOConfig("unused", **{**SETTINGS, **{k: v for k, v in SHORT.items() if k != "dtype"}})
+    args = PPOConfig(str(tmp_path), **{**SETTINGS, **{k: v for k, v in SHORT.items() if k != "dtype"}})
     trainer = PPOTrainer(
         args, tokenizer(), tiny_model("gpt2"), None, tiny_classifier("gpt2", num_labels=1), prompts(), None,
         reward_processing_classes=other, data_collator=DataCollatorWithPadding(tokenizer()),
