@@ -58,9 +58,8 @@ class RolloutSizes:
     @property
     def cut(self) -> dict[str, int]:
         """What decides which rows a step learns from, beside the seed."""
-        return {
-            "rows": self.rows, "steps": self.steps, "together": self.together if self.mini_batches > 1 else self.group,
-        }  # fmt: skip
+        together = self.together if self.mini_batches > 1 else self.group
+        return {"rows": self.rows, "steps": self.steps, "together": together}
 
     @property
     def own_rows(self) -> int:

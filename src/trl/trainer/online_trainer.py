@@ -124,8 +124,11 @@ class OnlineTrainer(BaseTrainer):
             optimizers=optimizers,
         )  # fmt: skip
         is_masked = args.mask_truncated_completions
-        count_tokens = lambda count: self.run_metrics.count_tokens(count * args.sp_size)  # noqa: E731
-        self._token_counts = TokenCounts(self.accelerator, count_tokens, masks_truncated=is_masked)
+        self._token_counts = TokenCounts(
+            self.accelerator,
+            lambda count: self.run_metrics.count_tokens(count * args.sp_size),
+            masks_truncated=is_masked,
+        )
         engine, completer = self.rollout_engine(parts.engine(args, self.model, self.accelerator)), parts.completer
         if rollout_func is not None:
             limits = {"context_length": parts.sets.context_length, "vocabulary": parts.sets.settings.vocabulary}

@@ -60,8 +60,9 @@ def begin_training(trainer: Any) -> None:
 
 def warn_draws(trainer: Any, run: Run) -> None:
     """Warn where random numbers differ from those of a run that was not stopped."""
-    if run.spreads is not None and (changed := trainer.changed_draws(*run.spreads)):
-        before, now = run.spreads
+    spreads = run.spreads
+    if spreads is not None and (changed := trainer.changed_draws(*spreads)):
+        before, now = spreads
         logger.warning(
             "Resuming %s with micro-batches of %d rows and %d to a process and step, which were of %d and %d: %s differ from "
             "those of a run that was not stopped.",

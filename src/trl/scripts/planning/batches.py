@@ -101,11 +101,9 @@ def rollout_batch(args: Any, rows: int, lengths: Lengths, scorer: Any, *, traine
     rows, group = args.device_rows // trained or 1, max(1, (args.num_generations or 1) // trained)
     prompts = Ragged.of([[_TOKEN + place // group] * lengths.prompt for place in range(rows)])
     tokens, numbers = torch.zeros(rows * lengths.completion), torch.ones(rows)
-    per_token = {
-        columns.OLD: tokens,
-        columns.TRAINED: tokens == 0,
-        **({columns.REF: tokens} if getattr(args, "beta", 0) else {}),
-    }
+    per_token = {columns.OLD: tokens, columns.TRAINED: tokens == 0}
+    if getattr(args, "beta", 0):
+        per_token[columns.REF] = tokens
     names = (columns.ADVANTAGE, columns.REWARD, columns.STOPPED, PREFERENCE, OPPONENT_SCORE, OPPONENT_STOPPED)
     per_row: dict[str, Tensor] = {**dict.fromkeys(names, numbers), columns.SCORES: torch.arange(rows) / rows}
     per_row |= dict.fromkeys((columns.LENGTH, columns.MEAN_LENGTH), numbers * lengths.completion)

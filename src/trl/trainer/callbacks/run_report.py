@@ -69,7 +69,7 @@ class LoopReport(Recorder):
         super().__init__()
         if folder is not None and accelerator.is_main_process:
             self._open(folder, method, step)
-        facts = facts_of(model, accelerator.device, accelerator.num_processes)
+        facts = machine_facts(model, accelerator.device, accelerator.num_processes)
         self._write("start", step, run=method, method=method, settings=dict(settings), steps=steps, model="", **facts)
         self._mark = time.perf_counter()
 
@@ -120,7 +120,7 @@ class RunReport(Recorder, TrainerCallback):
             "start", step, run=trainer.runs.name, method=trainer._name, settings=dict(settings), steps=state.max_steps,
             model=getattr(trainer.scorer.core.config, "_name_or_path", ""), architecture=type(trainer.scorer.core).__name__,
             chats=bool(getattr(trainer._tokenizer, "chat_template", None)), data=data_facts(trainer),
-            **facts_of(trainer.model, args.device, args.world_size),
+            **machine_facts(trainer.model, args.device, args.world_size),
         )  # fmt: skip
 
     def on_step_begin(self, args: object, state: object, control: TrainerControl, **_: object) -> None:
@@ -183,7 +183,7 @@ class RunReport(Recorder, TrainerCallback):
             self._mark = now
 
 
-def facts_of(model: torch.nn.Module, device: torch.device, processes: int) -> dict[str, object]:
+def machine_facts(model: torch.nn.Module, device: torch.device, processes: int) -> dict[str, object]:
     """Parameters, those that train and all; processes, device and versions."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     return {
