@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -49,7 +49,7 @@ class MixerStates:
     @contextmanager
     def running(self, step_of: Callable[[], Step | None]) -> Iterator[None]:
         """A block in which the layers use these states: of a packed row of prompts, or of the rows of a step."""
-        with ExitStack() as stack, whole_rows():
+        with ExitStack() as stack, whole_rows() if self.modules else nullcontext():
             for module in self.modules:
                 stack.enter_context(replaced_forward(module, partial(self._run, module, module.forward, step_of)))
             yield
