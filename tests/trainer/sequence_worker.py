@@ -6,16 +6,19 @@ process too.
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from tests.contracts import methods
 from tests.tiny import tiny_model
 from tests.trainer import group_methods, grpo_runs
+from tests.trainer.sharded_worker import use_fsdp_on_cpu
 
 # Four rows, in two micro-batches that train different numbers of tokens, of a step over eight.
 CUT = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
@@ -28,6 +31,11 @@ def grouped(key_heads: int) -> Any:
     return tiny_model("starcoder2", dtype=torch.float64, **fields)
 
 
+def dropped() -> Any:
+    """With dropouts of embeddings and of what layers add."""
+    return tiny_model("gpt2", dtype=torch.float64, embd_pdrop=0.2, resid_pdrop=0.2)
+
+
 def own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
     """A user's own: cross-entropy, and a little of its square."""
     logits, labels = outputs["logits"][:, :-1], labels[:, 1:]
@@ -36,21 +44,23 @@ def own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tenso
 
 
 class Run(NamedTuple):
-    """A method of `tests.contracts.methods`, its settings and the key heads of its model (None: the method's own)."""
+    """A method of `tests.contracts.methods`, its settings and what makes its model (None: the method)."""
 
     method: str
     settings: Mapping[str, Any] = {}
-    key_heads: int | None = None
+    model: Callable[[], Any] | None = None
     evaluates: bool = False
 
 
 RUNS = {
     "sft": Run("sft", evaluates=True),
-    "sft-packed": Run("sft-padding-free", {"gradient_checkpointing": True}, 2),
-    "sft-dft": Run("sft-dft", {}, 1),
+    "sft-packed": Run("sft-padding-free", {"gradient_checkpointing": True}, partial(grouped, 2)),
+    "sft-dft": Run("sft-dft", {}, partial(grouped, 1)),
     "sft-smoothed": Run("sft", {"label_smoothing_factor": 0.1}),
     "sft-own-loss": Run("sft", {"compute_loss_func": own_loss}),
     "sft-noise": Run("sft", {"neftune_noise_alpha": 5.0, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}),
+    # of 58 tokens, as many in both processes
+    "sft-dropout": Run("sft", {"gradient_checkpointing": True, "max_length": 13, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}, dropped),
     "reward": Run("reward", evaluates=True),
     "dpo": Run("dpo-sigmoid", evaluates=True),
     "aot": Run("dpo-aot"),
@@ -72,6 +82,7 @@ ROLLOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "minillm": ("minillm", {}),
     "sdft": ("sdft", {}),
 }
+SHARDED = "+fsdp2"  # what a case ends in whose weights are sharded over all processes; such cases come last
 RESUMED = ("sft-resumed", "grpo-resumed")
 
 
@@ -83,7 +94,12 @@ class Found(NamedTuple):
 
 
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
-    return {key: value.detach().clone() for key, value in trainer.model.state_dict().items()}
+    return copied(trainer.model.state_dict())
+
+
+def copied(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Copies of tensors, with all of their shards."""
+    return {key: x.full_tensor() if isinstance(x, DTensor) else x.detach().clone() for key, x in tensors.items()}
 
 
 def of_rollouts(name: str, sp_size: int, **settings: Any) -> Found:
@@ -92,8 +108,8 @@ def of_rollouts(name: str, sp_size: int, **settings: Any) -> Found:
     settings = {**group_methods.WHOLE, **STEPS, **ADAM, **group_methods.METHODS[method], **own, **settings}
     trainer, keep = grpo_runs.run(**settings, sp_size=sp_size)
     logs = [{key: log[key] for key in group_methods.comparable(log)} for log in grpo_runs.logs(trainer)]
-    evaluation = methods.metrics_of(trainer, grpo_runs.prompts(4)) if name in ("grpo", "minillm") else {}
-    return Found(keep.steps, weights_of(trainer), logs, evaluation)
+    evaluation = methods.metrics_of(trainer, grpo_runs.prompts(4)) if name == "grpo" else {}
+    return Found(list(map(copied, keep.steps)), weights_of(trainer), logs, evaluation)
 
 
 def resumed(name: str, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -114,16 +130,22 @@ def resumed(name: str, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, 
 
 
 def run(name: str, sp_size: int, **settings: Any) -> Found:
+    name = name.removesuffix(SHARDED)
     if name in ROLLOUTS:
         return of_rollouts(name, sp_size, **settings)
     case = RUNS[name]
-    model = {} if case.key_heads is None else {"model": grouped(case.key_heads)}
+    model = {} if case.model is None else {"model": case.model()}
     torch.manual_seed(0)
     trainer = methods.trained(case.method, **{**CUT, **ADAM, **case.settings, **model, "sp_size": sp_size, **settings})
     weights, log = weights_of(trainer), trainer.state.log_history[0]
     logs = [{key: value for key, value in log.items() if not any(x in key for x in methods.CLOCKS)}]
     rows = trainer.train_dataset.select(range(7))
-    return Found(trainer.keep.steps, weights, logs, methods.metrics_of(trainer, rows) if case.evaluates else {})
+    return Found(
+        list(map(copied, trainer.keep.steps)),
+        weights,
+        logs,
+        methods.metrics_of(trainer, rows) if case.evaluates else {},
+    )
 
 
 def main(out: str, sp_size: str, cases: str) -> None:
@@ -132,10 +154,16 @@ def main(out: str, sp_size: str, cases: str) -> None:
     rows = {"per_device_train_batch_size": 4 // groups} if groups > 1 else {}
     found = {}
     for name in cases.split(","):
+        if name.endswith(SHARDED):
+            use_fsdp_on_cpu()
         if name in RESUMED:
             found[name] = resumed(name, str(Path(out).parent / name))
         else:
-            shares = {"per_device_eval_batch_size": 8 // dist.get_world_size()} if name in ROLLOUTS else {}
+            shares = (
+                {"per_device_eval_batch_size": 8 // dist.get_world_size()}
+                if name.removesuffix(SHARDED) in ROLLOUTS
+                else {}
+            )
             found[name] = tuple(run(name, int(sp_size), **rows, **shares))
     if dist.get_rank() == 0:
         torch.save(found, out)

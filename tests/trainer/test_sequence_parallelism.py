@@ -12,15 +12,16 @@ from tests.experimental.gold_runs import gold
 from tests.trainer import grpo_runs
 from tests.trainer.one_step import assert_same_gradient
 from tests.trainer.sequence_costs import LAYERS, LENGTHS, WIDTH
-from tests.trainer.sequence_worker import RESUMED, ROLLOUTS, RUNS, Found, run
+from tests.trainer.sequence_worker import RESUMED, ROLLOUTS, RUNS, SHARDED, Found, run
 from tests.two_processes import launch
 from trl.models.packed.sequence_group import SequenceGroup
 from trl.models.scoring.causal import Scorer
 from trl.reporting.metrics import Processes
 
 IN_TWO_GROUPS = ("aot", "grpo-shared")
+IN_SHARDS = [f"sft{SHARDED}", f"grpo{SHARDED}"]
 PLANS = {
-    "two": (2, 2, [*(name for name in (*RUNS, *ROLLOUTS) if name not in IN_TWO_GROUPS), *RESUMED]),
+    "two": (2, 2, [*(name for name in (*RUNS, *ROLLOUTS) if name not in IN_TWO_GROUPS), *RESUMED, *IN_SHARDS]),
     "four": (4, 4, ["sft", "sft-packed", "dpo"]),
     "two-by-two": (4, 2, ["sft", "kto", *IN_TWO_GROUPS]),
 }
