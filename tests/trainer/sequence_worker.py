@@ -22,6 +22,7 @@ from tests.trainer.sharded_worker import use_fsdp_on_cpu
 
 # Four rows, in two micro-batches that train different numbers of tokens, of a step over eight.
 CUT = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+ONE_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 ADAM = {"optim": "adamw_torch", "learning_rate": 1e-2, "adam_epsilon": 1e-4}
 
 
@@ -34,6 +35,11 @@ def grouped(key_heads: int) -> Any:
 def dropped() -> Any:
     """With dropouts of embeddings and of what layers add."""
     return tiny_model("gpt2", dtype=torch.float64, embd_pdrop=0.2, resid_pdrop=0.2)
+
+
+def routed() -> Any:
+    """A mixture of experts with a loss of its router, in float32: PyTorch multiplies groups in no wider type."""
+    return tiny_model("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
 
 
 def own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
@@ -58,9 +64,12 @@ RUNS = {
     "sft-dft": Run("sft-dft", {}, partial(grouped, 1)),
     "sft-smoothed": Run("sft", {"label_smoothing_factor": 0.1}),
     "sft-own-loss": Run("sft", {"compute_loss_func": own_loss}),
-    "sft-noise": Run("sft", {"neftune_noise_alpha": 5.0, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}),
+    "sft-noise": Run("sft", {"neftune_noise_alpha": 5.0, **ONE_BATCH}),
     # of 58 tokens, as many in both processes
-    "sft-dropout": Run("sft", {"gradient_checkpointing": True, "max_length": 13, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}, dropped),
+    "sft-dropout": Run("sft", {"gradient_checkpointing": True, "max_length": 13, **ONE_BATCH}, dropped),
+    "sft-routed": Run("sft", {}, routed, evaluates=True),
+    "sft-routed-smoothed": Run("sft", {"label_smoothing_factor": 0.1, **ONE_BATCH}, routed),
+    "dpo-routed": Run("dpo-sigmoid", {}, routed),
     "reward": Run("reward", evaluates=True),
     "dpo": Run("dpo-sigmoid", evaluates=True),
     "aot": Run("dpo-aot"),

@@ -44,14 +44,21 @@ def test_a_step_equals_that_of_one_process(plan, tmp_path):
 
 
 def assert_equal(name: str, found: Found, expected: Found) -> None:
+    exact = "routed" not in name
     for gradient, single in zip(found.gradients, expected.gradients, strict=True):
-        assert_same_gradient(gradient, single)
+        assert_same_gradient(gradient, single, **({} if exact else {"tolerance": 1e-5}))
     for key, weight in expected.weights.items():
-        torch.testing.assert_close(found.weights[key], weight, rtol=0, atol=1e-10, msg=f"{name} {key}")
+        torch.testing.assert_close(
+            found.weights[key], weight, rtol=0, atol=1e-10 if exact else 1e-5, msg=f"{name} {key}"
+        )
     for ours, theirs in zip([*found.logs, found.evaluation], [*expected.logs, expected.evaluation], strict=True):
         assert ours.keys() == theirs.keys()
         for key, value in theirs.items():  # transformers adds up training losses in float32
-            tolerance = {"rel": 1e-6, "abs": 1e-7} if key == "loss" else {"rel": 1e-9, "abs": 1e-10}
+            tolerance = (
+                {"rel": 1e-6 if exact else 1e-5, "abs": 1e-7}
+                if key == "loss" or not exact
+                else {"rel": 1e-9, "abs": 1e-10}
+            )
             assert ours[key] == pytest.approx(value, **tolerance), (name, key)
 
 

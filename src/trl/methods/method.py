@@ -150,7 +150,7 @@ class Scoring:
                 counts.append(torch.cat([tokens[None], chosen]) * (not part.fills_up))
         total: Any = torch.stack(counts).sum(dim=0)
         if self.accelerator.num_processes > 1:
-            total = self.accelerator.reduce(total, reduction="sum")
+            total = self.step.processes.once(self.accelerator.reduce(total, reduction="sum"))  # type: ignore[arg-type]
         routing = Routing(total[1:], total[0])
         shares = [float(count[0] / total[0]) for count in counts]
         return [replace(part, routing=routing, share=share) for part, share in zip(parts, shares, strict=True)]

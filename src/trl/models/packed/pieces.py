@@ -71,8 +71,8 @@ class Piece:
         """Results of scored positions, and their sums, of all processes."""
 
         def gathered(name: str, value: Tensor | None) -> Tensor | None:
-            if value is None:
-                return None
+            if value is None or name == "aux_loss":  # of the whole row already
+                return value
             return self.group.sum(value) if name in _SUMS else self.gather(value)
 
         return {name: gathered(name, value) for name, value in results.items()}

@@ -90,7 +90,7 @@ class ScorerBase:
             return f"its attention is {self.core.config._attn_implementation!r}, not 'sdpa'"
         if mixers := packing_of(self.core).mixers:
             return f"its {' and '.join(sorted(mixer.__name__ for mixer in mixers))} mixes tokens too"
-        return "a router's loss (output_router_logits) is of all tokens" if router_inputs(self.core) else None
+        return None
 
     def piece_of(self, rows: ModelBatch) -> Piece | None:
         """This process's piece of a row; None where it scores all of it."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from trl.models.distributed import is_sharded
 from trl.models.packed.layout import Columns, Inputs, ModelBatch, ScoredPositions, packed_batch, without_shared_prefixes
@@ -243,7 +243,7 @@ class Scorer(ScorerBase):
 
     def routing(self, model: nn.Module, batch: Columns) -> Routing:
         """The routing of a batch's tokens, without a loss."""
-        rows = self.lay_out(batch)
+        rows, _ = self.rows_here(batch)
 
         def forward(**inputs: object) -> Routing:
             with self.embedded(rows):
@@ -263,7 +263,7 @@ class Scorer(ScorerBase):
         with self._as_language_model(output_hidden_states=True), self.embedded(rows):
             return model(**self.own_inputs(rows), use_cache=False)
 
-    def _gathered_outputs(self, model: nn.Module, rows: ModelBatch) -> CausalLMOutput:
+    def _gathered_outputs(self, model: nn.Module, rows: ModelBatch) -> MoeCausalLMOutputWithPast:
         """Logits of padded rows, of which each process computes those of a piece and is given all."""
 
         def read(head: nn.Module, hidden: Tensor, rule: LogitRule, bias: Tensor | None) -> Results:
@@ -271,10 +271,12 @@ class Scorer(ScorerBase):
 
         piece = self.piece_of(packed_batch(rows.inputs, with_table=True))
         assert piece is not None
-        logits = piece.all_tokens(self.through_head(model, piece.rows, read)["logits"])
+        results = self.through_head(model, piece.rows, read)
+        logits = piece.all_tokens(results["logits"])
         padded = logits.new_zeros((rows.inputs["input_ids"].numel(), logits.shape[1]))
         padded = padded.index_copy(0, rows.real_tokens, logits)
-        return CausalLMOutput(logits=padded.view(*rows.inputs["input_ids"].shape, -1))  # pyright: ignore[reportArgumentType]
+        logits = padded.view(*rows.inputs["input_ids"].shape, -1)
+        return MoeCausalLMOutputWithPast(logits=logits, aux_loss=results["aux_loss"])  # pyright: ignore[reportArgumentType]
 
     def own_inputs(self, rows: ModelBatch) -> Inputs:
         """The arguments of the model's own forward."""

@@ -14,6 +14,7 @@ from torch.nn.functional import linear as linear_product
 from transformers import PreTrainedModel
 
 from trl.models.packed.layout import ModelBatch
+from trl.models.packed.sequence_group import SequenceGroup
 from trl.models.parts import as_the_head_wants, replaced_forward
 from trl.tensors.logprobs import (
     AnyHead,
@@ -152,7 +153,7 @@ def router_loss(
     """The load-balancing loss of a batch's real tokens, and their routing.
 
     `E sum_e f_e P_e`: f_e is how often a token chose expert e, P_e the mean of its softmax, over all tokens and layers.
-    A token of a shared prompt counts once per branch. A product of means is not the mean of the products of batches.
+    A token of a shared prompt counts once per branch; all pieces of a row have the loss of the row. A product of means is not the mean of the products of batches.
     With f `of_step` it is: the losses of a step's batches, weighted by their tokens, add up to that of the step, and so
     do their gradients, as f has none.
 
@@ -175,6 +176,9 @@ def router_loss(
         chosen = chosen + counts.index_add(0, experts, weights.repeat_interleave(choices))
         probabilities = probabilities + weights.to(shares.dtype) @ shares
     routing = Routing(chosen, weights.sum() * len(router_logits))
+    if rows.shared is not None:
+        probabilities, *counts = map(rows.shared.group.sum, (probabilities, *routing))
+        routing = Routing(*counts)
     counted = of_step or routing
     often = (counted.chosen / counted.tokens).to(probabilities)
     return len(often) * (often * probabilities).sum() / routing.tokens, routing
@@ -186,5 +190,7 @@ def _uses(rows: ModelBatch) -> Tensor:
     uses[rows.real_tokens] = 1
     table = rows.inputs.get("attention_mask")
     if table is not None and table.ndim == 4:
-        uses *= Segments.from_table(table).uses().to(uses.device)
+        group, table = SequenceGroup.of_table(table)
+        uses_of_row = Segments.from_table(table).uses().to(uses.device)
+        uses *= uses_of_row if group is None else group.cut(uses_of_row, 0)
     return uses
