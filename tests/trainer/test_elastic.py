@@ -1,5 +1,6 @@
 """A run that goes on with 4, 2, then 3 processes or 1 equals one that never stopped, to 1e-10 in float64."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,12 @@ def test_the_same_rows_are_not_refused():
     assert compared_settings(SETTINGS, {**SETTINGS, "processes": 2}) == SETTINGS
 
 
-def test_noise_of_other_micro_batches_is_said(tmp_path, caplog):
+def forget_files(checkpoint):
+    manifest = json.loads((checkpoint / "checkpoint.json").read_text())
+    (checkpoint / "checkpoint.json").write_text(json.dumps({**manifest, "files": []}))
+
+
+def test_noise_of_other_micro_batches_is_said_and_states_of_fsdp_are_refused(tmp_path, caplog):
     trained("noise", str(tmp_path), 1)
     trained(
         "noise",
@@ -70,6 +76,10 @@ def test_noise_of_other_micro_batches_is_said(tmp_path, caplog):
     )
     assert "with micro-batches of 4 rows and 3 to a process and step, which were of 1 and 12" in caplog.text
     assert "dropout and NEFTune's noise differ from those of a run that was not stopped" in caplog.text
+    (tmp_path / "checkpoint-1" / "optimizer.pt").rename(tmp_path / "checkpoint-1" / "optimizer.bin")
+    forget_files(tmp_path / "checkpoint-1")
+    with pytest.raises(CheckpointError, match=r"written with FSDP, and this run is without it.*resume_without"):
+        trained("noise", str(tmp_path), resume=str(tmp_path / "checkpoint-1"))
 
 
 @pytest.mark.distributed

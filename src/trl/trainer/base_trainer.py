@@ -417,6 +417,7 @@ class BaseTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if not self.runs.starts_anew("optimizer"):
+            saving.check_optimizer(self, checkpoint)
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

@@ -14,7 +14,7 @@ from transformers.trainer_utils import HubStrategy
 from trl.checkpoints.identity import run_facts
 from trl.checkpoints.progress import SavesState, load_progress, on_main, save_progress
 from trl.checkpoints.runs import Run
-from trl.checkpoints.wholeness import naming_weights
+from trl.checkpoints.wholeness import CheckpointError, naming_weights
 from trl.data.rendering import run_date_of
 from trl.models.loading import cast_state, load_checkpoint_weights, name_dtype, save_dtype
 from trl.models.peft import is_peft_model
@@ -68,6 +68,18 @@ def warn_draws(trainer: Any, run: Run) -> None:
             "those of a run that was not stopped.",
             run.checkpoint, now.rows, now.micro_batches, before.rows, before.micro_batches, " and ".join(changed),
         )  # fmt: skip
+
+
+def check_optimizer(trainer: Trainer, folder: str | None) -> None:
+    """Raise CheckpointError for an optimiser's state that FSDP wrote, in a run without it, and the other way round."""
+    files = set() if folder is None or trainer.is_deepspeed_enabled else set(os.listdir(folder))
+    is_plain, is_sharded = "optimizer.pt" in files, bool(files & {"optimizer.bin", "optimizer_0"})
+    if is_plain != is_sharded and is_sharded != trainer.is_fsdp_enabled:
+        written, now = ("with FSDP", "without") if is_sharded else ("without FSDP", "with")
+        raise CheckpointError(
+            f"{folder} was written {written}, and this run is {now} it: it cannot read the optimiser's state. Launch as "
+            "before, or set resume_without=['optimizer']."
+        )
 
 
 def load_weights(
