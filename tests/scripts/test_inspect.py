@@ -7,11 +7,12 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from trl.scripts import inspect
+from trl.scripts.inspection.collect import STREAMED_ROWS, first_rows
 from trl.scripts.inspection.faults import RowFaults
 from trl.scripts.inspection.page import histogram
 from trl.scripts.inspection.texts import NearDuplicates, row_parts
@@ -147,6 +148,26 @@ def test_packing_is_measured(run):
     ).groups()
     lengths = int(re.search(r"tokens +(\d+)", output.out).group(1))
     assert float(filled) == pytest.approx(100 * lengths / int(rows) / 64, abs=0.06)
+
+
+def test_a_stream_shows_what_the_same_rows_stored_do(run):
+    rows = [*CLEAN["sft"], CLEAN["sft"][2], {"prompt": "Q:", "completion": " "}]
+    outputs = [run(rows, *line)[1].out for line in ((), ("--dataset_streaming", "true", "--max_steps", "1"))]
+    assert outputs[0] == outputs[1] and "exact duplicates: 1 of 10 rows (first: 8)" in outputs[0]
+
+
+def test_a_stream_without_an_end_is_read_to_a_bound():
+    read = []
+
+    def endless():
+        while True:
+            read.append(len(read))
+            yield {"text": f"Look up {len(read)}."}
+
+    stream = IterableDataset.from_generator(endless)
+    assert len(first_rows(stream, 50)) == 50 and len(read) <= 51
+    read.clear()
+    assert len(first_rows(stream, None)) == STREAMED_ROWS and len(read) <= STREAMED_ROWS + 1
 
 
 def test_the_first_rows_alone_are_read(run):
