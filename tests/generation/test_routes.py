@@ -15,6 +15,7 @@ from trl.generation.live import Request
 from trl.generation.transformers import decode_check
 from trl.generation.transformers.decode_check import decode_unsupported, padding_leaks
 from trl.generation.transformers.engine import TransformersEngine
+from trl.models.packed import support
 
 # With the largest difference of log-probs in float64: more where layers compute in float32.
 OURS = {
@@ -176,3 +177,17 @@ def test_a_copy_runs_once_for_each_class_and_leaves_no_trace(monkeypatch):
         assert decode_unsupported(tiny_model(architecture, hidden_size=width)) is None
     assert [kind.__name__ for kind in counts] == ["LlamaForCausalLM", "Qwen3ForCausalLM"]
     assert torch.equal(torch.random.get_rng_state(), before) and torch.is_grad_enabled()
+
+
+def test_copies_are_run_once_and_before_the_first_completion(monkeypatch):
+    model, runs = tiny_model("llama"), []
+    for module, cache, function in ((support, "_PACKINGS", "_tested"), (decode_check, "_ANSWERS", "_cache_differs")):
+        monkeypatch.setattr(module, cache, {})
+        run = getattr(module, function)
+        monkeypatch.setattr(module, function, lambda *args, run=run: runs.append(run.__name__) or run(*args))
+    engine = TransformersEngine(model)
+    assert runs == ["_tested", "_cache_differs"]
+    model.config.use_cache = False  # as trainers set it
+    engine.generate(prompts_of(), SAMPLING)
+    TransformersEngine(model)
+    assert runs == ["_tested", "_cache_differs"]

@@ -71,8 +71,10 @@ class TransformersEngine:
         self.max_batch, self.gather_zero3, self.reuse_memory = max_batch, gather_zero3, reuse_memory
         self.fallbacks: list[str] = []
         self._warned: set[str] = set()
-        # A model, and why its forward cannot use our cache.
+        # A model, and why its forward cannot use our cache; of sharded weights when they are gathered.
         self._checked: tuple[PreTrainedModel | None, str | None] = (None, None)
+        if route != "generate" and not core.config.is_encoder_decoder and not is_sharded(core):
+            self._unsupported(without_wrappers(model), core)
 
     def generate(
         self, prompts: Prompts, sampling: Sampling, *, streams: Numbers = None, limits: Numbers = None,

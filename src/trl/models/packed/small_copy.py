@@ -78,6 +78,7 @@ def small_copy(config: PretrainedConfig, *, narrow: bool = True) -> PretrainedCo
     """
     small = copy.deepcopy(config)
     vars(small).pop("quantization_config", None)
+    small.use_cache = False  # as trainers set it: copies from before and after are one
     if narrow:
         _narrow(small)
     _cut_layers(small)
