@@ -15,7 +15,7 @@ quickstart: .venv/.installed
 test: .venv/.installed-dev
 	PYTHONDONTWRITEBYTECODE= $(OFFLINE) $(KEEP_MEMORY) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
 
-# Every test with another version of transformers: make test-transformers VERSION=5.23.0
+# Every test with another version of transformers: make test-transformers VERSION=5.24.0
 test-transformers: .venv-transformers-$(VERSION)/.installed
 	$(OFFLINE) $(KEEP_MEMORY) .venv-transformers-$(VERSION)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
 

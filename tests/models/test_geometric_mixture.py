@@ -6,6 +6,8 @@ import torch
 from tests.tiny import tiny_model
 from trl.models.geometric_mixture import GeometricMixtureWrapper
 
+pytestmark = pytest.mark.filterwarnings("error::FutureWarning")
+
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
 GREEDY = {
     "attention_mask": torch.ones_like(IDS),

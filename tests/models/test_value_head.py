@@ -56,6 +56,16 @@ def test_values_are_the_head_of_the_last_hidden_states(architecture, overrides):
     assert values.shape == (2, 6)
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")  # transformers' name of the cache is a new one from 5.24 on
+def test_a_cache_continues_a_row():
+    model = Causal.from_pretrained(tiny_model("llama")).eval()
+    logits, _, values = model(input_ids=IDS)
+    *_, cache = model(input_ids=IDS[:, :4], return_past_key_values=True, use_cache=True)
+    next_logits, _, next_values = model(input_ids=IDS[:, 4:], past_key_values=cache)
+    torch.testing.assert_close(next_logits, logits[:, 4:], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(next_values, values[:, 4:], rtol=1e-5, atol=1e-6)
+
+
 def test_an_encoder_decoders_values_are_of_its_decoder():
     inner = tiny_seq2seq("t5")
     model = Seq2Seq.from_pretrained(inner).eval()

@@ -8,7 +8,7 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.utils.generic import ModelOutput
 
 from trl.models.packed.layout import Inputs
-from trl.models.parts import causal_core
+from trl.models.parts import CACHE, causal_core
 
 
 class GeometricMixtureWrapper(GenerationMixin, nn.Module):
@@ -44,7 +44,7 @@ class GeometricMixtureWrapper(GenerationMixin, nn.Module):
     @torch.no_grad()
     def forward(self, *args: object, **kwargs: object) -> ModelOutput:
         """The policy's outputs with the mixture's log-probabilities `(B, T, V)` as logits."""
-        inputs = {**kwargs, "use_cache": False, "past_key_values": None}
+        inputs = {**kwargs, "use_cache": False, CACHE: None}
         outputs = self.model(*args, **inputs)
         others = self.ref_model(*args, **inputs).logits
         mixed = (1 - self.mixture_coef) * outputs.logits.float() + self.mixture_coef * others.float()
@@ -56,7 +56,7 @@ class GeometricMixtureWrapper(GenerationMixin, nn.Module):
 
     def prepare_inputs_for_generation(self, *args: object, **kwargs: object) -> Inputs:
         """The policy's own inputs of a step, for the whole sequence."""
-        without_cache = {"use_cache": False, "past_key_values": None}
+        without_cache = {"use_cache": False, CACHE: None}
         return self.model.prepare_inputs_for_generation(*args, **{**kwargs, **without_cache})
 
     # transformers validates the class and the signature of what generates: use the policy's.

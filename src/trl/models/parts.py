@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import fields
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ logger = logging.getLogger(__name__)
 
 _IN_FLOAT32, _UNTIED = "computes_in_float32", "head_was_untied"  # attributes
 _LARGE_LOGIT = 50.0  # beyond the usual soft cap, 30
+# What models, their layers and their outputs call their cache: the first (Mamba before transformers 5.24: the second).
+CACHE = "cache" if "cache" in {part.name for part in fields(BaseModelOutputWithPast)} else "past_key_values"
+CACHE_NAMES = (CACHE, "cache_params")
 
 
 def causal_core(model: nn.Module, *, name: str = "model") -> PreTrainedModel:

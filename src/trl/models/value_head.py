@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Cache, PretrainedConfig
 
-from trl.models.parts import causal_core
+from trl.models.parts import CACHE, causal_core
 from trl.models.value_wrapper import PREFIX, PreTrainedModelWrapper, last_hidden
 
 INIT_STRATEGIES = (None, "normal")
@@ -61,12 +61,12 @@ class _WithValueHead(PreTrainedModelWrapper):
         attention_mask: Tensor | None = None, return_past_key_values: bool = False, **kwargs: object,
     ) -> tuple[Tensor | Cache | None, ...]:  # fmt: skip
         """`(lm_logits (B, T, V) float32, loss or None, value (B, T))`, and with `return_past_key_values` the cache."""
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": past_key_values}
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, CACHE: past_key_values}
         kwargs |= {name: value for name, value in inputs.items() if value is not None}
         outputs = self.pretrained_model(**{**kwargs, "output_hidden_states": True})
         value = self.v_head(last_hidden(outputs)).squeeze(-1).to(outputs.logits.device)
         logits = outputs.logits.to(torch.promote_types(outputs.logits.dtype, torch.float32))
-        cache = (outputs.past_key_values,) if return_past_key_values else ()
+        cache = (getattr(outputs, CACHE),) if return_past_key_values else ()
         return logits, outputs.loss, value, *cache
 
     def post_init(self, state_dict: Mapping[str, Tensor]) -> None:

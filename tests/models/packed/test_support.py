@@ -13,6 +13,7 @@ from tests.tiny import tiny_config, tiny_model
 from trl.collators.preference import pack_prefix_groups
 from trl.models.packed import support
 from trl.models.packed.support import packing_of
+from trl.models.parts import CACHE
 from trl.models.scoring.causal import Scorer
 from trl.models.scoring.head import ScoreOptions
 
@@ -29,6 +30,7 @@ PADDED = {
     "mpt": OWN_ATTENTION,
     "phimoe": "PhimoeAttention (layers.0.self_attn) mixes",  # its window is in the mask alone
 }
+PACKED_NOW = {"codegen", "gptj"} if CACHE == "cache" else set()  # transformers 5.24 has them on its interface
 MIXERS = {
     "bamba", "falcon_h1", "falcon_mamba", "gpt_neo", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe",
     "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
@@ -62,7 +64,7 @@ def test_packed_rows_give_what_padded_rows_give(model_type, all_in_float64):
     plain = copy.deepcopy(model)
     scorer, logps, gradients = loss_and_gradients(model, None)
     packing = packing_of(model)
-    if model_type in PADDED:
+    if model_type in PADDED.keys() - PACKED_NOW:
         assert not scorer.packed and not scorer.shares_prefixes
         assert PADDED[model_type] in packing.unsupported and packing.unsupported in scorer.fallbacks[-1]
         return

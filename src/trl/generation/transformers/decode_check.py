@@ -108,9 +108,9 @@ def _padding_differs(copy: PreTrainedModel, dtype: torch.dtype, attention: str) 
     model.generation_config = GenerationConfig(
         max_new_tokens=3, do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=0
     )
-    for prompt in _rows(embedded_tokens(copy))[0][1:]:
+    for prompt in _rows(embedded_tokens(copy))[0]:
         logits = list[Tensor]()
-        for pads in (0, 4):
+        for pads in (0, 7):
             ids, mask = (F.pad(part, (pads, 0))[None] for part in (prompt, torch.ones_like(prompt)))
             logits.append(torch.cat(model.generate(ids, attention_mask=mask).logits))
         if not _is_close(logits[1], logits[0]):

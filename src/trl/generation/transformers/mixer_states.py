@@ -22,11 +22,10 @@ from trl.generation.transformers.steps import Moves, Step, fitted
 from trl.models.packed.mixers import into_rows, whole_rows
 from trl.models.packed.small_copy import class_of
 from trl.models.packed.support import packing_of
-from trl.models.parts import decoder_of, replaced_forward
+from trl.models.parts import CACHE_NAMES, decoder_of, replaced_forward
 
 Layer = CacheLayerMixin | LinearAttentionCacheLayerMixin
 Tree = TypeVar("Tree")
-_CACHE_NAMES = ("cache_params", "past_key_values")  # of parameters of a layer's forward
 
 
 class MixerStates:
@@ -93,7 +92,7 @@ class MixerStates:
             self._enter(_number(module), step)
             parts, order = [(step.rows[:, None], self.rows)], step.rows
         call = self.modules[module].bind(*args, **kwargs)
-        inputs, name = dict(call.arguments), next(name for name in _CACHE_NAMES if name in call.signature.parameters)
+        inputs, name = dict(call.arguments), next(name for name in CACHE_NAMES if name in call.signature.parameters)
         outputs = []
         for rows, cache in parts:
             call.arguments = {**into_rows(inputs, rows, len(order)), name: cache}

@@ -19,7 +19,7 @@ from trl.collators.images import is_per_token
 from trl.generation.transformers.decode_check import padding_leaks
 from trl.generation.transformers.requests import Requests
 from trl.models.packed.layout import Inputs
-from trl.models.parts import causal_core, prompt_learning_unsupported
+from trl.models.parts import CACHE, CACHE_NAMES, causal_core, prompt_learning_unsupported
 from trl.tensors.padding import pad as pad_rows
 
 
@@ -97,7 +97,7 @@ def cache_bytes(core: PreTrainedModel) -> dict[str, int]:
     ids = torch.zeros(1, 1, dtype=torch.int64, device=core.device)
     begin = {"decoder_input_ids": ids} if core.config.is_encoder_decoder else {}
     outputs = model(input_ids=ids, **begin, use_cache=True)
-    cache = getattr(outputs, "past_key_values", None) or getattr(outputs, "cache_params", None)
+    cache = next((value for name, value in outputs.items() if name in CACHE_NAMES), None)
     sizes = {"token_bytes": 0, "row_bytes": 0}
     for layer in getattr(getattr(cache, "self_attention_cache", cache), "layers", ()):
         for name, value in vars(layer).items():
@@ -162,9 +162,10 @@ def _with_more(
     }
     outputs = model.generate(**heads, **settings, max_new_tokens=1, return_dict_in_generate=True)
     rows = torch.tensor([distinct.index(name) for name in names], device=ids.device)
-    outputs.past_key_values.reorder_cache(rows)
+    cache = getattr(outputs, CACHE)
+    cache.reorder_cache(rows)
     body: Any = causal_core(model).base_model
     offsets = getattr(body, "rope_deltas", None)  # of each row's positions, in models like Qwen-VL
     if isinstance(offsets, Tensor):
         body.rope_deltas = offsets[rows]
-    return {**inputs, "past_key_values": outputs.past_key_values}
+    return {**inputs, CACHE: cache}
