@@ -108,7 +108,8 @@ def test_a_bfloat16_model_loaded_by_name_moves_every_weight_that_has_a_gradient(
     trainer.save_model()
     weights = load_file(tmp_path / "run" / "model.safetensors")
     wide = {name for name, part in weights.items() if part.dtype != torch.bfloat16}
-    assert all(name.endswith("e_score_correction_bias") for name in wide)  # float32 in the published files, too
+    # Biases of routers are float32 in the published files, too; from transformers 5.24 on their weights are.
+    assert all(name.endswith(("e_score_correction_bias", ".gate.weight")) for name in wide)
 
 
 @pytest.mark.parametrize("model_type", CURRENT)
