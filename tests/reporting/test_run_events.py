@@ -86,7 +86,8 @@ PLANTED_IN_TRAINING = {
 @pytest.mark.parametrize("fault", PLANTED_IN_TRAINING)
 def test_a_fault_of_a_run_without_rewards_is_named_once_and_alone(fault):
     checks, logs = RunChecks(), [TRAINED] * 12 + [{**TRAINED, **planted} for planted in PLANTED_IN_TRAINING[fault]]
-    assert [list(checks.read(entry)) for entry in logs if entry] == [[]] * (len(logs) - 1) + [[fault]]
+    *calm, shown = [checks.read(entry) for entry in logs]
+    assert not any(calm) and list(shown) == [fault] and "{" not in shown[fault]
     assert not checks.read(logs[-1])
 
 

@@ -63,7 +63,7 @@ LOSSES = (
 SENTENCES = {
     "not a number": "{metric} is {value}: the weights may be lost. Go back to an earlier checkpoint; lower the learning rate, or train in bfloat16 or float32.",
     "gradient spike": "The gradient's norm is {value:.3g}, {times:.0f} times the usual: look at the rows of this step, lower max_grad_norm or the learning rate.",
-    "accuracy of a coin": "Over 20 logs the accuracy is {value:.2f}: pairs or labels may be swapped or alike, or the learning rate is too low.",
+    "accuracy of a coin": "Over {logs} logs the accuracy is {value:.2f}: pairs or labels may be swapped or alike, or the learning rate is too low.",
     "likelihood displacement": "The reward of chosen answers fell from {first:.3g} to {value:.3g} while the margins grew: chosen answers become less likely too. Raise beta, add the SFT loss (rpo_alpha), or leave out pairs that are nearly alike.",
     "overfitting": "The loss of the evaluation set rose from {first:.3g} to {value:.3g} while that of training fell: stop earlier, keep the best checkpoint (load_best_model_at_end), or train fewer epochs.",
 }  # fmt: skip
@@ -112,7 +112,7 @@ class RunChecks:
         for name in ACCURACIES if len(self._usual) == USUAL else ():
             value, last = mean(self._usual, name), mean(self._last, name)
             if value is not None and last is not None and max(abs(value - 0.5), abs(last - 0.5)) < COIN:
-                faults |= _fault("accuracy of a coin", value=value)
+                faults |= _fault("accuracy of a coin", value=value, logs=USUAL)
         return faults
 
     def _of_levels(self) -> dict[str, str]:

@@ -5,6 +5,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -145,17 +146,18 @@ class DiffusionTrainer:
             self._folder.parent if frequency else None, self._name, changed_settings(self.config), self.policy.model,
             self.accelerator, step=self.first_epoch, steps=last + 1,
         )  # fmt: skip
-        for epoch in range(self.first_epoch, last + 1):
-            before = len(self.log_history)
-            self._global_step = self.step(epoch, self._global_step)
-            logged = {name: value for entry in self.log_history[before:] for name, value in entry.items()}
-            logged["reward"] = logged.get("reward", logged.get("reward_mean"))
-            state.global_step, logged["num_images"] = epoch + 1, self._images - images
-            lines.on_log(None, state, None, logs=logged)
-            report.log(epoch + 1, logged)
-            if epoch and frequency and (epoch % frequency == 0 or epoch == last):
-                self.save_checkpoint(epoch, self._global_step)
-        report.end(last + 1)
+        with closing(report):
+            for epoch in range(self.first_epoch, last + 1):
+                before = len(self.log_history)
+                self._global_step = self.step(epoch, self._global_step)
+                logged = {name: value for entry in self.log_history[before:] for name, value in entry.items()}
+                logged["reward"] = logged.get("reward", logged.get("reward_mean"))
+                state.global_step, logged["num_images"] = epoch + 1, self._images - images
+                lines.on_log(None, state, None, logs=logged)
+                report.log(epoch + 1, logged)
+                if epoch and frequency and (epoch % frequency == 0 or epoch == last):
+                    self.save_checkpoint(epoch, self._global_step)
+            report.end(last + 1)
         if isinstance(lines, RunLines):
             lines.on_log(None, state, None, logs={"train_loss": math.nan})  # ends the run
 
