@@ -10,7 +10,7 @@ from rich.table import Table
 
 from trl.cli.main import COMMANDS
 from trl.reporting.tables import open_console
-from trl.scripts.plain_parser import PlainParser, unknown_arguments
+from trl.scripts.plain_parser import PlainParser
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -48,8 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     options.method = options.method.replace("_", "-")
     if options.method not in METHODS:
-        unknown = unknown_arguments(rest, [action.dest for action in parser._actions])
-        parser.error("\n".join(unknown) or f"METHOD must be one of {', '.join(METHODS)}, got {options.method!r}.")
+        parser.error(f"METHOD comes first and must be one of {', '.join(METHODS)}, got {options.method!r}.")
     try:
         with reporting_input_errors():
             run = run_for(options.method, rest, options.gpus)
