@@ -117,7 +117,7 @@ def of_rollouts(name: str, sp_size: int, **settings: Any) -> Found:
     settings = {**group_methods.WHOLE, **STEPS, **ADAM, **group_methods.METHODS[method], **own, **settings}
     trainer, keep = grpo_runs.run(**settings, sp_size=sp_size)
     logs = [{key: log[key] for key in group_methods.comparable(log)} for log in grpo_runs.logs(trainer)]
-    evaluation = methods.metrics_of(trainer, grpo_runs.prompts(4)) if name == "grpo" else {}
+    evaluation = methods.metrics_of(trainer, grpo_runs.prompts(4)) if name in ("grpo", "minillm") else {}
     return Found(list(map(copied, keep.steps)), weights_of(trainer), logs, evaluation)
 
 

@@ -61,7 +61,7 @@ class TransformersEngine:
         check_at_least("max_batch", max_batch, minimum=1)
         check_at_least("reuse_memory", reuse_memory, minimum=0)
         check_one_of("route", route, ("auto", "fused", "forward", "generate"))
-        if is_bidirectional(core := causal_core(without_wrappers(model))):
+        if is_bidirectional(core := causal_core(inner := without_wrappers(model))):
             raise ValueError(
                 f"{type(core).__name__} attends to later tokens (is_causal=False): its log-probs of a completion are "
                 "not those that it was sampled with. Generate with a causal model."
@@ -74,7 +74,7 @@ class TransformersEngine:
         # A model, and why its forward cannot use our cache; of sharded weights when they are gathered.
         self._checked: tuple[PreTrainedModel | None, str | None] = (None, None)
         if route != "generate" and not core.config.is_encoder_decoder and not is_sharded(core):
-            self._unsupported(without_wrappers(model), core)
+            self._unsupported(inner, core)
 
     def generate(
         self, prompts: Prompts, sampling: Sampling, *, streams: Numbers = None, limits: Numbers = None,
