@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from trl.cli.main import COMMANDS
+from trl.options.spelling import did_you_mean
 from trl.reporting.tables import open_console
-from trl.scripts.plain_parser import PlainParser
+from trl.scripts.plain_parser import PlainParser, unknown_arguments
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -48,7 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     options.method = options.method.replace("_", "-")
     if options.method not in METHODS:
-        parser.error(f"METHOD comes first and must be one of {', '.join(METHODS)}, got {options.method!r}.")
+        names = [action.dest for action in parser._actions]
+        misspelt = [token for token in rest if did_you_mean(token, names)]  # others may be options of a method
+        first = f"METHOD comes first and must be one of {', '.join(METHODS)}, got {options.method!r}."
+        parser.error("\n".join([*unknown_arguments(misspelt, names), first]))
     try:
         with reporting_input_errors():
             run = run_for(options.method, rest, options.gpus)
