@@ -9,7 +9,6 @@ from transformers import TrainerCallback
 from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from trl import SFTConfig, SFTTrainer
-from trl.trainer.callbacks import hang
 
 
 class Stall(TrainerCallback):
@@ -19,7 +18,6 @@ class Stall(TrainerCallback):
 
 
 if __name__ == "__main__":
-    hang.GRACE = 1.0
     args = SFTConfig(
         sys.argv[1], max_steps=4, per_device_train_batch_size=1, hang_timeout=2.0, use_cpu=True, report_to="none",
         disable_tqdm=True, save_strategy="no",
