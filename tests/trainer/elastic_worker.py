@@ -1,6 +1,7 @@
 """Runs that go on with another number of processes: `-m tests.trainer.elastic_worker FOLDER STEP CASES`.
 
-Each of the CASES (by commas) is trained in its own folder up to optimiser step STEP, from its newest checkpoint on.
+Each of the CASES (by commas) is trained in its own folder up to optimiser step STEP, from its newest checkpoint on: `noise`
+from a mirror.
 """
 
 import os
@@ -18,6 +19,7 @@ from tests.contracts import methods
 from tests.tiny import tiny_model
 from tests.trainer import dpo_runs, grpo_runs
 from tests.trainer.resume_worker import rows
+from trl.checkpoints.mirror import Mirror
 
 STEP, STEPS = 12, 3  # rows of an optimiser step, over all processes; steps of a run
 COMMON = {
@@ -64,7 +66,7 @@ class StopsAt(TrainerCallback):
         control.should_training_stop = control.should_training_stop or state.global_step == self.step
 
 
-def trained(case: str, out: str, step: int = STEPS, *, resume: str | None = None, **settings: Any) -> Any:
+def trained(case: str, out: str, step: int = STEPS, *, resume: str | bool | None = None, **settings: Any) -> Any:
     """The case up to a step, with a checkpoint there if it is not the last."""
     saves = {"save_strategy": "no" if step == STEPS else "steps", "save_steps": step}
     trainer = CASES[case](out, **{**COMMON, **saves, **settings})
@@ -75,12 +77,21 @@ def trained(case: str, out: str, step: int = STEPS, *, resume: str | None = None
 
 def main(folder: str, step: str, cases: str) -> None:
     torch.set_num_threads(1)
-    processes = int(os.environ["WORLD_SIZE"])
+    processes, put = int(os.environ["WORLD_SIZE"]), Mirror.put
+
+    def noted(mirror: Mirror, checkpoint: Path) -> None:
+        Path(folder, f"uploads of {os.environ['RANK']}").touch()
+        put(mirror, checkpoint)
+
+    Mirror.put = noted
     for case in cases.split(","):
         out = str(Path(folder, case))
         sp_size = 2 if case == "dpo" and processes == 2 else 1  # both share each row
         sizes = {"gradient_accumulation_steps": STEP * sp_size // processes, "sp_size": sp_size}
         resume = get_last_checkpoint(out) if Path(out).is_dir() else None
+        if case == "noise":  # its folder is gone after each start
+            mirror = Path(folder, "mirror")
+            resume, sizes["checkpoint_mirror"] = mirror.exists() or None, f"file://{mirror}"
         trainer = trained(case, out, int(step), resume=resume, **sizes, ddp_backend="gloo")
         if trainer.is_world_process_zero():
             torch.save((trainer.model.state_dict(), trainer.state.log_history), Path(out, "end.pt"))

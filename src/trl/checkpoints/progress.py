@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
 from transformers import TrainingArguments
 
@@ -31,7 +31,7 @@ def date_of_run(args: TrainingArguments) -> str:
     return begun[0]
 
 
-def on_main(accelerator: Accelerator, make: Callable[[], T]) -> T:
+def on_main(accelerator: Accelerator | PartialState, make: Callable[[], T]) -> T:
     """What `make` returns on the main process, on all processes, which must all call it; so are its errors."""
     outcome: list[T | Exception | None] = [None]
     if accelerator.is_main_process:

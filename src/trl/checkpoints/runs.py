@@ -14,6 +14,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from trl.checkpoints.identity import Facts, compare, of_other_runs
+from trl.checkpoints.mirror import Mirror, Uploads
 from trl.checkpoints.ownership import clear, owned, run_folder_name
 from trl.checkpoints.progress import on_main
 from trl.checkpoints.spread import Spread
@@ -22,6 +23,7 @@ from trl.checkpoints.wholeness import (
     checkpoint_to_load,
     checkpoints_in,
     has_weights,
+    over_limit,
     publish,
     read_manifest,
     synced_sums,
@@ -63,6 +65,7 @@ class Runs:
     """The last checkpoint that the run wrote, else the one that it resumed from."""
     random_state_is_due = False
     """Whether the checkpoint's random state is still to be loaded, once in a run."""
+    _uploads: Uploads | None = None
 
     def __init__(self, accelerator: Accelerator, facts: Callable[[], Facts]) -> None:
         """`facts()`: what the checkpoints of a run say about it, when it begins."""
@@ -89,7 +92,23 @@ class Runs:
         self.current = run = on_main(self._accelerator, begin)
         self.newest_checkpoint = None if run.checkpoint is None else Path(run.checkpoint)
         self.random_state_is_due = run.checkpoint is not None and not self.starts_anew("random_state")
+        mirror = _mirror(args)
+        if mirror and saves and self._accelerator.is_main_process:
+            self._upload(stack, Uploads(mirror, args.save_total_limit), args)
         return run
+
+    def _upload(self, stack: ExitStack, uploads: Uploads, args: TrainingArguments) -> None:
+        """Upload the checkpoints of a run; the end of `stack` waits for them, then removes what was kept for it."""
+        self._uploads, output_dir = uploads, Path(str(args.output_dir))
+
+        def finish() -> None:
+            self._uploads = None
+            uploads.finish()
+            _rotate(output_dir, uploads.newest, uploads.best, args.save_total_limit)
+
+        stack.callback(finish)
+        if self.newest_checkpoint is not None and self.newest_checkpoint.parent == output_dir:
+            uploads.add(self.newest_checkpoint)
 
     @property
     def name(self) -> str | None:
@@ -147,7 +166,11 @@ class Runs:
                 raise CheckpointError(f"{fault}: another program removed them. {remedy}.")
             whole = {name: entry for part_sums in sums for name, entry in part_sums.items()}
             publish(written, final, self.current.facts, replaced=written.parent / "replaced", sums=whole)
-            _rotate(final, state, args.save_total_limit)
+            best = Path(state.best_model_checkpoint or "").name
+            kept = self._uploads.in_progress if self._uploads else None
+            _rotate(output_dir, final.name, best, args.save_total_limit, but=kept)
+            if self._uploads:
+                self._uploads.add(final, best)
         self._accelerator.wait_for_everyone()
         self.newest_checkpoint = final
 
@@ -160,6 +183,9 @@ def _begin_run(folder: Path, facts: Facts, args: TrainingArguments, *, resume: s
     output_dir, run = folder.parent, folder.name.rpartition("-")[2]
     clear(output_dir, folder.name, alone=alone)
     without: list[str] = getattr(args, "resume_without", None) or []
+    mirror = _mirror(args)
+    if resume is True and mirror:
+        mirror.fetch(output_dir)
     checkpoint = checkpoint_to_load(resume, output_dir, without=without)
     if checkpoint is not None:
         for line in compare(checkpoint, facts, ignore_data=args.ignore_data_skip):
@@ -167,7 +193,10 @@ def _begin_run(folder: Path, facts: Facts, args: TrainingArguments, *, resume: s
         if without:
             logger.warning("resume_without: %s of %s start anew.", " and ".join(without), checkpoint)
         run = read_manifest(checkpoint).get("run")
-    others = of_other_runs(output_dir, run) if folder.is_dir() else []  # else nothing is written
+    saves = folder.is_dir()
+    if saves and mirror:
+        mirror.check_run(run)
+    others = of_other_runs(output_dir, run) if saves else []
     if others:
         logger.warning(
             "%s holds checkpoints of another run (%s). This run replaces those of the same step, and save_total_limit "
@@ -177,12 +206,13 @@ def _begin_run(folder: Path, facts: Facts, args: TrainingArguments, *, resume: s
     return Run(folder, {"run": run, **facts}, None if checkpoint is None else str(checkpoint), without)
 
 
-def _rotate(newest: Path, state: TrainerState, limit: int | None) -> None:
-    """Remove what is over the limit: later steps of an earlier run, then the lowest; newest and best stay."""
-    if not limit:
-        return
-    protected = {newest, Path(state.best_model_checkpoint or newest)}
-    others = [path for path in checkpoints_in(newest.parent) if path not in protected]
-    others.sort(key=lambda path: int(path.name.rpartition("-")[2]) > state.global_step)  # else the highest first
-    for old in others[max(limit - len(protected), 0) :]:
-        shutil.rmtree(old, ignore_errors=True)
+def _mirror(args: TrainingArguments) -> Mirror | None:
+    url: str | None = getattr(args, "checkpoint_mirror", None)
+    return Mirror(url) if url else None
+
+
+def _rotate(output_dir: Path, newest: str, best: str, limit: int | None, *, but: Path | None = None) -> None:
+    """Remove the checkpoints that are over the limit, without `but`."""
+    for name in over_limit([path.name for path in checkpoints_in(output_dir)], newest, best, limit):
+        if but is None or name != but.name:
+            shutil.rmtree(output_dir / name, ignore_errors=True)

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
@@ -53,7 +53,7 @@ def synced_sums(folder: Path, *, part: int = 0, parts: int = 1, but: Sums | None
 
     Of `parts` processes each takes every `parts`-th file, from its number, `part`.
     """
-    names = [name for name in _names(folder) if name not in (MANIFEST, *(but or ()))][part::parts]
+    names = [name for name in files_in(folder) if name not in (MANIFEST, *(but or ()))][part::parts]
     with ThreadPoolExecutor(_READERS) as pool:
         list(pool.map(_sync, [folder / name for name in names]))
         read = [name for name in names if not _fits(name, _NOT_READ)]
@@ -112,14 +112,14 @@ def read_manifest(folder: Path) -> "Settings":
 
 def has_weights(folder: Path) -> bool:
     """Whether a folder holds a model's or an adapter's weights."""
-    return any(_fits(name, _WEIGHTS) for name in _names(folder))
+    return any(_fits(name, _WEIGHTS) for name in files_in(folder))
 
 
 def faults(
     folder: Path, *, without: Sequence[str] = (), needed: Mapping[str, Sequence[str]] = _NEEDED, quick: bool = False
 ) -> dict[str, str]:
     """What keeps a run from resuming, by file, but for `PARTS` in `without`; `quick`: without checksums."""
-    names, written = _names(folder), read_manifest(folder).get("files", {})  # older ones: a list of names
+    names, written = files_in(folder), read_manifest(folder).get("files", {})  # older ones: a list of names
     reasons = {name: "is missing" for name in written if name not in names}
     for file, patterns in needed.items():
         if not any(_fits(name, patterns) for name in [*names, *written]):
@@ -134,12 +134,26 @@ def faults(
 
 def checkpoints_in(output_dir: str | Path, stem: str = "checkpoint-") -> list[Path]:
     """All `checkpoint-<step>` folders (or of another `stem`), the highest step first."""
-    folders = {
-        int(match[1]): path
-        for path in Path(output_dir).glob(f"{stem}*")
-        if (match := re.fullmatch(rf"{stem}(\d+)", path.name)) and path.is_dir()
-    }
-    return [folders[step] for step in sorted(folders, reverse=True)]
+    folders = {path.name: path for path in Path(output_dir).glob(f"{stem}*") if path.is_dir()}
+    return [folders[name] for name in in_order(folders, stem)]
+
+
+def in_order(names: Iterable[str], stem: str = "checkpoint-") -> list[str]:
+    """Those of `names` that are a checkpoint's, the highest step first."""
+    return sorted((name for name in names if re.fullmatch(rf"{stem}\d+", name)), key=_step_of, reverse=True)
+
+
+def _step_of(name: str) -> int:
+    return int(name.rpartition("-")[2])
+
+
+def over_limit(names: Iterable[str], newest: str, best: str, limit: int | None) -> list[str]:
+    """What `save_total_limit` removes: later steps of an earlier run, then the lowest; newest and best stay."""
+    if not limit or not newest:
+        return []
+    others = in_order({*names} - {newest, best})
+    others.sort(key=lambda name: _step_of(name) > _step_of(newest))  # else the highest first
+    return others[max(limit - len({*names} & {newest, best}), 0) :]
 
 
 def newest_whole(output_dir: str | Path, *, but: Path | None = None, quick: bool = False) -> Path | None:
@@ -188,7 +202,7 @@ def naming_weights(folder: str | Path) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError, KeyError) as error:
-        files = ", ".join(name for name in _names(Path(folder)) if _fits(name, _WEIGHTS))
+        files = ", ".join(name for name in files_in(Path(folder)) if _fits(name, _WEIGHTS))
         fault = f"{files} in {folder} cannot be loaded into this model: {error}."
         raise CheckpointError(fault + _another(Path(folder))) from error
 
@@ -202,7 +216,8 @@ def _part_of(file: str) -> str:
     return next((part for part, patterns in PARTS.items() if _fits(file, patterns)), "")
 
 
-def _names(folder: Path) -> list[str]:
+def files_in(folder: Path) -> list[str]:
+    """The paths of all files below a folder, from it."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 

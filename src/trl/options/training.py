@@ -90,6 +90,8 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
     resume_from_checkpoint: str | None = option(None, "Checkpoint's folder, or true for the newest.")
     resume_without: list[str] | None = option(None, "Lost parts that start anew: optimizer, random_state, progress.")
 
+    checkpoint_mirror: str | None = option(None, "URL where checkpoints are copied: s3://…, file://… (fsspec).")
+
     def check(self) -> None:
         super().check()
         if unknown := set(self.resume_without or ()) - RESUME_PARTS:

@@ -7,9 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from accelerate import PartialState
 from datasets import Dataset, DatasetDict, IterableDataset
 from transformers import TrainingArguments
 
+from trl.checkpoints.mirror import Mirror
+from trl.checkpoints.progress import on_main
 from trl.checkpoints.wholeness import checkpoint_to_load, checkpoints_in
 from trl.data.formats import column_names
 from trl.data.rendering import Json
@@ -127,7 +130,11 @@ def check_push(args: TrainingArguments) -> None:
 
 
 def checkpoint_to_resume(
-    resume_from_checkpoint: str | bool | None, output_dir: str | Path, *, without: Sequence[str] = ()
+    resume_from_checkpoint: str | bool | None,
+    output_dir: str | Path,
+    *,
+    without: Sequence[str] = (),
+    mirror: Mirror | None = None,
 ) -> str | bool | None:
     """What `--resume_from_checkpoint` asks a trainer for: a path, True (the newest whole one), or None to start anew.
 
@@ -137,8 +144,11 @@ def checkpoint_to_resume(
     if resume_from_checkpoint is None or wanted.lower() in ("", "false", "no", "none"):
         return None
     newest = wanted.lower() in ("true", "yes")
+    if newest and mirror:
+        on_main(PartialState(), lambda: mirror.fetch(Path(output_dir)))
     if newest and not checkpoints_in(output_dir):
-        print(f"No complete checkpoint in {output_dir}: starting from the beginning.")
+        places = " or ".join(str(place) for place in (output_dir, mirror) if place)
+        print(f"No complete checkpoint in {places}: starting from the beginning.")
         return None
     checkpoint_to_load(newest or wanted, output_dir, without=without, quick=True)
     return newest or wanted

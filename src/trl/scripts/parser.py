@@ -253,7 +253,7 @@ _MIXED = (
     *("trl.trainer.sft_config", "trl.trainer.ppo_config"),
 )
 _LOGGING_NAMES = (
-    r"(log|logging|eval|batch_eval|save|hub|trackio|include|resume|restore)_.*|report_to|run_name|project|push_to_hub"
+    r"(log|logging|eval|batch_eval|save|hub|trackio|include|resume|restore|checkpoint)_.*|report_to|run_name|project|push_to_hub"
     r"|disable_tqdm|load_best.*|metric_for.*|greater_.*|prediction_.*|.*_eval_batch_size|enable_jit.*|ignore_data.*"
 )
 _HARDWARE_NAMES = (

@@ -39,6 +39,7 @@ LAUNCHING = (
 
 def train(name: str, script_args: CommandArguments, training_args: "AnyConfig", *others: Any) -> "BaseTrainer":
     """Build, train and save the trainer of a command, or (`dry_run`) describe it. Raises: CommandError before that."""
+    from trl.checkpoints.mirror import Mirror
     from trl.reporting.trackers import check_trackers
     from trl.scripts.env import keep_freed_memory
     from trl.scripts.loading import check_output_dir, check_push, checkpoint_to_resume
@@ -52,7 +53,9 @@ def train(name: str, script_args: CommandArguments, training_args: "AnyConfig", 
         check_push(training_args)
         check_trackers(training_args.report_to)
         without = training_args.resume_without or ()
-        checkpoint = checkpoint_to_resume(training_args.resume_from_checkpoint, output_dir, without=without)
+        resume, url = training_args.resume_from_checkpoint, training_args.checkpoint_mirror
+        mirror = Mirror(url) if url and not script_args.dry_run else None
+        checkpoint = checkpoint_to_resume(resume, output_dir, without=without, mirror=mirror)
         settings = changed_settings(script_args, training_args, *others)
         made_folder = not Path(output_dir).exists()
         trainer, has_chats = build_trainer(name, script_args, training_args, *others)

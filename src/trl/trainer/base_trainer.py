@@ -284,7 +284,7 @@ class BaseTrainer(Trainer):
         """Train; see `transformers.Trainer.train`. Resuming is bit-exact.
 
         Raises: FileNotFoundError without a checkpoint to resume from; CheckpointError for one that lost a part or is of
-        another method, model or data, and where another run is active in `output_dir`.
+        another method, model or data, and where another run is active in `output_dir`; OSError for a mirror that cannot be read.
         """
         self.run_metrics.begin()
         loaders.check_lengths(self.accelerator, self.train_dataset, "train")
@@ -292,8 +292,8 @@ class BaseTrainer(Trainer):
             self.add_callback(self._at_begin)
         with ExitStack() as stack:
             stack.callback(self.run_report.close)
-            stack.callback(self._hang_watch.stop)
             run = self.runs.enter(stack, self.args, resume=resume_from_checkpoint)
+            stack.callback(self._hang_watch.stop)  # before uploads are waited for
             output = super().train(run.checkpoint, *args, **kwargs)
         return run_metrics.summary_of(output, self.args, self.state, self.run_metrics.mean_loss(self))
 
