@@ -45,6 +45,8 @@ def test_two_runs_are_on_a_page_and_what_they_say_is_text(tmp_path):
     assert turns["completion"][0]["calls"] == [f"search({json.dumps({'query': HOSTILE})})"]
     assert "completion" not in plain and len(plain["tokens"]) == len(plain["logps"]) == plain["length"] == 20
     assert plain["logps"][-1] == 990 and 0 <= min(plain["logps"]) < 80  # tenths of a nat; not a number: the least
+    assert [len(row["entropies"]) for row in two["completions"][0]["rows"]] == [20] * 4 + [0] * 4
+    assert set(hostile["entropies"]) == {5}
     assert sum(map(sum, one["histograms"][0]["counts"])) == 12 * 16 and one["rows"]["counts"] == [3, 9, 1]
     assert "60 %" in text and "1.00 GiB" in text and "Left out" not in text
 
@@ -148,13 +150,16 @@ DRIVE = """
 const opened = performance.now(), errors = [], choose = (input, value) => { input.value = value; input.dispatchEvent(new Event("input")); };
 window.addEventListener("error", (event) => errors.push(event.message));
 document.addEventListener("securitypolicyviolation", (event) => errors.push(event.blockedURI));
-const [metric, smooth, from, to] = document.querySelectorAll("#curve-controls input"), shade = document.querySelector("[type=checkbox]");
+const [metric, smooth, from, to] = document.querySelectorAll("#curve-controls input");
 choose(smooth, 0.9); choose(from, 100); choose(to, 200); choose(metric, "rew");
-shade.checked = true; shade.dispatchEvent(new Event("input"));
-const [run, order, prompt] = document.querySelectorAll("#answer-controls select");
-const shaded = document.querySelectorAll("#answer-list span[title]").length;
+const [run, order, prompt, shade] = document.querySelectorAll("#answer-controls select");
+const coloured = () => [...document.querySelectorAll("#answer-list .tokens span")].filter((span) => span.style.background).length;
+choose(shade, "logps");
+const shaded = document.querySelectorAll("#answer-list span[title]").length, byLogps = coloured();
+choose(shade, "entropies");
+const byEntropy = coloured(), title = document.querySelector("#answer-list span[title]").title;
 choose(order, "prompt");
-const stated = { opened, errors, shaded, cards: document.querySelectorAll(".card").length, view: [view.from, view.to],
+const stated = { opened, errors, shaded, byLogps, byEntropy, title, cards: document.querySelectorAll(".card").length, view: [view.from, view.to],
   shown: charts.filter((chart) => !chart.figure.hidden).map((chart) => chart.name), paths: document.querySelectorAll("path.raw").length,
   alerts: document.querySelectorAll("img").length, tool: document.querySelectorAll(".tree .tree").length };
 const out = document.createElement("pre"); out.id = "stated"; out.textContent = JSON.stringify(stated); document.body.append(out);
@@ -182,4 +187,6 @@ def test_chromium_shows_it_without_errors_or_requests(tmp_path):
     print("opened after", round(stated["opened"]), "ms")
     assert stated["errors"] == [] and stated["alerts"] == 0
     assert stated["view"] == [100, 200] and stated["shown"] == ["reward"] and stated["paths"] == 33
+    assert stated["byLogps"] == 8 * 60 and stated["byEntropy"] == 4 * 60
+    assert re.fullmatch(r"log-prob -?[\d.]+, entropy 0.5", stated["title"])
     assert stated["shaded"] == 8 * 60 and stated["cards"] > 0 and stated["opened"] < 5_000

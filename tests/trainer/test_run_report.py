@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from tests.trainer import grpo_runs, grpo_tool_runs
 from trl.reporting.run_events import EVENTS, events_in, parts_in, read_part
@@ -49,6 +50,26 @@ def test_a_run_and_its_resumed_rest_are_written_once(tmp_path):
     assert [event["step"] for event in of(again, "start")] == [0, 2]
     assert [event["step"] for event in of(again, "rollouts")] == [1, 2, 3] == list(parts_in(tmp_path / "run"))
     assert read_part(parts_in(tmp_path / "run")[3])[0] == rows
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_entropies_are_those_of_the_policy(steps, tmp_path):
+    settings = {"max_steps": steps, "logging_steps": steps, "steps_per_generation": steps}
+    trainer, _ = grpo_runs.run(folder=str(tmp_path), learning_rate=0.0, temperature=0.7, **settings)
+    rows, _ = read_part(parts_in(tmp_path)[steps])
+    batch = trainer._rollout_batch
+    shown = [at for at, row in enumerate(rows) if row["token_entropies"]]
+    assert len(rows) == 8 * steps and len(shown) == 8  # those that the logged step learned from
+    for at in shown:
+        prompt, completion = batch.prompts.row(at), batch.completions.row(at)
+        with torch.no_grad():
+            logits = trainer.model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1] / 0.7
+        wanted = torch.distributions.Categorical(logits=logits).entropy()
+        torch.testing.assert_close(
+            torch.tensor(rows[at]["token_entropies"], dtype=torch.float64), wanted, atol=1e-10, rtol=0
+        )
+    mean = sum(sum(rows[at]["token_entropies"]) for at in shown) / sum(len(rows[at]["token_texts"]) for at in shown)
+    assert trainer.state.log_history[0]["entropy"] == pytest.approx(mean, abs=1e-10)
 
 
 def test_turns_of_tools_are_kept_as_messages(tmp_path):

@@ -104,7 +104,7 @@ class Step:
     number of each kind of unit; None for a batch by itself. `statistics`: costly ones will be logged. `outputs`:
     predictions are needed. `is_first`: the policy has not been updated since the rollout. `is_exact`: the log-probs of
     sampling are those of the scoring forward. `objective`: a program's own terms of a rollout, in place of the
-    method's.
+    method's. `keep_entropies`: is handed the rows of a rollout and the entropies of their tokens.
     """
 
     training: bool
@@ -116,6 +116,7 @@ class Step:
     is_first: bool = False
     is_exact: bool = False
     objective: Callable[[Any, Scored], Sequence[LossTerms]] | None = None
+    keep_entropies: Callable[..., None] | None = None
 
 
 @dataclass(frozen=True)

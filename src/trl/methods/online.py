@@ -106,6 +106,8 @@ class OnlineMethod(Method):
         predictions, labels = None, None
         if isinstance(scored, Scored):
             predictions, labels = scored.logps.detach(), scored.positions.sequence
+            if step.keep_entropies is not None and scored.entropies is not None:
+                step.keep_entropies(rows, scored.entropies.detach()[: len(rows.completions.values)])
         return Outcome(terms, predictions, labels, scored.aux_loss, local=local, extremes=extremes)
 
     def divisor(self, experience: Experience) -> Tensor:

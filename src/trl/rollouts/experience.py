@@ -39,6 +39,7 @@ LENGTH = "length"  # completion tokens that the policy sampled
 MEAN_LENGTH = "mean_length"  # mean length of the rollout batch
 FILTERED = "filtered"  # bool: not among those that are learned from
 REPLAYED = "replayed"  # bool: sampled for an earlier rollout batch
+PLACE = "place"  # among the rows of those that score the same batches
 RESULT_OF = "agent_result_"  # and a name: what agents returned beside rewards, NaN for none; may be absent
 
 # Further rows of token ids:

@@ -15,7 +15,8 @@ from trl.reporting.run_events import write_part
 from trl.reporting.tables import print_prompt_completions_sample
 from trl.reporting.trackers import send_traces
 from trl.rewards.result import source_table
-from trl.rollouts.experience import ADVANTAGE, OLD, REWARD, SAMPLING_LOGPS, SCORES, TOOL_OUTPUT, Experience
+from trl.rollouts.experience import ADVANTAGE, OLD, PLACE, REWARD, SAMPLING_LOGPS, SCORES, TOOL_OUTPUT, Experience
+from trl.tensors.ragged import Ragged
 from trl.trainer.samples import send_table
 
 KEPT_ROWS = 32  # of a step, in whole groups where these are not larger
@@ -42,10 +43,17 @@ class KeptCompletions:
         self._newest: Newest | None = None
         self._shown: tuple[Columns, tuple[str, ...]] | None = None
         self._pieces: dict[int, str] = {}
+        self._entropies: dict[int, Tensor] = {}
 
     def keep(self, experience: Experience, texts: Sequence[tuple[Any, Any]], names: Sequence[str]) -> None:
         """Keep a new batch of this process in place of the last one."""
-        self._newest = Newest(experience, texts, tuple(names))
+        self._newest, self._entropies = Newest(experience, texts, tuple(names)), {}
+
+    def keep_entropies(self, rows: Experience, entropies: Tensor) -> None:
+        """Keep entropies `(K,)` of the tokens of some rows of the batch."""
+        if self._newest is not None and PLACE in rows.per_row:
+            parts = Ragged(entropies.cpu(), rows.completions.lengths.cpu()).split()
+            self._entropies.update(zip(rows.per_row[PLACE].tolist(), parts, strict=True))
 
     def write(self, trainer: Any, *, shows: bool) -> None:
         """Write the batch if it is new: rows of the main process, or (`shows`) of all processes, which all call it."""
@@ -59,7 +67,11 @@ class KeptCompletions:
         if shows or report.keeps_part(step):
             first = trainer.accelerator.process_index * len(newest.experience)
             columns = self.columns(newest, bound, trainer.rollouts.tokenizer)
-            columns["group"] = [(first + row) // group for row in range(len(columns["prompt"]))]
+            rows, learned = range(first, first + len(columns["prompt"])), len(newest.experience) * trainer.args.sp_size
+            columns["group"] = [row // group for row in rows]
+            if self._entropies:
+                entropies = [self._entropies.get(row % learned, torch.empty(0)) for row in rows]
+                columns["token_entropies"] = [row[:KEPT_TOKENS].tolist() for row in entropies]
         if shows:
             parts = gather_object([columns])
             columns = {name: [value for part in parts for value in part[name]] for name in columns}

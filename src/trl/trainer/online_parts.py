@@ -29,7 +29,7 @@ from trl.models.scoring.head import ScoreOptions
 from trl.models.switches import without_ddp
 from trl.models.teacher import Teacher
 from trl.rewards.source import ProcessingClasses, RewardSources
-from trl.rollouts.experience import OLD, REF, SAMPLING_LOGPS, STUDENT, TEACHER, VALUES, Experience, concatenate
+from trl.rollouts.experience import OLD, PLACE, REF, SAMPLING_LOGPS, STUDENT, TEACHER, VALUES, Experience, concatenate
 from trl.rollouts.maker import Completer
 from trl.rollouts.schedule import RolloutSizes
 from trl.trainer import group_setup
@@ -124,12 +124,12 @@ def objects_of_group(group: SequenceGroup | None, value: Value) -> list[Value]:
 
 
 def rows_of_group(group: SequenceGroup | None, experience: Experience) -> tuple[Experience, slice]:
-    """The rows of all these processes, of which each completes its share, and which tokens are those of this one."""
-    if group is None:
-        return experience, slice(None)
-    shares = group.objects(experience)
-    first = sum(len(share.completions.values) for share in shares[: group.rank])
-    return concatenate(shares), slice(first, first + len(experience.completions.values))
+    """The rows of all these processes, with their places, and which tokens are those of this process."""
+    shares, rank = objects_of_group(group, experience), 0 if group is None else group.rank
+    rows = experience if group is None else concatenate(shares)
+    first = sum(len(share.completions.values) for share in shares[:rank])
+    tokens = slice(first, first + len(experience.completions.values))
+    return rows.with_rows(**{PLACE: torch.arange(len(rows))}), tokens
 
 
 def columns_to_score(

@@ -206,9 +206,9 @@ class OnlineTrainer(BaseTrainer):
 
     def scoring(self, model: nn.Module | None = None, batch: Mapping[str, Any] = {}, **of_step: Any) -> Scoring:
         """With the temperature of the log-probs that are learned, and an overridden `objective`."""
-        is_ours = getattr(self.objective, "__func__", None) is OnlineTrainer.objective
+        objective = None if getattr(self.objective, "__func__", None) is OnlineTrainer.objective else self.objective
         is_first = self.mode == "train" and self.state.global_step % self.sizes.steps == 0
-        of_step |= {"objective": None if is_ours else self.objective, "is_first": is_first}
+        of_step |= {"objective": objective, "is_first": is_first, "keep_entropies": self._completions.keep_entropies}
         scoring = super().scoring(model, batch, **of_step, is_exact=self.sampler_is_exact)
         return replace(scoring, temperature=self.method.temperature or self.rollouts.sampling.temperature)
 

@@ -4,7 +4,8 @@ const runs = JSON.parse(document.getElementById("data").textContent);
 const space = document.getElementById("blank").namespaceURI;
 const FIRST = ["reward", "loss", "objective/scores", "eval_loss", "kl", "entropy", "reward_std", "completions/mean_length",
   "frac_reward_zero_std", "mean_token_accuracy", "grad_norm", "learning_rate"];
-const W = 300, H = 100, MOST_CARDS = 60, FULL_SHADE = 6; // nats
+const W = 300, H = 100, MOST_CARDS = 60;
+const SHADES = { logps: ["log-prob", -6], entropies: ["entropy", 3] }; // and nats of the strongest colour
 
 function make(parent, tag, attributes = {}, text) {
   const vector = ["svg", "path", "line", "rect", "title"].includes(tag);
@@ -193,21 +194,23 @@ function drawText(parent, text) {
   if (typeof text === "string") make(parent, "p", { class: "tokens" }, text);
   else drawTurns(parent, text);
 }
-function drawCard(parent, row, pieces, title, isShaded) {
+function drawCard(parent, row, pieces, title, shade) {
   const advantage = row.numbers.advantage || 0;
   const card = make(parent, "section", { class: "card" + (advantage > 0 ? " up" : advantage < 0 ? " down" : ""), tabindex: 0 });
   const numbers = make(card, "p", { class: "numbers" }, title ? title + " · " : "");
   for (const [name, value] of Object.entries(row.numbers)) { make(numbers, "b", {}, name + " " + number(value)); numbers.append(" · "); }
   numbers.append(row.length + " tokens");
   const tokens = (row.tokens || []).map((token) => pieces[token]);
-  if (!isShaded || !row.tokens) { drawText(card, row.completion ?? tokens.join("")); return; }
+  if (!shade || !row.tokens) { drawText(card, row.completion ?? tokens.join("")); return; }
   const text = make(card, "p", { class: "tokens" }), byTool = new Set(row.tool);
   tokens.forEach((token, at) => {
-    const span = make(text, "span", {}, token), nats = row.logps[at] / 10;
-    if (byTool.has(at)) span.className = "tool";
-    if (at < row.logps.length && !byTool.has(at)) {
-      span.title = "log-prob " + -nats;
-      span.style.background = `color-mix(in srgb, var(--second) ${Math.round(70 * Math.min(1, nats / FULL_SHADE))}%, transparent)`;
+    const span = make(text, "span", {}, token);
+    if (byTool.has(at)) { span.className = "tool"; return; }
+    const known = Object.entries(SHADES).filter(([kind]) => at < row[kind].length);
+    if (known.length) span.title = known.map(([kind, [name, full]]) => `${name} ${(Math.sign(full) * row[kind][at]) / 10}`).join(", ");
+    if (at < row[shade].length) {
+      const strength = Math.min(1, row[shade][at] / 10 / Math.abs(SHADES[shade][1]));
+      span.style.background = `color-mix(in srgb, var(--second) ${Math.round(70 * strength)}%, transparent)`;
     }
   });
   if (row.length > row.tokens.length) make(card, "p", { class: "soft" }, row.length - row.tokens.length + " tokens more");
@@ -238,7 +241,8 @@ function drawAnswers() {
   const order = labelled(controls, "show", "select", {}, redraw, [["step", "a step, its groups side by side"], ["prompt", "a prompt over time"]]);
   const slider = labelled(controls, "step", "input", { type: "range", min: 0 }, redraw), step = make(slider.parentElement, "output");
   const prompt = labelled(controls, "prompt", "select", {}, redraw);
-  const shade = labelled(controls, "shade unlikely tokens", "input", { type: "checkbox" }, redraw);
+  const shades = Object.entries(SHADES).map(([kind, [name]]) => [kind, name]);
+  const shade = labelled(controls, "shade tokens by", "select", {}, redraw, [["", "nothing"], ...shades]);
   const byStep = () => {
     const part = runs[run.value].completions[slider.value], groups = new Map();
     step.textContent = part.step;
@@ -247,7 +251,7 @@ function drawAnswers() {
       make(list, "h3", {}, "Prompt");
       drawText(list, rows[0].prompt);
       const cards = make(list, "div", { class: "cards", style: "margin-top: .6rem" });
-      for (const row of rows) drawCard(cards, row, runs[run.value].pieces, "", shade.checked);
+      for (const row of rows) drawCard(cards, row, runs[run.value].pieces, "", shade.value);
     }
   };
   const byPrompt = () => {
@@ -255,7 +259,7 @@ function drawAnswers() {
     if (!rows.length) return;
     drawText(list, rows[0][1].prompt);
     const cards = make(list, "div", { class: "cards", style: "margin-top: .6rem" });
-    for (const [at, row] of rows.slice(0, MOST_CARDS)) drawCard(cards, row, runs[run.value].pieces, "step " + at, shade.checked);
+    for (const [at, row] of rows.slice(0, MOST_CARDS)) drawCard(cards, row, runs[run.value].pieces, "step " + at, shade.value);
     if (rows.length > MOST_CARDS) make(list, "p", { class: "soft" }, `${rows.length - MOST_CARDS} later completions of this prompt are not shown.`);
   };
   order.addEventListener("input", () => {

@@ -184,7 +184,7 @@ def completions_of(folder: Path, size: float, notes: list[str]) -> tuple[list[st
 
 
 def _shown_rows(path: Path, pieces: dict[str, int] | None) -> list[Json]:
-    """The rows of a file; their tokens are places in `pieces`, their log-probs tenths of a nat below 0."""
+    """The rows of a file; their tokens are places in `pieces`, their log-probs tenths of a nat below 0, entropies tenths of a nat."""
     rows, names = read_part(path)
     shown = []
     for row in rows:
@@ -198,6 +198,7 @@ def _shown_rows(path: Path, pieces: dict[str, int] | None) -> list[Json]:
         if pieces is not None and tokens:
             entry["tokens"] = [pieces.setdefault(text, len(pieces)) for text in tokens[:SHADED]]
             entry["logps"] = list(map(_tenths, (row.get("token_logps") or [])[:SHADED]))
+            entry["entropies"] = [_tenths(-value) for value in (row.get("token_entropies") or [])[:SHADED]]
             entry["tool"] = [at for at, by_tool in enumerate((row.get("token_tool") or [])[:SHADED]) if by_tool]
             if entry["completion"] == "".join(tokens[:SHADED]):
                 del entry["completion"]
