@@ -18,7 +18,7 @@ from trl.models.scoring.classifier import ClassificationScorer
 from trl.reporting.metrics import Processes
 from trl.scripts.plan import METHODS, main, run_for
 from trl.scripts.planning import levers, measure
-from trl.scripts.planning.plan import memory_of, plan_of
+from trl.scripts.planning.plan import gathered_bytes, memory_of, plan_of
 from trl.scripts.planning.state import data_parallel, sharding_of
 
 SMALL = LlamaConfig(
@@ -87,6 +87,56 @@ def test_deepspeed_keeps_float32_copies_beside_bfloat16_weights(run, alone):
     plan = shared(run, "zero2", half=True)
     assert plan.gradients == 2 * alone.weights / 4
     assert plan.parts["optimiser (adamw_torch_fused)"] == 12 * alone.weights / 4
+
+
+LAYER, HEAD = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64, 512 * 64 + 64  # numbers; HEAD: with the last norm
+NUMBERS = 3 * LAYER + 512 * 64 + HEAD
+UNITS = {  # of SMALL in bfloat16, see gathered_bytes
+    measure.FORWARD: 3 * 2 * LAYER,
+    measure.HEAD: 2 * 2 * HEAD,
+    measure.LAST_LAYER: 3 * 2 * LAYER + 2 * HEAD,
+    measure.FIRST_LAYER: 4 * 2 * LAYER,
+    measure.GENERATION: 2 * NUMBERS,
+}
+
+
+def test_fsdp_computes_with_units_in_bfloat16_and_keeps_no_other_copies():
+    options = ["--max_length", "2", "--per_device_train_batch_size", "1", "--bf16", "true", "--use_cpu", "true"]
+    autocast = run_for("sft", options, 4, SMALL)
+    fsdp = run_for("sft", [*options, "--accelerate_config", "fsdp2"], 4, SMALL)
+    plan = plan_of(fsdp)
+    assert gathered_bytes(fsdp) == UNITS
+    assert plan.parts["gathered units"] == UNITS[plan.phase]
+    copies = autocast.phases[measure.HEAD].activations - fsdp.phases[measure.HEAD].activations
+    assert copies == pytest.approx(2 * (3 * (LAYER - 128) + HEAD - 64), rel=0.01)  # autocast's, of matrices
+
+
+@pytest.mark.parametrize(("sync_each_batch", "gradients"), [(False, 2 * NUMBERS), (True, 4 * NUMBERS / 4)])
+def test_fsdp_sums_whole_gradients_of_micro_batches_by_default(sync_each_batch, gradients):
+    summing = f'{{"gradient_accumulation_kwargs": {{"sync_each_batch": {str(sync_each_batch).lower()}}}}}'
+    options = [
+        "--bf16",
+        "true",
+        "--use_cpu",
+        "true",
+        "--gradient_accumulation_steps",
+        "2",
+        "--accelerator_config",
+        summing,
+    ]
+    run = run_for("sft", [*options, "--accelerate_config", "fsdp2"], 4, SMALL)
+    vars(run)["phases"] = {measure.HEAD: measure.Bytes(2 * NUMBERS, 0.0)}  # in bfloat16
+    plan = plan_of(run)
+    assert (plan.parts["gradients"], plan.gradients) == (gradients, 4 * NUMBERS / 4)
+
+
+def test_zero_3_keeps_gathered_what_deepspeed_allows_and_a_bucket(run, monkeypatch):
+    plan = shared(run, "zero3")
+    assert plan.parts["gathered units"] == 4 * plan.weights == plan.parts["DeepSpeed's bucket"]
+    monkeypatch.setattr("trl.scripts.planning.plan._LIVE", 1000)
+    monkeypatch.setattr("trl.scripts.planning.plan._BUCKET", 500)
+    plan = shared(run, "zero3")
+    assert (plan.parts["gathered units"], plan.parts["DeepSpeed's bucket"]) == (4000, 2000)
 
 
 def test_offloaded_state_is_in_cpu_memory(run, tmp_path):

@@ -56,7 +56,7 @@ def levers_of(plan: Plan, run: Run) -> list[Lever]:
 
 def _changes(run: Run) -> Iterator[tuple[str, str, Run]]:
     args: Any = run.args
-    model, deepspeed = run.model_args, run.sharding.name.startswith("ZeRO")
+    model, deepspeed = run.model_args, run.sharding.is_deepspeed
     if run.rows > 1:
         steps = run.rows * args.gradient_accumulation_steps
         smaller = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps}
@@ -86,8 +86,9 @@ def _changes(run: Run) -> Iterator[tuple[str, str, Run]]:
             yield "LoRA", setting, run.changed(of_model=lora, weights=None)
         in_bits = run.changed(of_model={**lora, "load_in_4bit": True}, weights=None)
         yield "LoRA on 4 bits", f"--load_in_4bit true {setting}", in_bits
-    devices = run.sharding.devices
+    devices, measured = run.sharding.devices, run
     for profile in ("zero2", "fsdp2", "zero3") if devices > 1 else ():
         sharding = sharding_of(profile, devices, half=bool(args.bf16))
         if sharding != run.sharding and not (profile != "fsdp2" and args.weights):
-            yield sharding.name, f"--accelerate_config {profile}", run.with_phases_of(replace(run, sharding=sharding))
+            measured = measured.with_phases_of(replace(run, sharding=sharding))
+            yield sharding.name, f"--accelerate_config {profile}", measured

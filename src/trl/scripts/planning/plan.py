@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from trl.scripts.arguments import AnyConfig
 
 
+# DeepSpeed's defaults (0.19), in numbers: `reduce_bucket_size` and `stage3_max_live_parameters`.
+_BUCKET, _LIVE = 5e8, 1e9
+
+
 @dataclass(frozen=True)
 class Run:
     """What decides the memory of a run."""
@@ -70,6 +74,13 @@ class Run:
         opponents, prompts = self.planned.opponents, -(-rows // args.num_generations)
         return measure.Rollouts(rows // 2 if opponents else rows, prompts, *self.lengths, opponents or 1)
 
+    @property
+    def sums_whole(self) -> bool:
+        """Whether the gradients of several micro-batches are summed before FSDP shares them: accelerate's default."""
+        settings = getattr(self.args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
+        is_several = self.args.gradient_accumulation_steps > 1 and not settings.get("sync_each_batch")
+        return is_several and self.sharding.name.startswith("FSDP")
+
     def _without_bits(self) -> "AnyConfig":
         """The settings with an optimiser of PyTorch in place of one of bitsandbytes, which needs numbers."""
         return self.changed(optim=OptimizerNames.ADAMW_TORCH_FUSED).args if "bit" in self.optimizer else self.args
@@ -83,17 +94,25 @@ class Run:
         return replace(self, args=args, model_args=model_args)
 
     def with_phases_of(self, other: "Run") -> "Run":
-        """The other run, whose micro-batches are measured already: they are this one's."""
-        vars(other)["phases"] = self.phases
+        """The other run, whose micro-batches are measured already if they are this one's."""
+        if other.sharding.half == self.sharding.half:
+            vars(other)["phases"] = self.phases
         return other
 
     @cached_property
     def policy(self) -> PolicyBytes:
         """The weights of the policy."""
-        return policy_bytes(self._build(self.config), self.model_args)
+        return policy_bytes(self._build(self.config), self.model_args, half=self.sharding.half)
 
     def _build(self, config: PretrainedConfig) -> nn.Module:
         return build(config, self.args, self.model_args, self.planned.classifier)
+
+    def _build_copies(self, config: PretrainedConfig) -> nn.Module:
+        """With the weights that are computed with."""
+        model = self._build(config)
+        for parameter in model.parameters() if self.sharding.half else ():
+            parameter.data = parameter.data.to(torch.bfloat16)
+        return model
 
     def _teacher(self) -> nn.Module | int | None:
         """A short copy of the teacher: without gradients one layer's activations are there at a time."""
@@ -108,7 +127,7 @@ class Run:
         planned, args = self.planned, self.args
         checkpointing = (args.gradient_checkpointing_kwargs or {}) if args.gradient_checkpointing else None
         probe = measure.Probe(
-            self._build,
+            self._build_copies,
             planned.method,
             lambda scorer: planned.batch(args, self.rows, self.lengths, scorer),
             scorer=Scorer if planned.classifier is None else ClassificationScorer,
@@ -168,8 +187,8 @@ def plan_of(run: Run) -> Plan:
     trained = tensor_bytes(policy.trained)
     state: float = optimizer_bytes(run.args, policy.trained)
     weights, gradients = policy.kept, float(trained)
-    if sharding.masters:  # DeepSpeed trains bfloat16 weights, and its optimiser float32 copies
-        numbers = sum(parameter.numel() for parameter in policy.trained)
+    numbers = sum(parameter.numel() for parameter in policy.trained)
+    if sharding.half and sharding.is_deepspeed:  # it trains bfloat16 weights, and its optimiser float32 copies
         weights, gradients = weights - trained + 2 * numbers, 2.0 * numbers
         state = state * 4 * numbers / trained + 4 * numbers
     parts = {
@@ -184,23 +203,49 @@ def plan_of(run: Run) -> Plan:
             parts[name] = 0.0
     for name, size in frozen_bytes(run).items():
         parts[name] = sharding.part(size, shared=sharding.weights)
-    if sharding.weights:
-        parts["gathered weights"] = policy.unit * (2 / policy.trained[0].itemsize if run.args.bf16 else 1)
     if sharding.buckets:
         parts["DDP's buckets"] = gradients
-    return _with_phases(run, parts, on_host, gradients)
+    if sharding.is_deepspeed:
+        parts["DeepSpeed's bucket"] = policy.whole.gradients * min(1.0, _BUCKET / max(1, numbers))
+    return _with_phases(run, parts, on_host)
 
 
-def _with_phases(run: Run, parts: dict[str, float], on_host: float, gradients: float) -> Plan:
+def _with_phases(run: Run, parts: dict[str, float], on_host: float) -> Plan:
     """With the phase in which the sum is largest, where not all gradients are there yet."""
-    whole = parts["gradients"] / gradients if gradients else 0.0
-    sizes = {name: (peak.gradients * whole, peak.activations + run.policy.largest) for name, peak in run.phases.items()}
+    sharding, policy, all_gradients, sizes = run.sharding, run.policy, parts["gradients"], dict[str, Sequence[float]]()
+    gathered = gathered_bytes(run) if sharding.weights else {}
+    for name, peak in run.phases.items():
+        is_update = name == measure.UPDATE
+        share = 1 if run.sums_whole and not is_update else all_gradients / (policy.whole.gradients or 1)
+        activations = sharding.part(peak.activations, shared=sharding.optimizer and is_update) + policy.largest
+        sizes[name] = (peak.gradients * share, gathered.get(name, 0.0), activations)
     phase = max(sizes, key=lambda name: sum(sizes[name]))
-    all_gradients = parts["gradients"]
-    parts["gradients"], parts["activations and logits"] = sizes[phase]
+    parts |= dict(zip(("gradients", "gathered units", "activations and logits"), sizes[phase], strict=True))
+    if not parts["gathered units"]:
+        del parts["gathered units"]
     return Plan(
         run.method, run.policy.count, run.rows, run.lengths, run.sharding, parts, phase, all_gradients, on_host
     )  # fmt: skip
+
+
+def gathered_bytes(run: Run) -> dict[str, float]:
+    """The units that are whole in each phase where weights are shared, their gradients, and buffers.
+
+    FSDP2 (torch 2.13) gathers the next unit into a buffer while one computes, and copies it out; gradients go into another
+    buffer, which is reduced while those of the next unit are computed. Generation gathers all.
+    """
+    whole, layer, embedding, head = run.policy.whole, run.policy.layer, run.policy.embedding, run.policy.head
+    if run.sharding.is_deepspeed:
+        live = whole.weights * min(1.0, _LIVE / run.policy.count)
+        phases = (measure.FORWARD, measure.HEAD, measure.LAST_LAYER, measure.FIRST_LAYER)
+        return {**dict.fromkeys(phases, live), measure.GENERATION: whole.weights}
+    return {
+        measure.FORWARD: max(3 * layer.weights, 2 * embedding.weights),
+        measure.HEAD: 2 * head.weights,
+        measure.LAST_LAYER: 2 * layer.weights + layer.gradients + head.gradients,
+        measure.FIRST_LAYER: 2 * max(sum(layer), embedding.gradients),
+        measure.GENERATION: whole.weights,
+    }
 
 
 def frozen_bytes(run: Run) -> dict[str, float]:

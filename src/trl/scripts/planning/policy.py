@@ -1,10 +1,11 @@
 """The model of a run as its trainer would load it, from a config: dtype, adapters, quantised matrices."""
 
 import copy
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from trl.models.parts import causal_core, layers_of
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
     from trl.options.model import ModelConfig
 
 
+class Unit(NamedTuple):
+    """Bytes of what is gathered at once where weights are sharded, in the dtype that is computed with."""
+
+    weights: float
+    gradients: float
+
+
 class PolicyBytes(NamedTuple):
     """Weights of a policy, as they are kept: quantised ones are smaller than those that are measured."""
 
@@ -25,7 +33,10 @@ class PolicyBytes(NamedTuple):
     kept: float
     trained: list[nn.Parameter]
     largest: float  # matrix that is dense while it is used
-    unit: float  # weights that are gathered at once where they are sharded: two layers, embeddings and head
+    whole: Unit
+    layer: Unit  # the largest
+    embedding: Unit
+    head: Unit  # with the last norm
 
 
 def build(
@@ -98,20 +109,28 @@ def matrices_of(core: Any) -> list[nn.Linear]:
     ]  # fmt: skip
 
 
-def policy_bytes(model: nn.Module, model_args: "ModelConfig") -> PolicyBytes:
-    """The bytes of a policy that is there as a whole."""
+def policy_bytes(model: nn.Module, model_args: "ModelConfig", *, half: bool = False) -> PolicyBytes:
+    """The bytes of a policy that is there as a whole; `half`: it computes with bfloat16 copies of its weights."""
     core: Any = causal_core(model)
-    parameters = [*model.parameters()]
-    kept, largest = float(tensor_bytes(parameters) + tensor_bytes(model.buffers())), 0.0
+    parameters, quantized, largest = [*model.parameters()], dict[Tensor, float](), 0.0
     if is_quantized(model_args):
         bits, nested = (4 if model_args.load_in_4bit else 8), model_args.use_bnb_nested_quant
         for matrix in matrices_of(core):
-            kept += quantized_bytes(matrix.weight, bits=bits, nested=nested) - matrix.weight.nbytes
+            quantized[matrix.weight] = quantized_bytes(matrix.weight, bits=bits, nested=nested)
             largest = max(largest, matrix.weight.nbytes)
+    kept = sum(quantized.get(x, x.nbytes) for x in parameters) + tensor_bytes(model.buffers())
+
+    def unit(tensors: Iterable[nn.Parameter]) -> Unit:
+        dense = {x: x.numel() * (2 if half else x.itemsize) for x in tensors}
+        weights = sum(quantized.get(x, size) for x, size in dense.items())
+        return Unit(weights, sum(size for x, size in dense.items() if x.requires_grad))
+
     layers = layers_of(core) or nn.ModuleList()
-    in_layers = {id(x) for x in layers.parameters()}
-    first = tensor_bytes(layers[0].parameters()) if len(layers) else 0
-    outside = tensor_bytes(x for x in core.parameters() if id(x) not in in_layers)
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    count = sum(parameter.numel() for parameter in parameters)
-    return PolicyBytes(count, kept, trained, largest, 2 * first + outside)
+    embedding = set(core.get_input_embeddings().parameters())
+    outside = set(core.parameters()) - {*layers.parameters()}
+    tied = core.get_output_embeddings() is not None and core.get_output_embeddings().weight in embedding
+    return PolicyBytes(
+        sum(parameter.numel() for parameter in parameters), kept, [x for x in parameters if x.requires_grad], largest,
+        unit(parameters), max((unit(layer.parameters()) for layer in layers), default=Unit(0, 0)),
+        unit(embedding), unit(outside if tied else outside - embedding),
+    )  # fmt: skip

@@ -70,7 +70,12 @@ class Sharding:
     buckets: bool = False  # DDP's copies of gradients
     offloads_weights: bool = False  # with gradients and optimiser
     offloads_optimizer: bool = False
-    masters: bool = False  # DeepSpeed's float32 weights beside bfloat16 ones
+    half: bool = False  # computes with bfloat16 copies: FSDP of gathered weights, DeepSpeed of all
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """Whether it is DeepSpeed's, whose optimiser has float32 weights beside bfloat16 ones."""
+        return self.name.startswith("ZeRO")
 
     def part(self, size: float, *, shared: bool) -> float:
         """Bytes of one device."""
@@ -86,12 +91,12 @@ def sharding_of(profile: str, devices: int, *, half: bool) -> Sharding:
         fsdp = settings.get("fsdp_config") or {}
         offloads = bool(fsdp.get("fsdp_offload_params"))
         name = f"FSDP{fsdp.get('fsdp_version', 1)}"
-        return Sharding(name, devices, True, True, True, offloads_weights=offloads)
+        return Sharding(name, devices, True, True, True, offloads_weights=offloads, half=half)
     if kind == "DEEPSPEED":
         zero = settings.get("deepspeed_config") or {}
         stage = int(zero.get("zero_stage", 2))
         return Sharding(
-            f"ZeRO-{stage}", devices, stage > 2, stage > 1, stage > 0, masters=half,
+            f"ZeRO-{stage}", devices, stage > 2, stage > 1, stage > 0, half=half,
             offloads_weights=zero.get("offload_param_device", "none") != "none",
             offloads_optimizer=zero.get("offload_optimizer_device", "none") != "none",
         )  # fmt: skip
