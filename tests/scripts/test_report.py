@@ -136,12 +136,13 @@ def test_a_page_is_written_again_until_the_run_ends(tmp_path, monkeypatch):
     ("options", "words"),
     [
         ([], "has no run.jsonl of a run"),
+        (["missing"], "missing has no run.jsonl of a run"),
         (["--html", "missing/page.html"], "does not exist"),
         (["--watch", "0"], "must be > 0"),
     ],
 )
 def test_what_cannot_be_shown_is_named(options, words, tmp_path, capsys):
-    assert report.main([str(tmp_path), *options]) == 2
+    assert report.main([*options, str(tmp_path)]) == 2
     assert words in capsys.readouterr().err
 
 

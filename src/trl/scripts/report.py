@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the page; returns the exit status, 2 for folders without a run."""
     options = make_parser().parse_args(argv)
     page: Path = options.html or options.runs[0] / "report.html"
-    if not page.resolve().parent.is_dir():
+    if options.html and not page.resolve().parent.is_dir():
         print(f"trl report: error: {page} is in a folder that does not exist. Make the folder.", file=sys.stderr)
         return 2
     if options.watch is not None and options.watch <= 0:
