@@ -16,7 +16,7 @@ from trl.methods.method import Scoring, Step
 from trl.models.scoring.causal import Scorer
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.reporting.metrics import Processes
-from trl.scripts.plan import METHODS, main, run_for
+from trl.scripts.plan import METHODS, main, print_plan, run_for
 from trl.scripts.planning import levers, measure
 from trl.scripts.planning.plan import gathered_bytes, memory_of, plan_of
 from trl.scripts.planning.state import data_parallel, sharding_of
@@ -64,6 +64,11 @@ def test_state_is_counted_and_the_parts_add_up(alone):
     assert alone.parts["weights"] == pytest.approx(4 * numbers, rel=1e-3)  # with buffers
     assert alone.peak == sum(alone.parts.values()) > 16 * numbers
     assert (alone.fits, alone.largest_batch, alone.levers) == (None, None, ())
+
+
+def test_the_state_of_bfloat16_weights_has_their_residuals(run):
+    plan = plan_of(run.with_phases_of(run.changed(weights="bf16+residual", bf16=False)))
+    assert plan.parts["optimiser (adamw_torch_fused with bf16 residuals)"] == (4 + 4 + 2) * plan.weights
 
 
 def shared(run, profile, *, half=False):
@@ -153,12 +158,11 @@ def test_offloaded_state_is_in_cpu_memory(run, tmp_path):
 def test_the_largest_that_fit(run, monkeypatch, memory, batch, tokens):
     def peak_of(run):
         work = run.rows * run.lengths.row // 4  # 8 for each row, 1 for 4 tokens of both rows
-        return SimpleNamespace(peak=max(100 + work, 25 * run.rows * run.lengths.row / 32 + 150))
+        return SimpleNamespace(phases={"a": 100 + work, "b": 25 * run.rows * run.lengths.row / 32 + 150, "c": 100})
 
     monkeypatch.setattr(levers, "plan_of", peak_of)
-    plan = levers.with_fits(replace(plan_of(run), parts={"all": peak_of(run).peak}), run, memory)
+    plan = levers.with_fits(replace(plan_of(run), phases=peak_of(run).phases), run, memory)
     assert (plan.largest_batch, plan.largest_length) == (batch, tokens)
-    assert plan.fits == (memory > 200)
 
 
 def test_each_lever_frees_what_its_setting_does(run, alone, monkeypatch):
@@ -174,6 +178,42 @@ def test_each_lever_frees_what_its_setting_does(run, alone, monkeypatch):
     plan = plan_of(kept)
     assert levers.levers_of(plan, kept) == [(name, setting, plan.peak - alone.peak)]
     assert plan.peak > alone.peak
+
+
+def test_vllm_in_the_same_process_takes_its_share_of_the_gpu():
+    def plan(**settings):
+        run = replace(run_for("grpo", ["--num_generations", "2", "--use_cpu", "true"], 1, SMALL), memory=1e9)
+        run = run.changed(use_vllm=True, vllm_gpu_memory_utilization=0.25, **settings)
+        vars(run)["phases"] = {measure.HEAD: measure.Bytes(0, 1e6), measure.UPDATE: measure.Bytes(4 * NUMBERS, 0)}
+        return plan_of(run)
+
+    fixed, share = 12 * NUMBERS, pytest.approx(2.5e8)
+    served, beside = plan(vllm_mode="server"), plan(vllm_mode="colocate")
+    sleeping = plan(vllm_mode="colocate", vllm_enable_sleep_mode=True)
+    assert beside.parts["vLLM (25% of the GPU)"] == share
+    assert beside.peak - served.peak == share and measure.GENERATION not in served.phases
+    assert sleeping.phases[measure.HEAD] == served.phases[measure.HEAD]
+    assert sleeping.phase == measure.GENERATION
+    assert sleeping.peak == pytest.approx(fixed + 2.5e8, rel=1e-4)  # with buffers
+    with pytest.raises(ValueError, match=r"memory is missing: vLLM takes 25% of the GPU. Give its size, such as 80GB."):
+        trl.plan(SMALL, method="grpo", use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.25)
+
+
+@pytest.mark.parametrize(
+    ("memory", "numbers", "words"),
+    [
+        (1e6, (0, 0), "No batch size fits: weights, gradients and optimiser alone need 1.6 MiB of 1.0 MiB."),
+        (4e6, (0, 0), "No batch size or length fits with all else as it is."),
+        (4e6, (0, 7), "The largest that fit, each with all else as it is:\n  tokens of a row"),
+    ],
+)
+def test_what_does_not_fit_is_said_in_words(alone, capsys, memory, numbers, words):
+    phases = {measure.HEAD: 5e6, measure.UPDATE: 1.7e6}
+    plan = replace(alone, phases=phases, memory=memory, largest_batch=numbers[0], largest_length=numbers[1])
+    print_plan(replace(plan, sharding=data_parallel(8)))
+    out = capsys.readouterr().out
+    assert words in out and "rows of a micro-batch" not in out and "none" not in out
+    assert "Micro-batches of 2 rows of 32 tokens on each GPU; " in out
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -218,7 +258,9 @@ def folder(tmp_path):
 
 
 def test_the_command_reads_a_file_of_the_method_and_a_folder_without_weights(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(levers, "plan_of", lambda run: SimpleNamespace(peak=1e4 * run.rows * run.lengths.row))
+    phases = (*list(UNITS)[:4], measure.UPDATE)
+    stub: Any = lambda run: SimpleNamespace(phases=dict.fromkeys(phases, 1e4 * run.rows * run.lengths.row))  # noqa: E731
+    monkeypatch.setattr(levers, "plan_of", stub)
     file = tmp_path / "run.yaml"
     file.write_text(f"model_name_or_path: {folder}\ndataset_name: rows.jsonl\nmax_length: 32\nbf16: true\n")
     assert main(["sft", "--config", str(file), "--memory", "1GB", "--no_levers"]) == 0

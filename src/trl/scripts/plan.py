@@ -98,9 +98,12 @@ def _planned(run: "Run", memory: str | None, *, levers: bool) -> "Plan":
     from trl.scripts.planning.levers import levers_of, with_fits
     from trl.scripts.planning.plan import memory_of, plan_of
 
-    size, made = None if memory is None else memory_of(memory), plan_of(run)
-    if size is not None:
-        made = with_fits(made, run, size)
+    run = replace(run, memory=None if memory is None else memory_of(memory))
+    if run.vllm and run.memory is None:
+        raise ValueError(f"memory is missing: vLLM takes {run.vllm:.0%} of the GPU. Give its size, such as 80GB.")
+    made = plan_of(run)
+    if run.memory is not None:
+        made = with_fits(made, run, run.memory)
     return replace(made, levers=levers_of(made, run)) if levers else made
 
 
@@ -172,24 +175,34 @@ def parts_table(plan: "Plan") -> Table:
     return table
 
 
+def _largest(plan: "Plan") -> str:
+    """The sentence before the largest numbers that fit, or in place of them."""
+    if plan.largest_batch or plan.largest_length:
+        return "The largest that fit, each with all else as it is:"
+    if plan.state > (plan.memory or 0):
+        need = f"{size_of(plan.state)} of {size_of(plan.memory or 0)}"
+        return f"No batch size fits: weights, gradients and optimiser alone need {need}."
+    return "No batch size or length fits with all else as it is."
+
+
 def print_plan(plan: "Plan") -> None:
     """Print what is planned, the memory of a device, what fits, and the levers."""
     console = open_console(highlight=False, soft_wrap=True)
     sharing, rows = plan.sharding, "row" if plan.rows == 1 else "rows"
     over = f"{sharing.devices} GPUs with {sharing.name}" if sharing.devices > 1 else sharing.name
-    tokens = f"{plan.lengths.row:,} tokens"
+    tokens, several = f"{plan.lengths.row:,} tokens", " on each GPU" if sharing.devices > 1 else ""
     console.print(f"{plan.method}, {plan.weights / 1e6:,.0f} million weights, {over}", style="bold")
-    console.print(f"Micro-batches of {plan.rows} {rows} of {tokens}; the peak is in the {plan.phase}.\n")
+    console.print(f"Micro-batches of {plan.rows} {rows} of {tokens}{several}; the peak is in the {plan.phase}.\n")
     console.print(parts_table(plan))
     if plan.on_host:
         console.print(f"Beside it {size_of(plan.on_host)} in CPU memory.")
     if plan.memory is not None:
         verdict = "It fits" if plan.fits else "It does not fit"
-        console.print(
-            f"\n{verdict} in {size_of(plan.memory)}. The largest that fit, each with all else as it is:", style="bold"
-        )
-        for name, number in (("rows of a micro-batch", plan.largest_batch), ("tokens of a row", plan.largest_length)):
-            console.print(f"  {name:<22} {f'{number:,}' if number else 'none'}")
+        console.print(f"\n{verdict} in {size_of(plan.memory)}. {_largest(plan)}", style="bold")
+        batch = f"rows of a micro-batch{several}"
+        for name, number in ((batch, plan.largest_batch), ("tokens of a row", plan.largest_length)):
+            if number:
+                console.print(f"  {name:<{len(batch)}}  {number:,}")
     if plan.levers:
         console.print("\nLevers, each alone", style="bold")
         width = max(len(lever.name) for lever in plan.levers)

@@ -17,10 +17,8 @@ _MOST_ROWS = 4096
 def with_fits(plan: Plan, run: Run, memory: float) -> Plan:
     """The plan with the largest micro-batch and the longest row, each with all else as it is."""
     context = getattr(run.config, "max_position_embeddings", None) or 2**20
-    batch = _largest(
-        lambda rows: run.changed(per_device_train_batch_size=rows), run.rows, plan.peak, memory, _MOST_ROWS
-    )
-    length = _largest(lambda tokens: with_length(run, tokens), run.lengths.row, plan.peak, memory, context)
+    batch = _largest(lambda rows: run.changed(per_device_train_batch_size=rows), run.rows, plan, memory, _MOST_ROWS)
+    length = _largest(lambda tokens: with_length(run, tokens), run.lengths.row, plan, memory, context)
     return replace(plan, memory=memory, largest_batch=batch, largest_length=length)
 
 
@@ -32,26 +30,31 @@ def with_length(run: Run, tokens: int) -> Run:
     return run.changed(max_length=tokens)
 
 
-def _largest(changed: Callable[[int], Run], now: int, peak: float, memory: float, most: int) -> int:
-    """The largest number that fits, 0 if none does: sizes lie on a line, which is measured twice, near the answer."""
+def _largest(changed: Callable[[int], Run], now: int, plan: Plan, memory: float, most: int) -> int:
+    """The largest number that fits, 0 if none does: phases lie on lines, which are measured twice, near the answer."""
     other = now // 2 if now > 1 else 2
-    slope = (plan_of(changed(other)).peak - peak) / (other - now)
+    sizes, others = plan.phases, plan_of(changed(other)).phases
     for _ in range(2):
-        number = most if slope <= 0 else int(min(most, now + (memory - peak) / slope))
+        number = max(0, int(min(_crossing(now, sizes[name], other, others[name], memory, most) for name in sizes)))
         near = max(1, min(number, 2 * now))
         if near in (now, other):
             break
-        size = plan_of(changed(near)).peak
-        if near == number and size <= memory:
+        now, sizes, other, others = near, plan_of(changed(near)).phases, now, sizes
+        if near == number and max(sizes.values()) <= memory:
             break
-        slope, now, peak, other = (size - peak) / (near - now), near, size, now
-    return max(0, number)
+    return number
+
+
+def _crossing(now: int, size: float, other: int, other_size: float, memory: float, most: int) -> float:
+    """The number at which a phase fills the memory."""
+    slope = (other_size - size) / (other - now)
+    return min(most, now + (memory - size) / slope) if slope > 0 else most * (size <= memory)
 
 
 def levers_of(plan: Plan, run: Run) -> list[Lever]:
-    """What each lever frees, the most first; those that free nothing are left out."""
+    """What each lever frees, the most first; those below 0.5 % of the peak are left out."""
     levers = [Lever(name, setting, plan.peak - plan_of(other).peak) for name, setting, other in _changes(run)]
-    return sorted((lever for lever in levers if lever.frees > 0), key=lambda lever: -lever.frees)
+    return sorted((lever for lever in levers if lever.frees >= 0.005 * plan.peak), key=lambda lever: -lever.frees)
 
 
 def _changes(run: Run) -> Iterator[tuple[str, str, Run]]:

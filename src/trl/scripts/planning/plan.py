@@ -39,6 +39,7 @@ class Run:
     model_args: "ModelConfig"
     sharding: Sharding
     frozen: Mapping[str, PretrainedConfig] = field(default_factory=dict)  # other models, by what they are
+    memory: float | None = None  # of a device
 
     @cached_property
     def lengths(self) -> Lengths:
@@ -73,6 +74,13 @@ class Run:
         rows = args.generation_batch_size // args.world_size
         opponents, prompts = self.planned.opponents, -(-rows // args.num_generations)
         return measure.Rollouts(rows // 2 if opponents else rows, prompts, *self.lengths, opponents or 1)
+
+    @property
+    def vllm(self) -> float:
+        """The share of a device's memory that vLLM takes in the same process."""
+        args: Any = self.args
+        colocated = getattr(args, "use_vllm", False) and args.vllm_mode == "colocate"
+        return args.vllm_gpu_memory_utilization if colocated else 0.0
 
     @property
     def sums_whole(self) -> bool:
@@ -152,7 +160,7 @@ class Lever(NamedTuple):
 class Plan:
     """The memory of a run on each device, in bytes.
 
-    `parts` at the peak add up to `peak`, which is in `phase`. `largest_batch` and `largest_length`: the largest micro-batch
+    `parts` at the peak add up to `peak`, which is in `phase`, the largest of `phases`. `largest_batch` and `largest_length`: the largest micro-batch
     (rows) and row (tokens), each with all else as it is, that fit in `memory`; None without a memory.
     """
 
@@ -162,7 +170,7 @@ class Plan:
     lengths: Lengths
     sharding: Sharding
     parts: dict[str, float]
-    phase: str
+    phases: Mapping[str, float]
     gradients: float  # all of them, after the backward pass
     on_host: float = 0.0
     memory: float | None = None
@@ -171,9 +179,19 @@ class Plan:
     levers: Sequence[Lever] = ()
 
     @property
+    def phase(self) -> str:
+        """The phase with the highest sum."""
+        return max(self.phases, key=lambda name: self.phases[name])
+
+    @property
     def peak(self) -> float:
         """All parts together."""
         return sum(self.parts.values())
+
+    @property
+    def state(self) -> float:
+        """Weights, all gradients and the optimiser's state: what no smaller batch frees."""
+        return self.phases.get(measure.UPDATE, self.peak)
 
     @property
     def fits(self) -> bool | None:
@@ -191,10 +209,11 @@ def plan_of(run: Run) -> Plan:
     if sharding.half and sharding.is_deepspeed:  # it trains bfloat16 weights, and its optimiser float32 copies
         weights, gradients = weights - trained + 2 * numbers, 2.0 * numbers
         state = state * 4 * numbers / trained + 4 * numbers
+    residuals = " with bf16 residuals" if getattr(run.args, "weights", None) else ""
     parts = {
         "weights": sharding.part(weights, shared=sharding.weights),
         "gradients": sharding.part(gradients, shared=sharding.gradients),
-        f"optimiser ({run.optimizer})": sharding.part(state, shared=sharding.optimizer),
+        f"optimiser ({run.optimizer}{residuals})": sharding.part(state, shared=sharding.optimizer),
     }
     on_host = 0.0
     for number, name in enumerate(parts):
@@ -214,18 +233,22 @@ def _with_phases(run: Run, parts: dict[str, float], on_host: float) -> Plan:
     """With the phase in which the sum is largest, where not all gradients are there yet."""
     sharding, policy, all_gradients, sizes = run.sharding, run.policy, parts["gradients"], dict[str, Sequence[float]]()
     gathered = gathered_bytes(run) if sharding.weights else {}
-    for name, peak in run.phases.items():
+    phases = {**run.phases, **({measure.GENERATION: measure.Bytes(0, 0)} if run.vllm else {})}
+    sleeps, of_vllm = getattr(run.args, "vllm_enable_sleep_mode", False), run.vllm * (run.memory or 0)
+    for name, peak in phases.items():
         is_update = name == measure.UPDATE
         share = 1 if run.sums_whole and not is_update else all_gradients / (policy.whole.gradients or 1)
         activations = sharding.part(peak.activations, shared=sharding.optimizer and is_update) + policy.largest
-        sizes[name] = (peak.gradients * share, gathered.get(name, 0.0), activations)
-    phase = max(sizes, key=lambda name: sum(sizes[name]))
-    parts |= dict(zip(("gradients", "gathered units", "activations and logits"), sizes[phase], strict=True))
-    if not parts["gathered units"]:
-        del parts["gathered units"]
-    return Plan(
-        run.method, run.policy.count, run.rows, run.lengths, run.sharding, parts, phase, all_gradients, on_host
+        engine = 0.0 if sleeps and name != measure.GENERATION else of_vllm
+        sizes[name] = (peak.gradients * share, gathered.get(name, 0.0), activations, engine)
+    fixed = sum(parts.values()) - all_gradients
+    plan = Plan(
+        run.method, policy.count, run.rows, run.lengths, sharding, parts,
+        {name: fixed + sum(size) for name, size in sizes.items()}, all_gradients, on_host, run.memory,
     )  # fmt: skip
+    names = ("gradients", "gathered units", "activations and logits", f"vLLM ({run.vllm:.0%} of the GPU)")
+    parts |= {name: size for name, size in zip(names, sizes[plan.phase], strict=True) if size or name in names[::2]}
+    return plan
 
 
 def gathered_bytes(run: Run) -> dict[str, float]:
@@ -235,16 +258,17 @@ def gathered_bytes(run: Run) -> dict[str, float]:
     buffer, which is reduced while those of the next unit are computed. Generation gathers all.
     """
     whole, layer, embedding, head = run.policy.whole, run.policy.layer, run.policy.embedding, run.policy.head
+    generation = {} if run.vllm else {measure.GENERATION: whole.weights}
     if run.sharding.is_deepspeed:
         live = whole.weights * min(1.0, _LIVE / run.policy.count)
         phases = (measure.FORWARD, measure.HEAD, measure.LAST_LAYER, measure.FIRST_LAYER)
-        return {**dict.fromkeys(phases, live), measure.GENERATION: whole.weights}
+        return {**dict.fromkeys(phases, live), **generation}
     return {
+        **generation,
         measure.FORWARD: max(3 * layer.weights, 2 * embedding.weights),
         measure.HEAD: 2 * head.weights,
         measure.LAST_LAYER: 2 * layer.weights + layer.gradients + head.gradients,
         measure.FIRST_LAYER: 2 * max(sum(layer), embedding.gradients),
-        measure.GENERATION: whole.weights,
     }
 
 
