@@ -432,6 +432,7 @@ class BaseTrainer(Trainer):
         """Save the model, its tokenizer and a model card in a folder; a card that was written by hand stays."""
         folder = Path(output_dir or self.args.output_dir or ".")
         writes_card = not _internal_call and is_generated(folder)
+        saving.save_sharded(self, folder, is_checkpoint=self.runs.holds(str(folder)))
         super().save_model(output_dir, _internal_call)
         if writes_card:  # in place of the one that PEFT writes
             saving.write_card(self, folder)

@@ -82,6 +82,27 @@ def check_optimizer(trainer: Trainer, folder: str | None) -> None:
         )
 
 
+def fsdp_kind(trainer: Trainer) -> str | None:
+    """How FSDP writes checkpoints, `FULL_STATE_DICT` or `SHARDED_STATE_DICT`; None for a run without it."""
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    return None if plugin is None else plugin.state_dict_type.name
+
+
+def check_weights(trainer: Trainer, folder: str) -> None:
+    """Raise CheckpointError for weights that FSDP wrote in another way than this run reads them."""
+    files, now = set(os.listdir(folder)), fsdp_kind(trainer)
+    kinds = {"pytorch_model_fsdp_0": "SHARDED_STATE_DICT", "pytorch_model_fsdp.bin": "FULL_STATE_DICT"}
+    written = next((kind for file, kind in kinds.items() if file in files), None)
+    if written == now or (written, now) == ("FULL_STATE_DICT", None):  # it has model.safetensors, too
+        return
+    modes = [f"with FSDP (fsdp_state_dict_type: {kind})" if kind else "without FSDP" for kind in (written, now)]
+    merged = f" Or begin a run with its model: first `accelerate merge-weights {folder}/pytorch_model_fsdp_0 {folder}`."
+    raise CheckpointError(
+        f"{folder} was written {modes[0]}, and this run is {modes[1]}: it cannot read the weights. Launch as before."
+        f"{merged if written == 'SHARDED_STATE_DICT' else ''}"
+    )
+
+
 def load_weights(
     trainer: Trainer, folder: str, wrapped: Callable[[], None], plain: Callable[[], None] | None = None
 ) -> None:
@@ -92,6 +113,7 @@ def load_weights(
 
     Raises: CheckpointError, which names the files, for weights that are incomplete or of another model.
     """
+    check_weights(trainer, folder)
     with naming_weights(folder):
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or is_peft_model(trainer.model):
             wrapped()
@@ -99,6 +121,23 @@ def load_weights(
             plain()
         else:
             load_checkpoint_weights(trainer.model, Path(folder))  # type: ignore[arg-type]
+
+
+def save_sharded(trainer: Trainer, folder: Path, *, is_checkpoint: bool) -> None:
+    """Write the gathered model where FSDP shards checkpoints; into a checkpoint the model's config and tokenizer.
+
+    transformers writes neither with SHARDED_STATE_DICT.
+    """
+    if fsdp_kind(trainer) != "SHARDED_STATE_DICT":
+        return
+    if not is_checkpoint:
+        state = trainer.accelerator.get_state_dict(trainer.model)
+        if trainer.args.should_save:
+            trainer._save(str(folder), state_dict=state)  # type: ignore[arg-type]
+    elif trainer.args.should_save:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        for part in (model.config, trainer.processing_class):  # type: ignore[union-attr]
+            part.save_pretrained(folder)  # type: ignore[union-attr]
 
 
 @contextmanager
