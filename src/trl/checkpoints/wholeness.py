@@ -144,7 +144,7 @@ def in_order(names: Iterable[str], stem: str = "checkpoint-") -> list[str]:
 
 
 def _step_of(name: str) -> int:
-    return int(name.rpartition("-")[2])
+    return int(re.split("[-_]", name)[-1])
 
 
 def over_limit(names: Iterable[str], newest: str, best: str, limit: int | None) -> list[str]:
