@@ -11,7 +11,7 @@ from transformers.models.recurrent_gemma.modeling_recurrent_gemma import Recurre
 from tests.architectures import MODEL_TYPES, config_of, model_of
 from tests.tiny import tiny_config, tiny_model
 from trl.collators.preference import pack_prefix_groups
-from trl.models.packed import support
+from trl.models.packed import mixers, support
 from trl.models.packed.support import packing_of
 from trl.models.parts import CACHE
 from trl.models.scoring.causal import Scorer
@@ -49,6 +49,12 @@ def loss_and_gradients(model, packed):
 
 
 @pytest.fixture
+def short_rows_apart(monkeypatch):
+    """Mixers are called for groups of rows of like length, also where this saves few tokens."""
+    monkeypatch.setattr(mixers, "LEAST_SAVED", 1)
+
+
+@pytest.fixture
 def all_in_float64(monkeypatch):
     """Norms, rotary angles and routers compute in float32 whatever the dtype: here that is float64."""
     # A default argument, which is that of the moment when the module was imported.
@@ -58,6 +64,7 @@ def all_in_float64(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
+@pytest.mark.usefixtures("short_rows_apart")
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_packed_rows_give_what_padded_rows_give(model_type, all_in_float64):
     model = model_of(model_type, dtype=torch.float64, experts_implementation="eager", attn_implementation="eager")
@@ -127,6 +134,18 @@ def with_planted(kind):
 
     torch.manual_seed(0)
     return Model(tiny_config("llama")).double().eval()
+
+
+def test_rows_of_like_length_are_one_call(monkeypatch):
+    bounds = mixers._bounds
+    assert bounds([30, 11, 10, 4]) == [0, 4]
+    monkeypatch.setattr(mixers, "LEAST_SAVED", 57)
+    # The longest apart saves 3 x (30 - 11) = 57 tokens of padding; then the shortest apart 1 x (11 - 4) = 7.
+    assert bounds([30, 11, 10, 4]) == [0, 1, 4]
+    monkeypatch.setattr(mixers, "LEAST_SAVED", 1)
+    assert bounds([30, 11, 10, 4]) == [0, 1, 4]  # an eighth of 4 x 30 is 15
+    assert bounds([30, 11, 10, 2, 2, 2]) == [0, 1, 3, 6]  # 5 x 19 = 95, then 3 x 9 = 27; an eighth of 6 x 30 is 22
+    assert bounds([7, 7, 7]) == [0, 3] and bounds([5]) == [0, 1]
 
 
 @pytest.mark.parametrize("kind", [Convolution, CumulativeSum])

@@ -1,18 +1,19 @@
 """Layers that mix tokens without attention (linear attention, state spaces, convolutions) over a packed row.
 
 Such a layer would carry its state from one sequence of the row into the next one. Its hooks cut the row into its
-sequences, padded on the right, and give the layer those; each branch of a shared prompt has a copy of the prompt before
-it. A layer is causal, so that padding on the right changes nothing. The decoder's segment table is not given to such
+sequences, padded on the right, and give the layer those, in groups of like length; each branch of a shared prompt has a
+copy of the prompt before it. A layer is causal, so that padding on the right changes nothing. The decoder's segment table is not given to such
 layers: hooks of the decoder keep it while it runs, and gradient checkpointing, which runs a layer again without its
 decoder, has it too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -26,31 +27,36 @@ from trl.models.packed.small_copy import class_of
 from trl.tensors.segments import Segments
 
 Values = TypeVar("Values")
+LEAST_SAVED = 256  # tokens of padding for which a mixer is called once more
 _HOOKS = "hooks_of_packed_rows"  # attribute of modules with hooks
 
 
 class _Cut(NamedTuple):
-    """Tokens of a packed row in rows: `rows (B, T)` are their places in the packed row, `places (N,)` those in rows."""
+    """Tokens of a packed row in groups of rows of like length.
 
-    rows: Tensor
+    `groups`, each `(B, T)`, are their places in the packed row, `places (N,)` those in the flattened groups.
+    """
+
+    groups: list[Tensor]
     places: Tensor
 
     @classmethod
     def of(cls, table: Tensor, device: torch.device) -> _Cut:
         cut = _CUTS.get(table)
         if cut is None:
-            cut = _CUTS[table] = cls(*(part.to(device) for part in _cut(Segments.from_table(table))))
+            groups, places = _cut(Segments.from_table(table))
+            cut = _CUTS[table] = cls([group.to(device) for group in groups], places.to(device))
         return cut
 
-    def into_one(self, values: Values) -> Values:
-        """Tensors `(B, T, ...)` of a tree become `(1, N, ...)`."""
+    def into_one(self, outputs: Sequence[Values]) -> Values:
+        """Tensors `(B, T, ...)` of the trees of all groups become one `(1, N, ...)`."""
 
-        def join(value: object) -> object:
-            if not isinstance(value, Tensor) or value.shape[:2] != self.rows.shape:
-                return value
-            return value.flatten(0, 1)[self.places][None]
+        def join(first: object, *others: object) -> object:
+            if not isinstance(first, Tensor) or first.shape[:2] != self.groups[0].shape:
+                return first
+            return torch.cat([values.flatten(0, 1) for values in (first, *others)])[self.places][None]  # type: ignore[attr-defined]
 
-        return tree_map(join, values)
+        return tree_map(join, *outputs)
 
 
 def into_rows(values: Values, rows: Tensor, tokens: int) -> Values:
@@ -68,7 +74,7 @@ def into_rows(values: Values, rows: Tensor, tokens: int) -> Values:
 
 
 _CUTS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_RUNNING: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the cut of each tensor that a mixer is given
+_RUNNING: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the call of each tensor that a mixer is given
 _ACTIVE: ContextVar[tuple[Tensor | None, ...]] = ContextVar("tables of the decoders that run", default=())
 _WHOLE: ContextVar[bool] = ContextVar("whether packed rows stay whole", default=False)
 
@@ -132,25 +138,47 @@ def _leave(*_: object) -> None:
     _ACTIVE.set(_ACTIVE.get()[:-1])
 
 
-def _cut(segments: Segments) -> tuple[Tensor, Tensor]:
+def _cut(segments: Segments) -> tuple[list[Tensor], Tensor]:
     every, rows = list(segments), list[Tensor]()
     prompts = {prefix_start for _, _, prefix_start, prefix in every if prefix}
-    starts: dict[int, int] = {}  # of a segment -> its row, and its first token there
-    firsts = list[tuple[int, int]]()
+    row_of: dict[int, int] = {}  # of a segment's start; a shared prompt is in the row of its first branch
+    firsts = list[tuple[int, int]]()  # the start by which a segment's row is known, and its first token there
     for start, length, prefix_start, prefix in every:
         if not prefix and start in prompts:
-            firsts.append((-1, start))
+            firsts.append((start, 0))
             continue
-        starts.setdefault(prefix_start if prefix else start, len(rows))
-        firsts.append((len(rows), prefix))
+        row_of[start] = len(rows)
+        row_of.setdefault(prefix_start if prefix else start, len(rows))
+        firsts.append((start, prefix))
         prompt = torch.arange(prefix_start, prefix_start + prefix)
         rows.append(torch.cat([prompt, torch.arange(start, start + length)]))
-    width = max(map(len, rows))
+    order = sorted(range(len(rows)), key=lambda row: len(rows[row]), reverse=True)
+    bounds = _bounds([len(rows[row]) for row in order])
+    groups, begins, tokens = list[Tensor](), dict[int, int](), 0
+    for first, end in pairwise(bounds):
+        group = pad_sequence([rows[row] for row in order[first:end]], batch_first=True)
+        begins |= {row: tokens + number * group.shape[1] for number, row in enumerate(order[first:end])}
+        groups, tokens = [*groups, group], tokens + group.numel()
     places = [
-        torch.arange(length) + (starts[first] * width if row < 0 else row * width + first)
-        for (row, first), length in zip(firsts, segments.length, strict=True)
+        torch.arange(length) + begins[row_of[start]] + offset
+        for (start, offset), length in zip(firsts, segments.length, strict=True)
     ]
-    return pad_sequence(rows, batch_first=True), torch.cat(places)
+    return groups, torch.cat(places)
+
+
+def _bounds(lengths: Sequence[int]) -> list[int]:
+    """Where rows of falling lengths are parted, so that each part saves padding enough to be worth a call."""
+    bounds, worth = {0, len(lengths)}, max(LEAST_SAVED, len(lengths) * lengths[0] // 8)
+    parts = [(0, len(lengths))]
+    while parts:
+        first, end = parts.pop()
+        saved, middle = max(
+            ((end - cut) * (lengths[first] - lengths[cut]), cut) for cut in range(first, end)
+        )  # fmt: skip
+        if saved >= worth:
+            bounds.add(middle)
+            parts += [(first, middle), (middle, end)]
+    return sorted(bounds)
 
 
 def _before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[tuple, dict] | None:
@@ -158,14 +186,18 @@ def _before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, objec
     if table is None or not tensors:
         return None
     cut = _Cut.of(table, tensors[0].device)
-    args, kwargs = into_rows((args, kwargs), cut.rows, len(cut.places))
+    calls = [into_rows((args, kwargs), group, len(cut.places)) for group in cut.groups]
     uncut = set(map(id, tensors))
-    for leaf in _tensors((args, kwargs)):
+    for leaf in _tensors(calls[0]):
         if id(leaf) not in uncut:
-            _RUNNING[leaf] = cut
-    return args, kwargs
+            _RUNNING[leaf] = cut, calls[1:]
+    return calls[0]
 
 
 def _after(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], outputs: object) -> object:
-    cut = next((cut for leaf in _tensors((args, kwargs)) if (cut := _RUNNING.get(leaf)) is not None), None)
-    return outputs if cut is None else cut.into_one(outputs)
+    leaves = _tensors((args, kwargs))
+    running = next((call for leaf in leaves if (call := _RUNNING.pop(leaf, None)) is not None), None)
+    if running is None:
+        return outputs
+    cut, calls = running
+    return cut.into_one([outputs, *(module.forward(*args, **kwargs) for args, kwargs in calls)])
