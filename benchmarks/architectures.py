@@ -5,8 +5,9 @@ python benchmarks/architectures.py --types lfm2 gpt_oss --grpo gpt_oss --steps 5
 
 import copy
 import os
+import random
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain, repeat
@@ -27,6 +28,7 @@ from benchmarks.measure import on_one_quiet_thread, trainer_settings
 from benchmarks.tables import Result, table_row, write_figures
 from benchmarks.variants import Recipe
 from tests.architectures import CURRENT, FIELDS, MODEL_TYPES, SHARED
+from tests.tiny_vision import tiny_image, tiny_processor, tiny_vision_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trl import SFTConfig, SFTTrainer
@@ -110,7 +112,7 @@ def compare(make: Any, model: PreTrainedModel, *, micro_batches: int, steps: int
     Raises: ValueError if the first losses differ.
     """
     packed = make(copy.deepcopy(model), packed=True)
-    if not packed.scorer.packed:
+    if packed.scorer.fallbacks:
         return None
     with patch.object(policy, "language_scorer", partial(Scorer, packed=False)):
         padded = make(copy.deepcopy(model), packed=False)
@@ -126,6 +128,37 @@ def compare(make: Any, model: PreTrainedModel, *, micro_batches: int, steps: int
     draws, rest = (tuple(fmean(step[part] for step in side) for side in spent) for part in (0, 1))
     gain = (draws[1] + rest[1]) / (draws[0] + rest[0])
     return {"drawing": draws, "rest": rest, "gain": gain, "steps": spent}
+
+
+def image_trainer(model: PreTrainedModel, corpus: Corpus) -> Any:
+    """Sixteen rows a step: a picture of 4 tokens, then a prompt and a completion as long as the corpus's."""
+    rng = random.Random(0)
+    words = ["sky", "blue", "three", "answer", "is", "the", "why", "one"]
+    rows = []
+    for row in corpus.rows:
+        count = len(row["input_ids"]) // 2  # a word has about two tokens
+        prompt = max(1, count - sum(row["completion_mask"]) // 2)
+        text = rng.choices(words, k=count)
+        rows.append(
+            {
+                "image": tiny_image(len(rows)),
+                "prompt": "<image> " + " ".join(text[:prompt]),
+                "completion": " " + " ".join(text[prompt:]),
+            }
+        )
+    settings = {**trainer_settings(Recipe(steps=100, batch_size=16), sequential=False), "max_length": None}
+    data = datasets.Dataset.from_list(rows)
+    return SFTTrainer(model, SFTConfig(**settings), train_dataset=data, processing_class=tiny_processor())
+
+
+def image_case(corpus: Corpus, steps: int) -> Result | None:
+    """LLaVA with a decoder as wide as the others, and a tower of two small layers."""
+    text = {
+        "model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8, "head_dim": 64,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 4096,
+    }  # fmt: skip
+    model = tiny_vision_model(tiny_processor(), text_config=text).train()
+    return compare(lambda model, packed: image_trainer(model, corpus), model, micro_batches=1, steps=steps)
 
 
 def sft_case(model_type: str, corpus: Corpus, steps: int) -> Result | None:
@@ -146,6 +179,7 @@ def parse() -> Namespace:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--types", nargs="*", choices=MODEL_TYPES, default=["llama", "qwen3", *CURRENT])
     parser.add_argument("--grpo", nargs="*", choices=MODEL_TYPES, default=["llama", "gpt_oss", "lfm2", "gemma4_text"])
+    parser.add_argument("--images", action=BooleanOptionalAction, default=True, help="also SFT of LLaVA with images")
     parser.add_argument("--steps", type=int, default=8, help="measured steps of each side, after one")
     parser.add_argument("--out", type=Path, help="also write the figures as JSON to this file")
     return parser.parse_args()
@@ -159,18 +193,20 @@ def main() -> None:
     columns = ["model type", "method", "packed, CPU s", "padded, CPU s", "padded / packed"]
     print(table_row(columns), table_row(["---"] * len(columns)), sep="\n")
     results = []
-    for method, case, types in (("SFT", sft_case, args.types), ("GRPO", grpo_case, args.grpo)):
-        for model_type in types:
-            result = case(model_type, corpus, args.steps)
-            if result is None:
-                print(table_row([model_type, method, "padded", "", ""]), flush=True)
-                continue
-            cells = [f"{sum(parts):.2f}" for parts in zip(result["drawing"], result["rest"], strict=True)]
-            if method == "GRPO":
-                parts = zip(cells, result["drawing"], result["rest"], strict=True)
-                cells = [f"{total} ({draw:.2f} + {rest:.2f})" for total, draw, rest in parts]
-            print(table_row([model_type, method, *cells, f"{result['gain']:.2f}"]), flush=True)
-            results.append({"model_type": model_type, "method": method, **result})
+    cases = [("SFT", model_type, partial(sft_case, model_type)) for model_type in args.types]
+    cases += [("SFT", "llava, with images", image_case)] if args.images else []
+    cases += [("GRPO", model_type, partial(grpo_case, model_type)) for model_type in args.grpo]
+    for method, model_type, case in cases:
+        result = case(corpus, args.steps)
+        if result is None:
+            print(table_row([model_type, method, "padded", "", ""]), flush=True)
+            continue
+        cells = [f"{sum(parts):.2f}" for parts in zip(result["drawing"], result["rest"], strict=True)]
+        if method == "GRPO":
+            parts = zip(cells, result["drawing"], result["rest"], strict=True)
+            cells = [f"{total} ({draw:.2f} + {rest:.2f})" for total, draw, rest in parts]
+        print(table_row([model_type, method, *cells, f"{result['gain']:.2f}"]), flush=True)
+        results.append({"model_type": model_type, "method": method, **result})
     write_figures(results, args.out)
 
 

@@ -170,3 +170,50 @@ def tiny_vision_model(
         return model.to(dtype).eval()
 
     return copy_of((family, dtype, repr(sorted(fields.items()))), build)
+
+
+# ---- Qwen's models, with batches made by hand: their processors need a tokenizer of theirs
+
+_QWEN_TEXT = {
+    **_TEXT, "vocab_size": 60, "head_dim": 8,
+    "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0},
+}  # fmt: skip
+_QWEN_TOWER = {
+    "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "out_hidden_size": 32,
+    "num_position_embeddings": 16, "initializer_range": 0.3,
+}  # fmt: skip
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "partial_rotary_factor": 1.0,
+}  # fmt: skip
+# Fields of the tower and of the decoder by model type.
+QWEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen2_5_vl": ({"fullatt_block_indexes": [1]}, {}),
+    "qwen3_vl": ({"deepstack_visual_indexes": [0, 1]}, {}),
+    "qwen3_5": ({}, _LINEAR),
+}
+
+
+def qwen_model(model_type: str) -> PreTrainedModel:
+    """A two-layer model in float64 and eval mode, for `qwen_batch`."""
+    tower, text = QWEN[model_type]
+    config = AutoConfig.for_model(
+        model_type, vision_config={**_QWEN_TOWER, **tower}, text_config={**_QWEN_TEXT, **text},
+        image_token_id=50, video_token_id=51, vision_start_token_id=52, vision_end_token_id=53,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForImageTextToText.from_config(config, dtype=torch.float64).eval()
+
+
+def qwen_batch(side: str) -> dict[str, torch.Tensor]:
+    """Rows of 10, 13 and 3 tokens, padded on a side: images of 4 tokens and of 1, and a text."""
+    rows = [[5, 52, 50, 50, 50, 50, 53, 9, 8, 7], [52, 50, 53, 4, 3, 2, 1, 6, 9, 9, 9, 12, 14], [3, 2, 1]]
+    padding = [[0] * (13 - len(row)) for row in rows]
+    ids = torch.tensor([(pad + row) if side == "left" else (row + pad) for row, pad in zip(rows, padding, strict=True)])
+    pixels = torch.randn(20, 2 * 3 * 4 * 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return {
+        "input_ids": ids, "attention_mask": (ids != 0).long(), "labels": ids.masked_fill((ids == 0) | (ids >= 50), -100),
+        "pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4], [1, 2, 2]]),
+        "mm_token_type_ids": (ids == 50).long(),
+    }  # fmt: skip

@@ -143,8 +143,8 @@ def test_rows_of_like_length_are_one_call(monkeypatch):
     # The longest apart saves 3 x (30 - 11) = 57 tokens of padding; then the shortest apart 1 x (11 - 4) = 7.
     assert bounds([30, 11, 10, 4]) == [0, 1, 4]
     monkeypatch.setattr(mixers, "LEAST_SAVED", 1)
-    assert bounds([30, 11, 10, 4]) == [0, 1, 4]  # an eighth of 4 x 30 is 15
-    assert bounds([30, 11, 10, 2, 2, 2]) == [0, 1, 3, 6]  # 5 x 19 = 95, then 3 x 9 = 27; an eighth of 6 x 30 is 22
+    assert bounds([30, 11, 10, 4]) == [0, 1, 3, 4]  # at least an eighth of 3 x 11
+    assert bounds([30, 11, 10, 9]) == [0, 1, 4]  # 2 x (11 - 10) is less
     assert bounds([7, 7, 7]) == [0, 3] and bounds([5]) == [0, 1]
 
 

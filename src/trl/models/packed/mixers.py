@@ -168,14 +168,11 @@ def _cut(segments: Segments) -> tuple[list[Tensor], Tensor]:
 
 def _bounds(lengths: Sequence[int]) -> list[int]:
     """Where rows of falling lengths are parted, so that each part saves padding enough to be worth a call."""
-    bounds, worth = {0, len(lengths)}, max(LEAST_SAVED, len(lengths) * lengths[0] // 8)
-    parts = [(0, len(lengths))]
+    bounds, parts = {0, len(lengths)}, [(0, len(lengths))]
     while parts:
         first, end = parts.pop()
-        saved, middle = max(
-            ((end - cut) * (lengths[first] - lengths[cut]), cut) for cut in range(first, end)
-        )  # fmt: skip
-        if saved >= worth:
+        saved, middle = max(((end - cut) * (lengths[first] - lengths[cut]), cut) for cut in range(first, end))
+        if saved >= max(LEAST_SAVED, (end - first) * lengths[first] // 8):
             bounds.add(middle)
             parts += [(first, middle), (middle, end)]
     return sorted(bounds)

@@ -31,6 +31,7 @@ VARIABLE_LENGTH_IMPLEMENTATIONS = ("flash_attention_2", "flash_attention_3", "ke
 # Longer than the windows of a small copy. Branches of a prompt, and sequences without one.
 _SHARED, _PLAIN = Segments.from_prefix_groups([(8, [6, 7])]), Segments.from_lengths([9, 14])
 _TOLERANCE = 1e-5  # of the largest entry: norms and rotary angles are computed in float32
+SEVERAL_MODELS = "its config is that of several models"
 _MOST_MIXERS = 4  # kinds of layers
 # Packages whose layers compute each token by itself: of adapters, quantised weights, and kernels.
 _OF_TOKENS = (
@@ -65,9 +66,9 @@ def packing_of(core: PreTrainedModel) -> Packing:
     if getattr(config, "is_encoder_decoder", False):
         return Packing("it is an encoder-decoder model")
     if config.get_text_config() is not config:
-        return Packing("its config is that of several models")
+        return Packing(SEVERAL_MODELS)
     decoder = _decoder(core)
-    if not isinstance(decoder, PreTrainedModel) or decoder is core:
+    if not isinstance(decoder, PreTrainedModel) or (decoder is core and core.get_output_embeddings() is not None):
         return Packing("it exposes no decoder")
     small = small_copy(config)
     small._attn_implementation = "eager"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from trl.models.packed.inner_row import pack_decoder
 from trl.models.packed.layout import (
     Columns,
     Inputs,
@@ -22,7 +23,7 @@ from trl.models.packed.layout import (
 )
 from trl.models.packed.pieces import Piece, noise_of_piece, share_dropout
 from trl.models.packed.sequence_group import SequenceGroup
-from trl.models.packed.support import packed_unsupported, packing_of, use_packed_attention
+from trl.models.packed.support import SEVERAL_MODELS, packed_unsupported, packing_of, use_packed_attention
 from trl.models.parts import replaced_forward
 from trl.models.scoring.head import Routing, router_inputs
 from trl.options.shared import PrefixSharingMode
@@ -59,6 +60,8 @@ class ScorerBase:
         reason = _LENGTH_DEPENDENT if self.stretched_rotaries else packed_unsupported(core)
         reason = reason if self.uses_head else _OWN_LOGITS
         self.packed = packed is not False and reason is None
+        if reason == SEVERAL_MODELS and packed is not False and not router_inputs(core):
+            reason = pack_decoder(core)  # padded rows around a decoder without padding
         if packed is not False and reason:
             self.fallbacks.append(f"its batches are padded, because {reason}")
         # Not with flash attention that the user chose.
