@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
-from tests.trainer import grpo_runs, grpo_tool_runs
+from tests.trainer import grpo_runs, grpo_tool_runs, ppo_runs
 from trl.reporting.run_events import EVENTS, events_in, parts_in, read_part
+from trl.scripts.pages.runs import read_run
 
 SAVES = {"save_strategy": "steps", "save_steps": 2}
 
@@ -70,6 +71,33 @@ def test_entropies_are_those_of_the_policy(steps, tmp_path):
         )
     mean = sum(sum(rows[at]["token_entropies"]) for at in shown) / sum(len(rows[at]["token_texts"]) for at in shown)
     assert trainer.state.log_history[0]["entropy"] == pytest.approx(mean, abs=1e-10)
+
+
+def test_steps_of_ppo_are_written_and_go_on_after_a_loaded_state(tmp_path):
+    run, state = tmp_path / "run", tmp_path / "state"
+    options = {"project_kwargs": {"project_dir": str(run)}, "init_kl_coef": 0.1}
+    trainer = ppo_runs.make_trainer(**options)
+    stats = trainer.step(*ppo_runs.batch())
+    trainer.save_state(state)
+    for _ in range(2):
+        trainer.step(*ppo_runs.batch())
+    first = list(events_in(run))
+    assert [event["step"] for event in of(first, "log")] == [1, 2, 3] == list(parts_in(run))
+    log = of(first, "log")[0]
+    assert log["values"] == {name: value for name, value in stats.items() if isinstance(value, int | float)}
+    assert log["seconds"]["training"] == round(stats["time/ppo/total"], 6) and log["seconds"]["rollouts and data"] >= 0
+    batch = of(first, "rollouts")[0]
+    assert batch["rewards"] == ppo_runs.SCORES and batch["lengths"] == list(map(len, ppo_runs.RESPONSES))
+    rows, _ = read_part(parts_in(run)[1])
+    assert rows[0]["prompt"] == trainer.tokenizer.decode(ppo_runs.QUERIES[0])
+    assert [logp for row in rows for logp in row["token_logps"]] == pytest.approx(list(stats["objective/logprobs"]))
+    assert read_run(run, "ppo").state == "is going on, or was stopped, after step 3"
+    trainer = ppo_runs.make_trainer(**options)
+    trainer.load_state(state)
+    trainer.step(*ppo_runs.batch())
+    again = list(events_in(run))
+    assert [event["step"] for event in of(again, "log")] == [1, 2] == list(parts_in(run))
+    assert of(again, "log")[0] == log and of(again, "rollouts")[1]["rewards"] == batch["rewards"]
 
 
 def test_turns_of_tools_are_kept_as_messages(tmp_path):

@@ -75,7 +75,7 @@ def read_run(folder: Path, name: str, *, share: float = 1.0) -> RunPage:
     last, steps = events[-1]["step"], starts[-1]["steps"]
     state = "ended" if has_ended else "is going on, or was stopped,"
     page = RunPage(
-        name, str(folder), starts[-1], has_ended, f"{state} after step {last:,} of {steps:,}",
+        name, str(folder), starts[-1], has_ended, f"{state} after step {last:,}" + f" of {steps:,}" * bool(steps),
         [event for event in events if event["event"] == "check"], figures_of(events, starts, logs), dict(seconds),
         [path.name for path in checkpoints_in(folder)], advice_of(folder, starts[-1]),
         {}, [histogram_over_time(rollouts, kind) for kind in ("rewards", "lengths")] if rollouts else [], [], [],

@@ -31,8 +31,14 @@ class Recorder:
         self._events: RunEvents | None = None
         self._checks, self._signs = RunChecks(), dict[str, float]()
 
-    def _open(self, folder: Path, run: str | None, step: int) -> None:
+    @property
+    def is_active(self) -> bool:
+        """Whether this process writes."""
+        return self._events is not None
+
+    def _open(self, folder: Path, run: str | None, step: int, steps: int) -> None:
         self._events, self._checks, self._signs = RunEvents(folder, run, step=step), RunChecks(), {}
+        self._steps, self._next_part = steps, step  # steps of the run, 0: unknown
         for event in self._events.kept:
             self._follow(event)
         self._events.kept.clear()
@@ -50,6 +56,22 @@ class Recorder:
         for name, text in self._follow({"event": event, **fields}).items():
             self._write("check", step, name=name, text=text)
 
+    def keeps_part(self, step: int) -> bool:
+        """Whether the completions of a step are among those of which a file is kept."""
+        return self._events is not None and step >= self._next_part
+
+    def write_rollouts(
+        self, step: int, facts: Mapping[str, object], part: tuple[Columns, Sequence[str]] | None
+    ) -> None:
+        """Write numbers of a batch of completions; and a `part` of it, with its columns of rewards, as a file."""
+        if self._events is None:
+            return
+        file = None
+        if part is not None:
+            file = self._events.write_part(step, part[0], rewards=part[1])
+            self._next_part = step + max(1, (self._steps or 4 * step) // KEPT_PARTS)
+        self._write("rollouts", step, file=file, **facts)
+
     def _follow(self, event: Event) -> dict[str, str]:
         """Keep what the checks need of an event; returns what they find."""
         if event["event"] == "check":
@@ -60,24 +82,27 @@ class Recorder:
 
 
 class LoopReport(Recorder):
-    """`run.jsonl` of a loop of epochs without transformers' trainer, on the main process; without a folder nothing."""
+    """`run.jsonl` of a loop without transformers' trainer, on the main process; without a folder nothing."""
 
     def __init__(
-        self, folder: Path | None, method: str, settings: Mapping[str, object], model: torch.nn.Module,
-        accelerator: Accelerator, *, step: int, steps: int,
+        self, folder: str | Path | None, method: str, settings: Mapping[str, object], model: torch.nn.Module,
+        accelerator: Accelerator, *, step: int, steps: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
         if folder is not None and accelerator.is_main_process:
-            self._open(folder, method, step)
+            self._open(Path(folder), method, step, steps)
         facts = machine_facts(model, accelerator.device, accelerator.num_processes)
         self._write("start", step, run=method, method=method, settings=dict(settings), steps=steps, model="", **facts)
         self._mark = time.perf_counter()
 
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write the numbers of an epoch, which ends here."""
+    def log(self, step: int, values: Mapping[str, Any], *, training: float | None = None) -> None:
+        """Write the numbers of an epoch or step, which ends here, of whose seconds some were `training` (None: all)."""
         seconds, self._mark = time.perf_counter() - self._mark, time.perf_counter()
+        parts = {"training": round(seconds if training is None else training, 6)}
+        if training is not None:
+            parts["rollouts and data"] = round(max(0.0, seconds - training), 6)
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
-        self._write("log", step, values=numbers, seconds={"training": round(seconds, 6)}, memory=peak_memory())
+        self._write("log", step, values=numbers, seconds=parts, memory=peak_memory())
 
     def end(self, step: int) -> None:
         """The run has ended."""
@@ -97,13 +122,7 @@ class RunReport(Recorder, TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         super().__init__()
         self._trainer = trainer
-        self._seconds: dict[str, float] = {}
-        self._mark, self._next_part = 0.0, 0.0
-
-    @property
-    def is_active(self) -> bool:
-        """Whether this process writes."""
-        return self._events is not None
+        self._seconds, self._mark = dict[str, float](), 0.0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
@@ -113,8 +132,8 @@ class RunReport(Recorder, TrainerCallback):
         if not (getattr(args, "report", False) and state.is_world_process_zero and args.output_dir):
             return
         trainer, step = self._trainer, state.global_step
-        self._open(Path(args.output_dir), trainer.runs.name, step)
-        self._seconds, self._mark, self._next_part = {}, time.perf_counter(), step
+        self._open(Path(args.output_dir), trainer.runs.name, step, state.max_steps)
+        self._seconds, self._mark = {}, time.perf_counter()
         settings = changed_settings(args) if self.settings is None else self.settings
         self._write(
             "start", step, run=trainer.runs.name, method=trainer._name, settings=dict(settings), steps=state.max_steps,
@@ -158,22 +177,6 @@ class RunReport(Recorder, TrainerCallback):
         """The run has ended."""
         self._write("end", state.global_step)
         self.close()
-
-    def keeps_part(self, step: int) -> bool:
-        """Whether the completions of a step are among those of which a file is kept."""
-        return self._events is not None and step >= self._next_part
-
-    def write_rollouts(
-        self, step: int, facts: Mapping[str, object], part: tuple[Columns, Sequence[str]] | None
-    ) -> None:
-        """Write numbers of a batch of completions; and a `part` of it, with its columns of rewards, as a file."""
-        if self._events is None:
-            return
-        file = None
-        if part is not None:
-            file = self._events.write_part(step, part[0], rewards=part[1])
-            self._next_part = step + max(1, self._trainer.state.max_steps // KEPT_PARTS)
-        self._write("rollouts", step, file=file, **facts)
 
     def _spend(self, phase: str) -> None:
         """Count the time since the last mark."""
