@@ -199,6 +199,29 @@ def test_vllm_in_the_same_process_takes_its_share_of_the_gpu():
         trl.plan(SMALL, method="grpo", use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.25)
 
 
+def test_generation_holds_keys_and_values_logits_and_copies_of_the_matrices():
+    lengths = ["--max_prompt_length", "16", "--max_completion_length", "8"]
+    rows = ["--num_generations", "2", "--per_device_train_batch_size", "4"]
+    run = run_for("grpo", [*lengths, *rows, "--use_cpu", "true", "--bf16", "true"], 1, SMALL)
+    tokens = 2 * 16 + 4 * 8  # two prompts are held once for two completions each
+    keys_and_values = 2 * 3 * 2 * 16 * tokens * 2  # layers, heads of keys, their size, bfloat16
+    logits, matrices = 4 * 512 * 3 * 4, 2 * (3 * (LAYER - 128) + 512 * 64)
+    assert run.phases[measure.GENERATION] == (0, keys_and_values + logits + matrices)
+
+
+# Bytes of a weight in blocks of 64 with a float32 scale; nested: of 8 bits, with a float32 scale for 256 of them.
+@pytest.mark.parametrize(("nested", "byte"), [("false", 0.5 + 4 / 64), ("true", 0.5 + (1 + 4 / 256) / 64)])
+def test_a_base_in_four_bits_has_dense_embeddings_head_and_adapters(nested, byte):
+    lora = ["--use_peft", "true", "--lora_r", "8", "--lora_target_modules", "all-linear"]
+    bits = ["--load_in_4bit", "true", "--use_bnb_nested_quant", nested]
+    policy = run_for("sft", [*lora, *bits, "--use_cpu", "true", "--bf16", "true"], 1, SMALL).policy
+    adapters = 3 * 8 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
+    dense = 2 * (2 * 512 * 64 + adapters) + 4 * (7 * 64) + 4 * 16  # norms and two buffers of 8 angles in float32
+    assert policy.kept == 3 * (LAYER - 128) * byte + dense
+    assert sum(parameter.numel() for parameter in policy.trained) == adapters
+    assert policy.largest == 2 * 64 * 128  # is dense while it is used
+
+
 @pytest.mark.parametrize(
     ("memory", "numbers", "words"),
     [
