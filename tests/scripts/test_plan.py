@@ -161,7 +161,7 @@ def test_the_largest_that_fit(run, monkeypatch, memory, batch, tokens):
         return SimpleNamespace(phases={"a": 100 + work, "b": 25 * run.rows * run.lengths.row / 32 + 150, "c": 100})
 
     monkeypatch.setattr(levers, "plan_of", peak_of)
-    plan = levers.with_fits(replace(plan_of(run), phases=peak_of(run).phases), run, memory)
+    plan = levers.with_fits(replace(plan_of(run), phases=peak_of(run).phases, memory=memory), run)
     assert (plan.largest_batch, plan.largest_length) == (batch, tokens)
 
 
@@ -282,7 +282,10 @@ def folder(tmp_path):
 
 def test_the_command_reads_a_file_of_the_method_and_a_folder_without_weights(folder, tmp_path, capsys, monkeypatch):
     phases = (*list(UNITS)[:4], measure.UPDATE)
-    stub: Any = lambda run: SimpleNamespace(phases=dict.fromkeys(phases, 1e4 * run.rows * run.lengths.row))  # noqa: E731
+
+    def stub(run):
+        return SimpleNamespace(phases=dict.fromkeys(phases, 1e4 * run.rows * run.lengths.row))
+
     monkeypatch.setattr(levers, "plan_of", stub)
     file = tmp_path / "run.yaml"
     file.write_text(f"model_name_or_path: {folder}\ndataset_name: rows.jsonl\nmax_length: 32\nbf16: true\n")

@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 from trl.cli.main import COMMANDS
 from trl.options.spelling import did_you_mean
 from trl.reporting.tables import open_console
@@ -84,10 +82,8 @@ def plan(
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
     given = None if isinstance(config, (str, Path)) else config
-    named = (
-        [] if given is not None else ["--config" if str(config).endswith((".yaml", ".yml")) else "--model_name_or_path"]
-    )
-    words = [*named, *([str(config)] if named else [])]
+    named = "--config" if str(config).endswith((".yaml", ".yml")) else "--model_name_or_path"
+    words = [named, str(config)] if given is None else []
     for name, value in options.items():
         values = value if isinstance(value, (list, tuple)) else [value]
         words += [f"--{name}", *(str(item).lower() if isinstance(item, bool) else str(item) for item in values)]
@@ -103,7 +99,7 @@ def _planned(run: "Run", memory: str | None, *, levers: bool) -> "Plan":
         raise ValueError(f"memory is missing: vLLM takes {run.vllm:.0%} of the GPU. Give its size, such as 80GB.")
     made = plan_of(run)
     if run.memory is not None:
-        made = with_fits(made, run, run.memory)
+        made = with_fits(made, run)
     return replace(made, levers=levers_of(made, run)) if levers else made
 
 
@@ -162,19 +158,6 @@ def size_of(number: float) -> str:
     return f"{number / unit:,.1f} {name}"
 
 
-def parts_table(plan: "Plan") -> Table:
-    """The parts of the memory at the peak, and their sum."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column()
-    for name, size in plan.parts.items():
-        later = name == "gradients" and plan.gradients > 1.01 * size
-        table.add_row(name, size_of(size), f"  {size_of(plan.gradients)} after the backward pass" if later else "")
-    table.add_row("together", size_of(plan.peak), style="bold")
-    return table
-
-
 def _largest(plan: "Plan") -> str:
     """The sentence before the largest numbers that fit, or in place of them."""
     if plan.largest_batch or plan.largest_length:
@@ -193,7 +176,12 @@ def print_plan(plan: "Plan") -> None:
     tokens, several = f"{plan.lengths.row:,} tokens", " on each GPU" if sharing.devices > 1 else ""
     console.print(f"{plan.method}, {plan.weights / 1e6:,.0f} million weights, {over}", style="bold")
     console.print(f"Micro-batches of {plan.rows} {rows} of {tokens}{several}; the peak is in the {plan.phase}.\n")
-    console.print(parts_table(plan))
+    width = max(map(len, plan.parts))
+    for name, size in plan.parts.items():
+        later = name == "gradients" and plan.gradients > 1.01 * size
+        after = f"   {size_of(plan.gradients)} after the backward pass" if later else ""
+        console.print(f"{name:<{width}} {size_of(size):>11}{after}", markup=False)
+    console.print(f"{'together':<{width}} {size_of(plan.peak):>11}", style="bold")
     if plan.on_host:
         console.print(f"Beside it {size_of(plan.on_host)} in CPU memory.")
     if plan.memory is not None:

@@ -14,12 +14,12 @@ from trl.scripts.planning.state import sharding_of
 _MOST_ROWS = 4096
 
 
-def with_fits(plan: Plan, run: Run, memory: float) -> Plan:
-    """The plan with the largest micro-batch and the longest row, each with all else as it is."""
+def with_fits(plan: Plan, run: Run) -> Plan:
+    """The plan with the largest micro-batch and the longest row that fit, each with all else as it is."""
     context = getattr(run.config, "max_position_embeddings", None) or 2**20
-    batch = _largest(lambda rows: run.changed(per_device_train_batch_size=rows), run.rows, plan, memory, _MOST_ROWS)
-    length = _largest(lambda tokens: with_length(run, tokens), run.lengths.row, plan, memory, context)
-    return replace(plan, memory=memory, largest_batch=batch, largest_length=length)
+    batch = _largest(lambda rows: run.changed(per_device_train_batch_size=rows), run.rows, plan, _MOST_ROWS)
+    length = _largest(lambda tokens: with_length(run, tokens), run.lengths.row, plan, context)
+    return replace(plan, largest_batch=batch, largest_length=length)
 
 
 def with_length(run: Run, tokens: int) -> Run:
@@ -30,9 +30,9 @@ def with_length(run: Run, tokens: int) -> Run:
     return run.changed(max_length=tokens)
 
 
-def _largest(changed: Callable[[int], Run], now: int, plan: Plan, memory: float, most: int) -> int:
+def _largest(changed: Callable[[int], Run], now: int, plan: Plan, most: int) -> int:
     """The largest number that fits, 0 if none does: phases lie on lines, which are measured twice, near the answer."""
-    other = now // 2 if now > 1 else 2
+    other, memory = now // 2 if now > 1 else 2, plan.memory or 0.0
     sizes, others = plan.phases, plan_of(changed(other)).phases
     for _ in range(2):
         number = max(0, int(min(_crossing(now, sizes[name], other, others[name], memory, most) for name in sizes)))
@@ -62,12 +62,9 @@ def _changes(run: Run) -> Iterator[tuple[str, str, Run]]:
     model, deepspeed = run.model_args, run.sharding.is_deepspeed
     if run.rows > 1:
         steps = run.rows * args.gradient_accumulation_steps
-        smaller = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps}
-        yield (
-            "smaller micro-batches",
-            " ".join(f"--{name} {size}" for name, size in smaller.items()),
-            run.changed(**smaller),
-        )
+        smaller = run.changed(per_device_train_batch_size=1, gradient_accumulation_steps=steps)
+        setting = f"--per_device_train_batch_size 1 --gradient_accumulation_steps {steps}"
+        yield "smaller micro-batches", setting, smaller
     half = with_length(run, run.lengths.row // 2)
     limit = "max_completion_length" if run.planned.samples else "max_length"
     yield "rows of half the length", f"--{limit} {getattr(half.args, limit)}", half

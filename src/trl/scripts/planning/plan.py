@@ -17,7 +17,7 @@ from trl.models.scoring.causal import Scorer
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.scripts.planning import measure
 from trl.scripts.planning.batches import Lengths, Planned, lengths_of, planned_of
-from trl.scripts.planning.policy import PolicyBytes, build, meta_model, policy_bytes
+from trl.scripts.planning.policy import PolicyBytes, build, meta_model, policy_bytes, saved_dtype
 from trl.scripts.planning.state import Sharding, make_optimizer, optimizer_bytes, tensor_bytes
 
 if TYPE_CHECKING:
@@ -110,14 +110,12 @@ class Run:
     @cached_property
     def policy(self) -> PolicyBytes:
         """The weights of the policy."""
-        return policy_bytes(self._build(self.config), self.model_args, half=self.sharding.half)
+        model = build(self.config, self.args, self.model_args, self.planned.classifier)
+        return policy_bytes(model, self.model_args, half=self.sharding.half)
 
     def _build(self, config: PretrainedConfig) -> nn.Module:
-        return build(config, self.args, self.model_args, self.planned.classifier)
-
-    def _build_copies(self, config: PretrainedConfig) -> nn.Module:
-        """With the weights that are computed with."""
-        model = self._build(config)
+        """A policy with the weights that are computed with."""
+        model = build(config, self.args, self.model_args, self.planned.classifier)
         for parameter in model.parameters() if self.sharding.half else ():
             parameter.data = parameter.data.to(torch.bfloat16)
         return model
@@ -127,7 +125,7 @@ class Run:
         config, args = self.frozen.get("teacher"), self.args
         if config is None:
             return getattr(args, "teacher_top_k", 0) if getattr(args, "teacher_model_server_url", None) else None
-        return meta_model(keep_layers(config, [0]), frozen_dtype(config))
+        return meta_model(keep_layers(config, [0]), saved_dtype(config))
 
     @cached_property
     def phases(self) -> dict[str, measure.Bytes]:
@@ -135,14 +133,12 @@ class Run:
         planned, args = self.planned, self.args
         checkpointing = (args.gradient_checkpointing_kwargs or {}) if args.gradient_checkpointing else None
         probe = measure.Probe(
-            self._build_copies,
-            planned.method,
-            lambda scorer: planned.batch(args, self.rows, self.lengths, scorer),
+            self._build, planned.method, lambda scorer: planned.batch(args, self.rows, self.lengths, scorer),
             scorer=Scorer if planned.classifier is None else ClassificationScorer,
             teach=self._teacher if hasattr(args, "teacher_top_k") else None, checkpointing=checkpointing,
             optimizer=lambda parameters: make_optimizer(self._without_bits(), parameters),
-            rollouts=self.rollouts,
-            half=bool(args.bf16), on_cpu=bool(args.use_cpu), is_second=args.gradient_accumulation_steps > 1,
+            rollouts=self.rollouts, half=bool(args.bf16), on_cpu=bool(args.use_cpu),
+            is_second=args.gradient_accumulation_steps > 1,
             offloads=bool(getattr(args, "activation_offloading", False)) and not args.use_cpu,
         )  # fmt: skip
         return measure.measured(probe, self.config)
@@ -160,8 +156,9 @@ class Lever(NamedTuple):
 class Plan:
     """The memory of a run on each device, in bytes.
 
-    `parts` at the peak add up to `peak`, which is in `phase`, the largest of `phases`. `largest_batch` and `largest_length`: the largest micro-batch
-    (rows) and row (tokens), each with all else as it is, that fit in `memory`; None without a memory.
+    `parts` at the peak add up to `peak`, which is in `phase`, the largest of `phases`. `largest_batch` and
+    `largest_length`: the largest micro-batch (rows) and row (tokens) that fit in `memory`, each with all else as it is;
+    None without a memory.
     """
 
     method: str
@@ -254,8 +251,8 @@ def _with_phases(run: Run, parts: dict[str, float], on_host: float) -> Plan:
 def gathered_bytes(run: Run) -> dict[str, float]:
     """The units that are whole in each phase where weights are shared, their gradients, and buffers.
 
-    FSDP2 (torch 2.13) gathers the next unit into a buffer while one computes, and copies it out; gradients go into another
-    buffer, which is reduced while those of the next unit are computed. Generation gathers all.
+    FSDP2 (torch 2.13) gathers the next unit into a buffer while one computes, and copies it out; gradients go into
+    another buffer, which is reduced while those of the next unit are computed. Generation gathers all.
     """
     whole, layer, embedding, head = run.policy.whole, run.policy.layer, run.policy.embedding, run.policy.head
     generation = {} if run.vllm else {measure.GENERATION: whole.weights}
@@ -279,14 +276,8 @@ def frozen_bytes(run: Run) -> dict[str, float]:
     if planned.has_reference and not (is_off or run.model_args.use_peft or "reference" in run.frozen):
         sizes["reference"] = run.policy.kept
     for name, config in run.frozen.items():
-        sizes[name] = tensor_bytes(meta_model(config, frozen_dtype(config)).parameters())
+        sizes[name] = tensor_bytes(meta_model(config, saved_dtype(config)).parameters())
     return sizes
-
-
-def frozen_dtype(config: PretrainedConfig) -> torch.dtype:
-    """The dtype that a model beside the policy is loaded in."""
-    dtype: Any = config.dtype or config.get_text_config().dtype or torch.float32
-    return dtype
 
 
 def memory_of(text: str) -> float:

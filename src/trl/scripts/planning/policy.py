@@ -75,10 +75,14 @@ def is_quantized(model_args: "ModelConfig") -> bool:
     return model_args.load_in_4bit or model_args.load_in_8bit
 
 
+def saved_dtype(config: PretrainedConfig) -> torch.dtype:
+    """The dtype that a model beside the policy is loaded in."""
+    return config.dtype or config.get_text_config().dtype or torch.float32  # type: ignore[return-value]
+
+
 def weights_dtype(config: PretrainedConfig, args: Any, model_args: "ModelConfig") -> torch.dtype:
     """The dtype that a trainer loads the model in."""
-    saved: Any = config.dtype or config.get_text_config().dtype or torch.float32
-    wanted = resolve_dtype(model_args.dtype)
+    saved, wanted = saved_dtype(config), resolve_dtype(model_args.dtype)
     if is_quantized(model_args):
         return torch.bfloat16
     if isinstance(wanted, torch.dtype):
