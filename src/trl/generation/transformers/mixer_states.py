@@ -92,7 +92,10 @@ class MixerStates:
             self._enter(_number(module), step)
             parts, order = [(step.rows[:, None], self.rows)], step.rows
         call = self.modules[module].bind(*args, **kwargs)
-        inputs, name = dict(call.arguments), next(name for name in CACHE_NAMES if name in call.signature.parameters)
+        inputs, parameters = dict(call.arguments), call.signature.parameters
+        name = next((name for name in CACHE_NAMES if name in parameters), None)
+        if name is None:
+            raise TypeError(f"{type(module).__name__} takes no cache")
         outputs = []
         for rows, cache in parts:
             call.arguments = {**into_rows(inputs, rows, len(order)), name: cache}
