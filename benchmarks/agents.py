@@ -250,8 +250,10 @@ class Bench:
     @contextmanager
     def _measuring(self, options: Result, is_text: bool) -> Iterator[Callable[[int, int], float]]:
         """A function that gives the CPU seconds per request of so many prompts from a number on, in a process of their own."""
-        here, there = get_context("spawn").Pipe()
-        server = get_context("spawn").Process(target=self._measure, args=(there, options, is_text))
+        context = get_context("forkserver")
+        context.set_forkserver_preload([__name__, "trl.trainer.base_trainer"])  # imported once for all cases
+        here, there = context.Pipe()
+        server = context.Process(target=self._measure, args=(there, options, is_text))
         server.start()
         there.close()
 
