@@ -97,9 +97,7 @@ def _planned(run: "Run", memory: str | None, *, levers: bool) -> "Plan":
     run = replace(run, memory=None if memory is None else memory_of(memory))
     if run.vllm and run.memory is None:
         raise ValueError(f"memory is missing: vLLM takes {run.vllm:.0%} of the GPU. Give its size, such as 80GB.")
-    made = plan_of(run)
-    if run.memory is not None:
-        made = with_fits(made, run)
+    made = plan_of(run) if run.memory is None else with_fits(plan_of(run), run)
     return replace(made, levers=levers_of(made, run)) if levers else made
 
 
@@ -162,10 +160,9 @@ def _largest(plan: "Plan") -> str:
     """The sentence before the largest numbers that fit, or in place of them."""
     if plan.largest_batch or plan.largest_length:
         return "The largest that fit, each with all else as it is:"
-    if plan.state > (plan.memory or 0):
-        need = f"{size_of(plan.state)} of {size_of(plan.memory or 0)}"
-        return f"No batch size fits: weights, gradients and optimiser alone need {need}."
-    return "No batch size or length fits with all else as it is."
+    if plan.state <= (plan.memory or 0):
+        return "No batch size or length fits with all else as it is."
+    return f"No batch size fits: weights, gradients and the optimiser step alone need {size_of(plan.state)}."
 
 
 def print_plan(plan: "Plan") -> None:
@@ -178,19 +175,19 @@ def print_plan(plan: "Plan") -> None:
     console.print(f"Micro-batches of {plan.rows} {rows} of {tokens}{several}; the peak is in the {plan.phase}.\n")
     width = max(map(len, plan.parts))
     for name, size in plan.parts.items():
-        later = name == "gradients" and plan.gradients > 1.01 * size
-        after = f"   {size_of(plan.gradients)} after the backward pass" if later else ""
-        console.print(f"{name:<{width}} {size_of(size):>11}{after}", markup=False)
+        after = f"   {size_of(plan.gradients)} after the backward pass"
+        is_less = name == "gradients" and plan.gradients > 1.01 * size
+        console.print(f"{name:<{width}} {size_of(size):>11}{after * is_less}", markup=False)
     console.print(f"{'together':<{width}} {size_of(plan.peak):>11}", style="bold")
     if plan.on_host:
         console.print(f"Beside it {size_of(plan.on_host)} in CPU memory.")
     if plan.memory is not None:
-        verdict = "It fits" if plan.fits else "It does not fit"
-        console.print(f"\n{verdict} in {size_of(plan.memory)}. {_largest(plan)}", style="bold")
+        verdict = "fits" if plan.fits else "does not fit"
+        console.print(f"\nIt {verdict} in {size_of(plan.memory)}. {_largest(plan)}", style="bold")
         batch = f"rows of a micro-batch{several}"
-        for name, number in ((batch, plan.largest_batch), ("tokens of a row", plan.largest_length)):
-            if number:
-                console.print(f"  {name:<{len(batch)}}  {number:,}")
+        sizes = {batch: plan.largest_batch, "tokens of a row": plan.largest_length}
+        for name, number in sizes.items() if any(sizes.values()) else ():
+            console.print(f"  {name:<{len(batch)}}  {f'{number:,}' if number else 'not even one'}")
     if plan.levers:
         console.print("\nLevers, each alone", style="bold")
         width = max(len(lever.name) for lever in plan.levers)
