@@ -7,10 +7,13 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset, IterableDataset
 
 from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
+from tests.tiny_vision import tiny_image, tiny_processor, tiny_vision_model
+from trl.collators.images import DataCollatorForVisionLanguageModeling
 from trl.scripts import inspect
 from trl.scripts.inspection.collect import STREAMED_ROWS, first_rows
 from trl.scripts.inspection.faults import RowFaults
@@ -238,3 +241,39 @@ def test_histograms_count_every_number():
     assert [bar.title for bar in histogram([0.5], unit="reward")] == ["0.5 to 1.5 reward: 1"]
     wide = histogram(range(100), unit="tokens")
     assert [wide[0].title, wide[-1].title, len(wide)] == ["0 to 2 tokens: 3", "99 to 101 tokens: 1", 34]
+
+
+def test_rows_with_images_are_shown_as_the_collator_makes_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    processor = tiny_processor()
+    processor.save_pretrained(tmp_path / "model")
+    tiny_vision_model(processor).config.save_pretrained(tmp_path / "model")
+    rows = [
+        {
+            "images": [tiny_image(seed)] * count,
+            "prompt": [{"role": "user", "content": "How many apples are there?"}],
+            "completion": [{"role": "assistant", "content": "Two apples."}],
+        }
+        for seed, count in ((0, 1), (1, 2), (1, 2))
+    ]
+    data = Dataset.from_list(rows)
+    (tmp_path / "data").mkdir()
+    data.to_parquet(tmp_path / "data" / "train.parquet")
+    line = [str(tmp_path / "data"), "--model", str(tmp_path / "model"), "--use_cpu"]
+    assert inspect.main([*line, "--html", str(tmp_path / "page.html")]) == 0
+    printed, page = capsys.readouterr().out, (tmp_path / "page.html").read_text()
+    labels = [
+        DataCollatorForVisionLanguageModeling(processor, completion_only_loss=None)([row])["labels"] for row in data
+    ]
+    lengths, trained = [[int(count(row)) for row in labels] for count in (torch.numel, lambda row: (row != -100).sum())]
+    for length, count in zip(lengths, trained, strict=True):
+        assert f"text: {length} tokens, {count} trained" in page and 0 < count < length - 4
+    assert lengths[1] == lengths[0] + 4 and page.count(">[4 image tokens]<") == 1
+    assert page.count(">[8 image tokens]<") == 2 and page.count("title=") == len(
+        re.findall(r"title='\d+: \"[^']*\"'", page)
+    )
+    assert "[4 image tokens]" in printed and "exact duplicates: 1 of 3 rows (first: 2)" in printed
+    assert inspect.main([*line, "--max_length", "4"]) == 2
+    assert "images of 4 tokens do not fit max_length=4" in capsys.readouterr().err
+    assert inspect.main([*line, "--method", "dpo"]) == 2
+    assert "inspected for sft, got dpo" in capsys.readouterr().err

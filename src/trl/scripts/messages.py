@@ -83,8 +83,9 @@ def rendered(processing_class: ProcessingClass, sequence: Shown, *, colour: bool
     for part in (slice(0, half), slice(-half, None)) if cut else (slice(None),):
         pairs = zip(sequence.states[part], sequence.ids[part], strict=True)
         for state, run in itertools.groupby(pairs, key=lambda pair: pair[0]):
-            piece = tokenizer.decode([token for _, token in run])
-            style, marks = _STATES[state]
+            ids = [token for _, token in run]
+            piece = f"[{len(ids)} image tokens]" if state == "image" else tokenizer.decode(ids)
+            style, marks = _STATES.get(state, ("blue", "{}"))
             text.append(piece if colour else marks.format(piece), style=style)
         if cut and part.start == 0:
             text.append(f" ... {len(sequence.ids) - _MOST_TOKENS} tokens ... ", style="italic")

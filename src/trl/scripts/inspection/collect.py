@@ -18,6 +18,7 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
+from trl.collators.images import image_tokens
 from trl.data.formats import Row, RowDict, has_images
 from trl.data.pipeline import Preparation, PreparationReport, prepare_dataset
 from trl.data.prepared_sets import PreparedSets, sequence_lengths
@@ -95,6 +96,14 @@ def inspect_data(
 ) -> Inspection:  # fmt: skip
     """Prepare the data as `trl METHOD` would, and look at it. Raises: what preparing raises for rows it refuses."""
     train, evaluation = load_rows(script_args, training_args, model_args, dataset_args, options.rows)
+    if has_images(train):
+        from trl.scripts.inspection.images import with_tokens
+
+        if method != "sft":
+            raise ValueError(f"rows with images are inspected for sft, got {method}. Remove the column of images.")
+        with quiet():
+            train = with_tokens(train, training_args, model_args, options.rows)  # type: ignore[arg-type]
+            evaluation = evaluation and with_tokens(evaluation, training_args, model_args, options.rows)  # type: ignore[arg-type]
     with TemporaryDirectory() as folder, quiet():
         context = write_stand_in(model_args, method, folder)
         training_args.output_dir = str(Path(folder) / "run")
@@ -129,8 +138,6 @@ def load_rows(
         training_args.eval_strategy = strategy
     train, evaluation = (None if rows is None else first_rows(rows, limit) for rows in sets)
     assert train is not None
-    if has_images(train):
-        raise ValueError("the data set has images, which are not inspected. Remove their column to look at the text.")
     return train, evaluation
 
 
@@ -207,11 +214,12 @@ def shown_rows(trainer: Any, rows: Dataset, count: int, text_field: str) -> list
     else:
         prepared = whole = dict(enumerate(trainer.train_dataset.select(numbers)))
     tokenizer, shown = text_tokenizer(trainer.processing_class), []
+    images = image_tokens(trainer.processing_class, None)
     for place, row in prepared.items():
         number = numbers[place]
         parts, entire = row_parts(rows[number], text_field), {p.title: p.ids for p in sequences(trainer, whole[place])}
         shown.append(ShownRow(number, {
-            part.title: shown_tokens(part, entire[part.title], [p for p in parts if belongs(p.column, part.title)], tokenizer)
+            part.title: shown_tokens(part, entire[part.title], [p for p in parts if belongs(p.column, part.title)], tokenizer, images)
             for part in sequences(trainer, row)
         }))  # fmt: skip
     return shown

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,7 +73,11 @@ def write_page(inspection: Inspection, path: Path) -> None:
 
 
 def shortened(tokens: Sequence[Token]) -> list[Token]:
-    """The tokens, or the ends of a long sequence around a token that says how many are left out."""
+    """The tokens, those of an image as one, or the ends of a long sequence around a token that says how many are left out."""
+    runs = [(state, list(run)) for state, run in groupby(tokens, key=lambda token: token.state)]
+    image = "[{} image tokens]".format
+    pieces = [[run[0]._replace(text=image(len(run)))] if state == "image" else run for state, run in runs]
+    tokens = [token for piece in pieces for token in piece]
     if len(tokens) <= MOST_TOKENS:
         return list(tokens)
     half = MOST_TOKENS // 2

@@ -54,6 +54,7 @@ def message_parts(column: str, messages: Sequence[RowDict]) -> Iterator[Part]:
 def row_key(row: Row, parts: Sequence[Part]) -> int:
     """A hash of what a row says: equal for exact duplicates. Of rows of tokens, that of their tokens."""
     value = [part[:3] for part in parts] or row.get("input_ids") or row
+    value = [value, row["image_digest"]] if "image_digest" in row else value
     return xxhash.xxh3_64_intdigest(repr(value).encode())
 
 

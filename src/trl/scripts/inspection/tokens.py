@@ -17,7 +17,7 @@ REPLACEMENT = "\ufffd"
 
 
 class Token(NamedTuple):
-    """A token; `state` is "trained", "masked" or "cut". `role`: of the message whose text it is part of."""
+    """A token; `state` is "trained", "masked", "cut" or "image". `role`: of the message whose text it is part of."""
 
     id: int
     text: str
@@ -34,15 +34,17 @@ class ShownRow(NamedTuple):
 
 
 def shown_tokens(
-    sequence: Shown, whole: Sequence[int], parts: Sequence[Part], tokenizer: PreTrainedTokenizerBase
-) -> list[Token]:
-    """The tokens of a sequence of a prepared row; `whole`: those of the row without limits of length."""
+    sequence: Shown, whole: Sequence[int], parts: Sequence[Part], tokenizer: PreTrainedTokenizerBase,
+    images: Sequence[int] = (),
+) -> list[Token]:  # fmt: skip
+    """The tokens of a sequence of a prepared row; `whole`: those of the row without limits of length; `images`: ids."""
     _, kept, states = sequence
     cut = len(whole) - len(kept)
     if cut > 0 and list(whole[: len(kept)]) == kept:
         kept, states = list(whole), [*states, *["cut"] * cut]
     elif cut > 0 and list(whole[cut:]) == kept:
         kept, states = list(whole), [*["cut"] * cut, *states]
+    states = ["image" if token in images else state for token, state in zip(kept, states, strict=True)]
     pieces, special = [str(tokenizer.decode([token])) for token in kept], set(tokenizer.all_special_ids)
     roles = piece_roles(pieces, parts)
     return [
