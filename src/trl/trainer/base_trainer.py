@@ -284,7 +284,7 @@ class BaseTrainer(Trainer):
         """Train; see `transformers.Trainer.train`. Resuming is bit-exact.
 
         Raises: FileNotFoundError without a checkpoint to resume from; CheckpointError for one that lost a part or is of
-        another method, model or data, and where another run is active in `output_dir`; OSError for a mirror that cannot be read.
+        another method, model or data, and where another run is active in `output_dir`; OSError for an unreadable mirror.
         """
         self.run_metrics.begin()
         loaders.check_lengths(self.accelerator, self.train_dataset, "train")

@@ -2,9 +2,9 @@
 
 Such a layer would carry its state from one sequence of the row into the next one. Its hooks cut the row into its
 sequences, padded on the right, and give the layer those, in groups of like length; each branch of a shared prompt has a
-copy of the prompt before it. A layer is causal, so that padding on the right changes nothing. The decoder's segment table is not given to such
-layers: hooks of the decoder keep it while it runs, and gradient checkpointing, which runs a layer again without its
-decoder, has it too.
+copy of the prompt before it. A layer is causal, so that padding on the right changes nothing. The decoder's segment
+table is not given to such layers: hooks of the decoder keep it while it runs, and gradient checkpointing, which runs a
+layer again without its decoder, has it too.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Cut(NamedTuple):
         def join(first: object, *others: object) -> object:
             if not isinstance(first, Tensor) or first.shape[:2] != self.groups[0].shape:
                 return first
-            return torch.cat([values.flatten(0, 1) for values in (first, *others)])[self.places][None]  # type: ignore[attr-defined]
+            return torch.cat([x.flatten(0, 1) for x in (first, *others)])[self.places][None]  # type: ignore[attr-defined]
 
         return tree_map(join, *outputs)
 

@@ -184,7 +184,7 @@ def completions_of(folder: Path, size: float, notes: list[str]) -> tuple[list[st
 
 
 def _shown_rows(path: Path, pieces: dict[str, int] | None) -> list[Json]:
-    """The rows of a file; their tokens are places in `pieces`, their log-probs tenths of a nat below 0, entropies tenths of a nat."""
+    """The rows of a file; their tokens are places in `pieces`, their log-probs tenths of nats below 0, entropies tenths."""
     rows, names = read_part(path)
     shown = []
     for row in rows:
