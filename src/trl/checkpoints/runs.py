@@ -85,14 +85,16 @@ class Runs:
         if saves and args.should_save:
             stack.enter_context(owned(folder, exclusive=alone))
         stack.callback(setattr, self, "current", self.current)
+        url: str | None = getattr(args, "checkpoint_mirror", None)
+        mirror = Mirror(url) if url else None
 
         def begin() -> Run:
-            return _begin_run(folder, self._facts() if saves or resume else {}, args, resume=resume, alone=alone)
+            facts = self._facts() if saves or resume else {}
+            return _begin_run(folder, facts, args, resume=resume, alone=alone, mirror=mirror)
 
         self.current = run = on_main(self._accelerator, begin)
         self.newest_checkpoint = None if run.checkpoint is None else Path(run.checkpoint)
         self.random_state_is_due = run.checkpoint is not None and not self.starts_anew("random_state")
-        mirror = _mirror(args)
         if mirror and saves and self._accelerator.is_main_process:
             self._upload(stack, Uploads(mirror, args.save_total_limit), args)
         return run
@@ -175,7 +177,15 @@ class Runs:
         self.newest_checkpoint = final
 
 
-def _begin_run(folder: Path, facts: Facts, args: TrainingArguments, *, resume: str | bool | None, alone: bool) -> Run:
+def _begin_run(
+    folder: Path,
+    facts: Facts,
+    args: TrainingArguments,
+    *,
+    resume: str | bool | None,
+    alone: bool,
+    mirror: Mirror | None,
+) -> Run:
     """Find and check the checkpoint to resume from, and clear the output directory; for the main process.
 
     Raises: FileNotFoundError or CheckpointError where the run cannot resume, or must be `alone` and is not.
@@ -183,7 +193,6 @@ def _begin_run(folder: Path, facts: Facts, args: TrainingArguments, *, resume: s
     output_dir, run = folder.parent, folder.name.rpartition("-")[2]
     clear(output_dir, folder.name, alone=alone)
     without: list[str] = getattr(args, "resume_without", None) or []
-    mirror = _mirror(args)
     if resume is True and mirror:
         mirror.fetch(output_dir)
     checkpoint = checkpoint_to_load(resume, output_dir, without=without)
@@ -204,11 +213,6 @@ def _begin_run(folder: Path, facts: Facts, args: TrainingArguments, *, resume: s
             output_dir, ", ".join(path.name for path in others),
         )  # fmt: skip
     return Run(folder, {"run": run, **facts}, None if checkpoint is None else str(checkpoint), without)
-
-
-def _mirror(args: TrainingArguments) -> Mirror | None:
-    url: str | None = getattr(args, "checkpoint_mirror", None)
-    return Mirror(url) if url else None
 
 
 def _rotate(output_dir: Path, newest: str, best: str, limit: int | None, *, but: Path | None = None) -> None:

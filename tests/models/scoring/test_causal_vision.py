@@ -95,7 +95,7 @@ def check_same_as_padded(model, batch, *, tolerance=1e-10):
 def test_the_decoder_runs_on_real_tokens_only(family, checkpointing, packed_rows, caplog):
     """docs/methods/sft.md says where it does not: Gemma 3 gives it masks by which tokens of an image see each other."""
     name, processor, batch = family
-    inner_row._WARNED.clear()
+    inner_row._warn.cache_clear()
     model = tiny_vision_model(processor, name, dtype=torch.float64).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -119,7 +119,7 @@ def test_positions_with_three_axes_and_features_of_later_layers(model_type, side
 
 
 def test_a_decoder_that_is_given_more_than_tokens_keeps_its_padding(packed_rows, caplog):
-    inner_row._WARNED.clear()
+    inner_row._warn.cache_clear()
     decoder = qwen_model("qwen2_5_vl").get_decoder()
     Scorer(qwen_model("qwen2_5_vl"))
     assert inner_row._before(decoder, (), {

@@ -8,14 +8,16 @@ states go back to their places in the padded rows, zeros at padding.
 from __future__ import annotations
 
 import logging
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
+from trl.models.packed.mixers import tensors_in
 from trl.models.packed.support import packed_unsupported, use_packed_attention
 from trl.tensors.segments import Segments
 
@@ -36,7 +38,6 @@ class _Padded(NamedTuple):
 
 
 _ROWS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the padded rows of a segment table
-_WARNED: set[str] = set()
 
 
 def pack_decoder(core: PreTrainedModel) -> str | None:
@@ -61,9 +62,9 @@ def _before(
     mask, embedded, positions = (kwargs.get(name) for name in ("attention_mask", "inputs_embeds", _POSITIONS))
     if args or kwargs.get("use_cache") is not False or not isinstance(embedded, Tensor) or mask is None:
         return None
-    others = [name for name, value in kwargs.items() if name not in _KNOWN and any(map(_is_tensor, tree_leaves(value)))]
+    others = [name for name, value in kwargs.items() if name not in _KNOWN and tensors_in(value)]
     if others or not isinstance(mask, Tensor) or mask.ndim != 2:
-        _warn(decoder, f"{' and '.join(others)}" if others else "a mask that is not of tokens")
+        _warn(type(decoder), f"{' and '.join(others)}" if others else "a mask that is not of tokens")
         return None
     is_real, (batch, width) = mask.bool(), mask.shape
     padded = _Padded(batch, width, is_real.flatten().nonzero()[:, 0])
@@ -92,12 +93,6 @@ def _after(decoder: PreTrainedModel, args: tuple[object, ...], kwargs: dict[str,
     return tree_map(spread, outputs)
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
-
-
-def _warn(decoder: PreTrainedModel, what: str) -> None:
-    name = type(decoder).__name__
-    if name not in _WARNED:
-        _WARNED.add(name)
-        logger.warning("%s runs on padded rows, because the model around it gives it %s.", name, what)
+@cache
+def _warn(decoder: type[PreTrainedModel], what: str) -> None:
+    logger.warning("%s runs on padded rows, because the model around it gives it %s.", decoder.__name__, what)

@@ -107,12 +107,13 @@ def _hook(module: nn.Module, before: Callable[..., object], after: Callable[...,
         setattr(module, _HOOKS, (*names, before.__name__))
 
 
-def _tensors(values: object) -> list[Tensor]:
+def tensors_in(values: object) -> list[Tensor]:
+    """The tensors of a tree."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _enter_decoder(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    table = next((leaf for leaf in _tensors((args, kwargs)) if is_table(leaf)), None)
+    table = next((leaf for leaf in tensors_in((args, kwargs)) if is_table(leaf)), None)
     _ACTIVE.set((*_ACTIVE.get(), None if _WHOLE.get() else table))
     for layer in module.modules():
         checkpoint = vars(layer).get("_gradient_checkpointing_func")
@@ -179,22 +180,21 @@ def _bounds(lengths: Sequence[int]) -> list[int]:
 
 
 def _before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[tuple, dict] | None:
-    table, tensors = (_ACTIVE.get() or (None,))[-1], _tensors((args, kwargs))
+    table, tensors = (_ACTIVE.get() or (None,))[-1], tensors_in((args, kwargs))
     if table is None or not tensors:
         return None
     cut = _Cut.of(table, tensors[0].device)
     calls = [into_rows((args, kwargs), group, len(cut.places)) for group in cut.groups]
     uncut = set(map(id, tensors))
-    for leaf in _tensors(calls[0]):
+    for leaf in tensors_in(calls[0]):
         if id(leaf) not in uncut:
             _RUNNING[leaf] = cut, calls[1:]
     return calls[0]
 
 
 def _after(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], outputs: object) -> object:
-    leaves = _tensors((args, kwargs))
-    running = next((call for leaf in leaves if (call := _RUNNING.pop(leaf, None)) is not None), None)
-    if running is None:
+    running = [call for leaf in tensors_in((args, kwargs)) if (call := _RUNNING.pop(leaf, None)) is not None]
+    if not running:
         return outputs
-    cut, calls = running
+    cut, calls = running[0]
     return cut.into_one([outputs, *(module.forward(*args, **kwargs) for args, kwargs in calls)])
