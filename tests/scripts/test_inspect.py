@@ -9,14 +9,18 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from transformers import AutoModelForImageTextToText
 
 from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
-from tests.tiny_vision import tiny_image, tiny_processor, tiny_vision_model
-from trl.collators.images import DataCollatorForVisionLanguageModeling
+from tests.tiny_vision import FAMILIES, tiny_image, tiny_processor, tiny_vision_model
+from tests.trainer.image_prompt_runs import make as image_prompts
+from trl.collators.images import DataCollatorForVisionLanguageModeling, DataCollatorForVisionPreference
+from trl.models.packed.small_copy import small_copy
 from trl.scripts import inspect
 from trl.scripts.inspection.collect import STREAMED_ROWS, first_rows
 from trl.scripts.inspection.faults import RowFaults
+from trl.scripts.inspection.images import with_decoder
 from trl.scripts.inspection.page import histogram
 from trl.scripts.inspection.texts import NearDuplicates, row_parts
 from trl.scripts.inspection.tokens import ScriptCounts, piece_roles
@@ -243,37 +247,95 @@ def test_histograms_count_every_number():
     assert [wide[0].title, wide[-1].title, len(wide)] == ["0 to 2 tokens: 3", "99 to 101 tokens: 1", 34]
 
 
-def test_rows_with_images_are_shown_as_the_collator_makes_them(tmp_path, monkeypatch, capsys):
+QUESTION = [{"role": "user", "content": "How many apples are there?"}]
+GOOD, BAD = ([{"role": "assistant", "content": text}] for text in ("Two apples.", "No."))
+IMAGE_ROWS = {
+    "sft": {"prompt": QUESTION, "completion": GOOD},
+    "dpo": {"prompt": QUESTION, "chosen": GOOD, "rejected": BAD},
+    "grpo": {"prompt": QUESTION},
+    "nash-md": {"prompt": QUESTION},
+    "orpo": {"prompt": QUESTION, "chosen": GOOD, "rejected": BAD},
+    "reward": {"prompt": QUESTION, "chosen": GOOD, "rejected": BAD},
+    "kto": {"prompt": QUESTION, "completion": GOOD, "label": True},
+}
+
+
+def tokens_in_training(method, processor, data):
+    """Tokens, and trained ones, of the sequences of rows, by the collators and the prompt sets of training."""
+    if method == "grpo":
+        return [(len(ids), 0) for ids in image_prompts(data=data)[0].train_dataset["input_ids"]]
+    if method == "sft":
+        collate = DataCollatorForVisionLanguageModeling(processor, completion_only_loss=None)
+    else:
+        collate = DataCollatorForVisionPreference(processor)
+    batches = [collate([row]) for row in data]
+    pairs = [pair for batch in batches for pair in zip(batch["attention_mask"], batch["labels"], strict=True)]
+    return [(int(mask.sum()), int((labels != -100).sum())) for mask, labels in pairs]
+
+
+@pytest.fixture(scope="module")
+def vision_model(tmp_path_factory):
+    folder, processor = tmp_path_factory.mktemp("vision"), tiny_processor()
+    processor.save_pretrained(folder)
+    tiny_vision_model(processor).config.save_pretrained(folder)
+    return folder, processor
+
+
+@pytest.fixture
+def see(tmp_path, vision_model, monkeypatch, capsys):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    processor = tiny_processor()
-    processor.save_pretrained(tmp_path / "model")
-    tiny_vision_model(processor).config.save_pretrained(tmp_path / "model")
-    rows = [
-        {
-            "images": [tiny_image(seed)] * count,
-            "prompt": [{"role": "user", "content": "How many apples are there?"}],
-            "completion": [{"role": "assistant", "content": "Two apples."}],
-        }
-        for seed, count in ((0, 1), (1, 2), (1, 2))
-    ]
-    data = Dataset.from_list(rows)
     (tmp_path / "data").mkdir()
-    data.to_parquet(tmp_path / "data" / "train.parquet")
-    line = [str(tmp_path / "data"), "--model", str(tmp_path / "model"), "--use_cpu"]
-    assert inspect.main([*line, "--html", str(tmp_path / "page.html")]) == 0
-    printed, page = capsys.readouterr().out, (tmp_path / "page.html").read_text()
-    labels = [
-        DataCollatorForVisionLanguageModeling(processor, completion_only_loss=None)([row])["labels"] for row in data
-    ]
-    lengths, trained = [[int(count(row)) for row in labels] for count in (torch.numel, lambda row: (row != -100).sum())]
-    for length, count in zip(lengths, trained, strict=True):
-        assert f"text: {length} tokens, {count} trained" in page and 0 < count < length - 4
-    assert lengths[1] == lengths[0] + 4 and page.count(">[4 image tokens]<") == 1
-    assert page.count(">[8 image tokens]<") == 2 and page.count("title=") == len(
-        re.findall(r"title='\d+: \"[^']*\"'", page)
-    )
-    assert "[4 image tokens]" in printed and "exact duplicates: 1 of 3 rows (first: 2)" in printed
-    assert inspect.main([*line, "--max_length", "4"]) == 2
-    assert "images of 4 tokens do not fit max_length=4" in capsys.readouterr().err
-    assert inspect.main([*line, "--method", "dpo"]) == 2
-    assert "inspected for sft, got dpo" in capsys.readouterr().err
+
+    def command(method, counts, *line):
+        rows = [{"images": [tiny_image(count)] * count, **IMAGE_ROWS[method]} for count in counts]
+        data = Dataset.from_list(rows)
+        data.to_parquet(tmp_path / "data" / "train.parquet")
+        page = ["--html", str(tmp_path / "page.html")]
+        line = [str(tmp_path / "data"), "--model", str(vision_model[0]), "--use_cpu", "--method", method, *page, *line]
+        return inspect.main(line), data, capsys.readouterr()
+
+    return command
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
+def test_rows_with_images_are_shown_as_training_reads_them(method, see, vision_model, tmp_path):
+    status, data, output = see(method, (1, 2, 2))
+    assert status == 0, output.err
+    page = (tmp_path / "page.html").read_text()
+    shown = [tuple(map(int, pair)) for pair in re.findall(r"(\d+) tokens, (\d+) trained", page)]
+    assert shown == tokens_in_training(method, vision_model[1], data)
+    of_a_row = len(shown) // len(data)
+    images = [page.count(f">[{tokens} image tokens]<") for tokens in (4, 8)]
+    assert images == [of_a_row, 2 * of_a_row] and shown[of_a_row][0] == shown[0][0] + 4
+    assert page.count("title=") == len(re.findall(r"title='\d+: \"[^']*\"'", page))
+    assert "[4 image tokens]" in output.out and "exact duplicates: 1 of 3 rows (first: 2)" in output.out
+
+
+# What is trained for, options, the exit status, and words of the output.
+OF_IMAGES = {
+    "cut completions": ("sft", ("--max_length", "33"), 1, "cut rows: 1 of 2 rows (first: 1)"),
+    "cut images": ("sft", ("--max_length", "4"), 2, "images of 4 tokens do not fit max_length=4"),
+    "packing": ("sft", ("--packing", "true"), 2, "packing=True with rows of images, expected False"),
+    "cut prompts": ("dpo", ("--max_prompt_length", "4"), 2, "do not fit max_prompt_length=4"),
+    "cut prompts of groups": ("grpo", ("--max_prompt_length", "4"), 2, "do not fit max_prompt_length=4"),
+    "an opponent": ("nash-md", (), 2, "generates with an opponent on prompts of text alone, got images"),
+    "pairs without a reference": ("orpo", (), 2, "images"),
+    "reward": ("reward", (), 2, "images"),
+    "kto": ("kto", (), 2, "images"),
+}
+
+
+@pytest.mark.parametrize("case", OF_IMAGES)
+def test_what_image_training_refuses_or_cuts_is_said(case, see):
+    method, line, status, words = OF_IMAGES[case]
+    result, _, output = see(method, (1, 2), "--strict", *line)
+    assert (result, words in output.out + output.err) == (status, True), output.out + output.err
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stand_ins_of_vision_models_can_be_built(family):
+    config = tiny_vision_model(tiny_processor(family), family).config
+    small = with_decoder(config, small_copy(config.get_text_config()))
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(small)
+    assert type(model) is type(tiny_vision_model(tiny_processor(family), family))

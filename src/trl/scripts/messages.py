@@ -1,13 +1,17 @@
 """What a training command prints: a dry run's settings, rows and memory; after training, results and how to resume."""
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from rich.text import Text
 
 from trl.checkpoints.wholeness import newest_whole
+from trl.collators.images import image_tokens
+from trl.data.formats import image_column
+from trl.data.preference_rows import SIDES
 from trl.data.rendering import Fields, ProcessingClass, text_tokenizer
 from trl.models.loading import save_dtype
 from trl.reporting.tables import open_console
@@ -19,20 +23,23 @@ if TYPE_CHECKING:
 
 Trainer = Any  # a `BaseTrainer`, whose model and data transformers declares as optional
 _MOST_TOKENS = 400  # of a sequence; of longer ones the ends are shown
-_STATES = {"trained": ("black on green", ">>{}<<"), "masked": ("dim", "{}"), "cut": ("red strike", "[[{}]]")}
+_STATES = {
+    "trained": ("black on green", ">>{}<<"), "masked": ("dim", "{}"), "cut": ("red strike", "[[{}]]"), "image": ("blue", "{}")
+}  # fmt: skip
 
 
 class Shown(NamedTuple):
     """A sequence of a row: its tokens, and of each whether it is "trained" (the loss or the score depends on it),
-    "masked" or "cut" off."""
+    "masked", an "image"'s or "cut" off."""
 
     title: str
     ids: list[int]
     states: list[str]
 
 
-def _states(trained: Iterable[bool]) -> list[str]:
-    return ["trained" if is_trained else "masked" for is_trained in trained]
+def _states(trained: Iterable[bool], ids: Iterable[int], images: Sequence[int] = ()) -> list[str]:
+    states = ["trained" if is_trained else "masked" for is_trained in trained]
+    return ["image" if token in images else state for token, state in zip(ids, states, strict=True)]
 
 
 def describe(trainer: Trainer, settings: Mapping[str, object], *, made_folder: bool) -> None:
@@ -59,19 +66,27 @@ def describe(trainer: Trainer, settings: Mapping[str, object], *, made_folder: b
     trainer.accelerator.end_training()
 
 
-def sequences(trainer: Trainer, row: Fields) -> list[Shown]:
-    """The token sequences of a prepared row; none where it holds no tokens yet (images)."""
+def sequences(trainer: Trainer, row: Fields, collator: Any = None) -> list[Shown]:
+    """The token sequences of a prepared row, those of rows with images made by the trainer's collator or another one."""
     parts = {name: list(row[name]) for name in row if name.endswith("_input_ids") and row[name] is not None}
     if parts:
         title = {name: name.removesuffix("_input_ids") for name in parts}
         trained = {name: title[name] not in ("prompt", "KL_completion") for name in parts}  # KTO's KL is a constant
-        return [Shown(title[name], ids, _states([trained[name]] * len(ids))) for name, ids in parts.items()]
-    if "input_ids" not in row:
+        return [Shown(title[name], ids, _states([trained[name]] * len(ids), ids)) for name, ids in parts.items()]
+    with_images = image_column(list(row)) is not None
+    if "input_ids" not in row and not with_images:
         return []
-    batch = trainer.data_collator([row])
+    images = image_tokens(trainer.processing_class, None) if with_images else ()
+    batch = (collator or trainer.data_collator)([row])
     if "labels" not in batch:  # a prompt: the completions that are trained do not exist yet
-        return [Shown("prompt", list(row["input_ids"]), _states([False] * len(row["input_ids"])))]
-    return [Shown("text", batch["input_ids"].flatten().tolist(), _states((batch["labels"] != -100).flatten().tolist()))]
+        return [Shown("prompt", ids := list(row["input_ids"]), _states([False] * len(ids), ids, images))]
+    titles = SIDES if len(batch["input_ids"]) > 1 else ("text",)
+    kept = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) != 0
+    rows = zip(titles, batch["input_ids"], batch["labels"] != -100, kept, strict=True)
+    return [
+        Shown(title, real := ids[kept].tolist(), _states(trained[kept].tolist(), real, images))
+        for title, ids, trained, kept in rows
+    ]
 
 
 def rendered(processing_class: ProcessingClass, sequence: Shown, *, colour: bool) -> Text:
@@ -85,7 +100,7 @@ def rendered(processing_class: ProcessingClass, sequence: Shown, *, colour: bool
         for state, run in itertools.groupby(pairs, key=lambda pair: pair[0]):
             ids = [token for _, token in run]
             piece = f"[{len(ids)} image tokens]" if state == "image" else tokenizer.decode(ids)
-            style, marks = _STATES.get(state, ("blue", "{}"))
+            style, marks = _STATES[state]
             text.append(piece if colour else marks.format(piece), style=style)
         if cut and part.start == 0:
             text.append(f" ... {len(sequence.ids) - _MOST_TOKENS} tokens ... ", style="italic")

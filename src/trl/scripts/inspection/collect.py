@@ -5,7 +5,7 @@ no weights are loaded; what it does to the rows is what training does.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -18,19 +18,19 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from trl.collators.images import image_tokens
 from trl.data.formats import Row, RowDict, has_images
 from trl.data.pipeline import Preparation, PreparationReport, prepare_dataset
 from trl.data.prepared_sets import PreparedSets, sequence_lengths
 from trl.data.prompts import stored_rows
 from trl.data.ragged import list_lengths
 from trl.data.rendering import text_tokenizer
-from trl.scripts.inspection import faults
+from trl.scripts.inspection import faults, images
 from trl.scripts.inspection.faults import Fault, RowFaults
 from trl.scripts.inspection.texts import row_parts
 from trl.scripts.inspection.tokens import ScriptCounts, ShownRow, shown_tokens
 from trl.scripts.messages import sequences
 from trl.scripts.training import COMMANDS, load_inputs, rewards, rewards_or_judge
+from trl.trainer.images import ImageSets
 
 if TYPE_CHECKING:
     from trl.data.sources import DatasetMixtureConfig
@@ -96,24 +96,18 @@ def inspect_data(
 ) -> Inspection:  # fmt: skip
     """Prepare the data as `trl METHOD` would, and look at it. Raises: what preparing raises for rows it refuses."""
     train, evaluation = load_rows(script_args, training_args, model_args, dataset_args, options.rows)
-    if has_images(train):
-        from trl.scripts.inspection.images import with_tokens
-
-        if method != "sft":
-            raise ValueError(f"rows with images are inspected for sft, got {method}. Remove the column of images.")
-        with quiet():
-            train = with_tokens(train, training_args, model_args, options.rows)  # type: ignore[arg-type]
-            evaluation = evaluation and with_tokens(evaluation, training_args, model_args, options.rows)  # type: ignore[arg-type]
+    with_images = has_images(train)
     with TemporaryDirectory() as folder, quiet():
-        context = write_stand_in(model_args, method, folder)
+        context = write_stand_in(model_args, method, folder, with_images=with_images)
         training_args.output_dir = str(Path(folder) / "run")
         trainer = build(method, training_args, Path(folder) / "model", train, evaluation)
-        inspection = numbers_of(trainer, method, str(script_args.dataset_name), len(train), context)
+        inspection = numbers_of(trainer, method, str(script_args.dataset_name), train, context)
         text_field = getattr(training_args, "dataset_text_field", "text")
         inspection.shown = shown_rows(trainer, train, options.shown, text_field)
         inspection.faults += faults.length_faults(inspection.lengths, context)
         inspection.faults += faults.shown_faults(inspection.shown) + faults.label_faults(train)
-        add_text_faults(inspection, train, evaluation, text_field, ScriptCounts(inspection.tokenizer))
+        texts = [images.with_digests(rows) if rows and with_images else rows for rows in (train, evaluation)]
+        add_text_faults(inspection, *texts, text_field, ScriptCounts(inspection.tokenizer))  # type: ignore[arg-type]
         if COMMANDS[method].others in ONLINE and (functions := getattr(script_args, "reward_funcs", None)):
             inspection.rewards = scored(functions, train, options.answers, inspection)
             inspection.faults += faults.reward_faults(inspection.rewards, min(len(train), SCORED_ROWS))
@@ -145,12 +139,13 @@ def first_rows(rows: Dataset | IterableDataset, limit: int | None) -> Dataset:
     """The first rows of a set, stored."""
     if isinstance(rows, IterableDataset):
         return stored_rows(rows.take(limit or STREAMED_ROWS))
-    return rows if limit is None else rows.select(range(min(limit, len(rows))))
+    limit = limit or (images.READ_ROWS if has_images(rows) else len(rows))
+    return rows.select(range(min(limit, len(rows))))
 
 
-def write_stand_in(model_args: "ModelConfig", method: str, folder: str) -> int | None:
+def write_stand_in(model_args: "ModelConfig", method: str, folder: str, *, with_images: bool) -> int | None:
     """Write a small model with the vocabulary and tokenizer of the run's into `folder`; returns its context in tokens."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     from trl.models.loading import load_processing_class
     from trl.models.packed.small_copy import small_copy
@@ -158,7 +153,8 @@ def write_stand_in(model_args: "ModelConfig", method: str, folder: str) -> int |
 
     path, place = str(model_args.model_name_or_path), Path(folder) / "model"
     options = {"revision": model_args.model_revision, "trust_remote_code": model_args.trust_remote_code}
-    config = AutoConfig.from_pretrained(path, **options).get_text_config()
+    whole = AutoConfig.from_pretrained(path, **options)
+    config = whole.get_text_config()
     kind = {"reward": REWARD_MODEL, "prm": STEP_CLASSIFIER}.get(method)
     small = small_copy(config)
     for name, value in vars(config).items():
@@ -167,6 +163,8 @@ def write_stand_in(model_args: "ModelConfig", method: str, folder: str) -> int |
     if kind is not None:
         small.num_labels = kind.labels
     auto = AutoModelForCausalLM if kind is None else kind.auto
+    if with_images and kind is None and config is not whole:
+        auto, small = AutoModelForImageTextToText, images.with_decoder(whole, small)
     auto.from_config(small).save_pretrained(place)
     load_processing_class(path, **options).save_pretrained(place)
     model_args.model_name_or_path = str(place)
@@ -184,17 +182,21 @@ def build(method: str, args: "AnyConfig", model: Path, train: Dataset, evaluatio
     )
 
 
-def numbers_of(trainer: Any, method: str, source: str, rows: int, context: int | None) -> Inspection:
+def numbers_of(trainer: Any, method: str, source: str, rows: Dataset, context: int | None) -> Inspection:
     """Lengths, limits, packing, and the faults that the preparation counted."""
     args, prepared, sets = trainer.args, trainer.train_dataset, trainer._sets
     names = sets.settings.sequences if isinstance(sets, PreparedSets) else (("input_ids",),)
     limit = getattr(args, "max_length", None) or getattr(args, "max_prompt_length", None)
     tokenizer = text_tokenizer(trainer.processing_class)
-    made = Inspection(method, source, rows, sequence_lengths(prepared, names), context, limit, tokenizer)
+    reports: dict[str, PreparationReport] = dict(getattr(sets, "reports", {}))
+    if isinstance(sets, ImageSets):
+        lengths, reports["train"] = images.read_rows(trainer, rows)
+    else:
+        lengths = sequence_lengths(prepared, names)
+    made = Inspection(method, source, len(rows), lengths, context, limit, tokenizer)
     if getattr(args, "packing", False) and args.max_length:
         tokens = list_lengths(prepared, "input_ids")
         made.packed = Packed(len(prepared), args.max_length, float(tokens.mean() / args.max_length))
-    reports: Mapping[str, PreparationReport] = getattr(sets, "reports", {})
     for report in reports.values():
         made.summaries.append(report.summary())
     if "train" in reports:
@@ -211,16 +213,22 @@ def shown_rows(trainer: Any, rows: Dataset, count: int, text_field: str) -> list
         prepared = prepared_alone(sample, settings, sets)
         unlimited = [name for name in LIMITS if hasattr(settings, name)]
         whole = prepared_alone(sample, replace(settings, **dict.fromkeys(unlimited)), sets)
+        pairs = [
+            (number, sequences(trainer, row), sequences(trainer, whole[number])) for number, row in prepared.items()
+        ]
+    elif isinstance(sets, ImageSets):
+        limited, whole = (images.collated(trainer, sample, without=names) for names in ((), LIMITS))
+        pairs = [(at, row, entire) for at, ((row, _), (entire, _)) in enumerate(zip(limited, whole, strict=True))]
     else:
-        prepared = whole = dict(enumerate(trainer.train_dataset.select(numbers)))
+        prompts = (sequences(trainer, row) for row in trainer.train_dataset.select(numbers))
+        pairs = [(at, row, row) for at, row in enumerate(prompts)]
     tokenizer, shown = text_tokenizer(trainer.processing_class), []
-    images = image_tokens(trainer.processing_class, None)
-    for place, row in prepared.items():
+    for place, row, whole in pairs:
         number = numbers[place]
-        parts, entire = row_parts(rows[number], text_field), {p.title: p.ids for p in sequences(trainer, whole[place])}
+        parts, entire = row_parts(rows[number], text_field), {sequence.title: sequence.ids for sequence in whole}
         shown.append(ShownRow(number, {
-            part.title: shown_tokens(part, entire[part.title], [p for p in parts if belongs(p.column, part.title)], tokenizer, images)
-            for part in sequences(trainer, row)
+            part.title: shown_tokens(part, entire[part.title], [p for p in parts if belongs(p.column, part.title)], tokenizer)
+            for part in row
         }))  # fmt: skip
     return shown
 
@@ -244,14 +252,16 @@ def prepared_alone(rows: Dataset, settings: Preparation, sets: PreparedSets) -> 
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without progress bars, and without the warnings of a preparation, which are among the faults."""
-    logger = logging.getLogger("trl.data")
-    level, has_bars = logger.level, is_progress_bar_enabled()
-    logger.setLevel(logging.ERROR)
+    loggers = {logging.getLogger(name): logging.getLogger(name).level for name in ("trl.data", "trl.collators")}
+    has_bars = is_progress_bar_enabled()
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     disable_progress_bar()
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in loggers.items():
+            logger.setLevel(level)
         if has_bars:
             enable_progress_bar()
 

@@ -34,17 +34,15 @@ class ShownRow(NamedTuple):
 
 
 def shown_tokens(
-    sequence: Shown, whole: Sequence[int], parts: Sequence[Part], tokenizer: PreTrainedTokenizerBase,
-    images: Sequence[int] = (),
-) -> list[Token]:  # fmt: skip
-    """The tokens of a sequence of a prepared row; `whole`: those of the row without limits of length; `images`: ids."""
+    sequence: Shown, whole: Sequence[int], parts: Sequence[Part], tokenizer: PreTrainedTokenizerBase
+) -> list[Token]:
+    """The tokens of a sequence of a prepared row; `whole`: those of the row without limits of length."""
     _, kept, states = sequence
     cut = len(whole) - len(kept)
     if cut > 0 and list(whole[: len(kept)]) == kept:
         kept, states = list(whole), [*states, *["cut"] * cut]
     elif cut > 0 and list(whole[cut:]) == kept:
         kept, states = list(whole), [*["cut"] * cut, *states]
-    states = ["image" if token in images else state for token, state in zip(kept, states, strict=True)]
     pieces, special = [str(tokenizer.decode([token])) for token in kept], set(tokenizer.all_special_ids)
     roles = piece_roles(pieces, parts)
     return [
