@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from trl.data.templates import maybe_apply_chat_template as maybe_apply_chat_template
     from trl.experimental.ppo.ppo_config import PPOConfig as PPOv2Config  # noqa: F401
     from trl.experimental.ppo.ppo_trainer import PPOTrainer as PPOv2Trainer  # noqa: F401
+    from trl.models.chat_setup import clone_chat_template as clone_chat_template
+    from trl.models.chat_setup import setup_chat_format as setup_chat_format
     from trl.models.diffusion.ddim import DDPOSchedulerOutput as DDPOSchedulerOutput
     from trl.models.diffusion.stable_diffusion import DDPOPipelineOutput as DDPOPipelineOutput
     from trl.models.diffusion.stable_diffusion import DDPOStableDiffusionPipeline as DDPOStableDiffusionPipeline
     from trl.models.diffusion.stable_diffusion import (
         DefaultDDPOStableDiffusionPipeline as DefaultDDPOStableDiffusionPipeline,
     )
-    from trl.models.loading import clone_chat_template as clone_chat_template
-    from trl.models.loading import setup_chat_format as setup_chat_format
     from trl.models.peft import get_kbit_device_map as get_kbit_device_map
     from trl.models.peft import get_peft_config as get_peft_config
     from trl.models.peft import get_quantization_config as get_quantization_config

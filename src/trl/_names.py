@@ -32,7 +32,7 @@ _VALUE_HEADS: Row = {
 _DIFFUSION: Row = {"trl.models.diffusion.ddim": "DDPOSchedulerOutput",
     "trl.models.diffusion.stable_diffusion": "DDPOPipelineOutput DDPOStableDiffusionPipeline "
     "DefaultDDPOStableDiffusionPipeline"}
-_MODEL_SETUP: Row = {"trl.models.loading": "clone_chat_template setup_chat_format",
+_MODEL_SETUP: Row = {"trl.models.chat_setup": "clone_chat_template setup_chat_format",
     "trl.models.distributed": "prepare_deepspeed prepare_fsdp unwrap_model_for_generation",
     "trl.models.peft": "prepare_model_for_kbit_training prepare_peft_model"}
 _ROWS: Row = {"trl.data.formats": "extract_prompt is_conversational is_conversational_from_value "
@@ -54,7 +54,7 @@ _GRPO_PARTS: Row = {"trl.rewards.source": "RewardFunc", "trl.rollouts.schedule":
 NAMES: dict[str, Row] = {
     "trl": {**_TRAINERS, **_JUDGES, **_CALLBACKS, **_VALUE_HEADS, **_DIFFUSION,
         "trl.models.value_head": f"{_VALUE_HEADS['trl.models.value_head']} SUPPORTED_ARCHITECTURES", **_ROWS, **
-        _MODEL_OPTIONS, "trl.models.loading": "clone_chat_template setup_chat_format",
+        _MODEL_OPTIONS, "trl.models.chat_setup": "clone_chat_template setup_chat_format",
         "trl.data.sources": "DatasetMixtureConfig get_dataset", "trl.data.arithmetic": "make_data",
         "trl.scripts.arguments": "DPOScriptArguments SFTScriptArguments ScriptArguments",
         "trl.scripts.parser": "TrlParser", "trl.scripts.plan": "plan", "trl.scripts.running": "init_zero_verbose",
@@ -154,7 +154,7 @@ NAMES: dict[str, Row] = {
         "trl.models.value_wrapper": "PreTrainedModelWrapper"},
     "trl.models.modeling_value_head": {"trl.models.value_head": "AutoModelForCausalLMWithValueHead "
         "AutoModelForSeq2SeqLMWithValueHead ValueHead"},
-    "trl.models.utils": {**_MODEL_SETUP, "trl.models.loading": "ChatMlSpecialTokens FORMAT_MAPPING=CHAT_FORMATS "
+    "trl.models.utils": {**_MODEL_SETUP, "trl.models.chat_setup": "ChatMlSpecialTokens FORMAT_MAPPING=CHAT_FORMATS "
         "clone_chat_template setup_chat_format", "trl.models.switches": "disable_gradient_checkpointing "
         "enable_gradient_checkpointing", "trl.models.distributed": "add_hooks get_all_parameters iter_params "
         "prepare_deepspeed prepare_fsdp remove_hooks unwrap_model_for_generation",

@@ -11,7 +11,8 @@ from tests.tiny_tokenizers import tiny_tokenizer
 from trl.cli.main import main
 from trl.data.hub import HubUnreachable, unreachable_reason
 from trl.data.sources import load_source
-from trl.models.loading import clone_chat_template, create_model_from_path, load_processing_class
+from trl.models.chat_setup import clone_chat_template
+from trl.models.loading import create_model_from_path, load_processing_class
 
 CLOSED = "http://127.0.0.1:9"
 REASONS = {"no network": "Connection refused", "offline": "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"}

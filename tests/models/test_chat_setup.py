@@ -5,7 +5,7 @@ import torch
 
 from tests.models.words import WORDS, word_tokenizer
 from tests.tiny import tiny_model
-from trl.models.loading import ChatMlSpecialTokens, clone_chat_template, setup_chat_format
+from trl.models.chat_setup import ChatMlSpecialTokens, clone_chat_template, setup_chat_format
 
 MESSAGES = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
 CHATML = "<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\nsat<|im_end|>\n"

@@ -20,8 +20,9 @@ from transformers import (
 )
 
 from trl.data.rendering import text_tokenizer
+from trl.models.chat_setup import clone_chat_template
 from trl.models.distributed import will_shard
-from trl.models.loading import LoadArguments, clone_chat_template, create_model_from_path
+from trl.models.loading import LoadArguments, create_model_from_path
 from trl.models.parts import causal_core
 from trl.models.peft import is_peft_model
 from trl.models.scoring.classifier import head_of

@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 
 from tests.models.words import word_tokenizer
 from tests.trainer.callbacks.runs import PROMPTS, prompt_dataset, trainer
-from trl.models.loading import ChatMlSpecialTokens
+from trl.models.chat_setup import ChatMlSpecialTokens
 from trl.trainer.callbacks import LogCompletionsCallback
 from trl.trainer.samples import prompt_ids, sample_completions
 
