@@ -18,7 +18,7 @@ from tests.trainer.preference_methods import RESUMED
 from tests.trainer.resume_worker import ending
 from tests.trainer.reward_runs import make as reward
 from trl.models.teacher import own_teacher
-from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
+from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback, move_reference
 
 STEPS = {
     "max_steps": 5, "save_strategy": "steps", "save_steps": 3, "logging_steps": 2, "learning_rate": 1e-2,
@@ -64,7 +64,7 @@ def following(out: str) -> Any:
     trainer.teacher = teacher = own_teacher("ema", trainer.model, trainer.scorer)
     trainer.reference = teacher.reference  # type: ignore[attr-defined]
     trainer.add_callback(SyncRefModelCallback(None, trainer.accelerator, alpha=0.3, every=2))
-    trainer.settle_reference()
+    trainer._moved_reference = move_reference(trainer)
     return trainer
 
 

@@ -217,11 +217,16 @@ def image_column(columns: Sequence[str]) -> str | None:
     return image_columns[0] if image_columns else None
 
 
+def by_name(dataset: Any) -> dict[str, Any]:
+    """Data sets of evaluation by name, that of a single one is `eval`; empty for None."""
+    return dataset if isinstance(dataset, dict) else {} if dataset is None else {"eval": dataset}
+
+
 def has_images(*datasets: object) -> bool:
     """Whether one of some data sets (or of dicts of them by name) has a column of images."""
     parts: list[object] = []
     for dataset in datasets:
-        parts += dataset.values() if isinstance(dataset, dict) else [dataset]
+        parts += by_name(dataset).values()
     stored = [part for part in parts if isinstance(part, (Dataset, IterableDataset))]
     return any(set(IMAGE_COLUMNS) & set(column_names(part)) for part in stored)
 

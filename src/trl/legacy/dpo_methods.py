@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from trl.collators.preference import OWN_PROMPT, REFERENCE_COLUMNS, DPODataCollatorWithPadding
 from trl.data.formats import Row, RowDict
 from trl.data.preference import tokenize_preference_row
-from trl.legacy.interface import RECORDED, REFERENCES, View, call_with, takes
+from trl.legacy.interface import RECORDED, REFERENCES, View, call_with, overrides, takes
 from trl.legacy.pair_methods import (
     SIDES,
     LegacyPairs,
@@ -82,7 +82,7 @@ class LegacyDPO(LegacyReference):
 
     def reference_logps(self, batch: Batch) -> Tensor:
         """The reference's log-probs `(2B,)`, perhaps those of an overridden method."""
-        name = next((name for name in REFERENCES if self.overridden(name)), None)
+        name = next((name for name in REFERENCES if overrides(self, name)), None)
         if name is None:
             return super().reference_logps(batch)
         exact = torch.float32 if self.args.device.type == "mps" else torch.float64

@@ -214,17 +214,10 @@ class Legacy(_Trainer):
                 view.__set_name__(cls, name)
                 setattr(cls, name, view)
 
-    def overridden(self, *names: str) -> bool:
-        """Whether one of the named methods, which this library has or does not call, is not that of this library."""
-        kind: Any = type(self)
-        ours = next(base for base in kind.__mro__ if base.__module__.startswith("trl."))
-        known = [name for name in names if hasattr(ours, name) or name in self._not_called]
-        return any(name in vars(self) or getattr(kind, name, None) is not getattr(ours, name, None) for name in known)
-
     def check_class(self) -> None:
         """Raise TypeError for an override that training would not call."""
         for name, (others, advice) in self._not_called.items():
-            if self.overridden(name) and not self.overridden(*others):
+            if overrides(self, name) and not overrides(self, *others):
                 fault = f"{type(self).__name__} overrides {name}, which training does not call"
                 raise TypeError(f"{fault}. {advice}, or remove the override.")
 
@@ -241,10 +234,18 @@ class Legacy(_Trainer):
         """`BaseTrainer.begin`; `older` arguments are moved onto the config. Raises: ValueError."""
         arguments = {"model": model, "args": args, "processing_class": processing_class, "older": older}
         moved = move_onto_config(self._config_class, **arguments)
-        if getattr(moved.args, "precompute_ref_log_probs", False) and self.overridden(*REFERENCES):
+        if getattr(moved.args, "precompute_ref_log_probs", False) and overrides(self, *REFERENCES):
             names = f"{' or '.join(REFERENCES)}, which {type(self).__name__} overrides"
             raise ValueError(f"precompute_ref_log_probs=True does not call {names}. Set it to False.")
         return super().begin(moved.model, moved.args, moved.processing_class, peft_config, **kwargs)
+
+
+def overrides(trainer: Legacy, *names: str) -> bool:
+    """Whether one of the named methods, which this library has or does not call, is not that of this library."""
+    kind = type(trainer)
+    ours = next(base for base in kind.__mro__ if base.__module__.startswith("trl."))
+    known = [name for name in names if hasattr(ours, name) or name in trainer._not_called]
+    return any(name in vars(trainer) or getattr(kind, name, None) is not getattr(ours, name, None) for name in known)
 
 
 class LegacySFT(Legacy):

@@ -11,7 +11,17 @@ from torch import Tensor, nn
 from trl.collators.preference import DPODataCollatorWithPadding
 from trl.data.formats import Row, RowDict, common_prefix_length
 from trl.data.pipeline import prepare_dataset
-from trl.legacy.interface import LOSSES, NOT_CALLED, RECORDED, REFERENCES, WHOLE_BATCH, Legacy, NotCalled, call_with
+from trl.legacy.interface import (
+    LOSSES,
+    NOT_CALLED,
+    RECORDED,
+    REFERENCES,
+    WHOLE_BATCH,
+    Legacy,
+    NotCalled,
+    call_with,
+    overrides,
+)
 from trl.methods.method import Batch, Method, Outcome, Scoring, Step
 from trl.models.packed.layout import STEP_PART, padded_rows, scored_sequences
 from trl.models.reference import AdapterReference
@@ -146,8 +156,8 @@ class OverriddenBatch(Method):
     def score(self, batch: Batch, scoring: Scoring) -> Tensor:
         """The loss, 0-dim."""
         trainer, step = self.trainer, scoring.step
-        overridden = next(name for name in WHOLE_BATCH if trainer.overridden(name))
-        name = overridden if overridden in WHOLE_BATCH[:2] else WHOLE_BATCH[0]
+        override = next(name for name in WHOLE_BATCH if overrides(trainer, name))
+        name = override if override in WHOLE_BATCH[:2] else WHOLE_BATCH[0]
         mode = "train" if step.training else "eval"
         options: RowDict = {"do_train": step.training} if hasattr(trainer, "bco_loss") else {"train_eval": mode}
         columns = {**batch.get(RECORDED, batch), **({STEP_PART: batch[STEP_PART]} if STEP_PART in batch else {})}
@@ -187,7 +197,7 @@ class LegacyReward(LegacyJudged):
 
     def handed_out(self, batch: Any, drawn: Any) -> Any:
         """The batch; an overridden `compute_loss` gets the columns of 0.4-0.26."""
-        if not self.overridden("compute_loss"):
+        if not overrides(self, "compute_loss"):
             return batch
         if "rows" not in drawn:
             return drawn
@@ -212,7 +222,7 @@ class LegacyPairs(LegacyJudged):
 
     def handed_out(self, batch: Any, drawn: Any) -> Any:
         """The batch, where methods are overridden with the columns that these read."""
-        if not self.overridden("compute_loss", *WHOLE_BATCH, *REFERENCES):
+        if not overrides(self, "compute_loss", *WHOLE_BATCH, *REFERENCES):
             return batch
         columns = self.recorded_columns(batch) if "rows" in drawn else drawn
         return {**columns, **batch, RECORDED: {**batch, **columns} if "rows" in drawn else drawn}
@@ -224,9 +234,9 @@ class LegacyPairs(LegacyJudged):
 
     def trained_method(self, step: Step) -> Method:
         """That of an overridden `get_batch_loss_metrics` (within a step), or of a loss such as `dpo_loss`."""
-        if step.counts is not None and self.overridden(*WHOLE_BATCH):
+        if step.counts is not None and overrides(self, *WHOLE_BATCH):
             return OverriddenBatch(self)
-        return OverriddenLoss(self) if self.overridden(*LOSSES) else self.method
+        return OverriddenLoss(self) if overrides(self, *LOSSES) else self.method
 
     def with_logits(self, name: str, model: nn.Module, batch: Batch) -> tuple[Scored, Tensor]:
         """What the policy makes of a batch, and its logits, for the method `name`."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from trl.collators.preference import DPODataCollatorWithPadding
 from trl.collators.unpaired import REFERENCE_NAMES
 from trl.data.formats import RowDict
-from trl.legacy.interface import NOT_CALLED, RECORDED, WHOLE, NotCalled, View, call_with
+from trl.legacy.interface import NOT_CALLED, RECORDED, WHOLE, NotCalled, View, call_with, overrides
 from trl.legacy.pair_methods import LegacyReference, sequences_of, with_losses
 from trl.methods.method import ALONE, Batch, Outcome, StepPart
 from trl.models.packed.layout import STEP_PART, row_count
@@ -50,7 +50,7 @@ class LegacyUnpaired(LegacyReference):
 
     def reference_logps(self, batch: Batch) -> Tensor:
         """The reference's log-probs of all completions, perhaps those of an overridden method."""
-        if not self.overridden("compute_reference_log_probs"):
+        if not overrides(self, "compute_reference_log_probs"):
             return super().reference_logps(batch)
         logps = self.compute_reference_log_probs(batch.get(RECORDED, batch))
         sides = logps if isinstance(logps, tuple) else (logps,)
@@ -93,7 +93,7 @@ class LegacyKTO(LegacyUnpaired):
 
     def prepare_step(self, batches: list[Any]) -> None:
         """Estimate the KL of the whole step; an overridden `kto_loss` takes that of each batch."""
-        if not self.overridden("kto_loss"):
+        if not overrides(self, "kto_loss"):
             super().prepare_step(batches)
 
     def kto_loss(

@@ -42,7 +42,6 @@ from trl.trainer import evaluation, loaders, run_metrics, saving
 from trl.trainer.callbacks.checkpoints import AtTrainBegin, at_step_ends
 from trl.trainer.callbacks.hang import EndsHangs
 from trl.trainer.callbacks.run_report import RunReport
-from trl.trainer.callbacks.sync_ref_model import move_reference
 from trl.trainer.inherited import Data, replace_inherited, settle_inherited
 
 
@@ -78,6 +77,7 @@ class BaseTrainer(Trainer):
         self._sets = loaders.prepare_sets(kwargs) or self._sets
         self._sums = {"train": MetricSums(), "eval": MetricSums()}
         super().__init__(*args, **kwargs)
+        self.processes = Processes(self.accelerator, self.args.sp_size)
         trainer = proxy(self)  # a cycle would keep a trainer, and the folder of its run, after its last use
         self.runs = Runs(self.accelerator, lambda: saving.facts_of(trainer))
         self.run_metrics = run_metrics.RunMetrics(self.processes, self._sums)
@@ -121,10 +121,6 @@ class BaseTrainer(Trainer):
     def check_class(self) -> None:
         """Called first in the constructor: raises TypeError for a class that cannot be trained."""
 
-    def settle_reference(self) -> None:
-        """Bring the reference to the device, perhaps for a callback to move; called at the end of the constructor."""
-        self._moved_reference = move_reference(self)
-
     # ---- one optimiser step
 
     layout: Callable[[Batch], Batch] | None = None  # of a batch, perhaps of a user's own collator, to the method's form
@@ -166,15 +162,12 @@ class BaseTrainer(Trainer):
                 self._load_rng_state(self.runs.current.checkpoint)
             self.prepare_step(batches)
             if len(batches) * self.accelerator.num_processes > 1 and self.scorer.is_balanced and count.sum():
-                self._count_routing(batches)
+                # The router's loss is no sum over micro-batches: each has the routing of the whole step.
+                learned = [self.method.learned(self.take_batch(loaders.on_device(self, {**b}))) for b in batches]
+                parts = self.scoring().with_routing(learned, [batch.get(STEP_PART, ALONE) for batch in batches])
+                for batch, part in zip(batches, parts, strict=True):
+                    batch[STEP_PART] = part
         return batches, (count if len(self.method.units) > 1 else count.reshape(())).clamp(min=1)
-
-    def _count_routing(self, batches: list[Inputs]) -> None:
-        """Put the routing of the whole step into its batches: the router's loss is no sum over them."""
-        learned = [self.method.learned(self.take_batch(loaders.on_device(self, {**batch}))) for batch in batches]
-        parts = self.scoring().with_routing(learned, [batch.get(STEP_PART, ALONE) for batch in batches])
-        for batch, part in zip(batches, parts, strict=True):
-            batch[STEP_PART] = part
 
     def training_step(self, model: nn.Module, inputs: Inputs, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """One micro-batch, forward and backward; a loss that is not finite stops the run with advice.
@@ -260,11 +253,6 @@ class BaseTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     # ---- metrics
-
-    @property
-    def processes(self) -> Processes:
-        """Numbers of all processes."""
-        return Processes(self.accelerator, self.args.sp_size)
 
     @property
     def mode(self) -> str:

@@ -17,13 +17,15 @@ from transformers.trainer_utils import has_length
 
 from trl.data.prepared_sets import DataSets
 from trl.data.ragged import list_lengths
-from trl.data.streaming import RepeatedStream, StreamRounds, is_streaming
+from trl.data.streaming import RepeatedStream, RowStream, StreamRounds, is_streaming
 from trl.methods.method import ALONE, Batch
 from trl.methods.online import ROLLOUT
 from trl.models.packed.layout import STEP_PART
 from trl.models.switches import holding
 from trl.options.training import TrainingDefaults
 from trl.rollouts.experience import Experience
+from trl.rollouts.schedule import RolloutSizes
+from trl.trainer.grpo_config import RolloutTraining
 
 
 def prepare_sets(arguments: dict[str, Any]) -> DataSets | None:
@@ -222,3 +224,14 @@ def training_loader(
             "per_device_train_batch_size."
         )
     return loader
+
+
+def loader_of_places(prompts: Dataset | RowStream, sizes: RolloutSizes, args: RolloutTraining) -> DataLoader:
+    """The places of the completions of each micro-batch in an epoch; the epoch of a stream is the whole run."""
+    if isinstance(prompts, RowStream):
+        steps = args.max_steps
+    else:
+        steps = max(1, round(len(prompts) / sizes.prompts)) * sizes.steps
+    rows = args.train_batch_size * args.data_processes
+    places: Any = range(steps * sizes.micro_batches * rows)
+    return DataLoader(places, batch_size=rows, collate_fn=list, generator=torch.Generator())

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from trl.agents.completer import Agent
+from trl.data.formats import by_name
 from trl.data.prompts import PromptSets
 from trl.data.rendering import text_tokenizer
 from trl.data.streaming import RowStream
@@ -43,12 +44,13 @@ from trl.tensors.reduce import LossTerms, Weighted
 from trl.trainer import group_setup
 from trl.trainer.arguments import AnyDataset, Optimizers
 from trl.trainer.base_trainer import BaseTrainer
+from trl.trainer.callbacks.sync_ref_model import move_reference
 from trl.trainer.group_images import PromptImages
 from trl.trainer.group_setup import Environments, RewardFuncs, RolloutFunc, Tools
 from trl.trainer.grpo_config import GroupTraining, RolloutTraining
 from trl.trainer.inherited import settle_inherited
 from trl.trainer.kept_completions import KeptCompletions
-from trl.trainer.loaders import on_device, order_seed
+from trl.trainer.loaders import loader_of_places, on_device, order_seed
 from trl.trainer.online_parts import columns_to_score, objects_of_group, online_parts, rows_of_group, score_rows
 from trl.trainer.run_metrics import ends_window
 from trl.trainer.samples import show_sample
@@ -135,7 +137,7 @@ class OnlineTrainer(BaseTrainer):
             completer = RolloutFunction(rollout_func, self, **limits)
         shuffle = bool(args.shuffle_dataset)
         self.begin_rollouts(engine, parts.sampling, parts.rewards, shuffle=shuffle, completer=completer)
-        self.settle_reference()
+        self._moved_reference = move_reference(self)
         if self.teacher is not None and self.reference is not getattr(self.teacher, "reference", self):
             self.teacher.prepare(self.accelerator)
 
@@ -162,10 +164,7 @@ class OnlineTrainer(BaseTrainer):
             tokenizer=text_tokenizer(self.processing_class),  # type: ignore[arg-type]
             completer=completer, refill=refill, parts=getattr(self.args, "generation_parts", 1),
         )  # fmt: skip
-        sets: Any = self.eval_dataset
-        self.rollouts.check_columns(
-            rows, *(sets.values() if isinstance(sets, dict) else [] if sets is None else [sets])
-        )
+        self.rollouts.check_columns(rows, *by_name(self.eval_dataset).values())
         place_reward_models(rewards.models, self.accelerator)
 
     # ---- the hooks of a method
@@ -276,18 +275,8 @@ class OnlineTrainer(BaseTrainer):
     # ---- the steps of a rollout batch
 
     def get_train_dataloader(self) -> DataLoader:
-        """The places of each micro-batch's completions in an epoch; the step determines their prompts.
-
-        The epoch of a stream is the whole run.
-        """
-        prompts = self.rollouts.prompts.rows
-        if isinstance(prompts, RowStream):
-            steps = self.args.max_steps
-        else:
-            steps = max(1, round(len(prompts) / self.sizes.prompts)) * self.sizes.steps
-        rows = self.args.train_batch_size * self.args.data_processes
-        places: Any = range(steps * self.sizes.micro_batches * rows)
-        return DataLoader(places, batch_size=rows, collate_fn=list, generator=torch.Generator())
+        """The places of each micro-batch's completions in an epoch; the step determines their prompts."""
+        return loader_of_places(self.rollouts.prompts.rows, self.sizes, self.args)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -351,15 +340,15 @@ class OnlineTrainer(BaseTrainer):
 
     def get_eval_dataloader(self, eval_dataset: str | AnyDataset | None = None) -> DataLoader:
         """Batches of numbered rows of prompts."""
-        sets: Any = self.eval_dataset
-        rows: Any = sets if eval_dataset is None else eval_dataset
+        sets = by_name(self.eval_dataset)
+        rows: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(rows, str):
             rows = sets[rows]
         if rows is None:
             raise ValueError("evaluation needs an eval_dataset, got None. Pass it to the trainer or to evaluate.")
         processes = 1 if self.method.pairs_rows else self.args.world_size
         check_evaluation(self.args.eval_batch_size * processes, self.evaluation_group)
-        if not any(rows is prepared for prepared in (sets.values() if isinstance(sets, dict) else [sets])):
+        if not any(rows is prepared for prepared in sets.values()):
             rows = self._sets(group_setup.environment_rows(self.rollouts.completer, rows), "eval")
         numbered = NumberedRows(rows, self.evaluation_group)
         return self.accelerator.prepare(DataLoader(numbered, self.args.eval_batch_size, collate_fn=list))

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 
 from trl.collators.preference import PairCollator, as_pair_batch
+from trl.data.formats import by_name
 from trl.data.prepared_sets import DataSets
 from trl.methods.method import Batch, Method
 from trl.models.policy import Policy
@@ -20,6 +21,7 @@ from trl.models.scoring.head import ScoreOptions
 from trl.models.setup import pad_token_id
 from trl.trainer.arguments import Collator
 from trl.trainer.base_trainer import BaseTrainer
+from trl.trainer.callbacks.sync_ref_model import move_reference
 from trl.trainer.precompute import ReferencePass, has_reference_columns, precompute_ref_log_probs
 from trl.trainer.row_sets import pair_sets
 from trl.trainer.samples import log_evaluation_samples
@@ -94,16 +96,16 @@ class PreferenceTrainer(BaseTrainer):
         return self.method.totals(batch, scored)  # type: ignore[attr-defined]
 
     def take_reference(self, columns: Sequence[str], **settings: Any) -> None:
-        """`settle_reference`, and with `precompute_ref_log_probs` compute its log-probs of all rows now; call it at the
-        end of the constructor. `settings` are those on which they depend.
+        """Bring the reference to the device, at the end of the constructor, perhaps for a callback to move.
+
+        With `precompute_ref_log_probs` its log-probs of all rows are computed now; they depend on the `settings`.
 
         Raises: ValueError for rows that have some of its `columns`, or have them although the reference changes.
         """
         if self.reference is None or isinstance(self.reference, AskedInAdvance):
             return
-        self.settle_reference()
-        several = isinstance(self.eval_dataset, dict)
-        evaluation: Any = self.eval_dataset if several else {"eval": self.eval_dataset}
+        self._moved_reference = move_reference(self)
+        evaluation = by_name(self.eval_dataset)
         for name, part in {**evaluation, "train": self.train_dataset}.items():
             has_columns = part is not None and has_reference_columns(part, columns, name)
             if has_columns and self._moved_reference is not None:
@@ -129,7 +131,7 @@ class PreferenceTrainer(BaseTrainer):
             self.train_dataset = known(self.train_dataset, dataset_name="train")
         if self.eval_dataset is not None:
             made = {name: known(part, dataset_name=name) for name, part in evaluation.items()}
-            self.eval_dataset = made if several else made["eval"]
+            self.eval_dataset = made if isinstance(self.eval_dataset, dict) else made["eval"]
         self.reference = AskedInAdvance(columns)
 
 

@@ -8,7 +8,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
-from trl.data.formats import is_list_of_dicts_with
+from trl.data.formats import by_name, is_list_of_dicts_with
 from trl.data.prompts import PROMPT_IDS
 from trl.experimental.sdft.sdft_config import SDFTConfig
 from trl.methods.self_distillation import SelfDistillationMethod
@@ -74,10 +74,8 @@ class SelfDistillationTrainer(DistillationTrainer):
         reward_processing_classes: ProcessingClasses = None, callbacks: list[TrainerCallback] | None = None,
         optimizers: Optimizers = (None, None), peft_config: AdapterConfig = None,
     ) -> None:  # fmt: skip
-        others = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
-        for name, dataset in {"train": train_dataset, **others}.items():
-            if dataset is not None or name == "train":
-                self.check_rows(dataset, name, args)
+        for name, dataset in {"train": train_dataset, **by_name(eval_dataset)}.items():
+            self.check_rows(dataset, name, args)
         OnlineTrainer.__init__(  # that of DistillationTrainer takes no rewards
             self, model, reward_funcs, args, train_dataset, eval_dataset, processing_class, reward_processing_classes,
             callbacks, optimizers, peft_config,
@@ -108,13 +106,13 @@ class SelfDistillationTrainer(DistillationTrainer):
                     "of the user, which is extended for the teacher."
                 )
 
-    def settle_reference(self) -> None:
+    def begin_rollouts(self, *args: Any, **kwargs: Any) -> None:
         """With an average of the student's weights as the reference, which a callback moves and checkpoints have."""
+        super().begin_rollouts(*args, **kwargs)
         if self.args.teacher_model_kind == "ema":
             rate, every = self.args.teacher_update_rate, self.args.teacher_sync_steps
             self.reference = self.teacher.reference
             self.add_callback(SyncRefModelCallback(None, self.accelerator, alpha=rate, every=every))
-        super().settle_reference()
 
 
 class SDFTTrainer(SelfDistillationTrainer):
