@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.utils import merge_fsdp_weights
 from torch.distributed.fsdp import StateDictType
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.trainer.sharded_checkpoints_worker import trained
 from tests.two_processes import launch
 from trl.checkpoints.wholeness import CheckpointError, checkpoints_in, faults
+from trl.cli.main import main
 from trl.trainer.saving import check_weights
 
 WORKER = "tests.trainer.sharded_checkpoints_worker"
@@ -41,18 +41,15 @@ def test_killed_runs_end_in_the_same_bits_and_checkpoints_are_merged(tmp_path):
     assert_same(tmp_path / "model 2", expected)
     assert AutoTokenizer.from_pretrained(tmp_path / "model 2").eos_token
 
-    merged = tmp_path / "merged"
-    shutil.copytree(run / "checkpoint-3", merged, ignore=shutil.ignore_patterns("optimizer_0"))
-    merge_fsdp_weights(str(merged / "pytorch_model_fsdp_0"), str(merged))
-    assert_same(merged, expected)
+    assert main(["consolidate", str(run / "checkpoint-3"), "--out", str(tmp_path / "merged")]) == 0
+    assert_same(tmp_path / "merged", expected)
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged").eos_token
     alone = trained(tmp_path / "alone", save_strategy="no").model.state_dict()
     for name, weight in expected.items():
         torch.testing.assert_close(weight, alone[name], rtol=0, atol=1e-10)
 
     assert "this run is with FSDP (fsdp_state_dict_type: FULL_STATE_DICT)" in (tmp_path / "refused").read_text()
-    with pytest.raises(
-        CheckpointError, match=r"SHARDED_STATE_DICT\), and this run is without FSDP.*accelerate merge-weights"
-    ):
+    with pytest.raises(CheckpointError, match=r"SHARDED_STATE_DICT\), and this run is without FSDP.*trl consolidate"):
         trained(tmp_path / "one", resume=str(run / "checkpoint-2"))
 
     shutil.rmtree(run / "checkpoint-3")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MANIFEST = "checkpoint.json"
+SHARDED_WEIGHTS = "pytorch_model_fsdp_0"  # the folder of accelerate's SHARDED_STATE_DICT
 PARTS = {  # what a run can start anew (`resume_without`), and its files; it needs all others
     "optimizer": ("optimizer*", "scheduler.pt"),
     "random_state": ("rng_state*",),

@@ -47,6 +47,7 @@ _PLAIN = {
     "plan": "print the memory of a run before it is started, what fits, and what each lever frees",
     "compare": "let a judge compare the answers of two models",
     "merge": "add an adapter to its base model and save the result",
+    "consolidate": "save the sharded weights of a checkpoint as a model",
     "chat": "talk to a model",
     "serve": "serve a model with OpenAI's API, for agents and as a teacher",
     "vllm-serve": "serve a model with vLLM, for training commands that generate with it",

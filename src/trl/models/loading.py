@@ -77,7 +77,7 @@ def create_model_from_path(
             kwargs["device_map"] = get_kbit_device_map()
         try:
             file_dtype = _trained_dtype(model_id, kwargs) if trained else None
-            model_class = architecture or _architecture_of(model_id, kwargs)
+            model_class = architecture or architecture_of(model_id, kwargs)
             if kwargs.setdefault("use_safetensors", True) and folder.is_dir():
                 _check_safetensors(folder)
             model, info = model_class.from_pretrained(model_id, output_loading_info=True, **kwargs)
@@ -278,7 +278,8 @@ def load_config(model_id: str, options: LoadArguments) -> PretrainedConfig:
             raise FileNotFoundError(f"'{model_id}' has no config that can be loaded: {_first_line(error)}.") from error
 
 
-def _architecture_of(model_id: str, kwargs: LoadArguments) -> type:
+def architecture_of(model_id: str, kwargs: LoadArguments) -> type:
+    """The class that a model's config names. Raises: ValueError for one that transformers does not know."""
     config = _config_of(model_id, kwargs)
     names = config.architectures or []
     if not names or (kwargs.get("trust_remote_code") and getattr(config, "auto_map", None)):

@@ -36,8 +36,9 @@ def merge(adapter: str, out: str, base: str | None = None) -> None:
     """
     if not (Path(adapter) / "adapter_config.json").is_file():
         raise ValueError(f"'{adapter}' has no adapter_config.json, expected the folder of a saved adapter.")
-    if Path(out).exists() and not (Path(out).is_dir() and not any(Path(out).iterdir())):
-        raise ValueError(f"out must be a new or empty folder, got '{out}'. Name another one.")
+    from trl.scripts.running import require_new_folder
+
+    require_new_folder(out)
     from peft import PeftConfig
 
     from trl.models.loading import load_adapter, load_processing_class

@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 from trl.options.secrets import redacted
@@ -112,6 +113,12 @@ def notes_shown() -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
+
+
+def require_new_folder(out: str) -> None:
+    """Raise ValueError where `out` is there and is not an empty folder."""
+    if Path(out).exists() and not (Path(out).is_dir() and not any(Path(out).iterdir())):
+        raise ValueError(f"out must be a new or empty folder, got '{out}'. Name another one.")
 
 
 def report(prog: str, error: Exception) -> int:

@@ -14,9 +14,10 @@ from transformers.trainer_utils import HubStrategy
 from trl.checkpoints.identity import run_facts
 from trl.checkpoints.progress import SavesState, load_progress, on_main, save_progress
 from trl.checkpoints.runs import Run
-from trl.checkpoints.wholeness import CheckpointError, naming_weights
+from trl.checkpoints.wholeness import SHARDED_WEIGHTS, CheckpointError, naming_weights
 from trl.data.rendering import run_date_of
 from trl.models.loading import cast_state, load_checkpoint_weights, name_dtype, save_dtype
+from trl.models.parts import causal_core
 from trl.models.peft import is_peft_model
 from trl.models.switches import holding
 from trl.options.secrets import unwritten
@@ -91,12 +92,12 @@ def fsdp_kind(trainer: Trainer) -> str | None:
 def check_weights(trainer: Trainer, folder: str) -> None:
     """Raise CheckpointError for weights that FSDP wrote in another way than this run reads them."""
     files, now = set(os.listdir(folder)), fsdp_kind(trainer)
-    kinds = {"pytorch_model_fsdp_0": "SHARDED_STATE_DICT", "pytorch_model_fsdp.bin": "FULL_STATE_DICT"}
+    kinds = {SHARDED_WEIGHTS: "SHARDED_STATE_DICT", "pytorch_model_fsdp.bin": "FULL_STATE_DICT"}
     written = next((kind for file, kind in kinds.items() if file in files), None)
     if written == now or (written, now) == ("FULL_STATE_DICT", None):  # it has model.safetensors, too
         return
     modes = [f"with FSDP (fsdp_state_dict_type: {kind})" if kind else "without FSDP" for kind in (written, now)]
-    merged = f" Or begin a run with its model: first `accelerate merge-weights {folder}/pytorch_model_fsdp_0 {folder}`."
+    merged = f" Or begin a run with its model: first `trl consolidate {folder}`."
     raise CheckpointError(
         f"{folder} was written {modes[0]}, and this run is {modes[1]}: it cannot read the weights. Launch as before."
         f"{merged if written == 'SHARDED_STATE_DICT' else ''}"
@@ -124,9 +125,9 @@ def load_weights(
 
 
 def save_sharded(trainer: Trainer, folder: Path, *, is_checkpoint: bool) -> None:
-    """Write the gathered model where FSDP shards checkpoints; into a checkpoint the model's config and tokenizer.
+    """Write the gathered model where FSDP shards checkpoints; into a checkpoint the model's configs and tokenizer.
 
-    transformers writes neither with SHARDED_STATE_DICT.
+    transformers writes none of them with SHARDED_STATE_DICT.
     """
     if fsdp_kind(trainer) != "SHARDED_STATE_DICT":
         return
@@ -135,8 +136,10 @@ def save_sharded(trainer: Trainer, folder: Path, *, is_checkpoint: bool) -> None
         if trainer.args.should_save:
             trainer._save(str(folder), state_dict=state)  # type: ignore[arg-type]
     elif trainer.args.should_save:
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        for part in (model.config, trainer.processing_class):  # type: ignore[union-attr]
+        model = causal_core(trainer.accelerator.unwrap_model(trainer.model))  # type: ignore[arg-type]
+        model.config.architectures = [type(model).__name__.removeprefix("FSDP")]  # as `save_pretrained` does
+        generation = model.generation_config if model.can_generate() else None
+        for part in filter(None, (model.config, generation, trainer.processing_class)):
             part.save_pretrained(folder)  # type: ignore[union-attr]
 
 
