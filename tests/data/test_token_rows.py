@@ -36,6 +36,17 @@ def with_lengths(rows):
     ]
 
 
+def numbered(rows):
+    """As packers for attention kernels of varying length write them: the number of its document for each token."""
+    return [
+        {
+            **{name: one[name] + two[name] + [0] * 3 for name in one},
+            "attention_mask": [1] * len(one["input_ids"]) + [2] * len(two["input_ids"]) + [0] * 3,
+        }
+        for one, two in zip(rows[::2], rows[1::2], strict=True)
+    ]
+
+
 def stream_of(rows):
     return IterableDataset.from_generator(lambda: iter(rows))
 
@@ -43,6 +54,7 @@ def stream_of(rows):
 PACKED = {
     "positions": joined,
     "lengths": with_lengths,
+    "numbers": numbered,
     "padded positions": lambda rows: padded(joined(rows)),
     "padded lengths": lambda rows: padded(with_lengths(rows)),
 }
@@ -91,11 +103,20 @@ def test_positions_that_do_not_fit(says):
         DataCollatorForLanguageModeling(0)(rows)
 
 
+@pytest.mark.parametrize("mask", [[1, 3, 3], [2, 2, 2], [1, 2, 1], [-1, 1, 1]])
+def test_documents_in_a_mask_are_counted_from_one(mask):
+    rows = [{"input_ids": [5, 6, 7], "attention_mask": mask}]
+    with pytest.raises(ValueError, match="column 'attention_mask': value .* or the number of its document, 0 for padd"):
+        prepare_dataset(Dataset.from_list(rows), tiny_tokenizer(), SFTPreparation())
+
+
 def test_the_collator_reads_positions_and_masks():
     row = {"input_ids": [0, 5, 6, 7], "position_ids": [0, 0, 1, 0], "attention_mask": [0, 1, 1, 1]}
     batch = DataCollatorForLanguageModeling(0)([row, {"input_ids": [8, 9]}])
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9]]
     assert batch["position_ids"].tolist() == [[0, 1, 0, 0, 1]]
+    row = {"input_ids": [5, 6, 7, 0], "attention_mask": [1, 1, 2, 0]}
+    assert DataCollatorForLanguageModeling(0)([row])["position_ids"].tolist() == [[0, 1, 0]]
 
 
 @pytest.mark.parametrize("method", ["prm", "grpo"])

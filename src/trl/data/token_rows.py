@@ -27,7 +27,9 @@ def is_plain(columns: Collection[str], *, may_be_packed: bool = False) -> bool:
 
 
 def real_row(row: Row, dataset: str, index: int, *, splits: str | None = None) -> RowDict:
-    """A row without masked tokens, masks and `position_ids`, which become `seq_lengths` where they restart.
+    """A row without masked tokens, masks and `position_ids`; several documents have `seq_lengths`.
+
+    The positions of a document begin with 0; some packers number the documents in `attention_mask`: 1, 1, 2, 0.
 
     `dataset` and `index` name the row in errors; `splits` is the remedy where rows of several documents are refused.
     Raises: ValueError for these, and for masks and positions that contradict the other columns.
@@ -66,12 +68,14 @@ def _cut(row: Row, name: str, place: Place) -> RowDict:
             counts = f"{mask.size} values for {len(values)} tokens in {column!r}"
             raise place.error(counts, "as many", "Give 1 for each token, 0 for padding.")
         cut[column] = np.asarray(values)[mask != 0].tolist()
-    wrong = mask[(mask != 0) & (mask != 1)]
-    if wrong.size:
-        remedy = "Give the documents of packed rows by 'seq_lengths' or 'position_ids'."
-        raise place.error(f"value {wrong[0]}", "1 for each token, 0 for padding", remedy)
-    lengths = row.get("seq_lengths") if name == "attention_mask" else None
-    if lengths is not None and sum(lengths) == len(mask):
+    real, alone = mask[mask != 0], name == "attention_mask"
+    if (wrong := real[~np.isin(np.diff(real, prepend=0), (0, 1)) if alone else real != 1]).size:
+        expected = f"1 for each token{', or the number of its document' if alone else ''}, 0 for padding"
+        raise place.error(f"value {wrong[0]}", expected, "Correct the mask.")
+    lengths = row.get("seq_lengths") if alone else None
+    if alone and real.size and real[-1] > 1:
+        cut["seq_lengths"] = np.unique(real, return_counts=True)[1].tolist()
+    elif lengths is not None and sum(lengths) == len(mask):
         parts = np.split(mask != 0, np.cumsum(lengths)[:-1])
         cut["seq_lengths"] = [int(part.sum()) for part in parts if part.any()]
     return cut

@@ -142,9 +142,9 @@ def test_rows_of_like_length_are_one_call(monkeypatch):
     monkeypatch.setattr(mixers, "LEAST_SAVED", 57)
     # The longest apart saves 3 x (30 - 11) = 57 tokens of padding; then the shortest apart 1 x (11 - 4) = 7.
     assert bounds([30, 11, 10, 4]) == [0, 1, 4]
-    monkeypatch.setattr(mixers, "LEAST_SAVED", 1)
-    assert bounds([30, 11, 10, 4]) == [0, 1, 3, 4]  # at least an eighth of 3 x 11
-    assert bounds([30, 11, 10, 9]) == [0, 1, 4]  # 2 x (11 - 10) is less
+    monkeypatch.setattr(mixers, "LEAST_SAVED", 2)
+    assert bounds([30, 11, 10, 4]) == [0, 1, 3, 4]  # at least a sixteenth of 3 x 11
+    assert bounds([90, 33, 32, 31]) == [0, 1, 4]  # 2 x (33 - 32) is less than a sixteenth of 3 x 33
     assert bounds([7, 7, 7]) == [0, 3] and bounds([5]) == [0, 1]
 
 

@@ -27,7 +27,7 @@ from trl.models.packed.small_copy import class_of
 from trl.tensors.segments import Segments
 
 Values = TypeVar("Values")
-LEAST_SAVED = 256  # tokens of padding for which a mixer is called once more
+LEAST_SAVED = 128  # tokens of padding for which a mixer is called once more
 _HOOKS = "hooks_of_packed_rows"  # attribute of modules with hooks
 
 
@@ -173,7 +173,7 @@ def _bounds(lengths: Sequence[int]) -> list[int]:
     while parts:
         first, end = parts.pop()
         saved, middle = max(((end - cut) * (lengths[first] - lengths[cut]), cut) for cut in range(first, end))
-        if saved >= max(LEAST_SAVED, (end - first) * lengths[first] // 8):
+        if saved >= max(LEAST_SAVED, (end - first) * lengths[first] // 16):
             bounds.add(middle)
             parts += [(first, middle), (middle, end)]
     return sorted(bounds)
