@@ -11,7 +11,9 @@ import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
+from tests.architectures import model_of
 from tests.contracts.methods import CLOCKS, OF_THE_RUN, ROWS, Found, metrics_of, sft
+from tests.tiny_vision import tiny_image, tiny_processor, tiny_vision_model
 from tests.trainer.one_step import fixed_rows
 
 METHODS = (
@@ -31,6 +33,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "counted": {"include_num_input_tokens_seen": "non_padding"},
     "all counted": {"include_num_input_tokens_seen": "all", "padding_free": True},
 }
+MODELS = ("convolutions", "convolutions, packed", "linear attention, accumulated", "images")
 LONG = {"per_device_train_batch_size": 2, "max_steps": -1, "num_train_epochs": 2}
 
 
@@ -50,6 +53,27 @@ def run(make: Any, processes: int, rows: int, turns: int, **settings: Any) -> Fo
         for name, value in trainer.accelerator.unwrap_model(trainer.model).named_parameters()
     }
     return Found([*trainer.keep.steps, weights], logs, tokens)
+
+
+def pictures(**settings: Any) -> Any:
+    processor = tiny_processor()
+    rows = [
+        {"images": [tiny_image(row)] * (row % 3), "prompt": text, "completion": "Blue."}
+        for row, text in enumerate(["Why?", "What is it?", "And then? Look up.", "How many apples?", "Yes or no?"])
+    ]
+    rows = [{**row, "prompt": "<image> " * len(row["images"]) + row["prompt"]} for row in rows]
+    return sft(
+        model=tiny_vision_model(processor, dtype=torch.float64), processing_class=processor, max_length=None,
+        train_dataset=Dataset.from_list(rows), **settings,
+    )  # fmt: skip
+
+
+def of_model(name: str, processes: int) -> Found:
+    """Five rows on a model whose decoder is given one packed row inside, with layers that mix it by themselves."""
+    if name == "images":
+        return run(pictures, processes, 5, 1)
+    model = model_of("qwen3_5_text" if "linear" in name else "lfm2", dtype=torch.float64)
+    return run(sft, processes, 5, 1 + ("accumulated" in name), model=model, **(PACKED if "packed" in name else {}))
 
 
 def resumed(processes: int) -> Found:
@@ -115,6 +139,7 @@ def every(processes: int) -> dict[str, Found]:
             found[f"{method}, {name}"] = run(make, processes, *sizes, **own)
     for name, settings in OTHERS.items():
         found[name] = run(sft, processes, 5, 1, **settings)
+    found |= {name: of_model(name, processes) for name in MODELS}
     return {**found, "resumed": resumed(processes), "dropped": dropped(processes)}
 
 

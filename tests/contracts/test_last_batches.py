@@ -6,7 +6,9 @@ Gradients of each step and the weights at the end agree to 1e-10 of the largest,
 import pytest
 import torch
 
-from tests.contracts.last_batches import METHODS, OTHERS, ROWS, SIZES, dropped, loader_of_a_program, resumed, run, sft
+from tests.contracts.last_batches import (
+    METHODS, MODELS, OTHERS, ROWS, SIZES, dropped, loader_of_a_program, of_model, resumed, run, sft
+)  # fmt: skip
 from tests.contracts.methods import Found
 from tests.contracts.test_invariance import assert_same
 from tests.two_processes import launch
@@ -24,13 +26,15 @@ def expected(name: str):
         return {"resumed": resumed, "dropped": dropped}[name](1)
     if name in OTHERS:
         return run(sft, 1, 5, 1, **OTHERS[name])
+    if name in MODELS:
+        return of_model(name, 1)
     method, _, size = name.partition(", ")
     make, own = ROWS[method]
     return run(make, 1, *SIZES[size], **own)
 
 
 @pytest.mark.parametrize(
-    "name", [*(f"{method}, {size}" for method in METHODS for size in SIZES), *OTHERS, "resumed", "dropped"]
+    "name", [*(f"{method}, {size}" for method in METHODS for size in SIZES), *OTHERS, *MODELS, "resumed", "dropped"]
 )
 def test_two_processes_are_one(name, two):
     found, alone = Found(*two[name]), expected(name)
