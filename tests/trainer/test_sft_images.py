@@ -8,6 +8,7 @@ import pytest
 import torch
 from datasets import Dataset, Features, Image, IterableDataset, List, Value
 from peft import LoraConfig
+from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from tests.tiny_tokenizers import tiny_tokenizer
@@ -106,6 +107,28 @@ def test_evaluation_sets_of_either_type(processor, monkeypatch):
         assert metrics[f"eval_{name}_loss"] == pytest.approx(float(own), abs=1e-5)
     assert trainer.evaluate(Dataset.from_list(ROWS[:2]))["eval_loss"] > 0
     assert checked == ["eval"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_bfloat16_model_loaded_by_name_moves_every_weight_that_has_a_gradient(family, tmp_path):
+    processor, keep = tiny_processor(family), KeepGradients()
+    for saved in (tiny_vision_model(processor, family, dtype=torch.bfloat16), processor):
+        saved.save_pretrained(tmp_path / "saved")
+    settings = {"max_length": None, "max_steps": 1, "learning_rate": 1e-6, "warmup_steps": 0}
+    args = config(tmp_path / "run", **settings)
+    trainer = SFTTrainer(
+        str(tmp_path / "saved"), args, train_dataset=Dataset.from_list(ROWS), processing_class=processor, callbacks=[keep]
+    )
+    before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
+    assert {weight.dtype for weight in before.values()} == {torch.float32}
+    trainer.train()
+    after, (gradients,) = dict(trainer.model.named_parameters()), keep.steps
+    assert any(("vision" in name or "visual" in name) and gradient.any() for name, gradient in gradients.items())
+    for name, gradient in gradients.items():
+        assert not ((gradient.abs() > 1e-6) & (after[name] == before[name])).any(), name
+    trainer.save_model()
+    weights = load_file(tmp_path / "run" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
 
 
 def test_processor_and_model_are_saved_and_load_again(tmp_path):
