@@ -9,12 +9,16 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
+from tests.agents.tool_words import call_tokenizer
 from tests.architectures import CURRENT, model_of
+from tests.trainer import grpo_agent_runs
 from tests.trainer.dpo_runs import pairs
 from tests.trainer.grpo_runs import even_tokens, prompts
 from tests.trainer.one_step import KeepGradients
 from tests.trainer.resume_worker import ending, rows, tokenizer
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, OnlineDPOConfig, OnlineDPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
+)  # fmt: skip
 from trl.models.parts import CACHE
 
 SETTINGS: dict[str, Any] = {
@@ -115,14 +119,22 @@ def test_a_bfloat16_model_loaded_by_name_moves_every_weight_that_has_a_gradient(
 
 
 @pytest.mark.parametrize("model_type", CURRENT)
-def test_dpo_learns(model_type, tmp_path):
-    """Two epochs of eight pairs in batches of three."""
-    args = DPOConfig(str(tmp_path), per_device_train_batch_size=3, num_train_epochs=2, **SETTINGS)
-    data = Dataset.from_list(pairs())
-    trainer = trained(DPOTrainer(tiny(model_type), args=args, train_dataset=data, processing_class=tokenizer()))
-    losses = logged(trainer, "loss")
+def test_dpo_learns_and_resumes_to_the_same_bits(model_type, tmp_path):
+    """Two epochs of eight pairs in batches of three; resumed in the second epoch, by a model with other weights."""
+
+    def dpo(seed: int) -> Any:
+        saves = {"save_strategy": "steps", "save_steps": 4}
+        args = DPOConfig(str(tmp_path), per_device_train_batch_size=3, num_train_epochs=2, **{**SETTINGS, **saves})
+        data, reference = Dataset.from_list(pairs()), tiny(model_type)
+        return DPOTrainer(
+            tiny(model_type, seed=seed), reference, args, train_dataset=data, processing_class=tokenizer()
+        )
+
+    whole = trained(dpo(0))
+    losses = logged(whole, "loss")
     assert losses[0] == pytest.approx(math.log(2), abs=1e-4)
     assert sum(losses[3:]) < 0.5 * sum(losses[:3])
+    assert ending(trained(dpo(1), resume_from_checkpoint=str(tmp_path / "checkpoint-4"))) == ending(whole)
 
 
 def group(method: str, model: Any, folder: Any, **settings: Any) -> Any:
@@ -139,15 +151,38 @@ def group(method: str, model: Any, folder: Any, **settings: Any) -> Any:
 @pytest.mark.parametrize("model_type", CURRENT)
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
 def test_grpo_and_rloo_run(method, model_type, tmp_path):
-    """GRPO is resumed from its second step, too, by a model with other weights."""
-    settings = {"save_strategy": "steps", "save_steps": 2}
+    """Resumed from the second step, too, by a model with other weights (and without a reference, which would have them)."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "beta": 0.0}
     whole = trained(group(method, tiny(model_type), tmp_path, **settings))
     assert all(math.isfinite(loss) for loss in logged(whole, "loss"))
     assert all(norm > 0 for norm in logged(whole, "grad_norm"))
-    if method == "grpo":
-        resumed = group(method, tiny(model_type, seed=1), tmp_path, **settings)
-        trained(resumed, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-        assert ending(resumed) == ending(whole)
+    resumed = group(method, tiny(model_type, seed=1), tmp_path, **settings)
+    assert ending(trained(resumed, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))) == ending(whole)
+
+
+@pytest.mark.parametrize("model_type", CURRENT)
+def test_online_dpo_runs(model_type, tmp_path):
+    settings = {"per_device_train_batch_size": 6, "max_new_tokens": 6, "max_steps": 2, "num_generations": 2}
+    args = OnlineDPOConfig(str(tmp_path), **{**SETTINGS, **settings, "learning_rate": 0.0})
+    trainer: Any = OnlineDPOTrainer(
+        tiny(model_type), reward_funcs=even_tokens, args=args, train_dataset=prompts(), processing_class=tokenizer()
+    )
+    for loss in logged(trained(trainer), "loss"):  # the mean of log(2) over the three pairs, 0 for those that are alike
+        assert min(abs(loss - math.log(2) * pairs / 3) for pairs in (1, 2, 3)) < 1e-4
+    assert all(norm > 0 for norm in logged(trainer, "grad_norm"))
+
+
+@pytest.mark.parametrize("model_type", CURRENT)
+def test_agents_run(model_type):
+    """Sessions of two rounds with calls of tools."""
+    words = call_tokenizer()
+    model = model_of(model_type, vocab_size=len(words))
+    model.generation_config.eos_token_id = words.convert_tokens_to_ids(["</s>", "yes", "no", "hi", "?", "3"])
+    trainer, keep = grpo_agent_runs.trained(dtype="float32", given={"model": model}, max_steps=1)
+    assert logged(trainer, "completions/mean_length")[0] > 2  # two rounds of at least one token
+    assert logged(trainer, "reward_std")[0] > 0
+    sizes = [gradient.abs().sum().item() for gradient in keep.steps[0].values()]
+    assert all(map(math.isfinite, sizes)) and sum(sizes) > 0
 
 
 def is_sum(prompt_ids: list[list[int]], completion_ids: list[list[int]], **_: Any) -> list[float]:

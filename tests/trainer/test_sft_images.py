@@ -117,7 +117,11 @@ def test_a_bfloat16_model_loaded_by_name_moves_every_weight_that_has_a_gradient(
     settings = {"max_length": None, "max_steps": 1, "learning_rate": 1e-6, "warmup_steps": 0}
     args = config(tmp_path / "run", **settings)
     trainer = SFTTrainer(
-        str(tmp_path / "saved"), args, train_dataset=Dataset.from_list(ROWS), processing_class=processor, callbacks=[keep]
+        str(tmp_path / "saved"),
+        args,
+        train_dataset=Dataset.from_list(ROWS),
+        processing_class=processor,
+        callbacks=[keep],
     )
     before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
     assert {weight.dtype for weight in before.values()} == {torch.float32}
