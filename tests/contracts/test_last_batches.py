@@ -7,7 +7,17 @@ import pytest
 import torch
 
 from tests.contracts.last_batches import (
-    METHODS, MODELS, OTHERS, ROWS, SIZES, dropped, loader_of_a_program, of_model, resumed, run, sft
+    METHODS,
+    MODELS,
+    OTHERS,
+    ROWS,
+    SIZES,
+    dropped,
+    loader_of_a_program,
+    of_model,
+    resumed,
+    run,
+    sft,
 )  # fmt: skip
 from tests.contracts.methods import Found
 from tests.contracts.test_invariance import assert_same

@@ -106,7 +106,9 @@ def test_positions_that_do_not_fit(says):
 @pytest.mark.parametrize("mask", [[1, 3, 3], [2, 2, 2], [1, 2, 1], [-1, 1, 1]])
 def test_documents_in_a_mask_are_counted_from_one(mask):
     rows = [{"input_ids": [5, 6, 7], "attention_mask": mask}]
-    with pytest.raises(ValueError, match="column 'attention_mask': value .* or the number of its document, 0 for padd"):
+    with pytest.raises(
+        ValueError, match=r"column 'attention_mask': value .* or the number of its document, 0 for padd"
+    ):
         prepare_dataset(Dataset.from_list(rows), tiny_tokenizer(), SFTPreparation())
 
 

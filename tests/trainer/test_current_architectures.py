@@ -17,7 +17,16 @@ from tests.trainer.grpo_runs import even_tokens, prompts
 from tests.trainer.one_step import KeepGradients
 from tests.trainer.resume_worker import ending, rows, tokenizer
 from trl import (
-    DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, OnlineDPOConfig, OnlineDPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    OnlineDPOConfig,
+    OnlineDPOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
 )  # fmt: skip
 from trl.models.parts import CACHE
 
