@@ -13,7 +13,7 @@ from trl.methods.online_dpo import OnlineDPOMethod
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import LossOf, ScoreOptions
 from trl.objectives.kl import probability_ratio
-from trl.objectives.online_preference import by_epoch, nash_advantages
+from trl.objectives.online_preference import nash_advantages
 from trl.rewards.result import RewardInputs
 from trl.rollouts.experience import ADVANTAGE, OLD, REF, SCORES, STOPPED, TRAINED, Experience
 from trl.tensors.reduce import LossTerms, Weighted, weighted, where_counted
@@ -37,7 +37,7 @@ class NashMDMethod(OnlineDPOMethod):
     @property
     def reference_share(self) -> float:  # type: ignore[override]
         """`mixture_coef` of the present epoch."""
-        return by_epoch(self.args.mixture_coef, self.epoch())
+        return self.of_epoch("mixture_coef")
 
     def needs_old(self, experience: Experience) -> bool:
         return True
@@ -115,10 +115,9 @@ class NashMDMethod(OnlineDPOMethod):
         }
         if not self.is_judged:
             columns |= {"rewards/chosen": rows[SCORES], "rewards/rejected": rows[OPPONENT_SCORE]}
-        settings = {"beta": self.beta, "mixture_coef": self.reference_share}
         return {
             **{name: weighted(values, known) for name, values in columns.items()},
             "val/model_contain_eos_token": weighted(rows[STOPPED].bool(), answered),
             "val/ref_contain_eos_token": weighted(rows[OPPONENT_STOPPED], answered),
-            **{name: weighted(torch.tensor([value])) for name, value in settings.items()},
+            **self.schedule_metrics(),
         }

@@ -37,7 +37,15 @@ class OnlineDPOMethod(GroupMethod):
     @property
     def beta(self) -> float:
         """Of the present epoch."""
-        return by_epoch(self.args.beta, self.epoch())
+        return self.of_epoch("beta")
+
+    def of_epoch(self, name: str) -> float:
+        """A setting among the config's `schedules` in the present epoch."""
+        return by_epoch(getattr(self.args, name), self.epoch())
+
+    def schedule_metrics(self) -> dict[str, Weighted]:
+        """The present values of all `schedules`."""
+        return {name: weighted(torch.tensor([self.of_epoch(name)])) for name in self.args.schedules}
 
     @property
     def is_judged(self) -> bool:
@@ -96,11 +104,9 @@ class OnlineDPOMethod(GroupMethod):
         """The loss of each pair, with its metrics; `ipo` compares sums over tokens, as its paper does."""
         scores, (chosen, rejected, weights) = experience.per_row[SCORES], pairs
         pair_scores = PairScores(policy[chosen], policy[rejected], reference[chosen], reference[rejected])
-        beta = self.beta
-        terms = preference_terms(
-            pair_scores, [self.args.loss_type], self.args.pair_options(beta), pair_weights=weights.to(policy)
-        )
-        metrics = {**terms.metrics, "beta": weighted(torch.tensor([beta]))}
+        options = self.args.pair_options(self.beta)
+        terms = preference_terms(pair_scores, [self.args.loss_type], options, pair_weights=weights.to(policy))
+        metrics = {**terms.metrics, **self.schedule_metrics()}
         if not self.is_judged:
             metrics["objective/scores_margin"] = weighted(scores[chosen] - scores[rejected])
         return terms._replace(metrics=metrics)

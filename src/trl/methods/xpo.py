@@ -3,13 +3,12 @@
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from trl.methods.method import Step
 from trl.methods.online_dpo import OnlineDPOMethod
-from trl.models.scoring.causal import Scored
-from trl.objectives.online_preference import by_epoch
+from trl.objectives.online_preference import RankedPairs
 from trl.rollouts.experience import SCORES, STOPPED, Experience
-from trl.tensors.reduce import LossTerms, weighted
+from trl.tensors.reduce import LossTerms, Weighted, weighted
 
 if TYPE_CHECKING:
     from trl.trainer.xpo_config import XPOConfig
@@ -20,35 +19,22 @@ class XPOMethod(OnlineDPOMethod):
 
     args: "XPOConfig"
 
-    @property
-    def alpha(self) -> float:
-        """Of the present epoch."""
-        return by_epoch(self.args.alpha, self.epoch())
+    def pair_terms(self, experience: Experience, pairs: RankedPairs, policy: Tensor, reference: Tensor) -> LossTerms:
+        terms = super().pair_terms(experience, pairs, policy, reference)
+        second = torch.maximum(pairs.chosen, pairs.rejected)
+        optimism = self.of_epoch("alpha") * policy[second] * pairs.weights.to(policy)
+        metrics = {**terms.metrics, "loss/dpo": weighted(terms.values), "loss/xpo": weighted(optimism)}
+        return terms._replace(values=terms.values + optimism, metrics=metrics)
 
-    def objective(self, experience: Experience, scored: Scored, step: Step) -> list[LossTerms]:
-        policy, reference = self.sums(experience, scored.logps)
-        rows, scores = experience.per_row, experience.per_row[SCORES]
-        pairs = self.pairs(scores)
-        terms = self.pair_terms(experience, pairs, policy, reference)
-        optimism = self.alpha * policy[torch.maximum(pairs.chosen, pairs.rejected)] * pairs.weights.to(policy)
-        model, opponent = scores.view(-1, 2).unbind(dim=1)
-        known = ~(model + opponent).isnan()
-        stopped, detached = rows[STOPPED].bool(), policy.detach()
-        kl, entropy = (values.view(-1, 2).mean(dim=1) for values in (detached - reference, -detached))
-        metrics = {
-            **terms.metrics,
-            "loss/dpo": weighted(terms.values),
-            "loss/xpo": weighted(optimism),
-            "objective/kl": weighted(kl, known),
-            "objective/entropy": weighted(entropy, known),
-            "val/model_contain_eos_token": weighted(stopped[::2]),
-            "val/ref_contain_eos_token": weighted(stopped[1::2]),
-            "alpha": weighted(torch.tensor([self.alpha])),
-        }
+    def row_metrics(self, experience: Experience, policy: Tensor, reference: Tensor) -> dict[str, Weighted]:
+        """Means over prompts whose completions both have a score."""
+        scores, stopped = (experience.per_row[name].view(-1, 2) for name in (SCORES, STOPPED))
+        (model, opponent), known = scores.unbind(dim=1), ~scores.isnan().any(dim=1)
+        columns = {"objective/kl": policy - reference, "objective/entropy": -policy}
+        columns = {name: values.view(-1, 2).mean(dim=1) for name, values in columns.items()}
         if not self.is_judged:
-            metrics |= {
-                "objective/model_scores": weighted(model, known),
-                "objective/ref_scores": weighted(opponent, known),
-                "objective/scores_margin": weighted(model - opponent, known),
-            }
-        return [terms._replace(values=terms.values + optimism, metrics=metrics)]
+            columns |= {"objective/model_scores": model, "objective/ref_scores": opponent}
+            columns["objective/scores_margin"] = model - opponent
+        sides = zip(("model", "ref"), stopped.bool().unbind(dim=1), strict=True)
+        ends = {f"val/{name}_contain_eos_token": weighted(side) for name, side in sides}
+        return {**{name: weighted(values, known) for name, values in columns.items()}, **ends}

@@ -29,7 +29,7 @@ def option(
     """A dataclass field with help text; `metadata` goes to argparse.
 
     `bounds` limits a number: ">= 1", "> 0", or an interval such as "(0, 1]" (default: "[0, inf)"). A value without the
-    field that it `needs` warns. A `flag` may stand alone on a command line although None is its default. Lists and
+    field that it `needs`, or without its value ("name=value"), warns. A `flag` may stand alone on a command line although None is its default. Lists and
     dicts are copied for every instance; a function makes the default.
     """
     return _field(default, Declaration(bounds, needs), {"help": help, **_switch(flag), **metadata})
@@ -96,7 +96,8 @@ class OptionGroup:
         check_choices(self)
         check_numbers(self)
         for needed, names in unread_fields(self).items():
-            effect = f"has no effect with {needed}={getattr(self, needed)}"
+            name = needed.partition("=")[0]
+            effect = f"has no effect with {name}={getattr(self, name)}"
             warn_caller(f"{', '.join(names)} {effect}. Set {needed}, or leave it out.")
 
 
@@ -149,11 +150,13 @@ def _move_legacy(config: OptionGroup) -> None:
 
 
 def unread_fields(config: OptionGroup) -> dict[str, list[str]]:
-    """The changed fields that have no effect, as `name=value`, by the field that they need and that is off."""
+    """The changed fields that have no effect, as `name=value`, by the field, or its value, that they need."""
     unread: dict[str, list[str]] = {}
     for item in dataclasses.fields(config):
         needed = declaration(item).needs
-        if needed and not getattr(config, needed) and getattr(config, item.name) != item.default:
+        name, _, wanted = needed.partition("=")
+        lacks = needed and (str(getattr(config, name)) != wanted if wanted else not getattr(config, name))
+        if lacks and getattr(config, item.name) != item.default:
             unread.setdefault(needed, []).append(f"{item.name}={getattr(config, item.name)!r}")
     return unread
 

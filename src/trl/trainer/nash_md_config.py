@@ -1,9 +1,11 @@
 """Configuration of Nash-MD."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from trl.options.groups import documented, option
-from trl.trainer.online_dpo_config import OnlineDPOConfig, read_schedule
+from trl.trainer.online_dpo_config import OnlineDPOConfig
 
 
 @documented
@@ -17,22 +19,10 @@ class NashMDConfig(OnlineDPOConfig):
         0.25
     """
 
+    has_opponent: ClassVar[bool] = True
+    schedules: ClassVar[Mapping[str, float]] = {**OnlineDPOConfig.schedules, "mixture_coef": 1.0}
     mixture_coef: list[float] = option(
         [0.5],
         "Share of the reference in the opponent, the geometric mixture of policy (0) and reference (1): a number, or a list "
         "with one for each epoch.",
     )
-
-    def check(self) -> None:
-        super().check()
-        self.mixture_coef = read_schedule("mixture_coef", self.mixture_coef, largest=1.0)  # type: ignore[assignment]
-        require_pairs(self, "Nash-MD")
-
-
-def require_pairs(args: OnlineDPOConfig, name: str) -> None:
-    """Raise ValueError unless a prompt has two completions, the policy's and its opponent's."""
-    if args.num_generations != 2:
-        raise ValueError(
-            f"{name} compares one completion of the policy with one of its opponent, got num_generations={args.num_generations}. Set "
-            "it to 2."
-        )

@@ -34,7 +34,6 @@ class NashMDTrainer(OnlineDPOTrainer):
     args: NashMDConfig
     method_type = NashMDMethod
     config_type = NashMDConfig
-    has_opponent: ClassVar[bool] = True
     mixture_coef = View("method.reference_share")  # of the present epoch
 
     def rows_of_step(self, step: int, sizes: Any = None) -> list[Tensor]:

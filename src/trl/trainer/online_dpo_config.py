@@ -1,7 +1,8 @@
 """Configuration of online DPO."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from trl.objectives.online_preference import Selection, TiePolicy
 from trl.objectives.pairs import PairOptions, require_beta
@@ -66,10 +67,20 @@ class OnlineDPOConfig(JudgeOptions, GroupTraining):
     vllm_gpu_memory_utilization: float = same(Generation, "vllm_gpu_memory_utilization", 0.55)
     epsilon: float = moved("no ratio is clipped.", default=0.2)
     epsilon_high: float | None = moved("no ratio is clipped.")
+    schedules: ClassVar[Mapping[str, float]] = {"beta": float("inf")}
+    """Settings that may have a value for each epoch, and their largest values."""
+    has_opponent: ClassVar[bool] = False
+    """Whether the second completion of a prompt is an opponent's."""
 
     def check(self) -> None:
-        self.beta = read_schedule("beta", self.beta)  # type: ignore[assignment]
+        for name, largest in self.schedules.items():
+            setattr(self, name, read_schedule(name, getattr(self, name), largest))
         super().check()
+        if self.has_opponent and self.num_generations != 2:
+            raise ValueError(
+                "One completion of the policy is compared with one of its opponent, got num_generations="
+                f"{self.num_generations}. Set it to 2."
+            )
         if self.num_generations_eval not in (None, self.num_generations):
             raise ValueError(
                 f"num_generations_eval={self.num_generations_eval} must be num_generations={self.num_generations}: pairs are made "

@@ -59,7 +59,6 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
     method: OnlineDPOMethod
     method_type = OnlineDPOMethod
     config_type = OnlineDPOConfig
-    has_opponent: ClassVar[bool] = False
 
     @names_checked
     def __init__(
@@ -88,7 +87,7 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
         assert isinstance(args, OnlineDPOConfig)
         has_agent = agent is not None or environment_factory is not None
         wrong = {"tools": tools, "images": has_images(train_dataset, eval_dataset), "an agent": has_agent}
-        if self.has_opponent and (names := [name for name in wrong if wrong[name]]):
+        if args.has_opponent and (names := [name for name in wrong if wrong[name]]):
             raise ValueError(
                 f"{self._name} generates with an opponent on prompts of text alone, got {names[0]}. Leave them out, or "
                 "use OnlineDPOTrainer."
@@ -121,7 +120,7 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
 
     def rollout_engine(self, engine: Engine) -> Engine:
         """The config's; with an opponent, it takes turns with the mixture of policy and reference."""
-        if not self.has_opponent:
+        if not self.args.has_opponent:
             return engine
         assert self.model is not None and self.reference is not None
         opponent = MixtureEngine(

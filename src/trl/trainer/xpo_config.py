@@ -1,10 +1,11 @@
 """Configuration of XPO."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from trl.options.groups import documented, option
-from trl.trainer.nash_md_config import require_pairs
-from trl.trainer.online_dpo_config import OnlineDPOConfig, read_schedule
+from trl.trainer.online_dpo_config import OnlineDPOConfig
 
 
 @documented
@@ -18,13 +19,8 @@ class XPOConfig(OnlineDPOConfig):
         [0.0001, 1e-05]
     """
 
+    has_opponent: ClassVar[bool] = True
+    schedules: ClassVar[Mapping[str, float]] = {**OnlineDPOConfig.schedules, "alpha": float("inf")}
     alpha: list[float] = option(
-        [1e-5],
-        "Optimism: weight of the policy's log-probability of the reference's completions, which is lowered. A number, or a "
-        "list with one for each epoch.",
+        [1e-5], "Optimism: weight of the log-prob of the reference's completions, which is lowered; also one per epoch."
     )
-
-    def check(self) -> None:
-        super().check()
-        self.alpha = read_schedule("alpha", self.alpha)  # type: ignore[assignment]
-        require_pairs(self, "XPO")

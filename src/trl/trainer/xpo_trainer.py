@@ -34,5 +34,4 @@ class XPOTrainer(OnlineDPOTrainer):
     args: XPOConfig
     method_type = XPOMethod
     config_type = XPOConfig
-    has_opponent: ClassVar[bool] = True
-    alpha = View("method.alpha")  # of the present epoch
+    alpha = View(lambda trainer: trainer.method.of_epoch("alpha"))  # of the present epoch

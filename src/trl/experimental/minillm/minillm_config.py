@@ -23,23 +23,15 @@ class MiniLLMConfig(GRPOConfig):
 
     least_generations: ClassVar[int] = 1
     disable_dropout: bool = shared("disable_dropout")
-    teacher_kl_coef: float = same(
-        GRPOConfig, "teacher_kl_coef", 1.0, help="Weight of both parts of the divergence beside the rewards."
-    )
-    rkl_advantage: bool = option(
-        True, "Add the teacher's and the student's log-probabilities to the advantages (the long-term part)."
-    )
+    teacher_kl_coef: float = same(GRPOConfig, "teacher_kl_coef", 1.0, help="Weight of both parts beside the rewards.")
+    rkl_advantage: bool = option(True, "Add log-ratios of teacher and student to the advantages (the long-term part).")
     single_step_decomposition: bool = option(
         True,
         "Add the exact reverse KL divergence at each token to the loss; advantages then begin at the next token. "
         "Costs a second forward and backward pass.",
     )
     kd_temperature: float = option(1.0, "Temperature of both distributions in the divergence.", "> 0")
-    gamma: float = option(
-        0.0,
-        "Discount of the log-ratios of later tokens in a token's advantage. 1: the paper's; 0: none of later tokens.",
-        "[0, 1]",
-    )
+    gamma: float = option(0.0, "Discount of later tokens' log-ratios in an advantage; 1 in the paper.", "[0, 1]")
     length_normalization: bool = option(True, "Divide the discounted sum of log-ratios by the sum of its discounts.")
 
     def check(self) -> None:

@@ -3,8 +3,8 @@
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from torch import Tensor
+from transformers import TrainerCallback
 
 from trl.experimental.minillm.minillm_config import MiniLLMConfig
 from trl.methods.grpo import GRPOMethod
@@ -20,7 +20,7 @@ from trl.rollouts.experience import MEAN_LENGTH, TRAINED, Experience
 from trl.rollouts.maker import Completer
 from trl.tensors.reduce import LossTerms, weighted
 from trl.tensors.vocabulary_loss import VocabularyLoss
-from trl.trainer.arguments import AnyDataset, Optimizers
+from trl.trainer import arguments
 from trl.trainer.group_setup import RewardFuncs, RolloutFunc, Tools
 from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -72,10 +72,8 @@ class MiniLLMMethod(GRPOMethod):
         if not self.single_step:
             return scored, None
         weights = experience.per_token[TRAINED] * self.exact_weight(experience)
-        temperature = self.args.kd_temperature
-        return scored, scoring.divergence(
-            self.learned(batch), Divergence(1.0), weights=weights, temperature=temperature
-        )
+        options = {"weights": weights, "temperature": self.teacher_temperature}
+        return scored, scoring.divergence(self.learned(batch), Divergence(1.0), **options)
 
     def terms(self, batch: Batch, scored: tuple[Scored, VocabularyLoss | None], step: Step) -> Outcome:
         """GRPO's terms, and the divergence."""
@@ -111,13 +109,11 @@ class MiniLLMTrainer(GRPOTrainer):
     config_type = MiniLLMConfig
 
     def __init__(
-        self, model: str | nn.Module | PreTrainedModel,
-        teacher_model: str | nn.Module | PreTrainedModel | None = None, reward_funcs: RewardFuncs = None,
-        args: MiniLLMConfig | None = None, train_dataset: AnyDataset | None = None,
-        eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        self, model: arguments.AnyModel, teacher_model: arguments.AnyModel | None = None, reward_funcs: RewardFuncs = None,
+        args: MiniLLMConfig | None = None, train_dataset: arguments.AnyDataset | None = None,
+        eval_dataset: arguments.EvalDatasets | None = None, processing_class: arguments.Processor | None = None,
         reward_processing_classes: ProcessingClasses = None, callbacks: list[TrainerCallback] | None = None,
-        optimizers: Optimizers = (None, None), peft_config: AdapterConfig = None,
+        optimizers: arguments.Optimizers = (None, None), peft_config: AdapterConfig = None,
         rollout_func: RolloutFunc | None = None, tools: Tools | None = None, completer: Completer | None = None,
     ) -> None:  # fmt: skip
         super().__init__(

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from trl.options.checks import warn_unread
 from trl.options.generation import Generation, VLLMMode
 from trl.options.groups import OptionGroup, documented, option, same
 from trl.options.shared import shared
@@ -22,32 +21,28 @@ class SelfDistillation(OptionGroup):
     vllm_mode: VLLMMode = same(Generation, "vllm_mode", "colocate")
     disable_dropout: bool = shared("disable_dropout")
     teacher_model_kind: Literal["base", "live", "ema"] = option(
-        "base",
-        "Weights of the teacher: those before training ('base'), the student's present ones ('live'), or an average "
-        "that follows the student ('ema').",
+        "base", "The teacher's weights: before training ('base'), the student's ('live'), or their average ('ema')."
     )
-    teacher_update_rate: float = option(0.05, "ema: share of the student in an update. 1 copies the student.", "(0, 1]")
-    teacher_sync_steps: int = option(1, "ema: optimiser steps between two updates.", ">= 1")
+    teacher_update_rate: float = option(
+        0.05, "Share of the student in an update. 1 copies the student.", "(0, 1]", needs="teacher_model_kind=ema"
+    )
+    teacher_sync_steps: int = option(1, "Steps between two updates.", ">= 1", needs="teacher_model_kind=ema")
     distillation_alpha: float = option(
-        0.5,
-        "Divergence from the teacher: 0 is the forward KL, 1 the reverse KL, between them the generalised "
-        "Jensen-Shannon divergence.",
-        "[0, 1]",
+        0.5, "Divergence: 0 is the forward KL, 1 the reverse KL, between them generalised Jensen-Shannon.", "[0, 1]"
     )
     distillation_mode: DistillationMode = option(
         "topk_logits",
         "Tokens over which the divergence runs: all ('full_logits'), the student's most likely ones ('topk_logits'), "
         "or the sampled one ('sampled_token': an estimate of the reverse KL, with distillation_alpha=1).",
     )
-    distillation_topk: int | None = option(100, "topk_logits: number of tokens.", ">= 1")
+    distillation_topk: int | None = option(100, "Number of tokens.", ">= 1", needs="distillation_mode=topk_logits")
     distillation_is_clip: float | None = option(
-        2.0,
-        "Largest weight by which a token counts more, where the student has changed since it was sampled. None: no "
-        "such weights.",
-        "(0, inf]",
+        2.0, "Largest importance weight of a token that an earlier student sampled. None: no such weights.", "(0, inf]"
     )
     distillation_add_tail: bool = option(
-        False, "topk_logits: all other tokens are one more class. False: both distributions are renormalised."
+        False,
+        "All other tokens are one more class. False: both distributions are renormalised.",
+        needs="distillation_mode=topk_logits",
     )
 
     def check(self) -> None:
@@ -59,13 +54,6 @@ class SelfDistillation(OptionGroup):
             )
         if self.distillation_mode == "topk_logits" and self.distillation_topk is None:
             raise ValueError("distillation_mode='topk_logits' needs distillation_topk, got None. Set it (100, say).")
-        if self.distillation_mode != "topk_logits":
-            names = {"distillation_topk", "distillation_add_tail"}
-            warn_unread(self, names, f"with distillation_mode={self.distillation_mode!r}. Leave it out")
-        if self.teacher_model_kind != "ema":
-            names = {"teacher_update_rate", "teacher_sync_steps"}
-            reason = f"with teacher_model_kind={self.teacher_model_kind!r}. Leave it out, or set 'ema'"
-            warn_unread(self, names, reason)
 
     def check_template(self, name: str, *placeholders: str) -> None:
         """Raise ValueError unless the template has these placeholders."""

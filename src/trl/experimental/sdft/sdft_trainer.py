@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from datasets import Dataset
-from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from torch import Tensor
+from transformers import TrainerCallback
 
 from trl.data.formats import by_name, is_list_of_dicts_with
 from trl.data.prompts import PROMPT_IDS
@@ -21,7 +21,7 @@ from trl.rollouts.maker import Completed, RolloutMaker, Rows
 from trl.rollouts.teacher_prompts import TeacherPrompts, extended, text_of, with_roles
 from trl.tensors.ragged import Ragged
 from trl.tensors.sequences import positions_in_sequence
-from trl.trainer.arguments import AnyDataset, Optimizers
+from trl.trainer import arguments
 from trl.trainer.callbacks.sync_ref_model import SyncRefModelCallback
 from trl.trainer.distillation_trainer import DistillationTrainer
 from trl.trainer.group_setup import RewardFuncs
@@ -67,12 +67,11 @@ class SelfDistillationTrainer(DistillationTrainer):
     method: SelfDistillationMethod
 
     def __init__(
-        self, model: str | nn.Module | PreTrainedModel, reward_funcs: RewardFuncs = None,
-        args: Any | None = None, train_dataset: AnyDataset | None = None,
-        eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        reward_processing_classes: ProcessingClasses = None, callbacks: list[TrainerCallback] | None = None,
-        optimizers: Optimizers = (None, None), peft_config: AdapterConfig = None,
+        self, model: arguments.AnyModel, reward_funcs: RewardFuncs = None, args: Any | None = None,
+        train_dataset: arguments.AnyDataset | None = None, eval_dataset: arguments.EvalDatasets | None = None,
+        processing_class: arguments.Processor | None = None, reward_processing_classes: ProcessingClasses = None,
+        callbacks: list[TrainerCallback] | None = None, optimizers: arguments.Optimizers = (None, None),
+        peft_config: AdapterConfig = None,
     ) -> None:  # fmt: skip
         for name, dataset in {"train": train_dataset, **by_name(eval_dataset)}.items():
             self.check_rows(dataset, name, args)
@@ -136,11 +135,10 @@ class SDFTTrainer(SelfDistillationTrainer):
     config_type = SDFTConfig
 
     def __init__(
-        self, model: str | nn.Module | PreTrainedModel, args: SDFTConfig | None = None,
-        train_dataset: AnyDataset | None = None, eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        callbacks: list[TrainerCallback] | None = None, optimizers: Optimizers = (None, None),
-        peft_config: AdapterConfig = None,
+        self, model: arguments.AnyModel, args: SDFTConfig | None = None,
+        train_dataset: arguments.AnyDataset | None = None, eval_dataset: arguments.EvalDatasets | None = None,
+        processing_class: arguments.Processor | None = None, callbacks: list[TrainerCallback] | None = None,
+        optimizers: arguments.Optimizers = (None, None), peft_config: AdapterConfig = None,
     ) -> None:  # fmt: skip
         super().__init__(
             model, None, args, train_dataset, eval_dataset, processing_class, None, callbacks, optimizers, peft_config,
