@@ -21,8 +21,8 @@ import trl
 from trl import ModelConfig
 from trl.models.peft import get_peft_config
 from trl.scripts.planning.live_bytes import LiveBytes
-from trl.scripts.planning.plan import Run, plan_of
-from trl.scripts.planning.policy import meta_model, weights_dtype
+from trl.scripts.planning.plan import plan_of
+from trl.scripts.planning.run import Run, meta_model, weights_dtype
 from trl.scripts.planning.state import Sharding
 from trl.scripts.training import COMMANDS
 from trl.trainer.grpo_config import RolloutTraining
@@ -103,13 +103,13 @@ def _numbers(completions: list[str], **_: object) -> list[float]:
     return [number % 3.0 for number in range(len(completions))]
 
 
-def live_peak(run: Run) -> int:
+def live_peak(run: Run) -> float:
     """The most bytes in the run; rows have the run's greatest lengths."""
     prompt, completion = run.lengths
-    planned, tokens = run.planned, [9] * run.lengths.row
+    tokens = [9] * run.lengths.row
     others: dict[str, Any] = {}
     row: dict[str, Any] = {"input_ids": tokens}
-    if planned.samples:
+    if run.samples:
         others = {"reward_funcs": _numbers} if run.method != "distillation" else {}
     elif run.method == "reward":
         row = {"chosen_input_ids": tokens, "rejected_input_ids": [*tokens[:prompt], 8, *tokens[prompt + 1 :]]}
@@ -125,11 +125,11 @@ def live_peak(run: Run) -> int:
     if "teacher" in run.frozen:
         others["teacher_model"] = with_numbers(run.frozen["teacher"], torch.float32)
     rows = [row] * 16
-    if planned.samples:  # equal prompts are laid out once
+    if run.samples:  # equal prompts are laid out once
         rows = [{"prompt": " ".join([*pair, *[WORDS[0]] * (prompt - 2)])} for pair in product(WORDS, WORDS)]
     dtype = weights_dtype(run.config, run.args, run.model_args)
     trainer = getattr(trl, f"{COMMANDS[run.method].prefix}Trainer")(
-        model=with_numbers(run.config, dtype, planned.classifier), args=run.args, train_dataset=Dataset.from_list(rows),
+        model=with_numbers(run.config, dtype, run.classifier), args=run.args, train_dataset=Dataset.from_list(rows),
         peft_config=get_peft_config(run.model_args), processing_class=tokenizer(), **others,
     )  # fmt: skip
     gc.collect()

@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 import trl  # noqa: E402
 from tests.harnesses.live_peak import llama, tokenizer, with_numbers  # noqa: E402
-from trl.scripts.planning.plan import Run, plan_of  # noqa: E402
+from trl.scripts.planning.plan import plan_of  # noqa: E402
+from trl.scripts.planning.run import Run  # noqa: E402
 from trl.scripts.planning.state import sharding_of  # noqa: E402
 
 LENGTH = 32

@@ -12,14 +12,13 @@ from transformers import LlamaConfig
 import trl
 from tests.architectures import config_of
 from tests.harnesses.live_peak import SHAPES, live_peak, run_of, with_numbers
-from trl.methods.method import Scoring, Step
 from trl.models.scoring.causal import Scorer
 from trl.models.scoring.classifier import ClassificationScorer
-from trl.reporting.metrics import Processes
 from trl.scripts.plan import METHODS, main, print_plan, run_for
 from trl.scripts.planning import levers, measure
+from trl.scripts.planning.live_bytes import Bytes
 from trl.scripts.planning.plan import gathered_bytes, memory_of, plan_of
-from trl.scripts.planning.state import data_parallel, sharding_of
+from trl.scripts.planning.state import sharding_of
 
 SMALL = LlamaConfig(
     vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
@@ -67,13 +66,13 @@ def test_state_is_counted_and_the_parts_add_up(alone):
 
 
 def test_the_state_of_bfloat16_weights_has_their_residuals(run):
-    plan = plan_of(run.with_phases_of(run.changed(weights="bf16+residual", bf16=False)))
+    plan = plan_of(measure.with_phases_of(run, run.changed(weights="bf16+residual", bf16=False)))
     assert plan.parts["optimiser (adamw_torch_fused with bf16 residuals)"] == (4 + 4 + 2) * plan.weights
 
 
 def shared(run, profile, *, half=False):
     """The plan for four devices."""
-    return plan_of(run.with_phases_of(replace(run, sharding=sharding_of(str(profile), 4, half=half))))
+    return plan_of(measure.with_phases_of(run, replace(run, sharding=sharding_of(str(profile), 4, half=half))))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +111,7 @@ def test_fsdp_computes_with_units_in_bfloat16_and_keeps_no_other_copies():
     plan = plan_of(fsdp)
     assert gathered_bytes(fsdp) == UNITS
     assert plan.parts["gathered units"] == UNITS[plan.phase]
-    copies = autocast.phases[measure.HEAD].activations - fsdp.phases[measure.HEAD].activations
+    copies = measure.phases_of(autocast)[measure.HEAD].others - measure.phases_of(fsdp)[measure.HEAD].others
     assert copies == pytest.approx(2 * (3 * (LAYER - 128) + HEAD - 64), rel=0.01)  # autocast's, of matrices
 
 
@@ -130,7 +129,7 @@ def test_fsdp_sums_whole_gradients_of_micro_batches_by_default(sync_each_batch, 
         summing,
     ]
     run = run_for("sft", [*options, "--accelerate_config", "fsdp2"], 4, SMALL)
-    vars(run)["phases"] = {measure.HEAD: measure.Bytes(2 * NUMBERS, 0.0)}  # in bfloat16
+    run.phases.update({measure.HEAD: Bytes(2 * NUMBERS, 0.0)})  # in bfloat16
     plan = plan_of(run)
     assert (plan.parts["gradients"], plan.gradients) == (gradients, 4 * NUMBERS / 4)
 
@@ -167,7 +166,7 @@ def test_the_largest_that_fit(run, monkeypatch, memory, batch, tokens):
 
 def test_each_lever_frees_what_its_setting_does(run, alone, monkeypatch):
     kept = run.changed(gradient_checkpointing=False)
-    several = replace(kept, sharding=data_parallel(2))
+    several = replace(kept, sharding=sharding_of(None, 2, half=False))
     settings = [setting for _, setting, _ in levers._changes(several)]
     assert settings[1:5] == [
         "--max_length 16", "--gradient_checkpointing true", "--activation_offloading true", "--weights bf16+residual"
@@ -184,7 +183,7 @@ def test_vllm_in_the_same_process_takes_its_share_of_the_gpu():
     def plan(**settings):
         run = replace(run_for("grpo", ["--num_generations", "2", "--use_cpu", "true"], 1, SMALL), memory=1e9)
         run = run.changed(use_vllm=True, vllm_gpu_memory_utilization=0.25, **settings)
-        vars(run)["phases"] = {measure.HEAD: measure.Bytes(0, 1e6), measure.UPDATE: measure.Bytes(4 * NUMBERS, 0)}
+        run.phases.update({measure.HEAD: Bytes(0, 1e6), measure.UPDATE: Bytes(4 * NUMBERS, 0)})
         return plan_of(run)
 
     fixed, share = 12 * NUMBERS, pytest.approx(2.5e8)
@@ -206,7 +205,7 @@ def test_generation_holds_keys_and_values_logits_and_copies_of_the_matrices():
     tokens = 2 * 16 + 4 * 8  # two prompts are held once for two completions each
     keys_and_values = 2 * 3 * 2 * 16 * tokens * 2  # layers, heads of keys, their size, bfloat16
     logits, matrices = 4 * 512 * 3 * 4, 2 * (3 * (LAYER - 128) + 512 * 64)
-    assert run.phases[measure.GENERATION] == (0, keys_and_values + logits + matrices)
+    assert measure.phases_of(run)[measure.GENERATION] == (0, keys_and_values + logits + matrices)
 
 
 # Bytes of a weight in blocks of 64 with a float32 scale; nested: of 8 bits, with a float32 scale for 256 of them.
@@ -233,7 +232,7 @@ def test_a_base_in_four_bits_has_dense_embeddings_head_and_adapters(nested, byte
 def test_what_does_not_fit_is_said_in_words(alone, capsys, memory, numbers, words):
     phases = {measure.HEAD: 5e6, measure.UPDATE: 1.7e6}
     plan = replace(alone, phases=phases, memory=memory, largest_batch=numbers[0], largest_length=numbers[1])
-    print_plan(replace(plan, sharding=data_parallel(8)))
+    print_plan(replace(plan, sharding=sharding_of(None, 8, half=False)))
     out = capsys.readouterr().out
     assert words in out and ("rows of a micro-batch" in out) == any(numbers)
     assert "Micro-batches of 2 rows of 32 tokens on each GPU; " in out
@@ -246,16 +245,11 @@ def test_the_batch_of_each_method_has_what_its_loss_reads(method):
     groups = ["--num_generations", "4"] if method in ("grpo", "rloo") else []
     rows = ["--per_device_train_batch_size", "4", "--use_cpu", "true"]
     run = run_for(method, [*limits, *groups, *rows], 1, SMALL)
-    planned = run.planned
-    assert planned.samples == is_short
-    model = with_numbers(SMALL, torch.float32, planned.classifier)
-    scorer: Any = Scorer(model) if planned.classifier is None else ClassificationScorer(model)
-    alone: Any = SimpleNamespace(autocast=nullcontext, num_processes=1)
-    batch = planned.batch(run.args, run.rows, run.lengths, scorer)
-    step = Step(True, Processes(alone), statistics=True, is_first=True)
-    teacher = measure._teacher(with_numbers(SMALL, torch.float32), scorer)
-    scoring = Scoring(model, scorer, alone, step, measure._no_reference, teacher)
-    measure._step(planned.method, batch, scoring)
+    assert run.samples == is_short
+    model = with_numbers(SMALL, torch.float32, run.classifier)
+    scorer: Any = Scorer(model) if run.classifier is None else ClassificationScorer(model)
+    batch = run.batch(scorer)
+    measure.step(run.loss, batch, model, scorer, with_numbers(SMALL, torch.float32), nullcontext)
     assert batch["input_ids"].numel() >= 4 * (run.lengths.row if method in ("sft", "prm", "gkd") else 16)
     assert all(parameter.grad is not None for parameter in model.parameters())
 

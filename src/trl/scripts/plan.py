@@ -14,7 +14,8 @@ from trl.scripts.plain_parser import PlainParser, unknown_arguments
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from trl.scripts.planning.plan import Plan, Run
+    from trl.scripts.planning.plan import Plan
+    from trl.scripts.planning.run import Run
 
 METHODS = tuple(
     name for name, command in COMMANDS.items() if command.kind == "training" and name not in ("gold", "teach")
@@ -78,16 +79,15 @@ def plan(
         >>> trl.plan(small, max_length=128, use_cpu=True).parts["weights"]  # doctest: +SKIP
         16679424.0
     """
+    from trl.scripts.planning.levers import as_words
+
     method = method.replace("_", "-")
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
     given = None if isinstance(config, (str, Path)) else config
     named = "--config" if str(config).endswith((".yaml", ".yml")) else "--model_name_or_path"
     words = [named, str(config)] if given is None else []
-    for name, value in options.items():
-        values = value if isinstance(value, (list, tuple)) else [value]
-        words += [f"--{name}", *(str(item).lower() if isinstance(item, bool) else str(item) for item in values)]
-    return _planned(run_for(method, words, gpus, given), memory, levers=levers)
+    return _planned(run_for(method, [*words, *as_words(options)], gpus, given), memory, levers=levers)
 
 
 def _planned(run: "Run", memory: str | None, *, levers: bool) -> "Plan":
@@ -105,8 +105,8 @@ def run_for(method: str, words: list[str], gpus: int, given: "PretrainedConfig |
     """What is planned, of the words of a command line; `given` is the config of its model if that is at hand."""
     from trl.cli.launch import make_plan
     from trl.scripts.config_file import read_config, take_config_option
-    from trl.scripts.planning.plan import Run
-    from trl.scripts.planning.state import data_parallel, sharding_of
+    from trl.scripts.planning.run import Run
+    from trl.scripts.planning.state import sharding_of
     from trl.scripts.training import method_parser
 
     if gpus < 1:
@@ -116,16 +116,13 @@ def run_for(method: str, words: list[str], gpus: int, given: "PretrainedConfig |
     file = None if path is None else read_config(path)
     split = make_plan(parser, words, file)
     # As on a GPU, which this machine may not have: transformers refuses bf16 without one, except on a CPU.
-    names = {word.partition("=")[0].removeprefix("--").removeprefix("no_") for word in words} | {
-        *(file.values if file else ())
-    }
-    script_args, args, model_args, *_ = parser.parse_with(
-        split.script if "use_cpu" in names else [*split.script, "--use_cpu", "true"], split.config
-    )
+    names = {word.partition("=")[0].removeprefix("--").removeprefix("no_") for word in words}
+    names |= {*(file.values if file else ())}
+    on_cpu = [] if "use_cpu" in names else ["--use_cpu", "true"]
+    script_args, args, model_args, *_ = parser.parse_with([*split.script, *on_cpu], split.config)
     args.use_cpu = args.use_cpu and "use_cpu" in names
     args.bf16 = args.bf16 if "bf16" in names else not (args.use_cpu or args.fp16 or args.weights)
-    profile = split.launch.get("config_file")
-    sharding = data_parallel(gpus) if profile is None else sharding_of(profile, gpus, half=bool(args.bf16))
+    sharding = sharding_of(split.launch.get("config_file"), gpus, half=bool(args.bf16))
     if given is None and model_args.model_name_or_path is None:
         raise ValueError("model_name_or_path is missing. Give the folder of a model, or its name on the Hub.")
     config = _config(str(model_args.model_name_or_path), model_args) if given is None else given

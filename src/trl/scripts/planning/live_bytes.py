@@ -13,25 +13,29 @@ from torch.utils._pytree import tree_leaves
 _SMALL = 1024  # entries of a new tensor that has numbers
 
 
-class Peak(NamedTuple):
-    """The most bytes in a phase, and those of gradients among them."""
+class Bytes(NamedTuple):
+    """Of a phase at its peak: gradients, and all others; for a plan, what is neither weight nor gradient."""
 
-    total: int
-    gradients: int
+    gradients: float
+    others: float
+
+    @property
+    def total(self) -> float:
+        """Both together."""
+        return sum(self)
 
 
 class LiveBytes(TorchDispatchMode):
     """A block that counts the storages of the tensors made in it, and of those that `add` is given, while they live.
 
-    `now` is their sum; `peaks` has its largest value in each `phase`. Buffers inside of a kernel are not seen.
+    `now` is their sum; `peaks` has the largest in each `phase`. Buffers inside of a kernel are not seen.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now, self.gradients, self.phase = 0, 0, ""
-        self.peaks: dict[str, Peak] = {}
-        self._storages: set[int] = set()
-        self._gradients: set[int] = set()
+        self.peaks: dict[str, Bytes] = {}
+        self._is_gradient: dict[int, bool] = {}  # of each storage
 
     def begin(self, phase: str) -> None:
         """Begin a phase; one that was there before goes on."""
@@ -40,48 +44,40 @@ class LiveBytes(TorchDispatchMode):
 
     def _measure(self) -> None:
         if self.phase not in self.peaks or self.peaks[self.phase].total < self.now:
-            self.peaks[self.phase] = Peak(self.now, self.gradients)
+            self.peaks[self.phase] = Bytes(self.gradients, self.now - self.gradients)
 
     def count_gradient(self, gradient: Tensor | None) -> None:
         """Count a tensor, which is there already, as a gradient."""
-        if gradient is None:
-            return
-        key = gradient.untyped_storage()._cdata
-        if key not in self._gradients:
-            self._gradients.add(key)
-            self.gradients += gradient.untyped_storage().nbytes()
+        storage = None if gradient is None else gradient.untyped_storage()
+        if storage is not None and not self._is_gradient.get(storage._cdata):
+            self._is_gradient[storage._cdata] = True
+            self.gradients += storage.nbytes()
 
-    def add(self, tensors: Iterable[Tensor]) -> None:
+    def add(self, tensors: Iterable[object]) -> None:
         """Count tensors that were made before."""
         for tensor in tensors:
-            self._see(tensor)
+            if not isinstance(tensor, Tensor):
+                continue
+            holder: Any = tensor
+            if tensor.layout is torch.strided:
+                holder = tensor.untyped_storage()
+                key, size = holder._cdata, holder.nbytes()
+            else:  # oneDNN's
+                key, size = id(tensor), tensor.numel() * tensor.itemsize
+            if key not in self._is_gradient:
+                self._is_gradient[key] = False
+                weakref.finalize(holder, self._drop, key, size)
+                self.now += size
+                self._measure()
+
+    def _drop(self, key: int, size: int) -> None:
+        self.gradients -= size * self._is_gradient.pop(key)
+        self.now -= size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._see(leaf)
+        self.add(tree_leaves(result))
         return result
-
-    def _see(self, tensor: Tensor) -> None:
-        holder: Any = tensor
-        if tensor.layout is torch.strided:
-            holder = tensor.untyped_storage()
-            key, size = holder._cdata, holder.nbytes()
-        else:  # oneDNN's
-            key, size = id(tensor), tensor.numel() * tensor.itemsize
-        if key not in self._storages:
-            self._storages.add(key)
-            weakref.finalize(holder, self._drop, key, size)
-            self.now += size
-            self._measure()
-
-    def _drop(self, key: int, size: int) -> None:
-        if key in self._gradients:
-            self._gradients.discard(key)
-            self.gradients -= size
-        self._storages.discard(key)
-        self.now -= size
 
 
 class WithoutNumbers(TorchDispatchMode):
@@ -98,30 +94,25 @@ class WithoutNumbers(TorchDispatchMode):
     def take(self, model: nn.Module) -> None:
         """Give the tensors of a model on the meta device the form that this block computes with, in place."""
         memo = dict[Tensor, Tensor]()
-
-        def taken(tensor: Tensor) -> Tensor:
-            if tensor not in memo:
-                fresh = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
-                is_weight = isinstance(tensor, nn.Parameter)
-                memo[tensor] = nn.Parameter(fresh, tensor.requires_grad) if is_weight else fresh
-            return memo[tensor]
-
         with self._fake:
             for module in model.modules():
-                tables: Any = (module._parameters, module._buffers)
-                for tensors in tables:
-                    tensors.update({name: taken(tensor) for name, tensor in tensors.items() if tensor is not None})
+                for tensors in (module._parameters, module._buffers):
+                    for name, tensor in tensors.items():
+                        if tensor is not None and tensor not in memo:
+                            fresh = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+                            is_weight = isinstance(tensor, nn.Parameter)
+                            memo[tensor] = nn.Parameter(fresh, tensor.requires_grad) if is_weight else fresh
+                        tensors[name] = None if tensor is None else memo[tensor]  # type: ignore[assignment]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if not tensors:
             with self._fake:
                 made = func(*args, **kwargs)
             large = isinstance(made, Tensor) and made.is_floating_point() and made.numel() > _SMALL
             return made if large else func(*args, **kwargs)
-        if not is_fake:
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if tensors[0].is_floating_point() else 1

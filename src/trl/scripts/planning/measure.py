@@ -4,14 +4,13 @@ Two copies differ by one layer of one kind; what grows from one to the other gro
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 
 from trl.data.teacher_columns import TEACHER_IDS, TEACHER_LOGPS
@@ -25,14 +24,16 @@ from trl.models.packed.support import packing_of
 from trl.models.parts import causal_core, embedded_tokens, layers_of
 from trl.models.reference import AdapterReference, FrozenModel
 from trl.models.scoring.causal import Scorer
+from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.switches import enable_gradient_checkpointing, holding
 from trl.models.teacher import ColumnTeacher, FrozenTeacher, SelfTeacher, Teacher
 from trl.reporting.metrics import Processes
-from trl.scripts.planning.live_bytes import LiveBytes, WithoutNumbers
+from trl.scripts.planning.live_bytes import Bytes, LiveBytes, WithoutNumbers
+from trl.scripts.planning.run import Run
 from trl.tensors import heads
 
-FORWARD, HEAD, LAST_LAYER, MIDDLE, FIRST_LAYER = (
-    "forward", "logits and loss", "backward of the last layer", "backward", "backward of the first layer"
+FORWARD, HEAD, LAST_LAYER, FIRST_LAYER = (
+    "forward", "logits and loss", "backward of the last layer", "backward of the first layer"
 )  # fmt: skip
 UPDATE, GENERATION = "optimiser step", "generation"
 
@@ -40,150 +41,100 @@ _LOGITS = 3  # copies of logits of which a token is chosen
 _STASHED = 5  # layers whose inputs are on their way to CPU memory
 
 
-class Bytes(NamedTuple):
-    """Of a phase at its peak: gradients, and all that is neither weight nor gradient."""
-
-    gradients: float
-    activations: float
-
-
-class Rollouts(NamedTuple):
-    """What is generated at once: `rows` completions of `prompts`, each of so many tokens, by `models` together."""
-
-    rows: int
-    prompts: int
-    prompt_tokens: int
-    completion_tokens: int
-    models: int = 1
+def phases_of(run: Run) -> dict[str, Bytes]:
+    """The peak of each phase of a micro-batch, measured once."""
+    if not run.phases:
+        run.phases.update(_measured(run))
+    return run.phases
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """What is measured: the model of a config, and a micro-batch with its method.
-
-    `build` makes the model for training, on the meta device; `batch` gives the micro-batch for a scorer. `teach`: makes
-    the teacher's model, or None for the student's base, or a number of tokens that a server answers. `half`: the products
-    are in bfloat16. `on_cpu`: the sizes of chunks are those of a CPU.
-    """
-
-    build: Callable[[PretrainedConfig], nn.Module]
-    method: Method
-    batch: Callable[[Any], Inputs]
-    scorer: Callable[[nn.Module], Any] = Scorer
-    teach: Callable[[], nn.Module | int | None] | None = None
-    checkpointing: Any = None  # its arguments; None: off
-    half: bool = False
-    on_cpu: bool = False
-    optimizer: Callable[[list[nn.Parameter]], Any] = lambda parameters: None
-    rollouts: Rollouts | None = None
-    is_second: bool = False  # gradients of an earlier micro-batch are there
-    offloads: bool = False  # what layers keep for the backward pass is in CPU memory, but for the last ones
+def with_phases_of(run: Run, other: Run) -> Run:
+    """The other run, whose micro-batches are measured already if they are this one's."""
+    if other.sharding.half == run.sharding.half:
+        other.phases.update(phases_of(run))
+    return other
 
 
-def measured(probe: Probe, config: PretrainedConfig) -> dict[str, Bytes]:
-    """The peak of each phase of a micro-batch, for all layers of the config."""
-    kinds = layer_kinds(config)
+def _measured(run: Run) -> dict[str, Bytes]:
+    """The phases for all layers of the run's config."""
+    kinds = layer_kinds(run.config)
     total = Counter(kinds)
-    first = {kind: kinds.index(kind) for kind in total}
-    base = sorted({*first.values()} | ({0, 1} if len(total) == 1 and len(kinds) > 1 else set()))
+    base = sorted({*map(kinds.index, total)} | ({0, 1} if len(total) == 1 and len(kinds) > 1 else set()))
     fewest = Counter(kinds[place] for place in base)
-    phases = _peaks(probe, keep_layers(config, base))
+    phases = _peaks(run, keep_layers(run.config, base))
     sums = {name: [*peak] for name, peak in phases.items()}
-    most = {"activations": _STASHED} if probe.offloads else {}
-    for kind, count in total.items():
-        if count == fewest[kind]:
-            continue
+    offloads = getattr(run.args, "activation_offloading", False) and not run.args.use_cpu
+    for kind, count in (total - fewest).items():
         place = next(n for n, other in enumerate(kinds) if other == kind and n not in base)
-        more = _peaks(probe, keep_layers(config, sorted([*base, place])))
+        more = _peaks(run, keep_layers(run.config, sorted([*base, place])))
+        layers = (count, min(count, _STASHED) if offloads else count)
         for name, peak in phases.items():
-            for number, field in enumerate(Bytes._fields):
-                layers = min(count - fewest[kind], most.get(field, count))
-                sums[name][number] += layers * (more[name][number] - peak[number])
+            for number in range(2):
+                sums[name][number] += layers[number] * (more[name][number] - peak[number])
     return {name: Bytes(*values) for name, values in sums.items()}
 
 
-def _peaks(probe: Probe, config: PretrainedConfig) -> dict[str, Bytes]:
+def _peaks(run: Run, config: PretrainedConfig) -> dict[str, Bytes]:
     """The peak of each phase for one copy."""
-    numberless, live = WithoutNumbers(), LiveBytes()
-    model, answers = probe.build(config), None if probe.teach is None else probe.teach()
-    core, others = causal_core(model), [answers] if isinstance(answers, nn.Module) else []
-    for part in (model, *others):
+    numberless, live, args = WithoutNumbers(), LiveBytes(), run.args
+    model, answers = run.build(config), run.teacher() if hasattr(args, "teacher_top_k") else None
+    for parameter in model.parameters() if run.sharding.half else ():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    models = [model, answers] if isinstance(answers, nn.Module) else [model]
+    for part in models:
         packing_of(causal_core(part))  # runs a small copy, with numbers
         numberless.take(part)
-    with _sizes_of(on_cpu=probe.on_cpu), numberless:
-        scorer = probe.scorer(model)
-        batch = probe.batch(scorer)
-        model.train()
-        if probe.checkpointing is not None:
-            enable_gradient_checkpointing(core, probe.checkpointing)
-        runs: Any = SimpleNamespace(
-            autocast=lambda: torch.autocast("cpu", torch.bfloat16, enabled=probe.half), num_processes=1
-        )
-        step = Step(True, Processes(runs), statistics=True, is_first=True)
-        scoring = Scoring(model, scorer, runs, step, _no_reference)
-        if probe.teach is not None:
-            scoring = replace(scoring, teacher=_teacher(answers, scorer))
+    # Chunks of logits are those of an accelerator, unless the run is on a CPU, which the tensors seem to be on.
+    place, core = "CPU" if args.use_cpu else "ACCELERATOR", causal_core(model)
+    size, rows = (getattr(heads, f"{place}_CHUNK_{unit}") for unit in ("BYTES", "ROWS"))
+    with holding(heads, "CPU_CHUNK_BYTES", size), holding(heads, "CPU_CHUNK_ROWS", rows), numberless:
+        scorer: Any = (Scorer if run.classifier is None else ClassificationScorer)(model)
+        batch, model = run.batch(scorer), model.train()
+        if args.gradient_checkpointing:
+            enable_gradient_checkpointing(core, args.gradient_checkpointing_kwargs or {})
         if isinstance(answers, int):
             shape = (len(scored_sequences(batch)), answers)
             batch = {**batch, TEACHER_IDS: torch.zeros(shape, dtype=torch.int64), TEACHER_LOGPS: torch.zeros(shape)}
-        for part in (model, *others):
+        for part in models:
             live.add([*part.parameters(), *part.buffers()])
-        static = weights = live.now
+        weights = live.now
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda x: live.count_gradient(x.grad))
-        with _phases(core, live):
-            for _ in range(1 + probe.is_second):
-                live.peaks.clear()
-                live.begin(FORWARD)
-                with live:
-                    _step(probe.method, batch, scoring)
-        static += _update(probe, model, live)
-        live.peaks.pop(MIDDLE, None)
+        hooks = _mark_phases(core, live)
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=bool(args.bf16))
+        for _ in range(1 + (args.gradient_accumulation_steps > 1)):  # gradients of an earlier micro-batch are there
+            live.peaks.clear()
+            live.begin(FORWARD)
+            with live:
+                step(run.loss, batch, model, scorer, answers, lambda: autocast)
+        for hook in hooks:  # with them generation would be another
+            hook.remove()
+        static = {UPDATE: weights + _update(run, model, live)}
+        live.peaks.pop("", None)
         phases = {
-            name: Bytes(peak.gradients, peak.total - peak.gradients - (static if name == UPDATE else weights))
-            for name, peak in live.peaks.items()
+            name: peak._replace(others=peak.others - static.get(name, weights)) for name, peak in live.peaks.items()
         }
-        if probe.rollouts is not None:
-            phases[GENERATION] = Bytes(0, _generation(probe, core, scorer))
+        if run.generates:
+            with autocast:
+                phases[GENERATION] = Bytes(0, _generation(run, core, scorer))
     return phases
 
 
-def _update(probe: Probe, model: nn.Module, live: LiveBytes) -> int:
-    """Measure the second step of the optimiser; returns the bytes of its state."""
-    optimizer = probe.optimizer([parameter for parameter in model.parameters() if parameter.grad is not None])
-    if optimizer is None:
-        return 0
-    optimizer.step()
-    live.begin(UPDATE)
-    before = live.now
-    live.add(value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
-    state = live.now - before
-    with live:
-        optimizer.step()
-    return state
-
-
-@torch.no_grad()
-def _generation(probe: Probe, core: PreTrainedModel, scorer: Scorer) -> float:
-    """Bytes of keys and values, of a row of logits for each completion, and of the weights that are copied for it."""
-    assert probe.rollouts is not None
-    rows, prompts, prompt_tokens, completion_tokens, models = probe.rollouts
-    dtype = torch.bfloat16 if probe.half else None
-    cache, copies = RolloutCache(), 0
-    with torch.autocast("cpu", dtype, enabled=probe.half):
-        if scorer.packed:
-            with rollout_attention_of(core, cache):
-                per_token, per_row = OwnForward(core, cache).bytes_of_row().values()
-        else:
-            per_token, per_row = cache_bytes(core).values()
-    if fused_unsupported(core, dtype) is None:
-        parts: list[Any] = [*(layers_of(core) or []), core.get_output_embeddings()]
-        matrices = [x.weight for part in parts for x in part.modules() if isinstance(x, nn.Linear)]
-        copies = sum(matrix.numel() * (dtype or matrix.dtype).itemsize for matrix in matrices)
-    vocabulary = embedded_tokens(core)
-    cached = per_token * (prompts * prompt_tokens + rows * completion_tokens)
-    return models * (cached + rows * (per_row + _LOGITS * 4 * vocabulary) + copies)
+def step(
+    method: Method, batch: Inputs, model: nn.Module, scorer: Any, answers: nn.Module | int | None,
+    autocast: Callable[[], Any],
+) -> None:  # fmt: skip
+    """Forward and backward pass of a method; `answers`: the teacher's model, tokens of a server, or None."""
+    runs: Any = SimpleNamespace(autocast=autocast, num_processes=1)
+    of_step = Step(True, Processes(runs), statistics=True, is_first=True)
+    scoring = Scoring(model, scorer, runs, of_step, _no_reference, _teacher(answers, scorer))
+    scored = method.score(batch, scoring)
+    outcome = method.terms(batch, scored, of_step)
+    counts = method.count(batch)
+    loss = outcome.loss(method.units, counts, counts.clamp(min=1), router_weight=scorer.router_weight)
+    del scored, outcome
+    loss.backward()
 
 
 def _no_reference(_: object) -> Tensor:
@@ -196,32 +147,53 @@ def _teacher(answers: nn.Module | int | None, scorer: Scorer) -> Teacher:
     return SelfTeacher(AdapterReference(scorer)) if answers is None else ColumnTeacher()
 
 
-def _step(method: Method, batch: Inputs, scoring: Scoring) -> None:
-    scored = method.score(batch, scoring)
-    outcome = method.terms(batch, scored, scoring.step)
-    counts = method.count(batch)
-    loss = outcome.loss(method.units, counts, counts.clamp(min=1), router_weight=scoring.scorer.router_weight)
-    del scored, outcome
-    loss.backward()
+def _update(run: Run, model: nn.Module, live: LiveBytes) -> int:
+    """Measure the second step of the optimiser; returns the bytes of its state."""
+    optimizer = run.make_optimizer([parameter for parameter in model.parameters() if parameter.grad is not None])
+    if optimizer is None:
+        return 0
+    optimizer.step()
+    live.begin(UPDATE)
+    before = live.now
+    live.add(value for state in optimizer.state.values() for value in state.values())
+    state = live.now - before
+    with live:
+        optimizer.step()
+    return state
 
 
-@contextmanager
-def _sizes_of(*, on_cpu: bool) -> Iterator[None]:
-    """Chunks of logits as on an accelerator, unless the run is on a CPU, which the tensors seem to be on."""
-    with ExitStack() as block:
-        for name in ("CHUNK_BYTES", "CHUNK_ROWS") if not on_cpu else ():
-            block.enter_context(holding(heads, f"CPU_{name}", getattr(heads, f"ACCELERATOR_{name}")))
-        yield
+@torch.no_grad()
+def _generation(run: Run, core: PreTrainedModel, scorer: Scorer) -> float:
+    """Bytes of keys and values, of a row of logits for each completion, and of the weights that are copied for it."""
+    args, cache, copies = run.args, RolloutCache(), 0
+    dtype = torch.bfloat16 if args.bf16 else None
+    if run.samples:
+        rows, models = args.generation_batch_size // args.world_size, run.opponents or 1
+        prompts = -(-rows // args.num_generations)
+        rows = rows // 2 if run.opponents else rows
+    else:
+        rows, models = run.rows * args.gradient_accumulation_steps, 1
+        prompts = rows
+    if scorer.packed:
+        with rollout_attention_of(core, cache):
+            per_token, per_row = OwnForward(core, cache).bytes_of_row().values()
+    else:
+        per_token, per_row = cache_bytes(core).values()
+    if fused_unsupported(core, dtype) is None:
+        parts: list[Any] = [*(layers_of(core) or []), core.get_output_embeddings()]
+        matrices = [x.weight for part in parts for x in part.modules() if isinstance(x, nn.Linear)]
+        copies = sum(matrix.numel() * (dtype or matrix.dtype).itemsize for matrix in matrices)
+    cached = per_token * (prompts * run.lengths.prompt + rows * run.lengths.completion)
+    return models * (cached + rows * (per_row + _LOGITS * 4 * embedded_tokens(core)) + copies)
 
 
-@contextmanager
-def _phases(core: PreTrainedModel, live: LiveBytes) -> Iterator[None]:
-    """Begin the phases of a forward and backward pass where the model's layers do."""
+def _mark_phases(core: PreTrainedModel, live: LiveBytes) -> list[RemovableHandle]:
+    """Begin the phases of a forward and backward pass where the model's layers do; those between have no name."""
     layers = layers_of(core) or []
-    handles = []
 
     def after(number: int) -> Callable[..., None]:
-        phase = LAST_LAYER if number == len(layers) - 1 else FIRST_LAYER if number == 0 else MIDDLE
+        is_last = number == len(layers) - 1
+        phase = LAST_LAYER if is_last else FIRST_LAYER if number == 0 else ""
 
         def hook(_: nn.Module, __: object, output: Any) -> None:
             if live.phase != FORWARD:  # computed again
@@ -229,15 +201,9 @@ def _phases(core: PreTrainedModel, live: LiveBytes) -> Iterator[None]:
             states = output if isinstance(output, Tensor) else output[0]
             if states.requires_grad:
                 states.register_hook(lambda _: live.begin(phase))
-            if number == len(layers) - 1:
+            if is_last:
                 live.begin(HEAD)
 
         return hook
 
-    for number, layer in enumerate(layers):
-        handles.append(layer.register_forward_hook(after(number)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return [layer.register_forward_hook(after(number)) for number, layer in enumerate(layers)]

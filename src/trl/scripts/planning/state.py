@@ -1,4 +1,4 @@
-"""Bytes of what stays through a run: weights, gradients, the optimiser's state, and how devices share them."""
+"""Bytes of tensors and of an optimiser's state, and how devices share them."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,8 +13,6 @@ from trl.models.residuals import keep_residuals
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
-
-_BLOCK = 64  # weights of one scale in four bits
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
@@ -50,24 +48,15 @@ def optimizer_bytes(args: "TrainingArguments", trained: Sequence[Tensor], model:
     return round(tensor_bytes(tensor for tensor in state if tensor.numel() > 1) / probe.nbytes * tensor_bytes(trained))
 
 
-def quantized_bytes(weight: Tensor, *, bits: int, nested: bool = False) -> float:
-    """Bytes of a matrix in 8 bits with a float32 scale per row, or in 4 with one per block, `nested` in 8 bits itself."""
-    if bits == 8:
-        return weight.numel() + 4 * len(weight)
-    scale = 1 + 4 / 256 if nested else 4
-    return weight.numel() * (0.5 + scale / _BLOCK)
-
-
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How `devices` share a model: what each of them holds a part of only, and what is in CPU memory."""
+    """Among how many of the `devices` weights, gradients and optimiser state are divided, and what is in CPU memory."""
 
     name: str = "one device"
     devices: int = 1
-    weights: bool = False
-    gradients: bool = False
-    optimizer: bool = False
-    buckets: bool = False  # DDP's copies of gradients
+    weights: int = 1
+    gradients: int = 1
+    optimizer: int = 1
     offloads_weights: bool = False  # with gradients and optimiser
     offloads_optimizer: bool = False
     half: bool = False  # computes with bfloat16 copies: FSDP of gathered weights, DeepSpeed of all
@@ -77,34 +66,24 @@ class Sharding:
         """Whether it is DeepSpeed's, whose optimiser has float32 weights beside bfloat16 ones."""
         return self.name.startswith("ZeRO")
 
-    def part(self, size: float, *, shared: bool) -> float:
-        """Bytes of one device."""
-        return size / self.devices if shared else size
 
-
-def sharding_of(profile: str, devices: int, *, half: bool) -> Sharding:
-    """That of a profile or file of accelerate. Raises: FileNotFoundError, ValueError for a kind that is not planned."""
-    with open(profile_path(profile), encoding="utf-8") as file:
-        settings = yaml.safe_load(file) or {}
+def sharding_of(profile: str | None, devices: int, *, half: bool) -> Sharding:
+    """That of a profile or file of accelerate; without one DDP. Raises: FileNotFoundError, ValueError for other kinds."""
+    settings: dict[str, Any] = {}
+    if profile is not None:
+        with open(profile_path(profile), encoding="utf-8") as file:
+            settings = yaml.safe_load(file) or {}
     kind = str(settings.get("distributed_type", "NO"))
     if kind == "FSDP":
         fsdp = settings.get("fsdp_config") or {}
-        offloads = bool(fsdp.get("fsdp_offload_params"))
-        name = f"FSDP{fsdp.get('fsdp_version', 1)}"
-        return Sharding(name, devices, True, True, True, offloads_weights=offloads, half=half)
+        name, offloads = f"FSDP{fsdp.get('fsdp_version', 1)}", bool(fsdp.get("fsdp_offload_params"))
+        return Sharding(name, devices, devices, devices, devices, offloads_weights=offloads, half=half)
     if kind == "DEEPSPEED":
         zero = settings.get("deepspeed_config") or {}
         stage = int(zero.get("zero_stage", 2))
-        return Sharding(
-            f"ZeRO-{stage}", devices, stage > 2, stage > 1, stage > 0, half=half,
-            offloads_weights=zero.get("offload_param_device", "none") != "none",
-            offloads_optimizer=zero.get("offload_optimizer_device", "none") != "none",
-        )  # fmt: skip
+        parts = [devices if stage > least else 1 for least in (2, 1, 0)]
+        weights, optimizer = (zero.get(f"offload_{part}_device", "none") != "none" for part in ("param", "optimizer"))
+        return Sharding(f"ZeRO-{stage}", devices, parts[0], parts[1], parts[2], weights, optimizer, half)
     if kind in ("NO", "MULTI_GPU", "MULTI_CPU"):
-        return data_parallel(devices)
+        return Sharding("DDP", devices) if devices > 1 else Sharding()
     raise ValueError(f"accelerate_config has distributed_type {kind}, expected FSDP, DEEPSPEED, MULTI_GPU or NO.")
-
-
-def data_parallel(devices: int) -> Sharding:
-    """Every device with the whole model; more than one with DDP."""
-    return Sharding("DDP", devices, buckets=True) if devices > 1 else Sharding()

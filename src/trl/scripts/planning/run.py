@@ -1,0 +1,250 @@
+"""A run as it is planned: its settings, its method, and its model as its trainer would load it, from a config."""
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.training_args import OptimizerNames
+
+from trl.methods.online import OnlineMethod
+from trl.methods.online_dpo import OnlineDPOMethod
+from trl.models.packed.layout import Inputs
+from trl.models.packed.small_copy import keep_layers
+from trl.models.parts import causal_core, layers_of
+from trl.models.peft import get_peft_config, peft_module_casting_to_bf16, prepare_peft_model, resolve_dtype
+from trl.models.residuals import to_bfloat16
+from trl.models.setup import REWARD_MODEL, STEP_CLASSIFIER, ClassifierKind
+from trl.models.switches import disable_dropout_in_model
+from trl.scripts.planning.batches import Lengths, lengths_of, rollout_batch, row_batch
+from trl.scripts.planning.live_bytes import Bytes
+from trl.scripts.planning.state import Sharding, make_optimizer, tensor_bytes
+from trl.scripts.training import COMMANDS
+
+if TYPE_CHECKING:
+    from trl.options.model import ModelConfig
+
+_CLASSIFIERS = {"reward": REWARD_MODEL, "prm": STEP_CLASSIFIER}
+_OPPONENTS = {"xpo": 1, "nash-md": 2}  # models that together generate every second completion
+_BLOCK = 64  # weights of one scale in four bits
+
+
+class Unit(NamedTuple):
+    """Bytes of what is gathered at once where weights are shared, in the dtype that is computed with."""
+
+    weights: float
+    gradients: float
+
+
+class Policy(NamedTuple):
+    """Weights of a policy, as they are kept: quantised ones are smaller than those that are measured."""
+
+    count: int
+    kept: float
+    trained: list[nn.Parameter]
+    largest: float  # matrix that is dense while it is used
+    whole: Unit
+    layer: Unit  # the largest
+    embedding: Unit
+    head: Unit  # with the last norm
+
+
+@dataclass(frozen=True)
+class Run:
+    """What decides the memory of a run."""
+
+    method: str
+    config: PretrainedConfig
+    args: Any
+    model_args: "ModelConfig"
+    sharding: Sharding
+    frozen: Mapping[str, PretrainedConfig] = field(default_factory=dict)  # other models, by what they are
+    memory: float | None = None  # of a device
+    phases: dict[str, Bytes] = field(default_factory=dict, init=False)  # of a micro-batch, once they are measured
+
+    @cached_property
+    def loss(self) -> Any:
+        """The method's mathematics with these settings."""
+        kind = getattr(
+            import_module(f"trl.methods.{self.method.replace('-', '_')}"), f"{COMMANDS[self.method].prefix}Method"
+        )
+        arguments = {"sft": (getattr(self.args, "loss_type", None),), "prm": ()}.get(self.method, (self.args,))
+        method = kind(*arguments, **({"density": None} if self.method == "bco" else {}))
+        if isinstance(method, OnlineDPOMethod):
+            method.epoch = lambda: 0.0
+        return method
+
+    @property
+    def samples(self) -> bool:
+        """Whether it learns from the policy's completions alone."""
+        return isinstance(self.loss, OnlineMethod)
+
+    @property
+    def classifier(self) -> ClassifierKind | None:
+        """The kind of the model, where it is a classifier."""
+        return _CLASSIFIERS.get(self.method)
+
+    @property
+    def opponents(self) -> int:
+        """Models that together generate every second completion; 0: the policy generates all."""
+        return _OPPONENTS.get(self.method, 0)
+
+    @property
+    def optimizer(self) -> str:
+        """The name of the optimiser."""
+        return str(getattr(self.args.optim, "value", self.args.optim))
+
+    @property
+    def rows(self) -> int:
+        """Rows of a micro-batch."""
+        return self.args.per_device_train_batch_size
+
+    @cached_property
+    def lengths(self) -> Lengths:
+        """Of the longest row."""
+        return lengths_of(self.args, getattr(self.config, "max_position_embeddings", None), samples=self.samples)
+
+    @property
+    def generates(self) -> bool:
+        """Whether the policy generates in this process without vLLM."""
+        return not self.args.use_vllm if self.samples else bool(getattr(self.args, "lmbda", 0))
+
+    @property
+    def vllm(self) -> float:
+        """The share of a device's memory that vLLM takes in the same process."""
+        colocated = getattr(self.args, "use_vllm", False) and self.args.vllm_mode == "colocate"
+        return self.args.vllm_gpu_memory_utilization if colocated else 0.0
+
+    @property
+    def sums_whole(self) -> bool:
+        """Whether the gradients of several micro-batches are summed before FSDP shares them: accelerate's default."""
+        settings = getattr(self.args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
+        is_several = self.args.gradient_accumulation_steps > 1 and not settings.get("sync_each_batch")
+        return is_several and self.sharding.name.startswith("FSDP")
+
+    def batch(self, scorer: Any) -> Inputs:
+        """A micro-batch of rows of the greatest length."""
+        if self.samples:  # Nash-MD does not train on the opponent's completions
+            return rollout_batch(self.args, self.lengths, scorer, trained=2 if self.method == "nash-md" else 1)
+        return row_batch(self.method, self.args, self.lengths, scorer)
+
+    def changed(self, **settings: object) -> "Run":
+        """The run with other settings, of the model or of training, which are not checked."""
+        args, model_args = copy.copy(self.args), copy.copy(self.model_args)
+        for name, value in settings.items():
+            setattr(model_args if hasattr(model_args, name) else args, name, value)
+        return replace(self, args=args, model_args=model_args)
+
+    def make_optimizer(self, parameters: list[nn.Parameter]) -> Any:
+        """The optimiser, or one of PyTorch in place of one of bitsandbytes, which needs numbers."""
+        args = self.changed(optim=OptimizerNames.ADAMW_TORCH_FUSED).args if "bit" in self.optimizer else self.args
+        return make_optimizer(args, parameters)
+
+    def teacher(self) -> nn.Module | int | None:
+        """A short copy of the teacher (a layer's activations are there at a time), or the tokens that a server answers."""
+        if (config := self.frozen.get("teacher")) is not None:
+            return meta_model(keep_layers(config, [0]), saved_dtype(config))
+        return self.args.teacher_top_k if getattr(self.args, "teacher_model_server_url", None) else None
+
+    def build(self, config: PretrainedConfig) -> nn.Module:
+        """The policy, or classifier, with a config, on the meta device."""
+        args, adapter = self.args, get_peft_config(self.model_args)
+        model: Any = meta_model(config, weights_dtype(config, args, self.model_args), self.classifier)
+        if adapter is not None and self.classifier is not None:
+            adapter.task_type = self.classifier.task_type
+        if adapter is not None:
+            model = prepare_peft_model(model, adapter, args)
+        if is_quantized(self.model_args):  # matrices, which are computed with in bfloat16, stay
+            matrices = {id(matrix.weight) for matrix in matrices_of(causal_core(model))}
+            for parameter in causal_core(model).parameters():
+                if id(parameter) not in matrices and parameter.dtype in (torch.bfloat16, torch.float16):
+                    parameter.data = parameter.data.float()
+            if args.bf16:
+                peft_module_casting_to_bf16(model)
+        if getattr(args, "weights", None) is not None:
+            to_bfloat16(model)
+        if getattr(args, "disable_dropout", False):
+            disable_dropout_in_model(model)
+        return model
+
+    @cached_property
+    def policy(self) -> Policy:
+        """The bytes of the policy."""
+        model, model_args = self.build(self.config), self.model_args
+        core: Any = causal_core(model)
+        parameters, quantized, largest = [*model.parameters()], dict[Tensor, float](), 0.0
+        for matrix in (
+            matrices_of(core) if is_quantized(model_args) else ()
+        ):  # with float32 scales, nested ones in 8 bits
+            scale = 1 + 4 / 256 if model_args.use_bnb_nested_quant else 4
+            numbers, of_a_number = matrix.weight.numel(), 0.5 + scale / _BLOCK
+            quantized[matrix.weight] = (
+                numbers * of_a_number if model_args.load_in_4bit else numbers + 4 * len(matrix.weight)
+            )
+            largest = max(largest, matrix.weight.nbytes)
+
+        def unit(tensors: Iterable[nn.Parameter]) -> Unit:
+            dense = {x: x.numel() * (2 if self.sharding.half else x.itemsize) for x in tensors}
+            weights = sum(quantized.get(x, size) for x, size in dense.items())
+            return Unit(weights, sum(size for x, size in dense.items() if x.requires_grad))
+
+        layers = layers_of(core) or nn.ModuleList()
+        embedding = set(core.get_input_embeddings().parameters())
+        outside = set(core.parameters()) - {*layers.parameters()}
+        tied = core.get_output_embeddings() is not None and core.get_output_embeddings().weight in embedding
+        return Policy(
+            sum(parameter.numel() for parameter in parameters),
+            sum(quantized.get(x, x.nbytes) for x in parameters) + tensor_bytes(model.buffers()),
+            [x for x in parameters if x.requires_grad], largest, unit(parameters),
+            max((unit(layer.parameters()) for layer in layers), default=Unit(0, 0)),
+            unit(embedding), unit(outside if tied else outside - embedding),
+        )  # fmt: skip
+
+
+def meta_model(
+    config: PretrainedConfig, dtype: torch.dtype, classifier: ClassifierKind | None = None
+) -> PreTrainedModel:
+    """A model with this config on the meta device."""
+    kind: Any = AutoModelForCausalLM
+    if classifier is not None:
+        kind, config = classifier.auto, copy.deepcopy(config)
+        config.num_labels = classifier.labels
+    with torch.device("meta"):
+        return kind.from_config(config, dtype=dtype)
+
+
+def is_quantized(model_args: "ModelConfig") -> bool:
+    """Whether the base is loaded in 8 or 4 bits."""
+    return model_args.load_in_4bit or model_args.load_in_8bit
+
+
+def saved_dtype(config: PretrainedConfig) -> torch.dtype:
+    """The dtype that a model beside the policy is loaded in."""
+    return config.dtype or config.get_text_config().dtype or torch.float32  # type: ignore[return-value]
+
+
+def weights_dtype(config: PretrainedConfig, args: Any, model_args: "ModelConfig") -> torch.dtype:
+    """The dtype that a trainer loads the model in."""
+    saved, wanted = saved_dtype(config), resolve_dtype(model_args.dtype)
+    if is_quantized(model_args):
+        return torch.bfloat16
+    if isinstance(wanted, torch.dtype):
+        return wanted
+    if getattr(args, "weights", None) is not None and not model_args.use_peft:
+        return torch.bfloat16
+    trains_all = not model_args.use_peft and model_args.dtype is None
+    return torch.promote_types(saved, torch.float32) if trains_all else saved
+
+
+def matrices_of(core: Any) -> list[nn.Linear]:
+    """The linear layers that quantisation shrinks: all of the base but its head."""
+    head = core.get_output_embeddings()
+    return [
+        module for name, module in core.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and "lora_" not in name
+    ]  # fmt: skip
