@@ -121,17 +121,17 @@ def of_rollouts(name: str, sp_size: int, **settings: Any) -> Found:
     return Found(list(map(copied, keep.steps)), weights_of(trainer), logs, evaluation)
 
 
+def to_resume(name: str, folder: str, sp_size: int) -> Any:
+    """A trainer of four steps that saves after the third (of GRPO, within a rollout batch)."""
+    saving: Any = {"max_steps": 4, "save_strategy": "steps", "save_steps": 3, "sp_size": sp_size, **ADAM}
+    if name == "sft-resumed":
+        return methods.sft(folder, per_device_train_batch_size=4, neftune_noise_alpha=5.0, **saving)
+    return grpo_runs.make(folder=folder, **{**group_methods.WHOLE, **saving})[0]
+
+
 def resumed(name: str, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Weights of a run of four steps, and of one that resumes after its third (of GRPO, within a rollout batch)."""
-    saving: Any = {"max_steps": 4, "save_strategy": "steps", "save_steps": 3, "sp_size": dist.get_world_size(), **ADAM}
-
-    def make() -> Any:
-        if name == "sft-resumed":
-            return methods.sft(folder, per_device_train_batch_size=4, neftune_noise_alpha=5.0, **saving)
-        trainer, _ = grpo_runs.make(folder=folder, **{**group_methods.WHOLE, **saving})
-        return trainer
-
-    trainers = make(), make()
+    """Weights of a run of four steps, and of one that resumes after its third."""
+    trainers = [to_resume(name, folder, dist.get_world_size()) for _ in range(2)]
     for trainer, checkpoint in zip(trainers, (None, f"{folder}/checkpoint-3"), strict=True):
         trainer.train(resume_from_checkpoint=checkpoint)
     whole, again = map(weights_of, trainers)

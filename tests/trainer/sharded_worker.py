@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 KINDS = ("fsdp2", "zero3")
-METHODS = ("sft", "kto", "distillation", "self-distillation", "gkd", "gold")
+SPREAD = "+sp2"  # the two processes share the tokens of each batch
+METHODS = ("sft", "kto", "distillation", "self-distillation", "gkd", "gold", f"sft{SPREAD}", f"kto{SPREAD}")
 DEEPSPEED = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True},
     "zero_allow_untested_optimizer": True,
@@ -79,6 +80,7 @@ def models_of(method: str) -> dict:
         with torch.random.fork_rng():
             torch.manual_seed(0)
             return {"model": get_peft_model(model, config), "teacher": None}
+    method = method.removesuffix(SPREAD)
     if method == "sft":
         return {"model": tiny_model("llama")}
     if method == "distillation":
@@ -98,6 +100,10 @@ def three_steps(method: str, models: dict, **settings):
     from tests.trainer import kto_runs
     from tests.trainer.one_step import run
 
+    if method.endswith(SPREAD):
+        method = method.removesuffix(SPREAD)
+        of_method = {"sft": {"per_device_train_batch_size": 4, "activation_offloading": True}}
+        settings |= {"sp_size": 2, **of_method.get(method, {"per_device_train_batch_size": 8})}
     if method == "sft":
         return run(**models, **{**STEPS, **settings})[0]
     if method.endswith("distillation"):

@@ -12,7 +12,7 @@ from tests.experimental.gold_runs import gold
 from tests.trainer import grpo_runs
 from tests.trainer.one_step import assert_same_gradient
 from tests.trainer.sequence_costs import LAYERS, LENGTHS, WIDTH
-from tests.trainer.sequence_worker import RESUMED, ROLLOUTS, RUNS, SHARDED, Found, run
+from tests.trainer.sequence_worker import RESUMED, ROLLOUTS, RUNS, SHARDED, Found, run, to_resume, weights_of
 from tests.two_processes import launch
 from trl.models.packed.sequence_group import SequenceGroup
 from trl.models.scoring.causal import Scorer
@@ -39,6 +39,10 @@ def test_a_step_equals_that_of_one_process(plan, tmp_path):
         if name in RESUMED:
             whole, again = found[name]
             assert all(torch.equal(whole[key], again[key]) for key in whole), name
+            alone = to_resume(name, str(tmp_path / name), 1)
+            alone.train(resume_from_checkpoint=str(tmp_path / name / "checkpoint-3"))
+            for key, weight in weights_of(alone).items():
+                torch.testing.assert_close(weight, whole[key], rtol=0, atol=1e-10, msg=f"{name} {key}")
         else:
             assert_equal(name, Found(*found[name]), run(name, 1))
 
