@@ -24,7 +24,7 @@ _NOT_COMPARED = (  # what does not change the training, by the begin of its name
     "run_name", "project", "trackio_", "disable_tqdm", "dataloader_num", "dataloader_p", "skip_memory", "enable_jit",
     "overwrite_", "restore_callback", "load_best", "metric_for_best", "greater_is", "prediction_loss", "include_",
     "local_rank", "per_device_eval", "remove_unused", "num_completions_to_print", "past_index", "debug", "batch_eval",
-    "dataset_num_proc", "ddp_timeout", "checkpoint_mirror",
+    "dataset_num_proc", "ddp_timeout", "checkpoint_mirror", "async_save",
 )  # fmt: skip
 
 

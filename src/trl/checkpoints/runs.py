@@ -5,14 +5,16 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from torch.distributed import ProcessGroup
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
+from trl.checkpoints.background import Background, together
 from trl.checkpoints.identity import Facts, compare, of_other_runs
 from trl.checkpoints.mirror import Mirror, Uploads
 from trl.checkpoints.ownership import clear, owned, run_folder_name
@@ -65,6 +67,8 @@ class Runs:
     """The last checkpoint that the run wrote, else the one that it resumed from."""
     random_state_is_due = False
     """Whether the checkpoint's random state is still to be loaded, once in a run."""
+    background: Background | None = None
+    """With `async_save` what writes checkpoints beside training."""
     _uploads: Uploads | None = None
 
     def __init__(self, accelerator: Accelerator, facts: Callable[[], Facts]) -> None:
@@ -97,7 +101,16 @@ class Runs:
         self.random_state_is_due = run.checkpoint is not None and not self.starts_anew("random_state")
         if mirror and saves and self._accelerator.is_main_process:
             self._upload(stack, Uploads(mirror, args.save_total_limit), args)
+        if saves and getattr(args, "async_save", False):
+            stack.callback(setattr, self, "background", None)
+            self.background = Background()
+            stack.callback(self.background.close)
         return run
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written. Raises: CheckpointError if it could not be."""
+        if self.background is not None:
+            self.background.wait()
 
     def _upload(self, stack: ExitStack, uploads: Uploads, args: TrainingArguments) -> None:
         """Upload the checkpoints of a run; the end of `stack` waits for them, then removes what was kept for it."""
@@ -129,8 +142,10 @@ class Runs:
     def writing(self, args: TrainingArguments, state: TrainerState) -> Iterator[Path]:
         """The folder to write a checkpoint into; at the end of the block it is renamed into the output directory.
 
-        It is removed where writing fails: an unfinished checkpoint would fill the disk.
+        It is removed where writing fails: an unfinished checkpoint would fill the disk. State that is staged in
+        `background` is written after the block, and the checkpoint is renamed when it is there.
         """
+        self.wait()
         with ExitStack() as stack:
             run = self.current
             if run is None or "method" not in run.facts:  # no run, or one that was not to save
@@ -145,36 +160,46 @@ class Runs:
             self._publish(folder, args, state)
 
     def _publish(self, written: Path, args: TrainingArguments, state: TrainerState) -> None:
-        """Rename a checkpoint into the output directory, then remove what `save_total_limit` no longer allows.
+        """Rename a checkpoint into the output directory, now or when the background has written it."""
+        final = Path(str(args.output_dir)) / written.name
+        if state.best_global_step:  # the parent looked for the best checkpoint in the run's folder
+            best = final.with_name(f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+            state.best_model_checkpoint = str(best) if best == final or best.exists() else None
+        if args.should_save:
+            state.save_to_json(str(written / TRAINER_STATE_NAME))
+        self._accelerator.wait_for_everyone()
+        finish = partial(self._finish, written, final, Path(state.best_model_checkpoint or "").name, args)
+        if self.background is None:
+            finish()
+        else:
+            self.background.write(written, finish)
+        self.newest_checkpoint = final
+
+    def _finish(
+        self, written: Path, final: Path, best: str, args: TrainingArguments, group: ProcessGroup | None = None
+    ) -> None:
+        """Rename a checkpoint to `final`, then remove what `save_total_limit` no longer allows.
 
         A rename is atomic on one file system, so a run killed at any moment leaves the checkpoint whole or not at all.
         Raises: CheckpointError where its weights are not there.
         """
-        assert self.current is not None
-        output_dir, writes = Path(str(args.output_dir)), args.should_save
-        final = output_dir / written.name
-        if state.best_global_step:  # the parent looked for the best checkpoint in the run's folder
-            best = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
-            state.best_model_checkpoint = str(best) if best.name == written.name or best.exists() else None
-        if writes:
-            state.save_to_json(str(written / TRAINER_STATE_NAME))
-        self._accelerator.wait_for_everyone()
         part, parts = self._accelerator.process_index, self._accelerator.num_processes
-        sums = gather_object([synced_sums(written, part=part, parts=parts)])
-        if writes:
+        sums = together(lambda: synced_sums(written, part=part, parts=parts), group)
+
+        def rename() -> None:
             if not has_weights(written):
-                fault = f"{written} has no weights, expected those of step {state.global_step}"
+                fault = f"{written} has no weights, expected those of step {written.name.rpartition('-')[2]}"
                 remedy = "Earlier checkpoints are untouched. Give each run an output_dir of its own"
                 raise CheckpointError(f"{fault}: another program removed them. {remedy}.")
             whole = {name: entry for part_sums in sums for name, entry in part_sums.items()}
+            assert self.current is not None
             publish(written, final, self.current.facts, replaced=written.parent / "replaced", sums=whole)
-            best = Path(state.best_model_checkpoint or "").name
             kept = self._uploads.in_progress if self._uploads else None
-            _rotate(output_dir, final.name, best, args.save_total_limit, but=kept)
+            _rotate(final.parent, final.name, best, args.save_total_limit, but=kept)
             if self._uploads:
                 self._uploads.add(final, best)
-        self._accelerator.wait_for_everyone()
-        self.newest_checkpoint = final
+
+        together(rename if args.should_save else lambda: None, group)
 
 
 def _begin_run(

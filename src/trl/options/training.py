@@ -89,7 +89,7 @@ class TrainingDefaults(LegacyTrainingArguments, TrainingArguments):
     hang_timeout: float | None = option(None, "Seconds without progress that end all processes; see stacks.txt.", "> 0")
     resume_from_checkpoint: str | None = option(None, "Checkpoint's folder, or true for the newest.")
     resume_without: list[str] | None = option(None, "Lost parts that start anew: optimizer, random_state, progress.")
-
+    async_save: bool = option(False, "Write checkpoints beside training; for FSDP2 with SHARDED_STATE_DICT.")
     checkpoint_mirror: str | None = option(None, "URL where checkpoints are copied: s3://…, file://… (fsspec).")
 
     def check(self) -> None:

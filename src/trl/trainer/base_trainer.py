@@ -79,6 +79,7 @@ class BaseTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.processes = Processes(self.accelerator, self.args.sp_size)
         trainer = proxy(self)  # a cycle would keep a trainer, and the folder of its run, after its last use
+        saving.check_async_save(self)
         self.runs = Runs(self.accelerator, lambda: saving.facts_of(trainer))
         self.run_metrics = run_metrics.RunMetrics(self.processes, self._sums)
         self._at_begin = AtTrainBegin(lambda: saving.begin_training(trainer))
@@ -369,17 +370,19 @@ class BaseTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         """Write the checkpoint aside and rename it into place: a killed run leaves a whole one or none."""
         args = self.args
-        with self.runs.writing(args, self.state) as folder, holding(args, "push_to_hub", False):
-            super()._save_checkpoint(model, trial)
-            if not args.save_only_model:
-                self.save_progress(folder)
         if is_generated(Path(args.output_dir or ".")):
             self.create_model_card()
+        with self.runs.writing(args, self.state) as folder, holding(args, "push_to_hub", False):
+            with saving.staged(self):
+                super()._save_checkpoint(model, trial)
+            if not args.save_only_model:
+                self.save_progress(folder)
         if args.push_to_hub:
             saving.push(self)
 
     def _get_output_dir(self, trial: object) -> str:
-        """In a run, the run's own folder, where the parent finds no older checkpoint to remove."""
+        """In a run, the run's own folder, where the parent finds no checkpoint to remove: the last one is finished."""
+        self.runs.wait()
         return super()._get_output_dir(trial) if self.runs.current is None else str(self.runs.current.folder)
 
     def _save(self, output_dir: str | None = None, state_dict: Inputs | None = None) -> None:
@@ -392,6 +395,7 @@ class BaseTrainer(Trainer):
         saving.load_weights(self, resume_from_checkpoint, wrapped)
 
     def _load_best_model(self) -> None:
+        self.runs.wait()
         best = str(self.state.best_model_checkpoint)
         saving.load_weights(self, best, super()._load_best_model, plain=lambda: self._load_from_checkpoint(best))
 

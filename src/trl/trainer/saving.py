@@ -3,10 +3,12 @@
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed.checkpoint
 from huggingface_hub import HfApi
 from transformers import Trainer
 from transformers.trainer_utils import HubStrategy
@@ -87,6 +89,27 @@ def fsdp_kind(trainer: Trainer) -> str | None:
     """How FSDP writes checkpoints, `FULL_STATE_DICT` or `SHARDED_STATE_DICT`; None for a run without it."""
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     return None if plugin is None else plugin.state_dict_type.name
+
+
+def check_async_save(trainer: Any) -> None:
+    """Raise ValueError where `async_save` cannot write this run's checkpoints."""
+    kind = fsdp_kind(trainer)
+    version = "" if kind is None else trainer.accelerator.state.fsdp_plugin.fsdp_version
+    if trainer.args.async_save and (version, kind) != (2, "SHARDED_STATE_DICT"):
+        run = "a run without FSDP" if kind is None else f"FSDP{version} with {kind}"
+        raise ValueError(
+            f"async_save=True needs FSDP2 with fsdp_state_dict_type: SHARDED_STATE_DICT, got {run}. Launch with both "
+            "(--accelerate_config), or leave async_save out."
+        )
+
+
+def staged(trainer: Any) -> AbstractContextManager[object]:
+    """A block in which accelerate's sharded state is copied for `async_save` and not yet written.
+
+    accelerate (1.15) writes it by this function, and has no asynchronous save. Remove once it has.
+    """
+    background = trainer.runs.background
+    return nullcontext() if background is None else holding(torch.distributed.checkpoint, "save", background.stage)
 
 
 def check_weights(trainer: Trainer, folder: str) -> None:
@@ -231,7 +254,10 @@ def push(trainer: Any) -> None:
     args.hub_strategy = HubStrategy.EVERY_SAVE
     with holding(trainer, "args", args):
         trainer._push_from_checkpoint(os.devnull)
-    if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS) and trainer.is_world_process_zero():
+    if strategy not in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+        return
+    trainer.runs.wait()
+    if trainer.is_world_process_zero():
         upload = HfApi().upload_folder(
             repo_id=str(trainer.hub_model_id), folder_path=checkpoint, token=args.hub_token,
             path_in_repo="last-checkpoint" if strategy == HubStrategy.CHECKPOINT else checkpoint.name,

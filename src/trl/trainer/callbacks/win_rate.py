@@ -88,6 +88,8 @@ class WinRateCallback(TrainerCallback):
         return samples if reference is None else None
 
     def on_save(self, args, state, control, **kwargs):
+        if (runs := getattr(self.trainer, "runs", None)) is not None:
+            runs.wait()
         if self.trainer.accelerator.is_main_process:
             folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
             (folder / KEPT).write_text(json.dumps(self.against))

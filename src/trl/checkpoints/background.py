@@ -1,0 +1,87 @@
+"""Sharded state that is written beside training: a copy on the CPU, and a thread in each process that writes it."""
+
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException, SavePlanner, StorageWriter, save
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from trl.checkpoints.wholeness import CheckpointError
+
+T = TypeVar("T")
+
+
+def together(act: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """What `act` returns on each process, on all of them, which must all call it; so is the first error."""
+    try:
+        outcomes: list[T | Exception] = [act()]
+    except Exception as error:
+        outcomes = [error]
+    if dist.is_initialized():
+        mine, outcomes = outcomes[0], cast(list[T | Exception], [None] * dist.get_world_size(group))
+        dist.all_gather_object(outcomes, mine, group=group)
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+    return cast(list[T], outcomes)
+
+
+class Background:
+    """The writes of a run, one at a time. All processes must make the same calls.
+
+    `torch.distributed.checkpoint.async_save` in two parts: several states and what follows them are one write, in one
+    thread, because the processes must reach its collectives in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))  # training uses the other one meanwhile
+        pinned = torch.cuda.is_available()
+        self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._staged: list[tuple[STATE_DICT_TYPE, StorageWriter]] = []
+        self._write: Future[None] | None = None
+
+    def stage(
+        self, state_dict: STATE_DICT_TYPE, *, storage_writer: StorageWriter, planner: SavePlanner | None = None
+    ) -> None:
+        """Copy a state to the CPU, in memory that the next checkpoint uses again; stands in for torch's `save`."""
+        self._staged.append((cast(STATE_DICT_TYPE, self._stager.stage(state_dict)), storage_writer))
+
+    def write(self, folder: Path, finish: Callable[[dist.ProcessGroup], None]) -> None:
+        """Write in the background what was staged for the checkpoint in `folder`, then `finish` it."""
+        staged, self._staged = self._staged, []
+
+        def work() -> None:
+            try:
+                for state, writer in staged:
+                    save(state, storage_writer=writer, process_group=self._group)
+                finish(self._group)
+            except (Exception, CheckpointException) as error:
+                shutil.rmtree(folder, ignore_errors=True)
+                reason = (str(error).strip() or repr(error)).splitlines()[-1]
+                raise CheckpointError(
+                    f"{folder.name} could not be written (async_save): {reason}. Earlier checkpoints are whole."
+                ) from error
+
+        self._write = self._pool.submit(work)
+
+    def wait(self) -> None:
+        """Wait for the last write, and forget what no write took. Raises: CheckpointError, once, if it failed."""
+        self._staged, write, self._write = [], self._write, None
+        if write is not None:
+            write.result()
+
+    def close(self) -> None:
+        """Wait for the last write, and free the memory of the copies."""
+        try:
+            self.wait()
+        finally:
+            self._pool.shutdown()
+            self._stager.close()
+            dist.destroy_process_group(self._group)
