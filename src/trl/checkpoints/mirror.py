@@ -62,21 +62,22 @@ class Mirror:
         except (FileNotFoundError, ValueError):
             return {}
 
-    def check_run(self, run: str | None) -> None:
-        """Raise CheckpointError where checkpoints are of another run."""
-        others = [name for name, manifest in self.checkpoints().items() if manifest and manifest.get("run") != run]
+    def check_run(self, run: str | None) -> dict[str, Settings]:
+        """`checkpoints`. Raises: CheckpointError where some are of another run."""
+        checkpoints = self.checkpoints()
+        others = [name for name, manifest in checkpoints.items() if manifest and manifest.get("run") != run]
         if others:
             raise CheckpointError(
                 f"checkpoint_mirror={self._name!r} has checkpoints of another run ({', '.join(others)}). Give each run a "
                 "mirror of its own, or continue that run with resume_from_checkpoint=true."
             )
+        return checkpoints
 
     def put(self, checkpoint: Path) -> None:
         """Upload a checkpoint that is not there yet. Raises: OSError where it was replaced meanwhile; as `check_run`."""
         written, target = (checkpoint / MANIFEST).read_bytes(), f"{self._root}/{checkpoint.name}"
         manifest = json.loads(written)
-        self.check_run(manifest.get("run"))
-        if self._manifest(checkpoint.name) == manifest:
+        if self.check_run(manifest.get("run")).get(checkpoint.name) == manifest:
             return
         self.remove(checkpoint.name)
         paths = [path for path in sorted(checkpoint.rglob("*")) if path != checkpoint / MANIFEST]

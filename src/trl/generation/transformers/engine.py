@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 import torch
@@ -70,7 +70,7 @@ class TransformersEngine:
         self.route: Route = route
         self.max_batch, self.gather_zero3, self.reuse_memory = max_batch, gather_zero3, reuse_memory
         self.fallbacks: list[str] = []
-        self._warned: set[str] = set()
+        self._warn = cache(logger.warning)  # once for a message
         # A model, and why its forward cannot use our cache; of sharded weights when they are gathered.
         self._checked: tuple[PreTrainedModel | None, str | None] = (None, None)
         if route != "generate" and not core.config.is_encoder_decoder and not is_sharded(core):
@@ -250,11 +250,6 @@ class TransformersEngine:
             self._checked = core, decode_unsupported(model)
         stays_sharded = is_sharded(core) and not self.gather_zero3
         return self._checked[1] or ("its weights stay sharded" if stays_sharded else None)
-
-    def _warn(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            logger.warning(message)
 
 
 def context_length_of(model: nn.Module, at_most: int | None = None) -> int | None:
