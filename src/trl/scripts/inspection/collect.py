@@ -18,7 +18,7 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from trl.data.formats import Row, RowDict, has_images
+from trl.data.formats import Row, RowDict, has_images, image_column
 from trl.data.pipeline import Preparation, PreparationReport, prepare_dataset
 from trl.data.prepared_sets import PreparedSets, sequence_lengths
 from trl.data.prompts import stored_rows
@@ -44,13 +44,8 @@ COMPARED_ROWS = 5_000  # whose texts are compared for near duplicates
 LIMITS = ("max_length", "max_prompt_length", "max_completion_length")
 PLACE = "place_in_sample"
 OF_TOKENS = (
-    "vocab_size",
-    "vocab_size_per_layer_input",
-    "max_position_embeddings",
-    "n_positions",
-    "n_ctx",
-    "max_seq_len",
-)
+    "vocab_size", "vocab_size_per_layer_input", "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"
+)  # fmt: skip
 SCORED_ROWS = 1_000  # whose answers are given to reward functions
 
 
@@ -96,9 +91,8 @@ def inspect_data(
 ) -> Inspection:  # fmt: skip
     """Prepare the data as `trl METHOD` would, and look at it. Raises: what preparing raises for rows it refuses."""
     train, evaluation = load_rows(script_args, training_args, model_args, dataset_args, options.rows)
-    with_images = has_images(train)
     with TemporaryDirectory() as folder, quiet():
-        context = write_stand_in(model_args, method, folder, with_images=with_images)
+        context = write_stand_in(model_args, method, folder, with_images=has_images(train))
         training_args.output_dir = str(Path(folder) / "run")
         trainer = build(method, training_args, Path(folder) / "model", train, evaluation)
         inspection = numbers_of(trainer, method, str(script_args.dataset_name), train, context)
@@ -106,8 +100,8 @@ def inspect_data(
         inspection.shown = shown_rows(trainer, train, options.shown, text_field)
         inspection.faults += faults.length_faults(inspection.lengths, context)
         inspection.faults += faults.shown_faults(inspection.shown) + faults.label_faults(train)
-        texts = [images.with_digests(rows) if rows and with_images else rows for rows in (train, evaluation)]
-        add_text_faults(inspection, *texts, text_field, ScriptCounts(inspection.tokenizer))  # type: ignore[arg-type]
+        texts = images.with_digests(train), evaluation and images.with_digests(evaluation)
+        add_text_faults(inspection, *texts, text_field, ScriptCounts(inspection.tokenizer))
         if COMMANDS[method].others in ONLINE and (functions := getattr(script_args, "reward_funcs", None)):
             inspection.rewards = scored(functions, train, options.answers, inspection)
             inspection.faults += faults.reward_faults(inspection.rewards, min(len(train), SCORED_ROWS))
@@ -137,10 +131,10 @@ def load_rows(
 
 def first_rows(rows: Dataset | IterableDataset, limit: int | None) -> Dataset:
     """The first rows of a set, stored."""
+    limit = limit or (images.READ_ROWS if image_column(rows.column_names or ()) else None)
     if isinstance(rows, IterableDataset):
         return stored_rows(rows.take(limit or STREAMED_ROWS))
-    limit = limit or (images.READ_ROWS if has_images(rows) else len(rows))
-    return rows.select(range(min(limit, len(rows))))
+    return rows if limit is None else rows.select(range(min(limit, len(rows))))
 
 
 def write_stand_in(model_args: "ModelConfig", method: str, folder: str, *, with_images: bool) -> int | None:

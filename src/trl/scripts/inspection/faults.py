@@ -98,32 +98,29 @@ TEXT = {
 LOST = "words in {} letters become bytes or unknown tokens ({:.0%} of their tokens). Use a tokenizer that knows them."
 
 
-def fault(name: str, rows: Iterable[int], total: int, text: str) -> Fault:
-    """A fault of these rows."""
+def of_rows(name: str, rows: Iterable[int], total: int, *values: object) -> list[Fault]:
+    """A fault of these rows; none where there are no rows."""
     numbers = [int(row) for row in rows]
-    return Fault(name, len(numbers), total, numbers[:SHOWN_ROWS], text)
+    return [Fault(name, len(numbers), total, numbers[:SHOWN_ROWS], TEXT[name].format(*values))] if numbers else []
 
 
 def near_faults(train: RowFaults, evaluation: RowFaults | None) -> list[Fault]:
     """Near duplicates within the training rows that are compared, and near ones of the evaluation rows."""
-    near, leaks = NearDuplicates(), []
+    near, others, leaks = NearDuplicates(), NearDuplicates(), []
     twins = [row for row, text in train.texts if near.earlier(row, text, keep=True) is not None]
     if evaluation is not None:
-        others = NearDuplicates()
-        others.add((row, text) for row, text in evaluation.texts)
+        for row, text in evaluation.texts:
+            others.earlier(row, text, keep=True)
         leaked = set(train.leaked(evaluation))
-        leaks = [
-            row for row, text in train.texts if row not in leaked and others.earlier(row, text, keep=False) is not None
-        ]
-    names = (("near duplicates", twins), ("near rows of the evaluation set", leaks))
-    return [fault(name, rows, len(train.texts), TEXT[name]) for name, rows in names if rows]
+        rows = [(row, text) for row, text in train.texts if row not in leaked]
+        leaks = [row for row, text in rows if others.earlier(row, text, keep=False) is not None]
+    total = len(train.texts)
+    return [*of_rows("near duplicates", twins, total), *of_rows("near rows of the evaluation set", leaks, total)]
 
 
 def leak_faults(train: RowFaults, evaluation: RowFaults) -> list[Fault]:
     """Training rows that are evaluation rows too."""
-    name = "rows of the evaluation set"
-    rows = train.leaked(evaluation).tolist()
-    return [fault(name, rows, len(train.keys), TEXT[name])] if rows else []
+    return of_rows("rows of the evaluation set", train.leaked(evaluation), len(train.keys))
 
 
 def report_faults(report: PreparationReport) -> list[Fault]:
@@ -141,10 +138,8 @@ def report_faults(report: PreparationReport) -> list[Fault]:
 
 def length_faults(lengths: np.ndarray, context: int | None) -> list[Fault]:
     """Sequences that are longer than the model's context."""
-    if context is None or not (lengths > context).any():
-        return []
-    name = "rows longer than the context"
-    return [fault(name, np.flatnonzero(lengths > context), len(lengths), TEXT[name].format(context))]
+    longer = np.flatnonzero(lengths > (context or np.inf))
+    return of_rows("rows longer than the context", longer, len(lengths), context)
 
 
 def shown_faults(rows: Sequence[ShownRow]) -> list[Fault]:
@@ -155,7 +150,7 @@ def shown_faults(rows: Sequence[ShownRow]) -> list[Fault]:
         for row in rows
         if any(token.state == "trained" and token.role in others for part in row.sequences.values() for token in part)
     ]
-    return [fault("trained prompts", trained, len(rows), TEXT["trained prompts"])] if trained else []
+    return of_rows("trained prompts", trained, len(rows))
 
 
 def label_faults(dataset: Dataset) -> list[Fault]:

@@ -54,7 +54,8 @@ def read_rows(trainer: Any, rows: Dataset) -> tuple[np.ndarray, PreparationRepor
 
 def with_digests(rows: Dataset) -> Dataset:
     """The rows with a digest in place of their images."""
-    column = str(image_column(rows.column_names))
+    if (column := image_column(rows.column_names)) is None:
+        return rows
 
     def read(row: Row) -> RowDict:
         images = row[column] if column == "images" else [row[column]]

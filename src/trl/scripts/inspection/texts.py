@@ -1,8 +1,7 @@
 """The texts of rows as a user wrote them: who says what, which are answers, and which rows are alike."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import xxhash
@@ -14,7 +13,6 @@ from trl.rewards.ready_made import content_of
 ANSWERS = ("completion", "chosen", "rejected")
 TEXTS = ("text", "messages", "prompt", *ANSWERS, "completions")
 BLOCK_ROWS = 1_000
-MOST_COMPARED = 5_000  # rows of a set that near duplicates are searched in
 WORDS, LEAST_WORDS = 3, 20  # in a shingle; in a text that is compared
 ALIKE = 0.85  # the share of the shingles of two texts that both have
 
@@ -87,11 +85,6 @@ class NearDuplicates:
         self._sketch = lambda: MinHash(num_perm=64, seed=1)
         self._index = MinHashLSH(threshold=0.7, num_perm=64)
         self._texts: dict[int, frozenset[bytes]] = {}
-
-    def add(self, texts: Iterable[tuple[int, str]]) -> None:
-        """Take up the first texts, with the numbers of their rows."""
-        for row, text in islice(texts, MOST_COMPARED):
-            self.earlier(row, text, keep=True)
 
     def earlier(self, row: int, text: str, *, keep: bool) -> int | None:
         """The row of an earlier text that is alike; `keep` takes this one up."""
