@@ -282,10 +282,12 @@ def test_the_command_reads_a_file_of_the_method_and_a_folder_without_weights(fol
 
     monkeypatch.setattr(levers, "plan_of", stub)
     file = tmp_path / "run.yaml"
-    file.write_text(f"model_name_or_path: {folder}\ndataset_name: rows.jsonl\nmax_length: 32\nbf16: true\n")
+    file.write_text(
+        f"model_name_or_path: {folder}\ndataset_name: rows.jsonl\nmax_length: 32\nper_device_train_batch_size: 2\nbf16: true\n"
+    )
     assert main(["sft", "--config", str(file), "--memory", "1GB", "--no_levers"]) == 0
     out = capsys.readouterr().out
-    assert "8 rows of 32 tokens" in out and "It fits in" in out
+    assert "2 rows of 32 tokens" in out and "It fits in" in out
     assert main(["sft", "--config", str(file), "--memory", "1 MB", "--no_levers"]) == 1
     out = capsys.readouterr().out
     assert "It does not fit in" in out
