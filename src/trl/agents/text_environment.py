@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from rich.text import Text
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from trl.data.rendering import Fields
 from trl.generation.engine import Engine, Sampling
@@ -124,7 +125,7 @@ class TextHistory:
         """Print the text, coloured by who wrote it, and the reward."""
         self._show([self.text[slice(*span)] for span in self.text_spans], show_legend)
 
-    def show_tokens(self, tokenizer: Any, show_legend: bool = False) -> None:
+    def show_tokens(self, tokenizer: PreTrainedTokenizerBase, show_legend: bool = False) -> None:
         """Print the tokens, coloured by who wrote them, and the reward."""
         parts = [self.tokens[slice(*span)].tolist() for span in self.token_spans]
         self._show([" ".join([*tokenizer.convert_ids_to_tokens(part), ""]) for part in parts], show_legend)

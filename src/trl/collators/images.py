@@ -195,7 +195,7 @@ class _ImageCollator(DataCollatorMixin):
 
         Found on the text's own tokens, counted from the end, because images grow to many tokens before it.
         """
-        tokenizer: Any = text_tokenizer(self.processor)
+        tokenizer = text_tokenizer(self.processor)
         texts = ["".join(half), half.prompt]
         whole, prompt = tokenizer(texts, verbose=False).input_ids if adds_special else encode(tokenizer, texts)
         tail = whole[common_prefix_length(prompt, whole) :]

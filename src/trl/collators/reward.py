@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -149,7 +148,7 @@ class RewardDataCollatorWithPadding:
                 {"input_ids": row[name], "attention_mask": [1] * len(row[name]) if row.get(mask) is None else row[mask]}
                 for row in features
             ]
-            padded: Any = self.tokenizer.pad(
+            padded = self.tokenizer.pad(
                 sides, padding=self.padding, pad_to_multiple_of=self.pad_to_multiple_of,
                 return_tensors=self.return_tensors,
             )  # fmt: skip

@@ -69,7 +69,7 @@ def pack_dataset(
         options.setdefault("batch_size", 1000)  # of large rows
     if not isinstance(dataset, Dataset):
         size = options.get("batch_size", 1000)
-        rows: Any = as_arrow.map(pack_table, batched=True, batch_size=size, features=features, fn_kwargs=settings)
+        rows = as_arrow.map(pack_table, batched=True, batch_size=size, features=features, fn_kwargs=settings)
         return restore_format(rows, dataset)
     if not len(dataset):
         _check_columns(cast(Any, as_arrow)[:])
@@ -96,7 +96,7 @@ def pack_table(table: pa.Table, seq_length: int, strategy: str) -> pa.Table:
     for name in nested:
         if rows is None:
             raise ValueError(f"column {name!r} has lists of lists, which strategy {strategy!r} cannot cut. Use 'bfd'.")
-        kind: Any = lists.schema.field(name).type
+        kind = lists.schema.field(name).type
         whole = lists[name].cast(pa.large_list(kind.value_type)).combine_chunks()
         joined = pc.list_slice(whole.take(pa.array(rows.values)), 0, seq_length)  # type: ignore[attr-defined]
         ends = np.append(0, pc.list_value_length(joined).to_numpy().cumsum())[rows.offsets]  # type: ignore[attr-defined]

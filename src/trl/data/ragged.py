@@ -45,7 +45,7 @@ def is_number_list(kind: pa.DataType) -> bool:
 
 def list_lengths(dataset: Dataset, column: str) -> np.ndarray:
     """The length of each row's list in a column, whatever format the rows are handed out in."""
-    count: Any = pc.list_value_length  # type: ignore[attr-defined]
+    count = pc.list_value_length  # type: ignore[attr-defined]
     blocks = [count(block).to_numpy() for block in column_blocks(dataset, column)]
     return np.concatenate(blocks or [np.zeros(0, np.int64)])
 
@@ -178,7 +178,7 @@ def truncate_rows(
         return restore_format(dataset.with_format(None).map(_cut_row, fn_kwargs=settings), dataset)
     options: RowDict = dict(map_kwargs or {}) if is_stored else {"batch_size": STREAM_BATCH}
     options |= {"features": without_list_sizes(dataset.features), "fn_kwargs": settings}
-    cut: Any = dataset.with_format("arrow").map(truncate_table, batched=True, **options)
+    cut = dataset.with_format("arrow").map(truncate_table, batched=True, **options)
     return restore_format(cut, dataset)
 
 

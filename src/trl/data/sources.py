@@ -83,12 +83,12 @@ def load_source(
 
 
 def _load_saved(place: Path, path: str, split: str | None, *, streaming: bool) -> AnyDataset:
-    loaded: Any = datasets.load_from_disk(str(place))
+    loaded = datasets.load_from_disk(str(place))
     loaded = DatasetDict({str(loaded.split or "train"): loaded}) if isinstance(loaded, Dataset) else loaded
     if split is not None and split not in loaded:
         lengths = {str(name): len(part) for name, part in loaded.items()}
         try:
-            parts: Any = ReadInstruction.from_spec(split).to_absolute(lengths)
+            parts = ReadInstruction.from_spec(split).to_absolute(lengths)
         except ValueError as error:
             there = f"split {split!r} is not in {path!r}: there are {sorted(lengths)}. Choose one of these."
             raise ValueError(there) from error

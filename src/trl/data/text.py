@@ -324,7 +324,7 @@ class SFTTokenizer(RowKind):
             column = pa.chunked_array([pa.array(rows)])
             if column.type == pa.list_(pa.bool_()) and first.column not in ("input_ids", "labels"):
                 column = column.cast(pa.list_(pa.int8()))
-        kind: Any = column.type
+        kind = column.type
         if not (is_list(kind) and pa.types.is_integer(kind.value_type)):
             remedy = "Tokenize the text, or rename the column."
             raise first.error(f"values of type {kind}", "lists of integers", remedy, TypeError)

@@ -16,9 +16,10 @@ from transformers import GenerationConfig, TrainingArguments
 
 from trl.data.rendering import text_tokenizer
 from trl.legacy import move_onto_config
-from trl.models.peft import is_peft_model
+from trl.models.peft import AdapterConfig, is_peft_model
 from trl.models.policy import Policy
 from trl.objectives.group_policy import soft_gate
+from trl.trainer.arguments import Processor
 
 WHOLE_BATCH = ("get_batch_loss_metrics", "get_batch_metrics", "store_metrics")
 REFERENCES = ("compute_ref_log_probs", "compute_reference_log_probs")
@@ -229,7 +230,8 @@ class Legacy(_Trainer):
         super().create_accelerator_and_postprocess()
 
     def begin(
-        self, model: Any, args: Any, processing_class: Any, peft_config: Any, older: Mapping[str, Any] = {}, **kwargs: Any,
+        self, model: object, args: Any, processing_class: Processor | None, peft_config: AdapterConfig,
+        older: Mapping[str, object] = {}, **kwargs: Any,
     ) -> tuple[Policy, Any]:  # fmt: skip
         """`BaseTrainer.begin`; `older` arguments are moved onto the config. Raises: ValueError."""
         arguments = {"model": model, "args": args, "processing_class": processing_class, "older": older}

@@ -195,7 +195,7 @@ class LegacyJudged(Legacy):
 class LegacyReward(LegacyJudged):
     """Batches of `RewardTrainer` at 0.4-0.26."""
 
-    def handed_out(self, batch: Any, drawn: Any) -> Any:
+    def handed_out(self, batch: RowDict, drawn: Batch) -> Any:
         """The batch; an overridden `compute_loss` gets the columns of 0.4-0.26."""
         if not overrides(self, "compute_loss"):
             return batch
@@ -220,7 +220,7 @@ class LegacyPairs(LegacyJudged):
     _rows_stored = 1.0  # of what `store_metrics` is given
     _is_counted = False  # rewards of the batch at hand move no mean again
 
-    def handed_out(self, batch: Any, drawn: Any) -> Any:
+    def handed_out(self, batch: RowDict, drawn: Batch) -> Any:
         """The batch, where methods are overridden with the columns that these read."""
         if not overrides(self, "compute_loss", *WHOLE_BATCH, *REFERENCES):
             return batch

@@ -149,7 +149,7 @@ class Scoring:
             for batch, part in zip(batches, parts, strict=True):
                 chosen, tokens = self.scorer.routing(model, batch)
                 counts.append(torch.cat([tokens[None], chosen]) * (not part.fills_up))
-        total: Any = torch.stack(counts).sum(dim=0)
+        total = torch.stack(counts).sum(dim=0)
         if self.accelerator.num_processes > 1:
             total = self.step.processes.once(self.accelerator.reduce(total, reduction="sum"))  # type: ignore[arg-type]
         routing = Routing(total[1:], total[0])

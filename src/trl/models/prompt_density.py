@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -85,9 +84,7 @@ class PromptDensity:
         rows = {"input_ids": [list(ids) for ids in prompts]}
         padded = self.embedding_tokenizer.pad(rows, return_tensors="pt").to(device)
         with torch.no_grad():
-            embeddings: Any = self.embedding_func(
-                input_ids=padded["input_ids"], attention_mask=padded["attention_mask"]
-            )
+            embeddings = self.embedding_func(input_ids=padded["input_ids"], attention_mask=padded["attention_mask"])
         shape = tuple(embeddings.shape) if isinstance(embeddings, Tensor) else type(embeddings).__name__
         if not isinstance(shape, tuple) or shape[:-1] != (len(prompts),):
             raise ValueError(f"embedding_func must return a tensor ({len(prompts)}, H), got {shape}.")

@@ -314,7 +314,7 @@ def load_value_head(model_id: str, *, pickled: bool = False, **options: Any) -> 
     reads `pytorch_model.bin`, in which older TRL saves value heads, with `weights_only=True`.
     """
     causes = ("gated_repo", "missing_entries", "connection_errors")
-    quiet: Any = {f"_raise_exceptions_for_{cause}": False for cause in causes}
+    quiet = {f"_raise_exceptions_for_{cause}": False for cause in causes}
     locate = partial(cached_file, model_id, **quiet, **{k: v for k, v in options.items() if k in _HUB_OPTIONS})
 
     for names in (_SAFE_FILES, _PICKLED_FILES) if pickled else (_SAFE_FILES,):

@@ -116,7 +116,7 @@ def changed_settings(*configs: Any) -> dict[str, object]:
     for config in configs:
         for field in dataclasses.fields(config):
             made = field.default_factory is not dataclasses.MISSING
-            default: Any = field.default_factory() if made else field.default  # pyright: ignore[reportCallIssue]
+            default = field.default_factory() if made else field.default  # pyright: ignore[reportCallIssue]
             value = getattr(config, field.name)
             value, default = (item.value if isinstance(item, Enum) else item for item in (value, default))
             if field.name == "steps_per_generation" and value:

@@ -284,7 +284,7 @@ class OpenAIPairwiseJudge(ChatPairwiseJudge):
         super().__init__(system_prompt, max_requests=max_requests, max_workers=max_workers)
         if client is None:
             try:
-                openai: Any = import_module("openai")
+                openai = import_module("openai")
             except ImportError as error:
                 text = "OpenAIPairwiseJudge needs the openai package. Install it with `pip install 'trl[judges]'`."
                 raise ImportError(text) from error
@@ -304,7 +304,7 @@ class PairRMJudge(BasePairwiseJudge):
 
     def __init__(self) -> None:
         try:
-            blender: Any = import_module("llm_blender")
+            blender = import_module("llm_blender")
         except ImportError as error:
             remedy = "Install a release for transformers 5 with `pip install llm-blender`, or use another judge"
             fault = f"PairRMJudge needs llm-blender, which cannot be imported ({error})"

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from trl.generation.engine import Engine, Sampling
 from trl.generation.main_process import first_rng_stream
@@ -37,7 +37,7 @@ class BestOfNSampler:
     def __init__(
         self,
         model: Any,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         queries_to_scores: Callable[[list[str]], Sequence[float] | Tensor],
         length_sampler: Callable[[], int],
         sample_size: int = 4,

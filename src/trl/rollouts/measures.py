@@ -33,7 +33,7 @@ def of_all_processes(
     columns = {**experience.per_row, LENGTH: sampled_lengths(experience)}
     table = torch.stack([column.double() for column in columns.values()], dim=1)
     if accelerator.num_processes > 1:
-        table: Any = accelerator.gather(table.to(accelerator.device))
+        table = accelerator.gather(table.to(accelerator.device))
         table = table[: _rows_read(accelerator) if is_evaluation else None].cpu()
     return dict(zip(columns, table.unbind(dim=1), strict=True))
 

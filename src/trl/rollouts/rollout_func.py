@@ -48,7 +48,7 @@ class RolloutFunction:
 
     def __call__(self, maker: RolloutMaker, rows: Rows, *, streams: Sequence[int]) -> Completed:
         self._stream, self._asked = streams[0], Counter()
-        ids: Any = rows[PROMPT_IDS]
+        ids = rows[PROMPT_IDS]
         prompts = rows["prompt"] if "prompt" in rows else maker.tokenizer.batch_decode(list(ids))
         answer = self.function(copy.deepcopy(list(prompts)), self._trainer)
         ends = maker.sampling.stop_token_ids or ()
@@ -80,7 +80,7 @@ def generate_rollout_completions(
     overrides = dict(generation_overrides or {})
     if "max_tokens" in overrides:  # vLLM's name
         overrides["max_new_tokens"] = overrides.pop("max_tokens")
-    completer: Any = maker.completer
+    completer = maker.completer
     streams = completer.next_streams(ids) if isinstance(completer, RolloutFunction) else None
     with maker.accelerator.autocast():
         completions = maker.engine.generate(ids, maker.sampling.updated(overrides), streams=streams)

@@ -90,7 +90,7 @@ def loaded_engine(arguments: Any) -> Any:
     model: Any = create_model_from_path(path, **loading).eval()
     if "quantization_config" not in loading:
         model.to(arguments.device or torch.accelerator.current_accelerator() or "cpu")
-    tokenizer: Any = text_tokenizer(load_processing_class(path, trust_remote_code=arguments.trust_remote_code))
+    tokenizer = text_tokenizer(load_processing_class(path, trust_remote_code=arguments.trust_remote_code))
     if not tokenizer.chat_template:
         raise ValueError(f"The tokenizer of '{path}' has no chat template. Use a model for chats.")
     return TransformersEngine(model, tokenizer=tokenizer)
@@ -104,7 +104,7 @@ class Chat:
 
         self.arguments, self.console = arguments, console
         self.engine = loaded_engine(arguments)
-        self.tokenizer: Any = self.engine.tokenizer
+        self.tokenizer = self.engine.tokenizer
         tokens = arguments.eos_tokens.split(",") if arguments.eos_tokens else []
         if unknown := [token for token in tokens if token not in self.tokenizer.get_vocab()]:
             raise ValueError(f"eos_tokens must be tokens of the tokenizer, got {unknown[0]!r}.")

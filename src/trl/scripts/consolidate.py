@@ -54,7 +54,7 @@ def consolidate(checkpoint: Path, out: str) -> None:
 
     from trl.models.loading import architecture_of, load_processing_class
 
-    architecture: Any = architecture_of(str(checkpoint), {})
+    architecture = architecture_of(str(checkpoint), {})
     with torch.device("meta"):
         model = getattr(architecture, "from_config", architecture)(AutoConfig.from_pretrained(checkpoint))
     unexpected = model.load_state_dict(_sharded_weights(checkpoint / SHARDED_WEIGHTS), strict=False, assign=True)[1]

@@ -35,7 +35,7 @@ class TrlParser(PlainParser, HfArgumentParser):
     """
 
     def __init__(self, dataclass_types: DataClassType | Iterable[DataClassType] | None = None, **kwargs: Any) -> None:
-        types: Any = [] if dataclass_types is None else dataclass_types
+        types = [] if dataclass_types is None else dataclass_types
         kinds: list[Any] = list(types) if isinstance(types, Iterable) else [types]
         for kind in kinds:
             if "config" in {field.name for field in dataclasses.fields(kind)}:

@@ -25,6 +25,7 @@ from trl.checkpoints.spread import Spread
 from trl.methods.method import ALONE, Batch, Method, Outcome, Scoring, Step, StepPart
 from trl.models.activation_offloading import get_act_offloading_ctx_manager
 from trl.models.packed.layout import STEP_PART, Inputs, count_sequence_tokens
+from trl.models.peft import AdapterConfig
 from trl.models.policy import Policy, set_up_policy
 from trl.models.reference import FrozenModel
 from trl.models.residuals import keep_residuals
@@ -39,6 +40,7 @@ from trl.reporting.model_card import Paper, is_generated
 from trl.reporting.run_lines import use_run_lines
 from trl.rollouts.token_counts import TokenCounts
 from trl.trainer import evaluation, loaders, run_metrics, saving
+from trl.trainer.arguments import Processor
 from trl.trainer.callbacks.checkpoints import AtTrainBegin, at_step_ends
 from trl.trainer.callbacks.hang import EndsHangs
 from trl.trainer.callbacks.run_report import RunReport
@@ -103,7 +105,8 @@ class BaseTrainer(Trainer):
             self._offloading = lambda: offloading
 
     def begin(
-        self, model: Any, args: Any, processing_class: Any, peft_config: Any, older: Mapping[str, Any] = {},
+        self, model: object, args: Any, processing_class: Processor | None, peft_config: AdapterConfig,
+        older: Mapping[str, object] = {},
         *, data: Data = "pairs", classifier: ClassifierKind | None = None,
     ) -> tuple[Policy, Any]:  # fmt: skip
         """The policy and the config, at the start of a constructor. Raises TypeError for `older` arguments."""
@@ -133,7 +136,7 @@ class BaseTrainer(Trainer):
         rows = batch if self.layout is None else self.layout(batch)
         return rows if STEP_PART in rows or STEP_PART not in batch else {**rows, STEP_PART: batch[STEP_PART]}
 
-    def handed_out(self, batch: Inputs, drawn: Batch) -> Any:
+    def handed_out(self, batch: Inputs, drawn: Batch) -> Inputs:
         """What `compute_loss` is given for a batch, which `take_batch` made from the collator's, the `drawn` one."""
         return batch
 
@@ -198,7 +201,7 @@ class BaseTrainer(Trainer):
         return [name for name, is_drawn in drawn.items() if is_drawn and before.rows != now.rows]
 
     def outcome(
-        self, model: nn.Module, batch: Any, *, step: Tensor | None = None, with_outputs: bool = False,
+        self, model: nn.Module, batch: Batch, *, step: Tensor | None = None, with_outputs: bool = False,
     ) -> Outcome:  # fmt: skip
         """The terms of a batch; `step`: the step's number of each kind of unit; `with_outputs`: predictions are needed."""
         scoring = self.scoring(model, batch, counts=step, outputs=with_outputs)

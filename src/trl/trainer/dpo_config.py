@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from transformers import TrainingArguments
 
@@ -131,7 +130,7 @@ class DPOConfig(ReferenceSync, ReferencePolicy, PreferenceOptions):
 
     def pair_options(self) -> PairOptions:
         """The settings that the losses take."""
-        divergence: Any = self.f_divergence_type
+        divergence = self.f_divergence_type
         return PairOptions(
             beta=self.beta,
             label_smoothing=self.label_smoothing,

@@ -193,7 +193,7 @@ class GRPOConfig(GroupOptions, GroupTraining):
     base_model_attribute_name: str = shared("base_model_attribute_name")
 
     def check(self) -> None:
-        given: Any = self.scale_rewards  # older programs and command lines say yes or no
+        given = self.scale_rewards  # older programs and command lines say yes or no
         self.scale_rewards = {"true": "group", "false": "none"}.get(str(given).lower(), str(given))
         if self.loss_type == "luspo" and self.importance_sampling_level == type(self).importance_sampling_level:
             warn_caller(

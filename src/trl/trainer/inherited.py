@@ -70,7 +70,7 @@ SETTINGS = (
 # fmt: on
 
 
-def settle_inherited(args: TrainingArguments, data: Data, unexpected: Mapping[str, Any] = {}) -> None:
+def settle_inherited(args: TrainingArguments, data: Data, unexpected: Mapping[str, object] = {}) -> None:
     """Apply the table to `args`: raise ValueError for what is refused, warn of and reset what has no effect.
 
     Call it before the constructor of `transformers.Trainer`. Raises: TypeError for `unexpected` arguments.

@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from trl.reporting.run_checks import text_signs
 from trl.reporting.run_events import write_part
@@ -103,7 +104,7 @@ class KeptCompletions:
         numbers = [dict(zip(told, row, strict=True)) for row in zip(*told.values(), strict=True)]
         send_traces("traces", *texts, numbers, args.report_to, step=step)
 
-    def columns(self, newest: Newest, bound: int, tokenizer: Any) -> Columns:
+    def columns(self, newest: Newest, bound: int, tokenizer: PreTrainedTokenizerBase) -> Columns:
         """The columns of the first rows."""
         rows = newest.experience.take(torch.arange(min(bound, len(newest.texts))))
         count, texts = len(rows), newest.texts[:bound]

@@ -149,7 +149,7 @@ class OnlineTrainer(BaseTrainer):
 
         Raises: ValueError for a reward function with an argument that no column gives.
         """
-        rows: Any = self.train_dataset
+        rows = self.train_dataset
         assert isinstance(rows, (Dataset, RowStream))
         refill = None
         if isinstance(self.args, GroupTraining) and self.args.dynamic_sampling:
@@ -298,7 +298,7 @@ class OnlineTrainer(BaseTrainer):
         batches = [self.micro_batch(self._learned.take(part)) for part in self.rows_of_step(step)[: len(turns)]]
         return super().get_batch_samples(iter(batches), len(batches), device)
 
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: Inputs, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """One micro-batch, forward and backward; the last of a step records how long the step took."""
         loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[arg-type]
         if self._turns == self.sizes.micro_batches and self._token_counts is not None:
@@ -368,7 +368,7 @@ class OnlineTrainer(BaseTrainer):
     @torch.no_grad()
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Tensor | None, Any, Any]:
+    ) -> tuple[Tensor | None, None, None]:
         """Complete a batch of prompts, judge it as in training, and record its metrics and its loss."""
         self.rollouts.follow(self.model_wrapped, self.state)
         experience = self.scored(self.rollouts.evaluate(inputs), learning=False)

@@ -82,7 +82,7 @@ def ratio_is_too_large(
     ratio: Weighted, threshold: float, accelerator: Accelerator, warn: Callable[..., None], *, step: int
 ) -> bool:
     """Whether the mean ratio of new to old probabilities exceeds a threshold; all processes must call it."""
-    whole: Any = accelerator.reduce(torch.stack([ratio.total, ratio.count]), reduction="sum")
+    whole = accelerator.reduce(torch.stack([ratio.total, ratio.count]), reduction="sum")
     mean = float(whole[0] / whole[1])
     if not mean > threshold:
         return False

@@ -228,7 +228,7 @@ class PPOConfig(LoopOptions, PPOOptions):
     def check(self) -> None:
         """Raise on bad values."""
         super().check()
-        push: Any = self.push_to_hub_if_best_kwargs
+        push = self.push_to_hub_if_best_kwargs
         if push and "repo_id" not in push:
             raise ValueError(
                 f"push_to_hub_if_best_kwargs must have 'repo_id', got {sorted(push)}. Add the name of the repository."

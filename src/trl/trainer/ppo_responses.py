@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from trl.collators.preference import seq2seq_batch
 from trl.generation.engine import Sampling, unsupported_settings
@@ -133,7 +133,9 @@ def shuffled_minibatches(rows: int, mini_batch_size: int, accumulation: int) -> 
 class Responder:
     """Generates responses of a model, in the form that `generate` of the trainer returns."""
 
-    def __init__(self, accelerator: Accelerator, tokenizer: Any, start: int | None, warn: Callable[..., None]) -> None:
+    def __init__(
+        self, accelerator: Accelerator, tokenizer: PreTrainedTokenizerBase, start: int | None, warn: Callable[..., None]
+    ) -> None:
         """`start`: the token that begins the responses of an encoder-decoder."""
         self._accelerator, self._tokenizer, self._start, self._warn = accelerator, tokenizer, start, warn
         self._engines: dict[int, TransformersEngine] = {}  # by model: they keep what they find out about it
@@ -148,7 +150,7 @@ class Responder:
         return_prompt: bool,
     ) -> list[Tensor]:
         """A response to each query; `settings` are those of a transformers model's `generate`."""
-        parts: Any = {"accelerator": self._accelerator, "tokenizer": self._tokenizer}
+        parts = {"accelerator": self._accelerator, "tokenizer": self._tokenizer}
         if id(model) not in self._engines:
             self._engines[id(model)] = TransformersEngine(model, **parts)
         engine = self._engines[id(model)]

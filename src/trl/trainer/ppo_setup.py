@@ -174,7 +174,7 @@ def check_optimiser(
 
     Raises: ValueError for an optimiser without a parameter of the model, and for a schedule of another optimiser.
     """
-    groups: Any = getattr(optimizer, "param_groups", None)  # DeepSpeed's stand-in has none
+    groups = getattr(optimizer, "param_groups", None)  # DeepSpeed's stand-in has none
     if groups is not None:
         held = {id(parameter) for group in groups for parameter in group["params"]}
         if held.isdisjoint(id(parameter) for parameter in model.parameters()):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +95,7 @@ class PreferenceTrainer(BaseTrainer):
             )
         return self.method.totals(batch, scored)  # type: ignore[attr-defined]
 
-    def take_reference(self, columns: Sequence[str], **settings: Any) -> None:
+    def take_reference(self, columns: Sequence[str], **settings: object) -> None:
         """Bring the reference to the device, at the end of the constructor, perhaps for a callback to move.
 
         With `precompute_ref_log_probs` its log-probs of all rows are computed now; they depend on the `settings`.
@@ -144,7 +144,7 @@ class AskedInAdvance:
     def cast(self, dtype: torch.dtype) -> None:
         """Columns stay as they are."""
 
-    def score(self, policy: nn.Module, batch: Batch, forward: Any) -> Any:
+    def score(self, policy: nn.Module, batch: Batch, forward: object) -> NoReturn:
         """Raises ValueError: the reference is gone."""
         raise ValueError(
             f"rows without {' and '.join(self.columns)}: the reference was asked before the first step "

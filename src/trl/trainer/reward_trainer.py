@@ -100,7 +100,7 @@ class RewardTrainer(LegacyReward, PreferenceTrainer):
 
         Every process must call it.
         """
-        dataset: Any = self.eval_dataset
+        dataset = self.eval_dataset
         if isinstance(dataset, dict):
             dataset = next(iter(dataset.values()), None)
         if dataset is None:

@@ -116,11 +116,15 @@ class InputTokens(TrainerCallback):
         count = count.to(self._accelerator.device) * (not batch.get(STEP_PART, ALONE).fills_up)
         self._seen += int(self._accelerator.gather(count.view(1)).sum()) // self._copies  # type: ignore[union-attr]
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         """Resume with the checkpoint's number."""
         self._seen = int(state.num_input_tokens_seen)
 
-    def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         """Replace the number, if tokens are counted."""
         if self._counted != "no":
             state.num_input_tokens_seen = self._seen

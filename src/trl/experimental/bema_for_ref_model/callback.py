@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast
-from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
+from trl.trainer.arguments import Processor
 from trl.trainer.callbacks.bema import BEMACallback as _BEMACallback
 from trl.trainer.callbacks.bema import trained_weights
 
@@ -19,12 +21,15 @@ class CallbackHandlerWithRefModel(CallbackHandler):
     """A `CallbackHandler` that also hands its `ref_model` to the callbacks of every event, under that keyword."""
 
     def __init__(
-        self, callbacks: Any, model: Any, ref_model: Any, processing_class: Any, optimizer: Any, lr_scheduler: Any
-    ) -> None:
+        self, callbacks: list[TrainerCallback], model: torch.nn.Module | None, ref_model: torch.nn.Module | None,
+        processing_class: Processor | None, optimizer: torch.optim.Optimizer | None, lr_scheduler: LRScheduler | None,
+    ) -> None:  # fmt: skip
         super().__init__(callbacks, model, processing_class, optimizer, lr_scheduler)
         self.ref_model = ref_model
 
-    def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
+    def call_event(
+        self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> TrainerControl:
         """Call the method `event` of each callback; returns the control that the last of them left."""
         return super().call_event(event, args, state, control, ref_model=self.ref_model, **kwargs)
 

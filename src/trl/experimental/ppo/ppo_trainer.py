@@ -199,7 +199,7 @@ class PPOTrainer(LegacyGroups, SampleTables, OnlineTrainer):
         experience = self.rollouts.evaluate(inputs[: max(rows, 1)])  # at least one row for the collectives
         experience = self.scored(experience, learning=False)
         if rows:
-            whole: Any = self.callback_handler.eval_dataloader.dataset  # type: ignore[union-attr]
+            whole = self.callback_handler.eval_dataloader.dataset  # type: ignore[union-attr]
             self._sums["eval"].add(self.rollout_metrics(experience, share=rows / len(whole)))
         return None, None, None
 

@@ -104,7 +104,7 @@ class WeightChannel:
             return
         with self._breaking(f", or the other side took longer than {seconds:g} s"):
             timeout = timedelta(seconds=seconds)
-            work: Any = group.broadcast(tensor.view(-1).view(torch.uint8), root=0, timeout=timeout)
+            work = group.broadcast(tensor.view(-1).view(torch.uint8), root=0, timeout=timeout)
             until = time.monotonic() + seconds
             # Closing the channel in another thread does not end a broadcast over gloo.
             while self.device.type == "cpu" and not work.is_completed() and time.monotonic() < until:

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,7 +110,7 @@ class LiveRequests:
             alike.setdefault((rules, request.sampling, request.limit is None), []).append((number, request))
         self._waiting = {}
         for (rules, sampling, unlimited), several in alike.items():
-            settings: Any = [(request.prompt, request.stream, request.limit) for _, request in several]
+            settings = [(request.prompt, request.stream, request.limit) for _, request in several]
             prompts, streams, limits = zip(*settings, strict=True)
             rows = self.requests.add(prompts, streams, sampling, rules, limits=None if unlimited else limits)
             self._running |= dict(zip(rows, several, strict=True))

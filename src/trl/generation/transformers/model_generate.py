@@ -93,7 +93,7 @@ def generate_with_model(
 
 def cache_bytes(core: PreTrainedModel) -> dict[str, int]:
     """Bytes of a row in the model's own cache: for each token, and besides (recurrent states), measured with a token."""
-    model: Any = core
+    model = core
     ids = torch.zeros(1, 1, dtype=torch.int64, device=core.device)
     begin = {"decoder_input_ids": ids} if core.config.is_encoder_decoder else {}
     outputs = model(input_ids=ids, **begin, use_cache=True)
@@ -164,7 +164,7 @@ def _with_more(
     rows = torch.tensor([distinct.index(name) for name in names], device=ids.device)
     cache = getattr(outputs, CACHE)
     cache.reorder_cache(rows)
-    body: Any = causal_core(model).base_model
+    body = causal_core(model).base_model
     offsets = getattr(body, "rope_deltas", None)  # of each row's positions, in models like Qwen-VL
     if isinstance(offsets, Tensor):
         body.rope_deltas = offsets[rows]

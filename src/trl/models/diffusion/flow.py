@@ -52,7 +52,7 @@ class FlowPolicy(DiffusionPolicy):
     """A `FlowPipeline` as a policy. Guidance is an input of Flux, if it has one; Stable Diffusion 3 runs twice."""
 
     def __init__(self, pipeline: FlowPipeline, *, resolution: int | None = None, **settings: Any) -> None:
-        inner: Any = pipeline.sd_pipeline
+        inner = pipeline.sd_pipeline
         self._inner, self.is_flux = inner, isinstance(inner, import_diffusers().FluxPipeline)
         super().__init__(pipeline, is_guided=not self.is_flux, **settings)
         self.size = resolution or inner.default_sample_size * inner.vae_scale_factor
@@ -124,7 +124,7 @@ class FlowPolicy(DiffusionPolicy):
     ) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]:
         channels = self.model.config.in_channels // (4 if self.is_flux else 1)
         dtype, device = conditions[0].dtype, self.model.device
-        x: Any = self._inner.prepare_latents(len(generators), channels, self.size, self.size, dtype, device, generators)
+        x = self._inner.prepare_latents(len(generators), channels, self.size, self.size, dtype, device, generators)
         embeds = self.guided(conditions) if self.is_guided else conditions
 
         def predict(x: Tensor, timestep: Tensor) -> Tensor:

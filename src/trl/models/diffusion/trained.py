@@ -48,7 +48,7 @@ class TrainedPipeline:
             pipeline = getattr(diffusers, kind).from_pretrained(pipeline, revision=pretrained_model_revision)
         if not isinstance(pipeline, tuple(getattr(diffusers, kind) for kind in self.kinds)):
             raise TypeError(f"{type(self).__name__} takes a {' or '.join(self.kinds)}, got {type(pipeline).__name__}.")
-        self.sd_pipeline: Any = pipeline
+        self.sd_pipeline = pipeline
         self.use_lora = use_lora
         self._settle()
         self._load_lora()

@@ -32,7 +32,7 @@ class SequenceGroup:
 
     size: int
     rank: int
-    processes: Any  # a ProcessGroup of torch.distributed
+    processes: dist.ProcessGroup | int | None
     number: int
 
     @classmethod
@@ -85,13 +85,11 @@ class SequenceGroup:
 
     def exchange(self, parts: Tensor) -> Tensor:
         """Part `i` of `(size, ...)` goes to process `i`; part `i` of the result `(size, ...)` comes from process `i`."""
-        received: Any = _Exchange.apply(parts, self)
-        return received
+        return _Exchange.apply(parts, self)
 
     def gather(self, values: Tensor, counts: Sequence[int]) -> Tensor:
         """The values `(n, ...)` of all processes, one after another; `counts` are their numbers."""
-        gathered: Any = _Gather.apply(values, counts, self)
-        return gathered
+        return _Gather.apply(values, counts, self)
 
     def objects(self, value: Value) -> list[Value]:
         """A value of any kind of every process, such as the rows that it generated."""

@@ -13,7 +13,7 @@ from trl.data.preference_rows import SIDES
 from trl.methods.nash_md import OPPONENT_SCORE, OPPONENT_STOPPED, PREFERENCE
 from trl.methods.online import ROLLOUT
 from trl.models.packed.layout import IGNORED, Inputs
-from trl.models.scoring.base import shares_prefix
+from trl.models.scoring.base import ScorerBase, shares_prefix
 from trl.rollouts import experience as columns
 from trl.rollouts.experience import Experience
 from trl.tensors.ragged import Ragged
@@ -47,7 +47,7 @@ def lengths_of(args: Any, context: int | None, *, samples: bool) -> Lengths:
     return Lengths(prompt, max(1, row - prompt))
 
 
-def row_batch(name: str, args: Any, lengths: Lengths, scorer: Any) -> Inputs:
+def row_batch(name: str, args: Any, lengths: Lengths, scorer: ScorerBase) -> Inputs:
     """Rows as the collator of a method makes them of data, all tokens trained unless the policy writes completions."""
     rows, shares = args.per_device_train_batch_size, shares_prefix(scorer, getattr(args, "prefix_sharing", False))
     prompt, completion = ([_TOKEN] * length for length in lengths)
@@ -71,7 +71,7 @@ def row_batch(name: str, args: Any, lengths: Lengths, scorer: Any) -> Inputs:
     return batch
 
 
-def rollout_batch(args: Any, lengths: Lengths, scorer: Any, *, trained: int) -> Inputs:
+def rollout_batch(args: Any, lengths: Lengths, scorer: ScorerBase, *, trained: int) -> Inputs:
     """Completions of prompts with all columns that a loss may read: every `trained`-th of `num_generations` of each."""
     rows, group = args.device_rows // trained or 1, max(1, (args.num_generations or 1) // trained)
     prompts = Ragged.of([[_TOKEN + place // group] * lengths.prompt for place in range(rows)])

@@ -1,11 +1,12 @@
 """Bytes of the tensors that are alive: counted over real tensors, or over tensors without numbers."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -74,7 +75,9 @@ class LiveBytes(TorchDispatchMode):
         self.gradients -= size * self._is_gradient.pop(key)
         self.now -= size
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         self.add(tree_leaves(result))
         return result
@@ -104,7 +107,9 @@ class WithoutNumbers(TorchDispatchMode):
                             memo[tensor] = nn.Parameter(fresh, tensor.requires_grad) if is_weight else fresh
                         tensors[name] = None if tensor is None else memo[tensor]  # type: ignore[assignment]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
+    ) -> object:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not tensors:

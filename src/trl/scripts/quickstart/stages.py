@@ -303,7 +303,7 @@ def draw(path: Path, curves: Mapping[str, Curves]) -> None:
 
     figure = Figure(figsize=(5.2 * len(curves), 4), layout="constrained")
     figure.suptitle("trl quickstart: a model learns to sort digits")
-    panels: Any = figure.subplots(1, len(curves), squeeze=False)
+    panels = figure.subplots(1, len(curves), squeeze=False)
     for axes, (stage, logged) in zip(panels[0], curves.items(), strict=True):
         axes.set(title=stage, xlabel="optimiser step", ylabel="share", ylim=(0, 1.05))
         for name, label in SHARES.items():

@@ -36,7 +36,7 @@ class CheckpointOnSignal(TrainerCallback):
 
     def _save_if_asked(self, control: TrainerControl) -> None:
         manager, trainer = self._theirs.jit_manager, self._theirs.trainer
-        accelerator: Any = trainer.accelerator  # type: ignore[attr-defined]
+        accelerator = trainer.accelerator  # type: ignore[attr-defined]
         asked = not self.is_made and manager is not None and manager.is_checkpoint_requested
         if accelerator.num_processes > 1:
             asked = accelerator.reduce(torch.tensor(int(asked), device=accelerator.device), reduction="sum")
@@ -61,7 +61,9 @@ class AtTrainBegin(TrainerCallback):
     def __init__(self, begin: Callable[[], None]) -> None:
         self._begin = begin
 
-    def on_train_begin(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         """Call it."""
         self._begin()
 

@@ -66,7 +66,7 @@ class SyncRefModelCallback(TrainerCallback):
                 target.data.mul_(1.0 - alpha).add_(mixed, alpha=alpha)
 
     def on_step_end(self, args: Any, state, control, **kwargs):
-        model: Any = kwargs["model"]
+        model = kwargs["model"]
         every = args.ref_model_sync_steps if self.every is None else self.every
         if self.ref_model is None or state.global_step % every != 0:
             return
