@@ -2,8 +2,7 @@
 
 from typing import Any, ClassVar
 
-from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from transformers import TrainerCallback
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from trl.legacy.interface import LegacyGroups
@@ -12,7 +11,7 @@ from trl.models.peft import AdapterConfig
 from trl.options.groups import names_checked
 from trl.options.training import config_or_default
 from trl.reporting.model_card import Paper
-from trl.trainer.arguments import AnyDataset, Optimizers
+from trl.trainer.arguments import AnyDataset, AnyModel, EvalDatasets, Optimizers, Processor
 from trl.trainer.distillation_config import DistillationConfig
 from trl.trainer.group_setup import Tools
 from trl.trainer.online_trainer import OnlineTrainer
@@ -54,13 +53,11 @@ class DistillationTrainer(LegacyGroups, OnlineTrainer):
 
     @names_checked
     def __init__(
-        self, model: str | nn.Module | PreTrainedModel,
-        teacher_model: str | nn.Module | PreTrainedModel | None = None, args: DistillationConfig | None = None,
-        train_dataset: AnyDataset | None = None, eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-        callbacks: list[TrainerCallback] | None = None, optimizers: Optimizers = (None, None),
-        quantization_config: QuantizationConfigMixin | None = None, peft_config: AdapterConfig = None,
-        tools: Tools | None = None,
+        self, model: AnyModel, teacher_model: AnyModel | None = None, args: DistillationConfig | None = None,
+        train_dataset: AnyDataset | None = None, eval_dataset: EvalDatasets | None = None,
+        processing_class: Processor | None = None, callbacks: list[TrainerCallback] | None = None,
+        optimizers: Optimizers = (None, None), quantization_config: QuantizationConfigMixin | None = None,
+        peft_config: AdapterConfig = None, tools: Tools | None = None,
     ) -> None:  # fmt: skip
         args = config_or_default(args, self.config_type, self._tag_names[-1])  # type: ignore[assignment]
         assert args is not None

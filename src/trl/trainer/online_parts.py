@@ -9,7 +9,6 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from trl.agents.completer import Agent, AgentCompleter
 from trl.data.formats import has_images
@@ -33,7 +32,7 @@ from trl.rollouts.experience import OLD, PLACE, REF, SAMPLING_LOGPS, STUDENT, TE
 from trl.rollouts.maker import Completer
 from trl.rollouts.schedule import RolloutSizes
 from trl.trainer import group_setup
-from trl.trainer.arguments import AnyDataset
+from trl.trainer.arguments import AnyDataset, AnyModel, EvalDatasets, Processor
 from trl.trainer.group_setup import Environments, RewardFuncs, RolloutFunc, Tools
 from trl.trainer.grpo_config import RolloutTraining
 
@@ -67,12 +66,12 @@ class OnlineParts:
 
 
 def online_parts(
-    args: RolloutTraining, method_type: type[GroupMethod], model: str | nn.Module | PreTrainedModel, *,
-    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None, peft_config: AdapterConfig,
-    train_dataset: AnyDataset | None, eval_dataset: AnyDataset | dict[str, AnyDataset] | None,
+    args: RolloutTraining, method_type: type[GroupMethod], model: AnyModel, *,
+    processing_class: Processor | None, peft_config: AdapterConfig,
+    train_dataset: AnyDataset | None, eval_dataset: EvalDatasets | None,
     reward_funcs: RewardFuncs, reward_processing_classes: ProcessingClasses,
-    tools: Tools | None, rollout_func: RolloutFunc | None, teacher_model: str | nn.Module | PreTrainedModel | None,
-    ref_model: str | nn.Module | PreTrainedModel | None, agent: Agent | None,
+    tools: Tools | None, rollout_func: RolloutFunc | None, teacher_model: AnyModel | None,
+    ref_model: AnyModel | None, agent: Agent | None,
     environment_factory: Environments | None, completer: Completer | None, shares_tokens: bool,
 ) -> OnlineParts:  # fmt: skip
     """The parts, of the arguments of `OnlineTrainer`. Raises: TypeError, ValueError for what does not fit together."""

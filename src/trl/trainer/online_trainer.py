@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from trl.agents.completer import Agent
@@ -42,7 +42,7 @@ from trl.rollouts.schedule import RolloutSizes, check_evaluation, step_rows
 from trl.rollouts.token_counts import TokenCounts
 from trl.tensors.reduce import LossTerms, Weighted
 from trl.trainer import group_setup
-from trl.trainer.arguments import AnyDataset, Optimizers
+from trl.trainer.arguments import AnyDataset, AnyModel, EvalDatasets, Optimizers, Processor
 from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.callbacks.sync_ref_model import move_reference
 from trl.trainer.group_images import PromptImages
@@ -93,14 +93,13 @@ class OnlineTrainer(BaseTrainer):
 
     @names_checked
     def __init__(
-        self, model: str | nn.Module | PreTrainedModel, reward_funcs: RewardFuncs = None,
-        args: RolloutTraining | None = None, train_dataset: AnyDataset | None = None,
-        eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        self, model: AnyModel, reward_funcs: RewardFuncs = None, args: RolloutTraining | None = None,
+        train_dataset: AnyDataset | None = None, eval_dataset: EvalDatasets | None = None,
+        processing_class: Processor | None = None,
         reward_processing_classes: ProcessingClasses = None, callbacks: list[TrainerCallback] | None = None,
         optimizers: Optimizers = (None, None), peft_config: AdapterConfig = None, tools: Tools | None = None,
-        rollout_func: RolloutFunc | None = None, teacher_model: str | nn.Module | PreTrainedModel | None = None,
-        ref_model: str | nn.Module | PreTrainedModel | None = None, agent: Agent | None = None,
+        rollout_func: RolloutFunc | None = None, teacher_model: AnyModel | None = None,
+        ref_model: AnyModel | None = None, agent: Agent | None = None,
         environment_factory: Environments | None = None, completer: Completer | None = None,
     ) -> None:  # fmt: skip
         args = config_or_default(args, self.config_type, self._tag_names[-1])

@@ -2,8 +2,7 @@
 
 from typing import ClassVar
 
-from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from transformers import TrainerCallback
 
 from trl._lazy import attach
 from trl.agents.completer import Agent
@@ -14,7 +13,7 @@ from trl.models.peft import AdapterConfig
 from trl.reporting.model_card import Paper
 from trl.rewards.source import ProcessingClasses
 from trl.rollouts.maker import Completer
-from trl.trainer.arguments import AnyDataset, Optimizers
+from trl.trainer.arguments import AnyDataset, AnyModel, EvalDatasets, Optimizers, Processor
 from trl.trainer.group_setup import Environments, RewardFuncs, RolloutFunc, Tools
 from trl.trainer.online_trainer import OnlineTrainer
 from trl.trainer.rloo_config import RLOOConfig
@@ -52,14 +51,14 @@ class RLOOTrainer(LegacyGroups, SampleTables, OnlineTrainer):
 
     @of_any_level
     def __init__(
-        self, model: str | nn.Module | PreTrainedModel | None = None,
+        self, model: AnyModel | None = None,
         reward_funcs: RewardFuncs = None, args: RLOOConfig | None = None,
-        train_dataset: AnyDataset | None = None, eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        train_dataset: AnyDataset | None = None, eval_dataset: EvalDatasets | None = None,
+        processing_class: Processor | None = None,
         reward_processing_classes: ProcessingClasses = None, callbacks: list[TrainerCallback] | None = None,
         optimizers: Optimizers = (None, None), peft_config: AdapterConfig = None, tools: Tools | None = None,
         rollout_func: RolloutFunc | None = None, agent: Agent | None = None,
-        environment_factory: Environments | None = None, ref_model: str | nn.Module | PreTrainedModel | None = None,
+        environment_factory: Environments | None = None, ref_model: AnyModel | None = None,
         completer: Completer | None = None, **older: object,
     ) -> None:  # fmt: skip
         super().__init__(

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from torch import Tensor
+from transformers import TrainerCallback
 
 from trl.experimental.gfpo.gfpo_config import GFPOConfig
 from trl.legacy.interface import View
@@ -20,7 +20,7 @@ from trl.rewards.source import ProcessingClasses, RewardFunc
 from trl.rollouts.experience import FILTERED, LENGTH, SCORES, Experience
 from trl.rollouts.schedule import RolloutSizes
 from trl.tensors.reduce import Weighted, weighted
-from trl.trainer.arguments import AnyDataset, Optimizers
+from trl.trainer.arguments import AnyDataset, AnyModel, EvalDatasets, Optimizers, Processor
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 Item = TypeVar("Item")
@@ -95,9 +95,9 @@ class GFPOTrainer(GRPOTrainer):
     group_filter_func = View("method.group_filter")
 
     def __init__(
-        self, model: str | nn.Module | PreTrainedModel, reward_funcs: RewardFunc | Sequence[RewardFunc],
-        args: GFPOConfig | None = None, train_dataset: AnyDataset | None = None, eval_dataset: AnyDataset | dict[str, AnyDataset] | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        self, model: AnyModel, reward_funcs: RewardFunc | Sequence[RewardFunc], args: GFPOConfig | None = None,
+        train_dataset: AnyDataset | None = None, eval_dataset: EvalDatasets | None = None,
+        processing_class: Processor | None = None,
         reward_processing_classes: ProcessingClasses = None, group_filter_func: GroupFilterFunc | None = None,
         callbacks: list[TrainerCallback] | None = None, optimizers: Optimizers = (None, None),
         peft_config: AdapterConfig = None, **more: Any,

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from trl._lazy import attach
 from trl.data.rendering import text_tokenizer
@@ -27,7 +27,7 @@ from trl.models.reference import FrozenModel
 from trl.models.setup import pad_token_id
 from trl.models.teacher import FrozenTeacher, Teacher, load_teacher
 from trl.reporting.model_card import Paper
-from trl.trainer.arguments import AnyDataset, EvalDatasets, FormattingFunction, Optimizers
+from trl.trainer.arguments import AnyDataset, EvalDatasets, FormattingFunction, Optimizers, Processor
 from trl.trainer.gkd_trainer import AnyTeacher, GKDSets, GKDTrainer, MicroBatch, Writer, completed, gkd_sets, prompts_of
 from trl.trainer.group_setup import check_engine, engine_of, sampling_of, with_served_window
 from trl.trainer.loaders import order_seed
@@ -76,7 +76,7 @@ class GOLDTrainer(GKDTrainer):
         teacher_model: str | PreTrainedModel | nn.Module | None = None, args: GOLDConfig | None = None,
         data_collator: Collator | None = None, train_dataset: AnyDataset | None = None,
         eval_dataset: EvalDatasets | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        processing_class: Processor | None = None,
         compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None, callbacks: list[TrainerCallback] | None = None,
         optimizers: Optimizers = (None, None),
         preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,

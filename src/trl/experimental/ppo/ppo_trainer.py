@@ -11,13 +11,7 @@ from typing import Any, ClassVar
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import (
-    DataCollatorWithPadding,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-    TrainerCallback,
-)
+from transformers import DataCollatorWithPadding, PreTrainedModel, TrainerCallback
 
 from trl._lazy import attach
 from trl.data.prompts import PromptPreparation, PromptSets
@@ -43,7 +37,7 @@ from trl.rollouts.experience import OLD, REF, Experience
 from trl.rollouts.measures import local_rows
 from trl.rollouts.schedule import fill_in_sizes
 from trl.tensors.reduce import Weighted, weighted
-from trl.trainer.arguments import Optimizers
+from trl.trainer.arguments import Optimizers, Processor
 from trl.trainer.base_trainer import BaseTrainer
 from trl.trainer.group_setup import RewardFuncs, reward_sources
 from trl.trainer.inherited import settle_inherited
@@ -98,7 +92,7 @@ class PPOTrainer(LegacyGroups, SampleTables, OnlineTrainer):
 
     def __init__(
         self, args: PPOConfig | None = None,
-        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        processing_class: Processor | None = None,
         model: nn.Module | PreTrainedModel | str | None = None,
         ref_model: nn.Module | PreTrainedModel | str | None = None,
         reward_model: nn.Module | PreTrainedModel | str | None = None, train_dataset: Dataset | None = None,
