@@ -323,6 +323,9 @@ def test_adapters_are_saved_by_the_callback(tmp_path):
     model = get_peft_model(tiny_model("llama"), LoraConfig())
     PeftSavingCallback().on_save(args, state, TrainerControl(), model=model)
     assert json.loads((tmp_path / "checkpoint-7" / "adapter_config.json").read_text())["peft_type"] == "LORA"
+    args.async_save, state.global_step = True, 8  # the trainer writes it after this event
+    PeftSavingCallback().on_save(args, state, TrainerControl(), model=model)
+    assert not (tmp_path / "checkpoint-8").exists()
 
 
 def test_callbacks_are_given_the_reference():

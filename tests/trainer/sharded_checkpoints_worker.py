@@ -30,7 +30,7 @@ STEPS = {
 }  # fmt: skip
 
 
-def trained(out: Path, resume: str | bool | None = None, **settings: Any) -> Any:
+def made(out: Path, **settings: Any) -> Any:
     """A trainer after three steps of eight rows."""
     model = tiny_model("llama", dtype=torch.float64)
     accumulated = 8 // int(os.environ.get("WORLD_SIZE", "1"))
@@ -38,6 +38,11 @@ def trained(out: Path, resume: str | bool | None = None, **settings: Any) -> Any
     data = Dataset.from_list(fixed_rows())
     trainer = trainer_of(SFTTrainer, SFTConfig, str(out), settings, train_dataset=data, eval_dataset=data)
     trainer.remove_callback(trainer.keep)  # it asks for whole gradients
+    return trainer
+
+
+def trained(out: Path, resume: str | bool | None = None, **settings: Any) -> Any:
+    trainer = made(out, **settings)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -57,6 +62,8 @@ def dies_at_third() -> None:
 class GoesOn(TrainerCallback):
     """Lets the write of checkpoint `step` go on, and fail in process 1, when training is `later` steps further."""
 
+    inner: Any  # the writer's `write_data`
+
     def __init__(self, step: int, later: int) -> None:
         self.step, self.until, self.waited, self.is_later = step, step + later, [], threading.Event()
 
@@ -74,14 +81,15 @@ class GoesOn(TrainerCallback):
 
 
 def failing(out: Path, step: int, later: int) -> str:
-    """How a run of three steps ends where the write of a checkpoint fails."""
+    """How a run of three steps ends where the write of a checkpoint fails, and its newest checkpoint."""
     writes = GoesOn(step, later)
-    writes.inner = FileSystemWriter.write_data  # type: ignore[attr-defined]
+    trainer = made(out, async_save=True, callbacks=[writes])
+    writes.inner = FileSystemWriter.write_data
     with holding(FileSystemWriter, "write_data", lambda *args: writes.write_data(*args)):
         try:
-            trained(out, async_save=True, callbacks=[writes])
+            trainer.train()
         except CheckpointError as error:
-            return f"{writes.waited} {error}"
+            return f"{writes.waited} {error} {trainer.runs.newest_checkpoint.name}"
     return "no error"
 
 

@@ -3,6 +3,8 @@
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -39,11 +41,16 @@ class Background:
     thread, because the processes must reach its collectives in the same order.
     """
 
-    def __init__(self) -> None:
-        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))  # training uses the other one meanwhile
-        pinned = torch.cuda.is_available()
+    def __init__(self, timeout: float) -> None:
+        """`timeout`: seconds that a process waits for the others' parts."""
+        group = dist.new_group(
+            timeout=timedelta(seconds=timeout), backend="gloo"
+        )  # training uses the other one meanwhile
+        self._group, pinned = cast(dist.ProcessGroup, group), torch.cuda.is_available()
         self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        # A thread begins on the first GPU, where torch's writer would take memory for each process.
+        begin = partial(torch.cuda.set_device, torch.cuda.current_device()) if pinned else None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=begin)
         self._staged: list[tuple[STATE_DICT_TYPE, StorageWriter]] = []
         self._write: Future[None] | None = None
 

@@ -103,7 +103,7 @@ class Runs:
             self._upload(stack, Uploads(mirror, args.save_total_limit), args)
         if saves and getattr(args, "async_save", False):
             stack.callback(setattr, self, "background", None)
-            self.background = Background()
+            self.background = Background(args.ddp_timeout)
             stack.callback(self.background.close)
         return run
 
@@ -173,7 +173,6 @@ class Runs:
             finish()
         else:
             self.background.write(written, finish)
-        self.newest_checkpoint = final
 
     def _finish(
         self, written: Path, final: Path, best: str, args: TrainingArguments, group: ProcessGroup | None = None
@@ -200,6 +199,7 @@ class Runs:
                 self._uploads.add(final, best)
 
         together(rename if args.should_save else lambda: None, group)
+        self.newest_checkpoint = final
 
 
 def _begin_run(

@@ -241,8 +241,7 @@ def remaining(values: Sequence[Any], run: Run | None) -> tuple[Any, ...]:
 
 def push(trainer: Any) -> None:
     """Push the model, and with it the newest checkpoint, as `hub_strategy` says; not while an earlier push is in progress."""
-    args, strategy, checkpoint = unwritten(trainer.args), trainer.args.hub_strategy, trainer.runs.newest_checkpoint
-    assert checkpoint is not None
+    args, strategy = unwritten(trainer.args), trainer.args.hub_strategy
     earlier = None if args.hub_always_push else trainer.push_in_progress
     # The files of `output_dir` must stay as they are while the main process pushes an earlier model.
     if strategy == HubStrategy.END or on_main(
@@ -257,6 +256,8 @@ def push(trainer: Any) -> None:
     if strategy not in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
         return
     trainer.runs.wait()
+    checkpoint = trainer.runs.newest_checkpoint
+    assert checkpoint is not None
     if trainer.is_world_process_zero():
         upload = HfApi().upload_folder(
             repo_id=str(trainer.hub_model_id), folder_path=checkpoint, token=args.hub_token,

@@ -72,7 +72,8 @@ class PeftSavingCallback(TrainerCallback):
     """Saves the adapter of a PEFT model into each checkpoint folder, as the trainers of this library do themselves."""
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
-        """Write the adapter, on the process that saves, if it is not there."""
+        """Write the adapter, on the process that saves, if it is not there and `async_save` will not write it."""
         folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
-        if args.should_save and is_peft_model(kwargs["model"]) and not has_weights(folder):
+        writes = args.should_save and not getattr(args, "async_save", False)
+        if writes and is_peft_model(kwargs["model"]) and not has_weights(folder):
             kwargs["model"].save_pretrained(folder)
