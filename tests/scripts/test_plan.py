@@ -109,7 +109,7 @@ def test_fsdp_computes_with_units_in_bfloat16_and_keeps_no_other_copies():
     autocast = run_for("sft", options, 4, SMALL)
     fsdp = run_for("sft", [*options, "--accelerate_config", "fsdp2"], 4, SMALL)
     plan = plan_of(fsdp)
-    assert gathered_bytes(fsdp) == UNITS
+    assert gathered_bytes(fsdp) == UNITS == gathered_bytes(replace(fsdp, sharding=sharding_of("fsdp2", 1, half=True)))
     assert plan.parts["gathered units"] == UNITS[plan.phase]
     copies = measure.phases_of(autocast)[measure.HEAD].others - measure.phases_of(fsdp)[measure.HEAD].others
     assert copies == pytest.approx(2 * (3 * (LAYER - 128) + HEAD - 64), rel=0.01)  # autocast's, of matrices

@@ -141,7 +141,7 @@ def gathered_bytes(run: Run) -> dict[str, float]:
     another buffer, which is reduced while those of the next unit are computed. Generation gathers all.
     """
     whole, layer, embedding, head = run.policy.whole, run.policy.layer, run.policy.embedding, run.policy.head
-    if run.sharding.weights == 1:
+    if not run.sharding.gathers:
         return {}
     units = {
         FORWARD: max(3 * layer.weights, 2 * embedding.weights),
