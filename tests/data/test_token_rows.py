@@ -11,6 +11,7 @@ from tests.trainer.one_step import assert_same_steps, fixed_rows
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.data.pipeline import prepare_dataset
 from trl.data.text import SFTPreparation
+from trl.data.token_rows import real_row
 
 TEXTS = ["The sky is blue.", "How many apples? Seven.", "And then? Look up.", "Blue."]
 
@@ -110,6 +111,13 @@ def test_documents_in_a_mask_are_counted_from_one(mask):
         ValueError, match=r"column 'attention_mask': value .* or the number of its document, 0 for padd"
     ):
         prepare_dataset(Dataset.from_list(rows), tiny_tokenizer(), SFTPreparation())
+
+
+def test_documents_in_a_mask_are_those_of_the_lengths():
+    row = {"input_ids": [5, 6, 7, 0], "attention_mask": [1, 1, 2, 0]}
+    assert real_row({**row, "seq_lengths": [2, 1]}, "train", 0)["seq_lengths"] == [2, 1]
+    with pytest.raises(ValueError, match=r"documents of \[2, 1\] tokens, expected \[1, 2\] as in 'seq_lengths'"):
+        real_row({**row, "seq_lengths": [1, 2]}, "train", 0)
 
 
 def test_the_collator_reads_positions_and_masks():

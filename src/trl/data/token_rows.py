@@ -68,16 +68,20 @@ def _cut(row: Row, name: str, place: Place) -> RowDict:
             counts = f"{mask.size} values for {len(values)} tokens in {column!r}"
             raise place.error(counts, "as many", "Give 1 for each token, 0 for padding.")
         cut[column] = np.asarray(values)[mask != 0].tolist()
-    real, alone = mask[mask != 0], name == "attention_mask"
-    if (wrong := real[~np.isin(np.diff(real, prepend=0), (0, 1)) if alone else real != 1]).size:
-        expected = f"1 for each token{', or the number of its document' if alone else ''}, 0 for padding"
+    real, of_rows = mask[mask != 0], name == "attention_mask"
+    if (wrong := real[~np.isin(np.diff(real, prepend=0), (0, 1)) if of_rows else real != 1]).size:
+        expected = f"1 for each token{', or the number of its document' if of_rows else ''}, 0 for padding"
         raise place.error(f"value {wrong[0]}", expected, "Correct the mask.")
-    lengths = row.get("seq_lengths") if alone else None
-    if alone and real.size and real[-1] > 1:
-        cut["seq_lengths"] = np.unique(real, return_counts=True)[1].tolist()
-    elif lengths is not None and sum(lengths) == len(mask):
+    lengths = row.get("seq_lengths") if of_rows else None
+    if lengths is not None and sum(lengths) == len(mask):
         parts = np.split(mask != 0, np.cumsum(lengths)[:-1])
-        cut["seq_lengths"] = [int(part.sum()) for part in parts if part.any()]
+        lengths = cut["seq_lengths"] = [int(part.sum()) for part in parts if part.any()]
+    if of_rows and real.size and real[-1] > 1:
+        documents = np.unique(real, return_counts=True)[1].tolist()
+        if lengths is not None and list(lengths) != documents:
+            expected = f"{list(lengths)} as in 'seq_lengths'"
+            raise place.error(f"documents of {documents} tokens", expected, "Remove one of both.")
+        cut["seq_lengths"] = documents
     return cut
 
 
