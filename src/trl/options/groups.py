@@ -29,8 +29,8 @@ def option(
     """A dataclass field with help text; `metadata` goes to argparse.
 
     `bounds` limits a number: ">= 1", "> 0", or an interval such as "(0, 1]" (default: "[0, inf)"). A value without the
-    field that it `needs`, or without its value ("name=value"), warns. A `flag` may stand alone on a command line although None is its default. Lists and
-    dicts are copied for every instance; a function makes the default.
+    field that it `needs`, or without that field's value ("name=value"), warns. A `flag` may stand alone on a command
+    line although None is its default. Lists and dicts are copied for every instance; a function makes the default.
     """
     return _field(default, Declaration(bounds, needs), {"help": help, **_switch(flag), **metadata})
 
