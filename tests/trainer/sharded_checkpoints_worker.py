@@ -31,7 +31,7 @@ STEPS = {
 
 
 def made(out: Path, **settings: Any) -> Any:
-    """A trainer after three steps of eight rows."""
+    """A trainer of three steps of eight rows."""
     model = tiny_model("llama", dtype=torch.float64)
     accumulated = 8 // int(os.environ.get("WORLD_SIZE", "1"))
     settings = {**STEPS, "gradient_accumulation_steps": accumulated, "model": model, **settings}
@@ -42,6 +42,7 @@ def made(out: Path, **settings: Any) -> Any:
 
 
 def trained(out: Path, resume: str | bool | None = None, **settings: Any) -> Any:
+    """The trainer after its steps."""
     trainer = made(out, **settings)
     trainer.train(resume_from_checkpoint=resume)
     return trainer

@@ -48,7 +48,7 @@ class Background:
         )  # training uses the other one meanwhile
         self._group, pinned = cast(dist.ProcessGroup, group), torch.cuda.is_available()
         self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
-        # A thread begins on the first GPU, where torch's writer would take memory for each process.
+        # A thread begins on the first GPU, where torch's writer would take memory.
         begin = partial(torch.cuda.set_device, torch.cuda.current_device()) if pinned else None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=begin)
         self._staged: list[tuple[STATE_DICT_TYPE, StorageWriter]] = []

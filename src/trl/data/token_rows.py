@@ -1,6 +1,6 @@
 """Rows that come as tokens: what their attention masks hide is removed, and documents packed before are told apart."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -48,9 +48,7 @@ def real_row(row: Row, dataset: str, index: int, *, splits: str | None = None) -
     place = Place(dataset, index, "seq_lengths" if positions is None else "position_ids")
     if positions is not None:
         documents = _document_lengths(np.asarray(positions), len(made["input_ids"]), place)
-        if lengths is not None and list(lengths) != documents:
-            expected = f"{list(lengths)} as in 'seq_lengths'"
-            raise place.error(f"documents of {documents} tokens", expected, "Remove one of both.")
+        _check_equal(documents, lengths, place)
         if len(documents) > 1:
             made["seq_lengths"] = lengths = documents
     if splits and len(lengths or ()) > 1:
@@ -77,12 +75,15 @@ def _cut(row: Row, name: str, place: Place) -> RowDict:
         parts = np.split(mask != 0, np.cumsum(lengths)[:-1])
         lengths = cut["seq_lengths"] = [int(part.sum()) for part in parts if part.any()]
     if of_rows and real.size and real[-1] > 1:
-        documents = np.unique(real, return_counts=True)[1].tolist()
-        if lengths is not None and list(lengths) != documents:
-            expected = f"{list(lengths)} as in 'seq_lengths'"
-            raise place.error(f"documents of {documents} tokens", expected, "Remove one of both.")
-        cut["seq_lengths"] = documents
+        cut["seq_lengths"] = np.unique(real, return_counts=True)[1].tolist()
+        _check_equal(cut["seq_lengths"], lengths, place)
     return cut
+
+
+def _check_equal(documents: list[int], lengths: Sequence[int] | None, place: Place) -> None:
+    if lengths is not None and list(lengths) != documents:
+        expected = f"{list(lengths)} as in 'seq_lengths'"
+        raise place.error(f"documents of {documents} tokens", expected, "Remove one of both.")
 
 
 def _document_lengths(positions: np.ndarray, tokens: int, place: Place) -> list[int]:

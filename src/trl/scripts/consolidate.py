@@ -40,13 +40,10 @@ def consolidate(checkpoint: Path, out: str) -> None:
 
     index = f"{SHARDED_WEIGHTS}/.metadata"
     if not (checkpoint / SHARDED_WEIGHTS).is_dir():
-        raise ValueError(
-            f"'{checkpoint}' has no {SHARDED_WEIGHTS}, expected a checkpoint of FSDP2 with SHARDED_STATE_DICT."
-        )
-    reasons = faults(
-        checkpoint, without=list(PARTS), needed={"trainer_state.json": ("trainer_state.json",), index: (index,)}
-    )
-    if reasons:
+        expected = "expected a checkpoint of FSDP2 with SHARDED_STATE_DICT"
+        raise ValueError(f"'{checkpoint}' has no {SHARDED_WEIGHTS}, {expected}.")
+    needed = {name: (name,) for name in ("trainer_state.json", index)}
+    if reasons := faults(checkpoint, without=list(PARTS), needed=needed):
         raise ValueError(f"'{checkpoint}' is not whole: {listed(reasons)}. Take another checkpoint.")
     require_new_folder(out)
     import torch

@@ -82,9 +82,7 @@ def _changes(run: Run) -> Iterator[tuple[str, str, Run]]:
         "activations in CPU memory": (
             getattr(args, "activation_offloading", None) is False and not args.use_cpu, {"activation_offloading": True}, {}
         ),
-        "bfloat16 weights": (
-            not (args.weights or model.use_peft or deepspeed), {"weights": RESIDUAL}, {"bf16": False}
-        ),
+        "bfloat16 weights": (not (args.weights or model.use_peft or deepspeed), {"weights": RESIDUAL}, {"bf16": False}),
         "8-bit optimiser": (
             find_spec("bitsandbytes") and "bit" not in run.optimizer and not deepspeed,
             {"optim": OptimizerNames.ADAMW_8BIT}, None,

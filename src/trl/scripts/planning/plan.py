@@ -108,20 +108,15 @@ def staying(run: Run) -> dict[str, Part]:
     if sharding.half and sharding.is_deepspeed:  # it trains bfloat16 weights, and its optimiser float32 copies
         weights, gradients = weights - trained + 2 * numbers, 2.0 * numbers
         state = state * 4 * numbers / trained + 4 * numbers
-    residuals, offloads = (
-        " with bf16 residuals" if getattr(run.args, "weights", None) else "",
-        sharding.offloads_weights,
-    )
+    residuals = " with bf16 residuals" if getattr(run.args, "weights", None) else ""
+    offloads, offloads_state = sharding.offloads_weights, sharding.offloads_weights or sharding.offloads_optimizer
     parts = {
         "weights": Part(weights, sharding.weights, offloads),
         "gradients": Part(gradients, sharding.gradients, offloads),
-        f"optimiser ({run.optimizer}{residuals})": Part(
-            state, sharding.optimizer, offloads or sharding.offloads_optimizer
-        ),
+        f"optimiser ({run.optimizer}{residuals})": Part(state, sharding.optimizer, offloads_state),
     }
-    is_off = getattr(run.args, "precompute_ref_log_probs", False) or (
-        run.samples and getattr(run.args, "beta", 1.0) == 0
-    )
+    is_off = run.samples and getattr(run.args, "beta", 1.0) == 0
+    is_off = is_off or getattr(run.args, "precompute_ref_log_probs", False)
     has_reference = run.loss.scores_reference if run.samples else bool(run.loss.reference_names)
     if has_reference and not (is_off or run.model_args.use_peft or "reference" in run.frozen):
         parts["reference"] = Part(policy.kept, sharding.weights)
@@ -141,7 +136,7 @@ def gathered_bytes(run: Run) -> dict[str, float]:
     another buffer, which is reduced while those of the next unit are computed. Generation gathers all.
     """
     whole, layer, embedding, head = run.policy.whole, run.policy.layer, run.policy.embedding, run.policy.head
-    if not run.sharding.gathers:
+    if run.sharding.name not in ("FSDP1", "FSDP2", "ZeRO-3"):  # one device copies, too
         return {}
     units = {
         FORWARD: max(3 * layer.weights, 2 * embedding.weights),

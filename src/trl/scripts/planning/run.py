@@ -70,9 +70,8 @@ class Run:
     @cached_property
     def loss(self) -> Any:
         """The method's mathematics with these settings."""
-        kind = getattr(
-            import_module(f"trl.methods.{self.method.replace('-', '_')}"), f"{COMMANDS[self.method].prefix}Method"
-        )
+        module = import_module(f"trl.methods.{self.method.replace('-', '_')}")
+        kind = getattr(module, f"{COMMANDS[self.method].prefix}Method")
         arguments = {"sft": (getattr(self.args, "loss_type", None),), "prm": ()}.get(self.method, (self.args,))
         method = kind(*arguments, **({"density": None} if self.method == "bco" else {}))
         if isinstance(method, OnlineDPOMethod):
@@ -178,14 +177,11 @@ class Run:
         model, model_args = self.build(self.config), self.model_args
         core: Any = causal_core(model)
         parameters, quantized, largest = [*model.parameters()], dict[Tensor, float](), 0.0
-        for matrix in (
-            matrices_of(core) if is_quantized(model_args) else ()
-        ):  # with float32 scales, nested ones in 8 bits
-            scale = 1 + 4 / 256 if model_args.use_bnb_nested_quant else 4
-            numbers, of_a_number = matrix.weight.numel(), 0.5 + scale / _BLOCK
-            quantized[matrix.weight] = (
-                numbers * of_a_number if model_args.load_in_4bit else numbers + 4 * len(matrix.weight)
-            )
+        scale = 1 + 4 / 256 if model_args.use_bnb_nested_quant else 4  # in float32; nested ones in 8 bits
+        for matrix in matrices_of(core) if is_quantized(model_args) else ():
+            numbers, rows = matrix.weight.numel(), len(matrix.weight)
+            four_bits, eight_bits = numbers * (0.5 + scale / _BLOCK), numbers + 4 * rows
+            quantized[matrix.weight] = four_bits if model_args.load_in_4bit else eight_bits
             largest = max(largest, matrix.weight.nbytes)
 
         def unit(tensors: Iterable[nn.Parameter]) -> Unit:

@@ -66,11 +66,6 @@ class Sharding:
         """Whether it is DeepSpeed's, whose optimiser has float32 weights beside bfloat16 ones."""
         return self.name.startswith("ZeRO")
 
-    @property
-    def gathers(self) -> bool:
-        """Whether weights are gathered, or copied by a single device, before they are computed with."""
-        return self.name.startswith("FSDP") or self.name == "ZeRO-3"
-
 
 def sharding_of(profile: str | None, devices: int, *, half: bool) -> Sharding:
     """That of a profile or file of accelerate; without one DDP. Raises: FileNotFoundError, ValueError for other kinds."""
