@@ -27,7 +27,7 @@ from trl.models.packed.small_copy import class_of
 from trl.tensors.segments import Segments
 
 Values = TypeVar("Values")
-LEAST_SAVED = 128  # tokens of padding for which a mixer is called once more
+LEAST_SAVED = 256  # tokens of padding for which a mixer is called once more
 _HOOKS = "hooks_of_packed_rows"  # attribute of modules with hooks
 
 
