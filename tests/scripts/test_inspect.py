@@ -20,7 +20,7 @@ from trl.models.packed.small_copy import small_copy
 from trl.scripts import inspect
 from trl.scripts.inspection.collect import STREAMED_ROWS, first_rows
 from trl.scripts.inspection.faults import RowFaults
-from trl.scripts.inspection.images import with_decoder
+from trl.scripts.inspection.images import with_decoder, with_digests
 from trl.scripts.inspection.page import histogram
 from trl.scripts.inspection.texts import NearDuplicates, row_parts
 from trl.scripts.inspection.tokens import ScriptCounts, piece_roles
@@ -340,3 +340,9 @@ def test_stand_ins_of_vision_models_can_be_built(family):
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(small)
     assert type(model) is type(tiny_vision_model(tiny_processor(family), family))
+
+
+def test_rows_may_lack_images():
+    rows = [{"images": [tiny_image(0)]}, {"images": []}, {"images": None}]
+    first, *others = with_digests(Dataset.from_list(rows))["image_digest"]
+    assert first not in others and others[0] == others[1]

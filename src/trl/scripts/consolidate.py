@@ -51,6 +51,7 @@ def consolidate(checkpoint: Path, out: str) -> None:
 
     from trl.models.loading import architecture_of, load_processing_class
 
+    processing_class = load_processing_class(str(checkpoint))
     architecture = architecture_of(str(checkpoint), {})
     with torch.device("meta"):
         model = getattr(architecture, "from_config", architecture)(AutoConfig.from_pretrained(checkpoint))
@@ -65,7 +66,7 @@ def consolidate(checkpoint: Path, out: str) -> None:
     if (checkpoint / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(checkpoint)
     model.save_pretrained(out)
-    load_processing_class(str(checkpoint)).save_pretrained(out)
+    processing_class.save_pretrained(out)
 
 
 def _sharded_weights(folder: Path) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def with_digests(rows: Dataset) -> Dataset:
         return rows
 
     def read(row: Row) -> RowDict:
-        images = row[column] if column == "images" else [row[column]]
-        return {"image_digest": xxhash.xxh3_64_hexdigest(b"".join(image.tobytes() for image in images))}
+        images = (row[column] or ()) if column == "images" else [row[column]]
+        return {"image_digest": xxhash.xxh3_64_hexdigest(b"".join(image.tobytes() for image in images if image))}
 
     return rows.map(read, remove_columns=[column])
