@@ -43,9 +43,7 @@ class Background:
 
     def __init__(self, timeout: float) -> None:
         """`timeout`: seconds that a process waits for the others' parts."""
-        group = dist.new_group(
-            timeout=timedelta(seconds=timeout), backend="gloo"
-        )  # training uses the other one meanwhile
+        group = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo")  # training uses the other one
         self._group, pinned = cast(dist.ProcessGroup, group), torch.cuda.is_available()
         self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
         # A thread begins on the first GPU, where torch's writer would take memory.
@@ -85,7 +83,7 @@ class Background:
             write.result()
 
     def close(self) -> None:
-        """Wait for the last write, and free the memory of the copies."""
+        """Wait for the last write, and free the copies."""
         try:
             self.wait()
         finally:

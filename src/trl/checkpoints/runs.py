@@ -153,7 +153,7 @@ class Runs:
             folder = run.folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             try:
                 yield folder
-            except BaseException:  # errors of sharded writes are no `Exception`
+            except BaseException:  # as errors of sharded writes are
                 if args.should_save:
                     shutil.rmtree(folder, ignore_errors=True)
                 raise

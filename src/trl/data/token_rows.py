@@ -29,7 +29,7 @@ def is_plain(columns: Collection[str], *, may_be_packed: bool = False) -> bool:
 def real_row(row: Row, dataset: str, index: int, *, splits: str | None = None) -> RowDict:
     """A row without masked tokens, masks and `position_ids`; several documents have `seq_lengths`.
 
-    The positions of a document begin with 0; some packers number the documents in `attention_mask`: 1, 1, 2, 0.
+    Some packers number the documents in `attention_mask`: 1, 1, 2, 0.
 
     `dataset` and `index` name the row in errors; `splits` is the remedy where rows of several documents are refused.
     Raises: ValueError for these, and for masks and positions that contradict the other columns.

@@ -168,7 +168,7 @@ def _cut(segments: Segments) -> tuple[list[Tensor], Tensor]:
 
 
 def _bounds(lengths: Sequence[int]) -> list[int]:
-    """Where rows of falling lengths are parted, so that each part saves padding enough to be worth a call."""
+    """Where rows of falling lengths are parted: each cut saves padding enough for one more call."""
     bounds, parts = {0, len(lengths)}, [(0, len(lengths))]
     while parts:
         first, end = parts.pop()
