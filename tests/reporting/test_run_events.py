@@ -12,6 +12,7 @@ CALM = {
     "frac_reward_zero_std": 0.2, "sampling/sampling_logp_difference/mean": 0.01, "entropy": 1.5,
     "completions/mean_length": 50.0, "repeated": 0.0, "equal": 0.0,
 }  # fmt: skip
+FACTS = {"repeated": 0.0, "equal": 0.0}
 # What is planted in the later logs, and the fault that it is.
 PLANTED = {
     "KL": {"kl": 1.5},
@@ -31,8 +32,8 @@ def written(folder, steps, run="a", start=0):
     events = RunEvents(folder, run, step=start)
     events.write("start", start, run=run)
     for step in range(start + 1, steps + 1):
-        events.write_part(step, {"prompt": [f"<{step}>"], "good": [0.5]}, rewards=["good"])
-        events.write("log", step, values={"loss": step / 10})
+        events.write_rollouts(step, FACTS, {"prompt": [f"<{step}>"], "good": [0.5]}, ["good"])
+        events.write("log", step, values={"loss": 1 - step / 10})
     events.close()
     return [event["step"] for event in events_in(folder) if event["event"] == "log"]
 
@@ -43,7 +44,7 @@ def test_a_run_that_goes_on_has_no_doubles_after_a_kill_in_the_middle_of_a_line(
     with (tmp_path / EVENTS).open("ab") as file:
         file.write(b'{"event": "log", "step": 6, "val')
     (tmp_path / "completions" / "completions_00006.new").write_bytes(b"PAR1")
-    assert [event["step"] for event in events_in(tmp_path)] == [0, 1, 2, 3, 4, 5]
+    assert [event["step"] for event in events_in(tmp_path)] == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     assert written(tmp_path, 7, start=3) == [1, 2, 3, 4, 5, 6, 7]
     assert list(parts_in(tmp_path)) == [1, 2, 3, 4, 5, 6, 7]
     starts = [event["step"] for event in events_in(tmp_path) if event["event"] == "start"]
@@ -60,9 +61,9 @@ def test_another_run_replaces_what_an_earlier_one_wrote(start, tmp_path):
 def test_a_run_goes_on_where_nothing_can_be_written(tmp_path, caplog):
     (tmp_path / "file").touch()
     events = RunEvents(tmp_path / "file", "a", step=0)
-    events.write("log", 1)
-    assert events.write_part(1, {"prompt": ["a"]}, rewards=[]) is None
-    assert "cannot be written" in caplog.text
+    events.write("log", 1, values={})
+    events.write_rollouts(1, FACTS, {"prompt": ["a"]}, [])
+    assert "cannot be written" in caplog.text and not (tmp_path / "file").read_bytes()
 
 
 @pytest.mark.parametrize("fault", PLANTED)

@@ -43,24 +43,15 @@ def make_run(
         parameters=[1000, 2000], processes=1, device="cpu", versions={"python": "3.11"},
     )  # fmt: skip
     for step in range(1, steps + 1):
-        share, file = step / steps, None
+        share, columns = step / steps, None
         if step % max(1, steps // parts) == 0:
-            file = events.write_part(step, batch(step, share, draw, rows=rows, tokens=tokens), rewards=["correct"])
+            columns = batch(step, share, draw, rows=rows, tokens=tokens)
         rewards, lengths = (
             [float(draw.random() < share) for _ in range(16)],
             [draw.randint(5, 9 + step) for _ in range(16)],
         )
-        events.write(
-            "rollouts",
-            step,
-            time=float(step),
-            file=file,
-            of=16,
-            rewards=rewards,
-            lengths=lengths,
-            repeated=0.0,
-            equal=0.0,
-        )
+        facts = {"time": float(step), "of": 16, "rewards": rewards, "lengths": lengths, "repeated": 0.0, "equal": 0.0}
+        events.write_rollouts(step, facts, columns, ["correct"])
         values = {
             "loss": draw.gauss(0, 1),
             "reward": share,

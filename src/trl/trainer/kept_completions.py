@@ -81,9 +81,9 @@ class KeptCompletions:
             return
         part = file_columns(columns, step, cut=not shows) if columns else None
         if report.is_active:
-            report.write_rollouts(step, batch_facts(newest, bound), part and (part, newest.names))
+            report.write_rollouts(step, batch_facts(newest, bound), part, newest.names)
         elif part is not None:
-            write_part(Path(trainer.args.output_dir), step, part, rewards=newest.names)
+            write_part(Path(trainer.args.output_dir), step, part, newest.names)
 
     def show(self, trainer: Any) -> None:
         """Print and send what was written for it and not shown yet; the main process does it."""

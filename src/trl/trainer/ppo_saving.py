@@ -169,8 +169,8 @@ class SavedPolicy:
         newest, part = Newest(rows.to("cpu"), list(zip(*texts, strict=True)), ()), None
         if report.keeps_part(step):
             columns = KeptCompletions().columns(newest, KEPT_ROWS, self.tokenizer)
-            part = file_columns({**columns, "group": [*range(len(columns["prompt"]))]}, step, cut=True), ()
-        report.write_rollouts(step, batch_facts(newest, KEPT_ROWS), part)
+            part = file_columns({**columns, "group": [*range(len(columns["prompt"]))]}, step, cut=True)
+        report.write_rollouts(step, batch_facts(newest, KEPT_ROWS), part, ())
         report.log(step, stats, training=seconds)
 
     def _push_if_best(self, scores: Tensor) -> None:
