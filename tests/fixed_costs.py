@@ -24,6 +24,6 @@ def spare() -> None:
     # A hash of all rows names files of the cache; rows in memory have none.
     arrow_dataset.generate_fingerprint = lambda dataset: generate_random_fingerprint()
     # `torch.manual_seed` keeps the seed of a device that is not there, with the whole formatted stack.
-    for device in (torch.cuda, torch.xpu):
+    for device in (torch.cuda, torch.xpu, torch.mtia):
         if not device.device_count():
             device.manual_seed_all = lambda seed: None

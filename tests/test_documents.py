@@ -57,6 +57,7 @@ def commands(path: Path) -> list[list[str]]:
     return [words for words in plain if not words[1].endswith(":")]  # what a command printed begins with its name
 
 
+@functools.cache
 def anchors(path: Path) -> set[str]:
     """The anchors that a renderer makes of headings."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
