@@ -35,6 +35,8 @@ def test_pairs_hold_a_mistake_of_the_model_and_random_ones():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_short_run(tmp_path, capsys, method, monkeypatch):
+    for rows in ("TRAIN", "HELD_OUT"):  # of which each stage makes pairs and is evaluated
+        monkeypatch.setattr(f"trl.scripts.quickstart.task.{rows}", 60)
     figures, save = [], Figure.savefig
     monkeypatch.setattr(
         Figure, "savefig", lambda figure, *args, **kw: (figures.append(figure), save(figure, *args, **kw))
