@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 
 import torch
@@ -15,7 +15,7 @@ from trl.tensors.softmax_rows import LogitRule
 
 logger = logging.getLogger(__name__)
 
-_IN_FLOAT32, _UNTIED = "computes_in_float32", "head_was_untied"  # attributes
+IN_FLOAT32, _UNTIED = "computes_in_float32", "head_was_untied"  # attributes
 _LARGE_LOGIT = 50.0  # beyond the usual soft cap, 30
 # What models, their layers and their outputs call their cache: the first (Mamba before transformers 5.24: the second).
 CACHE = "cache" if "cache" in {part.name for part in fields(BaseModelOutputWithPast)} else "past_key_values"
@@ -181,17 +181,12 @@ def cast_head_to_float32(model: nn.Module) -> None:
             )
         part.float()
         part.register_forward_pre_hook(_in_float32)
-        setattr(part, _IN_FLOAT32, True)
+        setattr(part, IN_FLOAT32, True)
 
 
 def was_untied(core: PreTrainedModel) -> bool:
     """Whether `cast_head_to_float32` separated the output head from the input embedding."""
     return getattr(core, _UNTIED, False)
-
-
-def as_the_head_wants(head: nn.Module | None, device: str) -> AbstractContextManager[object]:
-    """A block for products with the head: without autocast for a head in float32."""
-    return torch.autocast(device, enabled=False) if getattr(head, _IN_FLOAT32, False) else nullcontext()
 
 
 def _in_float32(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -177,7 +177,7 @@ def packed_batch(batch: Columns, *, with_table: bool, shifted: bool = True) -> M
     # Sequences are counted as `padded_rows` makes rows: a prompt counts as part of its first branch.
     leaves = torch.tensor(_leaves(segments))
     ends = torch.tensor(segments.start)[leaves] + branches[leaves] - 1
-    numbers = torch.searchsorted(leaves, torch.arange(len(segments)))
+    numbers = torch.searchsorted(leaves, torch.arange(len(branches)))
     sequence = torch.repeat_interleave(numbers, branches).to(device).view(1, -1)
     if not shifted:
         scored = labelled_positions(labels, sequence)

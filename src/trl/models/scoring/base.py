@@ -25,7 +25,7 @@ from trl.models.packed.pieces import Piece, noise_of_piece, share_dropout
 from trl.models.packed.sequence_group import SequenceGroup
 from trl.models.packed.support import SEVERAL_MODELS, packed_unsupported, packing_of, use_packed_attention
 from trl.models.parts import replaced_forward
-from trl.models.scoring.head import Routing, router_inputs
+from trl.models.scoring.head import Routing, router_inputs, router_weight
 from trl.options.shared import PrefixSharingMode
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ class ScorerBase:
     """The base of scorers; decided once: `packed` or padded rows, through its head or from its own logits.
 
     `unsupported_reason`: why the head cannot be used alone (None: it can). `fallbacks` lists the reasons for fallbacks.
+    `is_balanced`: a router's loss is computed from hidden states, with the routing of the step if that is set.
     """
 
     def __init__(
@@ -52,7 +53,8 @@ class ScorerBase:
         self.uses_head = unsupported_reason is None
         if unsupported_reason:
             self.fallbacks.append(f"{_OWN_LOGITS}, because {unsupported_reason}")
-        if getattr(core.config.get_text_config(), "output_router_logits", False) and not router_inputs(core):
+        self.router = router_inputs(core)  # arguments of the decoder
+        if getattr(core.config.get_text_config(), "output_router_logits", False) and not self.router:
             self.fallbacks.append("output_router_logits has no effect, because transformers gives it no router's loss")
         self.stretched_rotaries: list[nn.Module] = [
             module for module in core.modules() if getattr(module, "rope_type", None) in _STRETCHED
@@ -60,13 +62,16 @@ class ScorerBase:
         reason = _LENGTH_DEPENDENT if self.stretched_rotaries else packed_unsupported(core)
         reason = reason if self.uses_head else _OWN_LOGITS
         self.packed = packed is not False and reason is None
-        if reason == SEVERAL_MODELS and packed is not False and not router_inputs(core):
+        if reason == SEVERAL_MODELS and packed is not False and not self.router:
             reason = pack_decoder(core)  # padded rows around a decoder without padding
         if packed is not False and reason:
             self.fallbacks.append(f"its batches are padded, because {reason}")
         # Not with flash attention that the user chose.
         self.with_table = self.packed and use_packed_attention(core)
         self.shares_prefixes = self.with_table and packing_of(core).shares
+        is_decoder = not getattr(core.config, "is_encoder_decoder", False)
+        self.is_balanced = self.uses_head and is_decoder and bool(self.router)
+        self.router_weight = router_weight(core)
 
     group: SequenceGroup | None = None  # of processes that score each batch together
 
@@ -104,19 +109,6 @@ class ScorerBase:
         rows = self.lay_out(batch)
         piece = self.piece_of(rows)
         return (rows if piece is None else piece.rows), piece
-
-    @property
-    def is_balanced(self) -> bool:
-        """Whether a router's loss is computed from hidden states, with the routing of the step if that is set."""
-        is_decoder = not getattr(self.core.config, "is_encoder_decoder", False)
-        return self.uses_head and is_decoder and bool(router_inputs(self.core))
-
-    @property
-    def router_weight(self) -> float:
-        """The weight of the router's loss in a mixture of experts; 0 for other models."""
-        config = self.core.config.get_text_config()
-        places = ((config, "router_aux_loss_coef"), (config, "aux_loss_coef"), (self.core, "router_aux_loss_coef"))
-        return next((getattr(place, name) for place, name in places if hasattr(place, name)), 0.0)
 
     @property
     def layout(self) -> tuple[bool, bool]:

@@ -39,7 +39,6 @@ from trl.models.scoring.head import (
     call_head,
     head_products,
     plain_linear,
-    router_inputs,
     router_loss,
     score_hidden,
 )
@@ -234,9 +233,8 @@ class Scorer(ScorerBase):
 
     def hidden_states(self, inputs: Inputs, rows: ModelBatch) -> tuple[Tensor, Tensor | None]:
         """The decoder's last hidden states `(B, T, H)`, and a router's loss."""
-        router = router_inputs(self.core)
-        outputs = decoder_of(self.core)(**inputs, **router, use_cache=False)
-        if not router:
+        outputs = decoder_of(self.core)(**inputs, **self.router, use_cache=False)
+        if not self.router:
             return outputs.last_hidden_state, None
         loss, _ = router_loss(self.core, outputs.router_logits, rows, self.routing_of_step)
         return outputs.last_hidden_state, loss
@@ -248,7 +246,7 @@ class Scorer(ScorerBase):
         def forward(**inputs: object) -> Routing:
             with self.embedded(rows):
                 decoder = decoder_of(self.core)
-                outputs = decoder(**given_inputs(inputs), **router_inputs(self.core), use_cache=False)
+                outputs = decoder(**given_inputs(inputs), **self.router, use_cache=False)
             return router_loss(self.core, outputs.router_logits, rows)[1]
 
         with self._as_language_model(), replaced_forward(self.core, forward):
@@ -280,7 +278,7 @@ class Scorer(ScorerBase):
 
     def own_inputs(self, rows: ModelBatch) -> Inputs:
         """The arguments of the model's own forward."""
-        return {**rows.inputs, **router_inputs(self.core)}
+        return {**rows.inputs, **self.router}
 
     def row_logits(self, outputs: Any, rows: ModelBatch) -> Tensor:
         """The logits `(B, T, V)` of the rows' own tokens; prompt tuning puts virtual tokens in front."""

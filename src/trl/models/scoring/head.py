@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 
 from trl.models.packed.layout import ModelBatch
 from trl.models.packed.sequence_group import SequenceGroup
-from trl.models.parts import as_the_head_wants, replaced_forward
+from trl.models.parts import IN_FLOAT32, replaced_forward
 from trl.tensors.logprobs import (
     AnyHead,
     LocalLoss,
@@ -57,8 +58,9 @@ def call_head(head: nn.Module, hidden: Tensor, function: Callable[[nn.Module, Te
     plain = plain_linear(head)
     if plain is None:
         return function(head, hidden)
-    replaced = replaced_forward(plain, lambda states: function(plain, states))
-    with as_the_head_wants(plain, hidden.device.type), replaced:
+    is_wide = hasattr(plain, IN_FLOAT32)
+    precision = torch.autocast(hidden.device.type, enabled=False) if is_wide else nullcontext()
+    with precision, replaced_forward(plain, lambda states: function(plain, states)):
         return plain(hidden)
 
 
@@ -141,10 +143,17 @@ def router_inputs(core: PreTrainedModel) -> dict[str, bool]:
     For some decoders transformers has no such loss (GLM-4-MoE, DeepSeek, Llama 4).
     """
     if not getattr(core.config.get_text_config(), "output_router_logits", False):
-        return {}  # most models: it is asked in each forward
+        return {}
     has_loss = "output_router_logits" in inspect.signature(type(core).forward).parameters
     has_loss &= "load_balancing_loss_func" in vars(sys.modules[type(core).__module__])
     return {"output_router_logits": True} if has_loss else {}
+
+
+def router_weight(core: PreTrainedModel) -> float:
+    """The weight of the router's loss in a mixture of experts; 0 for other models."""
+    config = core.config.get_text_config()
+    places = ((config, "router_aux_loss_coef"), (config, "aux_loss_coef"), (core, "router_aux_loss_coef"))
+    return next((getattr(place, name) for place, name in places if hasattr(place, name)), 0.0)
 
 
 def router_loss(
