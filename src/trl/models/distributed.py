@@ -216,14 +216,15 @@ def unwrap_model_for_generation(
     FSDP1 weights are summoned; FSDP2 modules gather in their own hooks, so all ranks must generate equally often.
     """
     unwrapped: Any = accelerator.unwrap_model(model)
-    # A `PeftModel` generates with the config of its base.
-    owner = unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped
-    config, plugin = getattr(owner, "generation_config", None), accelerator.state.deepspeed_plugin
+    plugin = accelerator.state.deepspeed_plugin
     with disable_gradient_checkpointing(unwrapped), ExitStack() as block:
-        if generation_kwargs and config is not None:
-            owner.generation_config = copy.deepcopy(config)
-            block.callback(setattr, owner, "generation_config", config)
-            owner.generation_config.update(**generation_kwargs)
+        if generation_kwargs:
+            # A `PeftModel` generates with the config of its base.
+            owner = unwrapped.get_base_model() if is_peft_model(unwrapped) else unwrapped
+            if (config := getattr(owner, "generation_config", None)) is not None:
+                owner.generation_config = copy.deepcopy(config)
+                block.callback(setattr, owner, "generation_config", config)
+                owner.generation_config.update(**generation_kwargs)
         if isinstance(model, FullyShardedDataParallel):
             block.enter_context(FullyShardedDataParallel.summon_full_params(model, writeback=False))
         elif plugin is not None and plugin.zero_stage == 3 and gather_deepspeed3_params:

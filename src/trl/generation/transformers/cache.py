@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 
 import torch
@@ -24,6 +24,7 @@ from trl.generation.transformers.mixer_states import MixerStates
 from trl.generation.transformers.reuse import Held
 from trl.generation.transformers.steps import Moves, Step, resized
 from trl.models.packed.attention import Reach, has_temperature, packed_attention, reach_of, tempered
+from trl.models.packed.support import packing_of
 from trl.models.switches import holding
 
 
@@ -216,9 +217,11 @@ def rollout_attention(
 def rollout_attention_of(model: PreTrainedModel, cache: RolloutCache) -> Iterator[None]:
     """Inside the block the model's attention layers use `cache`, and those that mix tokens without attention its states."""
     token = _CACHE.set(cache)
-    cache.states = cache.states or MixerStates(model)
+    if cache.states is None and (mixers := packing_of(model).mixers):
+        cache.states = MixerStates(model, mixers)
+    running = nullcontext() if cache.states is None else cache.states.running(lambda: cache.step)
     try:
-        with holding(model.config, "_attn_implementation", ROLLOUT_ATTENTION), cache.states.running(lambda: cache.step):
+        with holding(model.config, "_attn_implementation", ROLLOUT_ATTENTION), running:
             yield
     finally:
         _CACHE.reset(token)

@@ -28,7 +28,7 @@ from trl.generation.transformers.model_generate import MoreInputs, cache_bytes, 
 from trl.generation.transformers.requests import Requests, Rules, StopStrings, end_tokens, fresh_seed
 from trl.generation.transformers.reuse import Reuse
 from trl.generation.transformers.rollout_loop import RolloutLoop, default_rows, row_memory
-from trl.models.distributed import fsdp2_modules, is_sharded, unwrap_model_for_generation
+from trl.models.distributed import FSDP2Module, fsdp2_modules, is_sharded, unwrap_model_for_generation
 from trl.models.packed.support import is_bidirectional, packing_of
 from trl.models.parts import causal_core, embedded_tokens, prompt_learning_unsupported
 from trl.models.switches import disable_gradient_checkpointing, undisturbed, without_ddp
@@ -113,7 +113,7 @@ class TransformersEngine:
         dtype = self._autocast_dtype()
         with generating(self.model, self.accelerator, gather_zero3=self.gather_zero3) as model:
             core = causal_core(model)
-            route = "generate" if core.config.is_encoder_decoder else self._route(model, core)
+            route = "generate" if core.config.is_encoder_decoder else self._route(model, core, dtype)
             if route == "generate":
                 yield LiveCalls(self)
                 return
@@ -198,7 +198,7 @@ class TransformersEngine:
         self, model: nn.Module, core: PreTrainedModel, requests: Requests, dtype: torch.dtype | None,
         more_inputs: MoreInputs | None,
     ) -> None:  # fmt: skip
-        route = "generate" if more_inputs is not None else self._route(model, core)
+        route = "generate" if more_inputs is not None else self._route(model, core, dtype)
         vocabulary = embedded_tokens(core)
         if route == "generate":
             rows = self.max_batch or default_rows(requests, vocabulary=vocabulary, **cache_bytes(core))
@@ -224,7 +224,7 @@ class TransformersEngine:
         tokens = torch.tensor(list(ends), dtype=torch.int64, device=core.device)
         return Rules(sampling, tokens, strings, processors)
 
-    def _route(self, model: nn.Module, core: PreTrainedModel) -> Route:
+    def _route(self, model: nn.Module, core: PreTrainedModel, dtype: torch.dtype | None) -> Route:
         """The first route that this model supports, or the requested one.
 
         Raises: ValueError if the model does not support the requested route.
@@ -232,7 +232,7 @@ class TransformersEngine:
         if self.route == "generate":
             return "generate"
         reason = self._unsupported(model, core)
-        fused = reason or fused_unsupported(core, self._autocast_dtype())
+        fused = reason or fused_unsupported(core, dtype)
         reasons: dict[Route, str | None] = {"fused": fused, "forward": reason}
         for route in reasons if self.route == "auto" else (self.route,):
             if (why := reasons[route]) is None:
@@ -281,7 +281,8 @@ def generating(model: nn.Module, accelerator: Accelerator | None, *, gather_zero
             stack.enter_context(disable_gradient_checkpointing(inner))
         else:
             inner = stack.enter_context(unwrap_model_for_generation(model, accelerator, gather_zero3))
-        stack.enter_context(_whole_fsdp2(inner))
+        if sharded := fsdp2_modules(inner):
+            stack.enter_context(_whole(sharded))
         yield without_heads(inner)
 
 
@@ -297,9 +298,8 @@ def without_wrappers(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def _whole_fsdp2(model: nn.Module) -> Iterator[None]:
+def _whole(sharded: Sequence[FSDP2Module]) -> Iterator[None]:
     """Unshard each FSDP2 module once, and disable its hooks meanwhile."""
-    sharded = fsdp2_modules(model)
     for module in sharded:
         module.unshard()
     kept = [(module, module._forward_pre_hooks, module._forward_hooks) for module in sharded]

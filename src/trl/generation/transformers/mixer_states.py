@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -21,7 +21,6 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 from trl.generation.transformers.steps import Moves, Step, fitted
 from trl.models.packed.mixers import into_rows, whole_rows
 from trl.models.packed.small_copy import class_of
-from trl.models.packed.support import packing_of
 from trl.models.parts import CACHE_NAMES, decoder_of, replaced_forward
 
 Layer = CacheLayerMixin | LinearAttentionCacheLayerMixin
@@ -29,17 +28,17 @@ Tree = TypeVar("Tree")
 
 
 class MixerStates:
-    """States after G prompts and after the newest token of R rows, by layer.
+    """States after G prompts and after the newest token of R rows, by layer, of layers of some `kinds`.
 
     Inside `running` a packed row of prompts is run in batches of prompts of one length: padding would change states.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        kinds, self.model = packing_of(model).mixers, model
+    def __init__(self, model: PreTrainedModel, kinds: frozenset[type[nn.Module]]) -> None:
+        self.model = model
         modules = [part for part in decoder_of(model).modules() if class_of(part) in kinds]
         self.modules = {part: inspect.signature(part.forward) for part in modules}
         self.prompts: dict[int, Layer] = {}
-        self.rows = DynamicCache(config=model.config if modules else None)
+        self.rows = DynamicCache(config=model.config)
         self._begun: set[int] = set()  # layers with states of rows
         self._arriving: list[tuple[Tensor, Cache]] = []  # places `(B, T)` in the packed row, and their states
         self._order = torch.zeros(0, dtype=torch.int64)  # back to that of the arriving prompts
@@ -48,15 +47,13 @@ class MixerStates:
     @contextmanager
     def running(self, step_of: Callable[[], Step | None]) -> Iterator[None]:
         """A block in which the layers use these states: of a packed row of prompts, or of the rows of a step."""
-        with ExitStack() as stack, whole_rows() if self.modules else nullcontext():
+        with ExitStack() as stack, whole_rows():
             for module in self.modules:
                 stack.enter_context(replaced_forward(module, partial(self._run, module, module.forward, step_of)))
             yield
 
     def expect_prompts(self, lengths: Sequence[int], device: torch.device) -> None:
         """Prepare for prompts, of which so many tokens come one after another in the packed row of the next forward."""
-        if not self.modules:
-            return
         self._settle()
         numbers = torch.tensor(lengths, device=device)
         starts, order = numbers.cumsum(0) - numbers, torch.argsort(numbers, stable=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -58,10 +59,17 @@ class Packing:
 
 
 _PACKINGS: dict[tuple[type[PreTrainedModel], str], Packing] = {}
+_OF_MODELS: WeakKeyDictionary[PreTrainedModel, Packing] = WeakKeyDictionary()
 
 
 def packing_of(core: PreTrainedModel) -> Packing:
-    """How models of this class and config take packed rows; tested by the first call."""
+    """How a model takes packed rows, by its config at the first call; models of a class and config are tested once."""
+    if core not in _OF_MODELS:
+        _OF_MODELS[core] = _packing_by_config(core)
+    return _OF_MODELS[core]
+
+
+def _packing_by_config(core: PreTrainedModel) -> Packing:
     config = core.config
     if getattr(config, "is_encoder_decoder", False):
         return Packing("it is an encoder-decoder model")
