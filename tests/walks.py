@@ -54,7 +54,7 @@ WALKS: dict[str, Callable[..., Any]] = {"sft": _sft, "dpo": _dpo, "grpo": _grpo}
 def walk_of(kind: str) -> dict[str, list[str]]:
     """The functions on the walk of a row of `sft`, a pair of `dpo` or a prompt of `grpo`, by file.
 
-    Lambdas and comprehensions are no functions.
+    Lambdas and comprehensions are no functions, and `_lazy.py`, which Python asks for modules, is not on the way.
     """
     codes: set[CodeType] = set()
     stage: list[FrameType] = []
@@ -86,7 +86,7 @@ def walk_of(kind: str) -> dict[str, list[str]]:
 
 
 def is_ours(code: CodeType) -> bool:
-    return code.co_filename.startswith(f"{SOURCE}/")
+    return code.co_filename.startswith(f"{SOURCE}/") and not code.co_filename.endswith("/_lazy.py")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from trl.agents.tool_loop import tool_metrics
 from trl.methods.method import Batch, Scoring, Step
-from trl.methods.online import ROLLOUT, GroupMethod, OnlineMethod
+from trl.methods.online import GroupMethod, OnlineMethod
+from trl.models.packed.layout import ROLLOUT
 from trl.objectives.distillation import Divergence, TeacherLoss
 from trl.rollouts.experience import SCORES, TRAINED, Experience
 from trl.rollouts.measures import measured_lengths

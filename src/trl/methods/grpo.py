@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trl.methods.method import Batch, Step
-from trl.methods.online import ROLLOUT, Corrected, GroupMethod
+from trl.methods.online import Corrected, GroupMethod
+from trl.models.packed.layout import ROLLOUT
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.distillation import reverse_kl_advantages
@@ -92,7 +93,7 @@ class GRPOMethod(GroupMethod):
         return Corrected(experience.with_tokens(**columns), *measured)
 
     def old_logps(self, experience: Experience, step: Step) -> Tensor | None:
-        if self.has_sequence_weights and not step.is_exact and self._corrects(experience):
+        if not step.is_exact and self._corrects(experience) and self.has_sequence_weights:
             return experience.per_token[OLD]  # the sampler's
         return super().old_logps(experience, step)
 

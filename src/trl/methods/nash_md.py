@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from trl.methods.method import Batch, Step
-from trl.methods.online import ROLLOUT
 from trl.methods.online_dpo import OnlineDPOMethod
+from trl.models.packed.layout import ROLLOUT
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import LossOf, ScoreOptions
 from trl.objectives.kl import probability_ratio

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trl.agents.tool_loop import tool_metrics
 from trl.methods.method import Batch, Method, Outcome, Scoring, Step
+from trl.models.packed.layout import ROLLOUT
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.group_advantages import Scale, has_no_variance
@@ -32,8 +33,6 @@ from trl.rollouts.token_counts import token_advantages
 from trl.tensors.reduce import LossTerms, Unit, Weighted
 
 EQUAL_REWARDS = "frac_given_reward_zero_std"
-ROLLOUT = "experience"
-"""The entry of a batch that holds its rows, an `Experience`."""
 
 
 class OnlineMethod(Method):
@@ -82,15 +81,12 @@ class OnlineMethod(Method):
     def count(self, batch: Batch) -> Tensor:
         return self.divisor(batch[ROLLOUT]).view(1)
 
-    def learned(self, batch: Batch) -> Batch:
-        return {name: value for name, value in batch.items() if name != ROLLOUT}
-
     def score(self, batch: Batch, scoring: Scoring) -> Any:
         """The log-probs of completion tokens: without gradient where their loss is taken in the same pass."""
         wants, step = self.wants(batch, scoring.step), scoring.step
         if not self.is_local or step.objective is not None or not torch.is_grad_enabled():
             wants = replace(wants, loss_of=None)
-        return scoring.logps(self.learned(batch), wants)
+        return scoring.logps(batch, wants)
 
     @abstractmethod
     def objective(self, experience: Experience, scored: Any, step: Step) -> Sequence[LossTerms]:

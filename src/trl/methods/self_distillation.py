@@ -8,8 +8,7 @@ from torch import Tensor
 
 from trl.methods.distillation import DistillationMethod
 from trl.methods.method import Batch, Scoring, Step
-from trl.methods.online import ROLLOUT
-from trl.models.packed.layout import TEACHER_BATCH
+from trl.models.packed.layout import ROLLOUT, TEACHER_BATCH
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.distillation import Divergence, TeacherLoss, top_k_divergence
 from trl.objectives.kl import LARGEST_LOG_RATIO
@@ -68,10 +67,10 @@ class SelfDistillationMethod(DistillationMethod):
 
     def score(self, batch: Batch, scoring: Scoring) -> VocabularyLoss:
         """The divergence; tokens that were sampled by an earlier student have importance weights."""
-        experience, inputs, clip = batch[ROLLOUT], self.learned(batch), self.args.distillation_is_clip
+        experience, clip = batch[ROLLOUT], self.args.distillation_is_clip
         weights = self.token_weights(experience)
         if clip is not None and OLD in experience.per_token and not scoring.step.is_first:
-            gaps = scoring.frozen_logps(inputs).logps - experience.per_token[OLD]
+            gaps = scoring.frozen_logps(batch).logps - experience.per_token[OLD]
             ratios = gaps.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp().clamp(max=clip)
             weights = weights * ratios
         if self.args.distillation_mode != "sampled_token":
@@ -79,14 +78,14 @@ class SelfDistillationMethod(DistillationMethod):
         options, teacher = ScoreOptions(temperature=scoring.temperature), cast(Any, scoring.teacher)
         teacher_logps = teacher.reference.score(
             scoring.model,
-            inputs[TEACHER_BATCH],
+            batch[TEACHER_BATCH],
             lambda scorer, reference, rows: scorer.score(reference, rows, options).logps,
         )
 
         def losses(logps: Tensor, which: slice) -> Tensor:
             return weights[which] * (logps.detach() - teacher_logps[which]) * logps
 
-        scored = scoring.logps(inputs, ScoreOptions(loss_of=losses))
+        scored = scoring.logps(batch, ScoreOptions(loss_of=losses))
         values = weights * (scored.logps.detach() - teacher_logps)
         total = (values * scored.logps).sum() if scored.total is None else scored.total
         return VocabularyLoss(total, values, scored.aux_loss)

@@ -5,7 +5,7 @@ Everything per token is flat, `(K,)`, with the row of each token in `sequence`; 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -40,20 +40,16 @@ class GroupTokens:
     chosen: Tensor | None = None
 
     def __post_init__(self) -> None:
-        check_shapes(self.mask, **self._beside_mask())
+        check_shapes(self.mask, **{name: getattr(self, name) for name in _BESIDE_MASK})
 
     def part(self, tokens: slice) -> "GroupTokens":
         """Some of the tokens; rows keep their numbers."""
-        cut: dict[str, Any] = {name: value[tokens] for name, value in self._beside_mask().items()}
-        return replace(self, mask=self.mask[tokens], **cut)
+        columns = {name: getattr(self, name) for name in ("mask", *_BESIDE_MASK)}
+        return replace(self, **{name: value if value is None else value[tokens] for name, value in columns.items()})
 
     def old(self, logps: Tensor) -> Tensor:
         """The old policy's log-probs of tokens that score `logps`, as constants."""
         return (logps if self.old_logps is None else self.old_logps).detach().to(logps.dtype)
-
-    def _beside_mask(self) -> dict[str, Tensor]:
-        columns = {name: getattr(self, name) for name in _BESIDE_MASK}
-        return {name: value for name, value in columns.items() if value is not None}
 
 
 def token_ratios(logps: Tensor, tokens: GroupTokens) -> Tensor:

@@ -25,10 +25,10 @@ def probability_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor:
     return cap_exp(where_counted(logps - old_logps, mask), LARGEST_LOG_RATIO)
 
 
-def check_shapes(mask: Tensor, **tensors: Tensor) -> None:
+def check_shapes(mask: Tensor, **tensors: Tensor | None) -> None:
     """Raise ValueError for a tensor of another shape than the mask."""
     for name, tensor in tensors.items():
-        if tensor.shape != mask.shape:
+        if tensor is not None and tensor.shape != mask.shape:
             raise ValueError(f"{name} must have shape {tuple(mask.shape)}, got {tuple(tensor.shape)}.")
 
 

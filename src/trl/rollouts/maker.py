@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -287,55 +287,30 @@ class RolloutMaker:
         return Experience(Ragged.of(prompts), completions, per_token, {STOPPED: stopped})
 
     def inputs(self, completed: Completed, rows: Rows) -> RewardInputs:
-        """What reward sources are given."""
-        rows = {**rows, **completed.fields}
-        known = [*self.prompts.reward_columns, *completed.fields]
-        inputs = reward_inputs(
-            completed.experience,
-            rows,
-            self.tokenizer,
-            columns=[name for name in known if name in rows],
-            trainer_state=self._state,
+        """What reward sources are given: completions as text, or as messages if prompts are messages.
+
+        A message that the prompt begins is part of the completion. Without a column `prompt`, prompts are the text of
+        their tokens.
+        """
+        experience, rows = completed.experience, {**rows, **completed.fields}
+        prompt_ids, completion_ids = (
+            [row.tolist() for row in ragged.split()] for ragged in (experience.prompts, experience.completions)
         )
-        if completed.messages is None:
-            return inputs
-        completions = [with_begun(*pair) for pair in zip(rows["prompt"], completed.messages, strict=True)]
-        return replace(inputs, completions=completions)
-
-
-def reward_inputs(
-    experience: Experience,
-    rows: Mapping[str, Sequence[Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    columns: Sequence[str],
-    trainer_state: Any = None,
-) -> RewardInputs:
-    """Inputs of reward functions: completions as text, or as a message if prompts are messages.
-
-    A message that the prompt begins is part of the completion. `rows` are columns of the dataset, of which `columns`
-    are passed on. Without a column `prompt`, prompts are the text of their tokens.
-    """
-    prompt_ids, completion_ids = (
-        [row.tolist() for row in ragged.split()] for ragged in (experience.prompts, experience.completions)
-    )
-    prompts = rows.get("prompt")
-    texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-    if prompts is None:
-        prompts = tokenizer.batch_decode(prompt_ids, skip_special_tokens=True)
-    completions: Sequence[Any] = texts
-    if len(prompts) and is_list_of_dicts_with(prompts[0], "role"):
-        prompts, begun = zip(*map(split_begun, prompts), strict=True)
-        answers = map("".join, zip(begun, texts, strict=True))
-        completions = [[{"role": "assistant", "content": answer}] for answer in answers]
-    return RewardInputs(
-        prompts=list(prompts),
-        completions=list(completions),
-        completion_ids=completion_ids,
-        prompt_ids=prompt_ids,
-        columns={name: list(rows[name]) for name in columns},
-        trainer_state=trainer_state,
-    )
+        prompts = rows.get("prompt")
+        completions: Sequence[Any] = self.tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        if prompts is None:
+            prompts = self.tokenizer.batch_decode(prompt_ids, skip_special_tokens=True)
+        if len(prompts) and is_list_of_dicts_with(prompts[0], "role"):
+            prompts, begun = zip(*map(split_begun, prompts), strict=True)
+            answers = map("".join, zip(begun, completions, strict=True))
+            completions = [[{"role": "assistant", "content": answer}] for answer in answers]
+        if completed.messages is not None:
+            completions = [with_begun(*pair) for pair in zip(rows["prompt"], completed.messages, strict=True)]
+        known = [*self.prompts.reward_columns, *completed.fields]
+        return RewardInputs(
+            list(prompts), list(completions), completion_ids, prompt_ids,
+            columns={name: list(rows[name]) for name in known if name in rows}, trainer_state=self._state,
+        )  # fmt: skip
 
 
 def split_begun(prompt: Sequence[Message]) -> tuple[list[Message], str]:

@@ -1,6 +1,5 @@
 """Metrics of completions in groups: lengths, rewards, and clipping."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -9,7 +8,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from trl.objectives.group_advantages import Scale, reward_statistics
-from trl.rewards.result import reward_metrics, source_means, source_table
+from trl.rewards.result import source_means, source_table
 from trl.rollouts.experience import LENGTH, RESULT_OF, REWARD, STOPPED, TOOL_OUTPUT, Experience
 from trl.tensors.reduce import Weighted, weighted
 
@@ -74,9 +73,10 @@ def measured_groups(
     Means are over rows; minima, maxima and deviations are averaged over batches. This process logs a `share` of them.
     """
     metrics = source_means(rows, sources)
-    for name, value in reward_metrics(sources, torch.stack(source_table(rows, sources), dim=1)).items():
-        if name.endswith("/std") and not math.isnan(value):
-            metrics[name] = _once(value)
+    for name, column in zip(sources, source_table(rows, sources), strict=True):
+        scored = column[~column.isnan()]
+        if len(scored) > 1:
+            metrics[f"rewards/{name}/std"] = _once(scored.std())
     metrics |= reward_statistics(rows[REWARD], group_size, scale=scale)
     return {**measured_lengths(rows, share=share), **shared(metrics, share)}
 

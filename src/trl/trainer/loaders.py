@@ -19,8 +19,7 @@ from trl.data.prepared_sets import DataSets
 from trl.data.ragged import list_lengths
 from trl.data.streaming import RepeatedStream, RowStream, StreamRounds, is_streaming
 from trl.methods.method import ALONE, Batch
-from trl.methods.online import ROLLOUT
-from trl.models.packed.layout import STEP_PART
+from trl.models.packed.layout import ROLLOUT, STEP_PART
 from trl.models.switches import holding
 from trl.options.training import TrainingDefaults
 from trl.rollouts.experience import Experience

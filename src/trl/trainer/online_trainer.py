@@ -22,8 +22,8 @@ from trl.data.rendering import text_tokenizer
 from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
 from trl.methods.method import Scoring
-from trl.methods.online import EQUAL_REWARDS, ROLLOUT, GroupMethod
-from trl.models.packed.layout import Inputs
+from trl.methods.online import EQUAL_REWARDS, GroupMethod
+from trl.models.packed.layout import ROLLOUT, Inputs
 from trl.models.peft import AdapterConfig
 from trl.models.reference import Reference
 from trl.models.scoring.base import shares_prefix

@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 from trl.experimental.minillm.minillm_config import MiniLLMConfig
 from trl.methods.grpo import GRPOMethod
 from trl.methods.method import Batch, Outcome, Scoring, Step
-from trl.methods.online import ROLLOUT
+from trl.models.packed.layout import ROLLOUT
 from trl.models.peft import AdapterConfig
 from trl.models.scoring.causal import Scored
 from trl.objectives.distillation import Divergence, discounted_advantages

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from trl.experimental.ppo.ppo_config import PPOConfig
 from trl.methods.method import Batch, Step
-from trl.methods.online import ROLLOUT, OnlineMethod
+from trl.methods.online import OnlineMethod
+from trl.models.packed.layout import ROLLOUT
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.advantages import TokenRewards, rollout_metrics, token_rewards

@@ -13,8 +13,9 @@ from trl.experimental.sdft.sdft_trainer import CONTEXT, SelfDistillationTrainer
 from trl.experimental.sdpo.sdpo_config import SDPOConfig
 from trl.methods.grpo import GRPOMethod
 from trl.methods.method import Batch, Outcome, Scoring, Step
-from trl.methods.online import ROLLOUT, Corrected
+from trl.methods.online import Corrected
 from trl.methods.self_distillation import SelfDistillationMethod
+from trl.models.packed.layout import ROLLOUT
 from trl.models.scoring.causal import Scored
 from trl.objectives.group_advantages import group_moments
 from trl.reporting.model_card import Paper

@@ -202,7 +202,16 @@ def _over_segments(
         if call.prompt:
             k = torch.cat([keys[call.prefix][:, :, : call.prompt], k], dim=2)
             v = torch.cat([values[call.prefix][:, :, : call.prompt], v], dim=2)
-        outputs.append(_one_call(plan, q, k, v, dropout, scaling, reach, softcap, s_aux).transpose(1, 2))
+        length, seen = call.length, k.shape[2]
+        if softcap is None and s_aux is None and length in (1, seen) and (reach is None or seen <= reach.tokens):
+            output = F.scaled_dot_product_attention(
+                q, k, v, dropout_p=dropout, scale=scaling, is_causal=length > 1,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )  # fmt: skip
+        else:
+            mask = plan.mask(length, seen, reach, q.dtype if softcap is None else torch.bool, q.device)
+            output = _attend(q, k, v, mask, dropout, scaling, softcap, s_aux)
+        outputs.append(output.transpose(1, 2))
     return torch.cat(outputs, dim=1)
 
 
@@ -225,21 +234,6 @@ def tempered(module: nn.Module, query: Tensor, positions: Tensor) -> Tensor:
 
     factor = scale_of(positions.to(query.device)) / scale_of(torch.arange(len(positions), device=query.device))
     return (query * factor[:, None]).to(query.dtype)
-
-
-def _one_call(
-    plan: _Plan, query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None,
-    reach: Reach | None, softcap: float | None, sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Causal attention of the last `T` of `K` keys' tokens: `(1, heads, T, D)` over `(1, heads, K, D)`."""
-    length, seen = query.shape[2], key.shape[2]
-    if softcap is None and sinks is None and length in (1, seen) and (reach is None or seen <= reach.tokens):
-        return F.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, scale=scaling, is_causal=length > 1,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )  # fmt: skip
-    mask = plan.mask(length, seen, reach, query.dtype if softcap is None else torch.bool, query.device)
-    return _attend(query, key, value, mask, dropout, scaling, softcap, sinks)
 
 
 def _causal_mask(length: int, seen: int, reach: Reach | None, device: torch.device) -> Tensor:

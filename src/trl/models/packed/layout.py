@@ -27,12 +27,13 @@ Inputs = dict[str, Any]
 """Keyword arguments of a model's forward."""
 
 STEP_PART = "part of the step"  # what a batch must know of its optimiser step
+ROLLOUT = "experience"  # the rows of a batch of completions, an `Experience`
 TEACHER_BATCH = "teacher_batch"  # that a teacher is shown in place of the student's
 _SCORED = ("scored_source", "scored_target", "scored_sequence")
 _NOT_OF_THE_MODEL = (  # all other entries of a batch are arguments of the model's forward
     # of the layout
     "input_ids", "attention_mask", "position_ids", "labels", "segment_table", *_SCORED, "filler", "completion_mask",
-    "assistant_masks", "seq_lengths", "num_items_in_batch", "return_loss", STEP_PART,
+    "assistant_masks", "seq_lengths", "num_items_in_batch", "return_loss", STEP_PART, ROLLOUT,
     # of a method: numbers of each row or sequence, and what a teacher is shown
     "rows", "ref_logps", "ref_kl_logps", "margin", "label", "row_weights", "prompt_tokens", "on_policy", TEACHER,
     "embedding_input_ids", "embedding_attention_mask",
@@ -166,7 +167,13 @@ def packed_batch(batch: Columns, *, with_table: bool, shifted: bool = True) -> M
         input_ids, labels = batch["input_ids"], batch.get("labels")
         segments = _segments(batch)
     else:
-        input_ids, labels, segments = _without_padding(batch)
+        labels, mask = batch.get("labels"), _row_mask(batch)
+        real_tokens = mask.flatten().nonzero()[:, 0]
+        if not len(real_tokens):
+            raise ValueError("attention_mask must keep a token, got zeros alone. Leave out empty rows.")
+        segments = Segments.from_lengths(length for length in mask.sum(dim=1).tolist() if length)
+        labels = None if labels is None else labels.flatten()[real_tokens][None]
+        input_ids = batch["input_ids"].flatten()[real_tokens][None]
     device = input_ids.device
     positions = segments.position_ids().to(device)
     inputs = {"input_ids": input_ids, "position_ids": positions, **model_arguments(batch)}
@@ -236,17 +243,6 @@ def _leaves(segments: Segments) -> list[int]:
     """The segments that end a sequence: all but the prompts that have branches."""
     prompts = {prefix_start for _, _, prefix_start, prefix in segments if prefix}
     return [number for number, (start, _, _, prefix) in enumerate(segments) if prefix or start not in prompts]
-
-
-def _without_padding(batch: Columns) -> tuple[Tensor, Tensor | None, Segments]:
-    """Real tokens of padded rows as one row."""
-    labels, mask = batch.get("labels"), _row_mask(batch)
-    keep = mask.flatten().nonzero()[:, 0]
-    if not len(keep):
-        raise ValueError("attention_mask must keep a token, got zeros alone. Leave out empty rows.")
-    segments = Segments.from_lengths(length for length in mask.sum(dim=1).tolist() if length)
-    labels = None if labels is None else labels.flatten()[keep][None]
-    return batch["input_ids"].flatten()[keep][None], labels, segments
 
 
 def _row_mask(batch: Columns) -> Tensor:
