@@ -26,19 +26,22 @@ AnyHead = Callable[[Tensor], Tensor]
 
 
 def token_scores(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, rule: LogitRule = PLAIN_LOGITS,
+    hidden: Tensor, weight: Tensor | AnyHead, targets: Tensor, *, bias: Tensor | None = None, rule: LogitRule = PLAIN_LOGITS,
     wanted: Statistics = NOTHING_ELSE, chunk_size: int | None = None,
 ) -> TokenScores:  # fmt: skip
     """Log-probs of `targets` under `softmax(rule(hidden @ weight.T + bias))`, with gradient.
 
     Shapes `hidden (N, H)`, `weight (V, H)`, `bias (V,)`, `targets (N,)` in `[0, V)`. Results are float32, or float64
     for float64 inputs; `wanted` names what else to compute, of which entropies carry a gradient too. `chunk_size` is in
-    tokens (None: by size). Products run in the autocast dtype where autocast is on.
+    tokens (None: by size). Products run in the autocast dtype where autocast is on. A function as `weight`:
+    `token_scores_through`.
 
     >>> hidden, weight = torch.eye(2), torch.log(torch.tensor([[0.25, 0.5], [0.75, 0.5]]))
     >>> token_scores(hidden, weight, torch.tensor([1, 0])).logps.exp()
     tensor([0.7500, 0.5000])
     """
+    if not isinstance(weight, Tensor):
+        return token_scores_through(weight, hidden, targets, rule=rule, wanted=wanted, chunk_size=chunk_size)
     scoring = Scoring.over(hidden, weight, rule=rule, wanted=wanted, chunk_size=chunk_size)
     return TokenScores(*_TokenScores.apply(hidden, weight, bias, targets, scoring, torch.is_grad_enabled()))
 
@@ -115,20 +118,24 @@ class LocalLoss(NamedTuple):
 
 
 def local_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, loss_of: LossOf, *, bias: Tensor | None = None,
+    hidden: Tensor, weight: Tensor | AnyHead, targets: Tensor, loss_of: LossOf, *, bias: Tensor | None = None,
     rule: LogitRule = PLAIN_LOGITS, wanted: Statistics = NOTHING_ELSE, chunk_size: int | None = None,
 ) -> LocalLoss:  # fmt: skip
     """Sum of `loss_of(logps, rows)` over chunks of tokens, its gradients computed in the same pass.
 
     Shapes as in `token_scores`. `loss_of` gets the log-probs `(C,)` of the tokens `rows` (a slice of `N`) and returns
     each one's already weighted loss `(C,)`. A token's loss may depend on that token alone, and only hidden states,
-    weight and bias get gradients. These wait, summed, for the backward pass, which can run once.
+    weight and bias get gradients. These wait, summed, for the backward pass, which can run once. A function as
+    `weight`: `local_loss_through`.
 
     >>> hidden, weight = torch.zeros(3, 2), torch.ones(4, 2)
     >>> loss = local_loss(hidden, weight, torch.tensor([0, 1, 2]), lambda logps, rows: -logps)
     >>> loss.total, loss.values
     (tensor(4.1589), tensor([1.3863, 1.3863, 1.3863]))
     """
+    if not isinstance(weight, Tensor):
+        options: dict[str, Any] = {"rule": rule, "wanted": wanted, "chunk_size": chunk_size}
+        return local_loss_through(weight, hidden, targets, loss_of, **options)
     scoring = Scoring.over(hidden, weight, rule=rule, wanted=wanted, chunk_size=chunk_size)
     total, values, *scores = _LocalLoss.apply(hidden, weight, bias, targets, loss_of, scoring, torch.is_grad_enabled())
     return LocalLoss(total, values, TokenScores(*scores))

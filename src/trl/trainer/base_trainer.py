@@ -162,7 +162,8 @@ class BaseTrainer(Trainer):
             count = self.processes.once(self.accelerator.reduce(count, reduction="sum"))  # type: ignore[arg-type]
         assert isinstance(count, Tensor)
         if batches:
-            if self.runs.current is not None:  # before plans draw numbers, where transformers would do it after
+            if self.runs.random_state_is_due and self.runs.current:
+                # Before plans draw numbers, where transformers would do it after.
                 self._load_rng_state(self.runs.current.checkpoint)
             self.prepare_step(batches)
             if len(batches) * self.accelerator.num_processes > 1 and self.scorer.is_balanced and count.sum():

@@ -285,7 +285,8 @@ class OnlineTrainer(BaseTrainer):
         turns = [turn for _, turn in zip(range(num_batches), epoch_iterator, strict=False)]
         if not turns:
             return [], None
-        if self.runs.current is not None:  # before a rollout, where transformers would do it after
+        if self.runs.random_state_is_due and self.runs.current:
+            # Before a rollout, where transformers would do it after.
             self._load_rng_state(self.runs.current.checkpoint)
         number, step = divmod(self.state.global_step, self.sizes.steps)
         if self._rollout_batch is None or self._batch_number != number:

@@ -8,15 +8,15 @@ prompt computed twice. Calls without a table (generation, padded rows) use trans
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
@@ -184,8 +184,8 @@ def _over_segments(
     device = query.device.type
     is_plain = softcap is None and s_aux is None and not (reach and reach.is_chunk)
     plain = is_plain and not longest and dropout == 0.0 and value.shape[-1] <= query.shape[-1] <= 256
-    if plain and query.is_cuda and query.dtype.itemsize == 2 and (kernel := _variable_length_kernel()) is not None:
-        return _variable_length(kernel, query, key, value, plan, scaling, reach)
+    if plain and query.is_cuda and query.dtype.itemsize == 2:
+        return _variable_length(query, key, value, plan, scaling, reach)
     groups, repeats = query.shape[1] // key.shape[1], 1
     if groups > 1 and (softcap is not None or s_aux is not None or device != "cpu"):
         # On a CPU SDPA shares key heads itself, 10 % faster; other devices would leave their fast kernels for it.
@@ -285,21 +285,9 @@ def _with_sinks(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: 
 # ---- one kernel for all segments on a GPU
 
 
-@cache
-def _variable_length_kernel() -> Callable[..., object] | None:
-    """PyTorch's variable-length attention with windows and grouped heads (later than 2.10), or None."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    known = inspect.signature(varlen_attn).parameters
-    return varlen_attn if {"window_size", "enable_gqa"} <= known.keys() else None
-
-
 def _variable_length(
-    kernel: Callable[..., object], query: Tensor, key: Tensor, value: Tensor, plan: _Plan, scaling: float | None,
-    reach: Reach | None,
-) -> Tensor:  # fmt: skip
+    query: Tensor, key: Tensor, value: Tensor, plan: _Plan, scaling: float | None, reach: Reach | None
+) -> Tensor:
     """PyTorch's variable-length flash attention; keys of a prompt are gathered once per branch.
 
     Values smaller than keys (latent attention) are padded.
@@ -314,7 +302,7 @@ def _variable_length(
     query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
     if bounds.gather is not None:
         key, value = key[bounds.gather], value[bounds.gather]
-    output = kernel(
+    output = varlen_attn(
         query.contiguous(), key.contiguous(), value.contiguous(), bounds.queries, bounds.keys,
         bounds.longest_query, bounds.longest_key, scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
         window_size=(-1 if reach is None else reach.tokens - 1, 0),

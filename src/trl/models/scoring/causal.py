@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
@@ -37,8 +38,8 @@ from trl.models.scoring.head import (
     Routing,
     ScoreOptions,
     call_head,
-    head_products,
     plain_linear,
+    readable_head,
     router_loss,
     score_hidden,
 )
@@ -319,8 +320,10 @@ def _check_whole(head: nn.Module) -> None:
 
 def _logits_of(head: nn.Module, rule: LogitRule, bias: Tensor | None) -> LogitsOf:
     """Hidden states `(C, H)` to logits `(C, V)`, in float32 or wider, with gradient."""
-    products = head_products(head, bias)
-    return lambda states: rule.logits(products.call(states))
+    weight, bias = readable_head(head, bias)
+    if isinstance(weight, Tensor):
+        return lambda states: rule.logits(linear(states, weight, bias))
+    return lambda states: rule.logits(weight(states))
 
 
 def _scored_of(batch: ModelBatch, results: Results) -> Scored:

@@ -11,23 +11,14 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear as linear_product
 from transformers import PreTrainedModel
 
 from trl.models.packed.layout import ModelBatch
 from trl.models.packed.sequence_group import SequenceGroup
 from trl.models.parts import IN_FLOAT32, replaced_forward
-from trl.tensors.logprobs import (
-    AnyHead,
-    LocalLoss,
-    LossOf,
-    local_loss,
-    local_loss_through,
-    token_scores,
-    token_scores_through,
-)
+from trl.tensors.logprobs import AnyHead, LossOf, local_loss, token_scores
 from trl.tensors.segments import Segments
-from trl.tensors.softmax_rows import LogitRule, Statistics, TokenScores
+from trl.tensors.softmax_rows import LogitRule, Statistics
 
 Results = dict[str, Any]
 """What a reader gives, by the names of `Scored`'s fields."""
@@ -80,11 +71,11 @@ def score_hidden(
     rule = replace(rule, temperature=options.temperature)
     states, targets = hidden[batch.scored.source], batch.scored.target
     wanted = Statistics(options.entropy != "none", options.correct, options.collision, options.mean_logits)
-    products = head_products(head, bias)
+    weight, bias = readable_head(head, bias)
     if options.loss_of is None:
-        scores, total = products.token_scores(states, targets, rule=rule, wanted=wanted), None
+        scores, total = token_scores(states, weight, targets, bias=bias, rule=rule, wanted=wanted), None
     else:
-        total, _, scores = products.local_loss(states, targets, options.loss_of, rule=rule, wanted=wanted)
+        total, _, scores = local_loss(states, weight, targets, options.loss_of, bias=bias, rule=rule, wanted=wanted)
     results = {**scores._asdict(), "total": total}
     if options.entropy == "all":
         assert scores.entropies is not None
@@ -94,40 +85,23 @@ def score_hidden(
         with torch.no_grad():
             rest = hidden[unscored]
             nowhere = torch.zeros(len(rest), dtype=torch.int64, device=hidden.device)
-            others = products.token_scores(rest, nowhere, rule=rule, wanted=Statistics(entropy=True)).entropies
+            entropy = Statistics(entropy=True)
+            others = token_scores(rest, weight, nowhere, bias=bias, rule=rule, wanted=entropy).entropies
             assert others is not None
             results["entropy_total"] = scores.entropies.sum() + others.sum()
     return results
 
 
-class Products(NamedTuple):
-    """Products of hidden states and a head: by a weight and bias that can be read (the fast path), or by a call."""
+def readable_head(head: nn.Module, bias: Tensor | None) -> tuple[Tensor | AnyHead, Tensor | None]:
+    """Weight and bias of a head, with a bias `(V,)` from outside of it (BART's `final_logits_bias`).
 
-    weight: Tensor | None
-    bias: Tensor | None
-    call: AnyHead
-
-    def token_scores(self, hidden: Tensor, targets: Tensor, **options: Any) -> TokenScores:
-        """Log-probs of the targets `(K,)`."""
-        if self.weight is None:
-            return token_scores_through(self.call, hidden, targets, **options)
-        return token_scores(hidden, self.weight, targets, bias=self.bias, **options)
-
-    def local_loss(self, hidden: Tensor, targets: Tensor, loss_of: LossOf, **options: Any) -> LocalLoss:
-        """The sum of a loss that is local to each token."""
-        if self.weight is None:
-            return local_loss_through(self.call, hidden, targets, loss_of, **options)
-        return local_loss(hidden, self.weight, targets, loss_of, bias=self.bias, **options)
-
-
-def head_products(head: nn.Module, bias: Tensor | None) -> Products:
-    """The products of a head, with a bias `(V,)` from outside of it (BART's `final_logits_bias`)."""
+    A head whose weight cannot be read is a function, which adds the bias itself.
+    """
     linear = plain_linear(head)
     if linear is None:
-        return Products(None, None, head if bias is None else lambda states: head(states) + bias)
+        return (head if bias is None else lambda states: head(states) + bias), None
     biases = [x for x in (linear.bias, bias) if x is not None]
-    total = sum(biases[1:], biases[0]) if biases else None
-    return Products(linear.weight, total, lambda states: linear_product(states, linear.weight, total))
+    return linear.weight, sum(biases[1:], biases[0]) if biases else None
 
 
 class Routing(NamedTuple):
