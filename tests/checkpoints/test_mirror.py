@@ -34,6 +34,30 @@ def memory():
     fs.pseudo_dirs[:] = [""]
 
 
+@pytest.fixture(scope="module")
+def s3():
+    """A stand-in of S3: moto's server in this process, asked over HTTP."""
+    server = pytest.importorskip("moto.server", reason="moto and flask stand in for S3")
+    pytest.importorskip("s3fs", reason="fsspec opens s3:// with it")
+    names = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+    place = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    place.start()
+    host, port = place.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**names, "AWS_ENDPOINT_URL": f"http://{host}:{port}"}.items():
+            patch.setenv(name, value)
+        yield fsspec.filesystem("s3", skip_instance_cache=True)
+    place.stop()
+
+
+@pytest.fixture(params=["memory", "s3"])
+def place(request, tmp_path):
+    """The file system and the URL of an empty mirror."""
+    fs, name = request.getfixturevalue(request.param), f"{request.param}-{tmp_path.name.replace('_', '-')}".lower()[:60]
+    fs.mkdir(name)
+    return fs, f"{request.param}://{name}"
+
+
 def checkpoint(folder, step):
     return make_checkpoint(folder, step, **FACTS)
 
@@ -57,17 +81,17 @@ def test_what_is_over_the_limit():
     assert over_limit(names[:2], "checkpoint-6", "", 1) == ["checkpoint-2"]  # the newest is not uploaded yet
 
 
-def test_a_checkpoint_goes_there_and_comes_back(memory, tmp_path):
-    written = checkpoint(tmp_path / "run", 2)
+def test_a_checkpoint_goes_there_and_comes_back(place, tmp_path):
+    (_, url), written = place, checkpoint(tmp_path / "run", 2)
     (written / "value").mkdir()
     (written / "value" / "notes.txt").write_text("in a folder")
-    upload("memory://m/r", written)
-    back = Mirror("memory://m/r").fetch(tmp_path / "other")
+    upload(f"{url}/r", written)
+    back = Mirror(f"{url}/r").fetch(tmp_path / "other")
     assert files_in(back) == files_in(written) and not faults(back)
     for name in files_in(written):
         assert (back / name).read_bytes() == (written / name).read_bytes(), name
-    assert Mirror("memory://m/r").fetch(tmp_path / "other") is None  # there is a whole one
-    assert Mirror("memory://nothing").fetch(tmp_path / "third") is None
+    assert Mirror(f"{url}/r").fetch(tmp_path / "other") is None  # there is a whole one
+    assert Mirror(f"{url}/nothing").fetch(tmp_path / "third") is None
 
 
 def test_a_process_killed_within_any_file_leaves_a_whole_checkpoint(tmp_path):
@@ -150,16 +174,17 @@ def test_the_end_waits_for_a_slow_upload_only_so_long(memory, tmp_path, monkeypa
     goes_on.set()
 
 
-def test_damaged_ones_are_passed_over(memory, tmp_path, caplog):
-    upload("memory://m", *(checkpoint(tmp_path / "run", step) for step in (1, 2, 3)))
-    memory.rm("/m/checkpoint-3/optimizer.pt")
-    size = memory.size("/m/checkpoint-2/optimizer.pt")
-    memory.pipe("/m/checkpoint-2/optimizer.pt", b"x" * size)
+def test_damaged_ones_are_passed_over(place, tmp_path, caplog):
+    fs, url = place
+    upload(url, *(checkpoint(tmp_path / "run", step) for step in (1, 2, 3)))
+    fs.rm(f"{url}/checkpoint-3/optimizer.pt")
+    size = fs.size(f"{url}/checkpoint-2/optimizer.pt")
+    fs.pipe(f"{url}/checkpoint-2/optimizer.pt", b"x" * size)
     lost = checkpoint(tmp_path / "lost", 1)
     (lost / "optimizer.pt").unlink()
-    back = Mirror("memory://m").fetch(tmp_path / "lost")
+    back = Mirror(url).fetch(tmp_path / "lost")
     assert back == lost and not faults(lost)
-    assert "checkpoint-2 in memory://m is not whole: optimizer.pt" in caplog.text
+    assert f"checkpoint-2 in {url} is not whole: optimizer.pt" in caplog.text
     assert not (tmp_path / "lost" / ARRIVING).exists()
 
 
@@ -177,11 +202,11 @@ def test_checkpoints_of_another_run_are_not_replaced(memory, tmp_path, caplog):
 
 
 def test_a_mirror_that_cannot_be_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.setitem(sys.modules, "adlfs", None)
     with pytest.raises(ValueError, match=r"^checkpoint_mirror='xx://a' cannot be used: Protocol not known: xx.$"):
         Mirror("xx://a")
-    with pytest.raises(ValueError, match=r"^checkpoint_mirror='s3://a' cannot be used: Install s3fs to access S3.$"):
-        make(ROWS, folder=tmp_path, save_strategy="steps", checkpoint_mirror="s3://a").train()
+    with pytest.raises(ValueError, match=r"^checkpoint_mirror='az://a' cannot be used: Install adlfs"):
+        make(ROWS, folder=tmp_path, save_strategy="steps", checkpoint_mirror="az://a").train()
 
 
 def test_a_mirror_that_cannot_be_read_does_not_start_anew(memory, tmp_path, monkeypatch):
@@ -194,7 +219,7 @@ def test_a_mirror_that_cannot_be_read_does_not_start_anew(memory, tmp_path, monk
 
 
 def test_a_run_whose_folder_is_gone_ends_in_the_same_bits_and_the_same_best_checkpoint(
-    memory, tmp_path, caplog, capsys
+    place, tmp_path, caplog, capsys
 ):
     settings = {
         "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "load_best_model_at_end": True, "learning_rate": 3.0,
@@ -203,19 +228,20 @@ def test_a_run_whose_folder_is_gone_ends_in_the_same_bits_and_the_same_best_chec
     plain = make(ROWS, folder=tmp_path / "plain", max_steps=4, **settings)
     plain.train()
     assert plain.state.best_global_step == 1
-    settings["checkpoint_mirror"] = "memory://m"
+    url = place[1]
+    settings["checkpoint_mirror"] = url
     make(ROWS, folder=tmp_path / "run", max_steps=2, **settings).train()
     both = ["checkpoint-2", "checkpoint-1"]
-    assert whole("memory://m") == [*Mirror("memory://m").checkpoints()] == both  # save_total_limit, and the best
+    assert whole(url) == [*Mirror(url).checkpoints()] == both  # save_total_limit, and the best
     assert {path.name for path in (tmp_path / "run").glob("*checkpoint-*")} == {*both}
     shutil.rmtree(tmp_path / "run")
-    assert checkpoint_to_resume("true", tmp_path / "new", mirror=Mirror("memory://no")) is None
-    assert "or memory://no: starting from the beginning" in capsys.readouterr().out
+    assert checkpoint_to_resume("true", tmp_path / "new", mirror=Mirror(f"{url}/none")) is None
+    assert f"or {url}/none: starting from the beginning" in capsys.readouterr().out
     with caplog.at_level(logging.WARNING):
         resumed = make(ROWS, folder=tmp_path / "run", max_steps=4, **settings)
         resumed.train(resume_from_checkpoint=True)
-    assert "Downloading checkpoint-2 from memory://m" in caplog.text and "checkpoint_mirror:" not in caplog.text
-    assert whole("memory://m") == ["checkpoint-4", "checkpoint-1"]
+    assert f"Downloading checkpoint-2 from {url}" in caplog.text and "checkpoint_mirror:" not in caplog.text
+    assert whole(url) == ["checkpoint-4", "checkpoint-1"]
     for name in ("checkpoint-4", "checkpoint-1"):
         same = [(tmp_path / run / name / "model.safetensors").read_bytes() for run in ("plain", "run")]
         assert same[0] == same[1], name
