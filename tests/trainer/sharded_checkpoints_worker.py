@@ -60,17 +60,19 @@ def dies_at_third() -> None:
     background.save = wrapped
 
 
-class GoesOn(TrainerCallback):
-    """Lets the write of checkpoint `step` go on, and fail in process 1, when training is `later` steps further."""
+class LateWrite(TrainerCallback):
+    """Lets the write of checkpoint `step` fail in process 1, when training is `later` steps further and then perhaps `stops`."""
 
     inner: Any  # the writer's `write_data`
 
-    def __init__(self, step: int, later: int) -> None:
-        self.step, self.until, self.waited, self.is_later = step, step + later, [], threading.Event()
+    def __init__(self, step: int, later: int, stops: bool) -> None:
+        self.step, self.until, self.stops, self.waited, self.is_later = step, step + later, stops, [], threading.Event()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step + 1 >= self.until:
             self.is_later.set()
+            if self.stops:
+                raise RuntimeError("training stops")
 
     def write_data(self, *args: Any) -> Any:
         writer = args[0]
@@ -81,15 +83,15 @@ class GoesOn(TrainerCallback):
         return self.inner(*args)
 
 
-def failing(out: Path, step: int, later: int) -> str:
+def failing(out: Path, step: int, later: int, stops: bool = False) -> str:
     """How a run of three steps ends where the write of a checkpoint fails, and its newest checkpoint."""
-    writes = GoesOn(step, later)
+    writes = LateWrite(step, later, stops)
     trainer = made(out, async_save=True, callbacks=[writes])
     writes.inner = FileSystemWriter.write_data
     with holding(FileSystemWriter, "write_data", lambda *args: writes.write_data(*args)):
         try:
             trainer.train()
-        except CheckpointError as error:
+        except (CheckpointError, RuntimeError) as error:
             return f"{writes.waited} {error} {trainer.runs.newest_checkpoint.name}"
     return "no error"
 
@@ -112,7 +114,7 @@ def main(out: str, kill: str) -> None:
             eval_steps=1, metric_for_best_model="loss", greater_is_better=True,
         )  # fmt: skip
         best.save_model(str(Path(out, "best model")))
-        errors = [failing(Path(out, "next"), 2, 1), failing(Path(out, "end"), 3, 0)]
+        errors = [failing(Path(out, "next"), 2, 1), failing(Path(out, "end"), 3, 0), failing(Path(out, "both"), 2, 1, True)]
         Path(out, f"errors {rank}").write_text("\n".join(errors))
         os.environ["FSDP_STATE_DICT_TYPE"] = "FULL_STATE_DICT"
         try:

@@ -1,5 +1,6 @@
 """Sharded state that is written beside training: a copy on the CPU, and a thread in each process that writes it."""
 
+import logging
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +16,8 @@ from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from trl.checkpoints.wholeness import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -82,10 +85,17 @@ class Background:
         if write is not None:
             write.result()
 
-    def close(self) -> None:
-        """Wait for the last write, and free the copies."""
+    def __enter__(self) -> "Background":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait for the last write, and free the copies; where an error ends the run, one of the write is a warning."""
         try:
             self.wait()
+        except CheckpointError as error:
+            if kind is None:
+                raise
+            logger.warning("%s", error)
         finally:
             self._pool.shutdown()
             self._stager.close()

@@ -103,8 +103,7 @@ class Runs:
             self._upload(stack, Uploads(mirror, args.save_total_limit), args)
         if saves and getattr(args, "async_save", False):
             stack.callback(setattr, self, "background", None)
-            self.background = Background(args.ddp_timeout)
-            stack.callback(self.background.close)
+            self.background = stack.enter_context(Background(args.ddp_timeout))
         return run
 
     def wait(self) -> None:
