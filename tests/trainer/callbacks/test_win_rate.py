@@ -156,9 +156,11 @@ def test_a_run_resumed_elsewhere_keeps_what_it_is_compared_with(tmp_path, caplog
     trainer, second = run_of(tmp_path / "b")
     trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
     assert second.against == first.against
-    (tmp_path / "a" / "checkpoint-1" / "win_rate_reference.json").unlink()
-    trainer, _ = run_of(tmp_path / "c")
-    trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
+    trainer, without = run_of(tmp_path / "c")
+    trainer.remove_callback(without)
+    trainer.train()
+    trainer, _ = run_of(tmp_path / "d")
+    trainer.train(resume_from_checkpoint=str(tmp_path / "c" / "checkpoint-1"))
     assert "against the resumed model" in caplog.text
 
 

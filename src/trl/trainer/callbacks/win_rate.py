@@ -88,10 +88,13 @@ class WinRateCallback(TrainerCallback):
         return samples if reference is None else None
 
     def on_save(self, args, state, control, **kwargs):
-        if (runs := getattr(self.trainer, "runs", None)) is not None:
-            runs.wait()
+        folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
+        if folder.is_dir() and not (folder / KEPT).is_file():
+            self.save_state(folder)
+
+    def save_state(self, folder: Path) -> None:
+        """Write what is compared with into a checkpoint; trainers of this library call it before it is complete."""
         if self.trainer.accelerator.is_main_process:
-            folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
             (folder / KEPT).write_text(json.dumps(self.against))
 
     def on_evaluate(self, args, state, control, **kwargs):
