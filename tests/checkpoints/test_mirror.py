@@ -218,9 +218,7 @@ def test_a_mirror_that_cannot_be_read_does_not_start_anew(memory, tmp_path, monk
         checkpoint_to_resume("true", tmp_path, mirror=Mirror("memory://m"))
 
 
-def test_a_run_whose_folder_is_gone_ends_in_the_same_bits_and_the_same_best_checkpoint(
-    place, tmp_path, caplog, capsys
-):
+def test_a_run_whose_folder_is_gone_ends_in_the_same_bits_and_the_same_best_checkpoint(place, tmp_path, caplog, capsys):
     settings = {
         "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "load_best_model_at_end": True, "learning_rate": 3.0,
         "eval_strategy": "steps", "eval_steps": 1, "trainer": {"eval_dataset": Dataset.from_list(ROWS)},

@@ -114,7 +114,11 @@ def main(out: str, kill: str) -> None:
             eval_steps=1, metric_for_best_model="loss", greater_is_better=True,
         )  # fmt: skip
         best.save_model(str(Path(out, "best model")))
-        errors = [failing(Path(out, "next"), 2, 1), failing(Path(out, "end"), 3, 0), failing(Path(out, "both"), 2, 1, True)]
+        errors = [
+            failing(Path(out, "next"), 2, 1),
+            failing(Path(out, "end"), 3, 0),
+            failing(Path(out, "both"), 2, 1, True),
+        ]
         Path(out, f"errors {rank}").write_text("\n".join(errors))
         os.environ["FSDP_STATE_DICT_TYPE"] = "FULL_STATE_DICT"
         try:

@@ -85,11 +85,8 @@ class Background:
         if write is not None:
             write.result()
 
-    def __enter__(self) -> "Background":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait for the last write, and free the copies; where an error ends the run, one of the write is a warning."""
+    def close(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait for the last write, and free the copies. After another error, one of the write is a warning."""
         try:
             self.wait()
         except CheckpointError as error:

@@ -5,11 +5,11 @@ import logging
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, TypeVar, cast
 
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl.checkpoints.wholeness import checkpoints_in, read_manifest
 
@@ -45,13 +45,19 @@ def on_main(accelerator: Accelerator | PartialState, make: Callable[[], T]) -> T
     return cast(T, outcome[0])
 
 
-@runtime_checkable
-class SavesState(Protocol):
-    """A callback with state of its own that belongs into every checkpoint."""
+class SavesState(TrainerCallback):
+    """A callback whose state is in `state_file` of every checkpoint."""
+
+    state_file: str
 
     def save_state(self, folder: Path) -> None:
-        """Write it into the checkpoint's folder; called on every process while the checkpoint is made."""
-        ...
+        """Write the state into a checkpoint, which is not complete yet."""
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        """Write it where a trainer of another library did not."""
+        folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+        if folder.is_dir() and not (folder / self.state_file).is_file():
+            self.save_state(folder)
 
 
 def save_progress(folder: Path, *, rank: int, state: Progress) -> None:

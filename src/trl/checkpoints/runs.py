@@ -103,7 +103,8 @@ class Runs:
             self._upload(stack, Uploads(mirror, args.save_total_limit), args)
         if saves and getattr(args, "async_save", False):
             stack.callback(setattr, self, "background", None)
-            self.background = stack.enter_context(Background(args.ddp_timeout))
+            self.background = Background(args.ddp_timeout)
+            stack.push(self.background.close)
         return run
 
     def wait(self) -> None:

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from trl.checkpoints.progress import SavesState
 from trl.models.loading import cast_state, name_dtype, save_dtype
 
 logger = logging.getLogger(__name__)
 
-STATE_FILE = "bema.safetensors"
 OUTPUT_FOLDER = "bema"
 
 
 @dataclass(eq=False)
-class BEMACallback(TrainerCallback):
+class BEMACallback(SavesState):
     """Keeps a second model beside the trained one, whose weights are a bias-corrected average of its path.
 
     At optimiser step t, with step size s = lag + multiplier * t:
@@ -36,6 +36,8 @@ class BEMACallback(TrainerCallback):
 
     Checkpoints hold the averages in `bema.safetensors`. Weights must be whole on every process (not ZeRO-3, not FSDP).
     """
+
+    state_file = "bema.safetensors"
 
     update_freq: int = 400
     ema_power: float = 0.5
@@ -57,38 +59,21 @@ class BEMACallback(TrainerCallback):
             raise ValueError(f"min_ema_multiplier must be in [0, 1], got {self.min_ema_multiplier}. Use 0.")
 
     @torch.no_grad()
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        model: nn.Module,
-        **kwargs: object,
-    ):
+    def on_train_begin(self, args, state, control, *, model: nn.Module, **kwargs: object):
         sharded = any(hasattr(p, "ds_id") or hasattr(p, "device_mesh") for p in model.parameters())
         if sharded or any("FullyShardedDataParallel" in type(part).__name__ for part in model.modules()):
             raise ValueError(
-                "BEMACallback needs whole weights on every process, and they are sharded (ZeRO-3 or FSDP). Use DDP or "
-                "ZeRO-2, or leave the callback out."
+                "BEMACallback needs whole weights on every process, and they are sharded (ZeRO-3, FSDP). Use DDP or ZeRO-2."
             )
         if not state.is_world_process_zero:
             return
         self.running_model = copy.deepcopy(_unwrapped(model)).to(self.device).eval()
         self._begin_at(model)
         if state.global_step > 0:
-            self._resume(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / STATE_FILE)
+            self._resume(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / self.state_file)
 
     @torch.no_grad()
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        model: nn.Module,
-        **kwargs: object,
-    ):
+    def on_step_end(self, args, state, control, *, model: nn.Module, **kwargs: object):
         step = state.global_step
         if self.running_model is None or step < self.update_after:
             return
@@ -97,20 +82,15 @@ class BEMACallback(TrainerCallback):
         elif (step - self.update_after) % self.update_freq == 0:
             self._update(model, step)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object):
-        folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
-        if folder.is_dir() and not (folder / STATE_FILE).is_file():
-            self.save_state(folder)
-
     def save_state(self, folder: Path) -> None:
-        """Write both averages into a checkpoint; trainers of this library call it before the checkpoint is complete."""
+        """Write both averages into a checkpoint."""
         if self.running_model is None:
             return
         running = {name: tensor.data for name, tensor in self._running().items()}
         parts = {"start": self.start, "ema": self.ema, "running": running}
         tensors = {f"{part}.{name}": x.contiguous() for part, values in parts.items() for name, x in values.items()}
-        save_file(tensors, folder / f"{STATE_FILE}.incomplete")
-        os.replace(folder / f"{STATE_FILE}.incomplete", folder / STATE_FILE)
+        save_file(tensors, folder / f"{self.state_file}.incomplete")
+        os.replace(folder / f"{self.state_file}.incomplete", folder / self.state_file)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object):
         if (model := self.running_model) is not None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pandas as pd
 from accelerate.utils import broadcast_object_list
-from transformers import GenerationConfig, Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import GenerationConfig, Trainer, TrainerState, TrainingArguments
 
+from trl.checkpoints.progress import SavesState
 from trl.reporting.tables import print_rich_table
 from trl.reporting.win_rate import win_rate, win_shares
 from trl.rewards.judge_source import as_text
@@ -19,10 +20,8 @@ from trl.trainer.samples import Sample, evaluation_rows, sample_completions, sen
 
 logger = logging.getLogger(__name__)
 
-KEPT = "win_rate_reference.json"
 
-
-class WinRateCallback(TrainerCallback):
+class WinRateCallback(SavesState):
     """Lets a judge compare completions of evaluation prompts with a reference's, at step 0 and at each evaluation.
 
     Args:
@@ -45,6 +44,8 @@ class WinRateCallback(TrainerCallback):
     Example:
         >>> trainer.add_callback(WinRateCallback(judge, trainer, num_prompts=100))  # doctest: +SKIP
     """
+
+    state_file = "win_rate_reference.json"
 
     def __init__(
         self, judge: BasePairwiseJudge, trainer: Trainer, generation_config: GenerationConfig | None = None,
@@ -78,24 +79,21 @@ class WinRateCallback(TrainerCallback):
         if state.global_step and reference is None:
             newest = getattr(getattr(self.trainer, "runs", None), "newest_checkpoint", None) or "."
             folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
-            kept = next((file for place in (Path(newest), folder) if (file := place / KEPT).is_file()), None)
+            kept = next((file for place in (Path(newest), folder) if (file := place / self.state_file).is_file()), None)
             if kept is not None:
                 self.against = json.loads(kept.read_text())
                 return None
-            logger.warning("the checkpoint has no %s: win rates are against the resumed model. Pass against=.", KEPT)
+            logger.warning(
+                "the checkpoint has no %s: win rates are against the resumed model. Pass against=.", self.state_file
+            )
         samples = sample_completions(self.trainer, self.rows, self.generation_config, reference=reference)
         self.against = [sample.completion for sample in samples]
         return samples if reference is None else None
 
-    def on_save(self, args, state, control, **kwargs):
-        folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
-        if folder.is_dir() and not (folder / KEPT).is_file():
-            self.save_state(folder)
-
     def save_state(self, folder: Path) -> None:
-        """Write what is compared with into a checkpoint; trainers of this library call it before it is complete."""
+        """Write what is compared with into a checkpoint."""
         if self.trainer.accelerator.is_main_process:
-            (folder / KEPT).write_text(json.dumps(self.against))
+            (folder / self.state_file).write_text(json.dumps(self.against))
 
     def on_evaluate(self, args, state, control, **kwargs):
         self._measure(state.global_step, self._find_reference(args, state))  # before training: both at once
