@@ -10,159 +10,133 @@ WINDOW = 3  # logs over which a mean is taken
 USUAL = 20  # logs whose median gradient is the usual one, and after which an accuracy of 0.5 counts as stuck
 LONGEST_TEXT = 4_000  # characters of a completion that are searched for repetitions
 LEAST_WORDS = 20  # of a completion that may count as repeated
+REWARDS = ("reward", "reward_mean", "objective/scores")
+SPIKE, OVERFIT = 10.0, 1.05  # times the usual norm, and the least loss
 Logs = Mapping[str, Any]
 
 
-class Level(NamedTuple):
-    """A metric of the last logs that is above a bound."""
+class Rule(NamedTuple):
+    """A metric of the last logs that is between two bounds, in runs with or without rewards.
 
-    name: str
-    metrics: tuple[str, ...]
-    bound: float
-    text: str
-
-
-class Change(NamedTuple):
-    """A metric that is `factor` times its first value, above (factor > 1) or below it; `bound`: also below that.
-
-    `with_reward`: while the reward rises.
+    `factor`, `drop`: beyond `factor` times its first value less `drop` too, above it (factor > 1) or below; `rising`:
+    while one of these metrics rises; `usual`: the mean over `USUAL` logs before is between the bounds too.
     """
 
     name: str
     metric: str
-    factor: float
     text: str
-    bound: float = float("inf")
-    with_reward: bool = True
+    above: float = -math.inf
+    below: float = math.inf
+    factor: float | None = None
+    drop: float = 0.0
+    rising: tuple[str, ...] = ()
+    usual: bool = False
+    has_rewards: bool = True
 
 
-REWARDS = ("reward", "reward_mean", "objective/scores")
-ACCURACIES = ("rewards/accuracies", "accuracy")
-SPIKE, OVERFIT = 10.0, 1.05  # times the usual norm, and the least loss
-COIN = 0.05  # from 0.5
-DISPLACED = 1.0  # the chosen reward below its first value, and below 0
-LEVELS = (
-    Level("KL", ("kl",), 1.0, "The policy is {value:.3g} nats per token away from its reference: lower the learning rate or raise beta."),
-    Level("KL", ("objective/kl",), 50.0, "The policy is {value:.3g} nats per answer away from its reference: lower the learning rate or raise the KL coefficient."),
-    Level("clipped updates", ("clip_ratio/region_mean", "policy/clipfrac_avg"), 0.3, "{value:.0%} of the tokens are clipped: steps are too large, or rollouts too old."),
-    Level("cut answers", ("completions/clipped_ratio",), 0.5, "{value:.0%} of the answers are cut off: raise max_completion_length, or reward shorter answers."),
-    Level("groups without variance", ("frac_reward_zero_std",), 0.8, "In {value:.0%} of the groups all rewards are equal and teach nothing: choose easier or harder prompts."),
-    Level("stale rows", ("sampling/sampling_logp_difference/mean",), 0.2, "Log-probs of sampling and of training differ by {value:.3g} nats per token: the rows are of an older or another policy."),
-    Level("repeated text", ("repeated",), 0.3, "{value:.0%} of the answers repeat the same words: read them, the reward may be exploited."),
-    Level("equal answers", ("equal",), 0.5, "{value:.0%} of the answers are given to other prompts too: read them, the reward may be exploited."),
+CLIPPED = "{value:.0%} of the tokens are clipped: steps are too large, or rollouts too old."
+COIN = f"Over {USUAL} logs the accuracy is near {{value:.2f}}: pairs or labels may be swapped or alike, or the learning rate is too low."
+RULES = (
+    Rule("KL", "kl", "The policy is {value:.3g} nats per token away from its reference: lower the learning rate or raise beta.", above=1.0),
+    Rule("KL", "objective/kl", "The policy is {value:.3g} nats per answer away from its reference: lower the learning rate or raise the KL coefficient.", above=50.0),
+    Rule("clipped updates", "clip_ratio/region_mean", CLIPPED, above=0.3),
+    Rule("clipped updates", "policy/clipfrac_avg", CLIPPED, above=0.3),
+    Rule("cut answers", "completions/clipped_ratio", "{value:.0%} of the answers are cut off: raise max_completion_length, or reward shorter answers.", above=0.5),
+    Rule("groups without variance", "frac_reward_zero_std", "In {value:.0%} of the groups all rewards are equal and teach nothing: choose easier or harder prompts.", above=0.8),
+    Rule("stale rows", "sampling/sampling_logp_difference/mean", "Log-probs of sampling and of training differ by {value:.3g} nats per token: the rows are of an older or another policy.", above=0.2),
+    Rule("repeated text", "repeated", "{value:.0%} of the answers repeat the same words: read them, the reward may be exploited.", above=0.3),
+    Rule("equal answers", "equal", "{value:.0%} of the answers are given to other prompts too: read them, the reward may be exploited.", above=0.5),
+    Rule("entropy collapse", "entropy", "The entropy fell from {first:.3g} to {value:.3g} nats: answers become equal. Raise epsilon_high or lower the learning rate.", below=0.5, factor=0.2),
+    Rule("longer answers", "completions/mean_length", "Answers grew from {first:.4g} to {value:.4g} tokens while the reward rose: the reward may prefer length.", factor=2.0, rising=REWARDS),
+    Rule("shorter answers", "completions/mean_length", "Answers fell from {first:.4g} to {value:.4g} tokens while the reward rose: the reward may prefer short ones.", factor=0.3, rising=REWARDS),
+    Rule("rising loss", "loss", "The loss rose from {first:.4g} to {value:.4g}: lower the learning rate, warm up, or look at the rows.", factor=1.2, has_rewards=False),
+    Rule("likelihood displacement", "rewards/chosen", "The reward of chosen answers fell from {first:.3g} to {value:.3g} while the margins grew: chosen answers become less likely too. Raise beta, add the SFT loss (rpo_alpha), or leave out pairs that are nearly alike.", below=-1.0, factor=1.0, drop=1.0, rising=("rewards/margins",), has_rewards=False),
+    Rule("accuracy of a coin", "rewards/accuracies", COIN, above=0.45, below=0.55, usual=True, has_rewards=False),
+    Rule("accuracy of a coin", "accuracy", COIN, above=0.45, below=0.55, usual=True, has_rewards=False),
 )  # fmt: skip
-CHANGES = (
-    Change("entropy collapse", "entropy", 0.2, "The entropy fell from {first:.3g} to {value:.3g} nats: answers become equal. Raise epsilon_high or lower the learning rate.", 0.5, with_reward=False),
-    Change("longer answers", "completions/mean_length", 2.0, "Answers grew from {first:.4g} to {value:.4g} tokens while the reward rose: the reward may prefer length."),
-    Change("shorter answers", "completions/mean_length", 0.3, "Answers fell from {first:.4g} to {value:.4g} tokens while the reward rose: the reward may prefer short ones."),
-)  # fmt: skip
-
-LOSSES = (
-    Change("rising loss", "loss", 1.2, "The loss rose from {first:.4g} to {value:.4g}: lower the learning rate, warm up, or look at the rows.", with_reward=False),
-)  # fmt: skip
-SENTENCES = {
-    "not a number": "{metric} is {value}: the weights may be lost. Go back to an earlier checkpoint; lower the learning rate, or train in bfloat16 or float32.",
-    "gradient spike": "The gradient's norm is {value:.3g}, {times:.0f} times the usual: look at the rows of this step, lower max_grad_norm or the learning rate.",
-    "accuracy of a coin": "Over {logs} logs the accuracy is {value:.2f}: pairs or labels may be swapped or alike, or the learning rate is too low.",
-    "likelihood displacement": "The reward of chosen answers fell from {first:.3g} to {value:.3g} while the margins grew: chosen answers become less likely too. Raise beta, add the SFT loss (rpo_alpha), or leave out pairs that are nearly alike.",
-    "overfitting": "The loss of the evaluation set rose from {first:.3g} to {value:.3g} while that of training fell: stop earlier, keep the best checkpoint (load_best_model_at_end), or train fewer epochs.",
-}  # fmt: skip
 
 
 class RunChecks:
-    """Reads the logs of a run in order; says of each fault once what it is."""
+    """Reads the logs of a run in order, and returns the sentence of each sign once."""
 
     def __init__(self, fired: Iterable[str] = ()) -> None:
         self.fired = set(fired)
         self._first: list[Logs] = []
-        self._last: deque[Logs] = deque(maxlen=WINDOW)
-        self._usual: deque[Logs] = deque(maxlen=USUAL)
-        self._least: tuple[float, float | None] | None = None  # loss of the evaluation set, and of training then
+        self._logs: deque[Logs] = deque(maxlen=USUAL + 1)  # the newest
+        self._least: tuple[float, float] | None = None  # loss of the evaluation set, and of training then
 
     def read(self, logs: Logs) -> dict[str, str]:
-        """The faults that this log shows for the first time: names and sentences."""
+        """The signs that this log shows for the first time: names and sentences."""
         has_rewards = any(name in logs for name in REWARDS)
-        faults = dict[str, str]()
+        signs = dict[str, str]()
         if "eval_loss" in logs:
-            faults = self._of_evaluation(float(logs["eval_loss"]))
+            signs = self._of_evaluation(float(logs["eval_loss"]))
         elif "loss" in logs or has_rewards:
-            if len(self._first) < WINDOW:
-                self._first.append(logs)
-            self._last.append(logs)
-            faults = self._of_numbers(logs)
-            if self._first[-1] is not self._last[0] and len(self._last) == WINDOW:
-                faults |= self._of_changes(has_rewards=has_rewards)
-            if has_rewards and len(self._last) == WINDOW:
-                faults |= self._of_levels()
-            self._usual.append(logs)
-        new = {name: text for name, text in faults.items() if name not in self.fired}
+            self._first = [*self._first, logs][:WINDOW]
+            self._logs.append(logs)
+            signs = self._of_numbers(logs)
+            for rule in RULES if len(self._logs) >= WINDOW else ():
+                first, value = self._change(rule.metric)
+                if rule.has_rewards == has_rewards and self._holds(rule, first, value):
+                    signs.setdefault(rule.name, rule.text.format(first=first, value=value))
+        new = {name: text for name, text in signs.items() if name not in self.fired}
         self.fired |= new.keys()
         return new
 
+    def _change(self, name: str) -> tuple[float, float]:
+        """The first and the last mean of a metric."""
+        return mean(self._first, name), mean([*self._logs][-WINDOW:], name)
+
     def _of_numbers(self, logs: Logs) -> dict[str, str]:
-        """What this log shows beside the usual ones."""
-        faults: dict[str, str] = {}
+        """The signs in this log beside the usual ones before it."""
+        signs = dict[str, str]()
         for name in ("loss", "grad_norm"):
             if isinstance(value := logs.get(name), float) and not math.isfinite(value):
-                faults |= _fault("not a number", metric=name, value=value)
-        norm, norms = logs.get("grad_norm"), [entry.get("grad_norm") for entry in self._usual]
-        usual = median([value for value in norms if isinstance(value, int | float)] or [0.0])
-        if isinstance(norm, int | float) and len(norms) >= USUAL // 2 and norm > SPIKE * usual > 0:
-            faults |= _fault("gradient spike", value=norm, times=norm / usual)
-        for name in ACCURACIES if len(self._usual) == USUAL else ():
-            value, last = mean(self._usual, name), mean(self._last, name)
-            if value is not None and last is not None and max(abs(value - 0.5), abs(last - 0.5)) < COIN:
-                faults |= _fault("accuracy of a coin", value=value, logs=USUAL)
-        return faults
+                signs["not a number"] = (
+                    f"{name} is {value}: the weights may be lost. Go back to an earlier checkpoint; lower the learning "
+                    "rate, or train in bfloat16 or float32."
+                )
+        norm, *norms = (number(entry, "grad_norm") for entry in [logs, *[*self._logs][:-1]])
+        usual = median([norm for norm in norms if norm == norm] or [0.0])
+        if len(norms) >= USUAL // 2 and norm > SPIKE * usual > 0:
+            signs["gradient spike"] = (
+                f"The gradient's norm is {norm:.3g}, {norm / usual:.0f} times the usual: look at the rows of this step, "
+                "lower max_grad_norm or the learning rate."
+            )
+        return signs
 
-    def _of_levels(self) -> dict[str, str]:
-        faults: dict[str, str] = {}
-        for rule in LEVELS:
-            values = [mean(self._last, name) for name in rule.metrics]
-            worst = max((value for value in values if value is not None), default=0.0)
-            if worst > rule.bound:
-                faults.setdefault(rule.name, rule.text.format(value=worst))
-        return faults
-
-    def _of_changes(self, *, has_rewards: bool) -> dict[str, str]:
-        """What the last logs show beside the first."""
-        faults: dict[str, str] = {}
-        for rule in CHANGES if has_rewards else LOSSES:
-            first, value = mean(self._first, rule.metric), mean(self._last, rule.metric)
-            if first is None or value is None or (rule.with_reward and not self._rises(*REWARDS)):
-                continue
-            is_far = value > first * rule.factor if rule.factor > 1 else value < first * rule.factor
-            if is_far and value < rule.bound:
-                faults.setdefault(rule.name, rule.text.format(first=first, value=value))
-        chosen, first_chosen = (mean(logs, "rewards/chosen") for logs in (self._last, self._first))
-        is_lower = chosen is not None and first_chosen is not None and chosen < min(first_chosen, 0.0) - DISPLACED
-        if is_lower and self._rises("rewards/margins"):
-            faults |= _fault("likelihood displacement", first=first_chosen, value=chosen)
-        return faults
+    def _holds(self, rule: Rule, first: float, value: float) -> bool:
+        """Whether a metric with these means shows the sign; those that are not known (NaN) show none."""
+        values = [value, mean([*self._logs][:-1], rule.metric)] if rule.usual else [value]
+        if not all(rule.above < value < rule.below for value in values) or (rule.usual and len(self._logs) <= USUAL):
+            return False
+        bound = first * (rule.factor or 0.0) - rule.drop
+        if rule.factor is not None and not (value > bound if rule.factor > 1 else value < bound):
+            return False
+        return not rule.rising or any(first < last for first, last in map(self._change, rule.rising))
 
     def _of_evaluation(self, value: float) -> dict[str, str]:
-        trained = mean(self._last, "loss")
+        trained = self._change("loss")[1]
         if self._least is None or value < self._least[0]:
             self._least = value, trained
         least, before = self._least
-        if trained is None or before is None or trained >= before or value < OVERFIT * least:
+        if not (trained < before and value >= OVERFIT * least):
             return {}
-        return _fault("overfitting", first=least, value=value)
-
-    def _rises(self, *names: str) -> bool:
-        pairs = [(mean(self._first, name), mean(self._last, name)) for name in names]
-        return any(first is not None and last is not None and last > first for first, last in pairs)
-
-
-def _fault(name: str, **values: object) -> dict[str, str]:
-    return {name: SENTENCES[name].format(**values)}
+        return {
+            "overfitting": f"The loss of the evaluation set rose from {least:.3g} to {value:.3g} while that of training "
+            "fell: stop earlier, keep the best checkpoint (load_best_model_at_end), or train fewer epochs."
+        }
 
 
-def mean(logs: Iterable[Logs], name: str) -> float | None:
-    """Of the numbers of a metric; None where a log lacks it."""
-    values = [entry.get(name) for entry in logs]
-    numbers = [float(value) for value in values if isinstance(value, int | float)]
-    return sum(numbers) / len(numbers) if numbers and len(numbers) == len(values) else None
+def number(logs: Logs, name: str) -> float:
+    """The value of a metric; NaN where a log has none."""
+    value = logs.get(name)
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def mean(logs: Sequence[Logs], name: str) -> float:
+    """The mean of a metric; NaN where a log lacks it."""
+    return sum(number(entry, name) for entry in logs) / len(logs) if logs else math.nan
 
 
 def repeats_itself(text: str) -> bool:
