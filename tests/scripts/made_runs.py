@@ -25,7 +25,8 @@ def batch(step: int, share: float, draw: random.Random, *, rows: int, tokens: in
         table.append({
             "prompt": f"What does cat {row // 4 + step % 3} do?", "completion": said, "correct": reward, "advantage": reward - share,
             "reward": reward, "group": row // 4, "token_texts": pieces, "token_logps": [*(-8 * draw.random() ** 3 for _ in pieces[1:]), float("nan")],
-            "token_entropies": [0.5] * tokens if row < 4 else None, "chat": row == 1,
+            "token_entropies": [0.5] * tokens if row < 4 else None, "chat_completion": row == 1,
+            "chat_prompt": False,
         })  # fmt: skip
     return {name: [row[name] for row in table] for name in table[0]}
 

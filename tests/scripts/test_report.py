@@ -47,7 +47,7 @@ def test_two_runs_are_on_a_page_and_what_they_say_is_text(tmp_path):
     assert plain["logps"][-1] == 990 and 0 <= min(plain["logps"]) < 80  # tenths of a nat; not a number: the least
     assert [len(row["entropies"]) for row in two["completions"][0]["rows"]] == [20] * 4 + [0] * 4
     assert set(hostile["entropies"]) == {5}
-    assert sum(map(sum, one["histograms"][0]["counts"])) == 12 * 16 and one["rows"]["counts"] == [3, 9, 1]
+    assert sum(map(sum, one["histograms"][0]["counts"])) == 12 * 16 and "10 to 20 tokens: 9" in text
     assert "60 %" in text and "1.00 GiB" in text and "Left out" not in text
 
 
@@ -65,12 +65,11 @@ def test_reading_a_run_needs_no_torch(tmp_path):
     subprocess.run([sys.executable, "-c", code, "report", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("text", ['[{"a": 1}]', "[{", '[{"role": "user", "tool_calls": 3}, 4]'])
-def test_a_prompt_that_looks_like_messages_is_text(text):
-    assert _turns(text) == text
-    assert _turns('[{"role": "user", "tool_calls": [3, {"function": 1}]}]') == [
-        {"role": "user", "text": "", "calls": []}
-    ]
+def test_calls_and_parts_of_messages_are_text():
+    calls = [{"function": {"name": "add", "arguments": {"a": 1}}}, {"name": "now", "arguments": None}]
+    messages = [{"role": "user", "tool_calls": calls}, {"role": "tool", "content": [{"type": "image"}]}]
+    user = {"role": "user", "text": "", "calls": ['add({"a": 1})', "now(null)"]}
+    assert _turns(json.dumps(messages)) == [user, {"role": "tool", "text": '[{"type": "image"}]', "calls": []}]
 
 
 def test_a_thousand_steps_stay_below_two_megabytes(tmp_path):

@@ -104,7 +104,9 @@ def test_turns_of_tools_are_kept_as_messages(tmp_path):
     grpo_tool_runs.run(folder=str(tmp_path), max_steps=1)
     rows, _ = read_part(parts_in(tmp_path)[1])
     messages = [json.loads(row["completion"]) for row in rows]
-    assert all(row["chat"] for row in rows) and {message["role"] for turns in messages for message in turns} >= {
+    assert all(row["chat_completion"] for row in rows) and {
+        message["role"] for turns in messages for message in turns
+    } >= {
         "assistant",
         "tool",
     }

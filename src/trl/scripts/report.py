@@ -33,20 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the page; returns the exit status, 2 for folders without a run."""
     options = make_parser().parse_args(argv)
     page: Path = options.html or options.runs[0] / "report.html"
-    if options.html and not page.resolve().parent.is_dir():
-        print(f"trl report: error: {page} is in a folder that does not exist. Make the folder.", file=sys.stderr)
-        return 2
-    if options.watch is not None and options.watch <= 0:
-        print(f"trl report: error: --watch must be > 0, got {options.watch:g}.", file=sys.stderr)
-        return 2
-    from trl.scripts.pages.runs import NoRun
-
     try:
-        written = write_page(options.runs, page, refresh=options.watch)
-        while options.watch is not None and not written:
+        if options.html and not page.resolve().parent.is_dir():
+            raise ValueError(f"{page} is in a folder that does not exist. Make the folder.")
+        if options.watch is not None and options.watch <= 0:
+            raise ValueError(f"--watch must be > 0, got {options.watch:g}.")
+        while not write_page(options.runs, page, refresh=options.watch) and options.watch is not None:
             time.sleep(options.watch)
-            written = write_page(options.runs, page, refresh=options.watch)
-    except NoRun as error:
+    except ValueError as error:
         print(f"trl report: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -142,8 +142,8 @@ def shortened(value: Any, longest: int = KEPT_CHARACTERS) -> Any:
 def file_columns(columns: Columns, step: int, *, cut: bool) -> Columns:
     """The columns of a file: messages as JSON, long texts `cut`."""
     written: Columns = {"step": [step] * len(columns["prompt"]), **columns}
-    written["chat"] = [not isinstance(text, str) for text in columns["completion"]]
     for name in ("prompt", "completion"):
+        written[f"chat_{name}"] = [not isinstance(text, str) for text in columns[name]]
         written[name] = [as_text(shortened(text) if cut else text) for text in columns[name]]
     return written
 

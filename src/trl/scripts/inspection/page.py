@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -12,19 +12,10 @@ from trl.reporting.tables import open_console
 from trl.scripts.inspection.collect import Inspection
 from trl.scripts.inspection.tokens import Token
 from trl.scripts.messages import Shown, rendered
-from trl.scripts.pages import render
+from trl.scripts.pages import Bar, bars, render
 
 BARS = 40
 MOST_TOKENS = 600  # of a sequence on the page; of longer ones the ends are shown
-
-
-class Bar(NamedTuple):
-    """A bar of a histogram: its place and size in percent of the picture, and what it counts."""
-
-    left: float
-    width: float
-    height: float
-    title: str
 
 
 def histogram(values: Sequence[float] | np.ndarray, *, unit: str) -> list[Bar]:
@@ -34,14 +25,10 @@ def histogram(values: Sequence[float] | np.ndarray, *, unit: str) -> list[Bar]:
         return []
     low, high = float(numbers.min()), float(numbers.max())
     is_whole = bool((numbers == numbers.round()).all())
-    step = max(1, math.ceil((high - low + 1) / BARS)) if is_whole else (high - low) / BARS or 1.0
-    bins = int((high - low) // step) + 1 if is_whole else BARS if high > low else 1
-    counts, edges = np.histogram(numbers, bins=bins, range=(low, max(high, low + bins * step)))
-    most, width = counts.max(), 100 / bins
-    return [
-        Bar(index * width, width * 0.92, 100 * count / most, f"{first:.5g} to {last - is_whole:.5g} {unit}: {count}")
-        for index, (count, first, last) in enumerate(zip(counts, edges[:-1], edges[1:], strict=True))
-    ]
+    step = max(1, math.ceil((high - low + 1) / BARS))  # of whole numbers
+    bins: Any = np.arange(low, high + step + 0.5, step) if is_whole else BARS if high > low else 1
+    counts, edges = np.histogram(numbers, bins)
+    return bars(counts.tolist(), edges.tolist(), unit, is_whole=is_whole)
 
 
 def figures(inspection: Inspection) -> dict[str, str]:

@@ -4,7 +4,7 @@ const runs = JSON.parse(document.getElementById("data").textContent);
 const space = document.getElementById("blank").namespaceURI;
 const FIRST = ["reward", "loss", "objective/scores", "eval_loss", "kl", "entropy", "reward_std", "completions/mean_length",
   "frac_reward_zero_std", "mean_token_accuracy", "grad_norm", "learning_rate"];
-const W = 300, H = 100, MOST_CARDS = 60;
+const W = 300, H = 100;
 const SHADES = { logps: ["log-prob", -6], entropies: ["entropy", 3] }; // and nats of the strongest colour
 
 function make(parent, tag, attributes = {}, text) {
@@ -44,7 +44,7 @@ function path(chart, steps, values) {
   let line = "", pen = "M";
   steps.forEach((step, at) => {
     if (values[at] === null) { pen = "M"; return; }
-    line += pen + chart.x(step).toFixed(2) + " " + chart.y(values[at]).toFixed(2);
+    line += pen + chart.x(step).toFixed(2) + " " + chart.y(values[at]).toFixed(2) + (pen === "M" ? "h0" : ""); // a dot
     pen = "L";
   });
   return line;
@@ -66,7 +66,6 @@ function draw(chart) {
     const other = line.run ? " other" : "";
     if (view.smooth) make(chart.svg, "path", { class: "raw" + other, d: path(chart, line.steps, line.raw) });
     make(chart.svg, "path", { class: other, d: path(chart, line.steps, line.mean) });
-    if (line.steps.length === 1) make(chart.svg, "line", { x1: chart.x(line.steps[0]), x2: chart.x(line.steps[0]) + 3, y1: H / 2, y2: H / 2 });
   }
   chart.cursor = make(chart.svg, "line", { y1: 0, y2: H, visibility: "hidden" });
   chart.ends.replaceChildren();
@@ -161,20 +160,6 @@ function drawHistograms() {
     make(ends, "span", {}, "step " + histogram.steps.at(-1));
   }
 }
-function drawRows(place) {
-  const rows = runs[Number(place.dataset.run)].rows;
-  if (!rows) return;
-  const figure = make(place, "figure"), most = Math.max(...rows.counts), count = rows.counts.length;
-  make(make(figure, "figcaption"), "strong", {}, "Tokens of a training row");
-  const svg = make(figure, "svg", { viewBox: "0 0 100 100", preserveAspectRatio: "none", role: "img", "aria-label": "Tokens of a training row, a histogram" });
-  rows.counts.forEach((value, at) => {
-    const bar = make(svg, "rect", { x: (100 * at) / count, width: 92 / count, y: 100 - (100 * value) / most, height: (100 * value) / most });
-    make(bar, "title", {}, `${rows.edges[at]} to ${rows.edges[at + 1]} tokens: ${value}`);
-  });
-  const ends = make(figure, "div", { class: "ends" });
-  make(ends, "span", {}, rows.edges[0] + " tokens");
-  make(ends, "span", {}, rows.edges.at(-1) + " tokens");
-}
 
 // ---- completions
 
@@ -219,7 +204,15 @@ function drawAnswers() {
   const list = document.getElementById("answer-list"), controls = document.getElementById("answer-controls");
   const having = runs.map((run, at) => at).filter((at) => runs[at].completions.length);
   if (!having.length) { make(list, "p", {}, "No completions were written: the method does not generate, or the run wrote none."); return; }
-  const redraw = () => { list.replaceChildren(); (order.value === "step" ? byStep : byPrompt)(); };
+  const redraw = () => {
+    list.replaceChildren();
+    for (const [text, rows] of order.value === "step" ? ofStep() : ofPrompt()) {
+      make(list, "h3", {}, "Prompt");
+      drawText(list, text);
+      const cards = make(list, "div", { class: "cards", style: "margin-top: .6rem" });
+      for (const [title, row] of rows) drawCard(cards, row, runs[run.value].pieces, title, shade.value);
+    }
+  };
   const choose = () => {
     const parts = runs[run.value].completions, seen = new Map();
     slider.max = parts.length - 1;
@@ -243,24 +236,16 @@ function drawAnswers() {
   const prompt = labelled(controls, "prompt", "select", {}, redraw);
   const shades = Object.entries(SHADES).map(([kind, [name]]) => [kind, name]);
   const shade = labelled(controls, "shade tokens by", "select", {}, redraw, [["", "nothing"], ...shades]);
-  const byStep = () => {
+  const ofStep = () => { // prompts with their rows: those of a group
     const part = runs[run.value].completions[slider.value], groups = new Map();
     step.textContent = part.step;
-    for (const row of part.rows) groups.set(row.group, [...(groups.get(row.group) || []), row]);
-    for (const rows of groups.values()) {
-      make(list, "h3", {}, "Prompt");
-      drawText(list, rows[0].prompt);
-      const cards = make(list, "div", { class: "cards", style: "margin-top: .6rem" });
-      for (const row of rows) drawCard(cards, row, runs[run.value].pieces, "", shade.value);
-    }
+    for (const row of part.rows) groups.set(row.group, [...(groups.get(row.group) || []), ["", row]]);
+    return [...groups.values()].map((rows) => [rows[0][1].prompt, rows]);
   };
-  const byPrompt = () => {
-    const rows = runs[run.value].completions.flatMap((part) => part.rows.filter((row) => JSON.stringify(row.prompt) === prompt.value).map((row) => [part.step, row]));
-    if (!rows.length) return;
-    drawText(list, rows[0][1].prompt);
-    const cards = make(list, "div", { class: "cards", style: "margin-top: .6rem" });
-    for (const [at, row] of rows.slice(0, MOST_CARDS)) drawCard(cards, row, runs[run.value].pieces, "step " + at, shade.value);
-    if (rows.length > MOST_CARDS) make(list, "p", { class: "soft" }, `${rows.length - MOST_CARDS} later completions of this prompt are not shown.`);
+  const ofPrompt = () => {
+    const same = (row) => JSON.stringify(row.prompt) === prompt.value;
+    const rows = runs[run.value].completions.flatMap((part) => part.rows.filter(same).map((row) => ["step " + part.step, row]));
+    return rows.length ? [[rows[0][1].prompt, rows]] : [];
   };
   order.addEventListener("input", () => {
     slider.parentElement.hidden = order.value !== "step";
@@ -273,5 +258,4 @@ function drawAnswers() {
 drawCurves();
 drawHistograms();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawHistograms);
-document.querySelectorAll(".rows").forEach(drawRows);
 drawAnswers();

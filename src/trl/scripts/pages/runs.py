@@ -4,15 +4,18 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from trl.checkpoints.wholeness import checkpoints_in, newest_whole
 from trl.reporting.run_events import EVENTS, Event, events_in, parts_in, read_part
 from trl.reporting.tables import duration
 from trl.reporting.usage import usage_of
+from trl.scripts.pages import Bar, bars
 
 Json = dict[str, Any]
 POINTS = 1_000  # of a curve
@@ -25,13 +28,9 @@ NOT_COMPARED = ("output_dir", "run_name")
 SETTLED = ("train_loss", "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos")
 
 
-class NoRun(ValueError):
-    """A folder in which no run has written."""
-
-
 @dataclass
 class RunPage:
-    """A run: its first event, its curves, what was seen in it, and what was left out of it."""
+    """A run: its first event, what was seen in it, `data` that the page's script draws, and what was left out of it."""
 
     name: str
     folder: str
@@ -41,49 +40,40 @@ class RunPage:
     checks: list[Event]
     figures: dict[str, str]
     seconds: dict[str, float]
+    lengths: list[Bar]  # of the training rows
     checkpoints: list[str]
     advice: list[str]
-    curves: Json
-    histograms: list[Json]
-    pieces: list[str]
-    completions: list[Json]
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def data(self) -> Json:
-        """What the page's script draws."""
-        lengths = self.start.get("data", {}).get("lengths")
-        names = ("name", "curves", "histograms", "pieces", "completions")
-        return {**{name: getattr(self, name) for name in names}, "rows": lengths}
+    data: Json
+    notes: list[str]
 
 
 def read_run(folder: Path, name: str, *, share: float = 1.0) -> RunPage:
-    """A run with a `share` of the bytes of a page. Raises: NoRun for a folder without `run.jsonl`."""
-    events = list(events_in(folder))
-    starts = [event for event in events if event["event"] == "start"]
+    """A run with a `share` of the bytes of a page. Raises: ValueError for a folder without `run.jsonl`."""
+    events = events_in(folder)
+    starts, logs, rollouts, checks = (
+        [event for event in events if event["event"] == kind] for kind in ("start", "log", "rollouts", "check")
+    )
     if not starts:
-        raise NoRun(
+        raise ValueError(
             f"{folder} has no {EVENTS} of a run. Give the output_dir of a run that was trained with report=True."
         )
-    logs = [event for event in events if event["event"] == "log"]
     size = share * PAGE_BYTES * max(1.0, len(logs) / 1_000)
-    rollouts = [event for event in events if event["event"] == "rollouts"]
     seconds: Counter[str] = Counter()
     for event in logs:
         seconds.update(event["seconds"])
     has_ended = events[-1]["event"] == "end"
     last, steps = events[-1]["step"], starts[-1]["steps"]
     state = "ended" if has_ended else "is going on, or was stopped,"
-    page = RunPage(
-        name, str(folder), starts[-1], has_ended, f"{state} after step {last:,}" + f" of {steps:,}" * bool(steps),
-        [event for event in events if event["event"] == "check"], figures_of(events, starts, logs), dict(seconds),
-        [path.name for path in checkpoints_in(folder)], advice_of(folder, starts[-1]),
-        {}, [histogram_over_time(rollouts, kind) for kind in ("rewards", "lengths")] if rollouts else [], [], [],
+    notes: list[str] = []
+    data: Json = {"name": name, "curves": curves_of(logs, round(CURVES * size), notes)}
+    data["histograms"] = [histogram_over_time(rollouts, kind) for kind in ("rewards", "lengths") if rollouts]
+    data["pieces"], data["completions"] = completions_of(folder, size - len(json.dumps(data)), notes)
+    lengths = starts[-1].get("data", {}).get("lengths")
+    return RunPage(
+        name, str(folder), starts[-1], has_ended, f"{state} after step {last:,}" + f" of {steps:,}" * bool(steps), checks,
+        figures_of(events, starts, logs), dict(seconds), bars(**lengths, unit="tokens") if lengths else [],
+        [path.name for path in checkpoints_in(folder)], advice_of(folder, starts[-1]), data, notes,
     )  # fmt: skip
-    page.curves = curves_of(logs, round(CURVES * size), page.notes)
-    left = size - len(json.dumps([page.curves, page.histograms]))
-    page.pieces, page.completions = completions_of(folder, left, page.notes)
-    return page
 
 
 def figures_of(events: Sequence[Event], starts: Sequence[Event], logs: Sequence[Event]) -> dict[str, str]:
@@ -148,14 +138,10 @@ def histogram_over_time(rollouts: Sequence[Event], kind: str) -> Json:
     stride = math.ceil(len(rollouts) / TIMES)
     parts = [rollouts[at : at + stride] for at in range(0, len(rollouts), stride)]
     columns = [[value for event in part for value in event[kind] if _known(value) is not None] for part in parts]
-    every = [value for column in columns for value in column]
-    low, high = (min(every), max(every)) if every else (0.0, 0.0)
-    width = (high - low) / BINS or 1.0
-    counts = [[0] * BINS for _ in columns]
-    for column, of_bins in zip(columns, counts, strict=True):
-        for value in column:
-            of_bins[min(int((value - low) / width), BINS - 1)] += 1
-    return {"kind": kind, "low": low, "high": high, "steps": [part[-1]["step"] for part in parts], "counts": counts}
+    edges = np.histogram_bin_edges([value for column in columns for value in column], BINS)
+    counts = [np.histogram(column, edges)[0].tolist() for column in columns]
+    ends = {"low": float(edges[0]), "high": float(edges[-1])}
+    return {"kind": kind, **ends, "steps": [part[-1]["step"] for part in parts], "counts": counts}
 
 
 def completions_of(folder: Path, size: float, notes: list[str]) -> tuple[list[str], list[Json]]:
@@ -163,10 +149,6 @@ def completions_of(folder: Path, size: float, notes: list[str]) -> tuple[list[st
     pieces: dict[str, int] = {}
     steps = {step: _shown_rows(path, pieces) for step, path in parts_in(folder).items()}
     size -= len(json.dumps(list(pieces)))
-    if size < 0:
-        notes.append("tokens are not shaded")
-        size, pieces = size + len(json.dumps(list(pieces))), {}
-        steps = {step: _shown_rows(path, None) for step, path in parts_in(folder).items()}
     sizes = {step: len(json.dumps(rows, ensure_ascii=False).encode()) for step, rows in steps.items()}
     chosen, stride = list(steps), 1
     while len(chosen) > 1 and sum(sizes[step] for step in chosen) > size:
@@ -183,7 +165,7 @@ def completions_of(folder: Path, size: float, notes: list[str]) -> tuple[list[st
     return list(pieces), [{"step": step, "rows": steps[step]} for step in chosen]
 
 
-def _shown_rows(path: Path, pieces: dict[str, int] | None) -> list[Json]:
+def _shown_rows(path: Path, pieces: dict[str, int]) -> list[Json]:
     """The rows of a file; their tokens are places in `pieces`, their log-probs tenths of nats below 0, entropies tenths."""
     rows, names = read_part(path)
     shown = []
@@ -192,10 +174,9 @@ def _shown_rows(path: Path, pieces: dict[str, int] | None) -> list[Json]:
         tokens = row.get("token_texts") or []
         entry: Json = {"group": row.get("group", 0), "numbers": {k: float(f"{v:.4g}") for k, v in numbers.items()}}
         for name in ("prompt", "completion"):
-            is_chat = row.get("chat") or (name == "prompt" and row[name].startswith("[{"))
-            entry[name] = _turns(row[name]) if is_chat else _cut(row[name])
+            entry[name] = _turns(row[name]) if row[f"chat_{name}"] else _cut(row[name])
         entry["length"] = len(tokens)
-        if pieces is not None and tokens:
+        if tokens:
             entry["tokens"] = [pieces.setdefault(text, len(pieces)) for text in tokens[:SHADED]]
             entry["logps"] = list(map(_tenths, (row.get("token_logps") or [])[:SHADED]))
             entry["entropies"] = [_tenths(-value) for value in (row.get("token_entropies") or [])[:SHADED]]
@@ -206,24 +187,15 @@ def _shown_rows(path: Path, pieces: dict[str, int] | None) -> list[Json]:
     return shown
 
 
-def _turns(text: str) -> list[Json] | str:
-    """Messages: role, text, and calls of tools with their arguments; the text itself where it is no list of messages."""
-    try:
-        messages = json.loads(text)
-    except ValueError:
-        return _cut(text)
-    if not all(isinstance(message, dict) and "role" in message for message in messages):
-        return _cut(text)
+def _turns(text: str) -> list[Json]:
+    """Messages: role, text, and calls of tools with their arguments."""
     turns = []
-    for message in messages:
+    for message in json.loads(text):
         content = message.get("content") or ""
-        calls = message.get("tool_calls") if isinstance(message.get("tool_calls"), list) else []
-        calls = [
-            call["function"] for call in calls if isinstance(call, dict) and isinstance(call.get("function"), dict)
-        ]
         said = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        calls = [call.get("function", call) for call in message.get("tool_calls") or []]
         names = [f"{call.get('name')}({json.dumps(call.get('arguments'), ensure_ascii=False)})" for call in calls]
-        turns.append({"role": str(message["role"]), "text": _cut(said), "calls": list(map(_cut, names))})
+        turns.append({"role": message["role"], "text": _cut(said), "calls": list(map(_cut, names))})
     return turns
 
 
@@ -243,9 +215,5 @@ def compared_settings(runs: Sequence[RunPage]) -> list[tuple[str, list[str], boo
     """Settings that differ from their defaults in any run: name, their text in each run, and whether runs differ."""
     settings: list[Mapping[str, object]] = [run.start["settings"] for run in runs]
     names = dict.fromkeys(name for changed in settings for name in changed)
-    rows = [(name, [_setting(changed, name) for changed in settings]) for name in names]
+    rows = [(name, [str(changed.get(name, "default")) for changed in settings]) for name in names]
     return [(name, texts, len(set(texts)) > 1 and name not in NOT_COMPARED) for name, texts in rows]
-
-
-def _setting(changed: Mapping[str, object], name: str) -> str:
-    return str(changed[name]) if name in changed else "default"
