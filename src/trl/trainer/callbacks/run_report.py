@@ -29,8 +29,8 @@ class LoopReport(RunEvents):
         self, folder: str | Path | None, method: str, settings: Mapping[str, object], model: torch.nn.Module,
         accelerator: Accelerator, *, step: int, steps: int = 0,
     ) -> None:  # fmt: skip
-        is_written = folder is not None and accelerator.is_main_process
-        super().__init__(Path(folder) if is_written else None, method, step=step, steps=steps)
+        place = Path(folder) if folder is not None and accelerator.is_main_process else None
+        super().__init__(place, method, step=step, steps=steps)
         facts = machine_facts(model, accelerator.device, accelerator.num_processes)
         self.write("start", step, run=method, method=method, settings=dict(settings), steps=steps, model="", **facts)
         self._mark = time.perf_counter()
