@@ -19,11 +19,10 @@ from trl.collators.images import DataCollatorForVisionLanguageModeling, DataColl
 from trl.models.packed.small_copy import small_copy
 from trl.scripts import inspect
 from trl.scripts.inspection.collect import STREAMED_ROWS, first_rows
-from trl.scripts.inspection.faults import RowFaults
 from trl.scripts.inspection.images import with_decoder, with_digests
 from trl.scripts.inspection.page import histogram
-from trl.scripts.inspection.texts import NearDuplicates, row_parts
-from trl.scripts.inspection.tokens import ScriptCounts, piece_roles
+from trl.scripts.inspection.texts import Compared, near_rows, read_texts, row_parts
+from trl.scripts.inspection.tokens import piece_roles
 
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
 CLEAN = {
@@ -199,20 +198,20 @@ def test_bad_options_are_one_message(line, message, run, capsys):
 def test_many_rows_take_bounded_memory():
     rows = Dataset.from_dict({"text": ["Look up."] * 10}).select(np.zeros(60_000, dtype=np.int64))
     tracemalloc.start()
-    counts = RowFaults("text", ScriptCounts(tiny_tokenizer())).read(rows, compared=5_000)
+    texts = read_texts(rows, "text")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert counts.counts["exact duplicates"] == 59_999
+    assert texts.is_first.sum() == 1
     assert peak < 4e6  # 8 bytes for a row, and one block of rows
 
 
 def test_rows_that_differ_take_no_more_than_a_number_each():
     rows = Dataset.from_dict({"text": [f"Look up {number}." for number in range(50_000)]})
     tracemalloc.start()
-    counts = RowFaults("text", ScriptCounts(tiny_tokenizer())).read(rows, compared=100)
+    texts = read_texts(rows, "text", compared=100)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert counts.counts["exact duplicates"] == 0 and len(counts.texts) == 100
+    assert texts.is_first.all() and len(texts.compared) == 100
     assert peak < 4e6
 
 
@@ -223,12 +222,15 @@ def test_without_the_library_near_duplicates_are_not_searched(run, monkeypatch):
 
 
 def test_near_duplicates_are_those_with_most_shingles():
-    near = NearDuplicates()
-    for row, text in enumerate((LONG, " ".join(reversed(LONG.split())))):
-        near.earlier(row, text, keep=True)
-    assert near.earlier(2, f"{LONG} indeed", keep=False) == 0  # 21 of 22 shingles are shared
-    assert near.earlier(3, " ".join(LONG.split()[12:] + LONG.split()[:12]), keep=False) is None  # 19 of 23
-    assert near.earlier(4, "Look up.", keep=False) is None
+    others = [Compared(0, LONG, ""), Compared(1, " ".join(reversed(LONG.split())), "")]
+    turned = " ".join(LONG.split()[12:] + LONG.split()[:12])
+    rows = [Compared(2, f"{LONG} indeed", ""), Compared(3, turned, ""), Compared(4, "Look up.", "")]
+    assert near_rows(rows, others) == [2]  # 21 of 22 shingles are shared; 19 of 23 of row 3
+    assert near_rows(others) == near_rows(rows) == [] and near_rows([*others, *rows]) == [2]
+
+
+def test_rows_with_other_images_are_no_near_duplicates():
+    assert near_rows([Compared(0, LONG, "a"), Compared(1, f"{LONG} indeed", "b"), Compared(2, LONG, "b")]) == [2]
 
 
 def test_roles_of_pieces_follow_the_texts():
@@ -287,10 +289,12 @@ def see(tmp_path, vision_model, monkeypatch, capsys):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "data").mkdir()
 
-    def command(method, counts, *line):
-        rows = [{"images": [tiny_image(count)] * count, **IMAGE_ROWS[method]} for count in counts]
-        data = Dataset.from_list(rows)
-        data.to_parquet(tmp_path / "data" / "train.parquet")
+    def command(method, counts, *line, test=()):
+        for split, numbers in {"test": test, "train": counts}.items():
+            rows = [{"images": [tiny_image(count)] * count, **IMAGE_ROWS[method]} for count in numbers]
+            data = Dataset.from_list(rows)
+            if rows:
+                data.to_parquet(tmp_path / "data" / f"{split}.parquet")
         page = ["--html", str(tmp_path / "page.html")]
         line = [str(tmp_path / "data"), "--model", str(vision_model[0]), "--use_cpu", "--method", method, *page, *line]
         return inspect.main(line), data, capsys.readouterr()
@@ -310,6 +314,12 @@ def test_rows_with_images_are_shown_as_training_reads_them(method, see, vision_m
     assert images == [of_a_row, 2 * of_a_row] and shown[of_a_row][0] == shown[0][0] + 4
     assert page.count("title=") == len(re.findall(r"title='\d+: \"[^']*\"'", page))
     assert "[4 image tokens]" in output.out and "exact duplicates: 1 of 3 rows (first: 2)" in output.out
+
+
+def test_evaluation_rows_with_images_are_counted_and_leaks_named(see):
+    status, _, output = see("sft", (1, 2), "--strict", test=(2,))
+    assert status == 1 and "eval dataset: 1 rows, " in output.out
+    assert "rows of the evaluation set: 1 of 2 rows (first: 1)" in output.out
 
 
 # What is trained for, options, the exit status, and words of the output.

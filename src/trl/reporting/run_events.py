@@ -115,9 +115,9 @@ class RunEvents:
             self._signs = {name: event[name] for name in ("repeated", "equal")}
         return self._checks.read({**event["values"], **self._signs}) if event["event"] == "log" else {}
 
-    def write(self, event: str, step: int, **fields: Any) -> None:
+    def write(self, event: str, step: int, **fields: object) -> None:
         """Append an event as one line, in one call of the system, and the signs that it shows."""
-        entry = {"event": event, "step": step, "time": round(time.time(), 3), **fields}
+        entry: Event = {"event": event, "step": step, "time": round(time.time(), 3), **fields}
         line = json.dumps(entry, default=str, ensure_ascii=False)
         if self._file is not None:
             try:

@@ -48,12 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                     raise ValueError(f"--{name} must be at least 1, got {number}.")
             if options.html is not None and not options.html.resolve().parent.is_dir():
                 raise ValueError(f"--html {options.html} is in a folder that does not exist. Make the folder.")
-            from trl.scripts.inspection.collect import Options, inspect_data
+            from trl.scripts.inspection.collect import inspect_data
             from trl.scripts.inspection.page import print_inspection, write_page
             from trl.scripts.training import method_parser
 
             parsed = method_parser(options.method, parser.prog).parse_args_and_config(rest)
-            inspection = inspect_data(options.method, Options(options.rows, options.shown, options.answers), *parsed)
+            inspection = inspect_data(options, *parsed)
     except CommandError as error:
         return report(parser.prog, error)
     with notes_shown():

@@ -5,18 +5,19 @@ no weights are loaded; what it does to the rows is what training does.
 """
 
 import logging
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from trl.data.formats import Row, RowDict, has_images, image_column
 from trl.data.pipeline import Preparation, PreparationReport, prepare_dataset
@@ -24,10 +25,11 @@ from trl.data.prepared_sets import PreparedSets, sequence_lengths
 from trl.data.prompts import stored_rows
 from trl.data.ragged import list_lengths
 from trl.data.rendering import text_tokenizer
+from trl.models.switches import holding
 from trl.scripts.inspection import faults, images
-from trl.scripts.inspection.faults import Fault, RowFaults
-from trl.scripts.inspection.texts import row_parts
-from trl.scripts.inspection.tokens import ScriptCounts, ShownRow, shown_tokens
+from trl.scripts.inspection.faults import Fault
+from trl.scripts.inspection.texts import read_texts, row_parts
+from trl.scripts.inspection.tokens import ShownRow, shown_tokens
 from trl.scripts.messages import sequences
 from trl.scripts.training import COMMANDS, load_inputs, rewards, rewards_or_judge
 from trl.trainer.images import ImageSets
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
 
 ONLINE = (rewards, rewards_or_judge)  # whose rows are prompts
 STREAMED_ROWS = 10_000  # of a stream
-COMPARED_ROWS = 5_000  # whose texts are compared for near duplicates
 LIMITS = ("max_length", "max_prompt_length", "max_completion_length")
 PLACE = "place_in_sample"
 OF_TOKENS = (
@@ -49,61 +50,52 @@ OF_TOKENS = (
 SCORED_ROWS = 1_000  # whose answers are given to reward functions
 
 
-class Options(NamedTuple):
-    """Of `trl inspect` itself: `rows` (None: all) are read, `shown` of them with their tokens; `answers`: the column that
-    reward functions are given."""
-
-    rows: int | None = None
-    shown: int = 20
-    answers: str | None = None
-
-
-class Packed(NamedTuple):
-    """Packed rows: their number, and the share of their `length` that tokens fill."""
-
-    rows: int
-    length: int
-    filled: float
-
-
 @dataclass
 class Inspection:
     """What is known of a data set: its numbers, its faults, and rows with their tokens."""
 
-    method: str
-    source: str
-    rows: int
+    title: str
     lengths: np.ndarray
-    context: int | None
-    limit: int | None
+    figures: dict[str, str]
     tokenizer: PreTrainedTokenizerBase
-    packed: Packed | None = None
-    summaries: list[str] = field(default_factory=list)
-    faults: list[Fault] = field(default_factory=list)
-    shown: list[ShownRow] = field(default_factory=list)
-    rewards: dict[str, list[float | None]] = field(default_factory=dict)
+    summaries: list[str]
+    faults: list[Fault]
+    shown: list[ShownRow]
+    rewards: dict[str, np.ndarray] = field(default_factory=dict)  # those that are known
     notes: list[str] = field(default_factory=list)
 
 
 def inspect_data(
-    method: str, options: Options, script_args: "CommandArguments", training_args: "AnyConfig", model_args: "ModelConfig",
+    options: Namespace, script_args: "CommandArguments", training_args: "AnyConfig", model_args: "ModelConfig",
     dataset_args: "DatasetMixtureConfig",
 ) -> Inspection:  # fmt: skip
     """Prepare the data as `trl METHOD` would, and look at it. Raises: what preparing raises for rows it refuses."""
     train, evaluation = load_rows(script_args, training_args, model_args, dataset_args, options.rows)
+    method = options.method
     with TemporaryDirectory() as folder, quiet():
         context = write_stand_in(model_args, method, folder, with_images=has_images(train))
         training_args.output_dir = str(Path(folder) / "run")
         trainer = build(method, training_args, Path(folder) / "model", train, evaluation)
-        inspection = numbers_of(trainer, method, str(script_args.dataset_name), train, context)
+        lengths, reports = prepared_rows(trainer, train, evaluation)
         text_field = getattr(training_args, "dataset_text_field", "text")
-        inspection.shown = shown_rows(trainer, train, options.shown, text_field)
-        inspection.faults += faults.length_faults(inspection.lengths, context)
-        inspection.faults += faults.shown_faults(inspection.shown) + faults.label_faults(train)
-        texts = images.with_digests(train), evaluation and images.with_digests(evaluation)
-        add_text_faults(inspection, *texts, text_field, ScriptCounts(inspection.tokenizer))
+        tokenizer = text_tokenizer(trainer.processing_class)  # type: ignore[arg-type]
+        shown = shown_rows(trainer, train, options.shown, text_field)
+        inspection = Inspection(
+            f"{script_args.dataset_name} for {method}", lengths, figures_of(trainer, len(train), lengths, context),
+            tokenizer, [report.summary() for report in reports.values()], faults.report_faults(reports.get("train", PreparationReport())), shown,
+        )  # fmt: skip
+        longer = np.flatnonzero(lengths > (context or np.inf))
+        inspection.faults += faults.of_rows("rows longer than the context", longer, len(lengths), context)
+        inspection.faults += faults.shown_faults(shown) + faults.label_faults(train)
+        texts = read_texts(images.with_digests(train), text_field)
+        others = None if evaluation is None else read_texts(images.with_digests(evaluation), text_field)
+        inspection.faults += faults.text_faults(texts, others, tokenizer)
+        try:
+            inspection.faults += faults.near_faults(texts, others)
+        except ImportError:
+            inspection.notes.append("Near duplicates were not searched: pip install datasketch")
         if COMMANDS[method].others in ONLINE and (functions := getattr(script_args, "reward_funcs", None)):
-            inspection.rewards = scored(functions, train, options.answers, inspection)
+            inspection.rewards = scored(functions, train, options.answers, inspection.notes)
             inspection.faults += faults.reward_faults(inspection.rewards, min(len(train), SCORED_ROWS))
     return inspection
 
@@ -113,17 +105,15 @@ def load_rows(
     dataset_args: "DatasetMixtureConfig", limit: int | None,
 ) -> tuple[Dataset, Dataset | None]:  # fmt: skip
     """The first rows of the training set (None: all, of a stream `STREAMED_ROWS`), and of the evaluation set, if any."""
-    strategy = training_args.eval_strategy
-    try:
-        training_args.eval_strategy = "steps"  # type: ignore[assignment]
-        sets = load_inputs(script_args, training_args, model_args, dataset_args)
-    except ValueError as error:
-        if not str(error).startswith("dataset_test_split"):
-            raise
-        training_args.eval_strategy = "no"  # type: ignore[assignment]
-        sets = load_inputs(script_args, training_args, model_args, dataset_args)
-    finally:
-        training_args.eval_strategy = strategy
+    inputs = script_args, training_args, model_args, dataset_args
+    with holding(training_args, "eval_strategy", "steps"):
+        try:
+            sets = load_inputs(*inputs)
+        except ValueError as error:
+            if not str(error).startswith("dataset_test_split"):
+                raise
+            training_args.eval_strategy = "no"  # type: ignore[assignment]
+            sets = load_inputs(*inputs)
     train, evaluation = (None if rows is None else first_rows(rows, limit) for rows in sets)
     assert train is not None
     return train, evaluation
@@ -176,26 +166,33 @@ def build(method: str, args: "AnyConfig", model: Path, train: Dataset, evaluatio
     )
 
 
-def numbers_of(trainer: Any, method: str, source: str, rows: Dataset, context: int | None) -> Inspection:
-    """Lengths, limits, packing, and the faults that the preparation counted."""
-    args, prepared, sets = trainer.args, trainer.train_dataset, trainer._sets
-    names = sets.settings.sequences if isinstance(sets, PreparedSets) else (("input_ids",),)
-    limit = getattr(args, "max_length", None) or getattr(args, "max_prompt_length", None)
-    tokenizer = text_tokenizer(trainer.processing_class)
-    reports: dict[str, PreparationReport] = dict(getattr(sets, "reports", {}))
+def prepared_rows(
+    trainer: Any, train: Dataset, evaluation: Dataset | None
+) -> tuple[np.ndarray, dict[str, PreparationReport]]:
+    """Tokens of the longest sequence of each training row, and what the preparation of the sets counted."""
+    sets = trainer._sets
     if isinstance(sets, ImageSets):
-        lengths, reports["train"] = images.read_rows(trainer, rows)
-    else:
-        lengths = sequence_lengths(prepared, names)
-    made = Inspection(method, source, len(rows), lengths, context, limit, tokenizer)
+        lengths, report = images.read_rows(trainer, train, "train")
+        others = {} if evaluation is None else {"eval": images.read_rows(trainer, evaluation, "eval")[1]}
+        return lengths, {"train": report, **others}
+    names = sets.settings.sequences if isinstance(sets, PreparedSets) else (("input_ids",),)
+    return sequence_lengths(trainer.train_dataset, names), dict(getattr(sets, "reports", {}))
+
+
+def figures_of(trainer: Any, rows: int, lengths: np.ndarray, context: int | None) -> dict[str, str]:
+    """The numbers of an inspection, in words."""
+    args, prepared = trainer.args, trainer.train_dataset
+    limit = getattr(args, "max_length", None) or getattr(args, "max_prompt_length", None)
+    figures = {"rows": f"{rows:,}", "sequences": f"{len(lengths):,}", "tokens": f"{int(lengths.sum()):,}"}
+    if len(lengths):
+        middle, high, most = (int(value) for value in np.percentile(lengths, [50, 95, 100]))
+        figures["tokens of a sequence"] = f"{middle:,} (median), {high:,} (95 %), {most:,} (longest)"
+    figures["limit"] = "none" if limit is None else f"{limit:,} tokens"
+    figures["the model's context"] = "unknown" if context is None else f"{context:,} tokens"
     if getattr(args, "packing", False) and args.max_length:
-        tokens = list_lengths(prepared, "input_ids")
-        made.packed = Packed(len(prepared), args.max_length, float(tokens.mean() / args.max_length))
-    for report in reports.values():
-        made.summaries.append(report.summary())
-    if "train" in reports:
-        made.faults += faults.report_faults(reports["train"])
-    return made
+        filled = float(list_lengths(prepared, "input_ids").mean() / args.max_length)
+        figures["packed"] = f"{len(prepared):,} rows of {args.max_length:,} tokens, {filled:.1%} filled"
+    return figures
 
 
 def shown_rows(trainer: Any, rows: Dataset, count: int, text_field: str) -> list[ShownRow]:
@@ -245,64 +242,33 @@ def prepared_alone(rows: Dataset, settings: Preparation, sets: PreparedSets) -> 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without progress bars, and without the warnings of a preparation, which are among the faults."""
-    loggers = {logging.getLogger(name): logging.getLogger(name).level for name in ("trl.data", "trl.collators")}
-    has_bars = is_progress_bar_enabled()
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    """Without progress bars and warnings: those of a preparation are among the faults."""
+    logging.disable(logging.WARNING)
     disable_progress_bar()
     try:
         yield
     finally:
-        for logger, level in loggers.items():
-            logger.setLevel(level)
-        if has_bars:
-            enable_progress_bar()
+        enable_progress_bar()
+        logging.disable(logging.NOTSET)
 
 
-def add_text_faults(
-    inspection: Inspection, train: Dataset, evaluation: Dataset | None, text_field: str, scripts: ScriptCounts
-) -> None:
-    """Look at the texts of all rows."""
-    rows = RowFaults(text_field, scripts).read(train, compared=COMPARED_ROWS)
-    others = None
-    inspection.faults += rows.faults()
-    if evaluation is not None:
-        others = RowFaults(text_field, scripts).read(evaluation, compared=COMPARED_ROWS)
-        inspection.faults += faults.leak_faults(rows, others)
-    try:
-        inspection.faults += faults.near_faults(rows, others)
-    except ImportError:
-        inspection.notes.append("Near duplicates were not searched: pip install datasketch")
-
-
-def scored(
-    functions: Sequence[str], rows: Dataset, column: str | None, inspection: Inspection
-) -> dict[str, list[float | None]]:
+def scored(functions: Sequence[str], rows: Dataset, column: str | None, notes: list[str]) -> dict[str, np.ndarray]:
     """The rewards that functions give the answers in a column of the first rows, by name."""
     from trl.rewards import RewardInputs, RewardSources, resolve_reward_funcs
 
     rows = rows.select(range(min(len(rows), SCORED_ROWS)))
     if column is None or column not in rows.column_names:
         wanted = "" if column is None else f" (there is no {column!r})"
-        inspection.notes.append(
+        notes.append(
             f"Rewards were not tried: name the column with answers, --answers COLUMN{wanted}, one of "
             f"{', '.join(rows.column_names)}."
         )
         return {}
-    answers = [as_completion(prompt, answer) for prompt, answer in zip(rows["prompt"], rows[column], strict=True)]
     columns = {name: list(rows[name]) for name in rows.column_names}
-    sources = RewardSources(resolve_reward_funcs(functions), on_failure="skip")
-    try:
-        scores = sources.score(RewardInputs(list(rows["prompt"]), answers, columns=columns)).scores.tolist()
-    finally:
-        sources.close()
-    by_row = [[None if np.isnan(value) else value for value in row] for row in scores]
-    return {name: [row[index] for row in by_row] for index, name in enumerate(sources.names)}
-
-
-def as_completion(prompt: object, answer: object) -> object:
-    """An answer in the form of completions: a message where the prompt is messages."""
-    return (
+    answers = [
         [{"role": "assistant", "content": answer}] if isinstance(prompt, list) and isinstance(answer, str) else answer
-    )
+        for prompt, answer in zip(columns["prompt"], columns[column], strict=True)
+    ]
+    with closing(RewardSources(resolve_reward_funcs(functions), on_failure="skip")) as sources:
+        scores = sources.score(RewardInputs(columns["prompt"], answers, columns=columns)).scores.numpy()
+    return {name: values[~np.isnan(values)] for name, values in zip(sources.names, scores.T, strict=True)}

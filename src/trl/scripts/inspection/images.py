@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 from trl.data.formats import Row, RowDict, image_column
 from trl.data.pipeline import SHOWN_ROWS, PreparationReport
+from trl.scripts.inspection.texts import DIGEST
 from trl.scripts.messages import Shown, sequences
 
 READ_ROWS = 500  # where `--rows` does not say how many: each image is resized
@@ -37,9 +38,9 @@ def collated(trainer: Any, rows: Iterable[Any], without: Sequence[str] = ()) -> 
             raise ValueError(str(error).replace("row 0 of the batch", f"row {number}")) from error
 
 
-def read_rows(trainer: Any, rows: Dataset) -> tuple[np.ndarray, PreparationReport]:
-    """Tokens of the longest sequence of each raw row, and the counts that a preparation makes."""
-    report, lengths = PreparationReport(rows=len(rows)), []
+def read_rows(trainer: Any, rows: Dataset, name: str) -> tuple[np.ndarray, PreparationReport]:
+    """Tokens of the longest sequence of each raw row of a set, and the counts that a preparation makes."""
+    report, lengths = PreparationReport(name, len(rows)), []
     for number, (shown, is_cut) in enumerate(collated(trainer, rows)):
         lengths.append(max(len(sequence.ids) for sequence in shown))
         report.tokens += sum(len(sequence.ids) for sequence in shown)
@@ -59,6 +60,6 @@ def with_digests(rows: Dataset) -> Dataset:
 
     def read(row: Row) -> RowDict:
         images = (row[column] or ()) if column == "images" else [row[column]]
-        return {"image_digest": xxhash.xxh3_64_hexdigest(b"".join(image.tobytes() for image in images if image))}
+        return {DIGEST: xxhash.xxh3_64_hexdigest(b"".join(image.tobytes() for image in images if image))}
 
     return rows.map(read, remove_columns=[column])

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -26,35 +25,17 @@ def histogram(values: Sequence[float] | np.ndarray, *, unit: str) -> list[Bar]:
     low, high = float(numbers.min()), float(numbers.max())
     is_whole = bool((numbers == numbers.round()).all())
     step = max(1, math.ceil((high - low + 1) / BARS))  # of whole numbers
-    bins: Any = np.arange(low, high + step + 0.5, step) if is_whole else BARS if high > low else 1
+    bins: int | np.ndarray = np.arange(low, high + step + 0.5, step) if is_whole else BARS if high > low else 1
     counts, edges = np.histogram(numbers, bins)
     return bars(counts.tolist(), edges.tolist(), unit, is_whole=is_whole)
 
 
-def figures(inspection: Inspection) -> dict[str, str]:
-    """The numbers of an inspection, in words."""
-    lengths = inspection.lengths
-    named = {"rows": f"{inspection.rows:,}", "sequences": f"{len(lengths):,}", "tokens": f"{int(lengths.sum()):,}"}
-    if len(lengths):
-        middle, high, most = (int(value) for value in np.percentile(lengths, [50, 95, 100]))
-        named["tokens of a sequence"] = f"{middle:,} (median), {high:,} (95 %), {most:,} (longest)"
-    named["limit"] = "none" if inspection.limit is None else f"{inspection.limit:,} tokens"
-    named["the model's context"] = "unknown" if inspection.context is None else f"{inspection.context:,} tokens"
-    if inspection.packed is not None:
-        rows, length, filled = inspection.packed
-        named["packed"] = f"{rows:,} rows of {length:,} tokens, {filled:.1%} filled"
-    return named
-
-
 def write_page(inspection: Inspection, path: Path) -> None:
     """Write the page. What rows say is text in it, never markup."""
-    rewards = {
-        name: histogram([value for value in values if value is not None], unit="reward")
-        for name, values in inspection.rewards.items()
-    }
     text = render(
-        "trl.scripts.inspection", "page.html", inspection=inspection, figures=figures(inspection), shortened=shortened,
-        lengths=histogram(inspection.lengths, unit="tokens"), rewards=rewards,
+        "trl.scripts.inspection", "page.html", inspection=inspection, shortened=shortened,
+        lengths=histogram(inspection.lengths, unit="tokens"),
+        rewards={name: histogram(values, unit="reward") for name, values in inspection.rewards.items()},
     )  # fmt: skip
     path.write_text(text, encoding="utf-8")
 
@@ -75,8 +56,8 @@ def shortened(tokens: Sequence[Token]) -> list[Token]:
 def print_inspection(inspection: Inspection, *, rows: int = 2) -> None:
     """Print the numbers, the first rows and the faults."""
     console = open_console(highlight=False, soft_wrap=True)
-    width = max(map(len, figures(inspection)))
-    for name, value in figures(inspection).items():
+    width = max(map(len, inspection.figures))
+    for name, value in inspection.figures.items():
         console.print(f"  {name:<{width}}  {value}", markup=False)
     for summary in inspection.summaries:
         console.print(f"  {summary}", markup=False)
@@ -86,11 +67,9 @@ def print_inspection(inspection: Inspection, *, rows: int = 2) -> None:
             shown = Shown(title, [token.id for token in tokens], [token.state for token in tokens])
             console.print(rendered(inspection.tokenizer, shown, colour=console.is_terminal))
     for name, values in inspection.rewards.items():
-        known = [value for value in values if value is not None]
-        if known:
-            console.print(
-                f"\n{name}: mean {np.mean(known):.4g}, from {min(known):.4g} to {max(known):.4g}", markup=False
-            )
+        if len(values):
+            words = f"mean {values.mean():.4g}, from {values.min():.4g} to {values.max():.4g}"
+            console.print(f"\n{name}: {words}", markup=False)
     for fault in inspection.faults:
         first = f" (first: {', '.join(map(str, fault.rows))})" if fault.rows else ""
         console.print(f"\n{fault.name}: {fault.count:,} of {fault.of:,} rows{first}", style="bold red", markup=False)

@@ -1,9 +1,14 @@
 """The texts of rows as a user wrote them: who says what, which are answers, and which rows are alike."""
 
 import re
-from collections.abc import Iterator, Sequence
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from itertools import groupby
 from typing import NamedTuple
 
+import numpy as np
 import xxhash
 from datasets import Dataset
 
@@ -12,7 +17,10 @@ from trl.rewards.ready_made import content_of
 
 ANSWERS = ("completion", "chosen", "rejected")
 TEXTS = ("text", "messages", "prompt", *ANSWERS, "completions")
+DIGEST = "image_digest"  # the column in place of images
 BLOCK_ROWS = 1_000
+COMPARED_ROWS = 5_000  # whose texts are compared for near duplicates
+READ_CHARACTERS = 2_000  # of a script
 WORDS, LEAST_WORDS = 3, 20  # in a shingle; in a text that is compared
 ALIKE = 0.85  # the share of the shingles of two texts that both have
 
@@ -52,54 +60,94 @@ def message_parts(column: str, messages: Sequence[RowDict]) -> Iterator[Part]:
 def row_key(row: Row, parts: Sequence[Part]) -> int:
     """A hash of what a row says: equal for exact duplicates. Of rows of tokens, that of their tokens."""
     value = [part[:3] for part in parts] or row.get("input_ids") or row
-    value = [value, row["image_digest"]] if "image_digest" in row else value
-    return xxhash.xxh3_64_intdigest(repr(value).encode())
+    return xxhash.xxh3_64_intdigest(repr([value, row.get(DIGEST)]).encode())
 
 
-def row_blocks(rows: Dataset) -> Iterator[tuple[int, Row]]:
-    """The rows with their numbers, read a block at a time."""
-    for start in range(0, len(rows), BLOCK_ROWS):
-        block = rows[start : start + BLOCK_ROWS]
-        columns = list(block)
-        for offset, values in enumerate(zip(*block.values(), strict=True)):
-            yield start + offset, dict(zip(columns, values, strict=True))
+class Compared(NamedTuple):
+    """A row that is compared with others: its number, its texts, and the digest of its images."""
+
+    number: int
+    text: str
+    digest: str
 
 
-def shingles(text: str) -> frozenset[bytes]:
-    """The runs of three words of a text, in lower case and without punctuation; none of a short text."""
-    words = re.findall(r"\w+", text.lower())
-    if len(words) < LEAST_WORDS:
-        return frozenset()
-    return frozenset(" ".join(words[at : at + WORDS]).encode() for at in range(len(words) - WORDS + 1))
+class Texts(NamedTuple):
+    """What the texts of a set's rows show, in a few bytes for each row.
 
-
-class NearDuplicates:
-    """Finds texts of which `ALIKE` of the shingles are those of an earlier one: MinHash, then the exact share.
-
-    Raises: ImportError without datasketch. A. Z. Broder, On the resemblance and containment of documents, 1997.
+    `keys` `(rows,)` are equal for exact duplicates, of which `is_first` marks the first; `is_empty` marks rows with an
+    empty answer, `scripts` those with letters of a script. `words` of each script have about `READ_CHARACTERS`.
     """
 
-    def __init__(self) -> None:
-        from datasketch import MinHash, MinHashLSH
+    keys: np.ndarray
+    is_first: np.ndarray
+    is_empty: np.ndarray
+    scripts: Mapping[str, np.ndarray]
+    words: Mapping[str, list[str]]
+    compared: list[Compared]
 
-        self._sketch = lambda: MinHash(num_perm=64, seed=1)
-        self._index = MinHashLSH(threshold=0.7, num_perm=64)
-        self._texts: dict[int, frozenset[bytes]] = {}
 
-    def earlier(self, row: int, text: str, *, keep: bool) -> int | None:
-        """The row of an earlier text that is alike; `keep` takes this one up."""
-        parts = shingles(text)
-        if not parts:
-            return None
-        sketch = self._sketch()
+def read_texts(dataset: Dataset, text_field: str, *, compared: int = COMPARED_ROWS) -> Texts:
+    """Read all rows, a block at a time; the texts of `compared` of them, evenly spaced, are kept."""
+    total, characters, kept = len(dataset), Counter[str](), list[Compared]()
+    keys, is_first, is_empty = np.empty(total, np.uint64), np.zeros(total, bool), np.zeros(total, bool)
+    scripts: defaultdict[str, np.ndarray] = defaultdict(lambda: np.zeros(total, bool))
+    words: defaultdict[str, list[str]] = defaultdict(list)
+    spacing = max(1, -(-total // compared))
+    blocks: Iterator[dict[str, list[object]]] = dataset.iter(BLOCK_ROWS)  # type: ignore[assignment]
+    rows = (dict(zip(block, row, strict=True)) for block in blocks for row in zip(*block.values(), strict=True))
+    for number, row in enumerate(rows):
+        parts = row_parts(row, text_field)
+        keys[number] = row_key(row, parts)
+        is_empty[number] = any(part.is_answer and not part.text.strip() for part in parts)
+        text = " ".join(part.text for part in parts)
+        if number % spacing == 0:
+            kept.append(Compared(number, text, row.get(DIGEST, "")))
+        for script in (of_row := set(map(script_of, set(text))) - {""}):
+            scripts[script][number] = True
+        if any(characters[script] < READ_CHARACTERS for script in of_row):
+            for script, letters in groupby(text, key=script_of):
+                if script and characters[script] < READ_CHARACTERS:
+                    words[script].append("".join(letters))
+                    characters[script] += len(words[script][-1])
+    is_first[np.unique(keys, return_index=True)[1]] = True
+    return Texts(keys, is_first, is_empty, scripts, words, [row for row in kept if is_first[row.number]])
+
+
+@cache
+def script_of(character: str) -> str:
+    """The script of a letter, the first word of its Unicode name: LATIN, CYRILLIC, CJK; "" of others."""
+    return unicodedata.name(character, "").split(" ")[0] if character.isalpha() else ""
+
+
+def shingles(row: Compared) -> frozenset[bytes]:
+    """The runs of three words of a text, in lower case and without punctuation, beside the images; none of a short text."""
+    words = re.findall(r"\w+", row.text.lower())
+    if len(words) < LEAST_WORDS:
+        return frozenset()
+    runs = zip(*(words[at:] for at in range(WORDS)), strict=False)
+    return frozenset(" ".join([row.digest, *run]).encode() for run in runs)
+
+
+def near_rows(rows: Sequence[Compared], others: Sequence[Compared] | None = None) -> list[int]:
+    """The rows of which `ALIKE` of the shingles are those of one of the `others`, or (None) of an earlier row.
+
+    MinHash, then the exact share. Raises: ImportError without datasketch. A. Z. Broder, On the resemblance and
+    containment of documents, 1997.
+    """
+    from datasketch import MinHash, MinHashLSH
+
+    index, known, near = MinHashLSH(threshold=0.7, num_perm=64), list[frozenset[bytes]](), list[int]()
+    count = len(others or ())
+    for at, row in enumerate([*(others or ()), *rows]):
+        if not (parts := shingles(row)):
+            continue
+        sketch = MinHash(num_perm=64, seed=1)
         sketch.update_batch(list(parts))
-        candidates: list[int] = self._index.query(sketch)  # type: ignore[assignment]
-        match = min((other for other in candidates if _share(self._texts[other], parts) >= ALIKE), default=None)
-        if keep:
-            self._index.insert(row, sketch)
-            self._texts[row] = parts
-        return match
-
-
-def _share(first: frozenset[bytes], second: frozenset[bytes]) -> float:
-    return len(first & second) / len(first | second)
+        if at >= count:
+            places: list[int] = index.query(sketch)  # type: ignore[assignment]
+            if any(len(parts & known[place]) >= ALIKE * len(parts | known[place]) for place in places):
+                near.append(row.number)
+        if at < count or others is None:
+            index.insert(len(known), sketch)
+            known.append(parts)
+    return near

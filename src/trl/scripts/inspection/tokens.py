@@ -1,9 +1,6 @@
 """The tokens of a row with what training does to each: trained, masked, or cut off; the template's beside the text's."""
 
-import unicodedata
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -11,9 +8,6 @@ from transformers import PreTrainedTokenizerBase
 
 from trl.scripts.inspection.texts import Part
 from trl.scripts.messages import Shown
-
-READ_CHARACTERS = 2_000  # of a script
-REPLACEMENT = "\ufffd"
 
 
 class Token(NamedTuple):
@@ -69,51 +63,14 @@ def piece_roles(pieces: Sequence[str], parts: Sequence[Part]) -> list[str | None
     ]
 
 
-class ScriptCounts:
-    """How many pieces the words of each script become, and how many of these are bytes or unknown."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._characters: Counter[str] = Counter()
-        self._pieces: Counter[str] = Counter()
-        self._lost: Counter[str] = Counter()
-
-    def read(self, text: str) -> set[str]:
-        """Count the words of a text, up to `READ_CHARACTERS` of a script; returns its scripts."""
-        scripts = set(map(script_of, set(text))) - {""}
-        is_counted = all(self._characters[script] >= READ_CHARACTERS for script in scripts)
-        for script, run in () if is_counted else script_runs(text):
-            if self._characters[script] >= READ_CHARACTERS:
-                continue
-            ids = self._tokenizer(run, add_special_tokens=False)["input_ids"]
-            self._characters[script] += len(run)
-            self._pieces[script] += len(ids)
-            self._lost[script] += sum(map(self._is_lost, ids))
-        return scripts
-
-    def _is_lost(self, token: int) -> bool:
-        name = str(self._tokenizer.convert_ids_to_tokens(token))
-        is_byte = name.startswith("<0x") or REPLACEMENT in self._tokenizer.decode([token])
-        return is_byte or token == self._tokenizer.unk_token_id
-
-    def lost(self, *, least: int = 20, share: float = 0.5) -> dict[str, float]:
-        """The share of lost pieces of each script of at least `least` characters where it is above `share`."""
-        shares = {name: self._lost[name] / self._pieces[name] for name in self._pieces if self._pieces[name]}
-        return {name: lost for name, lost in shares.items() if lost > share and self._characters[name] >= least}
-
-
-@cache
-def script_of(character: str) -> str:
-    """The script of a letter, the first word of its Unicode name: LATIN, CYRILLIC, CJK; "" of others."""
-    return unicodedata.name(character, "").split(" ")[0] if character.isalpha() else ""
-
-
-def script_runs(text: str) -> Iterator[tuple[str, str]]:
-    """The words of a text with their scripts."""
-    run, script = "", ""
-    for character in f"{text} ":
-        name = script_of(character)
-        if name != script and run:
-            yield script, run
-            run = ""
-        script, run = name, run + character if name else ""
+def lost_share(words: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, least: int = 20) -> float:
+    """The share of the tokens of words that are bytes or unknown; 0 for fewer than `least` characters."""
+    if sum(map(len, words)) < least:
+        return 0.0
+    tokens = [token for word in words for token in tokenizer(word, add_special_tokens=False)["input_ids"]]
+    names = map(str, tokenizer.convert_ids_to_tokens(tokens))
+    is_lost = [
+        token == tokenizer.unk_token_id or name.startswith("<0x") or "\ufffd" in tokenizer.decode([token])
+        for token, name in zip(tokens, names, strict=True)
+    ]
+    return sum(is_lost) / max(len(tokens), 1)
