@@ -32,7 +32,7 @@ while os.environ.get("TRL_VLLM_SERVER_TOKEN") and sys.argv[3] != "vllm-serve" an
     if os.path.exists(os.environ["SEEN"]) and "vllm-serve" in open(os.environ["SEEN"]).read():
         break  # a training waits for its server
     time.sleep(0.05)
-names = ("SLURM_PROCID", "NODELIST", "KILLS", "TRL_VLLM_SERVER_TOKEN")
+names = ("SLURM_PROCID", "NODELIST", "KILLS", "TRL_VLLM_SERVER_TOKEN", "CUDA_VISIBLE_DEVICES")
 line = json.dumps({{"words": sys.argv[3:], **{{name: os.environ.get(name) for name in names}}}})
 open(os.environ["SEEN"], "a").write(line + "\\n")
 """,
@@ -106,6 +106,19 @@ def test_one_machine_serves_the_model(cluster, tmp_path):
     assert words.count("--accelerate_config") == 1
 
 
+def test_some_gpus_of_the_machine_serve_the_model(cluster, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")  # as SLURM sets it
+    line = ["--model_name_or_path", "m", "--dataset_name", "rows", "--output_dir", "out", "--reward_funcs", "length"]
+    assert main(["grpo", *line, "--launch", "slurm", "--vllm_gpus", "2"]) == 0
+    served, trained = sorted(cluster(), key=lambda entry: entry["words"][0], reverse=True)
+    assert served["words"] == ["vllm-serve", "--model", "m", "--host", "0.0.0.0", "--tensor_parallel_size", "2"]
+    assert (served["CUDA_VISIBLE_DEVICES"], trained["CUDA_VISIBLE_DEVICES"]) == ("6,7", "0,1,2,3,4,5")
+    assert served["NODELIST"] == trained["NODELIST"] == "node-a"
+    words = trained["words"]
+    assert (value(words, "num_processes"), value(words, "vllm_server_host")) == ("6", "node-a")
+    assert "#SBATCH --nodes=1\n" in (tmp_path / "out/slurm/job.sh").read_text()
+
+
 def test_a_single_option_of_sbatch(cluster, tmp_path):
     line = [
         "--launch",
@@ -150,7 +163,15 @@ def test_a_dry_run_writes_the_job_alone(cluster, tmp_path, capsys):
         (["sft", "--max_steps", "1"], "--launch slurm needs --output_dir"),
         (["sft", "--output_dir", "o", "--num_processes", "4"], "sets num_processes by itself. Leave it out"),
         (["sft", "--output_dir", "o", "--nodes", "0"], "nodes must be from 1 to 10000, got 0"),
-        (["sft", "--output_dir", "o", "--vllm_nodes", "1"], "trl sft does not generate, so vllm_nodes must be 0"),
+        (["sft", "--output_dir", "o", "--vllm_nodes", "1"], "trl sft does not generate. Leave vllm_nodes out."),
+        (
+            ["grpo", "--output_dir", "o", "--model_name_or_path", "m", "--vllm_gpus", "8"],
+            "less than gpus_per_node=8, got 8",
+        ),
+        (
+            ["grpo", "--output_dir", "o", "--model_name_or_path", "m", "--vllm_gpus", "1", "--nodes", "2"],
+            "with nodes=2",
+        ),
         (["grpo", "--output_dir", "o", "--vllm_nodes", "1"], "vllm_nodes needs --model_name_or_path"),
         (["sft", "--output_dir", "o", "--max_stepps", "4"], "Did you mean --max_steps?"),
     ],

@@ -18,18 +18,18 @@ _SET_BY_JOB = ("num_machines", "num_processes", "machine_rank", "main_process_ip
 _RESUMED = {"enable_jit_checkpoint": "true", "resume_from_checkpoint": "true", "hang_timeout": "7200"}
 """Of a job that is stopped and queued again: it saves at SIGTERM, goes on from there, and does not wait for ever."""
 
-
-_COUNTS = {"nodes": (1, 1, 10**4), "gpus_per_node": (0, 8, 64), "vllm_nodes": (0, 0, 1)}
+_COUNTS = {"nodes": (1, 1, 10**4), "gpus_per_node": (0, 8, 64), "vllm_nodes": (0, 0, 1), "vllm_gpus": (0, 0, 63)}
 """The least, the default and the most of the options that count."""
 
 
 class Cluster(NamedTuple):
-    """Where a job runs: machines that train, GPUs of each (0: a process on its CPUs), machines for vLLM, and
-    options of `sbatch`; with `is_dry` the job is not submitted."""
+    """Where a job runs: machines that train, GPUs of each (0: a process on its CPUs), a machine or some GPUs of the
+    only one for vLLM, and options of `sbatch`; with `is_dry` the job is not submitted."""
 
     nodes: int
     gpus: int
     vllm_nodes: int
+    vllm_gpus: int
     sbatch: list[str]
     is_dry: bool
 
@@ -60,7 +60,7 @@ def take_cluster(words: list[str], config: ConfigFile | None) -> tuple[Cluster |
         if not least <= getattr(options, name) <= most:
             raise ValueError(f"{name} must be from {least} to {most}, got {getattr(options, name)}.")
     is_dry = options.dry_run.lower() in ("true", "yes", "1")
-    return Cluster(options.nodes, options.gpus_per_node, options.vllm_nodes, options.sbatch, is_dry), rest, config
+    return Cluster(*(getattr(options, name) for name in _COUNTS), options.sbatch, is_dry), rest, config
 
 
 def submit(
@@ -78,10 +78,16 @@ def submit(
         raise ValueError(f"A SLURM job sets {', '.join(taken)} by itself. Leave it out, and give --nodes.")
     if not values.get("output_dir"):
         raise ValueError("--launch slurm needs --output_dir: the job and its logs are written there.")
-    if cluster.vllm_nodes and "--use_vllm" not in known:
-        raise ValueError(f"trl {name} does not generate, so vllm_nodes must be 0, got {cluster.vllm_nodes}.")
-    if cluster.vllm_nodes and not (cluster.gpus and values.get("model_name_or_path")):
-        raise ValueError("vllm_nodes needs --model_name_or_path and --gpus_per_node of at least 1.")
+    serves = "vllm_nodes" if cluster.vllm_nodes else "vllm_gpus" if cluster.vllm_gpus else None
+    if serves and "--use_vllm" not in known:
+        raise ValueError(f"trl {name} does not generate. Leave {serves} out.")
+    if serves and not (cluster.gpus and values.get("model_name_or_path")):
+        raise ValueError(f"{serves} needs --model_name_or_path and --gpus_per_node of at least 1.")
+    if cluster.vllm_gpus and (cluster.nodes + cluster.vllm_nodes > 1 or cluster.vllm_gpus >= cluster.gpus):
+        raise ValueError(
+            f"vllm_gpus must be less than gpus_per_node={cluster.gpus} of one machine, got {cluster.vllm_gpus} with nodes="
+            f"{cluster.nodes} and vllm_nodes={cluster.vllm_nodes}. For several machines give --vllm_nodes 1 alone."
+        )
     folder = Path(values["output_dir"]).absolute() / "slurm"
     folder.mkdir(parents=True, exist_ok=True)
     line = list(words)
@@ -113,7 +119,7 @@ def job_script(name: str, cluster: Cluster, line: list[str], values: Mapping[str
     return jinja.get_template("slurm.sh").render(
         name=name, job=shlex.quote(values.get("run_name") or f"trl-{name}"), folder=shlex.quote(str(folder)),
         here=shlex.quote(str(Path.cwd())), trl=f"{shlex.quote(sys.executable)} -m trl.cli", words=shlex.join(line),
-        model=shlex.quote(values.get("model_name_or_path", "")), per_node=max(cluster.gpus, 1), **cluster._asdict(),
+        model=shlex.quote(values.get("model_name_or_path", "")), per_node=max(cluster.gpus - cluster.vllm_gpus, 1), **cluster._asdict(),
     )  # fmt: skip
 
 
