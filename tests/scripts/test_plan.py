@@ -66,13 +66,13 @@ def test_state_is_counted_and_the_parts_add_up(alone):
 
 
 def test_the_state_of_bfloat16_weights_has_their_residuals(run):
-    plan = plan_of(measure.with_phases_of(run, run.changed(weights="bf16+residual", bf16=False)))
+    plan = plan_of(replace(run.changed(weights="bf16+residual", bf16=False), phases=run.phases))
     assert plan.parts["optimiser (adamw_torch_fused with bf16 residuals)"] == (4 + 4 + 2) * plan.weights
 
 
 def shared(run, profile, *, half=False):
     """The plan for four devices."""
-    return plan_of(measure.with_phases_of(run, replace(run, sharding=sharding_of(str(profile), 4, half=half))))
+    return plan_of(replace(run, sharding=sharding_of(str(profile), 4, half=half)))
 
 
 @pytest.mark.parametrize(
@@ -115,23 +115,12 @@ def test_fsdp_computes_with_units_in_bfloat16_and_keeps_no_other_copies():
     assert copies == pytest.approx(2 * (3 * (LAYER - 128) + HEAD - 64), rel=0.01)  # autocast's, of matrices
 
 
-@pytest.mark.parametrize(("sync_each_batch", "gradients"), [(False, 2 * NUMBERS), (True, 4 * NUMBERS / 4)])
-def test_fsdp_sums_whole_gradients_of_micro_batches_by_default(sync_each_batch, gradients):
-    summing = f'{{"gradient_accumulation_kwargs": {{"sync_each_batch": {str(sync_each_batch).lower()}}}}}'
-    options = [
-        "--bf16",
-        "true",
-        "--use_cpu",
-        "true",
-        "--gradient_accumulation_steps",
-        "2",
-        "--accelerator_config",
-        summing,
-    ]
+def test_fsdp_sums_whole_gradients_of_micro_batches():
+    options = ["--bf16", "true", "--use_cpu", "true", "--gradient_accumulation_steps", "2"]
     run = run_for("sft", [*options, "--accelerate_config", "fsdp2"], 4, SMALL)
-    run.phases.update({measure.HEAD: Bytes(2 * NUMBERS, 0.0)})  # in bfloat16
+    run.phases[True] = {measure.HEAD: Bytes(2 * NUMBERS, 0.0)}  # in bfloat16
     plan = plan_of(run)
-    assert (plan.parts["gradients"], plan.gradients) == (gradients, 4 * NUMBERS / 4)
+    assert (plan.parts["gradients"], plan.gradients) == (2 * NUMBERS, 4 * NUMBERS / 4)
 
 
 def test_zero_3_keeps_gathered_what_deepspeed_allows_and_a_bucket(run, monkeypatch):
@@ -167,13 +156,13 @@ def test_the_largest_that_fit(run, monkeypatch, memory, batch, tokens):
 def test_each_lever_frees_what_its_setting_does(run, alone, monkeypatch):
     kept = run.changed(gradient_checkpointing=False)
     several = replace(kept, sharding=sharding_of(None, 2, half=False))
-    settings = [setting for _, setting, _ in levers._changes(several)]
+    settings = [setting for _, setting, _ in levers._changed(several)]
     assert settings[1:5] == [
         "--max_length 16", "--gradient_checkpointing true", "--activation_offloading true", "--weights bf16+residual"
     ]  # fmt: skip
     assert settings[-3:] == [f"--accelerate_config {profile}" for profile in ("zero2", "fsdp2", "zero3")]
     name, setting = "gradient checkpointing", "--gradient_checkpointing true"
-    monkeypatch.setattr(levers, "_changes", lambda _: [(name, setting, run), ("nothing", "", kept)])
+    monkeypatch.setattr(levers, "_changed", lambda _: [(name, setting, run), ("nothing", "", kept)])
     plan = plan_of(kept)
     assert levers.levers_of(plan, kept) == [(name, setting, plan.peak - alone.peak)]
     assert plan.peak > alone.peak
@@ -183,7 +172,7 @@ def test_vllm_in_the_same_process_takes_its_share_of_the_gpu():
     def plan(**settings):
         run = replace(run_for("grpo", ["--num_generations", "2", "--use_cpu", "true"], 1, SMALL), memory=1e9)
         run = run.changed(use_vllm=True, vllm_gpu_memory_utilization=0.25, **settings)
-        run.phases.update({measure.HEAD: Bytes(0, 1e6), measure.UPDATE: Bytes(4 * NUMBERS, 0)})
+        run.phases[False] = {measure.HEAD: Bytes(0, 1e6), measure.UPDATE: Bytes(4 * NUMBERS, 0)}
         return plan_of(run)
 
     fixed, share = 12 * NUMBERS, pytest.approx(2.5e8)

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from transformers.training_args import OptimizerNames
 
 from trl.options.shared import RESIDUAL
-from trl.scripts.planning.measure import with_phases_of
 from trl.scripts.planning.plan import Lever, Plan, plan_of
 from trl.scripts.planning.run import Run
 from trl.scripts.planning.state import sharding_of
@@ -61,45 +61,52 @@ def _largest(changed: Callable[[int], Run], now: int, plan: Plan, most: int) -> 
     return number if near == number and max(sizes.values()) <= memory else crossing()
 
 
+class Change(NamedTuple):
+    """A lever: its settings, whether it can be pulled, and settings that follow from it."""
+
+    name: str
+    settings: dict[str, Any]
+    is_possible: object = True
+    follows: Mapping[str, object] = MappingProxyType({})
+    same_batches: bool = False  # micro-batches take what they took
+
+
 def levers_of(plan: Plan, run: Run) -> list[Lever]:
     """What each lever frees, the most first; those below 0.5 % of the peak are left out."""
-    levers = [Lever(name, setting, plan.peak - plan_of(other).peak) for name, setting, other in _changes(run)]
+    levers = [Lever(name, setting, plan.peak - plan_of(other).peak) for name, setting, other in _changed(run)]
     return sorted((lever for lever in levers if lever.frees >= 0.005 * plan.peak), key=lambda lever: -lever.frees)
 
 
-def _changes(run: Run) -> Iterator[tuple[str, str, Run]]:
+def _changed(run: Run) -> Iterator[tuple[str, str, Run]]:
+    """Levers with their settings as words, and the run with each alone."""
     args, model, deepspeed = run.args, run.model_args, run.sharding.is_deepspeed
-    steps = run.rows * args.gradient_accumulation_steps
+    fewer = {
+        "per_device_train_batch_size": 1, "gradient_accumulation_steps": run.rows * args.gradient_accumulation_steps
+    }  # fmt: skip
+    offloads, in_advance = "activation_offloading", "precompute_ref_log_probs"
+    has_bits = find_spec("bitsandbytes") and "bit" not in run.optimizer and not deepspeed
     lora = {"use_peft": True, "lora_target_modules": model.lora_target_modules or "all-linear"}
     has_lora = find_spec("peft") is not None and not (model.load_in_4bit or model.load_in_8bit)
-    # Whether a lever can be pulled, its settings, and others that follow (None: micro-batches stay as they are).
-    levers: dict[str, tuple[object, dict[str, Any], dict[str, Any] | None]] = {
-        "smaller micro-batches": (
-            run.rows > 1, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps}, {}
+    can_round = not (args.weights or model.use_peft or deepspeed)
+    for change in (
+        Change("smaller micro-batches", fewer, run.rows > 1),
+        Change("rows of half the length", of_length(run, run.lengths.row // 2)),
+        Change("gradient checkpointing", {"gradient_checkpointing": True}, not args.gradient_checkpointing),
+        Change(
+            "activations in CPU memory", {offloads: True}, getattr(args, offloads, None) is False and not args.use_cpu
         ),
-        "rows of half the length": (True, of_length(run, run.lengths.row // 2), {}),
-        "gradient checkpointing": (not args.gradient_checkpointing, {"gradient_checkpointing": True}, {}),
-        "activations in CPU memory": (
-            getattr(args, "activation_offloading", None) is False and not args.use_cpu, {"activation_offloading": True}, {}
-        ),
-        "bfloat16 weights": (not (args.weights or model.use_peft or deepspeed), {"weights": RESIDUAL}, {"bf16": False}),
-        "8-bit optimiser": (
-            find_spec("bitsandbytes") and "bit" not in run.optimizer and not deepspeed,
-            {"optim": OptimizerNames.ADAMW_8BIT}, None,
-        ),
-        "reference in advance": (
-            getattr(args, "precompute_ref_log_probs", None) is False, {"precompute_ref_log_probs": True}, None
-        ),
-        "LoRA": (has_lora and not model.use_peft, lora, {"weights": None}),
-        "LoRA on 4 bits": (has_lora, {"load_in_4bit": True, **lora}, {"weights": None}),
-    }  # fmt: skip
-    for name, (is_possible, settings, others) in levers.items():
-        if is_possible:
-            other = run.changed(**settings, **(others or {}))
-            yield name, " ".join(as_words(settings)), with_phases_of(run, other) if others is None else other
-    devices, measured = run.sharding.devices, run
+        Change("bfloat16 weights", {"weights": RESIDUAL}, can_round, {"bf16": False}),
+        Change("8-bit optimiser", {"optim": OptimizerNames.ADAMW_8BIT}, has_bits, same_batches=True),
+        Change("reference in advance", {in_advance: True}, getattr(args, in_advance, None) is False, same_batches=True),
+        Change("LoRA", lora, has_lora and not model.use_peft, {"weights": None}),
+        Change("LoRA on 4 bits", {"load_in_4bit": True, **lora}, has_lora, {"weights": None}),
+    ):
+        if change.is_possible:
+            other = run.changed(**change.settings, **change.follows)
+            other = replace(other, phases=run.phases) if change.same_batches else other
+            yield change.name, " ".join(as_words(change.settings)), other
+    devices = run.sharding.devices
     for profile in ("zero2", "fsdp2", "zero3") if devices > 1 else ():
         sharding = sharding_of(profile, devices, half=bool(args.bf16))
         if sharding != run.sharding and not (profile != "fsdp2" and args.weights):
-            measured = with_phases_of(measured, replace(run, sharding=sharding))
-            yield sharding.name, f"--accelerate_config {profile}", measured
+            yield sharding.name, f"--accelerate_config {profile}", replace(run, sharding=sharding)

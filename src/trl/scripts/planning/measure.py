@@ -37,22 +37,16 @@ FORWARD, HEAD, LAST_LAYER, FIRST_LAYER = (
 )  # fmt: skip
 UPDATE, GENERATION = "optimiser step", "generation"
 
+_OPPONENTS = {"xpo": 1, "nash-md": 2}  # models that together generate every second completion
 _LOGITS = 3  # copies of logits of which a token is chosen
 _STASHED = 5  # layers whose inputs are on their way to CPU memory
 
 
 def phases_of(run: Run) -> dict[str, Bytes]:
     """The peak of each phase of a micro-batch, measured once."""
-    if not run.phases:
-        run.phases.update(_measured(run))
-    return run.phases
-
-
-def with_phases_of(run: Run, other: Run) -> Run:
-    """The other run, whose micro-batches are measured already if they are this one's."""
-    if other.sharding.half == run.sharding.half:
-        other.phases.update(phases_of(run))
-    return other
+    half = run.sharding.half
+    run.phases[half] = run.phases.get(half) or _measured(run)
+    return run.phases[half]
 
 
 def _measured(run: Run) -> dict[str, Bytes]:
@@ -167,13 +161,11 @@ def _generation(run: Run, core: PreTrainedModel, scorer: Scorer) -> float:
     """Bytes of keys and values, of a row of logits for each completion, and of the weights that are copied for it."""
     args, cache, copies = run.args, RolloutCache(), 0
     dtype = torch.bfloat16 if args.bf16 else None
+    opponents = _OPPONENTS.get(run.method, 0)
+    rows = prompts = run.rows * args.gradient_accumulation_steps
     if run.samples:
-        rows, models = args.generation_batch_size // args.world_size, run.opponents or 1
-        prompts = -(-rows // args.num_generations)
-        rows = rows // 2 if run.opponents else rows
-    else:
-        rows, models = run.rows * args.gradient_accumulation_steps, 1
-        prompts = rows
+        rows = args.generation_batch_size // args.world_size
+        prompts, rows = -(-rows // args.num_generations), rows // 2 if opponents else rows
     if scorer.packed:
         with rollout_attention_of(core, cache):
             per_token, per_row = OwnForward(core, cache).bytes_of_row().values()
@@ -184,7 +176,7 @@ def _generation(run: Run, core: PreTrainedModel, scorer: Scorer) -> float:
         matrices = [x.weight for part in parts for x in part.modules() if isinstance(x, nn.Linear)]
         copies = sum(matrix.numel() * (dtype or matrix.dtype).itemsize for matrix in matrices)
     cached = per_token * (prompts * run.lengths.prompt + rows * run.lengths.completion)
-    return models * (cached + rows * (per_row + _LOGITS * 4 * embedded_tokens(core)) + copies)
+    return (opponents or 1) * (cached + rows * (per_row + _LOGITS * 4 * embedded_tokens(core)) + copies)
 
 
 def _mark_phases(core: PreTrainedModel, live: LiveBytes) -> list[RemovableHandle]:

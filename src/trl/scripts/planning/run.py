@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from trl.options.model import ModelConfig
 
 _CLASSIFIERS = {"reward": REWARD_MODEL, "prm": STEP_CLASSIFIER}
-_OPPONENTS = {"xpo": 1, "nash-md": 2}  # models that together generate every second completion
 _BLOCK = 64  # weights of one scale in four bits
 
 
@@ -65,7 +64,8 @@ class Run:
     sharding: Sharding
     frozen: Mapping[str, PretrainedConfig] = field(default_factory=dict)  # other models, by what they are
     memory: float | None = None  # of a device
-    phases: dict[str, Bytes] = field(default_factory=dict, init=False)  # of a micro-batch, once they are measured
+    phases: dict[bool, dict[str, Bytes]] = field(default_factory=dict)
+    """Of a micro-batch, by whether it is `half`, once they are measured."""
 
     @cached_property
     def loss(self) -> Any:
@@ -87,11 +87,6 @@ class Run:
     def classifier(self) -> ClassifierKind | None:
         """The kind of the model, where it is a classifier."""
         return _CLASSIFIERS.get(self.method)
-
-    @property
-    def opponents(self) -> int:
-        """Models that together generate every second completion; 0: the policy generates all."""
-        return _OPPONENTS.get(self.method, 0)
 
     @property
     def optimizer(self) -> str:
@@ -122,9 +117,7 @@ class Run:
     @property
     def sums_whole(self) -> bool:
         """Whether the gradients of several micro-batches are summed before FSDP shares them: accelerate's default."""
-        settings = getattr(self.args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
-        is_several = self.args.gradient_accumulation_steps > 1 and not settings.get("sync_each_batch")
-        return is_several and self.sharding.name.startswith("FSDP")
+        return self.args.gradient_accumulation_steps > 1 and self.sharding.name.startswith("FSDP")
 
     def batch(self, scorer: Any) -> Inputs:
         """A micro-batch of rows of the greatest length."""
@@ -137,7 +130,7 @@ class Run:
         args, model_args = copy.copy(self.args), copy.copy(self.model_args)
         for name, value in settings.items():
             setattr(model_args if hasattr(model_args, name) else args, name, value)
-        return replace(self, args=args, model_args=model_args)
+        return replace(self, args=args, model_args=model_args, phases={})
 
     def make_optimizer(self, parameters: list[nn.Parameter]) -> Any:
         """The optimiser, or one of PyTorch in place of one of bitsandbytes, which needs numbers."""
