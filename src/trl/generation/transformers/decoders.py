@@ -7,7 +7,6 @@ of the engine, in copies to which LoRA adapters are added. The model is not chan
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -113,15 +112,14 @@ def fused_unsupported(model: PreTrainedModel, dtype: torch.dtype | None = None) 
 
 def has_readable_weight(module: nn.Module | None) -> bool:
     """Whether `readable_weight` supports a layer. Its weights may be sharded."""
-    if _is_plain_linear(module):
-        return True
-    if find_spec("peft") is None:
+    base: Any = module.get_base_layer() if hasattr(module, "get_base_layer") else module  # type: ignore[operator,union-attr]
+    if not isinstance(base, nn.Linear) or type(base).forward is not nn.Linear.forward:
         return False
+    if base is module:
+        return True
     from peft.tuners.lora import Linear as LoraLinear
 
     if type(module) is not LoraLinear or getattr(module, "fan_in_fan_out", False):
-        return False
-    if not _is_plain_linear(module.get_base_layer()):
         return False
     if module.disable_adapters or module.merged:
         return not (module.merged and module.disable_adapters)
@@ -132,7 +130,7 @@ def readable_weight(module: Any) -> tuple[Tensor, Tensor | None] | None:
     """Weight and bias of a linear layer, with active LoRA adapters added to a copy; None for other layers."""
     if not has_readable_weight(module):
         return None
-    if _is_plain_linear(module):
+    if not hasattr(module, "get_base_layer"):
         return module.weight, module.bias
     base, adapters = module.get_base_layer(), _active(module)
     if module.disable_adapters or module.merged or not adapters:
@@ -141,10 +139,6 @@ def readable_weight(module: Any) -> tuple[Tensor, Tensor | None] | None:
     for name in adapters:
         weight = weight + module.get_delta_weight(name).to(weight.dtype)
     return weight.to(base.weight.dtype), base.bias
-
-
-def _is_plain_linear(module: nn.Module | None) -> bool:
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def _active(module: Any) -> list[str]:

@@ -248,7 +248,7 @@ class TransformersEngine:
         """Why our cache is not used."""
         if self._checked[0] is not core:
             self._checked = core, decode_unsupported(model)
-        stays_sharded = is_sharded(core) and not self.gather_zero3
+        stays_sharded = not self.gather_zero3 and is_sharded(core)
         return self._checked[1] or ("its weights stay sharded" if stays_sharded else None)
 
 
