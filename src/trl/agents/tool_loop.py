@@ -18,7 +18,6 @@ from trl.data.rendering import Fields, ProcessingClass
 from trl.generation.engine import Generated, Sampling, completion_limits
 from trl.rollouts.experience import STOPPED
 from trl.rollouts.maker import Completed, RolloutMaker, Rows
-from trl.rollouts.measures import shared
 from trl.tensors.reduce import Weighted, weighted
 
 CALLS, LIMITED = "tool_calls", "tool_limited"
@@ -146,8 +145,8 @@ def tool_counts(played: Sequence[Played]) -> dict[str, list[int]]:
     return {CALLS: [one.calls for one in played], LIMITED: [one.limited for one in played], **failed}
 
 
-def tool_metrics(rows: Mapping[str, Tensor], *, share: float) -> dict[str, Weighted]:
-    """Metrics of the calls in rows of all processes, of which this process logs a `share`."""
+def tool_metrics(rows: Mapping[str, Tensor]) -> dict[str, Weighted]:
+    """Metrics of the calls in rows of all processes."""
     if CALLS not in rows:
         return {}
     calls = rows[CALLS]
@@ -156,4 +155,4 @@ def tool_metrics(rows: Mapping[str, Tensor], *, share: float) -> dict[str, Weigh
         failed = {kind: rows[FAILED_OF + kind].sum() for kind in FAILURES}
         metrics["tools/failure_frequency"] = Weighted(torch.stack(list(failed.values())).sum(), calls.sum())
         metrics |= {f"tools/failures/{kind}": Weighted(count, calls.sum()) for kind, count in failed.items()}
-    return shared(metrics, share)
+    return metrics

@@ -84,7 +84,5 @@ class DistillationMethod(GroupMethod):
             metrics["entropy"] = weighted(scored.statistics[:, 0], trained)
         return [LossTerms(scored.values, trained.to(scored.values.dtype), "token", metrics)]
 
-    def metrics(
-        self, rows: Mapping[str, Tensor], sources: Sequence[str], group_size: int, *, share: float
-    ) -> dict[str, Weighted]:
-        return {**measured_lengths(rows, share=share), **tool_metrics(rows, share=share)}
+    def metrics(self, rows: Mapping[str, Tensor], sources: Sequence[str], group_size: int) -> dict[str, Weighted]:
+        return {**measured_lengths(rows), **tool_metrics(rows)}

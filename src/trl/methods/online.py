@@ -187,12 +187,10 @@ class GroupMethod(OnlineMethod):
         """
         return None
 
-    def metrics(
-        self, rows: Mapping[str, Tensor], sources: Sequence[str], group_size: int, *, share: float
-    ) -> dict[str, Weighted]:
-        """The documented metrics of rows of all processes, of which this process records a `share`."""
-        metrics = measured_groups(rows, sources, group_size, scale=self.reward_scale, share=share)
-        return {**metrics, **tool_metrics(rows, share=share), **agent_metrics(rows, share=share)}
+    def metrics(self, rows: Mapping[str, Tensor], sources: Sequence[str], group_size: int) -> dict[str, Weighted]:
+        """The documented metrics of rows of all processes."""
+        metrics = measured_groups(rows, sources, group_size, scale=self.reward_scale)
+        return {**metrics, **tool_metrics(rows), **agent_metrics(rows)}
 
     def token_metrics(self, experience: Experience) -> dict[str, Weighted]:
         """Metrics of the tokens of this process's rows."""

@@ -68,15 +68,13 @@ class RLOOMethod(GroupMethod):
         tokens = self.tokens(experience, step)
         return [sequence_policy_loss(scored.logps, tokens, self.settings, entropies=scored.entropies)]
 
-    def metrics(
-        self, rows: Mapping[str, Tensor], sources: Sequence[str], group_size: int, *, share: float
-    ) -> dict[str, Weighted]:
+    def metrics(self, rows: Mapping[str, Tensor], sources: Sequence[str], group_size: int) -> dict[str, Weighted]:
         """With the share of completions whose group was given equal rewards, which differ by the KL penalty alone."""
-        metrics = super().metrics(rows, sources, group_size, share=share)
+        metrics = super().metrics(rows, sources, group_size)
         if not self.has_reference:
             return metrics
         equal = reward_statistics(self.given_rewards(rows), group_size)["frac_reward_zero_std"]
-        return {**metrics, EQUAL_REWARDS: Weighted(equal.total * share, equal.count * share)}
+        return {**metrics, EQUAL_REWARDS: equal}
 
     def token_metrics(self, experience: Experience) -> dict[str, Weighted]:
         """The divergence per token, `kl`."""

@@ -20,7 +20,7 @@ from trl.tensors.reduce import Weighted, weighted
 Text = str | Sequence[Json]  # or messages
 RESERVED = ("prompts", "completions", "completion_ids", "completions_ids", "trainer_state", "prompt_ids")
 _LARGEST = torch.finfo(torch.float32).max  # what trainers compute with
-_SCORE_OF = "score_of_"
+SCORE_OF = "score_of_"  # and a number: the scores of a source, a column of an `Experience`
 _LISTS = ("prompts", "completions", "completion_ids", "prompt_ids")
 
 
@@ -188,13 +188,9 @@ def reward_metrics(names: Sequence[str], scores: Tensor) -> dict[str, float]:
     return metrics
 
 
-def source_columns(result: RewardResult) -> dict[str, Tensor]:
-    """The scores of each source `(B,)` as columns of an `Experience`."""
-    return {f"{_SCORE_OF}{number}": column for number, column in enumerate(result.scores.unbind(dim=1))}
-
-
 def source_table(columns: Mapping[str, Tensor], sources: Sequence[str]) -> list[Tensor]:
-    return [columns[f"{_SCORE_OF}{number}"] for number in range(len(sources))]
+    """The scores of each source `(B,)`, of the columns of an `Experience`."""
+    return [columns[f"{SCORE_OF}{number}"] for number in range(len(sources))]
 
 
 def source_means(columns: Mapping[str, Tensor], sources: Sequence[str]) -> dict[str, Weighted]:

@@ -66,19 +66,18 @@ def sampled_lengths(experience: Experience) -> Tensor:
 
 
 def measured_groups(
-    rows: Mapping[str, Tensor], sources: Sequence[str], group_size: int, *, scale: Scale, share: float
+    rows: Mapping[str, Tensor], sources: Sequence[str], group_size: int, *, scale: Scale
 ) -> dict[str, Weighted]:
     """`completions/*`, `rewards/*`, `reward`, `reward_std` and `frac_reward_zero_std` of rows of all processes.
 
-    Means are over rows; minima, maxima and deviations are averaged over batches. This process logs a `share` of them.
+    Means are over rows; minima, maxima and deviations are averaged over batches.
     """
-    metrics = source_means(rows, sources)
+    metrics = {**measured_lengths(rows), **source_means(rows, sources)}
     for name, column in zip(sources, source_table(rows, sources), strict=True):
         scored = column[~column.isnan()]
         if len(scored) > 1:
             metrics[f"rewards/{name}/std"] = _once(scored.std())
-    metrics |= reward_statistics(rows[REWARD], group_size, scale=scale)
-    return {**measured_lengths(rows, share=share), **shared(metrics, share)}
+    return metrics | reward_statistics(rows[REWARD], group_size, scale=scale)
 
 
 def shared(metrics: Mapping[str, Weighted], share: float) -> dict[str, Weighted]:
@@ -86,8 +85,8 @@ def shared(metrics: Mapping[str, Weighted], share: float) -> dict[str, Weighted]
     return {name: Weighted(value.total * share, value.count * share) for name, value in metrics.items()}
 
 
-def measured_lengths(rows: Mapping[str, Tensor], *, share: float) -> dict[str, Weighted]:
-    """`completions/*` of rows of all processes, of which this process logs a `share`."""
+def measured_lengths(rows: Mapping[str, Tensor]) -> dict[str, Weighted]:
+    """`completions/*` of rows of all processes."""
     lengths, stopped = rows[LENGTH], rows[STOPPED] != 0
     metrics = {"completions/clipped_ratio": weighted((~stopped).double())}
     for name, counts in (("", lengths), ("_terminated", lengths[stopped])):
@@ -95,7 +94,7 @@ def measured_lengths(rows: Mapping[str, Tensor], *, share: float) -> dict[str, W
             metrics[f"completions/mean{name}_length"] = weighted(counts)
             metrics[f"completions/min{name}_length"] = _once(counts.min())
             metrics[f"completions/max{name}_length"] = _once(counts.max())
-    return shared(metrics, share)
+    return metrics
 
 
 def _once(value: Any) -> Weighted:
@@ -108,8 +107,8 @@ def split_extremes(metrics: Mapping[str, Weighted]) -> tuple[dict[str, Weighted]
     return {name: value for name, value in metrics.items() if name not in extremes}, extremes
 
 
-def agent_metrics(rows: Mapping[str, Tensor], *, share: float) -> dict[str, Weighted]:
-    """Metrics of sessions in rows of all processes, of which this process logs a `share`.
+def agent_metrics(rows: Mapping[str, Tensor]) -> dict[str, Weighted]:
+    """Metrics of sessions in rows of all processes.
 
     `agent/turns` and `agent/branches` per session, `agent/cut_ratio`: share of sessions that a budget ended,
     `agent/failures/<kind>`: shares that failed, `agent/<name>/mean` of the numbers beside agents' rewards.
@@ -122,4 +121,4 @@ def agent_metrics(rows: Mapping[str, Tensor], *, share: float) -> dict[str, Weig
     for name, values in rows.items():
         if name.startswith(RESULT_OF):
             metrics[f"agent/{name.removeprefix(RESULT_OF)}/mean"] = weighted(values, ~values.isnan())
-    return shared(metrics, share)
+    return metrics

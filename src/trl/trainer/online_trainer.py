@@ -214,7 +214,7 @@ class OnlineTrainer(BaseTrainer):
         """The metrics of a rollout batch, or of completions of an evaluation, of which these rows are a `share`."""
         metrics = shared(self.method.token_metrics(experience), self.args.sp_size)  # as often as those of micro-batches
         rows = of_all_processes(experience, self.accelerator)
-        metrics |= self.method.metrics(rows, self.rollouts.rewards.names, self.sizes.group, share=share)
+        metrics |= shared(self.method.metrics(rows, self.rollouts.rewards.names, self.sizes.group), share)
         if self._token_counts is not None and EQUAL_REWARDS in metrics and metrics[EQUAL_REWARDS].mean == 1:
             self._token_counts.warn_only_kl_differs(self.args.beta, metric=EQUAL_REWARDS)  # type: ignore[attr-defined]
         return metrics
@@ -374,9 +374,8 @@ class OnlineTrainer(BaseTrainer):
         experience = self.scored(self.rollouts.evaluate(inputs), learning=False)
         experience = self.advantages(experience, group_size=self.evaluation_group)
         rows = of_all_processes(experience, self.accelerator, is_evaluation=True)
-        share = 1 / self.args.world_size
-        metrics = self.method.metrics(rows, self.rollouts.rewards.names, self.evaluation_group, share=share)
-        means, extremes = split_extremes(metrics)
+        metrics = self.method.metrics(rows, self.rollouts.rewards.names, self.evaluation_group)
+        means, extremes = split_extremes(shared(metrics, 1 / self.args.world_size))
         self._sums["eval"].add(means)
         self._sums["eval"].add_extremes(extremes)
         count = min(local_rows(self.accelerator, self.args.eval_batch_size), len(inputs))

@@ -58,10 +58,8 @@ class GFPOMethod(GRPOMethod):
     def mean_length(self, rows: Mapping[str, Tensor]) -> Tensor:
         return rows[LENGTH][_remains(rows)].mean()
 
-    def metrics(
-        self, rows: Mapping[str, Tensor], sources: Sequence[str], group_size: int, *, share: float
-    ) -> dict[str, Weighted]:
-        metrics = super().metrics(rows, sources, group_size, share=share)
+    def metrics(self, rows: Mapping[str, Tensor], sources: Sequence[str], group_size: int) -> dict[str, Weighted]:
+        metrics = super().metrics(rows, sources, group_size)
         if FILTERED in rows:
             remains = _remains(rows)
             metrics["remaining/mean_length"] = weighted(rows[LENGTH], remains)

@@ -91,9 +91,7 @@ class SDPOMethod(SelfDistillationMethod):
         advantages = experience.per_row[ADVANTAGE][experience.completions.row_index]
         return advantages.abs() + self.distilled(experience)
 
-    def metrics(
-        self, rows: Mapping[str, Tensor], sources: Sequence[str], group_size: int, *, share: float
-    ) -> dict[str, Weighted]:
+    def metrics(self, rows: Mapping[str, Tensor], sources: Sequence[str], group_size: int) -> dict[str, Weighted]:
         args, scores = self.args, rows[SCORES]
         scored, std = scores[~scores.isnan()], group_moments(scores, group_size).std
         successful = (scores >= args.success_reward_threshold).view(-1, group_size).any(dim=1)
@@ -112,8 +110,8 @@ class SDPOMethod(SelfDistillationMethod):
         }
         means = {name: weighted(column) for name, column in columns.items()}
         means |= {name.removesuffix("/mean"): mean for name, mean in source_means(rows, sources).items()}
-        local_means = {PREFIX + name: Weighted(x.total * share, x.count * share) for name, x in means.items()}
-        return {**measured_groups(rows, sources, group_size, scale=self.reward_scale, share=share), **local_means}
+        metrics = measured_groups(rows, sources, group_size, scale=self.reward_scale)
+        return metrics | {PREFIX + name: mean for name, mean in means.items()}
 
 
 class SDPOTrainer(SelfDistillationTrainer):
