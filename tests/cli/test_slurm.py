@@ -166,7 +166,7 @@ def test_a_dry_run_writes_the_job_alone(cluster, tmp_path, capsys):
         (["sft", "--output_dir", "o", "--vllm_nodes", "1"], "trl sft does not generate. Leave vllm_nodes out."),
         (
             ["grpo", "--output_dir", "o", "--model_name_or_path", "m", "--vllm_gpus", "8"],
-            "less than gpus_per_node=8, got 8",
+            "less than gpus_per_node=8 of one machine, got 8",
         ),
         (
             ["grpo", "--output_dir", "o", "--model_name_or_path", "m", "--vllm_gpus", "1", "--nodes", "2"],

@@ -60,7 +60,7 @@ def take_cluster(words: list[str], config: ConfigFile | None) -> tuple[Cluster |
         if not least <= getattr(options, name) <= most:
             raise ValueError(f"{name} must be from {least} to {most}, got {getattr(options, name)}.")
     is_dry = options.dry_run.lower() in ("true", "yes", "1")
-    return Cluster(*(getattr(options, name) for name in _COUNTS), options.sbatch, is_dry), rest, config
+    return Cluster(*[getattr(options, name) for name in _COUNTS], sbatch=options.sbatch, is_dry=is_dry), rest, config
 
 
 def submit(
