@@ -18,10 +18,9 @@ from tests.trainer.image_prompt_runs import make as image_prompts
 from trl.collators.images import DataCollatorForVisionLanguageModeling, DataCollatorForVisionPreference
 from trl.models.packed.small_copy import small_copy
 from trl.scripts import inspect
-from trl.scripts.inspection.collect import STREAMED_ROWS, first_rows
-from trl.scripts.inspection.images import with_decoder, with_digests
+from trl.scripts.inspection.collect import STREAMED_ROWS, first_rows, with_decoder
 from trl.scripts.inspection.page import histogram
-from trl.scripts.inspection.texts import Compared, near_rows, read_texts, row_parts
+from trl.scripts.inspection.texts import Compared, near_rows, read_texts, row_parts, with_digests
 from trl.scripts.inspection.tokens import piece_roles
 
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight")

@@ -4,9 +4,10 @@ The trainer is built around a small stand-in of the model (its config with few, 
 no weights are loaded; what it does to the rows is what training does.
 """
 
+import copy
 import logging
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -16,21 +17,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from trl.data.formats import Row, RowDict, has_images, image_column
-from trl.data.pipeline import Preparation, PreparationReport, prepare_dataset
+from trl.data.pipeline import SHOWN_ROWS, Preparation, PreparationReport, prepare_dataset
 from trl.data.prepared_sets import PreparedSets, sequence_lengths
 from trl.data.prompts import stored_rows
 from trl.data.ragged import list_lengths
 from trl.data.rendering import text_tokenizer
 from trl.models.switches import holding
-from trl.scripts.inspection import faults, images
+from trl.scripts.inspection import faults
 from trl.scripts.inspection.faults import Fault
 from trl.scripts.inspection.texts import read_texts, row_parts
 from trl.scripts.inspection.tokens import ShownRow, shown_tokens
-from trl.scripts.messages import sequences
+from trl.scripts.messages import Shown, sequences
 from trl.scripts.training import COMMANDS, load_inputs, rewards, rewards_or_judge
 from trl.trainer.images import ImageSets
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 ONLINE = (rewards, rewards_or_judge)  # whose rows are prompts
 STREAMED_ROWS = 10_000  # of a stream
+IMAGE_ROWS = 500  # where `--rows` does not say how many: each image is resized
 LIMITS = ("max_length", "max_prompt_length", "max_completion_length")
 PLACE = "place_in_sample"
 OF_TOKENS = (
@@ -87,8 +89,8 @@ def inspect_data(
         longer = np.flatnonzero(lengths > (context or np.inf))
         inspection.faults += faults.of_rows("rows longer than the context", longer, len(lengths), context)
         inspection.faults += faults.shown_faults(shown) + faults.label_faults(train)
-        texts = read_texts(images.with_digests(train), text_field)
-        others = None if evaluation is None else read_texts(images.with_digests(evaluation), text_field)
+        texts = read_texts(train, text_field)
+        others = None if evaluation is None else read_texts(evaluation, text_field)
         inspection.faults += faults.text_faults(texts, others, tokenizer)
         try:
             inspection.faults += faults.near_faults(texts, others)
@@ -121,7 +123,7 @@ def load_rows(
 
 def first_rows(rows: Dataset | IterableDataset, limit: int | None) -> Dataset:
     """The first rows of a set, stored."""
-    limit = limit or (images.READ_ROWS if image_column(rows.column_names or ()) else None)
+    limit = limit or (IMAGE_ROWS if image_column(rows.column_names or ()) else None)
     if isinstance(rows, IterableDataset):
         return stored_rows(rows.take(limit or STREAMED_ROWS))
     return rows if limit is None else rows.select(range(min(limit, len(rows))))
@@ -148,11 +150,20 @@ def write_stand_in(model_args: "ModelConfig", method: str, folder: str, *, with_
         small.num_labels = kind.labels
     auto = AutoModelForCausalLM if kind is None else kind.auto
     if with_images and kind is None and config is not whole:
-        auto, small = AutoModelForImageTextToText, images.with_decoder(whole, small)
+        auto, small = AutoModelForImageTextToText, with_decoder(whole, small)
     auto.from_config(small).save_pretrained(place)
     load_processing_class(path, **options).save_pretrained(place)
     model_args.model_name_or_path = str(place)
     return getattr(config, "max_position_embeddings", None)
+
+
+def with_decoder(config: PretrainedConfig, decoder: PretrainedConfig) -> PretrainedConfig:
+    """A vision-language model's config with another decoder, and one layer in its tower."""
+    small, text, tower = copy.deepcopy(config), config.get_text_config(), getattr(config, "vision_config", None)
+    setattr(small, next(name for name, part in vars(config).items() if part is text), decoder)
+    for name in {"num_hidden_layers", "depth"} & vars(tower).keys():
+        setattr(small.vision_config, name, 1)
+    return small
 
 
 def build(method: str, args: "AnyConfig", model: Path, train: Dataset, evaluation: Dataset | None) -> "BaseTrainer":
@@ -172,8 +183,8 @@ def prepared_rows(
     """Tokens of the longest sequence of each training row, and what the preparation of the sets counted."""
     sets = trainer._sets
     if isinstance(sets, ImageSets):
-        lengths, report = images.read_rows(trainer, train, "train")
-        others = {} if evaluation is None else {"eval": images.read_rows(trainer, evaluation, "eval")[1]}
+        lengths, report = read_rows(trainer, train, "train")
+        others = {} if evaluation is None else {"eval": read_rows(trainer, evaluation, "eval")[1]}
         return lengths, {"train": report, **others}
     names = sets.settings.sequences if isinstance(sets, PreparedSets) else (("input_ids",),)
     return sequence_lengths(trainer.train_dataset, names), dict(getattr(sets, "reports", {}))
@@ -195,6 +206,32 @@ def figures_of(trainer: Any, rows: int, lengths: np.ndarray, context: int | None
     return figures
 
 
+def collated(trainer: Any, rows: Iterable[Any], without: Sequence[str] = ()) -> Iterator[tuple[list[Shown], bool]]:
+    """The sequences of raw rows, and whether tokens were cut; `without` some limits. Raises: ValueError naming the row."""
+    limits = {name: None for name in without if hasattr(trainer.data_collator, name)}
+    for number, row in enumerate(rows):
+        collator = replace(trainer.data_collator, **limits)
+        try:
+            yield sequences(trainer, row, collator), bool(collator.rows_cut)
+        except ValueError as error:
+            raise ValueError(str(error).replace("row 0 of the batch", f"row {number}")) from error
+
+
+def read_rows(trainer: Any, rows: Dataset, name: str) -> tuple[np.ndarray, PreparationReport]:
+    """Tokens of the longest sequence of each raw row of a set, and the counts that a preparation makes."""
+    report, lengths = PreparationReport(name, len(rows)), []
+    for number, (shown, is_cut) in enumerate(collated(trainer, rows)):
+        lengths.append(max(len(sequence.ids) for sequence in shown))
+        report.tokens += sum(len(sequence.ids) for sequence in shown)
+        untrained = not all("trained" in sequence.states for sequence in shown)
+        equal = len(shown) == 2 and shown[0].ids == shown[1].ids
+        for name, is_counted in {"truncated_rows": is_cut, "untrained_rows": untrained, "equal_rows": equal}.items():
+            setattr(report, name, getattr(report, name) + is_counted)
+            report.first.setdefault(name, []).extend([number] * (is_counted and len(report.first[name]) < SHOWN_ROWS))
+    report.first["removed_tokens"] = report.first.get("truncated_rows", [])
+    return np.array(lengths), report
+
+
 def shown_rows(trainer: Any, rows: Dataset, count: int, text_field: str) -> list[ShownRow]:
     """`count` rows, evenly spaced, with what training does to each token."""
     numbers = sorted({int(at) for at in np.linspace(0, len(rows) - 1, num=min(count, len(rows)))})
@@ -208,7 +245,7 @@ def shown_rows(trainer: Any, rows: Dataset, count: int, text_field: str) -> list
             (number, sequences(trainer, row), sequences(trainer, whole[number])) for number, row in prepared.items()
         ]
     elif isinstance(sets, ImageSets):
-        limited, whole = (images.collated(trainer, sample, without=names) for names in ((), LIMITS))
+        limited, whole = (collated(trainer, sample, without=names) for names in ((), LIMITS))
         pairs = [(at, row, entire) for at, ((row, _), (entire, _)) in enumerate(zip(limited, whole, strict=True))]
     else:
         prompts = (sequences(trainer, row) for row in trainer.train_dataset.select(numbers))

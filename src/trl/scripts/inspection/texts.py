@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 from datasets import Dataset
 
-from trl.data.formats import Row, RowDict, maybe_convert_to_chatml
+from trl.data.formats import Row, RowDict, image_column, maybe_convert_to_chatml
 from trl.rewards.ready_made import content_of
 
 ANSWERS = ("completion", "chosen", "rejected")
@@ -86,8 +86,21 @@ class Texts(NamedTuple):
     compared: list[Compared]
 
 
+def with_digests(rows: Dataset) -> Dataset:
+    """The rows with a digest in place of their images."""
+    if (column := image_column(rows.column_names)) is None:
+        return rows
+
+    def read(row: Row) -> RowDict:
+        images = (row[column] or ()) if column == "images" else [row[column]]
+        return {DIGEST: xxhash.xxh3_64_hexdigest(b"".join(image.tobytes() for image in images if image))}
+
+    return rows.map(read, remove_columns=[column])
+
+
 def read_texts(dataset: Dataset, text_field: str, *, compared: int = COMPARED_ROWS) -> Texts:
     """Read all rows, a block at a time; the texts of `compared` of them, evenly spaced, are kept."""
+    dataset = with_digests(dataset)
     total, characters, kept = len(dataset), Counter[str](), list[Compared]()
     keys, is_first, is_empty = np.empty(total, np.uint64), np.zeros(total, bool), np.zeros(total, bool)
     scripts: defaultdict[str, np.ndarray] = defaultdict(lambda: np.zeros(total, bool))
