@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl.cli.main import COMMANDS
-from trl.options.spelling import did_you_mean
 from trl.reporting.tables import open_console
-from trl.scripts.plain_parser import PlainParser, unknown_arguments
+from trl.scripts.plain_parser import PlainParser
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -46,12 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     arguments = list(sys.argv[1:] if argv is None else argv)
     options, rest = parser.parse_known_args(arguments)
-    options.method = options.method.replace("_", "-")
-    if options.method not in METHODS:
-        names = [action.dest for action in parser._actions]
-        misspelt = [token for token in rest if did_you_mean(token, names)]  # others may be options of a method
-        first = f"METHOD comes first and must be one of {', '.join(METHODS)}, got {options.method!r}."
-        parser.error("\n".join([*unknown_arguments(misspelt, names), first]))
     try:
         with reporting_input_errors():
             run = run_for(options.method, rest, options.gpus)
@@ -81,9 +74,6 @@ def plan(
     """
     from trl.scripts.planning.levers import as_words
 
-    method = method.replace("_", "-")
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}.")
     given = None if isinstance(config, (str, Path)) else config
     named = "--config" if str(config).endswith((".yaml", ".yml")) else "--model_name_or_path"
     words = [named, str(config)] if given is None else []
@@ -109,6 +99,9 @@ def run_for(method: str, words: list[str], gpus: int, given: "PretrainedConfig |
     from trl.scripts.planning.state import sharding_of
     from trl.scripts.training import method_parser
 
+    method = method.replace("_", "-")
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}. `trl plan` takes it first.")
     if gpus < 1:
         raise ValueError(f"gpus must be at least 1, got {gpus}.")
     parser = method_parser(method, "trl plan")

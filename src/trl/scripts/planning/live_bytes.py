@@ -10,6 +10,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
 _SMALL = 1024  # entries of a new tensor that has numbers
 
@@ -94,18 +95,11 @@ class WithoutNumbers(TorchDispatchMode):
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def take(self, model: nn.Module) -> None:
-        """Give the tensors of a model on the meta device the form that this block computes with, in place."""
-        memo = dict[Tensor, Tensor]()
+    def take(self, model: nn.Module, core: PreTrainedModel) -> None:
+        """Give the tensors of a model on the meta device the form that this block computes with; `core` ties its own."""
         with self._fake:
-            for module in model.modules():
-                for tensors in (module._parameters, module._buffers):
-                    for name, tensor in tensors.items():
-                        if tensor is not None and tensor not in memo:
-                            fresh = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
-                            is_weight = isinstance(tensor, nn.Parameter)
-                            memo[tensor] = nn.Parameter(fresh, tensor.requires_grad) if is_weight else fresh
-                        tensors[name] = None if tensor is None else memo[tensor]  # type: ignore[assignment]
+            model.to_empty(device="cpu")
+            core.tie_weights()
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: tuple = (), kwargs: dict | None = None

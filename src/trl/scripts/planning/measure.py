@@ -77,7 +77,7 @@ def _peaks(run: Run, config: PretrainedConfig) -> dict[str, Bytes]:
     models = [model, answers] if isinstance(answers, nn.Module) else [model]
     for part in models:
         packing_of(causal_core(part))  # runs a small copy, with numbers
-        numberless.take(part)
+        numberless.take(part, causal_core(part))
     # Chunks of logits are those of an accelerator, unless the run is on a CPU, which the tensors seem to be on.
     place, core = "CPU" if args.use_cpu else "ACCELERATOR", causal_core(model)
     size, rows = (getattr(heads, f"{place}_CHUNK_{unit}") for unit in ("BYTES", "ROWS"))
