@@ -83,10 +83,6 @@ def set_run_date(processing_class: ProcessingClass, run_date: str) -> None:
             text_tokenizer(processing_class).run_date = run_date  # type: ignore[attr-defined]
 
 
-def run_date_of(processing_class: ProcessingClass) -> str | None:
-    return getattr(text_tokenizer(processing_class), "run_date", None)
-
-
 @contextmanager
 def _showing_run_date(processing_class: ProcessingClass) -> Iterator[None]:
     """A block in which chat templates show the run's date.

@@ -15,7 +15,7 @@ from trl.tensors.softmax_rows import LogitRule
 
 logger = logging.getLogger(__name__)
 
-IN_FLOAT32, _UNTIED = "computes_in_float32", "head_was_untied"  # attributes
+IN_FLOAT32, UNTIED = "computes_in_float32", "head_was_untied"  # attributes that `cast_head_to_float32` sets
 _LARGE_LOGIT = 50.0  # beyond the usual soft cap, 30
 # What models, their layers and their outputs call their cache: the first (Mamba before transformers 5.24: the second).
 CACHE = "cache" if "cache" in {part.name for part in fields(BaseModelOutputWithPast)} else "past_key_values"
@@ -173,7 +173,7 @@ def cast_head_to_float32(model: nn.Module) -> None:
             for config in (core.config, core.config.get_text_config()):
                 config.tie_word_embeddings = False
             core.all_tied_weights_keys = core.get_expanded_tied_weights_keys(all_submodels=True)
-            setattr(core, _UNTIED, True)
+            setattr(core, UNTIED, True)
             logger.warning(
                 "cast_lm_head_to_fp32=True unties the output head of %s from the input embedding, which stays in %s.",
                 type(core).__name__,
@@ -182,11 +182,6 @@ def cast_head_to_float32(model: nn.Module) -> None:
         part.float()
         part.register_forward_pre_hook(_in_float32)
         setattr(part, IN_FLOAT32, True)
-
-
-def was_untied(core: PreTrainedModel) -> bool:
-    """Whether `cast_head_to_float32` separated the output head from the input embedding."""
-    return getattr(core, _UNTIED, False)
 
 
 def _in_float32(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

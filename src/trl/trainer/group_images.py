@@ -123,17 +123,13 @@ class ImagePromptSets(PromptSets):
         kind = ImagePromptTokenizer(prompts, settings, name, self.images.next_keys())
         rows = dataset.with_format(None)
         tokens = cast(Dataset, kind.map(rows, num_proc=settings.num_proc))
-        found = concatenate_datasets([rows, tokens], axis=1)  # images are not written a second time
-        self.images.add(found, prompts)
-        self._try_first(found, name)
-        return found
-
-    def _try_first(self, dataset: Dataset, name: str) -> None:
-        """Raise ValueError where the first prompt's tokens and images do not belong to the model."""
-        ids, key = dataset[0][PROMPT_IDS], dataset[0][IMAGE_KEY]
+        prepared = concatenate_datasets([rows, tokens], axis=1)  # images are not written a second time
+        self.images.add(prepared, prompts)
+        # The first prompt's tokens and images must belong to the model.
+        ids, key = prepared[0][PROMPT_IDS], prepared[0][IMAGE_KEY]
         seen = self.images.model_inputs([(key, len(ids))], [len(ids)], len(ids))
-        batch = {**seen, "input_ids": torch.tensor([ids])}
-        check_image_token(batch, self._config, name)
+        check_image_token({**seen, "input_ids": torch.tensor([ids])}, self._config, name)
+        return prepared
 
 
 @dataclass(frozen=True)

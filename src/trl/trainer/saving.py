@@ -17,7 +17,6 @@ from trl.checkpoints.identity import run_facts
 from trl.checkpoints.progress import SavesState, load_progress, on_main, save_progress
 from trl.checkpoints.runs import Run
 from trl.checkpoints.wholeness import SHARDED_WEIGHTS, CheckpointError, naming_weights
-from trl.data.rendering import run_date_of
 from trl.models.loading import cast_state, load_checkpoint_weights, name_dtype, save_dtype
 from trl.models.parts import causal_core
 from trl.models.peft import is_peft_model
@@ -33,7 +32,7 @@ logger = logging.getLogger(__name__)
 def facts_of(trainer: Any) -> dict[str, Any]:
     """What checkpoints say about the run of a trainer, as JSON values."""
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
-    rows, args, begun = trainer.train_dataset, trainer.args, run_date_of(trainer._tokenizer)
+    rows, args, begun = trainer.train_dataset, trainer.args, getattr(trainer._tokenizer, "run_date", None)
     processes = {} if rows is None else {"processes": args.world_size}  # without rows there is nothing to share out
     facts = run_facts(
         method=trainer._name, config=model.config, adapters=getattr(model, "peft_config", {}),

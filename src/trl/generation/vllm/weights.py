@@ -18,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from trl.generation.transformers.decoders import has_readable_weight, readable_weight
 from trl.generation.transformers.engine import without_wrappers
 from trl.models.distributed import FSDP2Module, fsdp2_units, gathered_modules, is_sharded, whole_shape
-from trl.models.parts import causal_core, prompt_learning_unsupported, was_untied
+from trl.models.parts import UNTIED, causal_core, prompt_learning_unsupported
 from trl.models.peft import is_quantized
 
 _WITHOUT_HEAD = ("gemma2",)  # vLLM (0.32) has no head for them besides the embedding
@@ -32,7 +32,7 @@ def check_sendable(model: nn.Module) -> None:
     if is_quantized(core):
         raise ValueError(f"use_vllm=True cannot send the weights of a quantised {type(core).__name__}.")
     head: Any = core.get_output_embeddings()
-    if was_untied(core) and head.weight.requires_grad:
+    if hasattr(core, UNTIED) and head.weight.requires_grad:
         raise ValueError("cast_lm_head_to_fp32=True untied the head, which vLLM keeps tied. Leave it out.")
     for name, module in core.named_modules():
         if _is_adapter(module) and not (_has_saved_copy(module) or has_readable_weight(module)):

@@ -81,7 +81,9 @@ def small_copy(config: PretrainedConfig, *, narrow: bool = True) -> PretrainedCo
     small.use_cache = False  # as trainers set it: copies from before and after are one
     if narrow:
         _narrow(small)
-    _cut_layers(small)
+    if kinds := layer_kinds(small):
+        kept = {kinds.index(kind) for kind in kinds}
+        _keep_layers(small, sorted(kept | ({0, min(1, len(kinds) - 1)} if len(kept) == 1 else set())))
     return small
 
 
@@ -182,14 +184,6 @@ def _inner_sizes(fields: Mapping[str, object]) -> dict[str, int]:
     return sizes
 
 
-def _cut_layers(config: PretrainedConfig) -> None:
-    """Keep one layer of each kind, at least two layers, in place."""
-    kinds = layer_kinds(config)
-    kept = {kinds.index(kind) for kind in kinds}
-    if kinds:
-        _keep_layers(config, sorted(kept | ({0, min(1, len(kinds) - 1)} if len(kept) == 1 else set())))
-
-
 def keep_layers(config: PretrainedConfig, kept: Sequence[int]) -> PretrainedConfig:
     """A config of the same model with some of its layers, in order."""
     copied = copy.deepcopy(config)
@@ -226,7 +220,14 @@ class _OfLayers(NamedTuple):
 def _of_layers(fields: Mapping[str, Any], total: int) -> _OfLayers:
     cycle = fields.get("block_types")  # RecurrentGemma's, repeated
     return _OfLayers(
-        {name: value for name, value in fields.items() if _is_of_layers(name, value, total)},
+        {
+            name: value
+            for name, value in fields.items()
+            if isinstance(value, (list, tuple))
+            and len(value) == total
+            and name not in _LISTED_LAYERS
+            and not name.endswith(_NOT_OF_LAYERS)
+        },
         {name: value for name in _LISTED_LAYERS if isinstance(value := fields.get(name), (list, tuple))},
         {name: value for name in _FIRST_LAYERS if isinstance(value := fields.get(name), int)},
         {name: value for name in _LAST_LAYERS if isinstance(value := fields.get(name), int)},
@@ -257,8 +258,3 @@ def _keep_layers(config: PretrainedConfig, kept: Sequence[int]) -> None:
         config.num_hidden_layers = 2 * len(kept)
     else:
         config.num_hidden_layers = len(kept)
-
-
-def _is_of_layers(name: str, value: object, total: int) -> bool:
-    is_list = isinstance(value, (list, tuple)) and len(value) == total
-    return is_list and name not in _LISTED_LAYERS and not name.endswith(_NOT_OF_LAYERS)

@@ -197,8 +197,9 @@ def _tested(kind: type[PreTrainedModel], small: PretrainedConfig, config: Pretra
     mixers, ends_in = frozenset[type[nn.Module]](), _last_norm(model)
     first = leak = _leak(model, _PLAIN, alone[0])
     while leak is not None:
-        mixer = _mixer(model, leak[0])
-        if mixer is None or mixer in mixers or len(mixers) == _MOST_MIXERS:
+        mixer = type(model.get_submodule(leak[0]))
+        can_be_cut = leak[0] and not mixer.__module__.startswith("torch.")  # neither the decoder nor one of PyTorch's
+        if not can_be_cut or mixer in mixers or len(mixers) == _MOST_MIXERS:
             name, why = first or leak
             return Packing(
                 f"its {type(model.get_submodule(name)).__name__} ({name or 'the decoder'}) {why}", ends_in=ends_in
@@ -208,12 +209,6 @@ def _tested(kind: type[PreTrainedModel], small: PretrainedConfig, config: Pretra
         leak = _leak(model, _PLAIN, alone[0])
     tested = frozenset(map(class_of, model.modules()))
     return Packing(None, mixers, _leak(model, _SHARED, alone[1]) is None, ends_in, tested)
-
-
-def _mixer(model: nn.Module, name: str) -> type[nn.Module] | None:
-    """The class of the module if it can be cut: neither the decoder nor one of PyTorch's."""
-    kind = type(model.get_submodule(name))
-    return None if not name or kind.__module__.startswith("torch.") else kind
 
 
 def _leak(model: PreTrainedModel, segments: Segments, alone: dict[tuple[str, int], _Call]) -> tuple[str, str] | None:

@@ -313,9 +313,8 @@ class Scorer(ScorerBase):
 
 def _check_whole(head: nn.Module) -> None:
     if plain_linear(head) is None and is_sharded(head):
-        raise ValueError(
-            f"the output head is a sharded {type(head).__name__}. Take it out of the adapter (target_modules)."
-        )
+        fault = f"the output head is a sharded {type(head).__name__}"
+        raise ValueError(f"{fault}. Take it out of the adapter (target_modules).")
 
 
 def _logits_of(head: nn.Module, rule: LogitRule, bias: Tensor | None) -> LogitsOf:
