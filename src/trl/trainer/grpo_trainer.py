@@ -8,6 +8,7 @@ from torch import Tensor
 from trl._lazy import attach
 from trl.legacy.interface import LegacyGRPO
 from trl.methods.grpo import GRPOMethod
+from trl.models.packed.layout import ROLLOUT
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.group_policy import entropy_threshold
 from trl.reporting.model_card import Paper
@@ -76,21 +77,19 @@ class GRPOTrainer(LegacyGRPO, OnlineTrainer):
             return
         scoring, entropies = self.scoring(), []
         for batch in batches:
-            inputs = on_device(self, {**batch})
-            count = len(inputs.pop("experience").completions.values)
-            found = scoring.frozen_logps(inputs, ScoreOptions(entropy="scored")).entropies
-            assert found is not None
-            entropies.append(found[:count].cpu())
-        masks = [batch["experience"].per_token[TRAINED] for batch in batches]
+            scored = scoring.frozen_logps(on_device(self, {**batch}), ScoreOptions(entropy="scored"))
+            assert scored.entropies is not None
+            entropies.append(scored.entropies[: len(batch[ROLLOUT].completions.values)].cpu())
+        masks = [batch[ROLLOUT].per_token[TRAINED] for batch in batches]
         every = torch.cat(entropies), torch.cat(masks)
         chosen = self.get_high_entropy_mask(*every, 1 - self.args.top_entropy_quantile)
         parts = chosen.split([len(own) for own in entropies])
         is_first_pass = self.state.global_step % self.sizes.steps < self.sizes.mini_batches
         if is_first_pass and self._token_counts is not None:
-            rows = concatenate([batch["experience"] for batch in batches])
+            rows = concatenate([batch[ROLLOUT] for batch in batches])
             self._token_counts.mask(rows, chosen, copies=self.args.sp_size)
         for batch, own in zip(batches, parts, strict=True):
-            batch["experience"] = batch["experience"].with_tokens(**{CHOSEN: own})
+            batch[ROLLOUT] = batch[ROLLOUT].with_tokens(**{CHOSEN: own})
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
         """Tokens with an entropy of at least the `threshold` quantile of those in the mask, bool of any shape.

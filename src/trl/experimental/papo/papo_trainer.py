@@ -11,6 +11,7 @@ from trl.experimental.papo.image_masks import masked_image
 from trl.experimental.papo.papo_config import PAPOConfig
 from trl.methods.grpo import GRPOMethod
 from trl.methods.method import Batch, Step
+from trl.models.packed.layout import ROLLOUT
 from trl.models.scoring.causal import Scored
 from trl.models.scoring.head import ScoreOptions
 from trl.objectives.group_policy import PerceptionOptions, perception_loss
@@ -85,7 +86,7 @@ class PAPOTrainer(GRPOTrainer):
             return images if row < count else self._masked(key, images)
 
         twice = experience.take(torch.arange(count).repeat(2))
-        return {**self.images.batch(twice, masked), "experience": experience}
+        return {**self.images.batch(twice, masked), ROLLOUT: experience}
 
     def _masked(self, key: int, images: list[Any]) -> list[Any]:
         """A prompt's images with hidden parts, the same for all of its completions.

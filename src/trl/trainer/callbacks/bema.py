@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from trl.checkpoints.progress import SavesState
+from trl.models.distributed import is_sharded
 from trl.models.loading import cast_state, name_dtype, save_dtype
 
 logger = logging.getLogger(__name__)
@@ -60,8 +61,7 @@ class BEMACallback(SavesState):
 
     @torch.no_grad()
     def on_train_begin(self, args, state, control, *, model: nn.Module, **kwargs: object):
-        sharded = any(hasattr(p, "ds_id") or hasattr(p, "device_mesh") for p in model.parameters())
-        if sharded or any("FullyShardedDataParallel" in type(part).__name__ for part in model.modules()):
+        if is_sharded(model):
             raise ValueError(
                 "BEMACallback needs whole weights on every process, and they are sharded (ZeRO-3, FSDP). Use DDP or ZeRO-2."
             )
