@@ -40,45 +40,40 @@ function smoothed(values, weight) {
     return mean / mass;
   });
 }
-function path(chart, steps, values) {
+function path(chart, points, kind) {
   let line = "", pen = "M";
-  steps.forEach((step, at) => {
-    if (values[at] === null) { pen = "M"; return; }
-    line += pen + chart.x(step).toFixed(2) + " " + chart.y(values[at]).toFixed(2) + (pen === "M" ? "h0" : ""); // a dot
-    pen = "L";
-  });
+  for (const point of points) {
+    if (point[kind] !== null) line += pen + chart.x(point.step).toFixed(2) + " " + chart.y(point[kind]).toFixed(2) + (pen === "M" ? "h0" : ""); // a dot
+    pen = point[kind] === null ? "M" : "L";
+  }
   return line;
 }
 function draw(chart) {
-  const inside = (step) => step >= view.from && step <= view.to;
-  const lines = [];
-  for (const [run, curve] of chart.curves) {
-    const mean = smoothed(curve.values, view.smooth), kept = curve.steps.map((_, at) => at).filter((at) => inside(curve.steps[at]));
-    lines.push({ run, steps: kept.map((at) => curve.steps[at]), raw: kept.map((at) => curve.values[at]), mean: kept.map((at) => mean[at]) });
-  }
-  const values = lines.flatMap((line) => line.raw).filter((value) => value !== null);
+  chart.lines = chart.curves.map(([run, curve]) => {
+    const means = smoothed(curve.values, view.smooth), points = curve.steps.map((step, at) => ({ step, raw: curve.values[at], mean: means[at] }));
+    return { run, points: points.filter(({ step }) => step >= view.from && step <= view.to) };
+  });
+  const values = chart.lines.flatMap(({ points }) => points.map(({ raw }) => raw)).filter((value) => value !== null);
   const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity);
   const height = high - low || 1, width = view.to - view.from || 1;
   chart.x = (step) => (W * (step - view.from)) / width;
   chart.y = (value) => (high === low ? H / 2 : H - 4 - ((H - 8) * (value - low)) / height);
   chart.svg.replaceChildren();
-  for (const line of lines) {
-    const other = line.run ? " other" : "";
-    if (view.smooth) make(chart.svg, "path", { class: "raw" + other, d: path(chart, line.steps, line.raw) });
-    make(chart.svg, "path", { class: other, d: path(chart, line.steps, line.mean) });
+  for (const { run, points } of chart.lines) {
+    const other = run ? " other" : "";
+    if (view.smooth) make(chart.svg, "path", { class: "raw" + other, d: path(chart, points, "raw") });
+    make(chart.svg, "path", { class: other, d: path(chart, points, "mean") });
   }
   chart.cursor = make(chart.svg, "line", { y1: 0, y2: H, visibility: "hidden" });
-  chart.ends.replaceChildren();
-  make(chart.ends, "span", {}, values.length ? number(low) + " to " + number(high) : "no value in this range");
-  chart.lines = lines;
+  chart.ends.textContent = values.length ? number(low) + " to " + number(high) : "no value in this range";
   show(chart, null);
-  chart.svg.setAttribute("aria-label", chart.name + ": " + lines.map((line) => runs[line.run].name + " from " + number(line.raw[0]) + " to " + number(line.raw.at(-1))).join("; "));
+  chart.svg.setAttribute("aria-label", chart.name + ": " + chart.lines.map(({ run, points }) => runs[run].name + " from " + number(points[0]?.raw) + " to " + number(points.at(-1)?.raw)).join("; "));
 }
 function show(chart, step) {
-  const texts = chart.lines.filter((line) => line.steps.length).map((line) => {
-    let near = line.steps.length - 1;
-    if (step !== null) line.steps.forEach((other, at) => { if (Math.abs(other - step) < Math.abs(line.steps[near] - step)) near = at; });
-    return number(line.mean[near]) + (step === null ? "" : " at " + line.steps[near]);
+  const texts = chart.lines.filter(({ points }) => points.length).map(({ points }) => {
+    const nearer = (a, b) => (Math.abs(b.step - step) < Math.abs(a.step - step) ? b : a);
+    const near = step === null ? points.at(-1) : points.reduce(nearer);
+    return number(near.mean) + (step === null ? "" : " at " + near.step);
   });
   chart.value.textContent = texts.join(" | ");
   chart.cursor.setAttribute("visibility", step === null ? "hidden" : "visible");

@@ -174,7 +174,7 @@ def _shown_rows(path: Path, pieces: dict[str, int]) -> list[Json]:
         tokens = row.get("token_texts") or []
         entry: Json = {"group": row.get("group", 0), "numbers": {k: float(f"{v:.4g}") for k, v in numbers.items()}}
         for name in ("prompt", "completion"):
-            entry[name] = _turns(row[name]) if row[f"chat_{name}"] else _cut(row[name])
+            entry[name] = _turns(row[name]) if row.get(f"chat_{name}") else _cut(row[name])
         entry["length"] = len(tokens)
         if tokens:
             entry["tokens"] = [pieces.setdefault(text, len(pieces)) for text in tokens[:SHADED]]

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
-from types import MappingProxyType
-from typing import Any, NamedTuple
 
 from transformers.training_args import OptimizerNames
 
@@ -61,16 +59,6 @@ def _largest(changed: Callable[[int], Run], now: int, plan: Plan, most: int) -> 
     return number if near == number and max(sizes.values()) <= memory else crossing()
 
 
-class Change(NamedTuple):
-    """A lever: its settings, whether it can be pulled, and settings that follow from it."""
-
-    name: str
-    settings: dict[str, Any]
-    is_possible: object = True
-    follows: Mapping[str, object] = MappingProxyType({})
-    same_batches: bool = False  # micro-batches take what they took
-
-
 def levers_of(plan: Plan, run: Run) -> list[Lever]:
     """What each lever frees, the most first; those below 0.5 % of the peak are left out."""
     levers = [Lever(name, setting, plan.peak - plan_of(other).peak) for name, setting, other in _changed(run)]
@@ -78,33 +66,31 @@ def levers_of(plan: Plan, run: Run) -> list[Lever]:
 
 
 def _changed(run: Run) -> Iterator[tuple[str, str, Run]]:
-    """Levers with their settings as words, and the run with each alone."""
+    """The levers that can be pulled with their settings as words, and the run with each alone."""
     args, model, deepspeed = run.args, run.model_args, run.sharding.is_deepspeed
+    lora = {"use_peft": True, "lora_target_modules": model.lora_target_modules or "all-linear"}
+    has_lora = find_spec("peft") is not None and not (model.load_in_4bit or model.load_in_8bit)
+    has_bits = find_spec("bitsandbytes") is not None and "bit" not in run.optimizer and not deepspeed
+    can_offload = getattr(args, "activation_offloading", None) is False and not args.use_cpu
     fewer = {
         "per_device_train_batch_size": 1, "gradient_accumulation_steps": run.rows * args.gradient_accumulation_steps
     }  # fmt: skip
-    offloads, in_advance = "activation_offloading", "precompute_ref_log_probs"
-    has_bits = find_spec("bitsandbytes") and "bit" not in run.optimizer and not deepspeed
-    lora = {"use_peft": True, "lora_target_modules": model.lora_target_modules or "all-linear"}
-    has_lora = find_spec("peft") is not None and not (model.load_in_4bit or model.load_in_8bit)
-    can_round = not (args.weights or model.use_peft or deepspeed)
-    for change in (
-        Change("smaller micro-batches", fewer, run.rows > 1),
-        Change("rows of half the length", of_length(run, run.lengths.row // 2)),
-        Change("gradient checkpointing", {"gradient_checkpointing": True}, not args.gradient_checkpointing),
-        Change(
-            "activations in CPU memory", {offloads: True}, getattr(args, offloads, None) is False and not args.use_cpu
-        ),
-        Change("bfloat16 weights", {"weights": RESIDUAL}, can_round, {"bf16": False}),
-        Change("8-bit optimiser", {"optim": OptimizerNames.ADAMW_8BIT}, has_bits, same_batches=True),
-        Change("reference in advance", {in_advance: True}, getattr(args, in_advance, None) is False, same_batches=True),
-        Change("LoRA", lora, has_lora and not model.use_peft, {"weights": None}),
-        Change("LoRA on 4 bits", {"load_in_4bit": True, **lora}, has_lora, {"weights": None}),
-    ):
-        if change.is_possible:
-            other = run.changed(**change.settings, **change.follows)
-            other = replace(other, phases=run.phases) if change.same_batches else other
-            yield change.name, " ".join(as_words(change.settings)), other
+    levers: dict[str, dict[str, object] | bool] = {
+        "smaller micro-batches": run.rows > 1 and fewer,
+        "rows of half the length": {**of_length(run, run.lengths.row // 2)},
+        "gradient checkpointing": not args.gradient_checkpointing and {"gradient_checkpointing": True},
+        "activations in CPU memory": can_offload and {"activation_offloading": True},
+        "bfloat16 weights": not (args.weights or model.use_peft or deepspeed) and {"weights": RESIDUAL},
+        "8-bit optimiser": has_bits and {"optim": OptimizerNames.ADAMW_8BIT},
+        "reference in advance": getattr(args, "precompute_ref_log_probs", None) is False
+        and {"precompute_ref_log_probs": True},
+        "LoRA": has_lora and not model.use_peft and lora,
+        "LoRA on 4 bits": has_lora and {"load_in_4bit": True, **lora},
+    }
+    for name, settings in levers.items():
+        if isinstance(settings, dict):
+            follows = {"bf16": False} if "weights" in settings else {"weights": None} if "use_peft" in settings else {}
+            yield name, " ".join(as_words(settings)), run.changed(**settings, **follows)
     devices = run.sharding.devices
     for profile in ("zero2", "fsdp2", "zero3") if devices > 1 else ():
         sharding = sharding_of(profile, devices, half=bool(args.bf16))

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from trl.options.model import ModelConfig
 
 _CLASSIFIERS = {"reward": REWARD_MODEL, "prm": STEP_CLASSIFIER}
+_APART = {"optim", "precompute_ref_log_probs"}  # settings that leave micro-batches as they are
 _BLOCK = 64  # weights of one scale in four bits
 
 
@@ -130,7 +131,7 @@ class Run:
         args, model_args = copy.copy(self.args), copy.copy(self.model_args)
         for name, value in settings.items():
             setattr(model_args if hasattr(model_args, name) else args, name, value)
-        return replace(self, args=args, model_args=model_args, phases={})
+        return replace(self, args=args, model_args=model_args, phases=self.phases if settings.keys() <= _APART else {})
 
     def make_optimizer(self, parameters: list[nn.Parameter]) -> Any:
         """The optimiser, or one of PyTorch in place of one of bitsandbytes, which needs numbers."""

@@ -38,11 +38,10 @@ class LoopReport(RunEvents):
     def log(self, step: int, values: Mapping[str, Any], *, training: float | None = None) -> None:
         """Write the numbers of an epoch or step, which ends here, of whose seconds some were `training` (None: all)."""
         seconds, self._mark = time.perf_counter() - self._mark, time.perf_counter()
-        parts = {"training": round(seconds if training is None else training, 6)}
+        parts = {"training": seconds if training is None else training}
         if training is not None:
-            parts["rollouts and data"] = round(max(0.0, seconds - training), 6)
-        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
-        self.write("log", step, values=numbers, seconds=parts, memory=peak_memory())
+            parts["rollouts and data"] = max(0.0, seconds - training)
+        self.write("log", step, **log_facts(values, parts))
 
 
 class RunReport(RunEvents, TrainerCallback):
@@ -101,12 +100,10 @@ class RunReport(RunEvents, TrainerCallback):
         """Write a log, and what it shows for the first time."""
         if not (self.is_active and logs):
             return
-        values = {name: value for name, value in logs.items() if isinstance(value, int | float)}
-        if "loss" in values:
+        if "loss" in logs:
             self._spend("logging")
-        seconds, self._seconds = self._seconds, {}
-        rounded = {name: round(value, 6) for name, value in seconds.items()}
-        self.write("log", state.global_step, values=values, seconds=rounded, memory=peak_memory())
+        self.write("log", state.global_step, **log_facts(logs, self._seconds))
+        self._seconds.clear()
 
     def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """The run has ended."""
@@ -118,6 +115,13 @@ class RunReport(RunEvents, TrainerCallback):
             now = time.perf_counter()
             self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._mark
             self._mark = now
+
+
+def log_facts(logs: Mapping[str, Any], seconds: Mapping[str, float]) -> dict[str, object]:
+    """The numbers of a log, seconds by phase, and the peak of memory."""
+    values = {name: value for name, value in logs.items() if isinstance(value, int | float)}
+    rounded = {name: round(value, 6) for name, value in seconds.items()}
+    return {"values": values, "seconds": rounded, "memory": peak_memory()}
 
 
 def machine_facts(model: torch.nn.Module, device: torch.device, processes: int) -> dict[str, object]:
