@@ -10,8 +10,7 @@ import torch
 def spare() -> None:
     """After imports: leave their objects out of garbage collections, and replace what takes most of a tiny training."""
     from accelerate.utils import memory, other
-    from datasets import arrow_dataset
-    from datasets.fingerprint import generate_random_fingerprint
+    from datasets import arrow_dataset, fingerprint
 
     gc.collect()
     gc.freeze()
@@ -21,8 +20,18 @@ def spare() -> None:
     memory.gc = SimpleNamespace(collect=lambda: gc.collect(1))
     # It reads the package's metadata each time.
     other.is_deepspeed_available = cache(other.is_deepspeed_available)
-    # A hash of all rows names files of the cache; rows in memory have none.
-    arrow_dataset.generate_fingerprint = lambda dataset: generate_random_fingerprint()
+    # Hashes of all rows, and of what is made of them, name files of the cache; rows in memory have none.
+    drawn: set[str] = set()
+    update = fingerprint.update_fingerprint
+
+    def draw(*_: object) -> str:
+        drawn.add(name := fingerprint.generate_random_fingerprint())
+        return name
+
+    arrow_dataset.generate_fingerprint = draw
+    fingerprint.update_fingerprint = arrow_dataset.update_fingerprint = lambda name, *of: (
+        draw() if name in drawn else update(name, *of)
+    )
     # `torch.manual_seed` keeps the seed of a device that is not there, with the whole formatted stack.
     for device in (torch.cuda, torch.xpu, torch.mtia):
         if not device.device_count():

@@ -112,7 +112,7 @@ class PreparedSets(DataSets):
         names = {name for sequence in self.settings.sequences for name in sequence}
         if not isinstance(dataset, Dataset) or names - set(dataset.column_names):
             return None
-        return np.sum([list_lengths(dataset, name) for name in names], axis=0).tolist()
+        return list_lengths(dataset, *names).tolist()
 
 
 def sequence_lengths(dataset: Dataset, sequences: Sequence[Sequence[str]] = (("input_ids",),)) -> np.ndarray:
@@ -121,5 +121,5 @@ def sequence_lengths(dataset: Dataset, sequences: Sequence[Sequence[str]] = (("i
         flat: Callable[..., Any] = pc.list_flatten  # type: ignore[attr-defined]
         return np.concatenate([flat(block).to_numpy() for block in column_blocks(dataset, "seq_lengths")])
     present = [names for names in sequences if set(names) <= set(dataset.column_names)]
-    lengths = [np.sum([list_lengths(dataset, name) for name in names], axis=0) for names in present]
+    lengths = [list_lengths(dataset, *names) for names in present]
     return np.max(lengths, axis=0) if lengths else np.zeros(0, np.int64)

@@ -43,16 +43,20 @@ def is_number_list(kind: pa.DataType) -> bool:
     return pa.types.is_integer(value) or pa.types.is_floating(value) or pa.types.is_boolean(value)
 
 
-def list_lengths(dataset: Dataset, column: str) -> np.ndarray:
-    """The length of each row's list in a column, whatever format the rows are handed out in."""
+def list_lengths(dataset: Dataset, *columns: str) -> np.ndarray:
+    """The length of each row's lists in all columns, whatever format the rows are handed out in."""
     count = pc.list_value_length  # type: ignore[attr-defined]
-    blocks = [count(block).to_numpy() for block in column_blocks(dataset, column)]
+    blocks = [sum(count(block[name]).to_numpy() for name in columns) for block in table_blocks(dataset)]
     return np.concatenate(blocks or [np.zeros(0, np.int64)])
 
 
+def table_blocks(dataset: Dataset) -> Iterator[Any]:
+    yield from dataset.with_format("arrow").iter(batch_size=50_000)
+
+
 def column_blocks(dataset: Dataset, column: str) -> Iterator[Any]:
-    for block in dataset.with_format("arrow").iter(batch_size=50_000):
-        yield block[column]  # type: ignore[index]
+    for block in table_blocks(dataset):
+        yield block[column]
 
 
 def read_ragged(column: pa.ChunkedArray, name: str) -> Ragged:
