@@ -304,7 +304,7 @@ def run_commands(block: str, folder: Path) -> None:
 
     `trl ...` and `python FILE ...` run in forks of this process, which has imported the library; other lines in a shell.
     What starts two processes starts forks (tests/cli/test_launch.py starts them as a reader does). Trainings of whole epochs
-    end after three steps.
+    end after three steps, and a model of no printed size has one layer.
     """
     lines = [line for line in re.sub(r"\\\n\s*", " ", block).splitlines() if shlex.split(line, comments=True)]
     if any(line.split()[0] in ("for", "while", "if", "cd", "export") or line[0] in " \t" for line in lines):
@@ -317,6 +317,8 @@ def run_commands(block: str, folder: Path) -> None:
             and not {"--max_steps", "--dry_run"} & set(words)
         ):
             words += ["--max_steps", "3"]
+        if words[:2] == ["python", "examples/small_model.py"] and "--layers" not in words:
+            words += ["--layers", "1", "--width", "128"]
         if words[0] == "torchrun":
             run_in_two(folder, ["trl", words[words.index("-m") + 1].split(".")[-1], *words[words.index("-m") + 2 :]])
         elif line.endswith(IN_TWO):
