@@ -62,8 +62,7 @@ def bandit(kind, seed, *, price=PRICE, steps=80, learning_rate=1e-2):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("kind", ["function", "model"])
+@pytest.mark.parametrize(("kind", "seed"), [("function", 0), ("model", 1)])
 def test_the_optimum_is_reached(kind, seed):
     """At least 90 % of the way from the start's worth to the best one."""
     start, worth, best, _ = bandit(kind, seed)
