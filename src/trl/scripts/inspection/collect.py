@@ -60,7 +60,6 @@ class Inspection:
     lengths: np.ndarray
     figures: dict[str, str]
     tokenizer: PreTrainedTokenizerBase
-    summaries: list[str]
     faults: list[Fault]
     shown: list[ShownRow]
     rewards: dict[str, np.ndarray] = field(default_factory=dict)  # those that are known
@@ -82,10 +81,11 @@ def inspect_data(
         text_field = getattr(training_args, "dataset_text_field", "text")
         tokenizer = text_tokenizer(trainer.processing_class)  # type: ignore[arg-type]
         shown = shown_rows(trainer, train, options.shown, text_field)
-        inspection = Inspection(
-            f"{script_args.dataset_name} for {method}", lengths, figures_of(trainer, len(train), lengths, context),
-            tokenizer, [report.summary() for report in reports.values()], faults.report_faults(reports.get("train", PreparationReport())), shown,
-        )  # fmt: skip
+        figures = figures_of(trainer, len(train), lengths, context)
+        figures |= dict(report.summary().split(": ", 1) for report in reports.values())
+        counted = faults.report_faults(reports.get("train", PreparationReport()))
+        title = f"{script_args.dataset_name} for {method}"
+        inspection = Inspection(title, lengths, figures, tokenizer, counted, shown)
         longer = np.flatnonzero(lengths > (context or np.inf))
         inspection.faults += faults.of_rows("rows longer than the context", longer, len(lengths), context)
         inspection.faults += faults.shown_faults(shown) + faults.label_faults(train)
@@ -99,6 +99,9 @@ def inspect_data(
         if COMMANDS[method].others in ONLINE and (functions := getattr(script_args, "reward_funcs", None)):
             inspection.rewards = scored(functions, train, options.answers, inspection.notes)
             inspection.faults += faults.reward_faults(inspection.rewards, min(len(train), SCORED_ROWS))
+            for name, values in inspection.rewards.items():
+                if len(values):
+                    figures[name] = f"mean {values.mean():.4g}, from {values.min():.4g} to {values.max():.4g}"
     return inspection
 
 

@@ -59,17 +59,11 @@ def print_inspection(inspection: Inspection, *, rows: int = 2) -> None:
     width = max(map(len, inspection.figures))
     for name, value in inspection.figures.items():
         console.print(f"  {name:<{width}}  {value}", markup=False)
-    for summary in inspection.summaries:
-        console.print(f"  {summary}", markup=False)
     for row in inspection.shown[:rows]:
         console.print(f"\nRow {row.number}", style="bold")
         for title, tokens in row.sequences.items():
             shown = Shown(title, [token.id for token in tokens], [token.state for token in tokens])
             console.print(rendered(inspection.tokenizer, shown, colour=console.is_terminal))
-    for name, values in inspection.rewards.items():
-        if len(values):
-            words = f"mean {values.mean():.4g}, from {values.min():.4g} to {values.max():.4g}"
-            console.print(f"\n{name}: {words}", markup=False)
     for fault in inspection.faults:
         first = f" (first: {', '.join(map(str, fault.rows))})" if fault.rows else ""
         console.print(f"\n{fault.name}: {fault.count:,} of {fault.of:,} rows{first}", style="bold red", markup=False)
