@@ -20,7 +20,8 @@ Facts = Mapping[str, Any]
 ROWS = 1000
 _ADAPTER = ("peft_type", "r", "target_modules", "modules_to_save")
 _NOT_COMPARED = (  # what does not change the training, by the begin of its name
-    "output_dir", "resume_", "ignore_data_skip", "log", "save_", "eval_", "do_", "hub_", "push_to_hub", "report", "hang_",
+    "output_dir", "resume_", "ignore_data_skip", "log", "save_", "eval_", "do_", "hub_", "push_to_hub", "report",
+    "hang_",
     "run_name", "project", "trackio_", "disable_tqdm", "dataloader_num", "dataloader_p", "skip_memory", "enable_jit",
     "overwrite_", "restore_callback", "load_best", "metric_for_best", "greater_is", "prediction_loss", "include_",
     "local_rank", "per_device_eval", "remove_unused", "num_completions_to_print", "past_index", "debug", "batch_eval",
@@ -62,7 +63,7 @@ def hash_rows(dataset: Dataset) -> str:
 
 
 def compare(checkpoint: Path, facts: Facts, *, ignore_data: bool = False) -> list[str]:
-    """Lines on changed settings. Raises: CheckpointError for another method, model or (unless ignored) data or steps."""
+    """Lines on changed settings. Raises: CheckpointError for another method, model, data or steps (unless ignored)."""
     recorded = redacted(read_manifest(checkpoint))  # older ones have secrets
     if not recorded:
         return []

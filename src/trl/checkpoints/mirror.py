@@ -27,7 +27,7 @@ class Mirror:
     """The checkpoints of a run under a URL."""
 
     def __init__(self, url: str) -> None:
-        """`url`: s3://bucket/folder, file:///folder, …. Raises: ValueError for one that fsspec, as installed, cannot open."""
+        """`url`: s3://bucket/folder, file:///folder, …. Raises: ValueError for one that fsspec here cannot open."""
         self._name = redacted(url)
         try:
             self._fs, root = url_to_fs(url)
@@ -68,13 +68,13 @@ class Mirror:
         others = [name for name, manifest in checkpoints.items() if manifest and manifest.get("run") != run]
         if others:
             raise CheckpointError(
-                f"checkpoint_mirror={self._name!r} has checkpoints of another run ({', '.join(others)}). Give each run a "
-                "mirror of its own, or continue that run with resume_from_checkpoint=true."
+                f"checkpoint_mirror={self._name!r} has checkpoints of another run ({', '.join(others)}). Give each run "
+                "a mirror of its own, or continue that run with resume_from_checkpoint=true."
             )
         return checkpoints
 
     def put(self, checkpoint: Path) -> None:
-        """Upload a checkpoint that is not there yet. Raises: OSError where it was replaced meanwhile; as `check_run`."""
+        """Upload a checkpoint that is not there yet. Raises: OSError if it was replaced meanwhile; as `check_run`."""
         written, target = (checkpoint / MANIFEST).read_bytes(), f"{self._root}/{checkpoint.name}"
         manifest = json.loads(written)
         if self.check_run(manifest.get("run")).get(checkpoint.name) == manifest:

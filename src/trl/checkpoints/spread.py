@@ -64,8 +64,9 @@ def check_spread(checkpoint: Path, recorded: Settings, facts: Settings) -> None:
         )
     if settings.get("dataloader_drop_last") and data and data["rows"] % before.round != data["rows"] % now.round:
         raise CheckpointError(
-            f"{checkpoint} was trained with dataloader_drop_last=True in rounds of {before.round} rows, and this run has "
-            f"{now.round}: epochs end with other rows. Let per_device_train_batch_size x processes be {before.round}."
+            f"{checkpoint} was trained with dataloader_drop_last=True in rounds of {before.round} rows, and this run "
+            f"has {now.round}: epochs end with other rows. Let per_device_train_batch_size x processes be "
+            f"{before.round}."
         )
     if data is None and facts.get("workers", 0) > 1:
         raise CheckpointError(
@@ -76,8 +77,8 @@ def check_spread(checkpoint: Path, recorded: Settings, facts: Settings) -> None:
     if sizes and sizes_now and sizes != sizes_now:
         parts = ", ".join(f"{name} {size}, now {sizes_now[name]}" for name, size in sizes.items())
         raise CheckpointError(
-            f"{checkpoint} learned from other rows of its rollouts ({parts}). Set generation_batch_size as it was, and let "
-            "per_device_train_batch_size x gradient_accumulation_steps be a multiple of num_generations."
+            f"{checkpoint} learned from other rows of its rollouts ({parts}). Set generation_batch_size as it was, and "
+            "let per_device_train_batch_size x gradient_accumulation_steps be a multiple of num_generations."
         )
 
 

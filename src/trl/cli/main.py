@@ -145,7 +145,7 @@ commands:
 {lines}
 
 `trl <command> --help` lists the options of a command. Training commands read options from a YAML file
-with --config, take any option of `accelerate launch` as well as --accelerate_config <profile or file>, and are submitted as
+with --config, take any option of `accelerate launch` and --accelerate_config <profile or file>, and are submitted as
 a job by --launch slurm."""
 
 

@@ -85,8 +85,9 @@ def submit(
         raise ValueError(f"{serves} needs --model_name_or_path and --gpus_per_node of at least 1.")
     if cluster.vllm_gpus and (cluster.nodes + cluster.vllm_nodes > 1 or cluster.vllm_gpus >= cluster.gpus):
         raise ValueError(
-            f"vllm_gpus must be less than gpus_per_node={cluster.gpus} of one machine, got {cluster.vllm_gpus} with nodes="
-            f"{cluster.nodes} and vllm_nodes={cluster.vllm_nodes}. For several machines give --vllm_nodes 1 alone."
+            f"vllm_gpus must be less than gpus_per_node={cluster.gpus} of one machine, got {cluster.vllm_gpus} with "
+            f"nodes={cluster.nodes} and vllm_nodes={cluster.vllm_nodes}. For several machines give --vllm_nodes 1 "
+            "alone."
         )
     folder = Path(values["output_dir"]).absolute() / "slurm"
     folder.mkdir(parents=True, exist_ok=True)
@@ -119,7 +120,8 @@ def job_script(name: str, cluster: Cluster, line: list[str], values: Mapping[str
     return jinja.get_template("slurm.sh").render(
         name=name, job=shlex.quote(values.get("run_name") or f"trl-{name}"), folder=shlex.quote(str(folder)),
         here=shlex.quote(str(Path.cwd())), trl=f"{shlex.quote(sys.executable)} -m trl.cli", words=shlex.join(line),
-        model=shlex.quote(values.get("model_name_or_path", "")), per_node=max(cluster.gpus - cluster.vllm_gpus, 1), **cluster._asdict(),
+        model=shlex.quote(values.get("model_name_or_path", "")), per_node=max(cluster.gpus - cluster.vllm_gpus, 1),
+        **cluster._asdict(),
     )  # fmt: skip
 
 

@@ -171,7 +171,7 @@ class PromptSets:
     def prepared(self, dataset: Dataset, name: str) -> Dataset:
         """The data set with a column `input_ids` of prompts; others stay, except masks of the prompts' tokens.
 
-        A row has a `prompt`, text or messages, or is tokenised already: `input_ids`, and optionally an `attention_mask`.
+        A row has a `prompt`, text or messages, or is tokenised already: `input_ids`, perhaps an `attention_mask`.
         Raises: ValueError or TypeError, naming the row, for prompts that do not fit the settings.
         """
         kind = prompt_tokenizer(dataset, self.processing_class, self.settings, name=name)

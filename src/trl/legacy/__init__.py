@@ -35,8 +35,8 @@ _KNOWN: Mapping[str, tuple[str, ...]] = {
         "tokenizer", "max_length", "truncation_mode", "optimize_device_cache", "model_init_kwargs"
     ),
     "DPOConfig": (
-        *_PAIRS, *_REFERENCE, "loss_type", "model_adapter_name", "ref_adapter_name", "label_smoothing", "reference_free",
-        "force_use_ref_model",
+        *_PAIRS, *_REFERENCE, "loss_type", "model_adapter_name", "ref_adapter_name", "label_smoothing",
+        "reference_free", "force_use_ref_model",
     ),
     "ORPOConfig": _PAIRS,
     "CPOConfig": (*_PAIRS, "loss_type", "label_smoothing", "cpo_alpha", "simpo_gamma"),
@@ -53,8 +53,8 @@ _KNOWN: Mapping[str, tuple[str, ...]] = {
 
 _FIELDS = {"max_seq_length": "max_length", "max_target_length": "max_completion_length"}
 _ARGUMENTS = {
-    "tokenizer": "processing_class", "model_init": "model", "config": "args", "policy": "model", "ref_policy": "ref_model",
-    "reward_model": "reward_funcs",
+    "tokenizer": "processing_class", "model_init": "model", "config": "args", "policy": "model",
+    "ref_policy": "ref_model", "reward_model": "reward_funcs",
 }  # fmt: skip
 _IGNORED: Mapping[str, Mapping[str, str]] = {
     "SFTConfig": {

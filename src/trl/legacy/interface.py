@@ -70,7 +70,8 @@ OTHER_NAMES = {
 """Attributes that are fields of the config under another name, or of `TrainingArguments`, beside those of its own."""
 
 LIVE = frozenset((
-    "alpha", "beta", "cpo_alpha", "desirable_weight", "epsilon", "epsilon_high", "f_divergence_type", "generate_during_eval",
+    "alpha", "beta", "cpo_alpha", "desirable_weight", "epsilon", "epsilon_high", "f_divergence_type",
+    "generate_during_eval",
     "label_smoothing", "ld_alpha", "log_completions", "normalize_advantages", "num_completions_to_print", "simpo_gamma",
     "undesirable_weight",
 ))  # fmt: skip
@@ -223,7 +224,7 @@ class Legacy(_Trainer):
                 raise TypeError(f"{fault}. {advice}, or remove the override.")
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Called by the constructor of transformers. Raises TypeError where a subclass calls that one in place of ours."""
+        """Called by transformers' constructor. Raises TypeError where a subclass calls that one in place of ours."""
         if "_sums" not in vars(self):
             name = type(self).__name__
             raise TypeError(f"{name}.__init__ did not call the constructor of its trainer. Call super().__init__(...).")

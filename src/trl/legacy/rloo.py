@@ -22,14 +22,14 @@ from trl.trainer.rloo_config import RLOOConfig
 Processor = PreTrainedTokenizerBase | ProcessorMixin
 
 _ORDER = (
-    "config", "processing_class", "policy", "ref_policy", "reward_model", "train_dataset", "data_collator", "eval_dataset",
-    "optimizers", "callbacks",
+    "config", "processing_class", "policy", "ref_policy", "reward_model", "train_dataset", "data_collator",
+    "eval_dataset", "optimizers", "callbacks",
 )  # fmt: skip
 _MOVED = ("model", "reward_funcs", "args", "processing_class", "ref_model")
 
 
 def of_any_level(init: Callable[..., None]) -> Callable[..., None]:
-    """A constructor that also takes the arguments of 0.9-0.21, by name or in their order, which begins with the config."""
+    """A constructor that also takes the arguments of 0.9-0.21, by name or in their order: first the config."""
     signature = inspect.signature(init)
 
     @functools.wraps(init)

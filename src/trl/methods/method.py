@@ -90,8 +90,8 @@ class Outcome(NamedTuple):
         totals = self.totals(units, counts, router_weight=router_weight)
         if len(step) != len(units):
             raise ValueError(
-                f"num_items_in_batch must have the step's numbers of {', '.join(units)}, got {step.tolist()}. Leave it out for "
-                "the loss of this batch alone."
+                f"num_items_in_batch must have the step's numbers of {', '.join(units)}, got {step.tolist()}. Leave it "
+                "out for the loss of this batch alone."
             )
         return sum(map(share_of_step, totals, step), start=torch.zeros(()))
 

@@ -62,7 +62,7 @@ def set_up_policy(
     A model given by name is loaded to train all of its weights, unless there is a `peft_config` or it is not to be
     `trained`. Of the config `args` the fields `model_init_kwargs`, `eos_token`, `pad_token`, `chat_template_path`,
     `disable_dropout`, `cast_lm_head_to_fp32` and, if the trainer `shares_tokens`, `sp_size` are used if there are such.
-    With `classifier` the model is one of that kind: its config gets the padding token, and an adapter trains its head too.
+    With `classifier` the model is one of that kind: its config gets the padding token, an adapter trains its head too.
     """
     init: LoadArguments = args.model_init_kwargs or {}
     keeps_residuals = trained and getattr(args, "weights", None) is not None

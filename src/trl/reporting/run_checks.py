@@ -100,8 +100,8 @@ class RunChecks:
         usual = median([norm for norm in norms if norm == norm] or [0.0])
         if len(norms) >= USUAL // 2 and norm > SPIKE * usual > 0:
             signs["gradient spike"] = (
-                f"The gradient's norm is {norm:.3g}, {norm / usual:.0f} times the usual: look at the rows of this step, "
-                "lower max_grad_norm or the learning rate."
+                f"The gradient's norm is {norm:.3g}, {norm / usual:.0f} times the usual: look at the rows of this "
+                "step, lower max_grad_norm or the learning rate."
             )
         return signs
 

@@ -10,7 +10,7 @@ _TASKS = {
 
 
 def usage_of(folder: str | Path, architecture: str, *, chats: bool, base: str = "") -> list[str]:
-    """How to use a saved model of an architecture; none for one without a pipeline. `base` is a comment on its adapter."""
+    """How to use a saved model of an architecture that has a pipeline. `base` is a comment on its adapter."""
     task = next((task for end, task in _TASKS.items() if architecture.endswith(end)), None)
     if task is None:
         return []

@@ -105,8 +105,8 @@ def group_sizes(args: Any) -> GroupSizes:
     micro_batches = math.lcm(steps, accumulated)
     if args.device_rows * micro_batches % args.sp_size:
         raise ValueError(
-            f"sp_size={args.sp_size} must divide the {args.device_rows * micro_batches} completions that processes which "
-            "share tokens generate together. Set steps_per_generation to a multiple of it."
+            f"sp_size={args.sp_size} must divide the {args.device_rows * micro_batches} completions that processes "
+            "which share tokens generate together. Set steps_per_generation to a multiple of it."
         )
     sizes = RolloutSizes(
         rows=rows * micro_batches,

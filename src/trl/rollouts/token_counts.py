@@ -89,7 +89,7 @@ class TokenCounts:
         self.add(rows, torch.zeros(len(rows.completions.values)))
 
     def mask(self, rows: Experience, chosen: Tensor, *, copies: int = 1) -> None:
-        """Move tokens of counted rows, which so many processes have, that are not `chosen (K,)` to the bucket `masked`."""
+        """Move tokens of counted rows, which so many processes have, that are not `chosen (K,)` to `masked`."""
         advantages = token_advantages(rows)
         self._note(self._of(rows, advantages, chosen) - self._of(rows, advantages), copies=copies)
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 Trainer = Any  # a `BaseTrainer`, whose model and data transformers declares as optional
 _MOST_TOKENS = 400  # of a sequence; of longer ones the ends are shown
 _STATES = {
-    "trained": ("black on green", ">>{}<<"), "masked": ("dim", "{}"), "cut": ("red strike", "[[{}]]"), "image": ("blue", "{}")
+    "trained": ("black on green", ">>{}<<"), "masked": ("dim", "{}"), "cut": ("red strike", "[[{}]]"),
+    "image": ("blue", "{}"),
 }  # fmt: skip
 
 
@@ -67,7 +68,7 @@ def describe(trainer: Trainer, settings: Mapping[str, object], *, made_folder: b
 
 
 def sequences(trainer: Trainer, row: Fields, collator: Any = None) -> list[Shown]:
-    """The token sequences of a prepared row, those of rows with images made by the trainer's collator or another one."""
+    """The token sequences of a prepared row; rows with images are made by the trainer's collator or another one."""
     parts = {name: list(row[name]) for name in row if name.endswith("_input_ids") and row[name] is not None}
     if parts:
         title = {name: name.removesuffix("_input_ids") for name in parts}
@@ -90,7 +91,7 @@ def sequences(trainer: Trainer, row: Fields, collator: Any = None) -> list[Shown
 
 
 def rendered(processing_class: ProcessingClass, sequence: Shown, *, colour: bool) -> Text:
-    """A sequence as text. What is trained is coloured or stands between >> and <<, what is cut off between [[ and ]]."""
+    """A sequence as text. What is trained is coloured or between >> and <<, what is cut off between [[ and ]]."""
     tokenizer: Any = text_tokenizer(processing_class)
     text = Text(f"{sequence.title} ({len(sequence.ids)} tokens, {sequence.states.count('trained')} trained): ")
     half = _MOST_TOKENS // 2

@@ -17,8 +17,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = PlainParser(
         prog="trl report",
         usage="trl report RUN [RUN2 ...] [--html FILE] [--watch [SECONDS]]",
-        description="Show runs on a page that needs no network: settings, curves, completions with their rewards, signs "
-        "that something is wrong, time and memory. RUN is the output_dir of a run, also of one that is going on.",
+        description="Show runs on a page that needs no network: settings, curves, completions with their rewards, "
+        "signs that something is wrong, time and memory. RUN is the output_dir of a run, also of one that is going on.",
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="output folders of runs")
     parser.add_argument("--html", metavar="FILE", type=Path, help="the page (default: report.html in the first folder)")

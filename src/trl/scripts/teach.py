@@ -127,7 +127,8 @@ def _settings(script_args: TeachScriptArguments, args: GKDConfig, policy: "Polic
 
     loading: Any = args.model_init_kwargs
     names = (
-        "max_length", "completion_only_loss", "assistant_only_loss", "dataset_text_field", "eos_token", "dataset_kwargs",
+        "max_length", "completion_only_loss", "assistant_only_loss", "dataset_text_field", "eos_token",
+        "dataset_kwargs",
     )  # fmt: skip
     return {
         "format": 1, "columns": TEACHER_COLUMNS, "teacher": script_args.teacher,

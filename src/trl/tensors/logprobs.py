@@ -26,8 +26,8 @@ AnyHead = Callable[[Tensor], Tensor]
 
 
 def token_scores(
-    hidden: Tensor, weight: Tensor | AnyHead, targets: Tensor, *, bias: Tensor | None = None, rule: LogitRule = PLAIN_LOGITS,
-    wanted: Statistics = NOTHING_ELSE, chunk_size: int | None = None,
+    hidden: Tensor, weight: Tensor | AnyHead, targets: Tensor, *, bias: Tensor | None = None,
+    rule: LogitRule = PLAIN_LOGITS, wanted: Statistics = NOTHING_ELSE, chunk_size: int | None = None,
 ) -> TokenScores:  # fmt: skip
     """Log-probs of `targets` under `softmax(rule(hidden @ weight.T + bias))`, with gradient.
 

@@ -40,6 +40,6 @@ class AlignPropConfig(DiffusionOptions):
         self.truncated_rand_backprop_minmax = tuple(bounds)  # type: ignore[assignment]
         if not rand and self.truncated_backprop_timestep > last:
             raise ValueError(
-                f"truncated_backprop_timestep must be at most sample_num_steps - 1 = {last}, else nothing has a gradient, got "
-                f"{self.truncated_backprop_timestep}."
+                f"truncated_backprop_timestep must be at most sample_num_steps - 1 = {last}, else nothing has a "
+                f"gradient, got {self.truncated_backprop_timestep}."
             )

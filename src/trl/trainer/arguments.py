@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 AnyDataset: TypeAlias = Dataset | IterableDataset
 EvalDatasets: TypeAlias = AnyDataset | dict[str, AnyDataset]
@@ -20,4 +20,5 @@ ModelInit: TypeAlias = Callable[[], PreTrainedModel]
 Optimizers: TypeAlias = tuple[torch.optim.Optimizer | None, LRScheduler | None]
 OptimizerClass: TypeAlias = tuple[type[torch.optim.Optimizer], dict[str, Any]]
 PreprocessLogits: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+Callbacks: TypeAlias = list[TrainerCallback]
 FormattingFunction: TypeAlias = Callable[[dict[str, Any]], Any]

@@ -197,14 +197,14 @@ class BaseTrainer(Trainer):
         return turn * self.args.data_processes + self.args.data_index
 
     def changed_draws(self, before: Spread, now: Spread) -> list[str]:
-        """What is drawn otherwise where a step's rows are cut otherwise; draws are those of a micro-batch, in any process."""
+        """What is drawn otherwise where a step's rows are cut otherwise; a micro-batch draws the same anywhere."""
         drawn = {"dropout": has_dropout(self.model), "NEFTune's noise": self.scorer.neftune_alpha}  # type: ignore[arg-type]
         return [name for name, is_drawn in drawn.items() if is_drawn and before.rows != now.rows]
 
     def outcome(
         self, model: nn.Module, batch: Batch, *, step: Tensor | None = None, with_outputs: bool = False,
     ) -> Outcome:  # fmt: skip
-        """The terms of a batch; `step`: the step's number of each kind of unit; `with_outputs`: predictions are needed."""
+        """The terms of a batch; `step`: the step's number of each unit; `with_outputs`: predictions are needed."""
         scoring = self.scoring(model, batch, counts=step, outputs=with_outputs)
         method = self.trained_method(scoring.step)
         return method.terms(batch, method.score(batch, scoring), scoring.step)
@@ -277,7 +277,8 @@ class BaseTrainer(Trainer):
         """Train; see `transformers.Trainer.train`. Resuming is bit-exact.
 
         Raises: FileNotFoundError without a checkpoint to resume from; CheckpointError for one that lost a part or is of
-        another method, model or data, and where another run is active in `output_dir`; OSError for an unreadable mirror.
+        another method, model or data, and where another run is active in `output_dir`; OSError for a mirror that
+        cannot be read.
         """
         self.run_metrics.begin()
         loaders.check_lengths(self.accelerator, self.train_dataset, "train")
@@ -361,7 +362,7 @@ class BaseTrainer(Trainer):
         return super().get_test_dataloader(loaders.later(self._sets, test_dataset))
 
     def _get_dataloader(self, dataset: Any, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
-        """A loader of whole rounds, also for a program's own `get_*_dataloader`; evaluations read all rows, in order."""
+        """A loader of whole rounds, also for a user's `get_*_dataloader`; evaluations read all rows, in order."""
         make = partial(super()._get_dataloader, is_training=is_training)
         return loaders.rounds_loader(lambda rows: make(rows, *args, **kwargs), dataset, self.args, training=is_training)
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase
 
 from trl._lazy import attach
 from trl.data.rendering import Fields
@@ -60,8 +60,9 @@ class BCOTrainer(LegacyBCO, UnpairedTrainer):
         args: BCOConfig | None = None, train_dataset: arguments.AnyDataset | None = None,
         eval_dataset: arguments.EvalDatasets | None = None, processing_class: arguments.Processor | None = None,
         data_collator: arguments.Collator | None = None, model_init: arguments.ModelInit | None = None,
-        callbacks: list[TrainerCallback] | None = None, optimizers: arguments.Optimizers = (None, None),
-        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None, peft_config: "PeftConfig | None" = None,
+        callbacks: arguments.Callbacks | None = None, optimizers: arguments.Optimizers = (None, None),
+        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None,
+        peft_config: "PeftConfig | None" = None,
         compute_metrics: arguments.ComputeMetrics | None = None, model_adapter_name: str | None = None,
         ref_adapter_name: str | None = None, embedding_func: EmbeddingFunction | None = None,
         embedding_tokenizer: PreTrainedTokenizerBase | None = None, **older: Any,
@@ -69,8 +70,8 @@ class BCOTrainer(LegacyBCO, UnpairedTrainer):
         self._density = _prompt_density(embedding_func, embedding_tokenizer, train_dataset)
         super().__init__(
             model, ref_model, args, train_dataset, eval_dataset, processing_class, data_collator, model_init, callbacks,
-            optimizers, preprocess_logits_for_metrics, peft_config, compute_metrics, model_adapter_name, ref_adapter_name,
-            **older,
+            optimizers, preprocess_logits_for_metrics, peft_config, compute_metrics, model_adapter_name,
+            ref_adapter_name, **older,
         )  # fmt: skip
         if self._density is not None:
             self._density.fit(

@@ -214,7 +214,8 @@ class DDPOTrainer(DiffusionTrainer):
         return {}
 
     def calculate_loss(
-        self, latents: Tensor, timesteps: Tensor, next_latents: Tensor, log_probs: Tensor, advantages: Tensor, embeds: Any
+        self, latents: Tensor, timesteps: Tensor, next_latents: Tensor, log_probs: Tensor, advantages: Tensor,
+        embeds: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Loss, approximate KL divergence and clipped share of one denoising step of B images, 0-dim each.
 
@@ -254,8 +255,9 @@ def check_batch_sizes(config: PolicyGradientOptions, processes: int) -> None:
     if sampled % trained:
         divisors = [str(size) for size in range(1, sampled + 1) if sampled % size == 0]
         raise ValueError(
-            f"sample_batch_size must be a multiple of train_batch_size, got {sampled} and {trained}. Set train_batch_size to "
-            f"{' or '.join(divisors)}, or sample_batch_size to {(sampled // trained + 1) * trained}."
+            f"sample_batch_size must be a multiple of train_batch_size, got {sampled} and {trained}. Set "
+            f"train_batch_size to {' or '.join(divisors)}, or sample_batch_size to "
+            f"{(sampled // trained + 1) * trained}."
         )
     images = sampled * config.sample_num_batches_per_epoch * processes
     each = trained * processes * config.train_gradient_accumulation_steps
@@ -263,7 +265,7 @@ def check_batch_sizes(config: PolicyGradientOptions, processes: int) -> None:
         batches = config.sample_num_batches_per_epoch * sampled // trained
         fitting = [str(count) for count in range(1, batches + 1) if batches % count == 0]
         raise ValueError(
-            f"the {images} images of an epoch (sample_batch_size * sample_num_batches_per_epoch * processes) must be a multiple of "
-            f"the {each} of an optimiser step (train_batch_size * train_gradient_accumulation_steps * processes). Set "
-            f"train_gradient_accumulation_steps to {' or '.join(fitting)}."
+            f"the {images} images of an epoch (sample_batch_size * sample_num_batches_per_epoch * processes) must be a "
+            f"multiple of the {each} of an optimiser step (train_batch_size * train_gradient_accumulation_steps * "
+            f"processes). Set train_gradient_accumulation_steps to {' or '.join(fitting)}."
         )

@@ -44,7 +44,8 @@ def make_policy(model: Any, config: Any) -> DiffusionPolicy:
         needed = [*_MEMBERS, *(["rgb_with_grad"] if with_grad else ["__call__", "scheduler_step"])]
         if missing := [name for name in needed if not hasattr(model, name)]:
             raise TypeError(
-                f"{type(model).__name__} must define what DDPOStableDiffusionPipeline describes, and lacks {', '.join(missing)}."
+                f"{type(model).__name__} must define what DDPOStableDiffusionPipeline does, and lacks "
+                f"{', '.join(missing)}."
             )
     settings = {
         "num_steps": config.sample_num_steps, "guidance_scale": config.sample_guidance_scale,
@@ -80,8 +81,9 @@ def make_accelerator(config: Any) -> Accelerator:
     kind, count = accelerator.distributed_type, accelerator.gradient_accumulation_steps
     if kind not in _KNOWN or count != 1:
         raise ValueError(
-            f"diffusion models train on one device or by data parallelism, without gradient accumulation of accelerate's, got "
-            f"{kind.value} and {count} steps. Launch without FSDP and DeepSpeed, and set train_gradient_accumulation_steps."
+            "diffusion models train on one device or by data parallelism, without gradient accumulation of "
+            f"accelerate's, got {kind.value} and {count} steps. Launch without FSDP and DeepSpeed, and set "
+            "train_gradient_accumulation_steps."
         )
     return accelerator
 

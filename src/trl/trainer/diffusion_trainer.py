@@ -171,7 +171,7 @@ class DiffusionTrainer:
                     raise found
         if not isinstance(found, tuple) or len(found) != 2:
             raise TypeError(
-                f"the reward function must return (rewards, metadata), got {type(found).__name__}. Return {{}} for no metadata."
+                f"the reward function must return (rewards, metadata), got {type(found).__name__}; {{}} is no metadata."
             )
         return found
 
@@ -198,8 +198,8 @@ class DiffusionTrainer:
         blank = int((images.flatten(1).amax(dim=1) <= 0).sum())
         if blank and not self.blank_images:
             logger.warning(
-                "%d of %d images are black, as a safety checker makes them. Turn it off, or reward such images as you mean "
-                "to. Logged once; counted as blank_images.",
+                "%d of %d images are black, as a safety checker makes them. Turn it off, or reward such images as you "
+                "mean to. Logged once; counted as blank_images.",
                 blank, len(images),
             )  # fmt: skip
         self.blank_images += blank
@@ -224,8 +224,8 @@ class DiffusionTrainer:
         norm = self.accelerator.clip_grad_norm_(self._trained, self.config.train_max_grad_norm)
         if self.accelerator.scaler is None and not math.isfinite(float(norm)):  # type: ignore[arg-type]
             raise FloatingPointError(
-                f"the gradient's norm must be finite, got {float(norm)} in optimiser step {step + 1}. No update was made with it. "  # type: ignore[arg-type]
-                "Lower train_learning_rate, check the rewards, or set mixed_precision='bf16' or 'no'."
+                f"the gradient's norm must be finite, got {norm:g} in optimiser step {step + 1}. No update was made "
+                "with it. Lower train_learning_rate, check the rewards, or set mixed_precision='bf16' or 'no'."
             )
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -300,9 +300,9 @@ class DiffusionTrainer:
         others = [each.name for each in there if each not in self._checkpoints]
         if others and self.config.save_freq:
             logger.warning(
-                "%s has checkpoints of another run, or later than the one resumed from (%s). They are kept, but replaced where this "
-                "run saves the same epoch, and resuming from the folder takes the last of all. Set another project_dir in "
-                "project_kwargs.",
+                "%s has checkpoints of another run, or later than the one resumed from (%s). They are kept, but "
+                "replaced where this run saves the same epoch, and resuming from the folder takes the last of all. Set "
+                "another project_dir in project_kwargs.",
                 self._folder, ", ".join(others),
             )  # fmt: skip
 

@@ -66,8 +66,8 @@ class DPOTrainer(LegacyDPO, PreferenceTrainer):
         processing_class: arguments.Processor | None = None, compute_metrics: arguments.ComputeMetrics | None = None,
         callbacks: list[TrainerCallback] | None = None, optimizers: arguments.Optimizers = (None, None),
         optimizer_cls_and_kwargs: arguments.OptimizerClass | None = None,
-        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None, peft_config: "PeftConfig | None" = None,
-        **older: Any,
+        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None,
+        peft_config: "PeftConfig | None" = None, **older: Any,
     ) -> None:  # fmt: skip
         policy, args = self.begin(model, args, processing_class, peft_config, older)
         assert isinstance(args, DPOConfig)

@@ -82,8 +82,8 @@ def chosen_metric(args: TrainingArguments, sets: Any) -> tuple[str | None, str] 
     sets_named = [set_name for set_name in sets if name.startswith(f"{set_name}_")]
     if not sets_named:
         raise ValueError(
-            f"metric_for_best_model={args.metric_for_best_model!r} is of none of the evaluation sets {list(sets)}, whose metrics are "
-            f"named eval_<set>_<metric>. Set it to 'eval_{next(iter(sets))}_loss', for example."
+            f"metric_for_best_model={args.metric_for_best_model!r} is of none of the evaluation sets {list(sets)}, "
+            f"whose metrics are named eval_<set>_<metric>. Set it to 'eval_{next(iter(sets))}_loss', for example."
         )
     longest = max(sets_named, key=len)
     return longest, name.removeprefix(f"{longest}_")

@@ -44,8 +44,8 @@ class GKDConfig(SFTConfig):
         super().check()
         if self.packing and (self.lmbda or self.seq_kd):
             raise ValueError(
-                f"packing=True with lmbda={self.lmbda} and seq_kd={self.seq_kd}: generated completions are not packed. Leave "
-                "packing out (rows are never padded), or set lmbda=0."
+                f"packing=True with lmbda={self.lmbda} and seq_kd={self.seq_kd}: generated completions are not packed. "
+                "Leave packing out (rows are never padded), or set lmbda=0."
             )
         for name, neutral in (("loss_type", "nll"), ("label_smoothing_factor", 0.0)):
             if getattr(self, name) != neutral:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase
 
 from trl._lazy import attach
 from trl.checkpoints.spread import Spread
@@ -168,8 +168,8 @@ class GKDSets(SFTSets):
         is_rows = isinstance(dataset, (Dataset, IterableDataset))
         if settings.packing and is_rows and TEACHER in column_names(dataset):
             raise ValueError(
-                f"{name} dataset has a column {TEACHER!r}, by which rows choose among several teachers; packing=True does not keep "
-                "them apart. Leave packing out (rows are never padded), or remove the column."
+                f"{name} dataset has a column {TEACHER!r}, by which rows choose among several teachers; packing=True "
+                "does not keep them apart. Leave packing out (rows are never padded), or remove the column."
             )
         if is_rows and settings.formatting_func is None:
             dataset = last_turn_as_completion(dataset)
@@ -232,7 +232,7 @@ class GKDTrainer(LegacyGKD, SFTTrainer):
         eval_dataset: EvalDatasets | None = None,
         processing_class: arguments.Processor | None = None,
         compute_metrics: arguments.ComputeMetrics | None = None,
-        callbacks: list[TrainerCallback] | None = None, optimizers: Optimizers = (None, None),
+        callbacks: arguments.Callbacks | None = None, optimizers: Optimizers = (None, None),
         preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None,
         peft_config: AdapterConfig = None, formatting_func: FormattingFunction | None = None, **older: Any,
     ) -> None:  # fmt: skip
@@ -251,8 +251,8 @@ class GKDTrainer(LegacyGKD, SFTTrainer):
         self.teacher = self._make_teacher(teacher, tokenizer, rows=(train_dataset, eval_dataset))
         if args.seq_kd and self.teacher.model is None:
             raise ValueError(
-                "seq_kd=True needs a teacher that generates: a model other than the student's base. Pass teacher_model, or set "
-                "seq_kd=False."
+                "seq_kd=True needs a teacher that generates: a model other than the student's base. Pass "
+                "teacher_model, or set seq_kd=False."
             )
         self.teacher.prepare(self.accelerator)
         self._generated = self._completions() if args.lmbda or args.seq_kd else None
@@ -275,8 +275,8 @@ class GKDTrainer(LegacyGKD, SFTTrainer):
         elif given is None and any(map(has_teacher_columns, _sets(*rows).values())):
             if args.lmbda:
                 raise ValueError(
-                    f"lmbda={args.lmbda}: the rows' teacher columns belong to completions of the dataset. Set lmbda=0.0, or pass "
-                    "teacher_model."
+                    f"lmbda={args.lmbda}: the rows' teacher columns belong to completions of the dataset. Set "
+                    "lmbda=0.0, or pass teacher_model."
                 )
             prepared = _sets(self.train_dataset, self.eval_dataset)
             for name, dataset in _sets(*rows).items():
@@ -358,14 +358,14 @@ class GKDTrainer(LegacyGKD, SFTTrainer):
         if not prompts.all():
             raise ValueError(
                 f"{int((prompts == 0).sum())} of {len(prompts)} rows have no prompt to complete (or "
-                f"max_length={self.args.max_length} leaves none). Use rows of messages, or of prompt and completion, filter these "
-                "rows out, or set lmbda=0 and seq_kd=False."
+                f"max_length={self.args.max_length} leaves none). Use rows of messages, or of prompt and completion, "
+                "filter these rows out, or set lmbda=0 and seq_kd=False."
             )
         window = min((n for n in map(context_length_of, writers) if n is not None), default=None)
         if window is not None and prompts.max() >= window:
             raise ValueError(
-                f"the longest prompt has {prompts.max()} tokens, the context length is {window}: no room for a completion. "
-                f"Set max_length below {window}."
+                f"the longest prompt has {prompts.max()} tokens, the context length is {window}: no room for a "
+                f"completion. Set max_length below {window}."
             )
         longest = prompts + (self._generated.student.sampling.new_tokens or 0)
         check_positions(reader, longest, dataset_name="train")

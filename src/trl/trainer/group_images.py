@@ -160,8 +160,9 @@ class ImagePromptTokenizer(RowKind):
         ids, is_image = prompt_tokens(reader, reader.text(row, index, images), images)
         if keep is not None and any(is_image[: max(len(ids) - keep, 0)]):
             raise ValueError(
-                f"{place}: {len(ids)} tokens, of which {sum(is_image)} are its images', do not fit max_prompt_length={keep}, "
-                "and an image cannot lose tokens. Set max_prompt_length=None, raise it, or give smaller or fewer images."
+                f"{place}: {len(ids)} tokens, of which {sum(is_image)} are its images', do not fit "
+                f"max_prompt_length={keep}, and an image cannot lose tokens. Set max_prompt_length=None, raise it, or "
+                "give smaller or fewer images."
             )
         kept = ids if keep is None else ids[-keep:]
         check_prompt_ids(kept, self.settings, place)

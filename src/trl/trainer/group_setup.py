@@ -82,8 +82,9 @@ def prompt_sets(
     if has_images(*datasets):
         if args.use_vllm or not by_policy:
             raise ValueError(
-                f"{'use_vllm=True' if by_policy else 'a rollout_func or completer'} was given with rows of images, expected that the policy itself "
-                "generates. Leave it out, or remove the column of images to train on text."
+                f"{'use_vllm=True' if by_policy else 'a rollout_func or completer'} was given with rows of images, "
+                "expected that the policy itself generates. Leave it out, or remove the column of images to train on "
+                "text."
             )
         return ImagePromptSets(policy, settings, **limits)
     return PromptSets(policy.processing_class, settings, **limits)
@@ -100,8 +101,8 @@ def training_prompts(sets: PromptSets, dataset: AnyDataset | None, args: Rollout
     if args.max_steps <= 0 or resamples:
         setting = "dynamic_sampling=True" if resamples else f"max_steps={args.max_steps}"
         raise ValueError(
-            f"train dataset is a stream, which needs max_steps > 0 and dynamic_sampling=False, got {setting}. Change it, or load "
-            "the data set without streaming."
+            f"train dataset is a stream, which needs max_steps > 0 and dynamic_sampling=False, got {setting}. Change "
+            "it, or load the data set without streaming."
         )
     seed = args.seed if args.data_seed is None else args.data_seed
     return sets.stream(dataset, shuffle_seed=seed if args.shuffle_dataset else None)
@@ -134,8 +135,8 @@ def sampling_of(args: RolloutTraining, policy: Policy) -> Sampling:
         sampling.refuse_processors("vLLM")
     if sampling.greedy:
         raise ValueError(
-            f"generation_kwargs={args.generation_kwargs} samples greedily, so that all completions of a prompt are equal. Leave it "
-            "out: do_sample=True and a temperature > 0 are needed."
+            f"generation_kwargs={args.generation_kwargs} samples greedily, so that all completions of a prompt are "
+            "equal. Leave it out: do_sample=True and a temperature > 0 are needed."
         )
     return sampling
 
@@ -206,8 +207,8 @@ def reference_of(
     if beta == 0:
         if ref_model is not None:
             raise ValueError(
-                f"ref_model was given with beta={beta}, which measures no divergence from it. Set beta (0.04, say), or leave "
-                "ref_model out."
+                f"ref_model was given with beta={beta}, which measures no divergence from it. Set beta (0.04, say), or "
+                "leave ref_model out."
             )
         return None
     path = model if isinstance(model, str) else None
@@ -228,8 +229,8 @@ def group_rewards(
     sources.check_groups(generations, rows=args.rollout_sizes().own_rows)
     if args.generation_parts > 1 and sources.models:
         raise ValueError(
-            f"generation_parts={args.generation_parts} computes rewards beside the generation, which reward models do not. Set it "
-            "to 1, or use functions and judges alone."
+            f"generation_parts={args.generation_parts} computes rewards beside the generation, which reward models do "
+            "not. Set it to 1, or use functions and judges alone."
         )
     if args.eval_strategy != "no":
         sources.check_groups(args.num_generations_eval or generations, rows=args.eval_batch_size)
@@ -299,8 +300,8 @@ def teacher_of(
         return make_teacher(teacher, kwargs, policy.model, policy.tokenizer, scorer=policy.scorer)
     if teacher is not None:
         raise ValueError(
-            "teacher_model was given with teacher_kl_coef=0, which learns nothing from it. Set teacher_kl_coef (1.0, say), or "
-            "leave the teacher out."
+            "teacher_model was given with teacher_kl_coef=0, which learns nothing from it. Set teacher_kl_coef (1.0, "
+            "say), or leave the teacher out."
         )
     return None
 

@@ -155,8 +155,8 @@ class GRPOConfig(GroupOptions, GroupTraining):
 
     scale_rewards: str = option(
         "group",
-        "Divide advantages by the standard deviation of the rewards of the 'group' (or True), of the 'batch', or 'none' "
-        "(or False).",
+        "Divide advantages by the standard deviation of the rewards of the 'group' (or True), of the 'batch', or "
+        "'none' (or False).",
     )
     advantage_estimator: str | None | AdvantageEstimator = option(  # noqa: RUF036 (HfArgumentParser looks for None there)
         None,
@@ -168,8 +168,8 @@ class GRPOConfig(GroupOptions, GroupTraining):
     )
     teacher_kl_coef: float = option(
         0.0,
-        "Weight of the reverse KL divergence from a teacher beside the reward, as an advantage of each token, per nat. 0: "
-        "no teacher.",
+        "Weight of the reverse KL divergence from a teacher beside the reward, as an advantage of each token, per nat. "
+        "0: no teacher.",
     )
     teacher_model_name_or_path: str | None = shared("teacher_model_name_or_path")
     teacher_model_init_kwargs: dict[str, Any] | str | None = shared("teacher_model_init_kwargs")
@@ -204,9 +204,9 @@ class GRPOConfig(GroupOptions, GroupTraining):
         missing = [name for name in row.parameters if not hasattr(self, name)]
         if missing or row.over not in get_args(Divisor):
             raise ValueError(
-                f"loss_type={self.loss_type!r} reads {', '.join(row.parameters) or 'no setting'} of {type(self).__name__}, which "
-                f"lacks {', '.join(missing) or 'none'}, and is a mean over {row.over!r}, one of {', '.join(get_args(Divisor))}. "
-                "Give the settings to a subclass of the config."
+                f"loss_type={self.loss_type!r} reads {', '.join(row.parameters) or 'no setting'} of "
+                f"{type(self).__name__}, which lacks {', '.join(missing) or 'none'}, and is a mean over {row.over!r}, "
+                f"one of {', '.join(get_args(Divisor))}. Give the settings to a subclass of the config."
             )
         lookup(RATIOS, self.importance_sampling_level, "importance_sampling_level")
         lookup(SCALES, self.scale_rewards, "scale_rewards")
@@ -216,7 +216,8 @@ class GRPOConfig(GroupOptions, GroupTraining):
         super().check()
         if self.loss_type == "dr_grpo" and self.max_completion_length is None:
             raise ValueError(
-                "loss_type='dr_grpo' divides by max_completion_length, got None. Set it to the longest completion, in tokens."
+                "loss_type='dr_grpo' divides by max_completion_length, got None. Set it to the longest completion, in "
+                "tokens."
             )
         self._warn_of_ignored()
 
@@ -239,8 +240,8 @@ class GRPOConfig(GroupOptions, GroupTraining):
         bound = self.group_options().high
         if self.loss_type == "cispo" and bound < 1:
             warn_caller(
-                f"loss_type='cispo' takes epsilon_high={bound} as the largest weight of a token, expected more than 1: here every "
-                "token's gradient is cut to that. Set epsilon_high to 5.0, say."
+                f"loss_type='cispo' takes epsilon_high={bound} as the largest weight of a token, expected more than 1: "
+                "here every token's gradient is cut to that. Set epsilon_high to 5.0, say."
             )
 
     @property

@@ -44,14 +44,14 @@ SETTINGS = (
     Setting("split_batches", "any", "refuse", _SPLIT),
     Setting("auto_find_batch_size", "any", "warn", "set per_device_train_batch_size; a smaller one with more "
             "gradient_accumulation_steps gives the same gradients"),
-    Setting("average_tokens_across_devices", "any", "warn", "losses are divided by the counts of all processes", _by_several),
+    Setting("average_tokens_across_devices", "any", "warn", "losses are divided by all processes' counts", _by_several),
     Setting("train_sampling_strategy", "rows", "refuse", "use 'random', 'sequential' or 'group_by_length'",
             lambda value, args: value == "batch_rebalance"),
     Setting("include_for_metrics", "rows", "refuse", "batches have no inputs per row. Leave out 'inputs'",
             lambda value, args: "inputs" in value),
     Setting("dispatch_batches", "rows", "warn", "every process reads its own rows"),
-    Setting("even_batches", "rows", "warn", "every process needs as many batches as the others; evaluations count each row once",
-            _by_several),
+    Setting("even_batches", "rows", "warn", "every process needs as many batches as the others; evaluations count each "
+            "row once", _by_several),
     Setting("use_seedable_sampler", "rows", "ignore"),  # resuming within an epoch needs it
     Setting("eval_use_gather_object", "rows", "warn", "predictions and labels are tensors"),
     Setting("label_names", "rows", "warn", "compute_metrics receives the labels in the trainer's documentation",

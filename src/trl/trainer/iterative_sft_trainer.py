@@ -91,7 +91,8 @@ class IterativeSFTTrainer(SFTTrainer):
             return super().make_collator(args)
         if args.label_smoothing_factor:
             raise ValueError(
-                f"label_smoothing_factor must be 0 for an encoder-decoder, got {args.label_smoothing_factor}. Leave it out."
+                f"label_smoothing_factor must be 0 for an encoder-decoder, got {args.label_smoothing_factor}. Leave it "
+                "out."
             )
         return Seq2SeqRowsCollator(self.scorer.pad_token_id)
 
@@ -210,7 +211,8 @@ class IterativeSFTTrainer(SFTTrainer):
             counts = self.accelerator.gather(local_count).tolist()  # type: ignore[union-attr]
             if len(set(counts)) > 1:
                 raise ValueError(
-                    f"the processes have {counts} batches in this call, expected as many each. Give every process as many rows."
+                    f"the processes have {counts} batches in this call, expected as many each. Give every process as "
+                    "many rows."
                 )
 
     def _check_rows(self, rows: Rows) -> None:

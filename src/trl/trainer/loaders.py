@@ -35,8 +35,8 @@ def prepare_sets(arguments: dict[str, Any]) -> DataSets | None:
     collator = arguments.get("data_collator")
     if isinstance(collator, PreTrainedTokenizerBase):  # it can be called, too
         raise TypeError(
-            f"data_collator is a tokenizer ({type(collator).__name__}), expected a function that makes batches of rows. "
-            "Give a tokenizer as processing_class=."
+            f"data_collator is a tokenizer ({type(collator).__name__}), expected a function that makes batches of "
+            "rows. Give a tokenizer as processing_class=."
         )
     sets: DataSets | None = arguments.pop("sets", None)
     if sets is not None:

@@ -23,6 +23,6 @@ class NashMDConfig(OnlineDPOConfig):
     schedules: ClassVar[Mapping[str, float]] = {**OnlineDPOConfig.schedules, "mixture_coef": 1.0}
     mixture_coef: list[float] = option(
         [0.5],
-        "Share of the reference in the opponent, the geometric mixture of policy (0) and reference (1): a number, or a list "
-        "with one for each epoch.",
+        "Share of the reference in the opponent, the geometric mixture of policy (0) and reference (1): a number, or a "
+        "list with one for each epoch.",
     )

@@ -37,7 +37,8 @@ class OnlineDPOConfig(JudgeOptions, GroupTraining):
     )
     judge: str | None = option(
         None,
-        "Judge, if none is passed to the trainer: 'pair_rm', 'openai', 'hf', 'random', or a path such as my_module.MyJudge.",
+        "Judge, if none is passed to the trainer: 'pair_rm', 'openai', 'hf', 'random', or a path such as "
+        "my_module.MyJudge.",
     )
     num_generations: int | None = same(GroupTraining, "num_generations", 2)
     max_new_tokens: int = option(64, "Longest completion, in tokens.", ">= 1")
@@ -83,15 +84,15 @@ class OnlineDPOConfig(JudgeOptions, GroupTraining):
             )
         if self.num_generations_eval not in (None, self.num_generations):
             raise ValueError(
-                f"num_generations_eval={self.num_generations_eval} must be num_generations={self.num_generations}: pairs are made "
-                "alike in evaluations. Leave it out."
+                f"num_generations_eval={self.num_generations_eval} must be num_generations={self.num_generations}: "
+                "pairs are made alike in evaluations. Leave it out."
             )
         require_beta(min(self.beta) if isinstance(self.beta, list) else self.beta, self.loss_type)
         if self.max_completion_length not in (None, self.max_new_tokens):
             if self.max_new_tokens != type(self).max_new_tokens:
                 raise ValueError(
-                    f"max_new_tokens={self.max_new_tokens} and max_completion_length={self.max_completion_length} disagree. Pass "
-                    "max_new_tokens only."
+                    f"max_new_tokens={self.max_new_tokens} and max_completion_length={self.max_completion_length} "
+                    "disagree. Pass max_new_tokens only."
                 )
             self.max_new_tokens = self.max_completion_length
         self.max_completion_length = self.max_new_tokens
@@ -99,8 +100,8 @@ class OnlineDPOConfig(JudgeOptions, GroupTraining):
             room = self.max_length - self.max_new_tokens
             if room < 1:
                 raise ValueError(
-                    f"max_length={self.max_length} leaves no room for a prompt beside max_new_tokens={self.max_new_tokens}. Set "
-                    "max_length above it."
+                    f"max_length={self.max_length} leaves no room for a prompt beside "
+                    f"max_new_tokens={self.max_new_tokens}. Set max_length above it."
                 )
             self.max_prompt_length = min(self.max_prompt_length or room, room)
 

@@ -3,7 +3,6 @@
 from typing import ClassVar
 
 from accelerate.utils import gather_object
-from transformers import TrainerCallback
 
 from trl._lazy import attach
 from trl.agents.completer import Agent
@@ -70,7 +69,7 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
         processing_class: arguments.Processor | None = None,
         reward_processing_classes: ProcessingClasses = None, peft_config: AdapterConfig = None,
         compute_metrics: arguments.ComputeMetrics | None = None,
-        callbacks: list[TrainerCallback] | None = None, optimizers: arguments.Optimizers = (None, None),
+        callbacks: arguments.Callbacks | None = None, optimizers: arguments.Optimizers = (None, None),
         preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None, tools: Tools | None = None,
         agent: Agent | None = None, environment_factory: Environments | None = None,
     ) -> None:  # fmt: skip
@@ -104,8 +103,8 @@ class OnlineDPOTrainer(LegacyPromptRows, OnlineTrainer):
         )  # fmt: skip
         if args.missing_eos_penalty is not None and not self.rollouts.sampling.stop_token_ids:
             raise ValueError(
-                f"missing_eos_penalty={args.missing_eos_penalty} needs an end token, tokenizer and model have none. Set eos_token of the "
-                "tokenizer, or leave it out."
+                f"missing_eos_penalty={args.missing_eos_penalty} needs an end token, tokenizer and model have none. "
+                "Set eos_token of the tokenizer, or leave it out."
             )
         self.method.epoch = lambda: self.state.epoch or 0.0
         self.method.judge = managed

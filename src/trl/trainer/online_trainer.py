@@ -158,8 +158,8 @@ class OnlineTrainer(BaseTrainer):
             refill = Refill(limit, lacks_variance=lacks_variance, discard=discard)
         self._completions = KeptCompletions()
         self.rollouts = RolloutMaker(
-            Prompts(rows, self.sizes.prompts, order_seed(self.args), shuffle), self.sizes, engine=engine, sampling=sampling,
-            rewards=rewards, apply_rewards=self.method.apply_rewards, accelerator=self.accelerator,
+            Prompts(rows, self.sizes.prompts, order_seed(self.args), shuffle), self.sizes, engine=engine,
+            sampling=sampling, rewards=rewards, apply_rewards=self.method.apply_rewards, accelerator=self.accelerator,
             tokenizer=text_tokenizer(self.processing_class),  # type: ignore[arg-type]
             completer=completer, refill=refill, parts=getattr(self.args, "generation_parts", 1),
         )  # fmt: skip
@@ -442,6 +442,7 @@ class OnlineTrainer(BaseTrainer):
             if self._rollout_batch is None:
                 logger.warning(
                     "%s holds no rollouts that fit this run's batch size and steps. They are sampled again by the "
-                    "checkpoint's policy, so the run differs from one that was not stopped. Resume with the settings it was saved with.",
+                    "checkpoint's policy, so the run differs from one that was not stopped. Resume with the settings "
+                    "of its save.",
                     folder,
                 )

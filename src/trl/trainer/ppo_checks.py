@@ -64,14 +64,14 @@ def check_divergence(
     if not math.isfinite(kl) or not per_token <= _EXPLODED:
         raise FloatingPointError(
             f"the KL divergence from the reference has exploded in step {step}: {kl:.4g} nats per response, "
-            f"{per_token:.4g} per token (at most {_EXPLODED:g}). No update was made; resume from the last state that was "
-            f"saved. {_ADVICE}"
+            f"{per_token:.4g} per token (at most {_EXPLODED:g}). No update was made; resume from the last state that "
+            f"was saved. {_ADVICE}"
         )
     if kl < _NEGATIVE:
         warn(
-            "The KL divergence is negative (%.3g nats per response in step %d), which training can exploit. Sample from "
-            "the plain distribution (do_sample=True, top_k=0, top_p=1.0, min_length=-1): with other settings the policy "
-            "is rewarded for tokens that generation cut away.", kl, step,
+            "The KL divergence is negative (%.3g nats per response in step %d), which training can exploit. Sample "
+            "from the plain distribution (do_sample=True, top_k=0, top_p=1.0, min_length=-1): with other settings the "
+            "policy is rewarded for tokens that generation cut away.", kl, step,
         )  # fmt: skip
     if kl > _FAR * target:
         message = f"The KL divergence is %.3g nats per response in step %d, %g times the target of %g. {_ADVICE}"
@@ -87,7 +87,7 @@ def ratio_is_too_large(
     if not mean > threshold:
         return False
     warn(
-        "A minibatch is left out in step %d: the mean ratio of new to old probabilities is %.3g, ratio_threshold is %g. "
-        "If this happens often, lower learning_rate or ppo_epochs, or set max_grad_norm.", step, mean, threshold,
+        "A minibatch is left out in step %d: the mean ratio of new to old probabilities is %.3g, ratio_threshold is "
+        "%g. If this happens often, lower learning_rate or ppo_epochs, or set max_grad_norm.", step, mean, threshold,
     )  # fmt: skip
     return True

@@ -136,8 +136,8 @@ class PPOConfig(LoopOptions, PPOOptions):
         of_data_sets = {entry.name for entry in dataclasses.fields(OnPolicyConfig)} | _OF_DATA_SETS
         if elsewhere := sorted(of_data_sets & given.keys() - own):
             raise TypeError(
-                f"PPOConfig got {', '.join(elsewhere)}, which the trainer over data sets takes; this one belongs to PPO step by "
-                "step. Use PPOConfig and PPOTrainer of trl.experimental.ppo."
+                f"PPOConfig got {', '.join(elsewhere)}, which the trainer over data sets takes; this one belongs to "
+                "PPO step by step. Use PPOConfig and PPOTrainer of trl.experimental.ppo."
             )
         return super().__new__(cls)
 
@@ -180,8 +180,8 @@ class PPOConfig(LoopOptions, PPOOptions):
     init_kl_coef: float = option(0.2, "Weight of the KL penalty at the start, in reward per nat, >= 0.")
     kl_penalty: KLPenalty = option(
         "kl",
-        "Penalty of each token: 'kl' the log-ratio of policy to reference, 'abs' its size, 'mse' half its square, 'full' "
-        "the divergence of the whole distributions (needs memory for them).",
+        "Penalty of each token: 'kl' the log-ratio of policy to reference, 'abs' its size, 'mse' half its square, "
+        "'full' the divergence of the whole distributions (needs memory for them).",
     )
     target: float = option(6.0, "Divergence per response that adap_kl_ctrl aims at, in nats.", "> 0")
     horizon: float = option(10000.0, "Number of responses over which adap_kl_ctrl changes the weight.", "> 0")
@@ -221,8 +221,9 @@ class PPOConfig(LoopOptions, PPOOptions):
             )
         if self.batch_size % computed:
             raise ValueError(
-                f"batch_size must be a multiple of mini_batch_size * gradient_accumulation_steps, got {self.batch_size} "
-                f"and {self.mini_batch_size} * {self.gradient_accumulation_steps}. Choose a batch_size that they divide."
+                "batch_size must be a multiple of mini_batch_size * gradient_accumulation_steps, got "
+                f"{self.batch_size} and {self.mini_batch_size} * {self.gradient_accumulation_steps}. Choose a "
+                "batch_size that they divide."
             )
 
     def check(self) -> None:

@@ -151,7 +151,8 @@ class SavedPolicy:
         names = list(columns_to_log)
         if self.config.log_with == "wandb" and (lost := [name for name in names if name not in batch]):
             raise ValueError(
-                f"columns_to_log has {lost}, the batch has {sorted(batch)}. Put them into the batch, or log other columns."
+                f"columns_to_log has {lost}, the batch has {sorted(batch)}. Put them into the batch, or log other "
+                "columns."
             )
         columns = {name: batch.get(name) for name in names}
         logs = tracker_logs(stats, scores, own, columns, kind=self.config.log_with)
@@ -161,7 +162,8 @@ class SavedPolicy:
         """Write a step of some `seconds` and its responses for `trl report` into `project_dir`, if there is one."""
         step = self.current_step
         self._report = report = self._report or LoopReport(
-            self.accelerator.project_dir, "PPO", changed_settings(self.config), self.model, self.accelerator, step=step - 1
+            self.accelerator.project_dir, "PPO", changed_settings(self.config), self.model, self.accelerator,
+            step=step - 1,
         )  # fmt: skip
         if not report.is_active:
             return

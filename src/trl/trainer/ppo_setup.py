@@ -33,8 +33,8 @@ from trl.trainer.ppo_config import PPOConfig
 
 _CITATION = """@article{ziegler2019finetuning,
     title   = {Fine-Tuning Language Models from Human Preferences},
-    author  = {Ziegler, Daniel M. and Stiennon, Nisan and Wu, Jeffrey and Brown, Tom B. and Radford, Alec and Amodei, Dario and
-               Christiano, Paul and Irving, Geoffrey},
+    author  = {Ziegler, Daniel M. and Stiennon, Nisan and Wu, Jeffrey and Brown, Tom B. and Radford, Alec and
+               Amodei, Dario and Christiano, Paul and Irving, Geoffrey},
     journal = {arXiv preprint arXiv:1909.08593},
     year    = {2019}
 }"""
@@ -156,8 +156,8 @@ def set_up_reference(
     known = (PreTrainedModelWrapper, PreTrainedModel)
     if not (ref_model is None or isinstance(ref_model, known) or is_peft_model(ref_model)):
         raise TypeError(
-            f"ref_model must be a model with a value head or a transformers model, got {type(ref_model).__name__}. Leave it "
-            "out to use the model as it is now."
+            f"ref_model must be a model with a value head or a transformers model, got {type(ref_model).__name__}. "
+            "Leave it out to use the model as it is now."
         )
     if ref_model is None and not model.is_peft_model:
         ref_model = create_reference_model(model, num_shared_layers=shared)
@@ -179,8 +179,8 @@ def check_optimiser(
         held = {id(parameter) for group in groups for parameter in group["params"]}
         if held.isdisjoint(id(parameter) for parameter in model.parameters()):
             raise ValueError(
-                "optimizer has no parameter of model, expected those that train. Make it from this model's parameters, after "
-                "peft_config was applied."
+                "optimizer has no parameter of model, expected those that train. Make it from this model's parameters, "
+                "after peft_config was applied."
             )
     scheduled = getattr(scheduler, "optimizer", None)
     if scheduled is not None and scheduled is not optimizer:
@@ -194,7 +194,8 @@ def check_optimiser(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise ValueError(
-            "model must have parameters that train, got none. Load its adapter with is_trainable=True, or give peft_config."
+            "model must have parameters that train, got none. Load its adapter with is_trainable=True, or give "
+            "peft_config."
         )
     fused = all(weight.is_floating_point() and weight.device.type in ("cpu", "cuda") for weight in trained)
     return torch.optim.Adam(trained, lr=learning_rate, fused=fused)

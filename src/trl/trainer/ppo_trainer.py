@@ -54,7 +54,8 @@ class PPOTrainer(SavedPolicy):
     `train_dataset` is another name of `dataset`.
 
     Example:
-        >>> trainer = PPOTrainer(PPOConfig(batch_size=8, mini_batch_size=4), model, tokenizer=tokenizer)  # doctest: +SKIP
+        >>> args = PPOConfig(batch_size=8, mini_batch_size=4)
+        >>> trainer = PPOTrainer(args, model, tokenizer=tokenizer)  # doctest: +SKIP
         >>> responses = trainer.generate(queries, return_prompt=False, max_new_tokens=16)  # doctest: +SKIP
         >>> stats = trainer.step(queries, responses, [torch.tensor(1.0) for _ in queries])  # doctest: +SKIP
     """
@@ -74,8 +75,8 @@ class PPOTrainer(SavedPolicy):
         ppo_setup.check_parts(config, model, tokenizer, unknown)
         if type(self).prepare_model_inputs is not PPOTrainer.prepare_model_inputs:
             raise TypeError(
-                f"{type(self).__name__} overrides prepare_model_inputs, which step does not call: it scores queries and "
-                "responses without padding. Remove the override."
+                f"{type(self).__name__} overrides prepare_model_inputs, which step does not call: it scores queries "
+                "and responses without padding. Remove the override."
             )
         self._warn_once = WarnOnce()
         if training_data_collator is not None:
@@ -167,8 +168,8 @@ class PPOTrainer(SavedPolicy):
         )  # fmt: skip
         if response_masks is None and inputs.repeats_queries:
             self._warn_once(
-                "Every response begins with its whole query (step %d): the policy is trained to repeat it. Generate with "
-                "return_prompt=False, or cut the query off.",
+                "Every response begins with its whole query (step %d): the policy is trained to repeat it. Generate "
+                "with return_prompt=False, or cut the query off.",
                 self.current_step + 1,
             )
         times: dict[str, float] = {}

@@ -124,7 +124,8 @@ class PreferenceTrainer(BaseTrainer):
 
         size = getattr(self.args, "precompute_ref_batch_size", None) or self.args.per_device_train_batch_size
         known = partial(
-            precompute_ref_log_probs, scoring=ReferencePass(columns, self.data_collator, score, size, settings, self.processes.copies),
+            precompute_ref_log_probs,
+            scoring=ReferencePass(columns, self.data_collator, score, size, settings, self.processes.copies),
             accelerator=self.accelerator, reference_fingerprint=self.reference.fingerprint(self.model),
         )  # fmt: skip
         if self.train_dataset is not None:

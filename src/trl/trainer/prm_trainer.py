@@ -4,7 +4,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase
 
 from trl.collators.language_modelling import DataCollatorForLanguageModeling
 from trl.data.stepwise import StepwisePreparation, tokenize_stepwise_row
@@ -65,9 +65,9 @@ class PRMTrainer(LegacyJudged, PreferenceTrainer):
         data_collator: arguments.Collator | None = None, train_dataset: arguments.AnyDataset | None = None,
         eval_dataset: arguments.EvalDatasets | None = None, processing_class: PreTrainedTokenizerBase | None = None,
         model_init: arguments.ModelInit | None = None, compute_metrics: arguments.ComputeMetrics | None = None,
-        callbacks: list[TrainerCallback] | None = None, optimizers: arguments.Optimizers = (None, None),
-        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None, peft_config: "PeftConfig | None" = None,
-        **older: Any,
+        callbacks: arguments.Callbacks | None = None, optimizers: arguments.Optimizers = (None, None),
+        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None,
+        peft_config: "PeftConfig | None" = None, **older: Any,
     ) -> None:  # fmt: skip
         if model is None and model_init is not None:
             model = model_init()

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from transformers import TrainerCallback, set_seed
+from transformers import set_seed
 
 from trl.collators.preference import OWN_PROMPT, PAIR_COLUMNS, with_prompts_scored
 from trl.methods.reference_free import ReferenceFreeMethod
@@ -28,10 +28,10 @@ class ReferenceFreeTrainer(PreferenceTrainer):
         self, model: arguments.AnyModel | None = None, args: Any = None,
         data_collator: arguments.Collator | None = None, train_dataset: arguments.AnyDataset | None = None,
         eval_dataset: arguments.EvalDatasets | None = None, processing_class: arguments.Processor | None = None,
-        model_init: arguments.ModelInit | None = None, callbacks: list[TrainerCallback] | None = None,
+        model_init: arguments.ModelInit | None = None, callbacks: arguments.Callbacks | None = None,
         optimizers: arguments.Optimizers = (None, None),
-        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None, peft_config: "PeftConfig | None" = None,
-        compute_metrics: arguments.ComputeMetrics | None = None, **older: Any,
+        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None,
+        peft_config: "PeftConfig | None" = None, compute_metrics: arguments.ComputeMetrics | None = None, **older: Any,
     ) -> None:  # fmt: skip
         if model_init is not None:
             if model is not None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from accelerate.utils import gather_object
 from pandas import DataFrame
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trl._lazy import attach
 from trl.collators.reward import REWARD_COLUMNS, RewardCollator, as_reward_batch
@@ -66,11 +66,11 @@ class RewardTrainer(LegacyReward, PreferenceTrainer):
         self, model: str | PreTrainedModel | None = None, args: RewardConfig | None = None,
         data_collator: arguments.Collator | None = None, train_dataset: arguments.AnyDataset | None = None,
         eval_dataset: arguments.EvalDatasets | None = None, processing_class: PreTrainedTokenizerBase | None = None,
-        compute_metrics: arguments.ComputeMetrics | None = None, callbacks: list[TrainerCallback] | None = None,
+        compute_metrics: arguments.ComputeMetrics | None = None, callbacks: arguments.Callbacks | None = None,
         optimizers: arguments.Optimizers = (None, None),
         optimizer_cls_and_kwargs: arguments.OptimizerClass | None = None,
-        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None, peft_config: "PeftConfig | None" = None,
-        **older: Any,
+        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None,
+        peft_config: "PeftConfig | None" = None, **older: Any,
     ) -> None:  # fmt: skip
         policy, args = self.begin(model, args, processing_class, peft_config, older, classifier=REWARD_MODEL)
         assert isinstance(args, RewardConfig)

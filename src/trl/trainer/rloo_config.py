@@ -9,7 +9,8 @@ from trl.trainer.grpo_config import GroupTraining, GRPOConfig, check_estimator
 from trl.trainer.ppo_config import EpisodeOptions, OnPolicyConfig
 
 _DEFAULTS = {
-    "num_iterations": 4, "max_completion_length": 53, "temperature": 0.7, "learning_rate": 5e-5, "max_prompt_length": None,
+    "num_iterations": 4, "max_completion_length": 53, "temperature": 0.7, "learning_rate": 5e-5,
+    "max_prompt_length": None,
     "disable_dropout": True, "local_rollout_forward_batch_size": 64, "num_sample_generations": 10,
 }  # fmt: skip
 """Those of 0.9-0.21 that are not today's."""
@@ -107,6 +108,7 @@ class RLOOConfig(OlderRLOO, GroupTraining):
         numbers = isinstance(bounds, (list, tuple)) and all(isinstance(bound, (int, float)) for bound in bounds)
         if not numbers or len(bounds) != 2 or not bounds[0] < bounds[1]:
             raise ValueError(
-                f"reward_clip_range must be a smallest and a larger largest reward, or None, got {bounds}. Use None for no limits."
+                f"reward_clip_range must be a smallest and a larger largest reward, or None, got {bounds}. Use None "
+                "for no limits."
             )
         self.reward_clip_range = [float(bound) for bound in bounds]

@@ -84,7 +84,7 @@ class SFTSets(PreparedSets):
     model: nn.Module
 
     def prepared(self, dataset: RowSet, name: str, *, is_training: bool = False) -> RowSet:
-        """Raises: ValueError for a stream that may hold rows longer than the model's table of positions, and for a torch
+        """Raises: ValueError for a stream that may hold rows longer than the model's table of positions, for a torch
         data set whose first row, if it can be looked at, has no tokens.
         """
         length, is_stream = self.settings.max_length, isinstance(dataset, IterableDataset)

@@ -154,7 +154,8 @@ def summary_of(output: TrainOutput, args: TrainingArguments, state: TrainerState
     """What `train` returns: the mean loss, and the metrics that were logged last with it."""
     if args.load_best_model_at_end and state.best_global_step and not state.best_model_checkpoint:
         logger.warning(
-            "The best model, of step %d, was not saved, so the model is that of the last step. Set save_steps to eval_steps.",
+            "The best model, of step %d, was not saved: the model is that of the last step. Set save_steps to "
+            "eval_steps.",
             state.best_global_step,
         )
     # There is no summary where an overridden `log` renames its metrics.
@@ -194,7 +195,7 @@ def require_finite(name: str, value: float, args: TrainingArguments, state: Trai
     if math.isfinite(value):
         return
     raise FloatingPointError(
-        f"{name} must be finite, got {value} in optimiser step {state.global_step + 1}. No update was made with it, and "
-        f"checkpoints under {state.best_model_checkpoint or args.output_dir} are untouched. Lower "
-        "learning_rate or max_grad_norm, check the data of this step, or train in bfloat16 or float32 if this run uses float16."
+        f"{name} must be finite, got {value} in optimiser step {state.global_step + 1}. No update was made with it, "
+        f"and checkpoints under {state.best_model_checkpoint or args.output_dir} are untouched. Lower learning_rate or "
+        "max_grad_norm, check the data of this step, or train in bfloat16 or float32 if this run uses float16."
     )

@@ -73,8 +73,8 @@ def evaluation_rows(trainer: Any, num_prompts: int | None, caller: str) -> list[
     columns = rows[0].keys()
     if not {"prompt", "prompt_input_ids"} & columns and not {"input_ids", "completion_mask"} <= columns:
         raise ValueError(
-            f"{caller} needs a column 'prompt', or 'input_ids' with 'completion_mask', got {sorted(columns)}. Use a prompt-only or "
-            "prompt-completion dataset."
+            f"{caller} needs a column 'prompt', or 'input_ids' with 'completion_mask', got {sorted(columns)}. Use a "
+            "prompt-only or prompt-completion dataset."
         )
     return rows
 

@@ -66,8 +66,8 @@ def warn_draws(trainer: Any, run: Run) -> None:
     if spreads is not None and (changed := trainer.changed_draws(*spreads)):
         before, now = spreads
         logger.warning(
-            "Resuming %s with micro-batches of %d rows and %d to a process and step, which were of %d and %d: %s differ from "
-            "those of a run that was not stopped.",
+            "Resuming %s with micro-batches of %d rows and %d to a process and step, which were of %d and %d: %s "
+            "differ from those of a run that was not stopped.",
             run.checkpoint, now.rows, now.micro_batches, before.rows, before.micro_batches, " and ".join(changed),
         )  # fmt: skip
 
@@ -79,8 +79,8 @@ def check_optimizer(trainer: Trainer, folder: str | None) -> None:
     if is_plain != is_sharded and is_sharded != trainer.is_fsdp_enabled:
         written, now = ("with FSDP", "without") if is_sharded else ("without FSDP", "with")
         raise CheckpointError(
-            f"{folder} was written {written}, and this run is {now} it: it cannot read the optimiser's state. Launch as "
-            "before, or set resume_without=['optimizer']."
+            f"{folder} was written {written}, and this run is {now} it: it cannot read the optimiser's state. Launch "
+            "as before, or set resume_without=['optimizer']."
         )
 
 
@@ -239,7 +239,7 @@ def remaining(values: Sequence[Any], run: Run | None) -> tuple[Any, ...]:
 
 
 def push(trainer: Any) -> None:
-    """Push the model, and with it the newest checkpoint, as `hub_strategy` says; not while an earlier push is in progress."""
+    """Push the model, and with it the newest checkpoint, as `hub_strategy` says; not while another push goes on."""
     args, strategy = unwritten(trainer.args), trainer.args.hub_strategy
     earlier = None if args.hub_always_push else trainer.push_in_progress
     # The files of `output_dir` must stay as they are while the main process pushes an earlier model.

@@ -30,8 +30,8 @@ class SFTConfig(SequenceOptions):
     dataset_text_field: str = option("text", "Column that holds plain text (language-modelling rows).")
     dataset_kwargs: dict[str, Any] | str | None = option(
         None,
-        'Settings of the preparation, as a dict or JSON object. {"skip_prepare_dataset": true} leaves rows as they are: '
-        "they must be tokenised already.",
+        'Settings of the preparation, as a dict or JSON object. {"skip_prepare_dataset": true} leaves rows as they '
+        "are: they must be tokenised already.",
     )
     shuffle_dataset: bool = shared("shuffle_dataset")
     packing: bool = option(False, "Fill each training row with several sequences, up to max_length tokens.")
@@ -69,5 +69,6 @@ class SFTConfig(SequenceOptions):
         for name in ("packing", "eval_packing"):
             if getattr(self, name) and self.max_length is None:
                 raise ValueError(
-                    f"{name}=True needs max_length, got max_length=None. Set it to the length of a packed row, in tokens."
+                    f"{name}=True needs max_length, got max_length=None. Set it to the length of a packed row, in "
+                    "tokens."
                 )

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
-from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
 from trl._lazy import attach
 from trl.collators.images import DataCollatorForVisionLanguageModeling
@@ -77,9 +77,10 @@ class SFTTrainer(LegacySFT, BaseTrainer):
         data_collator: arguments.Collator | None = None, train_dataset: arguments.AnyDataset | None = None,
         eval_dataset: arguments.EvalDatasets | None = None, processing_class: arguments.Processor | None = None,
         compute_loss_func: Callable[..., Tensor] | None = None, compute_metrics: arguments.ComputeMetrics | None = None,
-        callbacks: list[TrainerCallback] | None = None, optimizers: arguments.Optimizers = (None, None),
+        callbacks: arguments.Callbacks | None = None, optimizers: arguments.Optimizers = (None, None),
         optimizer_cls_and_kwargs: arguments.OptimizerClass | None = None,
-        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None, peft_config: "PeftConfig | None" = None,
+        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None,
+        peft_config: "PeftConfig | None" = None,
         formatting_func: arguments.FormattingFunction | None = None, **older: Any,
     ) -> None:  # fmt: skip
         policy, args = self.begin(model, args, processing_class, peft_config, older, data="rows")

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from datasets import Dataset
-from transformers import TrainerCallback
 
 from trl.collators.unpaired import (
     EMBEDDING_COLUMN,
@@ -60,9 +59,10 @@ class UnpairedTrainer(PreferenceTrainer):
         self, model: arguments.AnyModel | None = None, ref_model: arguments.AnyModel | None = None, args: Any = None,
         train_dataset: arguments.AnyDataset | None = None, eval_dataset: arguments.EvalDatasets | None = None,
         processing_class: arguments.Processor | None = None, data_collator: arguments.Collator | None = None,
-        model_init: arguments.ModelInit | None = None, callbacks: list[TrainerCallback] | None = None,
+        model_init: arguments.ModelInit | None = None, callbacks: arguments.Callbacks | None = None,
         optimizers: arguments.Optimizers = (None, None),
-        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None, peft_config: "PeftConfig | None" = None,
+        preprocess_logits_for_metrics: arguments.PreprocessLogits | None = None,
+        peft_config: "PeftConfig | None" = None,
         compute_metrics: arguments.ComputeMetrics | None = None, model_adapter_name: str | None = None,
         ref_adapter_name: str | None = None, **older: Any,
     ) -> None:  # fmt: skip
@@ -115,6 +115,6 @@ def _warn_of_blocks(dataset: object, strategy: str) -> None:
         logger.warning(
             "train dataset: all %s rows come before all others, and rows are visited in their order, so that steps see "
             "one "
-            "kind only. Set train_sampling_strategy='random' (shuffling helps rows with a label, not pairs, which are laid out so).",
+            "kind only. Set train_sampling_strategy='random' (this helps rows with a label, not pairs, which lie so).",
             "desirable" if labels[0] else "undesirable",
         )

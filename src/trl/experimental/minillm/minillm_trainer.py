@@ -4,7 +4,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from transformers import TrainerCallback
 
 from trl.experimental.minillm.minillm_config import MiniLLMConfig
 from trl.methods.grpo import GRPOMethod
@@ -109,12 +108,13 @@ class MiniLLMTrainer(GRPOTrainer):
     config_type = MiniLLMConfig
 
     def __init__(
-        self, model: arguments.AnyModel, teacher_model: arguments.AnyModel | None = None, reward_funcs: RewardFuncs = None,
-        args: MiniLLMConfig | None = None, train_dataset: arguments.AnyDataset | None = None,
-        eval_dataset: arguments.EvalDatasets | None = None, processing_class: arguments.Processor | None = None,
-        reward_processing_classes: ProcessingClasses = None, callbacks: list[TrainerCallback] | None = None,
-        optimizers: arguments.Optimizers = (None, None), peft_config: AdapterConfig = None,
-        rollout_func: RolloutFunc | None = None, tools: Tools | None = None, completer: Completer | None = None,
+        self, model: arguments.AnyModel, teacher_model: arguments.AnyModel | None = None,
+        reward_funcs: RewardFuncs = None, args: MiniLLMConfig | None = None,
+        train_dataset: arguments.AnyDataset | None = None, eval_dataset: arguments.EvalDatasets | None = None,
+        processing_class: arguments.Processor | None = None, reward_processing_classes: ProcessingClasses = None,
+        callbacks: arguments.Callbacks | None = None, optimizers: arguments.Optimizers = (None, None),
+        peft_config: AdapterConfig = None, rollout_func: RolloutFunc | None = None, tools: Tools | None = None,
+        completer: Completer | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             model, dummy_reward_func if reward_funcs is None else reward_funcs, args, train_dataset, eval_dataset,

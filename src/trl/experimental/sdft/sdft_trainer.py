@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 from datasets import Dataset
 from torch import Tensor
-from transformers import TrainerCallback
 
 from trl.data.formats import by_name, is_list_of_dicts_with
 from trl.data.prompts import PROMPT_IDS
@@ -70,7 +69,7 @@ class SelfDistillationTrainer(DistillationTrainer):
         self, model: arguments.AnyModel, reward_funcs: RewardFuncs = None, args: Any | None = None,
         train_dataset: arguments.AnyDataset | None = None, eval_dataset: arguments.EvalDatasets | None = None,
         processing_class: arguments.Processor | None = None, reward_processing_classes: ProcessingClasses = None,
-        callbacks: list[TrainerCallback] | None = None, optimizers: arguments.Optimizers = (None, None),
+        callbacks: arguments.Callbacks | None = None, optimizers: arguments.Optimizers = (None, None),
         peft_config: AdapterConfig = None,
     ) -> None:  # fmt: skip
         for name, dataset in {"train": train_dataset, **by_name(eval_dataset)}.items():
@@ -137,7 +136,7 @@ class SDFTTrainer(SelfDistillationTrainer):
     def __init__(
         self, model: arguments.AnyModel, args: SDFTConfig | None = None,
         train_dataset: arguments.AnyDataset | None = None, eval_dataset: arguments.EvalDatasets | None = None,
-        processing_class: arguments.Processor | None = None, callbacks: list[TrainerCallback] | None = None,
+        processing_class: arguments.Processor | None = None, callbacks: arguments.Callbacks | None = None,
         optimizers: arguments.Optimizers = (None, None), peft_config: AdapterConfig = None,
     ) -> None:  # fmt: skip
         super().__init__(

@@ -59,7 +59,7 @@ _FIRST_COLUMNS = 64
 
 
 class RolloutCache:
-    """Keys and values `(..., heads, tokens, D)` of all layers with attention: of G prompts, and the own tokens of R rows.
+    """Keys and values `(..., heads, tokens, D)` of all layers with attention: of G prompts, and of R rows' tokens.
 
     Layers may differ in heads and sizes, and values in size from keys.
     """
@@ -215,7 +215,7 @@ def rollout_attention(
 
 @contextmanager
 def rollout_attention_of(model: PreTrainedModel, cache: RolloutCache) -> Iterator[None]:
-    """Inside the block the model's attention layers use `cache`, and those that mix tokens without attention its states."""
+    """Inside the block the model's attention layers use `cache`, and its other mixers of tokens the states in it."""
     token = _CACHE.set(cache)
     if cache.states is None and (mixers := packing_of(model).mixers):
         cache.states = MixerStates(model, mixers)

@@ -92,7 +92,7 @@ def generate_with_model(
 
 
 def cache_bytes(core: PreTrainedModel) -> dict[str, int]:
-    """Bytes of a row in the model's own cache: for each token, and besides (recurrent states), measured with a token."""
+    """Bytes of a row in the model's cache, measured with a token: for each token, and besides (recurrent states)."""
     model = core
     ids = torch.zeros(1, 1, dtype=torch.int64, device=core.device)
     begin = {"decoder_input_ids": ids} if core.config.is_encoder_decoder else {}

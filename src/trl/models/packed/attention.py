@@ -226,7 +226,7 @@ def has_temperature(module: nn.Module) -> bool:
 
 
 def tempered(module: nn.Module, query: Tensor, positions: Tensor) -> Tensor:
-    """Queries `(1, heads, N, D)` as at `positions` `(N,)`: a layer takes their places in the row (transformers 5.19-5.23)."""
+    """Queries `(1, heads, N, D)` as at `positions` `(N,)`: a layer takes their places in the row (transformers 5)."""
     floor_scale, attn_scale = (getattr(module, name) for name in ("floor_scale", "attn_scale"))
 
     def scale_of(positions: Tensor) -> Tensor:
@@ -250,7 +250,7 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None,
     softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Attention with a mask (None: causal), sinks, and scores `cap * tanh(score / cap)` (arXiv:2408.00118, section 2)."""
+    """Attention with a mask (None: causal), sinks, and scores `cap * tanh(score / cap)` (arXiv:2408.00118)."""
     scale: float = query.shape[-1] ** -0.5 if scaling is None else scaling
     if mask is None:
         mask = _causal_mask(query.shape[2], key.shape[2], None, query.device)

@@ -53,7 +53,7 @@ def head_shares(heads: int, key_heads: int, size: int, rank: int) -> HeadShares:
 def over_heads(
     group: SequenceGroup, tokens: int, attend: Attend, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
 ) -> Tensor:
-    """`attend` to a row of so many `tokens`, of which the tensors `(1, heads, n, D)` are a piece: `(1, n, heads, D')`."""
+    """`attend` to a row of so many `tokens`; the tensors `(1, heads, n, D)` are a piece of it: `(1, n, heads, D')`."""
     heads, width = query.shape[1], query.shape[2]
     shares = head_shares(heads, key.shape[1], group.size, group.rank)
     missing = shares.queries * group.size - heads

@@ -63,7 +63,7 @@ class Piece:
         return positions[places.here] - self.group.rank * self.rows.width, places
 
     def gather(self, values: Tensor, places: Places | None = None) -> Tensor:
-        """The values of positions (None: the scored ones) of all processes `(K, ...)`, in the order of the whole row."""
+        """The values of positions (None: the scored ones) of all processes `(K, ...)`, in the order of the row."""
         places = places or self.scored
         return self.group.gather(values, places.counts)[places.order]
 
@@ -114,7 +114,7 @@ def noise_of_piece(like: Tensor, shared: SharedRow | None) -> Tensor:
 
 
 def share_dropout(model: nn.Module, group: SequenceGroup) -> None:
-    """Let dropouts of a piece's values `(1, n, ...)` draw for all pieces, also where a checkpointed layer runs again."""
+    """Let dropouts of a piece's values `(1, n, ...)` draw for all pieces, also in a checkpointed layer's second run."""
     for module in model.modules():
         if type(module) is nn.Dropout:
             module.forward = partial(_dropped, module, group)  # pyright: ignore[reportAttributeAccessIssue]

@@ -84,7 +84,7 @@ class SequenceGroup:
     # ---- exchange
 
     def exchange(self, parts: Tensor) -> Tensor:
-        """Part `i` of `(size, ...)` goes to process `i`; part `i` of the result `(size, ...)` comes from process `i`."""
+        """Part `i` of `(size, ...)` goes to process `i`; part `i` of the result is from process `i`."""
         return _Exchange.apply(parts, self)
 
     def gather(self, values: Tensor, counts: Sequence[int]) -> Tensor:

@@ -72,7 +72,7 @@ _NOT_OF_LAYERS = ("_multipliers", "_limit", "_token_id", "architectures")  # end
 
 
 def small_copy(config: PretrainedConfig, *, narrow: bool = True) -> PretrainedConfig:
-    """A config of the same architecture with one layer of each kind (at least two layers) and, if `narrow`, small sizes.
+    """A config of the same architecture: a layer of each kind, at least two layers, and, if `narrow`, small sizes.
 
     Windows and chunks become shorter than ten tokens, so that rows of a few tokens reach them.
     """

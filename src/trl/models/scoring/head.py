@@ -137,8 +137,8 @@ def router_loss(
 
     `E sum_e f_e P_e`: f_e is how often a token chose expert e, P_e the mean of its softmax, over all tokens and layers.
     A token of a shared prompt counts once per branch; all pieces of a row have the loss of the row. A product of means
-    is not the mean of the products of batches. With f `of_step` it is: the losses of a step's batches, weighted by their
-    tokens, add up to that of the step, and so do their gradients, as f has none.
+    is not the mean of the products of batches. With f `of_step` it is: the losses of a step's batches, weighted by
+    their tokens, add up to that of the step, and so do their gradients, as f has none.
 
     `router_logits`: of each layer `(tokens, E)`, with padding. Raises: ValueError for others (product keys). Source:
     Switch Transformers, arXiv:2101.03961, eq. 4-6, over all choices and layers at once, as in transformers.

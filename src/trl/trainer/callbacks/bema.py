@@ -63,7 +63,8 @@ class BEMACallback(SavesState):
     def on_train_begin(self, args, state, control, *, model: nn.Module, **kwargs: object):
         if is_sharded(model):
             raise ValueError(
-                "BEMACallback needs whole weights on every process, and they are sharded (ZeRO-3, FSDP). Use DDP or ZeRO-2."
+                "BEMACallback needs whole weights on every process, and they are sharded (ZeRO-3, FSDP). Use DDP or "
+                "ZeRO-2."
             )
         if not state.is_world_process_zero:
             return

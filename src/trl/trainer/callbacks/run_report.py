@@ -1,4 +1,4 @@
-"""What a run writes for `trl report`: settings, data, logs, times, memory, checkpoints, and signs that something is wrong."""
+"""What a run writes for `trl report`: settings, data, logs, times, memory, checkpoints, and signs of faults."""
 
 import platform
 import time
@@ -71,7 +71,8 @@ class RunReport(RunEvents, TrainerCallback):
         settings = changed_settings(args) if self.settings is None else self.settings
         self.write(
             "start", step, run=trainer.runs.name, method=trainer._name, settings=dict(settings), steps=state.max_steps,
-            model=getattr(trainer.scorer.core.config, "_name_or_path", ""), architecture=type(trainer.scorer.core).__name__,
+            model=getattr(trainer.scorer.core.config, "_name_or_path", ""),
+            architecture=type(trainer.scorer.core).__name__,
             chats=bool(getattr(trainer._tokenizer, "chat_template", None)), data=data_facts(trainer),
             **machine_facts(trainer.model, args.device, args.world_size),
         )  # fmt: skip
