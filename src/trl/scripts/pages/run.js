@@ -136,19 +136,17 @@ function drawCurves() {
 // ---- histograms
 
 function drawHistograms() {
-  const place = document.getElementById("times"), colour = getComputedStyle(document.body).getPropertyValue("--bar");
-  place.replaceChildren();
+  const place = document.getElementById("times");
   for (const run of runs) for (const histogram of run.histograms) {
     const columns = histogram.counts.length, bins = histogram.counts[0].length;
     const title = (histogram.kind === "rewards" ? "Rewards" : "Tokens") + " of completions over time" + (runs.length > 1 ? ", " + run.name : "");
     const figure = make(place, "figure"), caption = make(figure, "figcaption");
     make(caption, "strong", {}, title);
     make(caption, "span", { class: "soft" }, `${number(histogram.low)} (bottom) to ${number(histogram.high)} (top); stronger colour: more often`);
-    const canvas = make(figure, "canvas", { width: columns, height: bins, role: "img", "aria-label": title }), pen = canvas.getContext("2d");
-    pen.fillStyle = colour;
+    const svg = make(figure, "svg", { viewBox: `0 0 ${columns} ${bins}`, preserveAspectRatio: "none", "shape-rendering": "crispEdges", role: "img", "aria-label": title });
     histogram.counts.forEach((column, x) => {
-      const most = Math.max(...column, 1);
-      column.forEach((count, bin) => { if (count) { pen.globalAlpha = 0.15 + (0.85 * count) / most; pen.fillRect(x, bins - 1 - bin, 1, 1); } });
+      const most = Math.max(...column);
+      column.forEach((count, bin) => { if (count) make(svg, "rect", { x, y: bins - 1 - bin, width: 1, height: 1, "fill-opacity": 0.15 + (0.85 * count) / most }); });
     });
     const ends = make(figure, "div", { class: "ends" });
     make(ends, "span", {}, "step " + histogram.steps[0]);
@@ -252,5 +250,4 @@ function drawAnswers() {
 
 drawCurves();
 drawHistograms();
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawHistograms);
 drawAnswers();
