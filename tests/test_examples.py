@@ -57,7 +57,7 @@ SCRIPTS = [
     (f"{TOXICITY}/gpt-j-6b-toxicity", "--tiny --steps 20", None, 2.0),
     (f"{STACK}/supervised_finetuning", "", "loss", -0.1),
     (f"{STACK}/reward_modeling", "--max_steps 20", "accuracy", 0.1),
-    (f"{STACK}/rl_training", "--steps 80", None, 0.2),
+    (f"{STACK}/rl_training", "--steps 40", None, 0.2),
 ]
 SLOW = [
     ("scripts/prm", "--max_steps 200", "accuracy", 0.3),
@@ -87,6 +87,10 @@ def run(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
+def fine_tune_with(monkeypatch, **changed):
+    monkeypatch.setattr("trl.SFTConfig", lambda *words, **settings: SFTConfig(*words, **settings | changed))
+
+
 @pytest.mark.parametrize(
     ("script", "options", "metric", "gain"),
     [*SCRIPTS, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)],
@@ -94,9 +98,7 @@ def run(tmp_path, monkeypatch):
 )
 def test_an_example_learns(script, options, metric, gain, run, tmp_path, capsys, monkeypatch):
     if script == "repair_agent":  # half of its steps on conversations leave the policy enough to learn
-        monkeypatch.setattr(
-            "trl.SFTConfig", lambda *words, **settings: SFTConfig(*words, **settings | {"max_steps": 150})
-        )
+        fine_tune_with(monkeypatch, max_steps=150)
     found = run(script, options)
     if metric is None:
         pairs = re.findall(r": (-?[\d.]+) -> (-?[\d.]+) over \d+ steps", capsys.readouterr().out)
@@ -111,6 +113,7 @@ def test_an_example_learns(script, options, metric, gain, run, tmp_path, capsys,
 @pytest.mark.slow
 def test_tools_and_an_agent_learn_from_one_model(run, tmp_path, capsys, monkeypatch):
     script = "scripts/grpo_agent"
+    fine_tune_with(monkeypatch, per_device_train_batch_size=32)  # half of the conversations
     run(script, "--tiny --max_steps 10")
     begun = shutil.move(tmp_path / "tiny" / "model", tmp_path / "begun")
     monkeypatch.setattr("trl.SFTTrainer.train", lambda self: None)  # the second begins with the model of the first

@@ -139,16 +139,16 @@ def rock(policy: Any) -> Any:
 
 
 def test_nash_md_mixes_rock_paper_and_scissors_where_online_dpo_cycles() -> None:
-    """From a policy that answers "rock" to a reference that is nearly uniform, over the last half of 100 steps: the class that is farthest
+    """From a policy that answers "rock" to a reference that is nearly uniform, over the last half of 60 steps: the class that is farthest
     from a third, and the largest share that each class has at some time."""
     farthest, largest = {}, {}
     for method, settings in {"nash_md": {"mixture_coef": 0.5}, "online_dpo": {}}.items():
         reference = tiny_model("gpt2", seed=0, **FLAT)
         steps = train(
-            method, RockPaperScissors(), rock(reference), reference=reference, beta=0.2, max_steps=100, learning_rate=3e-3,
-            lr_scheduler_type="constant", per_device_train_batch_size=64, seed=0, **settings,
+            method, RockPaperScissors(), rock(reference), reference=reference, beta=0.2, max_steps=60, learning_rate=5e-3,
+            lr_scheduler_type="constant", per_device_train_batch_size=64, seed=1, **settings,
         )  # fmt: skip
-        shares = torch.stack([steps[50:, 0, each == CLASS].sum(-1) for each in range(3)], dim=1)
+        shares = torch.stack([steps[30:, 0, each == CLASS].sum(-1) for each in range(3)], dim=1)
         farthest[method] = (shares - 1 / 3).abs().amax(dim=1).mean().item()
         largest[method] = shares.amax(dim=0)
     assert farthest["nash_md"] < 0.13 and farthest["online_dpo"] > 0.25
