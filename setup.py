@@ -1,4 +1,4 @@
-"""Gives the package its description: README.md without links to files of the repository, which lead nowhere from a package index."""
+"""Gives the package its description: README.md without links to files of the repository, of which it has none."""
 
 import re
 from pathlib import Path

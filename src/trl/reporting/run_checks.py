@@ -1,4 +1,4 @@
-"""Signs in the logs of a run that something is wrong. The thresholds are rules of thumb, listed in `docs/guides/report.md`."""
+"""Signs in the logs of a run that something is wrong. The thresholds are rules of thumb (docs/guides/report.md)."""
 
 import math
 from collections import Counter, deque
@@ -35,22 +35,43 @@ class Rule(NamedTuple):
 
 
 CLIPPED = "{value:.0%} of the tokens are clipped: steps are too large, or rollouts too old."
-COIN = f"Over {USUAL} logs the accuracy is near {{value:.2f}}: pairs or labels may be swapped or alike, or the learning rate is too low."
+COIN = (
+    f"Over {USUAL} logs the accuracy is near {{value:.2f}}: pairs or labels may be swapped or alike, or the learning "
+    "rate is too low."
+)
 RULES = (
-    Rule("KL", "kl", "The policy is {value:.3g} nats per token away from its reference: lower the learning rate or raise beta.", above=1.0),
-    Rule("KL", "objective/kl", "The policy is {value:.3g} nats per answer away from its reference: lower the learning rate or raise the KL coefficient.", above=50.0),
+    Rule("KL", "kl", above=1.0, text=
+         "The policy is {value:.3g} nats per token away from its reference: lower the learning rate or raise beta."),
+    Rule("KL", "objective/kl", above=50.0, text=
+         "The policy is {value:.3g} nats per answer away from its reference: lower the learning rate or raise the KL "
+         "coefficient."),
     Rule("clipped updates", "clip_ratio/region_mean", CLIPPED, above=0.3),
     Rule("clipped updates", "policy/clipfrac_avg", CLIPPED, above=0.3),
-    Rule("cut answers", "completions/clipped_ratio", "{value:.0%} of the answers are cut off: raise max_completion_length, or reward shorter answers.", above=0.5),
-    Rule("groups without variance", "frac_reward_zero_std", "In {value:.0%} of the groups all rewards are equal and teach nothing: choose easier or harder prompts.", above=0.8),
-    Rule("stale rows", "sampling/sampling_logp_difference/mean", "Log-probs of sampling and of training differ by {value:.3g} nats per token: the rows are of an older or another policy.", above=0.2),
-    Rule("repeated text", "repeated", "{value:.0%} of the answers repeat the same words: read them, the reward may be exploited.", above=0.3),
-    Rule("equal answers", "equal", "{value:.0%} of the answers are given to other prompts too: read them, the reward may be exploited.", above=0.5),
-    Rule("entropy collapse", "entropy", "The entropy fell from {first:.3g} to {value:.3g} nats: answers become equal. Raise epsilon_high or lower the learning rate.", below=0.5, factor=0.2),
-    Rule("longer answers", "completions/mean_length", "Answers grew from {first:.4g} to {value:.4g} tokens while the reward rose: the reward may prefer length.", factor=2.0, rising=REWARDS),
-    Rule("shorter answers", "completions/mean_length", "Answers fell from {first:.4g} to {value:.4g} tokens while the reward rose: the reward may prefer short ones.", factor=0.3, rising=REWARDS),
-    Rule("rising loss", "loss", "The loss rose from {first:.4g} to {value:.4g}: lower the learning rate, warm up, or look at the rows.", factor=1.2, has_rewards=False),
-    Rule("likelihood displacement", "rewards/chosen", "The reward of chosen answers fell from {first:.3g} to {value:.3g} while the margins grew: chosen answers become less likely too. Raise beta, add the SFT loss (rpo_alpha), or leave out pairs that are nearly alike.", below=-1.0, factor=1.0, drop=1.0, rising=("rewards/margins",), has_rewards=False),
+    Rule("cut answers", "completions/clipped_ratio", above=0.5, text=
+         "{value:.0%} of the answers are cut off: raise max_completion_length, or reward shorter answers."),
+    Rule("groups without variance", "frac_reward_zero_std", above=0.8, text=
+         "In {value:.0%} of the groups all rewards are equal and teach nothing: choose easier or harder prompts."),
+    Rule("stale rows", "sampling/sampling_logp_difference/mean", above=0.2, text=
+         "Log-probs of sampling and of training differ by {value:.3g} nats per token: the rows are of an older or "
+         "another policy."),
+    Rule("repeated text", "repeated", above=0.3, text=
+         "{value:.0%} of the answers repeat the same words: read them, the reward may be exploited."),
+    Rule("equal answers", "equal", above=0.5, text=
+         "{value:.0%} of the answers are given to other prompts too: read them, the reward may be exploited."),
+    Rule("entropy collapse", "entropy", below=0.5, factor=0.2, text=
+         "The entropy fell from {first:.3g} to {value:.3g} nats: answers become equal. Raise epsilon_high or lower "
+         "the learning rate."),
+    Rule("longer answers", "completions/mean_length", factor=2.0, rising=REWARDS, text=
+         "Answers grew from {first:.4g} to {value:.4g} tokens while the reward rose: the reward may prefer length."),
+    Rule("shorter answers", "completions/mean_length", factor=0.3, rising=REWARDS, text=
+         "Answers fell from {first:.4g} to {value:.4g} tokens while the reward rose: the reward may prefer short."),
+    Rule("rising loss", "loss", factor=1.2, has_rewards=False, text=
+         "The loss rose from {first:.4g} to {value:.4g}: lower the learning rate, warm up, or look at the rows."),
+    Rule("likelihood displacement", "rewards/chosen", below=-1.0, factor=1.0, drop=1.0, rising=("rewards/margins",),
+         has_rewards=False, text=
+         "The reward of chosen answers fell from {first:.3g} to {value:.3g} while the margins grew: chosen answers "
+         "become less likely too. Raise beta, add the SFT loss (rpo_alpha), or leave out pairs that are nearly "
+         "alike."),
     Rule("accuracy of a coin", "rewards/accuracies", COIN, above=0.45, below=0.55, usual=True, has_rewards=False),
     Rule("accuracy of a coin", "accuracy", COIN, above=0.45, below=0.55, usual=True, has_rewards=False),
 )  # fmt: skip
@@ -123,7 +144,7 @@ class RunChecks:
         if not (trained < before and value >= OVERFIT * least):
             return {}
         return {
-            "overfitting": f"The loss of the evaluation set rose from {least:.3g} to {value:.3g} while that of training "
+            "overfitting": f"The loss of the evaluation set rose from {least:.3g} to {value:.3g} and that of training "
             "fell: stop earlier, keep the best checkpoint (load_best_model_at_end), or train fewer epochs."
         }
 

@@ -1,6 +1,6 @@
 """A data set prepared by the trainer of a method, and everything that is looked at in it.
 
-The trainer is built around a small stand-in of the model (its config with few, narrow layers, and its tokenizer), so that
+The trainer is built around a small stand-in of the model (its config with few, narrow layers, its tokenizer), so that
 no weights are loaded; what it does to the rows is what training does.
 """
 
@@ -30,7 +30,7 @@ from trl.models.switches import holding
 from trl.scripts.inspection import faults
 from trl.scripts.inspection.faults import Fault
 from trl.scripts.inspection.texts import read_texts, row_parts
-from trl.scripts.inspection.tokens import ShownRow, shown_tokens
+from trl.scripts.inspection.tokens import ShownRow, Token, shown_tokens
 from trl.scripts.messages import Shown, sequences
 from trl.scripts.training import COMMANDS, load_inputs, rewards, rewards_or_judge
 from trl.trainer.images import ImageSets
@@ -109,7 +109,7 @@ def load_rows(
     script_args: "CommandArguments", training_args: "AnyConfig", model_args: "ModelConfig",
     dataset_args: "DatasetMixtureConfig", limit: int | None,
 ) -> tuple[Dataset, Dataset | None]:  # fmt: skip
-    """The first rows of the training set (None: all, of a stream `STREAMED_ROWS`), and of the evaluation set, if any."""
+    """The first rows of the training set (None: all, of a stream `STREAMED_ROWS`) and of the evaluation set."""
     inputs = script_args, training_args, model_args, dataset_args
     with holding(training_args, "eval_strategy", "steps"):
         try:
@@ -133,7 +133,7 @@ def first_rows(rows: Dataset | IterableDataset, limit: int | None) -> Dataset:
 
 
 def write_stand_in(model_args: "ModelConfig", method: str, folder: str, *, with_images: bool) -> int | None:
-    """Write a small model with the vocabulary and tokenizer of the run's into `folder`; returns its context in tokens."""
+    """Write a small model with the run's vocabulary and tokenizer into `folder`; returns its context in tokens."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     from trl.models.loading import load_processing_class
@@ -210,7 +210,7 @@ def figures_of(trainer: Any, rows: int, lengths: np.ndarray, context: int | None
 
 
 def collated(trainer: Any, rows: Iterable[Any], without: Sequence[str] = ()) -> Iterator[tuple[list[Shown], bool]]:
-    """The sequences of raw rows, and whether tokens were cut; `without` some limits. Raises: ValueError naming the row."""
+    """The sequences of raw rows, and whether tokens were cut; `without` some limits. Raises: ValueError."""
     limits = {name: None for name in without if hasattr(trainer.data_collator, name)}
     for number, row in enumerate(rows):
         collator = replace(trainer.data_collator, **limits)
@@ -257,10 +257,11 @@ def shown_rows(trainer: Any, rows: Dataset, count: int, text_field: str) -> list
     for place, row, whole in pairs:
         number = numbers[place]
         parts, entire = row_parts(rows[number], text_field), {sequence.title: sequence.ids for sequence in whole}
-        shown.append(ShownRow(number, {
-            part.title: shown_tokens(part, entire[part.title], [p for p in parts if belongs(p.column, part.title)], tokenizer)
-            for part in row
-        }))  # fmt: skip
+        tokens = dict[str, list[Token]]()
+        for sequence in row:
+            texts = [part for part in parts if belongs(part.column, sequence.title)]
+            tokens[sequence.title] = shown_tokens(sequence, entire[sequence.title], texts, tokenizer)
+        shown.append(ShownRow(number, tokens))
     return shown
 
 

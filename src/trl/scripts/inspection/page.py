@@ -41,7 +41,7 @@ def write_page(inspection: Inspection, path: Path) -> None:
 
 
 def shortened(tokens: Sequence[Token]) -> list[Token]:
-    """The tokens, those of an image as one, or the ends of a long sequence around a token that says how many are left out."""
+    """The tokens, those of an image as one, or the ends of a long sequence around a note of how many are left out."""
     runs = [(state, list(run)) for state, run in groupby(tokens, key=lambda token: token.state)]
     image = "[{} image tokens]".format
     pieces = [[run[0]._replace(text=image(len(run)))] if state == "image" else run for state, run in runs]

@@ -133,7 +133,7 @@ def script_of(character: str) -> str:
 
 
 def shingles(row: Compared) -> frozenset[bytes]:
-    """The runs of three words of a text, in lower case and without punctuation, beside the images; none of a short text."""
+    """The runs of three words of a text, in lower case, without punctuation, beside the images; none of a short one."""
     words = re.findall(r"\w+", row.text.lower())
     if len(words) < LEAST_WORDS:
         return frozenset()

@@ -1,4 +1,4 @@
-"""The tokens of a row with what training does to each: trained, masked, or cut off; the template's beside the text's."""
+"""The tokens of a row with what training does to each: trained, masked or cut off; of the template or the text."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -46,7 +46,7 @@ def shown_tokens(
 
 
 def piece_roles(pieces: Sequence[str], parts: Sequence[Part]) -> list[str | None]:
-    """The role of the part that a piece of a text belongs to ("prompt" or "text" where it has none); None for the rest."""
+    """The role of the part that a piece of a text belongs to ("prompt" or "text" without one); None for the rest."""
     text, start = "".join(pieces), 0
     spans: list[tuple[int, int, str]] = []
     for part in parts:

@@ -26,7 +26,7 @@ def bars(counts: Sequence[int], edges: Sequence[float], unit: str, *, is_whole: 
 
 
 def render(package: str, template: str, **values: object) -> str:
-    """A page from a template of a package, which may extend `base.html`. What values say is text in it, never markup."""
+    """A page from a template of a package, which may extend `base.html`. Values are text in it, never markup."""
     loader = ChoiceLoader([PackageLoader(package, "."), PackageLoader(__name__, ".")])
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["embedded"] = embedded

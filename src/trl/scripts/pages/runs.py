@@ -70,8 +70,8 @@ def read_run(folder: Path, name: str, *, share: float = 1.0) -> RunPage:
     data["pieces"], data["completions"] = completions_of(folder, size - len(json.dumps(data)), notes)
     lengths = starts[-1].get("data", {}).get("lengths")
     return RunPage(
-        name, str(folder), starts[-1], has_ended, f"{state} after step {last:,}" + f" of {steps:,}" * bool(steps), checks,
-        figures_of(events, starts, logs), dict(seconds), bars(**lengths, unit="tokens") if lengths else [],
+        name, str(folder), starts[-1], has_ended, f"{state} after step {last:,}" + f" of {steps:,}" * bool(steps),
+        checks, figures_of(events, starts, logs), dict(seconds), bars(**lengths, unit="tokens") if lengths else [],
         [path.name for path in checkpoints_in(folder)], advice_of(folder, starts[-1]), data, notes,
     )  # fmt: skip
 
@@ -166,7 +166,7 @@ def completions_of(folder: Path, size: float, notes: list[str]) -> tuple[list[st
 
 
 def _shown_rows(path: Path, pieces: dict[str, int]) -> list[Json]:
-    """The rows of a file; their tokens are places in `pieces`, their log-probs tenths of nats below 0, entropies tenths."""
+    """The rows of a file; tokens are places in `pieces`, log-probs and entropies tenths of nats, both positive."""
     rows, names = read_part(path)
     shown = []
     for row in rows:

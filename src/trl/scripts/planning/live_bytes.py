@@ -87,7 +87,7 @@ class LiveBytes(TorchDispatchMode):
 class WithoutNumbers(TorchDispatchMode):
     """A block in which large floating tensors have no memory: shapes and dtypes are those of a run on a CPU.
 
-    Models must be given to `take`. Small and integer tensors are real (token ids, segments), so that a layout can be read
+    `take` must see the models first. Small and integer tensors are real (token ids, segments): a layout can be read
     from them. A number that is read from a tensor without numbers is 1.
     """
 
@@ -96,7 +96,7 @@ class WithoutNumbers(TorchDispatchMode):
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def take(self, model: nn.Module, core: PreTrainedModel) -> None:
-        """Give the tensors of a model on the meta device the form that this block computes with; `core` ties its own."""
+        """Give the tensors of a model on the meta device the form that this block computes with; tied stay tied."""
         with self._fake:
             model.to_empty(device="cpu")
             core.tie_weights()

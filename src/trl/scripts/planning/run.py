@@ -139,7 +139,7 @@ class Run:
         return make_optimizer(args, parameters)
 
     def teacher(self) -> nn.Module | int | None:
-        """A short copy of the teacher (a layer's activations are there at a time), or the tokens that a server answers."""
+        """A short copy of the teacher (one layer's activations are there at a time), or the tokens of a server."""
         if (config := self.frozen.get("teacher")) is not None:
             return meta_model(keep_layers(config, [0]), saved_dtype(config))
         return self.args.teacher_top_k if getattr(self.args, "teacher_model_server_url", None) else None

@@ -68,7 +68,7 @@ class Sharding:
 
 
 def sharding_of(profile: str | None, devices: int, *, half: bool) -> Sharding:
-    """That of a profile or file of accelerate; without one DDP. Raises: FileNotFoundError, ValueError for other kinds."""
+    """That of a profile or file of accelerate, or DDP. Raises: FileNotFoundError, ValueError for other kinds."""
     settings: dict[str, Any] = {}
     if profile is not None:
         with open(profile_path(profile), encoding="utf-8") as file:
