@@ -32,7 +32,7 @@ def rewards_of(reward_model):
     return torch.stack(tables).double()
 
 
-def bandit(kind, seed, *, price=PRICE, steps=80, learning_rate=1e-2):
+def bandit(kind, seed, *, price=PRICE, steps=50, learning_rate=1.5e-2):
     """Worth of the start, of what was learned and of the best policy, each a mean over prompts; and the KL moved."""
     policy = tiny_model("gpt2", seed=seed, **FLAT)
     reward_model = tiny_classifier("gpt2", num_labels=1, seed=seed + 50, vocab_size=ACTIONS)

@@ -30,7 +30,7 @@ def bandit(method: str, *, price: float, seed: int) -> tuple[float, float, float
     trainer, _ = make(
         name, reward_funcs=reward, dtype="float32", data=Dataset.from_dict({"input_ids": list(PROMPTS) * 4}), given={"model": policy},
         beta=price, max_completion_length=1, per_device_train_batch_size=32, steps_per_generation=2, num_generations=8,
-        max_steps=120, learning_rate=1e-2, optim="adamw_torch", lr_scheduler_type="linear", max_grad_norm=1.0, logging_steps=1000,
+        max_steps=60, learning_rate=1.5e-2, optim="adamw_torch", lr_scheduler_type="linear", max_grad_norm=1.0, logging_steps=1000,
         seed=seed, **settings,
     )  # fmt: skip
     trainer.train()

@@ -15,7 +15,7 @@ def log_probs(model):
         return model(input_ids=QUERY[None])[0][0, -1].log_softmax(-1)
 
 
-def play(score, *, seed, kl_coef, steps=60, rows=64, lr=5e-3, **more):
+def play(score, *, seed, kl_coef, steps=40, rows=64, lr=8e-3, **more):
     """The reference's and the trained policy's log-probs of the arms; one token is a response, its score `score(arms)`."""
     torch.manual_seed(seed)
     inner = tiny_model("llama", seed=seed, vocab_size=ARMS)
