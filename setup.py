@@ -1,4 +1,4 @@
-"""Gives the package its description: README.md without links to files of the repository, of which it has none."""
+"""Gives the package its description: README.md without links to files that a package does not have."""
 
 import re
 from pathlib import Path

@@ -58,6 +58,25 @@ def test_another_run_replaces_what_an_earlier_one_wrote(start, tmp_path):
     assert list(parts_in(tmp_path)) == [start + 1]
 
 
+def test_a_torn_line_and_other_files_are_left_out(tmp_path):
+    written(tmp_path, 3)
+    with (tmp_path / EVENTS).open("ab") as file:
+        file.write(b'{"event": "log", "st{"event": "log"}\n')
+    (tmp_path / "completions").mkdir(exist_ok=True)
+    for name in ("backup", "old2"):
+        (tmp_path / "completions" / f"completions_{name}.parquet").touch()
+    before = events_in(tmp_path)
+    assert [event["step"] for event in before if event["event"] == "log"] == [*parts_in(tmp_path)] == [1, 2, 3]
+    RunEvents(tmp_path, "a", step=3).close()
+    assert events_in(tmp_path) == before and b"st{" not in (tmp_path / EVENTS).read_bytes()
+
+
+def test_an_infinite_divergence_is_a_sign():
+    checks = RunChecks()
+    signs = [checks.read({"reward": 0.5, "kl": float("inf") if step > 4 else 0.01}) for step in range(9)]
+    assert [[*sign] for sign in signs if sign] == [["KL"]]
+
+
 def test_a_run_goes_on_where_nothing_can_be_written(tmp_path, caplog):
     (tmp_path / "file").touch()
     events = RunEvents(tmp_path / "file", "a", step=0)

@@ -244,7 +244,7 @@ def test_histograms_count_every_number():
     bars = histogram([1, 1, 2, 5], unit="tokens")
     assert [int(bar.title.rpartition(": ")[2]) for bar in bars] == [2, 1, 0, 0, 1]
     assert [bar.height for bar in bars] == [100, 50, 0, 0, 50]
-    assert [bar.title for bar in histogram([0.5], unit="reward")] == ["0 to 1 reward: 1"]
+    assert [bar.title for bar in histogram([0.5], unit="reward")] == ["0.5 to 0.5 reward: 1"]
     wide = histogram(range(100), unit="tokens")
     assert [wide[0].title, wide[-1].title, len(wide)] == ["0 to 2 tokens: 3", "99 to 101 tokens: 1", 34]
 

@@ -83,6 +83,21 @@ def test_a_thousand_steps_stay_below_two_megabytes(tmp_path):
     assert len(embedded(two).encode()) < 2_000_000
 
 
+@pytest.mark.parametrize("share, shaded", [(1e-6, False), (0.02, True)])
+def test_a_page_ends_where_not_even_two_steps_fit(share, shaded, tmp_path):
+    page = read_run(make_run(tmp_path / "run", parts=4, rows=32, tokens=300), "run", share=share)
+    steps = page.data["completions"]
+    assert len(steps) == 2 and all(step["rows"] for step in steps)
+    assert any("tokens" in row for step in steps for row in step["rows"]) is shaded
+    assert any("not shaded" in note for note in page.notes) is not shaded
+    assert all(row.get("completion") or "tokens" in row for step in steps for row in step["rows"])
+
+
+def test_equal_values_have_one_end():
+    rollouts = [{"step": step, "rewards": [0.0] * 4} for step in (1, 2)]
+    assert {histogram_over_time(rollouts, "rewards")[end] for end in ("low", "high")} == {0.0}
+
+
 def test_longer_curves_are_means_of_neighbours_and_histograms_count_all():
     logs = [
         {"step": step, "values": {"loss": float(step), "kl": float("nan")}, "memory": 2.0**31}

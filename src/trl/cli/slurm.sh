@@ -18,7 +18,7 @@ cd {{ here }}
 nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
 export MAIN=${nodes[0]} PORT=$((20000 + SLURM_JOB_ID % 20000))
 log={{ folder }}/$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
-{% macro on_gpus(places) %}{% if vllm_gpus %}export CUDA_VISIBLE_DEVICES=$(cut -d, -f{{ places }} <<< "$CUDA_VISIBLE_DEVICES"); {% endif %}{% endmacro -%}
+{% macro on_gpus(places) %}{% if vllm_gpus %}export CUDA_VISIBLE_DEVICES=$(cut -d, -f{{ places }} <<< "${CUDA_VISIBLE_DEVICES:?SLURM did not set it: use --vllm_nodes 1}"); {% endif %}{% endmacro -%}
 {% if vllm_nodes or vllm_gpus %}
 export TRL_VLLM_SERVER_TOKEN=$(openssl rand -hex 32)
 export SERVER=${nodes[{{ nodes if vllm_nodes else 0 }}]}

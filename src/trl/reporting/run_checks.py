@@ -129,7 +129,7 @@ class RunChecks:
     def _holds(self, rule: Rule, first: float, value: float) -> bool:
         """Whether a metric with these means shows the sign; those that are not known (NaN) show none."""
         values = [value, mean([*self._logs][:-1], rule.metric)] if rule.usual else [value]
-        if not all(rule.above < value < rule.below for value in values) or (rule.usual and len(self._logs) <= USUAL):
+        if not all(rule.above < value <= rule.below for value in values) or (rule.usual and len(self._logs) <= USUAL):
             return False
         bound = first * (rule.factor or 0.0) - rule.drop
         if rule.factor is not None and not (value > bound if rule.factor > 1 else value < bound):

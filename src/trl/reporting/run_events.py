@@ -28,8 +28,8 @@ Columns = Mapping[str, Sequence[object]]
 
 def parts_in(folder: Path) -> dict[int, Path]:
     """The files of completions by step, in order."""
-    files = (folder / PARTS).glob("completions_*.parquet")
-    return dict(sorted((int(path.stem.rpartition("_")[2]), path) for path in files))
+    files = (folder / PARTS).glob("completions_*[0-9].parquet")
+    return dict(sorted((int(path.stem[12:]), path) for path in files if path.stem[12:].isdigit()))
 
 
 def write_part(folder: Path, step: int, columns: Columns, rewards: Sequence[str]) -> str:
@@ -61,8 +61,12 @@ def _whole_lines(lines: Iterable[bytes]) -> Iterator[tuple[int, Event]]:
     for line in lines:
         if not line.endswith(b"}\n"):
             return
+        try:
+            event = json.loads(line)
+        except ValueError:  # torn where the disk was full
+            return
         end += len(line)
-        yield end, json.loads(line)
+        yield end, event
 
 
 class RunEvents:

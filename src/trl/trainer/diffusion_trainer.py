@@ -171,7 +171,8 @@ class DiffusionTrainer:
                     raise found
         if not isinstance(found, tuple) or len(found) != 2:
             raise TypeError(
-                f"the reward function must return (rewards, metadata), got {type(found).__name__}; {{}} is no metadata."
+                f"the reward function must return (rewards, metadata), got {type(found).__name__}. Return {{}} for no "
+                "metadata."
             )
         return found
 

@@ -121,8 +121,7 @@ def _score_all(
         if len(bad):
             raise ValueError(
                 f"{dataset_name} dataset, row {bad[0]}: {column} must be finite, got {numbers[bad[0]]} ({len(bad)} "
-                "such "
-                "rows). Check the reference's weights, and its precision: float16 overflows where bfloat16 does not."
+                "such rows). Check the reference's weights, and its precision: float16 overflows, bfloat16 does not."
             )
     return values
 

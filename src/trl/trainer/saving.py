@@ -239,7 +239,7 @@ def remaining(values: Sequence[Any], run: Run | None) -> tuple[Any, ...]:
 
 
 def push(trainer: Any) -> None:
-    """Push the model, and with it the newest checkpoint, as `hub_strategy` says; not while another push goes on."""
+    """Push the model, and with it the newest checkpoint, as `hub_strategy` says; not during an earlier push."""
     args, strategy = unwritten(trainer.args), trainer.args.hub_strategy
     earlier = None if args.hub_always_push else trainer.push_in_progress
     # The files of `output_dir` must stay as they are while the main process pushes an earlier model.

@@ -114,7 +114,6 @@ def _warn_of_blocks(dataset: object, strategy: str) -> None:
     if len(labels) > 2 and (labels[1:] != labels[:-1]).sum() == 1:
         logger.warning(
             "train dataset: all %s rows come before all others, and rows are visited in their order, so that steps see "
-            "one "
-            "kind only. Set train_sampling_strategy='random' (this helps rows with a label, not pairs, which lie so).",
+            "one kind only. With labels set train_sampling_strategy='random'; pairs are always in this order.",
             "desirable" if labels[0] else "undesirable",
         )

@@ -25,7 +25,7 @@ from trl.models.packed.pieces import Piece, noise_of_piece, share_dropout
 from trl.models.packed.sequence_group import SequenceGroup
 from trl.models.packed.support import SEVERAL_MODELS, packed_unsupported, packing_of, use_packed_attention
 from trl.models.parts import replaced_forward
-from trl.models.scoring.head import Routing, router_inputs, router_weight
+from trl.models.scoring.head import Routing, router_inputs
 from trl.options.shared import PrefixSharingMode
 
 logger = logging.getLogger(__name__)
@@ -71,9 +71,15 @@ class ScorerBase:
         self.shares_prefixes = self.with_table and packing_of(core).shares
         is_decoder = not getattr(core.config, "is_encoder_decoder", False)
         self.is_balanced = self.uses_head and is_decoder and bool(self.router)
-        self.router_weight = router_weight(core)
 
     group: SequenceGroup | None = None  # of processes that score each batch together
+
+    @property
+    def router_weight(self) -> float:
+        """The weight of the router's loss in a mixture of experts, as its config says now; 0 for other models."""
+        config = self.core.config.get_text_config()
+        places = ((config, "router_aux_loss_coef"), (config, "aux_loss_coef"), (self.core, "router_aux_loss_coef"))
+        return next((getattr(place, name) for place, name in places if hasattr(place, name)), 0.0)
 
     def join(self, group: SequenceGroup | None) -> None:
         """Score with the processes of a group, each its own piece of tokens; all are given the same batches.

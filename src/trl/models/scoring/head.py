@@ -123,13 +123,6 @@ def router_inputs(core: PreTrainedModel) -> dict[str, bool]:
     return {"output_router_logits": True} if has_loss else {}
 
 
-def router_weight(core: PreTrainedModel) -> float:
-    """The weight of the router's loss in a mixture of experts; 0 for other models."""
-    config = core.config.get_text_config()
-    places = ((config, "router_aux_loss_coef"), (config, "aux_loss_coef"), (core, "router_aux_loss_coef"))
-    return next((getattr(place, name) for place, name in places if hasattr(place, name)), 0.0)
-
-
 def router_loss(
     core: PreTrainedModel, router_logits: Sequence[Tensor], rows: ModelBatch, of_step: Routing | None = None
 ) -> tuple[Tensor, Routing]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from datasets import Dataset, IterableDataset
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar, enable_progress_bar
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from trl.data.formats import Row, RowDict, has_images, image_column
 from trl.data.pipeline import SHOWN_ROWS, Preparation, PreparationReport, prepare_dataset
@@ -96,12 +96,12 @@ def inspect_data(
             inspection.faults += faults.near_faults(texts, others)
         except ImportError:
             inspection.notes.append("Near duplicates were not searched: pip install datasketch")
-        if COMMANDS[method].others in ONLINE and (functions := getattr(script_args, "reward_funcs", None)):
-            inspection.rewards = scored(functions, train, options.answers, inspection.notes)
-            inspection.faults += faults.reward_faults(inspection.rewards, min(len(train), SCORED_ROWS))
-            for name, values in inspection.rewards.items():
-                if len(values):
-                    figures[name] = f"mean {values.mean():.4g}, from {values.min():.4g} to {values.max():.4g}"
+    if COMMANDS[method].others in ONLINE and (functions := getattr(script_args, "reward_funcs", None)):
+        inspection.rewards = scored(functions, train, options.answers, inspection.notes)
+        inspection.faults += faults.reward_faults(inspection.rewards, min(len(train), SCORED_ROWS))
+        for name, values in inspection.rewards.items():
+            if len(values):
+                figures[name] = f"mean {values.mean():.4g}, from {values.min():.4g} to {values.max():.4g}"
     return inspection
 
 
@@ -283,14 +283,16 @@ def prepared_alone(rows: Dataset, settings: Preparation, sets: PreparedSets) -> 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without progress bars and warnings: those of a preparation are among the faults."""
-    logging.disable(logging.WARNING)
+    """Without progress bars, and without the warnings of a preparation, which are among the faults."""
+    has_bars, level = is_progress_bar_enabled(), logging.root.manager.disable
+    logging.disable(max(level, logging.WARNING))
     disable_progress_bar()
     try:
         yield
     finally:
-        enable_progress_bar()
-        logging.disable(logging.NOTSET)
+        if has_bars:
+            enable_progress_bar()
+        logging.disable(level)
 
 
 def scored(functions: Sequence[str], rows: Dataset, column: str | None, notes: list[str]) -> dict[str, np.ndarray]:

@@ -30,9 +30,8 @@ TEXT = {
     "near duplicates": "most of their words are those of an earlier row. Remove them.",
     "rows of the evaluation set": "they are in the evaluation set too, so its figures are too good. Remove them here.",
     "near rows of the evaluation set": "most of their words are in a row of the evaluation set. Remove them here.",
-    "scripts lost in the "
-    "tokenizer": "words in {} letters become bytes or unknown tokens ({:.0%} of their tokens). Use a "
-    "tokenizer that knows them.",
+    "scripts lost in the tokenizer": "words in {} letters become bytes or unknown tokens ({:.0%} of their tokens). Use "
+    "a tokenizer that knows them.",
     "empty answers": "an answer has no text. Filter these rows.",
     "trained prompts": "the loss is taken on words of the user, the system or a tool too. Set assistant_only_loss=True "
     "(messages) or completion_only_loss=True (prompt and completion) to train on answers alone.",

@@ -27,6 +27,7 @@ def histogram(values: Sequence[float] | np.ndarray, *, unit: str) -> list[Bar]:
     step = max(1, math.ceil((high - low + 1) / BARS))  # of whole numbers
     bins: int | np.ndarray = np.arange(low, high + step + 0.5, step) if is_whole else BARS if high > low else 1
     counts, edges = np.histogram(numbers, bins)
+    edges = edges if is_whole or high > low else np.array([low, high])
     return bars(counts.tolist(), edges.tolist(), unit, is_whole=is_whole)
 
 

@@ -138,20 +138,25 @@ def histogram_over_time(rollouts: Sequence[Event], kind: str) -> Json:
     stride = math.ceil(len(rollouts) / TIMES)
     parts = [rollouts[at : at + stride] for at in range(0, len(rollouts), stride)]
     columns = [[value for event in part for value in event[kind] if _known(value) is not None] for part in parts]
-    edges = np.histogram_bin_edges([value for column in columns for value in column], BINS)
+    values = [value for column in columns for value in column]
+    edges = np.histogram_bin_edges(values, BINS)
     counts = [np.histogram(column, edges)[0].tolist() for column in columns]
-    ends = {"low": float(edges[0]), "high": float(edges[-1])}
+    ends = {"low": min(values, default=0.0), "high": max(values, default=0.0)}
     return {"kind": kind, **ends, "steps": [part[-1]["step"] for part in parts], "counts": counts}
 
 
 def completions_of(folder: Path, size: float, notes: list[str]) -> tuple[list[str], list[Json]]:
     """The texts of tokens, and the kept completions by step; evenly spaced steps where there are more than fit."""
     pieces: dict[str, int] = {}
-    steps = {step: _shown_rows(path, pieces) for step, path in parts_in(folder).items()}
-    size -= len(json.dumps(list(pieces)))
+    files = parts_in(folder)
+    steps = {step: _shown_rows(path, pieces) for step, path in files.items()}
+    if (texts := len(json.dumps(list(pieces)))) > size / 2:
+        steps, pieces, texts = {step: _shown_rows(path, None) for step, path in files.items()}, {}, 0
+        notes.append("the texts of tokens do not fit: completions are not shaded")
+    size -= texts
     sizes = {step: len(json.dumps(rows, ensure_ascii=False).encode()) for step, rows in steps.items()}
     chosen, stride = list(steps), 1
-    while len(chosen) > 1 and sum(sizes[step] for step in chosen) > size:
+    while stride < len(steps) and sum(sizes[step] for step in chosen) > size:
         stride += 1
         chosen = sorted({*list(steps)[::stride], list(steps)[-1]})
     if len(chosen) < len(steps):
@@ -165,8 +170,8 @@ def completions_of(folder: Path, size: float, notes: list[str]) -> tuple[list[st
     return list(pieces), [{"step": step, "rows": steps[step]} for step in chosen]
 
 
-def _shown_rows(path: Path, pieces: dict[str, int]) -> list[Json]:
-    """The rows of a file; tokens are places in `pieces`, log-probs and entropies tenths of nats, both positive."""
+def _shown_rows(path: Path, pieces: dict[str, int] | None) -> list[Json]:
+    """The rows of a file; tokens (None: left out) are places in `pieces`, log-probs and entropies tenths of nats."""
     rows, names = read_part(path)
     shown = []
     for row in rows:
@@ -176,7 +181,7 @@ def _shown_rows(path: Path, pieces: dict[str, int]) -> list[Json]:
         for name in ("prompt", "completion"):
             entry[name] = _turns(row[name]) if row.get(f"chat_{name}") else _cut(row[name])
         entry["length"] = len(tokens)
-        if tokens:
+        if tokens and pieces is not None:
             entry["tokens"] = [pieces.setdefault(text, len(pieces)) for text in tokens[:SHADED]]
             entry["logps"] = list(map(_tenths, (row.get("token_logps") or [])[:SHADED]))
             entry["entropies"] = [_tenths(-value) for value in (row.get("token_entropies") or [])[:SHADED]]

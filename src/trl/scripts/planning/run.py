@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from trl.options.model import ModelConfig
 
 _CLASSIFIERS = {"reward": REWARD_MODEL, "prm": STEP_CLASSIFIER}
-_APART = {"optim", "precompute_ref_log_probs"}  # settings that leave micro-batches as they are
+_SAME_MICRO_BATCHES = {"optim", "precompute_ref_log_probs"}  # settings that do not change them
 _BLOCK = 64  # weights of one scale in four bits
 
 
@@ -131,7 +131,9 @@ class Run:
         args, model_args = copy.copy(self.args), copy.copy(self.model_args)
         for name, value in settings.items():
             setattr(model_args if hasattr(model_args, name) else args, name, value)
-        return replace(self, args=args, model_args=model_args, phases=self.phases if settings.keys() <= _APART else {})
+        return replace(
+            self, args=args, model_args=model_args, phases=self.phases if settings.keys() <= _SAME_MICRO_BATCHES else {}
+        )
 
     def make_optimizer(self, parameters: list[nn.Parameter]) -> Any:
         """The optimiser, or one of PyTorch in place of one of bitsandbytes, which needs numbers."""
