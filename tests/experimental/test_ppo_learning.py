@@ -62,7 +62,7 @@ def bandit(kind, seed, *, price=PRICE, steps=50, learning_rate=1.5e-2):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "seed"), [("function", 0), ("model", 1)])
+@pytest.mark.parametrize(("kind", "seed"), [("function", 0), ("function", 1), ("model", 0)])
 def test_the_optimum_is_reached(kind, seed):
     """At least 90 % of the way from the start's worth to the best one."""
     start, worth, best, _ = bandit(kind, seed)
