@@ -46,7 +46,9 @@ def s3():
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**names, "AWS_ENDPOINT_URL": f"http://{host}:{port}"}.items():
             patch.setenv(name, value)
-        yield fsspec.filesystem("s3", skip_instance_cache=True)
+        fs = fsspec.filesystem("s3")
+        fs.clear_instance_cache()  # of an earlier server
+        yield fs
     place.stop()
 
 

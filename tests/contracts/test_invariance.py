@@ -98,7 +98,7 @@ def applies(family: str, method: str, settings: dict[str, Any]) -> bool:
     return (refers or IN_ADVANCE.keys().isdisjoint(settings)) and (shares or REPEATED.keys().isdisjoint(settings))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def whole():
     return functools.cache(lambda family, method: FAMILIES[family].run(method))
 
@@ -161,7 +161,7 @@ def test_evaluation_batch_sizes(method):
     assert one == pytest.approx(seven, rel=1e-9, abs=1e-9)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def two(tmp_path_factory):
     """What comes of every method in two processes."""
     out = tmp_path_factory.mktemp("two") / "two.pt"

@@ -24,7 +24,7 @@ from tests.contracts.test_invariance import assert_same
 from tests.two_processes import launch
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     launch("tests.contracts.last_batches", str(folder / "out.pt"), str(folder / "run"), timeout=900)

@@ -180,7 +180,7 @@ def test_xpo_finds_an_arm_that_online_dpo_never_draws(seed: int) -> None:
 STEPS = {"online_dpo": 30, "nash_md": 80, "xpo": 30}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def fine_tuned() -> tuple[arithmetic_rl.Student, float]:
     """A model that is right in 0.62 of the sums up to 19."""
     task = arithmetic_rl.make_task(largest_sum=19, held_out=20, seed=0)

@@ -108,7 +108,7 @@ class UnpairedPreparation(PreferencePreparation):
         if group is None or not kind.keep_whole:
             return rows
         if is_paired and group < 4:
-            text = "%s dataset: steps of %d rows are too few for the KL estimate. Raise per_device_train_batch_size."
+            text = "%s dataset: steps of %d rows have too few pairs to estimate KL. Raise per_device_train_batch_size."
             logger.warning(text, name, group)
         if isinstance(rows, Dataset) and len(rows) % group == 1:
             text = "%s dataset: the last row is alone in its step of %d rows: its KL estimate uses its own completion."

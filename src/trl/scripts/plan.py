@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl.cli.main import COMMANDS
+from trl.options.spelling import did_you_mean
 from trl.reporting.tables import open_console
-from trl.scripts.plain_parser import PlainParser
+from trl.scripts.plain_parser import PlainParser, unknown_arguments
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -45,6 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     arguments = list(sys.argv[1:] if argv is None else argv)
     options, rest = parser.parse_known_args(arguments)
+    if options.method.replace("_", "-") not in METHODS:
+        names = [action.dest for action in parser._actions]
+        if misspelt := [word for word in rest if did_you_mean(word, names)]:
+            parser.error("\n".join(unknown_arguments(misspelt, names)))
     try:
         with reporting_input_errors():
             run = run_for(options.method, rest, options.gpus)
