@@ -12,16 +12,17 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 
 import pytest
 import yaml
 from examples import small_model
 
-from tests.forked import fork, trl
 from tests.two_processes import launch
 from trl.cli.launch import make_plan
 from trl.cli.main import COMMANDS
+from trl.cli.main import main as trl_main
 from trl.cli.slurm import take_cluster
 from trl.objectives.group_advantages import ADVANTAGES
 from trl.objectives.group_policy import LOSS_TYPES
@@ -356,19 +357,32 @@ def run_in_shell(commands: str, folder: Path) -> None:
 
 def run_forked(words: list[str], typed: str = "") -> None:
     """Run `trl ...` or `python FILE ...` in a fork of this process and in its folder, with what is `typed` as its input."""
-
-    def work() -> int | None:
-        if words[0] == "trl":
-            return trl(words[1:])
-        sys.argv = words[1:]
-        sys.path.insert(0, str(Path(words[1]).parent))
-        runpy.run_path(words[1], run_name="__main__")
-        return 0
-
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as source:
         source.write(typed)
         source.seek(0)
-        child = fork(work, source.fileno(), output.fileno(), output.fileno())
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                os.dup2(source.fileno(), 0)
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+                sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
+                sys.argv = words if words[0] == "trl" else words[1:]
+                sys.path.insert(0, str(Path(sys.argv[0]).parent))
+                if words[0] == "trl":
+                    status = trl_main()
+                else:
+                    runpy.run_path(words[1], run_name="__main__")
+                    status = 0
+            except SystemExit as stop:
+                status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
         _, wait_status = os.waitpid(child, 0)
         output.seek(0)
         printed = output.read()

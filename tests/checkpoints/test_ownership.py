@@ -32,10 +32,10 @@ def hold(place: Path, pipe: Connection) -> None:
 
 @contextmanager
 def holder(place: Path) -> Iterator[tuple[BaseProcess, Path]]:
-    """A process, a fork of this one, that owns a run folder in `place`, and that folder."""
-    fork = multiprocessing.get_context("fork")
-    reader, writer = fork.Pipe(duplex=False)
-    process = fork.Process(target=hold, args=(place, writer))
+    """A process that owns a run folder in `place`, and that folder. No fork of this one, which has threads: it may hang."""
+    context = multiprocessing.get_context("spawn")
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=hold, args=(place, writer))
     process.start()
     try:
         yield process, reader.recv()

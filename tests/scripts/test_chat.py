@@ -7,6 +7,7 @@ import pty
 import select
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +16,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.forked import fork, trl
 from tests.tiny import tiny_model
 from tests.tiny_tokenizers import tiny_tokenizer
 from trl.cli.main import main
@@ -115,18 +115,16 @@ def test_the_end_tokens_given_end_an_answer(chat, model_path):
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGINT") or sys.platform == "win32", reason="needs a terminal")
-def test_ctrl_c_ends_the_answer_and_then_the_chat(model_path, tmp_path):
-    parent, terminal = pty.openpty()
-    line = f"chat {model_path} --max_new_tokens 90000 --temperature 0 --eos_tokens <pad> --device cpu"
-
-    def work():
-        os.setsid()
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background of a shell ignores it
-        return trl(line.split())
-
-    with (tmp_path / "errors").open("w") as errors:
-        child = fork(work, terminal, terminal, errors.fileno())
-    os.close(terminal)
+def test_ctrl_c_ends_the_answer_and_then_the_chat(model_path):
+    parent, child = pty.openpty()
+    line = [sys.executable, "-m", "trl.cli", "chat", model_path, "--max_new_tokens", "90000"]
+    line += ["--temperature", "0", "--eos_tokens", "<pad>", "--device", "cpu"]
+    # A suite in the background of a shell ignores SIGINT, and its children would inherit that.
+    process = subprocess.Popen(
+        line, stdin=child, stdout=child, stderr=subprocess.PIPE, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    os.close(child)
     seen = ""
 
     def shown(found, seconds=120):
@@ -139,16 +137,17 @@ def test_ctrl_c_ends_the_answer_and_then_the_chat(model_path, tmp_path):
     os.write(parent, b"Is it blue?\n")
     # It streams: the answer of 90,000 tokens is far from its end.
     assert shown(lambda text: len(text.partition("assistant: ")[2]) > 20), seen
-    os.kill(child, signal.SIGINT)
+    process.send_signal(signal.SIGINT)
     assert shown(lambda text: "user: " in text.partition("(stopped)")[2]), seen
     # readline sleeps on if the signal comes between its prompt and its wait for input. After the line's end none may come: it
     # would end the process, which still shuts down.
     for _ in range(12):
-        os.kill(child, signal.SIGINT)
+        process.send_signal(signal.SIGINT)
         if shown(lambda text: "\n" in text.rpartition("user: ")[2], 10):
             break
-    status, said = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), (tmp_path / "errors").read_text()
-    assert status == 0 and "Traceback" not in said, said
+    assert process.wait(120) == 0
+    errors = process.stderr.read().decode()
+    assert "Traceback" not in errors
     os.close(parent)
 
 
