@@ -20,7 +20,7 @@ from trl.tensors.reduce import Weighted, weighted
 Text = str | Sequence[Json]  # or messages
 RESERVED = ("prompts", "completions", "completion_ids", "completions_ids", "trainer_state", "prompt_ids")
 _LARGEST = torch.finfo(torch.float32).max  # what trainers compute with
-SCORE_OF = "score_of_"  # and a number: the scores of a source, a column of an `Experience`
+_SCORE_OF = "score_of_"
 _LISTS = ("prompts", "completions", "completion_ids", "prompt_ids")
 
 
@@ -182,15 +182,25 @@ def reward_metrics(names: Sequence[str], scores: Tensor) -> dict[str, float]:
     """`rewards/<name>/mean` and `/std` (over n - 1) of each source's scores `(N, S)`; NaN for none, or one."""
     metrics: dict[str, float] = {}
     for name, column in zip(names, scores.unbind(dim=1), strict=True):
-        scored = column[~column.isnan()]
-        metrics[f"rewards/{name}/mean"] = scored.mean().item()
-        metrics[f"rewards/{name}/std"] = scored.std().item() if len(scored) > 1 else float("nan")
+        metrics[f"rewards/{name}/mean"] = column[~column.isnan()].mean().item()
+        metrics[f"rewards/{name}/std"] = score_std(column).item()
     return metrics
 
 
+def score_std(scores: Tensor) -> Tensor:
+    """Deviation (over n - 1) of the scores `(N,)` that are known, 0-dim; NaN for one or none."""
+    scored = scores[~scores.isnan()]
+    return scored.std() if len(scored) > 1 else scored.new_tensor(float("nan"))
+
+
+def source_columns(result: RewardResult) -> dict[str, Tensor]:
+    """The scores of each source `(B,)` as columns of an `Experience`."""
+    return {f"{_SCORE_OF}{number}": column for number, column in enumerate(result.scores.unbind(dim=1))}
+
+
 def source_table(columns: Mapping[str, Tensor], sources: Sequence[str]) -> list[Tensor]:
-    """The scores of each source `(B,)`, of the columns of an `Experience`."""
-    return [columns[f"{SCORE_OF}{number}"] for number in range(len(sources))]
+    """The scores that `source_columns` wrote."""
+    return [columns[f"{_SCORE_OF}{number}"] for number in range(len(sources))]
 
 
 def source_means(columns: Mapping[str, Tensor], sources: Sequence[str]) -> dict[str, Weighted]:

@@ -21,7 +21,7 @@ from trl.data.streaming import RowStream
 from trl.generation.engine import Engine, Sampling
 from trl.generation.vllm.engine import PolicyCopy
 from trl.reporting.deadlines import Pending, start
-from trl.rewards.result import SCORE_OF, RewardInputs, RewardResult, joined
+from trl.rewards.result import RewardInputs, RewardResult, joined, source_columns
 from trl.rewards.source import RewardSources
 from trl.rollouts.experience import SAMPLING_KEPT, SAMPLING_LOGPS, STOPPED, Experience, concatenate
 from trl.rollouts.measures import failed_sessions
@@ -236,8 +236,7 @@ class RolloutMaker:
         results = [part.future.result() for part in pending] or [self.rewards.score(inputs[0], lost=lost[0])]
         scored = list[Experience]()
         for answer, result in zip(completed, results, strict=True):
-            columns = {f"{SCORE_OF}{number}": column for number, column in enumerate(result.scores.unbind(dim=1))}
-            scored.append(answer.experience.with_rows(**columns))
+            scored.append(answer.experience.with_rows(**source_columns(result)))
             if answer.scored is not None:
                 answer.scored(result.rewards.tolist())
         every, rewards = joined(inputs), torch.cat([result.rewards for result in results])

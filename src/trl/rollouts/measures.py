@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from trl.objectives.group_advantages import Scale, reward_statistics
-from trl.rewards.result import source_means, source_table
+from trl.rewards.result import score_std, source_means, source_table
 from trl.rollouts.experience import LENGTH, RESULT_OF, REWARD, STOPPED, TOOL_OUTPUT, Experience
 from trl.tensors.reduce import Weighted, weighted
 
@@ -74,9 +74,8 @@ def measured_groups(
     """
     metrics = {**measured_lengths(rows), **source_means(rows, sources)}
     for name, column in zip(sources, source_table(rows, sources), strict=True):
-        scored = column[~column.isnan()]
-        if len(scored) > 1:
-            metrics[f"rewards/{name}/std"] = _once(scored.std())
+        if not (std := score_std(column)).isnan():
+            metrics[f"rewards/{name}/std"] = _once(std)
     return metrics | reward_statistics(rows[REWARD], group_size, scale=scale)
 
 

@@ -220,14 +220,7 @@ class _OfLayers(NamedTuple):
 def _of_layers(fields: Mapping[str, Any], total: int) -> _OfLayers:
     cycle = fields.get("block_types")  # RecurrentGemma's, repeated
     return _OfLayers(
-        {
-            name: value
-            for name, value in fields.items()
-            if isinstance(value, (list, tuple))
-            and len(value) == total
-            and name not in _LISTED_LAYERS
-            and not name.endswith(_NOT_OF_LAYERS)
-        },
+        {name: value for name, value in fields.items() if _is_of_layers(name, value, total)},
         {name: value for name in _LISTED_LAYERS if isinstance(value := fields.get(name), (list, tuple))},
         {name: value for name in _FIRST_LAYERS if isinstance(value := fields.get(name), int)},
         {name: value for name in _LAST_LAYERS if isinstance(value := fields.get(name), int)},
@@ -258,3 +251,8 @@ def _keep_layers(config: PretrainedConfig, kept: Sequence[int]) -> None:
         config.num_hidden_layers = 2 * len(kept)
     else:
         config.num_hidden_layers = len(kept)
+
+
+def _is_of_layers(name: str, value: object, total: int) -> bool:
+    is_list = isinstance(value, (list, tuple)) and len(value) == total
+    return is_list and name not in _LISTED_LAYERS and not name.endswith(_NOT_OF_LAYERS)
