@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,11 @@ def default_chunk_size(vocabulary: int, *, itemsize: int, device: torch.device) 
 def chunk_size_of_any_head(hidden: Tensor) -> int:
     """The fewest rows that keep the products efficient: the vocabulary is unknown until the head ran."""
     return (CPU_CHUNK_ROWS if hidden.device.type == "cpu" else ACCELERATOR_CHUNK_ROWS)[0]
+
+
+def without_autocast(device: str) -> AbstractContextManager[object]:
+    """A block without autocast on a type of device."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def chunks(count: int, size: int) -> Iterator[slice]:
@@ -93,7 +99,7 @@ class Scoring:
         inputs = zip((hidden, weight, bias), wants, strict=True)
         needed = (x if want else None for x, want in inputs)
         sums = HeadGradients(*(None if x is None else make(x.shape, dtype=exact, device=x.device) for x in needed))
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_autocast(hidden.device.type):
             head = Head(weight.to(dtype), None if bias is None else bias.to(dtype))
             # As few buffers as the steps on a chunk allow.
             caps = any(wants) and self.rule.soft_cap is not None

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from trl.tensors.heads import NOTHING_ELSE, PLAIN_LOGITS, Scoring, chunk_size_of_any_head, chunks
+from trl.tensors.heads import NOTHING_ELSE, PLAIN_LOGITS, Scoring, chunk_size_of_any_head, chunks, without_autocast
 from trl.tensors.softmax_rows import LogitRule, Statistics, TokenScores, wide_scores
 
 # Logits of a call that are smaller than this wait for the backward pass: one matrix product of four less.
@@ -94,7 +94,7 @@ def token_scores_through(
 
     def scores(states: Tensor, labels: Tensor) -> tuple[Tensor | None, ...]:
         products = head(states)
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_autocast(hidden.device.type):
             return tuple(wide_scores(rule.logits(products), labels, rule=rule, wanted=wanted))
 
     size = chunk_size or chunk_size_of_any_head(hidden)

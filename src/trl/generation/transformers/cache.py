@@ -26,6 +26,7 @@ from trl.generation.transformers.steps import Moves, Step, resized
 from trl.models.packed.attention import Reach, has_temperature, packed_attention, reach_of, tempered
 from trl.models.packed.support import packing_of
 from trl.models.switches import holding
+from trl.tensors.heads import without_autocast
 
 
 def attend_part(
@@ -208,7 +209,7 @@ def rollout_attention(
     if has_temperature(module):
         query = tempered(module, query, cache.step.lengths[cache.step.prompt] + cache.step.columns)
     newest = (part[0].transpose(0, 1) for part in (query, key, value))
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device.type):
         output = cache.attend(layer, *newest, scale=scale, reach=reach, softcap=softcap, sinks=s_aux)
     return output[None], None
 

@@ -19,6 +19,7 @@ from trl.generation.transformers.reuse import Held
 from trl.generation.transformers.steps import Moves
 from trl.models.packed.attention import reach_of
 from trl.models.parts import decoder_of, logit_rule
+from trl.tensors.heads import without_autocast
 from trl.tensors.segments import Segments
 
 
@@ -221,7 +222,7 @@ class FusedDecoder(OwnForward):
         self.head = Projection(self.head, dtype=dtype)
 
     def decode(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        with torch.autocast(tokens.device.type, enabled=False):  # the weights have its dtype already
+        with without_autocast(tokens.device.type):  # the weights have its dtype already
             hidden = self.embeddings(tokens)
             cos, sin = self.decoder.rotary_emb(hidden, positions[None])
             half = sin.shape[-1] // 2
