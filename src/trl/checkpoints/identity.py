@@ -21,11 +21,10 @@ ROWS = 1000
 _ADAPTER = ("peft_type", "r", "target_modules", "modules_to_save")
 _NOT_COMPARED = (  # what does not change the training, by the begin of its name
     "output_dir", "resume_", "ignore_data_skip", "log", "save_", "eval_", "do_", "hub_", "push_to_hub", "report",
-    "hang_",
-    "run_name", "project", "trackio_", "disable_tqdm", "dataloader_num", "dataloader_p", "skip_memory", "enable_jit",
-    "overwrite_", "restore_callback", "load_best", "metric_for_best", "greater_is", "prediction_loss", "include_",
-    "local_rank", "per_device_eval", "remove_unused", "num_completions_to_print", "past_index", "debug", "batch_eval",
-    "dataset_num_proc", "ddp_timeout", "checkpoint_mirror", "async_save",
+    "hang_", "run_name", "project", "trackio_", "disable_tqdm", "dataloader_num", "dataloader_p", "skip_memory",
+    "enable_jit", "overwrite_", "restore_callback", "load_best", "metric_for_best", "greater_is", "prediction_loss",
+    "include_", "local_rank", "per_device_eval", "remove_unused", "num_completions_to_print", "past_index", "debug",
+    "batch_eval", "dataset_num_proc", "ddp_timeout", "checkpoint_mirror", "async_save",
 )  # fmt: skip
 
 

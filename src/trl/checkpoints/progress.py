@@ -2,6 +2,7 @@
 
 import json
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -45,11 +46,12 @@ def on_main(accelerator: Accelerator | PartialState, make: Callable[[], T]) -> T
     return cast(T, outcome[0])
 
 
-class SavesState(TrainerCallback):
+class SavesState(TrainerCallback, ABC):
     """A callback whose state is in `state_file` of every checkpoint."""
 
     state_file: str
 
+    @abstractmethod
     def save_state(self, folder: Path) -> None:
         """Write the state into a checkpoint, which is not complete yet."""
 

@@ -71,9 +71,8 @@ OTHER_NAMES = {
 
 LIVE = frozenset((
     "alpha", "beta", "cpo_alpha", "desirable_weight", "epsilon", "epsilon_high", "f_divergence_type",
-    "generate_during_eval",
-    "label_smoothing", "ld_alpha", "log_completions", "normalize_advantages", "num_completions_to_print", "simpo_gamma",
-    "undesirable_weight",
+    "generate_during_eval", "label_smoothing", "ld_alpha", "log_completions", "normalize_advantages",
+    "num_completions_to_print", "simpo_gamma", "undesirable_weight",
 ))  # fmt: skip
 """Fields that are read in every step: setting the attribute sets the field. Others are read by the constructor."""
 

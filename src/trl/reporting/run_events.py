@@ -28,8 +28,9 @@ Columns = Mapping[str, Sequence[object]]
 
 def parts_in(folder: Path) -> dict[int, Path]:
     """The files of completions by step, in order."""
-    files = (folder / PARTS).glob("completions_*[0-9].parquet")
-    return dict(sorted((int(path.stem[12:]), path) for path in files if path.stem[12:].isdigit()))
+    files = (folder / PARTS).glob("completions_*.parquet")
+    steps = {path.stem.removeprefix("completions_"): path for path in files}
+    return dict(sorted((int(step), path) for step, path in steps.items() if step.isdigit()))
 
 
 def write_part(folder: Path, step: int, columns: Columns, rewards: Sequence[str]) -> str:

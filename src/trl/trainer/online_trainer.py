@@ -442,6 +442,6 @@ class OnlineTrainer(BaseTrainer):
             if self._rollout_batch is None:
                 logger.warning(
                     "%s holds no rollouts that fit this run's batch size and steps. They are sampled again by the "
-                    "checkpoint's policy: the run differs from one that was not stopped. Resume with the same ones.",
+                    "checkpoint's policy, so the run differs from one that was not stopped. Resume with its settings.",
                     folder,
                 )

@@ -10,8 +10,8 @@ from trl.trainer.ppo_config import EpisodeOptions, OnPolicyConfig
 
 _DEFAULTS = {
     "num_iterations": 4, "max_completion_length": 53, "temperature": 0.7, "learning_rate": 5e-5,
-    "max_prompt_length": None,
-    "disable_dropout": True, "local_rollout_forward_batch_size": 64, "num_sample_generations": 10,
+    "max_prompt_length": None, "disable_dropout": True, "local_rollout_forward_batch_size": 64,
+    "num_sample_generations": 10,
 }  # fmt: skip
 """Those of 0.9-0.21 that are not today's."""
 _OLDER_NAMES = {"num_iterations": "num_ppo_epochs", "max_completion_length": "response_length"}
