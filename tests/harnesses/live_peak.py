@@ -28,7 +28,7 @@ from trl.scripts.training import COMMANDS
 from trl.trainer.grpo_config import RolloutTraining
 
 WORDS = ("apples", "the", "of", "and")  # a token each
-METHODS = ("sft", "dpo", "grpo", "rloo", "reward", "prm", "gkd", "distillation", "online-dpo", "nash-md", "xpo")
+METHODS = ("sft", "dpo", "grpo", "rloo", "reward", "gkd", "distillation", "online-dpo")
 
 
 def llama(vocabulary: int, width: int, layers: int, **fields: Any) -> LlamaConfig:
@@ -73,12 +73,11 @@ def run_of(method: str, shape: Shape, folder: str) -> Run:
     samples = issubclass(kind, RolloutTraining)
     if "teacher_top_k" in kind.__dataclass_fields__:
         frozen = {"teacher": llama(shape.config.vocab_size, 128, 4)}
-    fixed |= {"max_prompt_length": half} if samples else {"max_length": shape.length}
-    if samples or method == "prm":
-        fixed |= {"max_completion_length": half}
+    halves = dict.fromkeys(("max_prompt_length", "max_completion_length"), half)
+    fixed |= halves if samples else {"max_length": shape.length}
     if method in ("grpo", "rloo"):
         fixed |= {"num_generations": rows, "beta": 0.04 if shape.model or rows == 4 else 0.0}
-    if method in ("dpo", "prm"):
+    if method == "dpo":
         fixed |= {"max_prompt_length": half}
     if method == "gkd":
         fixed |= {"max_new_tokens": half, "lmbda": 1.0 if shape.model else 0.0}
@@ -113,8 +112,6 @@ def live_peak(run: Run) -> float:
         others = {"reward_funcs": _numbers} if run.method != "distillation" else {}
     elif run.method == "reward":
         row = {"chosen_input_ids": tokens, "rejected_input_ids": [*tokens[:prompt], 8, *tokens[prompt + 1 :]]}
-    elif run.method == "prm":
-        row |= {"labels": [1 if place % 16 == 15 else -100 for place in range(len(tokens))]}
     elif run.method == "gkd":
         row |= {
             "completion_mask": [int(vars(run.args)["lmbda"] == 0 or place >= prompt) for place in range(len(tokens))]

@@ -35,7 +35,7 @@ SMALL = LlamaConfig(
         ("grpo", "vocabulary"),
         ("reward", "wide"),
         ("gkd", "lora"),
-        ("nash-md", "deep"),
+        ("distillation", "deep"),
     ],
 )
 def test_a_plan_is_the_peak_of_a_step(method, name, tmp_path):
@@ -132,12 +132,24 @@ def test_zero_3_keeps_gathered_what_deepspeed_allows_and_a_bucket(run, monkeypat
     assert (plan.parts["gathered units"], plan.parts["DeepSpeed's bucket"]) == (4000, 2000)
 
 
-def test_offloaded_state_is_in_cpu_memory(run, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "settings", "offload"),
+    [
+        ("FSDP", "fsdp_config: {fsdp_version: 2, fsdp_offload_params: true}", "fsdp_offload_params: True"),
+        (
+            "DEEPSPEED",
+            "deepspeed_config: {zero_stage: 2, offload_optimizer_device: cpu}",
+            "offload_optimizer_device: cpu",
+        ),
+    ],
+)
+def test_a_profile_that_offloads_is_refused(run, tmp_path, kind, settings, offload):
     file = tmp_path / "offload.yaml"
-    file.write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: true}\n")
-    offloaded = shared(run, file)
-    assert offloaded.parts["weights"] == 0
-    assert offloaded.on_host == pytest.approx(16 * offloaded.weights / 4, rel=1e-3)
+    file.write_text(f"distributed_type: {kind}\n{settings}\n")
+    with pytest.raises(
+        ValueError, match=f"accelerate_config has {offload}. CPU offloading is not planned: leave it out."
+    ):
+        shared(run, file)
 
 
 @pytest.mark.parametrize(
@@ -157,9 +169,7 @@ def test_each_lever_frees_what_its_setting_does(run, alone, monkeypatch):
     kept = run.changed(gradient_checkpointing=False)
     several = replace(kept, sharding=sharding_of(None, 2, half=False))
     settings = [setting for _, setting, _ in levers._changed(several)]
-    assert settings[1:5] == [
-        "--max_length 16", "--gradient_checkpointing true", "--activation_offloading true", "--weights bf16+residual"
-    ]  # fmt: skip
+    assert settings[1:4] == ["--max_length 16", "--gradient_checkpointing true", "--weights bf16+residual"]
     assert settings[-3:] == [f"--accelerate_config {profile}" for profile in ("zero2", "fsdp2", "zero3")]
     name, setting = "gradient checkpointing", "--gradient_checkpointing true"
     monkeypatch.setattr(levers, "_changed", lambda _: [(name, setting, run), ("nothing", "", kept)])
@@ -229,7 +239,7 @@ def test_what_does_not_fit_is_said_in_words(alone, capsys, memory, numbers, word
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_batch_of_each_method_has_what_its_loss_reads(method):
-    is_short = method in ("grpo", "rloo", "distillation", "online-dpo", "nash-md", "xpo")
+    is_short = method in ("grpo", "rloo", "distillation", "online-dpo")
     limits = ["--max_completion_length", "16", "--max_prompt_length", "16"] if is_short else ["--max_length", "32"]
     groups = ["--num_generations", "4"] if method in ("grpo", "rloo") else []
     rows = ["--per_device_train_batch_size", "4", "--use_cpu", "true"]
@@ -239,7 +249,7 @@ def test_the_batch_of_each_method_has_what_its_loss_reads(method):
     scorer: Any = Scorer(model) if run.classifier is None else ClassificationScorer(model)
     batch = run.batch(scorer)
     measure.step(run.loss, batch, model, scorer, with_numbers(SMALL, torch.float32), nullcontext)
-    assert batch["input_ids"].numel() >= 4 * (run.lengths.row if method in ("sft", "prm", "gkd") else 16)
+    assert batch["input_ids"].numel() >= 4 * (run.lengths.row if method in ("sft", "gkd") else 16)
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
@@ -287,6 +297,8 @@ def test_the_command_reads_a_file_of_the_method_and_a_folder_without_weights(fol
     [
         ("--memory 80", "memory must be a number with a unit (80GB, 24GiB), got '80'. Write the unit too."),
         ("--gpus 0", "gpus must be at least 1, got 0."),
+        ("--activation_offloading true", "activation_offloading is not planned, got true. Leave it out."),
+        ("--load_in_8bit true", "load_in_8bit is not planned, got true. Leave it out."),
         ("--accelerate_config fsdp3", "accelerate_config must be a profile"),
         ("--max_lenght 3", "Unknown option --max_lenght. Did you mean --max_length?"),
         ("--model_name_or_path ./nowhere", "There is no folder './nowhere'."),
@@ -303,6 +315,8 @@ def test_a_missing_model_is_said(capsys):
     assert "model_name_or_path is missing" in capsys.readouterr().err
     assert main(["--config", "run.yaml"]) == 2
     assert "method must be one of sft, " in capsys.readouterr().err
+    assert main(["xpo", "--model_name_or_path", "model"]) == 2
+    assert "got 'xpo'." in capsys.readouterr().err
 
 
 def test_sizes_are_read_with_their_unit():

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from trl.scripts.planning.plan import Plan
     from trl.scripts.planning.run import Run
 
-METHODS = tuple(
-    name for name, command in COMMANDS.items() if command.kind == "training" and name not in ("gold", "teach")
-)
+_NO_METHODS = ("gold", "nash-md", "prm", "teach", "xpo")
+METHODS = tuple(name for name, command in COMMANDS.items() if command.kind == "training" and name not in _NO_METHODS)
+_UNPLANNED = ("activation_offloading", "load_in_8bit")
 _MODELS = {"ref_model_name_or_path": "reference", "teacher_model_name_or_path": "teacher",
     "reward_model_name_or_path": "reward model", "reward_model_path": "reward model"}  # fmt: skip
 
@@ -125,6 +125,8 @@ def run_for(method: str, words: list[str], gpus: int, given: "PretrainedConfig |
         raise ValueError("model_name_or_path is missing. Give the folder of a model, or its name on the Hub.")
     config = _config(str(model_args.model_name_or_path), model_args) if given is None else given
     options = {**vars(script_args), **vars(args)}
+    if refused := [name for name in _UNPLANNED if {**vars(model_args), **options}.get(name)]:
+        raise ValueError(f"{refused[0]} is not planned, got true. Leave it out.")
     frozen = {
         what: _config(str(options[name]), model_args)
         for name, what in _MODELS.items()
@@ -174,8 +176,6 @@ def print_plan(plan: "Plan") -> None:
         is_less = name == "gradients" and plan.gradients > 1.01 * size
         console.print(f"{name:<{width}} {size_of(size):>11}{after * is_less}", markup=False)
     console.print(f"{'together':<{width}} {size_of(plan.peak):>11}", style="bold")
-    if plan.on_host:
-        console.print(f"Beside it {size_of(plan.on_host)} in CPU memory.")
     if plan.memory is not None:
         verdict = "fits" if plan.fits else "does not fit"
         console.print(f"\nIt {verdict} in {size_of(plan.memory)}. {_largest(plan)}", style="bold")

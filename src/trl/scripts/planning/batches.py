@@ -10,9 +10,8 @@ from trl.collators.preference import PairCollator
 from trl.collators.reward import RewardCollator
 from trl.collators.unpaired import UnpairedCollator
 from trl.data.preference_rows import SIDES
-from trl.methods.nash_md import OPPONENT_SCORE, OPPONENT_STOPPED, PREFERENCE
 from trl.methods.online import ROLLOUT
-from trl.models.packed.layout import IGNORED, Inputs
+from trl.models.packed.layout import Inputs
 from trl.models.scoring.base import ScorerBase, shares_prefix
 from trl.rollouts import experience as columns
 from trl.rollouts.experience import Experience
@@ -20,7 +19,6 @@ from trl.tensors.ragged import Ragged
 
 _TOKEN = 5  # any
 _LENGTH = 1024  # of a row without a limit
-_STEP = 16  # tokens of a step of a solution
 
 
 class Lengths(NamedTuple):
@@ -63,27 +61,20 @@ def row_batch(name: str, args: Any, lengths: Lengths, scorer: ScorerBase) -> Inp
         return {**UnpairedCollator(shares)(labelled), "ref_logps": torch.zeros(rows)}
     mask = [int(getattr(args, "lmbda", 0.0) < 1)] * lengths.prompt + [1] * lengths.completion
     row = {"input_ids": prompt + completion, "completion_mask": mask}
-    batch = DataCollatorForLanguageModeling(pad_token_id=0)([row] * rows)
-    if name == "prm":
-        places = torch.arange(1, lengths.row + 1)
-        is_end = (places % _STEP == 0) | (places == lengths.row)
-        batch["labels"] = torch.where(is_end, 1, IGNORED).expand(rows, -1).clone()
-    return batch
+    return DataCollatorForLanguageModeling(pad_token_id=0)([row] * rows)
 
 
-def rollout_batch(args: Any, lengths: Lengths, scorer: ScorerBase, *, trained: int) -> Inputs:
-    """Completions of prompts with all columns that a loss may read: every `trained`-th of `num_generations` of each."""
-    rows, group = args.device_rows // trained or 1, max(1, (args.num_generations or 1) // trained)
+def rollout_batch(args: Any, lengths: Lengths, scorer: ScorerBase) -> Inputs:
+    """Completions of prompts with all columns that a loss may read: `num_generations` of each."""
+    rows, group = args.device_rows, args.num_generations or 1
     prompts = Ragged.of([[_TOKEN + place // group] * lengths.prompt for place in range(rows)])
     tokens, numbers = torch.zeros(rows * lengths.completion), torch.ones(rows)
     per_token = {columns.OLD: tokens, columns.TRAINED: tokens == 0}
     if getattr(args, "beta", 0):
         per_token[columns.REF] = tokens
-    names = (columns.ADVANTAGE, columns.REWARD, columns.STOPPED, PREFERENCE, OPPONENT_SCORE, OPPONENT_STOPPED)
+    names = (columns.ADVANTAGE, columns.REWARD, columns.STOPPED)
     per_row: dict[str, Tensor] = {**dict.fromkeys(names, numbers), columns.SCORES: torch.arange(rows) / rows}
     per_row |= dict.fromkeys((columns.LENGTH, columns.MEAN_LENGTH), numbers * lengths.completion)
-    if trained > 1:  # as Nash-MD's penalties make them
-        per_token[columns.ADVANTAGE] = tokens
     completions = Ragged.of([[_TOKEN] * lengths.completion] * rows)
     experience = Experience(prompts, completions, per_token, per_row)
     shares = shares_prefix(scorer, getattr(args, "prefix_sharing", False))

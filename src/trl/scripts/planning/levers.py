@@ -69,9 +69,8 @@ def _changed(run: Run) -> Iterator[tuple[str, str, Run]]:
     """The levers that can be pulled with their settings as words, and the run with each alone."""
     args, model, deepspeed = run.args, run.model_args, run.sharding.is_deepspeed
     lora = {"use_peft": True, "lora_target_modules": model.lora_target_modules or "all-linear"}
-    has_lora = find_spec("peft") is not None and not (model.load_in_4bit or model.load_in_8bit)
+    has_lora = find_spec("peft") is not None and not model.load_in_4bit
     has_bits = find_spec("bitsandbytes") is not None and "bit" not in run.optimizer and not deepspeed
-    can_offload = getattr(args, "activation_offloading", None) is False and not args.use_cpu
     fewer = {
         "per_device_train_batch_size": 1, "gradient_accumulation_steps": run.rows * args.gradient_accumulation_steps
     }  # fmt: skip
@@ -79,7 +78,6 @@ def _changed(run: Run) -> Iterator[tuple[str, str, Run]]:
         "smaller micro-batches": run.rows > 1 and fewer,
         "rows of half the length": {**of_length(run, run.lengths.row // 2)},
         "gradient checkpointing": not args.gradient_checkpointing and {"gradient_checkpointing": True},
-        "activations in CPU memory": can_offload and {"activation_offloading": True},
         "bfloat16 weights": not (args.weights or model.use_peft or deepspeed) and {"weights": RESIDUAL},
         "8-bit optimiser": has_bits and {"optim": OptimizerNames.ADAMW_8BIT},
         "reference in advance": getattr(args, "precompute_ref_log_probs", None) is False

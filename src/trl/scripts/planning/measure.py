@@ -37,9 +37,7 @@ FORWARD, HEAD, LAST_LAYER, FIRST_LAYER = (
 )  # fmt: skip
 UPDATE, GENERATION = "optimiser step", "generation"
 
-_OPPONENTS = {"xpo": 1, "nash-md": 2}  # models that together generate every second completion
 _LOGITS = 3  # copies of logits of which a token is chosen
-_STASHED = 5  # layers whose inputs are on their way to CPU memory
 
 
 def phases_of(run: Run) -> dict[str, Bytes]:
@@ -56,16 +54,14 @@ def _measured(run: Run) -> dict[str, Bytes]:
     base = sorted({*map(kinds.index, total)} | ({0, 1} if len(total) == 1 and len(kinds) > 1 else set()))
     fewest = Counter(kinds[place] for place in base)
     phases = _peaks(run, keep_layers(run.config, base))
-    sums = {name: [*peak] for name, peak in phases.items()}
-    offloads = getattr(run.args, "activation_offloading", False) and not run.args.use_cpu
+    sums = dict(phases)
     for kind, count in (total - fewest).items():
         place = next(n for n, other in enumerate(kinds) if other == kind and n not in base)
         more = _peaks(run, keep_layers(run.config, sorted([*base, place])))
-        layers = (count, min(count, _STASHED) if offloads else count)
         for name, peak in phases.items():
-            for number in range(2):
-                sums[name][number] += layers[number] * (more[name][number] - peak[number])
-    return {name: Bytes(*values) for name, values in sums.items()}
+            grown = zip(sums[name], more[name], peak, strict=True)
+            sums[name] = Bytes(*(now + count * (large - small) for now, large, small in grown))
+    return sums
 
 
 def _peaks(run: Run, config: PretrainedConfig) -> dict[str, Bytes]:
@@ -161,11 +157,10 @@ def _generation(run: Run, core: PreTrainedModel, scorer: Scorer) -> float:
     """Bytes of keys and values, of a row of logits for each completion, and of the weights that are copied for it."""
     args, cache, copies = run.args, RolloutCache(), 0
     dtype = torch.bfloat16 if args.bf16 else None
-    opponents = _OPPONENTS.get(run.method, 0)
     rows = prompts = run.rows * args.gradient_accumulation_steps
     if run.samples:
         rows = args.generation_batch_size // args.world_size
-        prompts, rows = -(-rows // args.num_generations), rows // 2 if opponents else rows
+        prompts = -(-rows // args.num_generations)
     if scorer.packed:
         with rollout_attention_of(core, cache):
             per_token, per_row = OwnForward(core, cache).bytes_of_row().values()
@@ -176,7 +171,7 @@ def _generation(run: Run, core: PreTrainedModel, scorer: Scorer) -> float:
         matrices = [x.weight for part in parts for x in part.modules() if isinstance(x, nn.Linear)]
         copies = sum(matrix.numel() * (dtype or matrix.dtype).itemsize for matrix in matrices)
     cached = per_token * (prompts * run.lengths.prompt + rows * run.lengths.completion)
-    return (opponents or 1) * (cached + rows * (per_row + _LOGITS * 4 * embedded_tokens(core)) + copies)
+    return cached + rows * (per_row + _LOGITS * 4 * embedded_tokens(core)) + copies
 
 
 def _mark_phases(core: PreTrainedModel, live: LiveBytes) -> list[RemovableHandle]:

@@ -40,7 +40,6 @@ class Plan:
     parts: Mapping[str, float]
     phases: Mapping[str, float]
     gradients: float  # all of them, after the backward pass
-    on_host: float = 0.0
     memory: float | None = None
     largest_batch: int | None = None
     largest_length: int | None = None
@@ -67,65 +66,51 @@ class Plan:
         return None if self.memory is None else self.peak <= self.memory
 
 
-class Part(NamedTuple):
-    """Bytes that stay through a run, the number of devices that share them, and whether they are in CPU memory."""
-
-    size: float
-    devices: int = 1
-    on_host: bool = False
-
-
 def plan_of(run: Run) -> Plan:
     """The plan of a run without what fits and without levers."""
-    sharding, policy = run.sharding, run.policy
-    stays = staying(run)
-    parts = {name: 0.0 if part.on_host else part.size / part.devices for name, part in stays.items()}
-    on_host = sum(part.size / part.devices for part in stays.values() if part.on_host)
-    all_gradients, gathered = parts["gradients"], gathered_bytes(run)
-    share, moving = all_gradients / (policy.whole.gradients or 1), dict[str, dict[str, float]]()
+    sharding, policy, stays, gathered = run.sharding, run.policy, staying(run), gathered_bytes(run)
+    share, parts = stays["gradients"] / (policy.whole.gradients or 1), dict[str, dict[str, float]]()
     for name, peak in {**phases_of(run), **({GENERATION: Bytes(0, 0)} if run.vllm else {})}.items():
         is_update, sleeps = name == UPDATE, getattr(run.args, "vllm_enable_sleep_mode", False) and name != GENERATION
-        moving[name] = {
+        parts[name] = {
+            **stays,
             "gradients": peak.gradients * (1 if run.sums_whole and not is_update else share),
-            "gathered units": gathered.get(name, 0.0),
-            "activations and logits": peak.others / (sharding.optimizer if is_update else 1) + policy.largest,
-            f"vLLM ({run.vllm:.0%} of the GPU)": 0.0 if sleeps else run.vllm * (run.memory or 0),
+            **({"gathered units": gathered[name]} if name in gathered else {}),
+            "activations and logits": (sharding.share(peak.others, 1) if is_update else peak.others) + policy.largest,
+            **({f"vLLM ({run.vllm:.0%} of the GPU)": run.vllm * (run.memory or 0)} if run.vllm and not sleeps else {}),
         }
-    fixed = sum(parts.values()) - all_gradients
-    phases = {name: fixed + sum(sizes.values()) for name, sizes in moving.items()}
-    peak = moving[max(phases, key=lambda name: phases[name])]
-    parts |= {name: size for name, size in peak.items() if size or name in ("gradients", "activations and logits")}
+    phases = {name: sum(sizes.values()) for name, sizes in parts.items()}
+    largest = parts[max(phases, key=lambda name: phases[name])]
     return Plan(
-        run.method, policy.count, run.rows, run.lengths, sharding, parts, phases, all_gradients, on_host, run.memory
+        run.method, policy.count, run.rows, run.lengths, sharding, largest, phases, stays["gradients"], run.memory
     )
 
 
-def staying(run: Run) -> dict[str, Part]:
+def staying(run: Run) -> dict[str, float]:
     """What stays through the run: state, other models, and buffers for the exchange of gradients."""
-    sharding, policy = run.sharding, run.policy
+    sharding, policy, share = run.sharding, run.policy, run.sharding.share
     trained, numbers = tensor_bytes(policy.trained), sum(parameter.numel() for parameter in policy.trained)
     state, weights, gradients = float(optimizer_bytes(run.args, policy.trained)), policy.kept, float(trained)
     if sharding.half and sharding.is_deepspeed:  # it trains bfloat16 weights, and its optimiser float32 copies
         weights, gradients = weights - trained + 2 * numbers, 2.0 * numbers
         state = state * 4 * numbers / trained + 4 * numbers
     residuals = " with bf16 residuals" if getattr(run.args, "weights", None) else ""
-    offloads, offloads_state = sharding.offloads_weights, sharding.offloads_weights or sharding.offloads_optimizer
     parts = {
-        "weights": Part(weights, sharding.weights, offloads),
-        "gradients": Part(gradients, sharding.gradients, offloads),
-        f"optimiser ({run.optimizer}{residuals})": Part(state, sharding.optimizer, offloads_state),
+        "weights": share(weights, 3),
+        "gradients": share(gradients, 2),
+        f"optimiser ({run.optimizer}{residuals})": share(state, 1),
     }
     is_off = run.samples and getattr(run.args, "beta", 1.0) == 0
     is_off = is_off or getattr(run.args, "precompute_ref_log_probs", False)
     has_reference = run.loss.scores_reference if run.samples else bool(run.loss.reference_names)
     if has_reference and not (is_off or run.model_args.use_peft or "reference" in run.frozen):
-        parts["reference"] = Part(policy.kept, sharding.weights)
+        parts["reference"] = share(policy.kept, 3)
     for name, config in run.frozen.items():
-        parts[name] = Part(tensor_bytes(meta_model(config, saved_dtype(config)).parameters()), sharding.weights)
+        parts[name] = share(tensor_bytes(meta_model(config, saved_dtype(config)).parameters()), 3)
     if sharding.name == "DDP":
-        parts["DDP's buckets"] = Part(gradients)
+        parts["DDP's buckets"] = gradients
     if sharding.is_deepspeed:
-        parts["DeepSpeed's bucket"] = Part(policy.whole.gradients * min(1.0, _BUCKET / max(1, numbers)))
+        parts["DeepSpeed's bucket"] = policy.whole.gradients * min(1.0, _BUCKET / max(1, numbers))
     return parts
 
 
@@ -136,7 +121,7 @@ def gathered_bytes(run: Run) -> dict[str, float]:
     another buffer, which is reduced while those of the next unit are computed. Generation gathers all.
     """
     whole, layer, embedding, head = run.policy.whole, run.policy.layer, run.policy.embedding, run.policy.head
-    if run.sharding.name not in ("FSDP1", "FSDP2", "ZeRO-3"):  # one device copies, too
+    if run.sharding.stage < 3:  # one device copies, too
         return {}
     units = {
         FORWARD: max(3 * layer.weights, 2 * embedding.weights),

@@ -19,7 +19,7 @@ from trl.models.packed.small_copy import keep_layers
 from trl.models.parts import causal_core, layers_of
 from trl.models.peft import get_peft_config, peft_module_casting_to_bf16, prepare_peft_model, resolve_dtype
 from trl.models.residuals import to_bfloat16
-from trl.models.setup import REWARD_MODEL, STEP_CLASSIFIER, ClassifierKind
+from trl.models.setup import REWARD_MODEL, ClassifierKind
 from trl.models.switches import disable_dropout_in_model
 from trl.scripts.planning.batches import Lengths, lengths_of, rollout_batch, row_batch
 from trl.scripts.planning.live_bytes import Bytes
@@ -29,7 +29,6 @@ from trl.scripts.training import COMMANDS
 if TYPE_CHECKING:
     from trl.options.model import ModelConfig
 
-_CLASSIFIERS = {"reward": REWARD_MODEL, "prm": STEP_CLASSIFIER}
 _SAME_MICRO_BATCHES = {"optim", "precompute_ref_log_probs"}  # settings that do not change them
 _BLOCK = 64  # weights of one scale in four bits
 
@@ -73,8 +72,8 @@ class Run:
         """The method's mathematics with these settings."""
         module = import_module(f"trl.methods.{self.method.replace('-', '_')}")
         kind = getattr(module, f"{COMMANDS[self.method].prefix}Method")
-        arguments = {"sft": (getattr(self.args, "loss_type", None),), "prm": ()}.get(self.method, (self.args,))
-        method = kind(*arguments, **({"density": None} if self.method == "bco" else {}))
+        settings = self.args.loss_type if self.method == "sft" else self.args
+        method = kind(settings, **({"density": None} if self.method == "bco" else {}))
         if isinstance(method, OnlineDPOMethod):
             method.epoch = lambda: 0.0
         return method
@@ -87,7 +86,7 @@ class Run:
     @property
     def classifier(self) -> ClassifierKind | None:
         """The kind of the model, where it is a classifier."""
-        return _CLASSIFIERS.get(self.method)
+        return REWARD_MODEL if self.method == "reward" else None
 
     @property
     def optimizer(self) -> str:
@@ -122,8 +121,8 @@ class Run:
 
     def batch(self, scorer: Any) -> Inputs:
         """A micro-batch of rows of the greatest length."""
-        if self.samples:  # Nash-MD does not train on the opponent's completions
-            return rollout_batch(self.args, self.lengths, scorer, trained=2 if self.method == "nash-md" else 1)
+        if self.samples:
+            return rollout_batch(self.args, self.lengths, scorer)
         return row_batch(self.method, self.args, self.lengths, scorer)
 
     def changed(self, **settings: object) -> "Run":
@@ -154,7 +153,7 @@ class Run:
             adapter.task_type = self.classifier.task_type
         if adapter is not None:
             model = prepare_peft_model(model, adapter, args)
-        if is_quantized(self.model_args):  # matrices, which are computed with in bfloat16, stay
+        if self.model_args.load_in_4bit:  # matrices, which are computed with in bfloat16, stay
             matrices = {id(matrix.weight) for matrix in matrices_of(causal_core(model))}
             for parameter in causal_core(model).parameters():
                 if id(parameter) not in matrices and parameter.dtype in (torch.bfloat16, torch.float16):
@@ -174,10 +173,8 @@ class Run:
         core: Any = causal_core(model)
         parameters, quantized, largest = [*model.parameters()], dict[Tensor, float](), 0.0
         scale = 1 + 4 / 256 if model_args.use_bnb_nested_quant else 4  # in float32; nested ones in 8 bits
-        for matrix in matrices_of(core) if is_quantized(model_args) else ():
-            numbers, rows = matrix.weight.numel(), len(matrix.weight)
-            four_bits, eight_bits = numbers * (0.5 + scale / _BLOCK), numbers + 4 * rows
-            quantized[matrix.weight] = four_bits if model_args.load_in_4bit else eight_bits
+        for matrix in matrices_of(core) if model_args.load_in_4bit else ():
+            quantized[matrix.weight] = matrix.weight.numel() * (0.5 + scale / _BLOCK)
             largest = max(largest, matrix.weight.nbytes)
 
         def unit(tensors: Iterable[nn.Parameter]) -> Unit:
@@ -210,11 +207,6 @@ def meta_model(
         return kind.from_config(config, dtype=dtype)
 
 
-def is_quantized(model_args: "ModelConfig") -> bool:
-    """Whether the base is loaded in 8 or 4 bits."""
-    return model_args.load_in_4bit or model_args.load_in_8bit
-
-
 def saved_dtype(config: PretrainedConfig) -> torch.dtype:
     """The dtype that a model beside the policy is loaded in."""
     return config.dtype or config.get_text_config().dtype or torch.float32  # type: ignore[return-value]
@@ -223,7 +215,7 @@ def saved_dtype(config: PretrainedConfig) -> torch.dtype:
 def weights_dtype(config: PretrainedConfig, args: Any, model_args: "ModelConfig") -> torch.dtype:
     """The dtype that a trainer loads the model in."""
     saved, wanted = saved_dtype(config), resolve_dtype(model_args.dtype)
-    if is_quantized(model_args):
+    if model_args.load_in_4bit:
         return torch.bfloat16
     if isinstance(wanted, torch.dtype):
         return wanted

@@ -50,21 +50,21 @@ def optimizer_bytes(args: "TrainingArguments", trained: Sequence[Tensor], model:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Among how many of the `devices` weights, gradients and optimiser state are divided, and what is in CPU memory."""
+    """What the `devices` share, by the `stage` of ZeRO: 1 the optimiser's state, 2 gradients too, 3 weights too."""
 
     name: str = "one device"
     devices: int = 1
-    weights: int = 1
-    gradients: int = 1
-    optimizer: int = 1
-    offloads_weights: bool = False  # with gradients and optimiser
-    offloads_optimizer: bool = False
+    stage: int = 0
     half: bool = False  # computes with bfloat16 copies: FSDP of gathered weights, DeepSpeed of all
 
     @property
     def is_deepspeed(self) -> bool:
         """Whether it is DeepSpeed's, whose optimiser has float32 weights beside bfloat16 ones."""
         return self.name.startswith("ZeRO")
+
+    def share(self, size: float, stage: int) -> float:
+        """The bytes on one device of what is shared from this stage on."""
+        return size / self.devices if self.stage >= stage else size
 
 
 def sharding_of(profile: str | None, devices: int, *, half: bool) -> Sharding:
@@ -74,16 +74,15 @@ def sharding_of(profile: str | None, devices: int, *, half: bool) -> Sharding:
         with open(profile_path(profile), encoding="utf-8") as file:
             settings = yaml.safe_load(file) or {}
     kind = str(settings.get("distributed_type", "NO"))
+    fsdp, zero = (settings.get(f"{name}_config") or {} for name in ("fsdp", "deepspeed"))
+    for name, value in {**fsdp, **zero}.items():
+        if "offload" in name and value not in (False, "none"):
+            raise ValueError(f"accelerate_config has {name}: {value}. CPU offloading is not planned: leave it out.")
     if kind == "FSDP":
-        fsdp = settings.get("fsdp_config") or {}
-        name, offloads = f"FSDP{fsdp.get('fsdp_version', 1)}", bool(fsdp.get("fsdp_offload_params"))
-        return Sharding(name, devices, devices, devices, devices, offloads_weights=offloads, half=half)
+        return Sharding(f"FSDP{fsdp.get('fsdp_version', 1)}", devices, 3, half)
     if kind == "DEEPSPEED":
-        zero = settings.get("deepspeed_config") or {}
         stage = int(zero.get("zero_stage", 2))
-        parts = [devices if stage > least else 1 for least in (2, 1, 0)]
-        weights, optimizer = (zero.get(f"offload_{part}_device", "none") != "none" for part in ("param", "optimizer"))
-        return Sharding(f"ZeRO-{stage}", devices, parts[0], parts[1], parts[2], weights, optimizer, half)
+        return Sharding(f"ZeRO-{stage}", devices, stage, half)
     if kind in ("NO", "MULTI_GPU", "MULTI_CPU"):
         return Sharding("DDP", devices) if devices > 1 else Sharding()
     raise ValueError(f"accelerate_config has distributed_type {kind}, expected FSDP, DEEPSPEED, MULTI_GPU or NO.")
