@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from trl.reporting.run_checks import WINDOW, RunChecks, text_signs
+from trl.reporting.run_checks import USUAL, WINDOW, signs_of, text_signs
 from trl.reporting.run_events import EVENTS, RunEvents, events_in, parts_in, read_part
 
 CALM = {
@@ -12,7 +12,6 @@ CALM = {
     "frac_reward_zero_std": 0.2, "sampling/sampling_logp_difference/mean": 0.01, "entropy": 1.5,
     "completions/mean_length": 50.0, "repeated": 0.0, "equal": 0.0,
 }  # fmt: skip
-FACTS = {"repeated": 0.0, "equal": 0.0}
 # What is planted in the later logs, and the fault that it is.
 PLANTED = {
     "KL": {"kl": 1.5},
@@ -23,8 +22,8 @@ PLANTED = {
     "repeated text": {"repeated": 0.4},
     "equal answers": {"equal": 0.6},
     "entropy collapse": {"entropy": 0.2},
-    "longer answers": {"completions/mean_length": 120.0, "reward": 0.6},
-    "shorter answers": {"completions/mean_length": 10.0, "reward": 0.6},
+    "answer length: longer": {"completions/mean_length": 120.0, "reward": 0.6},
+    "answer length: shorter": {"completions/mean_length": 10.0, "reward": 0.6},
 }
 
 
@@ -32,7 +31,8 @@ def written(folder, steps, run="a", start=0):
     events = RunEvents(folder, run, step=start)
     events.write("start", start, run=run)
     for step in range(start + 1, steps + 1):
-        events.write_rollouts(step, FACTS, {"prompt": [f"<{step}>"], "good": [0.5]}, ["good"])
+        events.write_part(folder, step, {"prompt": [f"<{step}>"], "good": [0.5]}, ["good"])
+        events.write("rollouts", step)
         events.write("log", step, values={"loss": 1 - step / 10})
     events.close()
     return [event["step"] for event in events_in(folder) if event["event"] == "log"]
@@ -71,26 +71,35 @@ def test_a_torn_line_and_other_files_are_left_out(tmp_path):
     assert events_in(tmp_path) == before and b"st{" not in (tmp_path / EVENTS).read_bytes()
 
 
-def test_an_infinite_divergence_is_a_sign():
-    checks = RunChecks()
-    signs = [checks.read({"reward": 0.5, "kl": float("inf") if step > 4 else 0.01}) for step in range(9)]
-    assert [[*sign] for sign in signs if sign] == [["KL"]]
-
-
 def test_a_run_goes_on_where_nothing_can_be_written(tmp_path, caplog):
     (tmp_path / "file").touch()
     events = RunEvents(tmp_path / "file", "a", step=0)
     events.write("log", 1, values={})
-    events.write_rollouts(1, FACTS, {"prompt": ["a"]}, [])
-    assert "cannot be written" in caplog.text and not (tmp_path / "file").read_bytes()
+    assert not events.is_active and not events.keeps_part(1)
+    events.write_part(tmp_path / "file", 1, {"prompt": ["a"]}, [])
+    assert caplog.text.count("cannot be written") == 2 and not (tmp_path / "file").read_bytes()
+
+
+def signs(logs, of_texts=None):
+    """The signs of logs, each in a step of its own: names and the steps at which they are seen first."""
+    events = [{"event": "check", "step": 1, "name": "KL", "text": "as runs wrote it before"}]
+    for step, values in enumerate(logs, 1):
+        texts = {name: values[name] for name in ("repeated", "equal") if name in values}
+        events += [{"event": "rollouts", "step": step, **texts}] * bool(texts)
+        events.append({"event": "log", "step": step, "values": {k: v for k, v in values.items() if k not in texts}})
+    shown = signs_of(events)
+    assert not any("{" in sign.text for sign in shown)
+    return [(sign.name, sign.step) for sign in shown]
+
+
+def test_an_infinite_divergence_is_a_sign():
+    assert signs([{"reward": 0.5, "kl": float("inf") if step > 4 else 0.01} for step in range(1, 9)]) == [("KL", 5)]
 
 
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_fault_is_named_once_and_alone(fault):
-    logs = [{**CALM, "step": step} for step in range(WINDOW)] + [{**CALM, **PLANTED[fault]}] * (2 * WINDOW)
-    checks = RunChecks()
-    assert [list(faults) for entry in logs if (faults := checks.read(entry))] == [[fault]]
-    assert RunChecks([fault]).fired == {fault} and not any(map(RunChecks([fault]).read, logs))
+    ((name, step),) = signs([CALM] * WINDOW + [{**CALM, **PLANTED[fault]}] * (2 * WINDOW))
+    assert name == fault.split(":")[0] and WINDOW < step <= 2 * WINDOW
 
 
 TRAINED = {"loss": 1.0, "grad_norm": 2.0, "rewards/chosen": 0.1, "rewards/margins": 0.2, "rewards/accuracies": 0.7}
@@ -98,39 +107,31 @@ PLANTED_IN_TRAINING = {
     "not a number": [{"loss": float("nan")}],
     "gradient spike": [{"grad_norm": 21.0}],
     "rising loss": [{"loss": 1.3}] * WINDOW,
-    "accuracy of a coin": [{"rewards/accuracies": 0.51}] * 17,
+    "accuracy of a coin": [{"rewards/accuracies": 0.51}] * 16,
+    "overfitting": [{"eval_loss": 1.0}, {"eval_loss": 0.9}, {"eval_loss": 0.94}, {"eval_loss": 0.95}],
     "likelihood displacement": [{"rewards/chosen": -1.2, "rewards/margins": 0.3}] * WINDOW,
 }
 
 
 @pytest.mark.parametrize("fault", PLANTED_IN_TRAINING)
 def test_a_fault_of_a_run_without_rewards_is_named_once_and_alone(fault):
-    checks, logs = RunChecks(), [TRAINED] * 12 + [{**TRAINED, **planted} for planted in PLANTED_IN_TRAINING[fault]]
-    *calm, shown = [checks.read(entry) for entry in logs]
-    assert not any(calm) and list(shown) == [fault] and "{" not in shown[fault]
-    assert not checks.read(logs[-1])
+    planted = PLANTED_IN_TRAINING[fault]
+    logs = [TRAINED] * 12 + [values if "eval_loss" in values else {**TRAINED, **values} for values in planted]
+    assert signs(logs) == signs([*logs, logs[-1]]) == [(fault, len(logs))]
 
 
-@pytest.mark.parametrize(
-    ("train", "evaluation", "faults"),
-    [
-        ([1.0, 0.8, 0.6], [1.0, 0.9, 0.97], ["overfitting"]),
-        ([1.0, 0.8, 0.6], [1.0, 0.9, 0.93], []),
-        ([1.0, 0.8, 0.8], [1.0, 0.9, 1.2], []),  # the loss of training does not fall
-    ],
-)
-def test_overfitting_needs_a_falling_and_a_rising_loss(train, evaluation, faults):
-    checks = RunChecks()
-    for loss, eval_loss in zip(train, evaluation, strict=True):
-        shown = [*(checks.read({"loss": loss}) for _ in range(WINDOW)), checks.read({"eval_loss": eval_loss})]
-    assert [name for entry in shown for name in entry] == faults
+def test_names_of_other_methods_and_rising_losses_below_zero():
+    assert signs([{"objective/scores": 1.0, "policy/clipfrac_avg": 0.4}] * WINDOW) == [("clipped updates", WINDOW)]
+    assert signs([{"accuracy": 0.5}] * USUAL) == [("accuracy of a coin", USUAL)]
+    assert not signs([{"loss": -1.0 - 0.01 * n, "eval_loss": -1.0} for n in range(9)])
+    assert signs([{"loss": -1.0 + 0.1 * n} for n in range(9)]) == [("rising loss", 5)]
 
 
 def test_a_calm_run_and_one_without_rewards_show_nothing():
     wave = [{**CALM, "entropy": 1.5 - 0.01 * n, "reward": 0.4 + 0.01 * n} for n in range(30)]
     supervised = [{"loss": 1.0, "entropy": 3.0 / (n + 1) ** 2} for n in range(30)]
     for logs in (wave, supervised):
-        assert not any(map(RunChecks().read, logs))
+        assert not signs(logs)
 
 
 def test_repeated_and_equal_texts_are_counted():

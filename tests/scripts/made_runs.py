@@ -33,7 +33,7 @@ def batch(step: int, share: float, draw: random.Random, *, rows: int, tokens: in
 
 def make_run(
     folder: Path, *, steps: int = 12, parts: int = 4, rows: int = 8, tokens: int = 20, metrics: int = 2, ends: bool = True,
-    seed: int = 0, check: bool = True,
+    seed: int = 0, grows: bool = False,
 ) -> Path:  # fmt: skip
     """A run with `parts` files of completions, and `metrics` more numbers in each log."""
     draw, events = random.Random(seed), RunEvents(folder, f"run{seed}", step=0)
@@ -51,17 +51,18 @@ def make_run(
             [float(draw.random() < share) for _ in range(16)],
             [draw.randint(5, 9 + step) for _ in range(16)],
         )
+        if columns is not None:
+            events.write_part(folder, step, columns, ["correct"])
         facts = {"time": float(step), "of": 16, "rewards": rewards, "lengths": lengths, "repeated": 0.0, "equal": 0.0}
-        events.write_rollouts(step, facts, columns, ["correct"])
+        events.write("rollouts", step, **facts)
         values = {
             "loss": draw.gauss(0, 1),
             "reward": share,
+            **({"completions/mean_length": 5.0 + step} if grows else {}),
             **{f"metric/{n}": draw.gauss(n, 1) for n in range(metrics)},
         }
         seconds = {"rollouts and data": 0.6, "training": 0.3, "logging": 0.1}
         events.write("log", step, time=float(step), values=values, seconds=seconds, memory=2.0**30)
-    if check:
-        events.write("check", steps, time=float(steps), name="longer answers", text=f"Answers grew. {HOSTILE}")
     if ends:
         events.write("end", steps, time=float(steps))
     events.close()

@@ -29,11 +29,15 @@ def written(*folders, page, **options):
 
 
 def test_two_runs_are_on_a_page_and_what_they_say_is_text(tmp_path):
-    folders = [make_run(tmp_path / name, seed=seed, check=seed == 1) for seed, name in enumerate(("one", "two"))]
+    folders = [make_run(tmp_path / name, seed=seed, grows=seed == 1) for seed, name in enumerate(("one", "two"))]
     text, (one, two) = written(*folders, page=tmp_path / "page.html")
     assert "<script>alert" not in text and "<img" not in text and "http:" not in text and "https:" not in text
     assert text.count("<script") == text.count("</script>") == 2
-    assert text.count("longer answers") == 1 and "&lt;script&gt;alert(1)" in text
+    assert (
+        text.count("answer length") == 1
+        and "Answers went from 7 to 15 tokens" in text
+        and "&lt;script&gt;alert(1)" in text
+    )
     assert re.findall(r'<tr class="differs"><th scope="row">(\w+)</th>', text) == ["learning_rate"]
     assert one["curves"]["reward"] == {
         "steps": list(range(1, 13)),

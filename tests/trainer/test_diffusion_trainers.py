@@ -42,10 +42,10 @@ from trl import (
 )
 from trl.checkpoints.wholeness import CheckpointError
 from trl.experimental.diffusion_grpo import FlowPipeline
+from trl.reporting.run_events import RunEvents
 from trl.reporting.run_lines import metric_cells
 from trl.rewards import RewardError
 from trl.scripts.pages.runs import read_run
-from trl.trainer.callbacks.run_report import LoopReport
 from trl.trainer.diffusion_setup import place_modules
 from trl.trainer.utils import PerPromptStatTracker
 
@@ -475,7 +475,7 @@ def test_float16_leaves_out_what_the_model_keeps_in_float32(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_images_that_are_not_finite_are_an_error_and_end_the_run(kind, monkeypatch):
     model, closed = pipeline(), []
-    monkeypatch.setattr(LoopReport, "close", lambda report: closed.append(report))
+    monkeypatch.setattr(RunEvents, "close", lambda events: closed.append(events))
     model.vae.decoder.conv_out.bias.data.fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="images"):
         KINDS[kind](model).train(1)

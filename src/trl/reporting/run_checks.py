@@ -1,186 +1,166 @@
 """Signs in the logs of a run that something is wrong. The thresholds are rules of thumb (docs/guides/report.md)."""
 
-import math
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
-from statistics import median
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 WINDOW = 3  # logs over which a mean is taken
-USUAL = 20  # logs whose median gradient is the usual one, and after which an accuracy of 0.5 counts as stuck
+USUAL = 20  # logs whose median gradient is the usual one, and over which an accuracy of 0.5 counts as stuck
 LONGEST_TEXT = 4_000  # characters of a completion that are searched for repetitions
 LEAST_WORDS = 20  # of a completion that may count as repeated
-REWARDS = ("reward", "reward_mean", "objective/scores")
-SPIKE, OVERFIT = 10.0, 1.05  # times the usual norm, and the least loss
-Logs = Mapping[str, Any]
+ALIASES = {
+    "reward_mean": "reward", "objective/scores": "reward", "policy/clipfrac_avg": "clip_ratio/region_mean",
+    "accuracy": "rewards/accuracies",
+}  # fmt: skip
+Log = Mapping[str, float]
+Column = np.ndarray  # (logs,)
+
+
+class Sign(NamedTuple):
+    """A sign with its sentence, and the step at which it is seen first."""
+
+    step: int
+    name: str
+    text: str
 
 
 class Rule(NamedTuple):
-    """A metric of the last logs that is between two bounds, in runs with or without rewards.
+    """A sign that shows where `holds` for means of a metric: the first one, and those over `window` logs that have it.
 
-    `factor`, `drop`: beyond `factor` times its first value less `drop` too, above it (factor > 1) or below; `rising`:
-    while one of these metrics rises; `usual`: the mean over `USUAL` logs before is between the bounds too.
+    With `rising` it shows only where that metric is above its first mean.
     """
 
     name: str
     metric: str
+    holds: Callable[[float, Column], Column]
     text: str
-    above: float = -math.inf
-    below: float = math.inf
-    factor: float | None = None
-    drop: float = 0.0
-    rising: tuple[str, ...] = ()
-    usual: bool = False
-    has_rewards: bool = True
+    rising: str | None = None
+    window: int = WINDOW
 
 
-CLIPPED = "{value:.0%} of the tokens are clipped: steps are too large, or rollouts too old."
-COIN = (
-    f"Over {USUAL} logs the accuracy is near {{value:.2f}}: pairs or labels may be swapped or alike, or the learning "
-    "rate is too low."
+def spikes(_: float, norms: Column) -> Column:
+    """Where a norm is above ten times the median of those before it."""
+    before = [norms[max(0, at - USUAL) : at] for at in range(len(norms))]
+    usual = np.array([np.median(part) if len(part) >= USUAL // 2 else np.inf for part in before])
+    return (norms > 10 * usual) & (usual > 0)
+
+
+def overfits(_: float, losses: Column) -> Column:
+    """Where a loss is 5 % above its least value so far."""
+    least = np.minimum.accumulate(losses)
+    return losses > least + 0.05 * abs(least)
+
+
+NOT_A_NUMBER = (
+    "{metric} is {value}: the weights may be lost. Go back to an earlier checkpoint; lower the learning rate, or train "
+    "in bfloat16 or float32."
 )
 RULES = (
-    Rule("KL", "kl", above=1.0, text=
+    Rule("not a number", "loss", lambda _, loss: ~np.isfinite(loss), NOT_A_NUMBER, window=1),
+    Rule("not a number", "grad_norm", lambda _, norm: ~np.isfinite(norm), NOT_A_NUMBER, window=1),
+    Rule("gradient spike", "grad_norm", spikes, window=1, text=
+         "The gradient's norm is {value:.3g}, more than ten times the usual: look at the rows of this step, lower "
+         "max_grad_norm or the learning rate."),
+)  # fmt: skip
+RULES_WITH_REWARDS = (
+    Rule("KL", "kl", lambda _, nats: nats > 1,
          "The policy is {value:.3g} nats per token away from its reference: lower the learning rate or raise beta."),
-    Rule("KL", "objective/kl", above=50.0, text=
+    Rule("KL", "objective/kl", lambda _, nats: nats > 50,
          "The policy is {value:.3g} nats per answer away from its reference: lower the learning rate or raise the KL "
          "coefficient."),
-    Rule("clipped updates", "clip_ratio/region_mean", CLIPPED, above=0.3),
-    Rule("clipped updates", "policy/clipfrac_avg", CLIPPED, above=0.3),
-    Rule("cut answers", "completions/clipped_ratio", above=0.5, text=
+    Rule("clipped updates", "clip_ratio/region_mean", lambda _, share: share > 0.3,
+         "{value:.0%} of the tokens are clipped: steps are too large, or rollouts too old."),
+    Rule("cut answers", "completions/clipped_ratio", lambda _, share: share > 0.5,
          "{value:.0%} of the answers are cut off: raise max_completion_length, or reward shorter answers."),
-    Rule("groups without variance", "frac_reward_zero_std", above=0.8, text=
+    Rule("groups without variance", "frac_reward_zero_std", lambda _, share: share > 0.8,
          "In {value:.0%} of the groups all rewards are equal and teach nothing: choose easier or harder prompts."),
-    Rule("stale rows", "sampling/sampling_logp_difference/mean", above=0.2, text=
+    Rule("stale rows", "sampling/sampling_logp_difference/mean", lambda _, nats: nats > 0.2,
          "Log-probs of sampling and of training differ by {value:.3g} nats per token: the rows are of an older or "
          "another policy."),
-    Rule("repeated text", "repeated", above=0.3, text=
+    Rule("repeated text", "repeated", lambda _, share: share > 0.3,
          "{value:.0%} of the answers repeat the same words: read them, the reward may be exploited."),
-    Rule("equal answers", "equal", above=0.5, text=
+    Rule("equal answers", "equal", lambda _, share: share > 0.5,
          "{value:.0%} of the answers are given to other prompts too: read them, the reward may be exploited."),
-    Rule("entropy collapse", "entropy", below=0.5, factor=0.2, text=
+    Rule("entropy collapse", "entropy", lambda first, nats: (nats < 0.5) & (nats < 0.2 * first),
          "The entropy fell from {first:.3g} to {value:.3g} nats: answers become equal. Raise epsilon_high or lower "
          "the learning rate."),
-    Rule("longer answers", "completions/mean_length", factor=2.0, rising=REWARDS, text=
-         "Answers grew from {first:.4g} to {value:.4g} tokens while the reward rose: the reward may prefer length."),
-    Rule("shorter answers", "completions/mean_length", factor=0.3, rising=REWARDS, text=
-         "Answers fell from {first:.4g} to {value:.4g} tokens while the reward rose: the reward may prefer short."),
-    Rule("rising loss", "loss", factor=1.2, has_rewards=False, text=
+    Rule("answer length", "completions/mean_length", lambda first, n: (n > 2 * first) | (n < 0.3 * first),
+         "Answers went from {first:.4g} to {value:.4g} tokens while the reward rose: the reward may prefer a length.",
+         rising="reward"),
+)  # fmt: skip
+RULES_WITHOUT_REWARDS = (
+    Rule("rising loss", "loss", lambda first, loss: loss > first + 0.2 * abs(first),
          "The loss rose from {first:.4g} to {value:.4g}: lower the learning rate, warm up, or look at the rows."),
-    Rule("likelihood displacement", "rewards/chosen", below=-1.0, factor=1.0, drop=1.0, rising=("rewards/margins",),
-         has_rewards=False, text=
+    Rule("overfitting", "eval_loss", overfits, window=1, text=
+         "The loss of the evaluation set rose to {value:.3g}, more than 5 % above its least: stop earlier, keep the "
+         "best checkpoint (load_best_model_at_end), or train fewer epochs."),
+    Rule("likelihood displacement", "rewards/chosen", lambda first, chosen: (chosen < -1) & (chosen < first - 1),
          "The reward of chosen answers fell from {first:.3g} to {value:.3g} while the margins grew: chosen answers "
          "become less likely too. Raise beta, add the SFT loss (rpo_alpha), or leave out pairs that are nearly "
-         "alike."),
-    Rule("accuracy of a coin", "rewards/accuracies", COIN, above=0.45, below=0.55, usual=True, has_rewards=False),
-    Rule("accuracy of a coin", "accuracy", COIN, above=0.45, below=0.55, usual=True, has_rewards=False),
+         "alike.", rising="rewards/margins"),
+    Rule("accuracy of a coin", "rewards/accuracies", lambda _, share: abs(share - 0.5) < 0.05, window=USUAL, text=
+         f"Over {USUAL} logs the accuracy is near {{value:.2f}}: pairs or labels may be swapped or alike, or the "
+         "learning rate is too low."),
 )  # fmt: skip
 
 
-class RunChecks:
-    """Reads the logs of a run in order, and returns the sentence of each sign once."""
-
-    def __init__(self, fired: Iterable[str] = ()) -> None:
-        self.fired = set(fired)
-        self._first: list[Logs] = []
-        self._logs: deque[Logs] = deque(maxlen=USUAL + 1)  # the newest
-        self._least: tuple[float, float] | None = None  # loss of the evaluation set, and of training then
-
-    def read(self, logs: Logs) -> dict[str, str]:
-        """The signs that this log shows for the first time: names and sentences."""
-        has_rewards = any(name in logs for name in REWARDS)
-        signs = dict[str, str]()
-        if "eval_loss" in logs:
-            signs = self._of_evaluation(float(logs["eval_loss"]))
-        elif "loss" in logs or has_rewards:
-            self._first = [*self._first, logs][:WINDOW]
-            self._logs.append(logs)
-            signs = self._of_numbers(logs)
-            for rule in RULES if len(self._logs) >= WINDOW else ():
-                first, value = self._change(rule.metric)
-                if rule.has_rewards == has_rewards and self._holds(rule, first, value):
-                    signs.setdefault(rule.name, rule.text.format(first=first, value=value))
-        new = {name: text for name, text in signs.items() if name not in self.fired}
-        self.fired |= new.keys()
-        return new
-
-    def _change(self, name: str) -> tuple[float, float]:
-        """The first and the last mean of a metric."""
-        return mean(self._first, name), mean([*self._logs][-WINDOW:], name)
-
-    def _of_numbers(self, logs: Logs) -> dict[str, str]:
-        """The signs in this log beside the usual ones before it."""
-        signs = dict[str, str]()
-        for name in ("loss", "grad_norm"):
-            if isinstance(value := logs.get(name), float) and not math.isfinite(value):
-                signs["not a number"] = (
-                    f"{name} is {value}: the weights may be lost. Go back to an earlier checkpoint; lower the learning "
-                    "rate, or train in bfloat16 or float32."
-                )
-        norm, *norms = (number(entry, "grad_norm") for entry in [logs, *[*self._logs][:-1]])
-        usual = median([norm for norm in norms if norm == norm] or [0.0])
-        if len(norms) >= USUAL // 2 and norm > SPIKE * usual > 0:
-            signs["gradient spike"] = (
-                f"The gradient's norm is {norm:.3g}, {norm / usual:.0f} times the usual: look at the rows of this "
-                "step, lower max_grad_norm or the learning rate."
-            )
-        return signs
-
-    def _holds(self, rule: Rule, first: float, value: float) -> bool:
-        """Whether a metric with these means shows the sign; those that are not known (NaN) show none."""
-        values = [value, mean([*self._logs][:-1], rule.metric)] if rule.usual else [value]
-        if not all(rule.above < value <= rule.below for value in values) or (rule.usual and len(self._logs) <= USUAL):
-            return False
-        bound = first * (rule.factor or 0.0) - rule.drop
-        if rule.factor is not None and not (value > bound if rule.factor > 1 else value < bound):
-            return False
-        return not rule.rising or any(first < last for first, last in map(self._change, rule.rising))
-
-    def _of_evaluation(self, value: float) -> dict[str, str]:
-        trained = self._change("loss")[1]
-        if self._least is None or value < self._least[0]:
-            self._least = value, trained
-        least, before = self._least
-        if not (trained < before and value >= OVERFIT * least):
-            return {}
-        return {
-            "overfitting": f"The loss of the evaluation set rose from {least:.3g} to {value:.3g} and that of training "
-            "fell: stop earlier, keep the best checkpoint (load_best_model_at_end), or train fewer epochs."
-        }
+def signs_of(events: Sequence[Mapping[str, Any]]) -> list[Sign]:
+    """The signs that the events of a run show, in the order of their steps."""
+    logs, of_texts = list[Log](), dict[str, float]()
+    for event in events:
+        if event["event"] == "rollouts":
+            of_texts = {name: event[name] for name in ("repeated", "equal")}
+        elif event["event"] == "log":
+            values: Log = event["values"]
+            renamed = {ALIASES.get(name, name): value for name, value in values.items()}
+            logs.append({"step": event["step"], **of_texts, **renamed})
+    others = RULES_WITH_REWARDS if any("reward" in log for log in logs) else RULES_WITHOUT_REWARDS
+    signs = dict[str, Sign]()
+    for sign in sorted(sign for rule in RULES + others if (sign := first_sign(rule, logs))):
+        signs.setdefault(sign.name, sign)
+    return list(signs.values())
 
 
-def number(logs: Logs, name: str) -> float:
-    """The value of a metric; NaN where a log has none."""
-    value = logs.get(name)
-    return float(value) if isinstance(value, int | float) else math.nan
-
-
-def mean(logs: Sequence[Logs], name: str) -> float:
-    """The mean of a metric; NaN where a log lacks it."""
-    return sum(number(entry, name) for entry in logs) / len(logs) if logs else math.nan
-
-
-def repeats_itself(text: str) -> bool:
-    """Whether more than half of the runs of four words of a text of `LEAST_WORDS` words or more stood there before.
-
-    >>> repeats_itself("so it is " * 20), repeats_itself(" ".join(map(str, range(40))))
-    (True, False)
-    """
-    words = text[:LONGEST_TEXT].split()
-    if len(words) < LEAST_WORDS:
-        return False
-    runs = Counter(zip(words, words[1:], words[2:], words[3:], strict=False))
-    return sum(runs.values()) > 2 * len(runs)
+def first_sign(rule: Rule, logs: Sequence[Log]) -> Sign | None:
+    """The first place where a rule holds."""
+    rising = rule.rising or rule.metric
+    logs = [log for log in logs if rule.metric in log and rising in log]
+    if len(logs) < rule.window:
+        return None
+    means, others = (
+        np.lib.stride_tricks.sliding_window_view([log[name] for log in logs], rule.window).mean(axis=1)
+        for name in (rule.metric, rising)
+    )
+    shows = rule.holds(means[0], means) & (others > others[0] if rule.rising else True)
+    if not shows.any():
+        return None
+    at = int(shows.argmax())
+    text = rule.text.format(metric=rule.metric, first=means[0], value=means[at])
+    return Sign(int(logs[at + rule.window - 1]["step"]), rule.name, text)
 
 
 def text_signs(prompts: Sequence[str], completions: Sequence[str]) -> dict[str, float]:
     """The share of completions that repeat themselves, and of those that equal one of another prompt.
 
-    Short answers (of fewer than `LEAST_WORDS` words) may well be equal, so only long ones count as such.
+    Both are of `LEAST_WORDS` words or more: short answers may well be equal.
     """
-    prompts_of: dict[str, set[str]] = {}
-    for prompt, completion in zip(prompts, completions, strict=True):
-        prompts_of.setdefault(completion, set()).add(prompt)
-    shared = [len(prompts_of[text]) > 1 and len(text.split()) >= LEAST_WORDS for text in completions]
+    prompts_of = Counter(completion for completion, _ in {*zip(completions, prompts, strict=True)})
+    texts = [(text, text[:LONGEST_TEXT].split()) for text in completions]
+    long = [(text, words) for text, words in texts if len(words) >= LEAST_WORDS]
     count = max(len(completions), 1)
-    return {"repeated": sum(map(repeats_itself, completions)) / count, "equal": sum(shared) / count}
+    return {
+        "repeated": sum(repeats(words) for _, words in long) / count,
+        "equal": sum(prompts_of[text] > 1 for text, _ in long) / count,
+    }
+
+
+def repeats(words: Sequence[str]) -> bool:
+    """Whether more than half of the runs of four words stood there before.
+
+    >>> repeats("so it is so it is so it is so it is".split()), repeats("one two three four five six".split())
+    (True, False)
+    """
+    runs = [*zip(words, words[1:], words[2:], words[3:], strict=False)]
+    return len(runs) > 2 * len(set(runs))

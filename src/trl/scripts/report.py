@@ -66,7 +66,7 @@ def write_page(folders: Sequence[Path], page: Path, *, refresh: float | None = N
     aside.write_text(text, encoding="utf-8")
     os.replace(aside, page)
     for run in runs:
-        print(f"{run.name} {run.state}: {', '.join(check['name'] for check in run.checks) or 'no sign of a fault'}")
+        print(f"{run.name} {run.state}: {', '.join(sign.name for sign in run.signs) or 'no sign of a fault'}")
     print(f"Written: {page}")
     return have_ended
 

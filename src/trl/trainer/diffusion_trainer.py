@@ -21,14 +21,13 @@ from trl.models.step_state import load_step_state, save_step_state
 from trl.models.switches import disable_dropout_in_model
 from trl.options.diffusion import DiffusionOptions
 from trl.options.groups import names_checked
-from trl.options.shared import changed_settings
 from trl.options.training import wrong_config
 from trl.reporting.deadlines import AsyncCalls
 from trl.reporting.model_card import HERE, Paper, card_of_run
 from trl.reporting.run_lines import RunLines
 from trl.reporting.trackers import start_trackers
 from trl.rewards.result import refusing_exit
-from trl.trainer.callbacks.run_report import LoopReport
+from trl.trainer.callbacks.run_report import log_facts, loop_events
 from trl.trainer.diffusion_setup import make_accelerator, make_optimizer, make_policy, place_modules
 
 logger = logging.getLogger(__name__)
@@ -142,11 +141,11 @@ class DiffusionTrainer:
         state.is_world_process_zero = self.accelerator.is_main_process
         state.is_local_process_zero = state.is_world_process_zero
         lines.on_train_begin(None, state, None)  # type: ignore[arg-type]
-        report = LoopReport(
-            self._folder.parent if frequency else None, self._name, changed_settings(self.config), self.policy.model,
-            self.accelerator, step=self.first_epoch, steps=last + 1,
-        )  # fmt: skip
-        with closing(report):
+        folder = self._folder.parent if frequency else None
+        events = loop_events(
+            folder, self._name, self.config, self.policy.model, self.accelerator, step=self.first_epoch, steps=last + 1
+        )
+        with closing(events):
             for epoch in range(self.first_epoch, last + 1):
                 before = len(self.log_history)
                 self._global_step = self.step(epoch, self._global_step)
@@ -154,10 +153,10 @@ class DiffusionTrainer:
                 logged["reward"] = logged.get("reward", logged.get("reward_mean"))
                 state.global_step, logged["num_images"] = epoch + 1, self._images - images
                 lines.on_log(None, state, None, logs=logged)
-                report.log(epoch + 1, logged)
+                events.write("log", epoch + 1, **log_facts(logged))
                 if epoch and frequency and (epoch % frequency == 0 or epoch == last):
                     self.save_checkpoint(epoch, self._global_step)
-            report.end(last + 1)
+            events.write("end", last + 1)
         if isinstance(lines, RunLines):
             lines.on_log(None, state, None, logs={"train_loss": math.nan})  # ends the run
 

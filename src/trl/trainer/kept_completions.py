@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from trl.reporting.run_checks import text_signs
-from trl.reporting.run_events import write_part
 from trl.reporting.tables import print_prompt_completions_sample
 from trl.reporting.trackers import send_traces
 from trl.rewards.result import source_table
@@ -59,13 +58,11 @@ class KeptCompletions:
     def write(self, trainer: Any, *, shows: bool) -> None:
         """Write the batch if it is new: rows of the main process, or (`shows`) of all processes, which all call it."""
         newest, self._newest = self._newest, None
-        report, step = trainer.run_report, trainer.state.global_step
-        if newest is None or not (shows or report.is_active):
+        events, step, group = trainer.run_report.events, trainer.state.global_step, trainer.sizes.group
+        if newest is None or not (shows or events.is_active):
             return
-        group = trainer.sizes.group
         bound = len(newest.texts) if shows else max(KEPT_ROWS // group * group, min(group, 2 * KEPT_ROWS))
-        columns: Columns = {}
-        if shows or report.keeps_part(step):
+        if shows or events.keeps_part(step):
             first = trainer.accelerator.process_index * len(newest.experience)
             columns = self.columns(newest, bound, trainer.rollouts.tokenizer)
             rows, learned = range(first, first + len(columns["prompt"])), len(newest.experience) * trainer.args.sp_size
@@ -73,17 +70,15 @@ class KeptCompletions:
             if self._entropies:
                 entropies = [self._entropies.get(row % learned, torch.empty(0)) for row in rows]
                 columns["token_entropies"] = [row[:KEPT_TOKENS].tolist() for row in entropies]
-        if shows:
-            parts = gather_object([columns])
-            columns = {name: [value for part in parts for value in part[name]] for name in columns}
-            self._shown = columns, newest.names
-        if not trainer.is_world_process_zero():
-            return
-        part = file_columns(columns, step, cut=not shows) if columns else None
-        if report.is_active:
-            report.write_rollouts(step, batch_facts(newest, bound), part, newest.names)
-        elif part is not None:
-            write_part(Path(trainer.args.output_dir), step, part, newest.names)
+            if shows:
+                parts = gather_object([columns])
+                columns = {name: [value for part in parts for value in part[name]] for name in columns}
+                self._shown = columns, newest.names
+            if trainer.is_world_process_zero():
+                part = file_columns(columns, step, cut=not shows)
+                events.write_part(Path(trainer.args.output_dir), step, part, newest.names)
+        if events.is_active:
+            events.write("rollouts", step, **batch_facts(newest, bound))
 
     def show(self, trainer: Any) -> None:
         """Print and send what was written for it and not shown yet; the main process does it."""

@@ -14,13 +14,11 @@ from trl.data.step_inputs import QueryLoader
 from trl.models.step_state import load_step_state, moments_state, save_step_state
 from trl.models.value_wrapper import under_module_names
 from trl.objectives.kl import AdaptiveKLController, FixedKLController
-from trl.options.shared import changed_settings
+from trl.reporting.run_events import RunEvents
 from trl.reporting.step_statistics import stats_to_np, step_statistics, tracker_logs
-from trl.rollouts.experience import Experience
 from trl.tensors.moments import RunningMoments, moments, over_processes
 from trl.trainer import ppo_setup
-from trl.trainer.callbacks.run_report import LoopReport
-from trl.trainer.kept_completions import KEPT_ROWS, KeptCompletions, Newest, batch_facts, file_columns
+from trl.trainer.callbacks.run_report import log_facts, loop_events
 from trl.trainer.ppo_config import PPOConfig
 
 
@@ -38,7 +36,7 @@ class SavedPolicy:
     running: RunningMoments
     current_step: int
     highest_reward: float
-    _report: LoopReport | None = None
+    _events: RunEvents | None = None
 
     def save_state(self, output_dir: str | Path) -> None:
         """Write everything that the loop carries, at once or not at all: between two steps, by all processes.
@@ -158,22 +156,12 @@ class SavedPolicy:
         logs = tracker_logs(stats, scores, own, columns, kind=self.config.log_with)
         self.accelerator.log(logs, step=self.current_step)
 
-    def write_report(self, rows: Experience, stats: Mapping[str, object], seconds: float) -> None:
-        """Write a step of some `seconds` and its responses for `trl report` into `project_dir`, if there is one."""
-        step = self.current_step
-        self._report = report = self._report or LoopReport(
-            self.accelerator.project_dir, "PPO", changed_settings(self.config), self.model, self.accelerator,
-            step=step - 1,
-        )  # fmt: skip
-        if not report.is_active:
-            return
-        texts = map(self.tokenizer.batch_decode, (rows.prompts.split(), rows.completions.split()))
-        newest, part = Newest(rows.to("cpu"), list(zip(*texts, strict=True)), ()), None
-        if report.keeps_part(step):
-            columns = KeptCompletions().columns(newest, KEPT_ROWS, self.tokenizer)
-            part = file_columns({**columns, "group": [*range(len(columns["prompt"]))]}, step, cut=True)
-        report.write_rollouts(step, batch_facts(newest, KEPT_ROWS), part, ())
-        report.log(step, stats, training=seconds)
+    def write_report(self, stats: Mapping[str, object]) -> None:
+        """Write the numbers of a step for `trl report` into `project_dir`, if there is one."""
+        self._events = self._events or loop_events(
+            self.accelerator.project_dir, "PPO", self.config, self.model, self.accelerator, step=self.current_step - 1
+        )
+        self._events.write("log", self.current_step, **log_facts(stats))
 
     def _push_if_best(self, scores: Tensor) -> None:
         """Scores as they were given: scaled ones of two steps cannot be compared."""

@@ -23,7 +23,7 @@ from trl.objectives.advantages import estimate_statistics, scale_scores, token_r
 from trl.objectives.kl import AdaptiveKLController, FixedKLController, kl_penalty, probability_ratio
 from trl.objectives.ppo import ppo_losses, whitened_estimates
 from trl.reporting.step_statistics import MinibatchRecord
-from trl.rollouts.experience import ADVANTAGE, OLD, RETURNS, SCORES, TRAINED, VALUES, Experience
+from trl.rollouts.experience import ADVANTAGE, OLD, RETURNS, TRAINED, VALUES, Experience
 from trl.tensors.moments import RunningMoments, over_processes
 from trl.tensors.reduce import count_units, reduce_terms
 from trl.tensors.statistics import entropy_from_logits
@@ -174,7 +174,7 @@ class PPOTrainer(SavedPolicy):
             )
         times: dict[str, float] = {}
         with timed(times, "total"):
-            rows, stats = self._train(inputs, times)
+            stats = self._train(inputs, times)
         self.kl_ctl.update(float(stats["objective/kl"]), self.config.batch_size * self.accelerator.num_processes)
         stats["ppo/learning_rate"] = self.optimizer.param_groups[0]["lr"]
         if self.lr_scheduler is not None:
@@ -184,7 +184,7 @@ class PPOTrainer(SavedPolicy):
         if self.config.optimize_device_cache:
             empty_cache()
         self._push_if_best(inputs.scores)
-        self.write_report(rows.with_rows(**{SCORES: inputs.scores}), stats, times["total"])
+        self.write_report(stats)
         return stats
 
     # ---- the mathematics of a step, which subclasses may override. Tensors are `(B, R)`, masks 0 where the policy
@@ -349,7 +349,7 @@ class PPOTrainer(SavedPolicy):
 
     # ---- inside of a step
 
-    def _train(self, inputs: StepInputs, times: dict[str, float]) -> tuple[Experience, dict[str, Any]]:
+    def _train(self, inputs: StepInputs, times: dict[str, float]) -> dict[str, Any]:
         scores = self._scaled(inputs.scores)
         logps, ref_logps, values, masks, rewards, non_score, kls = self._score_rollout(inputs, scores, times)
         check_divergence(
@@ -366,7 +366,7 @@ class PPOTrainer(SavedPolicy):
         with timed(times, "optimize_step"):
             train_stats = self._optimise(rows)
         with timed(times, "calc_stats"):
-            return rows, self.record_step_stats(
+            return self.record_step_stats(
                 kl_coef, scores=scores, logprobs=logps, ref_logprobs=ref_logps, non_score_reward=non_score, kls=kls,
                 masks=masks, queries=inputs.queries, responses=inputs.responses, train_stats=train_stats,
             )  # fmt: skip

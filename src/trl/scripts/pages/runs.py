@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from trl.checkpoints.wholeness import checkpoints_in, newest_whole
+from trl.reporting.run_checks import Sign, signs_of
 from trl.reporting.run_events import EVENTS, Event, events_in, parts_in, read_part
 from trl.reporting.tables import duration
 from trl.reporting.usage import usage_of
@@ -37,7 +38,7 @@ class RunPage:
     start: Event
     has_ended: bool
     state: str
-    checks: list[Event]
+    signs: list[Sign]
     figures: dict[str, str]
     seconds: dict[str, float]
     lengths: list[Bar]  # of the training rows
@@ -50,8 +51,8 @@ class RunPage:
 def read_run(folder: Path, name: str, *, share: float = 1.0) -> RunPage:
     """A run with a `share` of the bytes of a page. Raises: ValueError for a folder without `run.jsonl`."""
     events = events_in(folder)
-    starts, logs, rollouts, checks = (
-        [event for event in events if event["event"] == kind] for kind in ("start", "log", "rollouts", "check")
+    starts, logs, rollouts = (
+        [event for event in events if event["event"] == kind] for kind in ("start", "log", "rollouts")
     )
     if not starts:
         raise ValueError(
@@ -71,7 +72,8 @@ def read_run(folder: Path, name: str, *, share: float = 1.0) -> RunPage:
     lengths = starts[-1].get("data", {}).get("lengths")
     return RunPage(
         name, str(folder), starts[-1], has_ended, f"{state} after step {last:,}" + f" of {steps:,}" * bool(steps),
-        checks, figures_of(events, starts, logs), dict(seconds), bars(**lengths, unit="tokens") if lengths else [],
+        signs_of(events), figures_of(events, starts, logs), dict(seconds),
+        bars(**lengths, unit="tokens") if lengths else [],
         [path.name for path in checkpoints_in(folder)], advice_of(folder, starts[-1]), data, notes,
     )  # fmt: skip
 

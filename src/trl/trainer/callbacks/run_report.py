@@ -1,4 +1,4 @@
-"""What a run writes for `trl report`: settings, data, logs, times, memory, checkpoints, and signs of faults."""
+"""What a run writes for `trl report`: settings, data, logs, times, memory and checkpoints."""
 
 import platform
 import time
@@ -22,29 +22,7 @@ MEASURED_ROWS = 100_000  # of the training set, whose lengths are counted
 LENGTH_BINS = 40
 
 
-class LoopReport(RunEvents):
-    """`run.jsonl` of a loop without transformers' trainer, on the main process; without a folder nothing."""
-
-    def __init__(
-        self, folder: str | Path | None, method: str, settings: Mapping[str, object], model: torch.nn.Module,
-        accelerator: Accelerator, *, step: int, steps: int = 0,
-    ) -> None:  # fmt: skip
-        place = Path(folder) if folder is not None and accelerator.is_main_process else None
-        super().__init__(place, method, step=step, steps=steps)
-        facts = machine_facts(model, accelerator.device, accelerator.num_processes)
-        self.write("start", step, run=method, method=method, settings=dict(settings), steps=steps, model="", **facts)
-        self._mark = time.perf_counter()
-
-    def log(self, step: int, values: Mapping[str, Any], *, training: float | None = None) -> None:
-        """Write the numbers of an epoch or step, which ends here, of whose seconds some were `training` (None: all)."""
-        seconds, self._mark = time.perf_counter() - self._mark, time.perf_counter()
-        parts = {"training": seconds if training is None else training}
-        if training is not None:
-            parts["rollouts and data"] = max(0.0, seconds - training)
-        self.write("log", step, **log_facts(values, parts))
-
-
-class RunReport(RunEvents, TrainerCallback):
+class RunReport(TrainerCallback):
     """Writes `run.jsonl` and files of completions into the output folder, on the main process (`report=True`).
 
     Times are taken between the hooks of an optimiser step, so that nothing of the step itself is changed.
@@ -54,23 +32,21 @@ class RunReport(RunEvents, TrainerCallback):
     """Settings that differ from their defaults, of all configs of a command; None: those of the trainer's."""
 
     def __init__(self, trainer: Any) -> None:
-        super().__init__()
-        self._trainer = trainer
+        self._trainer, self.events = trainer, RunEvents()
         self._seconds, self._mark = dict[str, float](), 0.0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
         """Begin, or go on after the checkpoint's step."""
-        self.close()
         if not (getattr(args, "report", False) and state.is_world_process_zero and args.output_dir):
             return
-        trainer, step = self._trainer, state.global_step
-        self.open(Path(args.output_dir), trainer.runs.name, step=step, steps=state.max_steps)
+        trainer, step, steps = self._trainer, state.global_step, state.max_steps
+        self.events = RunEvents(Path(args.output_dir), trainer.runs.name, step=step, steps=steps)
         self._seconds, self._mark = {}, time.perf_counter()
         settings = changed_settings(args) if self.settings is None else self.settings
-        self.write(
-            "start", step, run=trainer.runs.name, method=trainer._name, settings=dict(settings), steps=state.max_steps,
+        self.events.write(
+            "start", step, run=trainer.runs.name, method=trainer._name, settings=dict(settings), steps=steps,
             model=getattr(trainer.scorer.core.config, "_name_or_path", ""),
             architecture=type(trainer.scorer.core).__name__,
             chats=bool(getattr(trainer._tokenizer, "chat_template", None)), data=data_facts(trainer),
@@ -92,33 +68,46 @@ class RunReport(RunEvents, TrainerCallback):
     def on_save(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """A checkpoint was written."""
         self._spend("checkpoints")
-        self.write("checkpoint", state.global_step, name=f"checkpoint-{state.global_step}")
+        self.events.write("checkpoint", state.global_step, name=f"checkpoint-{state.global_step}")
 
     def on_log(
         self, args: object, state: TrainerState, control: TrainerControl, logs: Mapping[str, Any] | None = None,
         **_: object,
     ) -> None:  # fmt: skip
-        """Write a log, and what it shows for the first time."""
-        if not (self.is_active and logs):
+        """Write a log with the seconds since the last one."""
+        if not (self.events.is_active and logs):
             return
         if "loss" in logs:
             self._spend("logging")
-        self.write("log", state.global_step, **log_facts(logs, self._seconds))
+        self.events.write("log", state.global_step, **log_facts(logs, self._seconds))
         self._seconds.clear()
 
     def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """The run has ended."""
-        self.end(state.global_step)
+        self.events.write("end", state.global_step)
 
     def _spend(self, phase: str) -> None:
         """Count the time since the last mark."""
-        if self.is_active:
-            now = time.perf_counter()
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._mark
-            self._mark = now
+        now = time.perf_counter()
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._mark
+        self._mark = now
 
 
-def log_facts(logs: Mapping[str, Any], seconds: Mapping[str, float]) -> dict[str, object]:
+def loop_events(
+    folder: str | Path | None, method: str, config: Any, model: torch.nn.Module, accelerator: Accelerator, *, step: int,
+    steps: int = 0,
+) -> RunEvents:  # fmt: skip
+    """`run.jsonl` of a loop without transformers' trainer, on the main process; without a folder nothing."""
+    if folder is None or not accelerator.is_main_process:
+        return RunEvents()
+    events = RunEvents(Path(folder), method, step=step, steps=steps)
+    facts = machine_facts(model, accelerator.device, accelerator.num_processes)
+    settings = changed_settings(config)
+    events.write("start", step, run=method, method=method, settings=settings, steps=steps, model="", **facts)
+    return events
+
+
+def log_facts(logs: Mapping[str, Any], seconds: Mapping[str, float] = {}) -> dict[str, object]:
     """The numbers of a log, seconds by phase, and the peak of memory."""
     values = {name: value for name, value in logs.items() if isinstance(value, int | float)}
     rounded = {name: round(value, 6) for name, value in seconds.items()}
