@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from trl.cli.main import main
 from trl.reporting.run_events import EVENTS
 from trl.scripts import report
 from trl.scripts.pages import embedded
-from trl.scripts.pages.runs import BINS, POINTS, _turns, curves_of, histogram_over_time, read_run
+from trl.scripts.pages.runs import BINS, PAGE_BYTES, POINTS, _turns, curves_of, histogram_over_time, read_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -47,10 +48,10 @@ def test_two_runs_are_on_a_page_and_what_they_say_is_text(tmp_path):
     hostile, turns, plain = two["completions"][0]["rows"][:3]
     assert hostile["completion"].startswith(HOSTILE) and turns["completion"][1]["text"].endswith(HOSTILE)
     assert turns["completion"][0]["calls"] == [f"search({json.dumps({'query': HOSTILE})})"]
-    assert "completion" not in plain and len(plain["tokens"]) == len(plain["logps"]) == plain["length"] == 20
-    assert plain["logps"][-1] == 990 and 0 <= min(plain["logps"]) < 80  # tenths of a nat; not a number: the least
+    assert plain["completion"] == "".join(plain["tokens"]) and len(plain["logps"]) == plain["length"] == 20
+    assert plain["logps"][-1] is None and -8 <= min(plain["logps"][:-1]) < 0
     assert [len(row["entropies"]) for row in two["completions"][0]["rows"]] == [20] * 4 + [0] * 4
-    assert set(hostile["entropies"]) == {5}
+    assert set(hostile["entropies"]) == {0.5}
     assert sum(map(sum, one["histograms"][0]["counts"])) == 12 * 16 and "10 to 20 tokens: 9" in text
     assert "60 %" in text and "1.00 GiB" in text and "Left out" not in text
 
@@ -80,21 +81,23 @@ def test_a_thousand_steps_stay_below_two_megabytes(tmp_path):
     run = make_run(tmp_path / "run", steps=1000, parts=40, rows=32, tokens=120, metrics=40)
     text, (data,) = written(run, page=tmp_path / "page.html")
     assert len(text.encode()) < 2_000_000
-    chosen = len(data["completions"])
-    assert 1 < chosen < 40 and f"completions of {chosen} of 40 kept steps are here" in text
-    assert data["completions"][-1]["step"] == 1000 and len(data["curves"]["loss"]["values"]) <= POINTS
+    chosen = data["completions"]
+    rows = sum(len(part["rows"]) for part in chosen)
+    assert f"{rows} completions of {len(chosen)} of 40 kept steps are here" in text
+    steps = [part["step"] for part in chosen]
+    gaps = [later - earlier for earlier, later in pairwise(steps)]
+    assert 10 < len(chosen) < 40 and steps[-1] == 1000 and max(gaps) <= 2 * min(gaps)
+    assert len(chosen[-1]["rows"]) == 32 and len(data["curves"]["loss"]["values"]) <= POINTS
     two = [read_run(run, "a", share=0.5).data, read_run(run, "b", share=0.5).data]
     assert len(embedded(two).encode()) < 2_000_000
 
 
-@pytest.mark.parametrize("share, shaded", [(1e-6, False), (0.02, True)])
-def test_a_page_ends_where_not_even_two_steps_fit(share, shaded, tmp_path):
+@pytest.mark.parametrize("share, most", [(1e-6, 1), (0.02, 12)])
+def test_a_page_ends_where_not_even_a_step_fits(share, most, tmp_path):
     page = read_run(make_run(tmp_path / "run", parts=4, rows=32, tokens=300), "run", share=share)
-    steps = page.data["completions"]
-    assert len(steps) == 2 and all(step["rows"] for step in steps)
-    assert any("tokens" in row for step in steps for row in step["rows"]) is shaded
-    assert any("not shaded" in note for note in page.notes) is not shaded
-    assert all(row.get("completion") or "tokens" in row for step in steps for row in step["rows"])
+    (step,) = page.data["completions"]
+    assert step["step"] == 12 and 1 <= len(step["rows"]) <= most and "of 1 of 4 kept steps" in page.notes[-1]
+    assert len(step["rows"][0]["tokens"]) == 300 and (most == 1 or len(embedded(page.data)) < share * PAGE_BYTES)
 
 
 def test_equal_values_have_one_end():
@@ -155,7 +158,6 @@ def test_a_page_is_written_again_until_the_run_ends(tmp_path, monkeypatch):
     [
         ([], "has no run.jsonl of a run"),
         (["missing"], "missing has no run.jsonl of a run"),
-        (["--html", "missing/page.html"], "does not exist"),
         (["--watch", "0"], "must be > 0"),
     ],
 )
@@ -164,22 +166,26 @@ def test_what_cannot_be_shown_is_named(options, words, tmp_path, capsys):
     assert words in capsys.readouterr().err
 
 
+def test_a_page_that_cannot_be_written_is_named(tmp_path, capsys):
+    run, page = make_run(tmp_path / "run"), tmp_path / "missing" / "page.html"
+    assert report.main([str(run), "--html", str(page)]) == 2
+    assert str(page) in capsys.readouterr().err
+
+
 DRIVE = """
 <script>
-const opened = performance.now(), errors = [], choose = (input, value) => { input.value = value; input.dispatchEvent(new Event("input")); };
+const opened = performance.now(), errors = [], choose = (input, value) => { input.value = value; input.dispatchEvent(new Event("input", { bubbles: true })); };
 window.addEventListener("error", (event) => errors.push(event.message));
 document.addEventListener("securitypolicyviolation", (event) => errors.push(event.blockedURI));
-const [metric, smooth, from, to] = document.querySelectorAll("#curve-controls input");
-choose(smooth, 0.9); choose(from, 100); choose(to, 200); choose(metric, "rew");
-const [run, order, prompt, shade] = document.querySelectorAll("#answer-controls select");
+choose(smoothing, 0.9); choose(from, 100); choose(to, 200); choose(metric, "rew");
 const coloured = () => [...document.querySelectorAll("#answer-list .tokens span")].filter((span) => span.style.background).length;
 choose(shade, "logps");
 const shaded = document.querySelectorAll("#answer-list span[title]").length, byLogps = coloured();
 choose(shade, "entropies");
 const byEntropy = coloured(), title = document.querySelector("#answer-list span[title]").title;
-choose(order, "prompt");
-const stated = { opened, errors, shaded, byLogps, byEntropy, title, cards: document.querySelectorAll(".card").length, view: [view.from, view.to],
-  shown: charts.filter((chart) => !chart.figure.hidden).map((chart) => chart.name), paths: document.querySelectorAll("path.raw").length,
+choose(shown, shown.options[1].value);
+const stated = { opened, errors, shaded, byLogps, byEntropy, title, cards: document.querySelectorAll(".card").length, view: [from.value, to.value].map(Number),
+  charts: charts.filter((chart) => !chart.figure.hidden).map((chart) => chart.name), paths: document.querySelectorAll("path.raw").length,
   alerts: document.querySelectorAll("img").length, tool: document.querySelectorAll(".tree .tree").length };
 const out = document.createElement("pre"); out.id = "stated"; out.textContent = JSON.stringify(stated); document.body.append(out);
 </script></body>"""
@@ -205,7 +211,7 @@ def test_chromium_shows_it_without_errors_or_requests(tmp_path):
     stated = json.loads(re.search(r'<pre id="stated">(.*?)</pre>', shown.stdout, re.DOTALL)[1])
     print("opened after", round(stated["opened"]), "ms")
     assert stated["errors"] == [] and stated["alerts"] == 0
-    assert stated["view"] == [100, 200] and stated["shown"] == ["reward"] and stated["paths"] == 33
+    assert stated["view"] == [100, 200] and stated["charts"] == ["reward"] and stated["paths"] == 33
     assert stated["byLogps"] == 8 * 60 and stated["byEntropy"] == 4 * 60
     assert re.fullmatch(r"log-prob -?[\d.]+, entropy 0.5", stated["title"])
     assert stated["shaded"] == 8 * 60 and stated["cards"] > 0 and stated["opened"] < 5_000

@@ -142,25 +142,20 @@ def first_sign(rule: Rule, logs: Sequence[Log]) -> Sign | None:
 
 
 def text_signs(prompts: Sequence[str], completions: Sequence[str]) -> dict[str, float]:
-    """The share of completions that repeat themselves, and of those that equal one of another prompt.
+    """The shares of completions that repeat most of their runs of four words, and that equal one of another prompt.
 
     Both are of `LEAST_WORDS` words or more: short answers may well be equal.
+
+    >>> text_signs(["a", "b"], ["so it is " * 20, "yes"])
+    {'repeated': 0.5, 'equal': 0.0}
     """
     prompts_of = Counter(completion for completion, _ in {*zip(completions, prompts, strict=True)})
-    texts = [(text, text[:LONGEST_TEXT].split()) for text in completions]
-    long = [(text, words) for text, words in texts if len(words) >= LEAST_WORDS]
+    repeated = equal = 0
+    for completion in completions:
+        words = completion[:LONGEST_TEXT].split()
+        runs = [*zip(words, words[1:], words[2:], words[3:], strict=False)]
+        if len(words) >= LEAST_WORDS:
+            repeated += len(runs) > 2 * len(set(runs))
+            equal += prompts_of[completion] > 1
     count = max(len(completions), 1)
-    return {
-        "repeated": sum(repeats(words) for _, words in long) / count,
-        "equal": sum(prompts_of[text] > 1 for text, _ in long) / count,
-    }
-
-
-def repeats(words: Sequence[str]) -> bool:
-    """Whether more than half of the runs of four words stood there before.
-
-    >>> repeats("so it is so it is so it is so it is".split()), repeats("one two three four five six".split())
-    (True, False)
-    """
-    runs = [*zip(words, words[1:], words[2:], words[3:], strict=False)]
-    return len(runs) > 2 * len(set(runs))
+    return {"repeated": repeated / count, "equal": equal / count}

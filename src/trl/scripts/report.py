@@ -34,13 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(argv)
     page: Path = options.html or options.runs[0] / "report.html"
     try:
-        if options.html and not page.resolve().parent.is_dir():
-            raise ValueError(f"{page} is in a folder that does not exist. Make the folder.")
         if options.watch is not None and options.watch <= 0:
             raise ValueError(f"--watch must be > 0, got {options.watch:g}.")
         while not write_page(options.runs, page, refresh=options.watch) and options.watch is not None:
             time.sleep(options.watch)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"trl report: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -59,7 +57,6 @@ def write_page(folders: Sequence[Path], page: Path, *, refresh: float | None = N
     have_ended = all(run.has_ended for run in runs)
     text = render(
         "trl.scripts.pages", "run.html", runs=runs, settings=compared_settings(runs), data=[run.data for run in runs],
-        phases=list(dict.fromkeys(phase for run in runs for phase in run.seconds)),
         refresh=None if have_ended else refresh, written=time.strftime("%Y-%m-%d %H:%M:%S"),
     )  # fmt: skip
     aside = page.with_name(f"{page.name}.new")

@@ -21,13 +21,14 @@ from trl.models.step_state import load_step_state, save_step_state
 from trl.models.switches import disable_dropout_in_model
 from trl.options.diffusion import DiffusionOptions
 from trl.options.groups import names_checked
+from trl.options.shared import changed_settings
 from trl.options.training import wrong_config
 from trl.reporting.deadlines import AsyncCalls
 from trl.reporting.model_card import HERE, Paper, card_of_run
 from trl.reporting.run_lines import RunLines
 from trl.reporting.trackers import start_trackers
 from trl.rewards.result import refusing_exit
-from trl.trainer.callbacks.run_report import log_facts, loop_events
+from trl.trainer.callbacks.run_report import begin, log_facts
 from trl.trainer.diffusion_setup import make_accelerator, make_optimizer, make_policy, place_modules
 
 logger = logging.getLogger(__name__)
@@ -141,10 +142,10 @@ class DiffusionTrainer:
         state.is_world_process_zero = self.accelerator.is_main_process
         state.is_local_process_zero = state.is_world_process_zero
         lines.on_train_begin(None, state, None)  # type: ignore[arg-type]
-        folder = self._folder.parent if frequency else None
-        events = loop_events(
-            folder, self._name, self.config, self.policy.model, self.accelerator, step=self.first_epoch, steps=last + 1
-        )
+        events = begin(
+            self._folder.parent if frequency else None, self._name, self.policy.model, self.accelerator, run=self._name,
+            settings=changed_settings(self.config), step=self.first_epoch, steps=last + 1,
+        )  # fmt: skip
         with closing(events):
             for epoch in range(self.first_epoch, last + 1):
                 before = len(self.log_history)

@@ -14,11 +14,12 @@ from trl.data.step_inputs import QueryLoader
 from trl.models.step_state import load_step_state, moments_state, save_step_state
 from trl.models.value_wrapper import under_module_names
 from trl.objectives.kl import AdaptiveKLController, FixedKLController
+from trl.options.shared import changed_settings
 from trl.reporting.run_events import RunEvents
 from trl.reporting.step_statistics import stats_to_np, step_statistics, tracker_logs
 from trl.tensors.moments import RunningMoments, moments, over_processes
 from trl.trainer import ppo_setup
-from trl.trainer.callbacks.run_report import log_facts, loop_events
+from trl.trainer.callbacks.run_report import begin, log_facts
 from trl.trainer.ppo_config import PPOConfig
 
 
@@ -158,9 +159,10 @@ class SavedPolicy:
 
     def write_report(self, stats: Mapping[str, object]) -> None:
         """Write the numbers of a step for `trl report` into `project_dir`, if there is one."""
-        self._events = self._events or loop_events(
-            self.accelerator.project_dir, "PPO", self.config, self.model, self.accelerator, step=self.current_step - 1
-        )
+        self._events = self._events or begin(
+            self.accelerator.project_dir, "PPO", self.model, self.accelerator, run="PPO",
+            settings=changed_settings(self.config), step=self.current_step - 1,
+        )  # fmt: skip
         self._events.write("log", self.current_step, **log_facts(stats))
 
     def _push_if_best(self, scores: Tensor) -> None:

@@ -8,20 +8,17 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader
 
 
 class Bar(NamedTuple):
-    """A bar of a histogram: its place and size in percent of the picture, and what it counts."""
+    """A bar of a histogram: its height in percent of the highest, and what it counts."""
 
-    left: float
-    width: float
     height: float
     title: str
 
 
 def bars(counts: Sequence[int], edges: Sequence[float], unit: str, *, is_whole: bool = False) -> list[Bar]:
     """The bars of a histogram; of whole numbers the last of a bar is 1 below its edge."""
-    most, width = max(counts), 100 / len(counts)
     return [
-        Bar(index * width, width * 0.92, 100 * count / most, f"{first:.5g} to {last - is_whole:.5g} {unit}: {count}")
-        for index, (count, first, last) in enumerate(zip(counts, edges[:-1], edges[1:], strict=True))
+        Bar(100 * count / max(counts), f"{first:.5g} to {last - is_whole:.5g} {unit}: {count}")
+        for count, first, last in zip(counts, edges[:-1], edges[1:], strict=True)
     ]
 
 

@@ -8,18 +8,12 @@ const W = 300, H = 100;
 const SHADES = { logps: ["log-prob", -6], entropies: ["entropy", 3] }; // and nats of the strongest colour
 
 function make(parent, tag, attributes = {}, text) {
-  const vector = ["svg", "path", "line", "rect", "title"].includes(tag);
+  const vector = ["svg", "path", "rect"].includes(tag);
   const element = vector ? document.createElementNS(space, tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
   if (text !== undefined) element.textContent = text;
   if (parent) parent.append(element);
   return element;
-}
-function labelled(parent, text, tag, attributes, onChange, options) {
-  const label = make(parent, "label", {}, text), input = make(label, tag, attributes);
-  for (const [value, name] of options || []) make(input, "option", { value }, name);
-  input.addEventListener("input", onChange);
-  return input;
 }
 function number(value) {
   if (value === null || value === undefined) return "–";
@@ -27,9 +21,9 @@ function number(value) {
   return size && (size < 1e-3 || size >= 1e6) ? value.toExponential(2) : String(+value.toPrecision(4));
 }
 
-// ---- curves: all have the same range of steps, and the same cursor
+// ---- curves: all show the range of steps of the controls, and the step below the pointer
 
-const view = { from: null, to: null, smooth: 0 };
+const curveControls = document.getElementById("curve-controls"), { metric, smoothing, from, to, all } = curveControls.elements;
 const charts = [];
 function smoothed(values, weight) {
   let mean = 0, mass = 0;
@@ -49,117 +43,104 @@ function path(chart, points, kind) {
   return line;
 }
 function draw(chart) {
+  const [first, last] = [from, to].map((end) => Number(end.value)), weight = Number(smoothing.value);
+  chart.figure.hidden = !chart.name.includes(metric.value);
   chart.lines = chart.curves.map(([run, curve]) => {
-    const means = smoothed(curve.values, view.smooth), points = curve.steps.map((step, at) => ({ step, raw: curve.values[at], mean: means[at] }));
-    return { run, points: points.filter(({ step }) => step >= view.from && step <= view.to) };
+    const means = smoothed(curve.values, weight), points = curve.steps.map((step, at) => ({ step, raw: curve.values[at], mean: means[at] }));
+    return { run, points: points.filter(({ step }) => step >= first && step <= last) };
   });
   const values = chart.lines.flatMap(({ points }) => points.map(({ raw }) => raw)).filter((value) => value !== null);
   const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity);
-  const height = high - low || 1, width = view.to - view.from || 1;
-  chart.x = (step) => (W * (step - view.from)) / width;
+  const height = high - low || 1, width = last - first || 1;
+  chart.x = (step) => (W * (step - first)) / width;
+  chart.step = (share) => first + Math.min(Math.max(share, 0), 1) * width;
   chart.y = (value) => (high === low ? H / 2 : H - 4 - ((H - 8) * (value - low)) / height);
   chart.svg.replaceChildren();
   for (const { run, points } of chart.lines) {
     const other = run ? " other" : "";
-    if (view.smooth) make(chart.svg, "path", { class: "raw" + other, d: path(chart, points, "raw") });
+    if (weight) make(chart.svg, "path", { class: "raw" + other, d: path(chart, points, "raw") });
     make(chart.svg, "path", { class: other, d: path(chart, points, "mean") });
   }
-  chart.cursor = make(chart.svg, "line", { y1: 0, y2: H, visibility: "hidden" });
+  chart.cursor = make(chart.svg, "rect", { class: "cursor", height: H });
   chart.ends.textContent = values.length ? number(low) + " to " + number(high) : "no value in this range";
   show(chart, null);
   chart.svg.setAttribute("aria-label", chart.name + ": " + chart.lines.map(({ run, points }) => runs[run].name + " from " + number(points[0]?.raw) + " to " + number(points.at(-1)?.raw)).join("; "));
 }
-function show(chart, step) {
+function show(chart, step, start = step) { // the values at a step, and the range that is dragged over
   const texts = chart.lines.filter(({ points }) => points.length).map(({ points }) => {
     const nearer = (a, b) => (Math.abs(b.step - step) < Math.abs(a.step - step) ? b : a);
     const near = step === null ? points.at(-1) : points.reduce(nearer);
     return number(near.mean) + (step === null ? "" : " at " + near.step);
   });
   chart.value.textContent = texts.join(" | ");
-  chart.cursor.setAttribute("visibility", step === null ? "hidden" : "visible");
-  if (step !== null) for (const end of ["x1", "x2"]) chart.cursor.setAttribute(end, chart.x(step));
+  const [first, last] = [step, start].map((end) => chart.x(end ?? 0)).sort((a, b) => a - b);
+  chart.cursor.setAttribute("x", first);
+  chart.cursor.setAttribute("width", step === null ? 0 : Math.max(1, last - first));
 }
-function zoom(chart) {
-  const stepAt = (event) => {
+function follow(chart) { // the pointer: all curves show its step, and zoom to the steps that it is dragged over
+  let start = null;
+  const on = (kind, react) => chart.svg.addEventListener(kind, (event) => {
     const box = chart.svg.getBoundingClientRect();
-    return view.from + Math.min(Math.max((event.clientX - box.left) / box.width, 0), 1) * (view.to - view.from);
-  };
-  let start = null, mark = null;
-  chart.svg.addEventListener("pointerdown", (event) => {
-    start = stepAt(event);
-    mark = make(chart.svg, "rect", { class: "zoom", y: 0, height: H, x: chart.x(start), width: 0 });
-    chart.svg.setPointerCapture(event.pointerId);
+    react(chart.step((event.clientX - box.left) / box.width), event);
   });
-  chart.svg.addEventListener("pointermove", (event) => {
-    const step = stepAt(event);
-    for (const other of charts) show(other, step);
-    if (mark) { mark.setAttribute("x", chart.x(Math.min(start, step))); mark.setAttribute("width", Math.abs(chart.x(step) - chart.x(start))); }
-  });
-  chart.svg.addEventListener("pointerleave", () => charts.forEach((other) => show(other, null)));
-  chart.svg.addEventListener("pointerup", (event) => {
-    const ends = [start, stepAt(event)].sort((a, b) => a - b);
-    if (start !== null && ends[1] - ends[0] > (view.to - view.from) / 50) range(Math.floor(ends[0]), Math.ceil(ends[1]));
-    else if (mark) mark.remove();
-    start = mark = null;
+  on("pointerdown", (step, event) => { start = step; chart.svg.setPointerCapture(event.pointerId); });
+  on("pointermove", (step) => charts.forEach((other) => show(other, step, start ?? step)));
+  on("pointerleave", () => charts.forEach((other) => show(other, null)));
+  on("pointerup", (step) => {
+    const [first, last] = [step, start ?? step].sort((a, b) => a - b);
+    start = null;
+    if (last - first > (to.value - from.value) / 50) zoom(Math.floor(first), Math.ceil(last));
   });
 }
-let range = () => {};
+function zoom(first, last) {
+  from.value = first;
+  to.value = last;
+  charts.forEach(draw);
+}
 function drawCurves() {
-  const names = [...new Set(runs.flatMap((run) => Object.keys(run.curves)))];
+  const names = [...new Set(runs.flatMap((run) => Object.keys(run.curves)))], list = document.getElementById("curve-list");
   const place = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
-  names.sort((a, b) => place(a) - place(b) || a.localeCompare(b));
-  const list = document.getElementById("curve-list"), controls = document.getElementById("curve-controls");
-  if (!names.length) { make(list, "p", {}, "Nothing was logged."); return; }
-  for (const name of names) {
+  for (const name of names.sort((a, b) => place(a) - place(b) || a.localeCompare(b))) {
     const figure = make(list, "figure"), caption = make(figure, "figcaption");
     make(caption, "strong", {}, name);
     const chart = { name, figure, value: make(caption, "span", { class: "soft" }), svg: make(figure, "svg", { viewBox: `0 0 ${W} ${H}`, preserveAspectRatio: "none", role: "img" }) };
     chart.ends = make(figure, "div", { class: "ends" });
     chart.curves = runs.map((run, at) => [at, run.curves[name]]).filter(([, curve]) => curve);
     charts.push(chart);
-    zoom(chart);
+    follow(chart);
   }
   const steps = runs.flatMap((run) => Object.values(run.curves).flatMap((curve) => [curve.steps[0], curve.steps.at(-1)]));
-  const whole = [Math.min(...steps), Math.max(...steps)];
-  const fromTo = () => range(Number(from.value), Number(to.value));
-  const filter = labelled(controls, "metric", "input", { type: "search", placeholder: "part of a name" }, () => {
-    for (const chart of charts) chart.figure.hidden = !chart.name.includes(filter.value);
-  });
-  const smooth = labelled(controls, "smoothing", "input", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0 }, () => { view.smooth = Number(smooth.value); charts.forEach(draw); });
-  const from = labelled(controls, "steps from", "input", { type: "number" }, fromTo), to = labelled(controls, "to", "input", { type: "number" }, fromTo);
-  make(controls, "button", { type: "button" }, "all steps").addEventListener("click", () => range(...whole));
-  make(controls, "span", { class: "soft" }, "Drag over a curve to zoom all.");
-  range = (first, last) => { if (!(first < last) && first !== whole[0]) return; view.from = first; view.to = last; from.value = first; to.value = last; charts.forEach(draw); };
-  range(...whole);
+  const showAll = () => zoom(Math.min(...steps), Math.max(...steps));
+  curveControls.addEventListener("input", () => charts.forEach(draw));
+  all.addEventListener("click", showAll);
+  showAll();
 }
 
 // ---- histograms
 
 function drawHistograms() {
   const place = document.getElementById("times");
-  for (const run of runs) for (const histogram of run.histograms) {
-    const columns = histogram.counts.length, bins = histogram.counts[0].length;
-    const title = (histogram.kind === "rewards" ? "Rewards" : "Tokens") + " of completions over time" + (runs.length > 1 ? ", " + run.name : "");
-    const figure = make(place, "figure"), caption = make(figure, "figcaption");
+  for (const run of runs) for (const { kind, low, high, steps, counts } of run.histograms) {
+    const title = (kind === "rewards" ? "Rewards" : "Tokens") + " of completions over time" + (runs.length > 1 ? ", " + run.name : "");
+    const figure = make(place, "figure"), caption = make(figure, "figcaption"), bins = counts[0].length;
     make(caption, "strong", {}, title);
-    make(caption, "span", { class: "soft" }, `${number(histogram.low)} (bottom) to ${number(histogram.high)} (top); stronger colour: more often`);
-    const svg = make(figure, "svg", { viewBox: `0 0 ${columns} ${bins}`, preserveAspectRatio: "none", "shape-rendering": "crispEdges", role: "img", "aria-label": title });
-    histogram.counts.forEach((column, x) => {
-      const most = Math.max(...column);
-      column.forEach((count, bin) => { if (count) make(svg, "rect", { x, y: bins - 1 - bin, width: 1, height: 1, "fill-opacity": 0.15 + (0.85 * count) / most }); });
-    });
+    make(caption, "span", { class: "soft" }, `${number(low)} (bottom) to ${number(high)} (top); stronger colour: more often`);
+    const svg = make(figure, "svg", { viewBox: `0 0 ${counts.length} ${bins}`, preserveAspectRatio: "none", "shape-rendering": "crispEdges", role: "img", "aria-label": title });
+    counts.forEach((column, x) => column.forEach((count, bin) => {
+      if (count) make(svg, "rect", { x, y: bins - 1 - bin, width: 1, height: 1, "fill-opacity": 0.15 + (0.85 * count) / Math.max(...column) });
+    }));
     const ends = make(figure, "div", { class: "ends" });
-    make(ends, "span", {}, "step " + histogram.steps[0]);
-    make(ends, "span", {}, "step " + histogram.steps.at(-1));
+    for (const step of [steps[0], steps.at(-1)]) make(ends, "span", {}, "step " + step);
   }
 }
 
 // ---- completions
 
-function drawTurns(parent, turns) { // answers of tools hang below the turn that called them
+function drawText(parent, text) { // or turns: answers of tools hang below the turn that called them
+  if (typeof text === "string") { make(parent, "p", { class: "tokens" }, text); return; }
   const tree = make(parent, "ul", { class: "tree" });
   let last = null;
-  for (const turn of turns) {
+  for (const turn of text) {
     const isAnswer = turn.role === "tool" && last;
     const item = make(isAnswer ? make(last, "ul", { class: "tree" }) : tree, "li");
     make(item, "span", { class: "role" }, turn.role);
@@ -168,86 +149,58 @@ function drawTurns(parent, turns) { // answers of tools hang below the turn that
     if (!isAnswer) last = item;
   }
 }
-function drawText(parent, text) {
-  if (typeof text === "string") make(parent, "p", { class: "tokens" }, text);
-  else drawTurns(parent, text);
-}
-function drawCard(parent, row, pieces, title, shade) {
+function drawCard(parent, row, title, shade) {
   const advantage = row.numbers.advantage || 0;
   const card = make(parent, "section", { class: "card" + (advantage > 0 ? " up" : advantage < 0 ? " down" : ""), tabindex: 0 });
-  const numbers = make(card, "p", { class: "numbers" }, title ? title + " · " : "");
+  const numbers = make(card, "p", { class: "numbers" }, title);
   for (const [name, value] of Object.entries(row.numbers)) { make(numbers, "b", {}, name + " " + number(value)); numbers.append(" · "); }
   numbers.append(row.length + " tokens");
-  const tokens = (row.tokens || []).map((token) => pieces[token]);
-  if (!shade || !row.tokens) { drawText(card, row.completion ?? tokens.join("")); return; }
-  const text = make(card, "p", { class: "tokens" }), byTool = new Set(row.tool);
-  tokens.forEach((token, at) => {
+  if (!shade || !row.tokens.length) { drawText(card, row.completion); return; }
+  const text = make(card, "p", { class: "tokens" });
+  row.tokens.forEach((token, at) => {
     const span = make(text, "span", {}, token);
-    if (byTool.has(at)) { span.className = "tool"; return; }
-    const known = Object.entries(SHADES).filter(([kind]) => at < row[kind].length);
-    if (known.length) span.title = known.map(([kind, [name, full]]) => `${name} ${(Math.sign(full) * row[kind][at]) / 10}`).join(", ");
-    if (at < row[shade].length) {
-      const strength = Math.min(1, row[shade][at] / 10 / Math.abs(SHADES[shade][1]));
-      span.style.background = `color-mix(in srgb, var(--second) ${Math.round(70 * strength)}%, transparent)`;
-    }
+    if (row.tool.includes(at)) { span.className = "tool"; return; }
+    span.title = Object.entries(SHADES).filter(([kind]) => at < row[kind].length).map(([kind, [name]]) => name + " " + number(row[kind][at])).join(", ");
+    const strength = Math.min(1, row[shade][at] / SHADES[shade][1]);
+    if (at < row[shade].length) span.style.background = `color-mix(in srgb, var(--second) ${Math.round(70 * strength)}%, transparent)`;
   });
   if (row.length > row.tokens.length) make(card, "p", { class: "soft" }, row.length - row.tokens.length + " tokens more");
 }
-function drawAnswers() {
-  const list = document.getElementById("answer-list"), controls = document.getElementById("answer-controls");
-  const having = runs.map((run, at) => at).filter((at) => runs[at].completions.length);
-  if (!having.length) { make(list, "p", {}, "No completions were written: the method does not generate, or the run wrote none."); return; }
-  const redraw = () => {
-    list.replaceChildren();
-    for (const [text, rows] of order.value === "step" ? ofStep() : ofPrompt()) {
-      make(list, "h3", {}, "Prompt");
-      drawText(list, text);
-      const cards = make(list, "div", { class: "cards", style: "margin-top: .6rem" });
-      for (const [title, row] of rows) drawCard(cards, row, runs[run.value].pieces, title, shade.value);
-    }
-  };
-  const choose = () => {
-    const parts = runs[run.value].completions, seen = new Map();
-    slider.max = parts.length - 1;
-    slider.value = parts.length - 1;
-    for (const part of parts) for (const row of part.rows) {
-      const key = JSON.stringify(row.prompt);
-      if (!seen.has(key)) seen.set(key, { row, steps: new Set() });
-      seen.get(key).steps.add(part.step);
-    }
-    prompt.replaceChildren();
-    for (const [key, { row, steps }] of [...seen].sort((a, b) => b[1].steps.size - a[1].steps.size)) {
-      const text = typeof row.prompt === "string" ? row.prompt : row.prompt.map((turn) => turn.text).join(" ");
-      make(prompt, "option", { value: key }, `${text.slice(-60)} (${steps.size} ${steps.size > 1 ? "steps" : "step"})`);
-    }
-    redraw();
-  };
-  const run = labelled(controls, "run", "select", {}, choose, having.map((at) => [at, runs[at].name]));
-  run.parentElement.hidden = having.length < 2;
-  const order = labelled(controls, "show", "select", {}, redraw, [["step", "a step, its groups side by side"], ["prompt", "a prompt over time"]]);
-  const slider = labelled(controls, "step", "input", { type: "range", min: 0 }, redraw), step = make(slider.parentElement, "output");
-  const prompt = labelled(controls, "prompt", "select", {}, redraw);
-  const shades = Object.entries(SHADES).map(([kind, [name]]) => [kind, name]);
-  const shade = labelled(controls, "shade tokens by", "select", {}, redraw, [["", "nothing"], ...shades]);
-  const ofStep = () => { // prompts with their rows: those of a group
-    const part = runs[run.value].completions[slider.value], groups = new Map();
-    step.textContent = part.step;
-    for (const row of part.rows) groups.set(row.group, [...(groups.get(row.group) || []), ["", row]]);
-    return [...groups.values()].map((rows) => [rows[0][1].prompt, rows]);
-  };
-  const ofPrompt = () => {
-    const same = (row) => JSON.stringify(row.prompt) === prompt.value;
-    const rows = runs[run.value].completions.flatMap((part) => part.rows.filter(same).map((row) => ["step " + part.step, row]));
-    return rows.length ? [[rows[0][1].prompt, rows]] : [];
-  };
-  order.addEventListener("input", () => {
-    slider.parentElement.hidden = order.value !== "step";
-    prompt.parentElement.hidden = order.value === "step";
-  });
-  prompt.parentElement.hidden = true;
-  choose();
+const answerControls = document.getElementById("answer-controls"), { run, shown, part, step, shade } = answerControls.elements;
+const having = runs.filter((run) => run.completions.length), keyOf = (row) => JSON.stringify(row.prompt);
+function listPrompts() {
+  const parts = having[run.selectedIndex].completions, steps = new Map();
+  part.max = part.value = parts.length - 1;
+  for (const { rows } of parts) for (const key of new Set(rows.map(keyOf))) steps.set(key, (steps.get(key) || 0) + 1);
+  shown.replaceChildren();
+  make(shown, "option", { value: "" }, "a step, its groups side by side");
+  for (const [key, count] of [...steps].sort((a, b) => b[1] - a[1])) {
+    const text = [JSON.parse(key)].flat().map((turn) => turn.text ?? turn).join(" ");
+    make(shown, "option", { value: key }, `${text.slice(-60)} (${count} ${count > 1 ? "steps" : "step"})`);
+  }
+}
+function drawAnswers() { // the groups of a step, or all completions of a prompt
+  const parts = having[run.selectedIndex].completions, groups = new Map(), list = document.getElementById("answer-list");
+  const add = (group, title, row) => groups.set(group, [...(groups.get(group) || []), [title, row]]);
+  if (shown.value) for (const { step, rows } of parts) rows.filter((row) => keyOf(row) === shown.value).forEach((row) => add(0, `step ${step} · `, row));
+  else for (const row of parts[part.value].rows) add(row.group, "", row);
+  step.value = parts[part.value].step;
+  part.parentElement.hidden = shown.value;
+  list.replaceChildren();
+  for (const rows of groups.values()) {
+    make(list, "h3", {}, "Prompt");
+    drawText(list, rows[0][1].prompt);
+    const cards = make(list, "div", { class: "cards" });
+    for (const [title, row] of rows) drawCard(cards, row, title, shade.value);
+  }
 }
 
 drawCurves();
 drawHistograms();
-drawAnswers();
+if (having.length) {
+  run.parentElement.hidden = having.length < 2;
+  run.addEventListener("input", listPrompts);
+  answerControls.addEventListener("input", drawAnswers);
+  listPrompts();
+  drawAnswers();
+}

@@ -16,12 +16,12 @@ from trl.reporting.run_checks import Sign, signs_of
 from trl.reporting.run_events import EVENTS, Event, events_in, parts_in, read_part
 from trl.reporting.tables import duration
 from trl.reporting.usage import usage_of
-from trl.scripts.pages import Bar, bars
+from trl.scripts.pages import Bar, bars, embedded
 
 Json = dict[str, Any]
 POINTS = 1_000  # of a curve
 PAGE_BYTES = 1_800_000  # of data for 1,000 logged steps, or fewer
-CURVES = 0.4  # of the bytes
+CURVES, POINT_BYTES = 0.5, 20  # of the bytes, and of a point at most
 BINS, TIMES = 24, 120  # of histograms over time: of values, of steps
 TEXT = 3_000  # characters of a text on the page
 SHADED = 1_500  # tokens of a completion that are shaded
@@ -31,10 +31,9 @@ SETTLED = ("train_loss", "train_runtime", "train_samples_per_second", "train_ste
 
 @dataclass
 class RunPage:
-    """A run: its first event, what was seen in it, `data` that the page's script draws, and what was left out of it."""
+    """A run: its last `start`, what was seen in it, `data` that the script draws, and `notes` on what was left out."""
 
     name: str
-    folder: str
     start: Event
     has_ended: bool
     state: str
@@ -42,8 +41,6 @@ class RunPage:
     figures: dict[str, str]
     seconds: dict[str, float]
     lengths: list[Bar]  # of the training rows
-    checkpoints: list[str]
-    advice: list[str]
     data: Json
     notes: list[str]
 
@@ -58,79 +55,72 @@ def read_run(folder: Path, name: str, *, share: float = 1.0) -> RunPage:
         raise ValueError(
             f"{folder} has no {EVENTS} of a run. Give the output_dir of a run that was trained with report=True."
         )
-    size = share * PAGE_BYTES * max(1.0, len(logs) / 1_000)
-    seconds: Counter[str] = Counter()
+    size, notes = share * PAGE_BYTES * max(1.0, len(logs) / 1_000), list[str]()
+    data: Json = {"name": name, "curves": curves_of(logs, CURVES * size, notes)}
+    data["histograms"] = [histogram_over_time(rollouts, kind) for kind in ("rewards", "lengths") if rollouts]
+    data["completions"] = completions_of(folder, size - len(embedded(data)), notes)
+    start = {"model": "", "data": {}, "architecture": "", "chats": False, **starts[-1]}
+    seconds = Counter[str]()
     for event in logs:
         seconds.update(event["seconds"])
     has_ended = events[-1]["event"] == "end"
-    last, steps = events[-1]["step"], starts[-1]["steps"]
     state = "ended" if has_ended else "is going on, or was stopped,"
-    notes: list[str] = []
-    data: Json = {"name": name, "curves": curves_of(logs, round(CURVES * size), notes)}
-    data["histograms"] = [histogram_over_time(rollouts, kind) for kind in ("rewards", "lengths") if rollouts]
-    data["pieces"], data["completions"] = completions_of(folder, size - len(json.dumps(data)), notes)
-    lengths = starts[-1].get("data", {}).get("lengths")
+    state += f" after step {events[-1]['step']:,}" + f" of {start['steps']:,}" * bool(start["steps"])
+    figures = {**figures_of(events, start, logs), **checkpoints_of(folder, start)}
+    lengths = start["data"].get("lengths")
     return RunPage(
-        name, str(folder), starts[-1], has_ended, f"{state} after step {last:,}" + f" of {steps:,}" * bool(steps),
-        signs_of(events), figures_of(events, starts, logs), dict(seconds),
-        bars(**lengths, unit="tokens") if lengths else [],
-        [path.name for path in checkpoints_in(folder)], advice_of(folder, starts[-1]), data, notes,
+        name, start, has_ended, state, signs_of(events), {key: text for key, text in figures.items() if text},
+        dict(seconds), bars(**lengths, unit="tokens") if lengths else [], data, notes,
     )  # fmt: skip
 
 
-def figures_of(events: Sequence[Event], starts: Sequence[Event], logs: Sequence[Event]) -> dict[str, str]:
+def figures_of(events: Sequence[Event], start: Event, logs: Sequence[Event]) -> dict[str, str]:
     """Numbers of a run in words."""
-    start = starts[-1]
     trained, parameters = start["parameters"]
     clock = sum(later["time"] - earlier["time"] for earlier, later in pairwise(events) if later["event"] != "start")
-    peak = max((event["memory"] for event in logs), default=0)
-    data, versions = start.get("data", {}), start.get("versions", {})
-    figures = {
-        "method": str(start["method"]), "model": str(start["model"] or "-"),
-        "parameters": f"{parameters:,}, of which {trained:,} are trained",
-        "device": f"{start['device']}, {start['processes']} process{'es' * (start['processes'] > 1)}",
-        "time": duration(clock), "peak memory": f"{peak / 2**30:.2f} GiB of the main process",
-        "training rows": "a stream" if data.get("rows") is None else f"{data['rows']:,}",
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-    }  # fmt: skip
-    if len(starts) > 1:
-        figures["resumed"] = "after step " + ", ".join(str(event["step"]) for event in starts[1:])
+    resumed = [str(event["step"]) for event in events[1:] if event["event"] == "start"]
     values = {name: value for event in logs for name, value in event["values"].items() if name in SETTLED}
-    return {**figures, **{name: f"{value:.5g}" for name, value in values.items()}}
+    return {
+        "model": start["model"], "parameters": f"{parameters:,}, of which {trained:,} are trained",
+        "device": start["device"], "processes": str(start["processes"]), "time": duration(clock),
+        "resumed after step": ", ".join(resumed),
+        "peak memory": f"{max((event['memory'] for event in logs), default=0) / 2**30:.2f} GiB of the main process",
+        "versions": ", ".join(f"{name} {version}" for name, version in start["versions"].items()),
+        **{name: f"{value:.5g}" for name, value in values.items()},
+        "training rows": str(start["data"].get("rows") or ""),
+        "data": "\n".join(start["data"].get("summaries", [])),
+    }  # fmt: skip
 
 
-def advice_of(folder: Path, start: Event) -> list[str]:
-    """How to use the checkpoints of a run."""
-    whole = newest_whole(folder, quick=True)
+def checkpoints_of(folder: Path, start: Event) -> dict[str, str]:
+    """The checkpoints of a run, and how to use the newest whole one."""
+    whole, names = newest_whole(folder, quick=True), [path.name for path in checkpoints_in(folder)]
     if whole is None:
-        return []
-    resume = f"the command of the run with --resume_from_checkpoint {whole}"
-    use = usage_of(whole, start.get("architecture", ""), chats=start.get("chats", False))
-    return [f"To resume: {resume}", *(f"To use: {line}" for line in use)]
+        return {"checkpoints": f"none in {folder}"}
+    return {
+        "checkpoints": ", ".join(names),
+        "to resume": f"the command of the run with --resume_from_checkpoint {whole}",
+        "to use": "\n".join(usage_of(whole, start["architecture"], chats=start["chats"])),
+    }
 
 
-def curves_of(logs: Sequence[Event], size: int, notes: list[str]) -> Json:
+def curves_of(logs: Sequence[Event], size: float, notes: list[str]) -> Json:
     """The logged numbers by name as steps and values; means of neighbours where there are more than fit."""
-    every: dict[str, list[tuple[int, float | None]]] = {}
+    every: dict[str, list[tuple[int, float]]] = {}
     for event in logs:
         for name, value in {**event["values"], "memory (GiB)": event["memory"] / 2**30}.items():
             if name not in SETTLED:
-                every.setdefault(name, []).append((event["step"], _known(value)))
-    longest = max(map(len, every.values()), default=0)
-    stride = max(1, math.ceil(longest / POINTS))
-    while True:
-        curves = {name: _thinned(points, stride) for name, points in every.items()}
-        if len(json.dumps(curves)) <= size or stride >= longest:
-            break
-        stride *= 2
+                every.setdefault(name, []).append((event["step"], value))
+    counts = [len(points) for points in every.values()] or [1]
+    stride = math.ceil(max(max(counts) / POINTS, sum(counts) * POINT_BYTES / size))
     if stride > 1:
         notes.append(f"a point of a curve is the mean of {stride} logs")
-    return curves
+    return {name: _thinned(points, stride) for name, points in every.items()}
 
 
-def _thinned(points: Sequence[tuple[int, float | None]], stride: int) -> Json:
+def _thinned(points: Sequence[tuple[int, float]], stride: int) -> Json:
     parts = [points[at : at + stride] for at in range(0, len(points), stride)]
-    values = [[value for _, value in part if value is not None] for part in parts]
+    values = [[value for _, value in part if math.isfinite(value)] for part in parts]
     means = [float(f"{sum(part) / len(part):.5g}") if part else None for part in values]
     return {"steps": [part[-1][0] for part in parts], "values": means}
 
@@ -139,7 +129,7 @@ def histogram_over_time(rollouts: Sequence[Event], kind: str) -> Json:
     """How often each of `BINS` ranges of values was seen in each of `TIMES` ranges of steps, at most."""
     stride = math.ceil(len(rollouts) / TIMES)
     parts = [rollouts[at : at + stride] for at in range(0, len(rollouts), stride)]
-    columns = [[value for event in part for value in event[kind] if _known(value) is not None] for part in parts]
+    columns = [[value for event in part for value in event[kind] if is_number(value)] for part in parts]
     values = [value for column in columns for value in column]
     edges = np.histogram_bin_edges(values, BINS)
     counts = [np.histogram(column, edges)[0].tolist() for column in columns]
@@ -147,51 +137,49 @@ def histogram_over_time(rollouts: Sequence[Event], kind: str) -> Json:
     return {"kind": kind, **ends, "steps": [part[-1]["step"] for part in parts], "counts": counts}
 
 
-def completions_of(folder: Path, size: float, notes: list[str]) -> tuple[list[str], list[Json]]:
-    """The texts of tokens, and the kept completions by step; evenly spaced steps where there are more than fit."""
-    pieces: dict[str, int] = {}
-    files = parts_in(folder)
-    steps = {step: _shown_rows(path, pieces) for step, path in files.items()}
-    if (texts := len(json.dumps(list(pieces)))) > size / 2:
-        steps, pieces, texts = {step: _shown_rows(path, None) for step, path in files.items()}, {}, 0
-        notes.append("the texts of tokens do not fit: completions are not shaded")
-    size -= texts
-    sizes = {step: len(json.dumps(rows, ensure_ascii=False).encode()) for step, rows in steps.items()}
-    chosen, stride = list(steps), 1
-    while stride < len(steps) and sum(sizes[step] for step in chosen) > size:
-        stride += 1
-        chosen = sorted({*list(steps)[::stride], list(steps)[-1]})
-    if len(chosen) < len(steps):
+def completions_of(folder: Path, size: float, notes: list[str]) -> list[Json]:
+    """The kept completions by step: of the newest step, and of as many others, evenly spread, as fit into the bytes."""
+    parts, shown = list(parts_in(folder).items()), dict[int, list[Json]]()
+    for back in sorted(range(len(parts)), key=lambda back: f"{back:032b}"[::-1]):  # 0, then multiples of 2^k
+        step, path = parts[-1 - back]
+        for row in _shown_rows(path) if size > 0 or not shown else ():
+            size -= len(embedded(row).encode())
+            if size > 0 or not shown:
+                shown.setdefault(step, []).append(row)
+    if size <= 0:
+        rows = sum(map(len, shown.values()))
         notes.append(
-            f"completions of {len(chosen)} of {len(steps)} kept steps are here, all are in {folder}/completions"
+            f"{rows} completions of {len(shown)} of {len(parts)} kept steps are here, all are in {folder}/completions"
         )
-    for step in chosen:
-        while len(steps[step]) > 1 and len(json.dumps(steps[step])) > size:
-            steps[step] = steps[step][: len(steps[step]) // 2]
-            notes.append(f"the first {len(steps[step])} completions of step {step} are here")
-    return list(pieces), [{"step": step, "rows": steps[step]} for step in chosen]
+    return [{"step": step, "rows": rows} for step, rows in sorted(shown.items())]
 
 
-def _shown_rows(path: Path, pieces: dict[str, int] | None) -> list[Json]:
-    """The rows of a file; tokens (None: left out) are places in `pieces`, log-probs and entropies tenths of nats."""
+def _shown_rows(path: Path) -> list[Json]:
+    """The rows of a file."""
     rows, names = read_part(path)
-    shown = []
-    for row in rows:
-        numbers = {name: row[name] for name in (*names, "reward", "advantage") if _known(row.get(name)) is not None}
-        tokens = row.get("token_texts") or []
-        entry: Json = {"group": row.get("group", 0), "numbers": {k: float(f"{v:.4g}") for k, v in numbers.items()}}
-        for name in ("prompt", "completion"):
-            entry[name] = _turns(row[name]) if row.get(f"chat_{name}") else _cut(row[name])
-        entry["length"] = len(tokens)
-        if tokens and pieces is not None:
-            entry["tokens"] = [pieces.setdefault(text, len(pieces)) for text in tokens[:SHADED]]
-            entry["logps"] = list(map(_tenths, (row.get("token_logps") or [])[:SHADED]))
-            entry["entropies"] = [_tenths(-value) for value in (row.get("token_entropies") or [])[:SHADED]]
-            entry["tool"] = [at for at, by_tool in enumerate((row.get("token_tool") or [])[:SHADED]) if by_tool]
-            if entry["completion"] == "".join(tokens[:SHADED]):
-                del entry["completion"]
-        shown.append(entry)
+    return [_shown_row(row, (*names, "reward", "advantage")) for row in rows]
+
+
+def _shown_row(row: Json, names: Sequence[str]) -> Json:
+    """A completion: numbers, texts or turns, and columns of the first `SHADED` tokens."""
+    columns = {name: (row.get(f"token_{name}") or [])[:SHADED] for name in ("texts", "logps", "entropies", "tool")}
+    shown: Json = {
+        "group": row.get("group", 0),
+        "length": len(row.get("token_texts") or []),
+        "tokens": columns["texts"],
+        "numbers": {name: float(f"{row[name]:.4g}") for name in names if is_number(row.get(name))},
+        "logps": [round(value, 1) if is_number(value) else None for value in columns["logps"]],
+        "entropies": [round(value, 1) if is_number(value) else None for value in columns["entropies"]],
+        "tool": [at for at, is_of_tool in enumerate(columns["tool"]) if is_of_tool],
+    }
+    for name in ("prompt", "completion"):
+        shown[name] = _turns(row[name]) if row.get(f"chat_{name}") else _cut(row[name])
     return shown
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a finite number."""
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _turns(text: str) -> list[Json]:
@@ -208,14 +196,6 @@ def _turns(text: str) -> list[Json]:
 
 def _cut(text: str) -> str:
     return text if len(text) <= TEXT else f"{text[:TEXT]} … ({len(text) - TEXT:,} characters more)"
-
-
-def _tenths(logp: float) -> int:
-    return round(-10 * max(logp, -99.0)) if logp == logp else 990
-
-
-def _known(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def compared_settings(runs: Sequence[RunPage]) -> list[tuple[str, list[str], bool]]:

@@ -41,16 +41,14 @@ class RunReport(TrainerCallback):
         """Begin, or go on after the checkpoint's step."""
         if not (getattr(args, "report", False) and state.is_world_process_zero and args.output_dir):
             return
-        trainer, step, steps = self._trainer, state.global_step, state.max_steps
-        self.events = RunEvents(Path(args.output_dir), trainer.runs.name, step=step, steps=steps)
+        trainer = self._trainer
         self._seconds, self._mark = {}, time.perf_counter()
-        settings = changed_settings(args) if self.settings is None else self.settings
-        self.events.write(
-            "start", step, run=trainer.runs.name, method=trainer._name, settings=dict(settings), steps=steps,
-            model=getattr(trainer.scorer.core.config, "_name_or_path", ""),
+        self.events = begin(
+            args.output_dir, trainer._name, trainer.model, trainer.accelerator, run=trainer.runs.name,
+            settings=changed_settings(args) if self.settings is None else self.settings, step=state.global_step,
+            steps=state.max_steps, model=getattr(trainer.scorer.core.config, "_name_or_path", ""),
             architecture=type(trainer.scorer.core).__name__,
             chats=bool(getattr(trainer._tokenizer, "chat_template", None)), data=data_facts(trainer),
-            **machine_facts(trainer.model, args.device, args.world_size),
         )  # fmt: skip
 
     def on_step_begin(self, args: object, state: object, control: TrainerControl, **_: object) -> None:
@@ -93,17 +91,20 @@ class RunReport(TrainerCallback):
         self._mark = now
 
 
-def loop_events(
-    folder: str | Path | None, method: str, config: Any, model: torch.nn.Module, accelerator: Accelerator, *, step: int,
-    steps: int = 0,
+def begin(
+    folder: str | Path | None, method: str, module: torch.nn.Module, accelerator: Accelerator, *, run: str,
+    settings: Mapping[str, object], step: int, steps: int = 0, **facts: object,
 ) -> RunEvents:  # fmt: skip
-    """`run.jsonl` of a loop without transformers' trainer, on the main process; without a folder nothing."""
-    if folder is None or not accelerator.is_main_process:
-        return RunEvents()
-    events = RunEvents(Path(folder), method, step=step, steps=steps)
-    facts = machine_facts(model, accelerator.device, accelerator.num_processes)
-    settings = changed_settings(config)
-    events.write("start", step, run=method, method=method, settings=settings, steps=steps, model="", **facts)
+    """The events of a run on the main process, beginning with facts about it; without a folder none are written."""
+    events = RunEvents(Path(folder) if folder and accelerator.is_main_process else None, run, step=step, steps=steps)
+    device, versions = accelerator.device, {"python": platform.python_version(), "torch": torch.__version__}
+    events.write(
+        "start", step, run=run, method=method, settings=dict(settings), steps=steps,
+        parameters=[sum(p.numel() for p in module.parameters() if p.requires_grad or is_all) for is_all in (0, 1)],
+        processes=accelerator.num_processes,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        versions={**versions, "transformers": transformers.__version__}, **facts,
+    )  # fmt: skip
     return events
 
 
@@ -112,17 +113,6 @@ def log_facts(logs: Mapping[str, Any], seconds: Mapping[str, float] = {}) -> dic
     values = {name: value for name, value in logs.items() if isinstance(value, int | float)}
     rounded = {name: round(value, 6) for name, value in seconds.items()}
     return {"values": values, "seconds": rounded, "memory": peak_memory()}
-
-
-def machine_facts(model: torch.nn.Module, device: torch.device, processes: int) -> dict[str, object]:
-    """Parameters, those that train and all; processes, device and versions."""
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return {
-        "parameters": [sum(p.numel() for p in model.parameters() if p.requires_grad or is_all) for is_all in (0, 1)],
-        "processes": processes,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "versions": {**versions, "transformers": transformers.__version__},
-    }
 
 
 def data_facts(trainer: Any) -> dict[str, object]:
