@@ -16,6 +16,7 @@ from trl.models.scoring.causal import Scorer
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.scripts.plan import METHODS, main, print_plan, run_for
 from trl.scripts.planning import levers, measure
+from trl.scripts.planning.batches import batch_of
 from trl.scripts.planning.live_bytes import Bytes
 from trl.scripts.planning.plan import gathered_bytes, memory_of, plan_of
 from trl.scripts.planning.state import sharding_of
@@ -247,7 +248,7 @@ def test_the_batch_of_each_method_has_what_its_loss_reads(method):
     assert run.samples == is_short
     model = with_numbers(SMALL, torch.float32, run.classifier)
     scorer: Any = Scorer(model) if run.classifier is None else ClassificationScorer(model)
-    batch = run.batch(scorer)
+    batch = batch_of(run, scorer)
     measure.step(run.loss, batch, model, scorer, with_numbers(SMALL, torch.float32), nullcontext)
     assert batch["input_ids"].numel() >= 4 * (run.lengths.row if method in ("sft", "gkd") else 16)
     assert all(parameter.grad is not None for parameter in model.parameters())

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from trl.scripts.planning.state import tensor_bytes
+
 _SMALL = 1024  # entries of a new tensor that has numbers
+_INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default)
 
 
 class Bytes(NamedTuple):
@@ -30,14 +34,15 @@ class Bytes(NamedTuple):
 class LiveBytes(TorchDispatchMode):
     """A block that counts the storages of the tensors made in it, and of those that `add` is given, while they live.
 
-    `now` is their sum; `peaks` has the largest in each `phase`. Buffers inside of a kernel are not seen.
+    `now` is their sum; `peaks` has the largest in each `phase`, gradients of the `trained` weights apart. Buffers
+    inside of a kernel are not seen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trained: Sequence[nn.Parameter] = ()) -> None:
         super().__init__()
-        self.now, self.gradients, self.phase = 0, 0, ""
+        self.trained, self.now, self.phase = trained, 0, ""
         self.peaks: dict[str, Bytes] = {}
-        self._is_gradient: dict[int, bool] = {}  # of each storage
+        self._storages: set[int] = set()
 
     def begin(self, phase: str) -> None:
         """Begin a phase; one that was there before goes on."""
@@ -46,14 +51,8 @@ class LiveBytes(TorchDispatchMode):
 
     def _measure(self) -> None:
         if self.phase not in self.peaks or self.peaks[self.phase].total < self.now:
-            self.peaks[self.phase] = Bytes(self.gradients, self.now - self.gradients)
-
-    def count_gradient(self, gradient: Tensor | None) -> None:
-        """Count a tensor, which is there already, as a gradient."""
-        storage = None if gradient is None else gradient.untyped_storage()
-        if storage is not None and not self._is_gradient.get(storage._cdata):
-            self._is_gradient[storage._cdata] = True
-            self.gradients += storage.nbytes()
+            gradients = tensor_bytes(weight.grad for weight in self.trained if weight.grad is not None)
+            self.peaks[self.phase] = Bytes(gradients, self.now - gradients)
 
     def add(self, tensors: Iterable[object]) -> None:
         """Count tensors that were made before."""
@@ -66,14 +65,14 @@ class LiveBytes(TorchDispatchMode):
                 key, size = holder._cdata, holder.nbytes()
             else:  # oneDNN's
                 key, size = id(tensor), tensor.numel() * tensor.itemsize
-            if key not in self._is_gradient:
-                self._is_gradient[key] = False
+            if key not in self._storages:
+                self._storages.add(key)
                 weakref.finalize(holder, self._drop, key, size)
                 self.now += size
                 self._measure()
 
     def _drop(self, key: int, size: int) -> None:
-        self.gradients -= size * self._is_gradient.pop(key)
+        self._storages.remove(key)
         self.now -= size
 
     def __torch_dispatch__(
@@ -115,19 +114,11 @@ class WithoutNumbers(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if tensors[0].is_floating_point() else 1
-        if func in _INDEXED:
-            args = (args[0], [_places(index) for index in args[1]], *args[2:])
+        if func in _INDEXED:  # a mask with numbers says how many entries it chooses
+            places = (x.nonzero().unbind(1) if type(x) is Tensor and x.dtype == torch.bool else (x,) for x in args[1])
+            args = (args[0], [*chain.from_iterable(places)], *args[2:])
         with self._fake:
             if func is torch.ops.aten._grouped_mm.default:  # its shapes are known for bfloat16 only (torch 2.13)
                 halves = [part.to(torch.bfloat16) for part in args[:2]]
                 return func(*halves, *args[2:], **kwargs).to(args[0].dtype)
             return func(*args, **kwargs)
-
-
-_INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten.index_put.default)
-
-
-def _places(index: Tensor | None) -> Tensor | None:
-    if index is None or isinstance(index, FakeTensor) or index.dtype != torch.bool or index.ndim != 1:
-        return index
-    return index.nonzero()[:, 0]

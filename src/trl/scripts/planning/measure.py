@@ -5,6 +5,7 @@ Two copies differ by one layer of one kind; what grows from one to the other gro
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.training_args import OptimizerNames
 
-from trl.data.teacher_columns import TEACHER_IDS, TEACHER_LOGPS
+from trl.data.teacher_columns import TEACHER_IDS
 from trl.generation.transformers.cache import RolloutCache, rollout_attention_of
 from trl.generation.transformers.decoders import OwnForward, fused_unsupported
 from trl.generation.transformers.model_generate import cache_bytes
 from trl.methods.method import Method, Scoring, Step
-from trl.models.packed.layout import Inputs, scored_sequences
+from trl.models.packed.layout import Inputs
 from trl.models.packed.small_copy import keep_layers, layer_kinds
 from trl.models.packed.support import packing_of
 from trl.models.parts import causal_core, embedded_tokens, layers_of
@@ -28,8 +30,10 @@ from trl.models.scoring.classifier import ClassificationScorer
 from trl.models.switches import enable_gradient_checkpointing, holding
 from trl.models.teacher import ColumnTeacher, FrozenTeacher, SelfTeacher, Teacher
 from trl.reporting.metrics import Processes
+from trl.scripts.planning.batches import batch_of
 from trl.scripts.planning.live_bytes import Bytes, LiveBytes, WithoutNumbers
 from trl.scripts.planning.run import Run
+from trl.scripts.planning.state import make_optimizer, tensor_bytes
 from trl.tensors import heads
 
 FORWARD, HEAD, LAST_LAYER, FIRST_LAYER = (
@@ -66,11 +70,10 @@ def _measured(run: Run) -> dict[str, Bytes]:
 
 def _peaks(run: Run, config: PretrainedConfig) -> dict[str, Bytes]:
     """The peak of each phase for one copy."""
-    numberless, live, args = WithoutNumbers(), LiveBytes(), run.args
-    model, answers = run.build(config), run.teacher() if hasattr(args, "teacher_top_k") else None
+    numberless, args, model, teacher = WithoutNumbers(), run.args, run.build(config), run.teacher()
     for parameter in model.parameters() if run.sharding.half else ():
         parameter.data = parameter.data.to(torch.bfloat16)
-    models = [model, answers] if isinstance(answers, nn.Module) else [model]
+    models = [model] if teacher is None else [model, teacher]
     for part in models:
         packing_of(causal_core(part))  # runs a small copy, with numbers
         numberless.take(part, causal_core(part))
@@ -79,32 +82,24 @@ def _peaks(run: Run, config: PretrainedConfig) -> dict[str, Bytes]:
     size, rows = (getattr(heads, f"{place}_CHUNK_{unit}") for unit in ("BYTES", "ROWS"))
     with holding(heads, "CPU_CHUNK_BYTES", size), holding(heads, "CPU_CHUNK_ROWS", rows), numberless:
         scorer: Any = (Scorer if run.classifier is None else ClassificationScorer)(model)
-        batch, model = run.batch(scorer), model.train()
+        batch, model = batch_of(run, scorer), model.train()
         if args.gradient_checkpointing:
             enable_gradient_checkpointing(core, args.gradient_checkpointing_kwargs or {})
-        if isinstance(answers, int):
-            shape = (len(scored_sequences(batch)), answers)
-            batch = {**batch, TEACHER_IDS: torch.zeros(shape, dtype=torch.int64), TEACHER_LOGPS: torch.zeros(shape)}
+        live = LiveBytes([parameter for parameter in model.parameters() if parameter.requires_grad])
         for part in models:
             live.add([*part.parameters(), *part.buffers()])
         weights = live.now
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda x: live.count_gradient(x.grad))
         hooks = _mark_phases(core, live)
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=bool(args.bf16))
         for _ in range(1 + (args.gradient_accumulation_steps > 1)):  # gradients of an earlier micro-batch are there
             live.peaks.clear()
             live.begin(FORWARD)
             with live:
-                step(run.loss, batch, model, scorer, answers, lambda: autocast)
+                step(run.loss, batch, model, scorer, teacher, lambda: autocast)
         for hook in hooks:  # with them generation would be another
             hook.remove()
-        static = {UPDATE: weights + _update(run, model, live)}
-        live.peaks.pop("", None)
-        phases = {
-            name: peak._replace(others=peak.others - static.get(name, weights)) for name, peak in live.peaks.items()
-        }
+        _update(run, live)
+        phases = {name: peak._replace(others=peak.others - weights) for name, peak in live.peaks.items() if name}
         if run.generates:
             with autocast:
                 phases[GENERATION] = Bytes(0, _generation(run, core, scorer))
@@ -112,13 +107,16 @@ def _peaks(run: Run, config: PretrainedConfig) -> dict[str, Bytes]:
 
 
 def step(
-    method: Method, batch: Inputs, model: nn.Module, scorer: Any, answers: nn.Module | int | None,
+    method: Method, batch: Inputs, model: nn.Module, scorer: Any, teacher: nn.Module | None,
     autocast: Callable[[], Any],
 ) -> None:  # fmt: skip
-    """Forward and backward pass of a method; `answers`: the teacher's model, tokens of a server, or None."""
+    """Forward and backward pass of a method; `teacher`: a model beside the policy."""
     runs: Any = SimpleNamespace(autocast=autocast, num_processes=1)
     of_step = Step(True, Processes(runs), statistics=True, is_first=True)
-    scoring = Scoring(model, scorer, runs, of_step, _no_reference, _teacher(answers, scorer))
+    others: Teacher = ColumnTeacher() if TEACHER_IDS in batch else SelfTeacher(AdapterReference(scorer))
+    if teacher is not None:
+        others = FrozenTeacher(FrozenModel(teacher, Scorer(teacher)))
+    scoring = Scoring(model, scorer, runs, of_step, _no_reference, others)
     scored = method.score(batch, scoring)
     outcome = method.terms(batch, scored, of_step)
     counts = method.count(batch)
@@ -131,17 +129,13 @@ def _no_reference(_: object) -> Tensor:
     raise AssertionError("a batch has the reference's log-probs")
 
 
-def _teacher(answers: nn.Module | int | None, scorer: Scorer) -> Teacher:
-    if isinstance(answers, nn.Module):
-        return FrozenTeacher(FrozenModel(answers, Scorer(answers)))
-    return SelfTeacher(AdapterReference(scorer)) if answers is None else ColumnTeacher()
-
-
-def _update(run: Run, model: nn.Module, live: LiveBytes) -> int:
-    """Measure the second step of the optimiser; returns the bytes of its state."""
-    optimizer = run.make_optimizer([parameter for parameter in model.parameters() if parameter.grad is not None])
+def _update(run: Run, live: LiveBytes) -> None:
+    """Measure the second step of the optimiser, without its state; one of bitsandbytes needs numbers: AdamW's."""
+    args = run.changed(optim=OptimizerNames.ADAMW_TORCH_FUSED).args if "bit" in run.optimizer else run.args
+    trained = [weight for weight in live.trained if weight.grad is not None]
+    gradients, optimizer = tensor_bytes(trained), make_optimizer(args, trained)
     if optimizer is None:
-        return 0
+        return
     optimizer.step()
     live.begin(UPDATE)
     before = live.now
@@ -149,7 +143,7 @@ def _update(run: Run, model: nn.Module, live: LiveBytes) -> int:
     state = live.now - before
     with live:
         optimizer.step()
-    return state
+    live.peaks[UPDATE] = Bytes(gradients, live.peaks[UPDATE].total - gradients - state)
 
 
 @torch.no_grad()
@@ -177,20 +171,15 @@ def _generation(run: Run, core: PreTrainedModel, scorer: Scorer) -> float:
 def _mark_phases(core: PreTrainedModel, live: LiveBytes) -> list[RemovableHandle]:
     """Begin the phases of a forward and backward pass where the model's layers do; those between have no name."""
     layers = layers_of(core) or []
+    backward = {0: FIRST_LAYER, len(layers) - 1: LAST_LAYER}
 
-    def after(number: int) -> Callable[..., None]:
-        is_last = number == len(layers) - 1
-        phase = LAST_LAYER if is_last else FIRST_LAYER if number == 0 else ""
+    def after(number: int, _: nn.Module, __: object, output: Any) -> None:
+        if live.phase != FORWARD:  # computed again
+            return
+        states = output if isinstance(output, Tensor) else output[0]
+        if states.requires_grad:
+            states.register_hook(lambda _: live.begin(backward.get(number, "")))
+        if number == len(layers) - 1:
+            live.begin(HEAD)
 
-        def hook(_: nn.Module, __: object, output: Any) -> None:
-            if live.phase != FORWARD:  # computed again
-                return
-            states = output if isinstance(output, Tensor) else output[0]
-            if states.requires_grad:
-                states.register_hook(lambda _: live.begin(phase))
-            if is_last:
-                live.begin(HEAD)
-
-        return hook
-
-    return [layer.register_forward_hook(after(number)) for number, layer in enumerate(layers)]
+    return [layer.register_forward_hook(partial(after, number)) for number, layer in enumerate(layers)]

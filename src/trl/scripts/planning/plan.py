@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from trl.scripts.planning.batches import Lengths
 from trl.scripts.planning.live_bytes import Bytes
 from trl.scripts.planning.measure import FIRST_LAYER, FORWARD, GENERATION, HEAD, LAST_LAYER, UPDATE, phases_of
-from trl.scripts.planning.run import Run, meta_model, saved_dtype
+from trl.scripts.planning.run import Lengths, Run, meta_model, saved_dtype
 from trl.scripts.planning.state import Sharding, optimizer_bytes, tensor_bytes
 
 # DeepSpeed's defaults (0.19), in numbers: `reduce_bucket_size` and `stage3_max_live_parameters`.

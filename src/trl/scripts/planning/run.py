@@ -10,20 +10,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.training_args import OptimizerNames
 
 from trl.methods.online import OnlineMethod
 from trl.methods.online_dpo import OnlineDPOMethod
-from trl.models.packed.layout import Inputs
 from trl.models.packed.small_copy import keep_layers
 from trl.models.parts import causal_core, layers_of
 from trl.models.peft import get_peft_config, peft_module_casting_to_bf16, prepare_peft_model, resolve_dtype
 from trl.models.residuals import to_bfloat16
 from trl.models.setup import REWARD_MODEL, ClassifierKind
 from trl.models.switches import disable_dropout_in_model
-from trl.scripts.planning.batches import Lengths, lengths_of, rollout_batch, row_batch
 from trl.scripts.planning.live_bytes import Bytes
-from trl.scripts.planning.state import Sharding, make_optimizer, tensor_bytes
+from trl.scripts.planning.state import Sharding, tensor_bytes
 from trl.scripts.training import COMMANDS
 
 if TYPE_CHECKING:
@@ -31,6 +28,19 @@ if TYPE_CHECKING:
 
 _SAME_MICRO_BATCHES = {"optim", "precompute_ref_log_probs"}  # settings that do not change them
 _BLOCK = 64  # weights of one scale in four bits
+_LENGTH = 1024  # of a row without a limit
+
+
+class Lengths(NamedTuple):
+    """Tokens of a prompt and of a completion, of a row together."""
+
+    prompt: int
+    completion: int
+
+    @property
+    def row(self) -> int:
+        """Tokens of prompt and completion."""
+        return self.prompt + self.completion
 
 
 class Unit(NamedTuple):
@@ -100,8 +110,16 @@ class Run:
 
     @cached_property
     def lengths(self) -> Lengths:
-        """Of the longest row."""
-        return lengths_of(self.args, getattr(self.config, "max_position_embeddings", None), samples=self.samples)
+        """The greatest lengths that the options allow; half of a row is prompt where they leave it open."""
+        prompt, completion = (getattr(self.args, f"max_{part}_length", None) for part in ("prompt", "completion"))
+        context = getattr(self.config, "max_position_embeddings", None) or _LENGTH
+        if self.samples:
+            completion = completion or _LENGTH
+            return Lengths(prompt or min(completion, max(1, context - completion)), completion)
+        row = getattr(self.args, "max_length", None) or min(_LENGTH, context)
+        longest = max(1, row - getattr(self.args, "max_new_tokens", row // 2))
+        prompt = min(prompt or longest, longest)
+        return Lengths(prompt, max(1, row - prompt))
 
     @property
     def generates(self) -> bool:
@@ -119,12 +137,6 @@ class Run:
         """Whether the gradients of several micro-batches are summed before FSDP shares them: accelerate's default."""
         return self.args.gradient_accumulation_steps > 1 and self.sharding.name.startswith("FSDP")
 
-    def batch(self, scorer: Any) -> Inputs:
-        """A micro-batch of rows of the greatest length."""
-        if self.samples:
-            return rollout_batch(self.args, self.lengths, scorer)
-        return row_batch(self.method, self.args, self.lengths, scorer)
-
     def changed(self, **settings: object) -> "Run":
         """The run with other settings, of the model or of training, which are not checked."""
         args, model_args = copy.copy(self.args), copy.copy(self.model_args)
@@ -134,16 +146,10 @@ class Run:
             self, args=args, model_args=model_args, phases=self.phases if settings.keys() <= _SAME_MICRO_BATCHES else {}
         )
 
-    def make_optimizer(self, parameters: list[nn.Parameter]) -> Any:
-        """The optimiser, or one of PyTorch in place of one of bitsandbytes, which needs numbers."""
-        args = self.changed(optim=OptimizerNames.ADAMW_TORCH_FUSED).args if "bit" in self.optimizer else self.args
-        return make_optimizer(args, parameters)
-
-    def teacher(self) -> nn.Module | int | None:
-        """A short copy of the teacher (one layer's activations are there at a time), or the tokens of a server."""
-        if (config := self.frozen.get("teacher")) is not None:
-            return meta_model(keep_layers(config, [0]), saved_dtype(config))
-        return self.args.teacher_top_k if getattr(self.args, "teacher_model_server_url", None) else None
+    def teacher(self) -> nn.Module | None:
+        """A copy of the teacher with one layer, as one layer's activations are there at a time."""
+        config = self.frozen.get("teacher")
+        return None if config is None else meta_model(keep_layers(config, [0]), saved_dtype(config))
 
     def build(self, config: PretrainedConfig) -> nn.Module:
         """The policy, or classifier, with a config, on the meta device."""
