@@ -137,6 +137,6 @@ def test_a_calm_run_and_one_without_rewards_show_nothing():
 def test_repeated_and_equal_texts_are_counted():
     long = " ".join(f"word{n}" for n in range(30))
     loop = "again and again " * 20
-    assert text_signs(["a", "b", "c", "d"], [long, long, loop, "yes"]) == {"repeated": 0.25, "equal": 0.5}
-    assert text_signs(["a", "b"], ["yes", "yes"]) == {"repeated": 0.0, "equal": 0.0}
-    assert json.dumps(text_signs([], [])) == '{"repeated": 0.0, "equal": 0.0}'
+    assert text_signs([*zip("abcd", [long, long, loop, "yes"], strict=True)]) == {"repeated": 0.25, "equal": 0.5}
+    assert text_signs([("a", "yes"), ("b", "yes")]) == {"repeated": 0.0, "equal": 0.0}
+    assert json.dumps(text_signs([])) == '{"repeated": 0.0, "equal": 0.0}'

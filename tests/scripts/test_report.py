@@ -1,5 +1,6 @@
 """`trl report`: the page has what runs wrote, in bounded size; what a completion says is text; Chromium shows it without an error."""
 
+import html
 import json
 import re
 import shutil
@@ -11,13 +12,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.scripts.made_runs import HOSTILE, make_run
+from tests.scripts.made_runs import HOSTILE, SEARCH, make_run
 from tests.trainer import grpo_runs, grpo_tool_runs
 from trl.cli.main import main
 from trl.reporting.run_events import EVENTS
 from trl.scripts import report
 from trl.scripts.pages import embedded
-from trl.scripts.pages.runs import BINS, PAGE_BYTES, POINTS, _turns, curves_of, histogram_over_time, read_run
+from trl.scripts.pages.runs import BINS, PAGE_BYTES, POINTS, curves_of, histogram_over_time, read_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -45,9 +46,8 @@ def test_two_runs_are_on_a_page_and_what_they_say_is_text(tmp_path):
         "values": [float(f"{n / 12:.5g}") for n in range(1, 13)],
     }
     assert [part["step"] for part in two["completions"]] == [3, 6, 9, 12]
-    hostile, turns, plain = two["completions"][0]["rows"][:3]
-    assert hostile["completion"].startswith(HOSTILE) and turns["completion"][1]["text"].endswith(HOSTILE)
-    assert turns["completion"][0]["calls"] == [f"search({json.dumps({'query': HOSTILE})})"]
+    hostile, messages, plain = two["completions"][0]["rows"][:3]
+    assert hostile["completion"].startswith(HOSTILE) and messages["completion"] == SEARCH
     assert plain["completion"] == "".join(plain["tokens"]) and len(plain["logps"]) == plain["length"] == 20
     assert plain["logps"][-1] is None and -8 <= min(plain["logps"][:-1]) < 0
     assert [len(row["entropies"]) for row in two["completions"][0]["rows"]] == [20] * 4 + [0] * 4
@@ -68,13 +68,6 @@ def test_reading_a_run_needs_no_torch(tmp_path):
         "assert not status and not {'torch', 'transformers', 'datasets'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code, "report", str(folder)], check=True)
-
-
-def test_calls_and_parts_of_messages_are_text():
-    calls = [{"function": {"name": "add", "arguments": {"a": 1}}}, {"name": "now", "arguments": None}]
-    messages = [{"role": "user", "tool_calls": calls}, {"role": "tool", "content": [{"type": "image"}]}]
-    user = {"role": "user", "text": "", "calls": ['add({"a": 1})', "now(null)"]}
-    assert _turns(json.dumps(messages)) == [user, {"role": "tool", "text": '[{"type": "image"}]', "calls": []}]
 
 
 def test_a_thousand_steps_stay_below_two_megabytes(tmp_path):
@@ -183,10 +176,11 @@ choose(shade, "logps");
 const shaded = document.querySelectorAll("#answer-list span[title]").length, byLogps = coloured();
 choose(shade, "entropies");
 const byEntropy = coloured(), title = document.querySelector("#answer-list span[title]").title;
+choose(shade, "");
 choose(shown, shown.options[1].value);
 const stated = { opened, errors, shaded, byLogps, byEntropy, title, cards: document.querySelectorAll(".card").length, view: [from.value, to.value].map(Number),
   charts: charts.filter((chart) => !chart.figure.hidden).map((chart) => chart.name), paths: document.querySelectorAll("path.raw").length,
-  alerts: document.querySelectorAll("img").length, tool: document.querySelectorAll(".tree .tree").length };
+  alerts: document.querySelectorAll("img").length, tool: document.querySelectorAll(".tree .tree").length, calls: document.querySelector(".tree .tool").textContent, parts: document.querySelector(".tree .tree .tokens").textContent };
 const out = document.createElement("pre"); out.id = "stated"; out.textContent = JSON.stringify(stated); document.body.append(out);
 </script></body>"""
 
@@ -208,10 +202,12 @@ def test_chromium_shows_it_without_errors_or_requests(tmp_path):
         [*command, "--dump-dom", f"file://{tmp_path}/driven.html"], capture_output=True, text=True, timeout=120
     )
     assert "CONSOLE" not in shown.stderr, shown.stderr
-    stated = json.loads(re.search(r'<pre id="stated">(.*?)</pre>', shown.stdout, re.DOTALL)[1])
+    stated = json.loads(html.unescape(re.search(r'<pre id="stated">(.*?)</pre>', shown.stdout, re.DOTALL)[1]))
     print("opened after", round(stated["opened"]), "ms")
     assert stated["errors"] == [] and stated["alerts"] == 0
     assert stated["view"] == [100, 200] and stated["charts"] == ["reward"] and stated["paths"] == 33
+    call = json.dumps({"query": HOSTILE}, separators=(",", ":"))
+    assert stated["tool"] > 0 and stated["calls"] == f"calls search({call})" and HOSTILE in stated["parts"]
     assert stated["byLogps"] == 8 * 60 and stated["byEntropy"] == 4 * 60
     assert re.fullmatch(r"log-prob -?[\d.]+, entropy 0.5", stated["title"])
     assert stated["shaded"] == 8 * 60 and stated["cards"] > 0 and stated["opened"] < 5_000

@@ -141,21 +141,21 @@ def first_sign(rule: Rule, logs: Sequence[Log]) -> Sign | None:
     return Sign(int(logs[at + rule.window - 1]["step"]), rule.name, text)
 
 
-def text_signs(prompts: Sequence[str], completions: Sequence[str]) -> dict[str, float]:
+def text_signs(texts: Sequence[tuple[str, str]]) -> dict[str, float]:
     """The shares of completions that repeat most of their runs of four words, and that equal one of another prompt.
 
-    Both are of `LEAST_WORDS` words or more: short answers may well be equal.
+    Both count those of `LEAST_WORDS` words or more: short answers may well be equal. `texts`: prompts and completions.
 
-    >>> text_signs(["a", "b"], ["so it is " * 20, "yes"])
+    >>> text_signs([("a", "so it is " * 20), ("b", "yes")])
     {'repeated': 0.5, 'equal': 0.0}
     """
-    prompts_of = Counter(completion for completion, _ in {*zip(completions, prompts, strict=True)})
+    prompts_of = Counter(completion for _, completion in set(texts))
     repeated = equal = 0
-    for completion in completions:
+    for _, completion in texts:
         words = completion[:LONGEST_TEXT].split()
         runs = [*zip(words, words[1:], words[2:], words[3:], strict=False)]
         if len(words) >= LEAST_WORDS:
             repeated += len(runs) > 2 * len(set(runs))
             equal += prompts_of[completion] > 1
-    count = max(len(completions), 1)
+    count = max(len(texts), 1)
     return {"repeated": repeated / count, "equal": equal / count}

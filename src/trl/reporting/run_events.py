@@ -37,6 +37,15 @@ def read_part(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     return table.to_pylist(), json.loads((table.schema.metadata or {}).get(b"trl_rewards", b"[]"))
 
 
+def shortened(value: Any, longest: int) -> Any:
+    """A text, or every text in messages, without what is over the limit."""
+    if isinstance(value, str):
+        return value if len(value) <= longest else f"{value[:longest]} … {len(value) - longest} characters left out"
+    if isinstance(value, Mapping):
+        return {name: shortened(item, longest) for name, item in value.items()}
+    return [shortened(item, longest) for item in value] if isinstance(value, list | tuple) else value
+
+
 def events_in(folder: Path) -> list[Event]:
     """The events of a folder."""
     return [event for _, event in _whole_lines(folder / EVENTS)]

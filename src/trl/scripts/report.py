@@ -56,7 +56,7 @@ def write_page(folders: Sequence[Path], page: Path, *, refresh: float | None = N
     runs = [read_run(folder, name, share=1 / len(folders)) for folder, name in zip(folders, names, strict=True)]
     have_ended = all(run.has_ended for run in runs)
     text = render(
-        "trl.scripts.pages", "run.html", runs=runs, settings=compared_settings(runs), data=[run.data for run in runs],
+        "trl.scripts.pages", "run.html", runs=runs, settings=compared_settings(runs),
         refresh=None if have_ended else refresh, written=time.strftime("%Y-%m-%d %H:%M:%S"),
     )  # fmt: skip
     aside = page.with_name(f"{page.name}.new")

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from trl.reporting.run_checks import text_signs
+from trl.reporting.run_events import shortened
 from trl.reporting.tables import print_prompt_completions_sample
 from trl.reporting.trackers import send_traces
 from trl.rewards.result import source_table
@@ -125,21 +126,12 @@ def as_text(text: Text) -> str:
     return text if isinstance(text, str) else json.dumps(text, default=str, ensure_ascii=False)
 
 
-def shortened(value: Any, longest: int = KEPT_CHARACTERS) -> Any:
-    """A text, or every text in messages, without what is over the limit."""
-    if isinstance(value, str):
-        return value if len(value) <= longest else f"{value[:longest]} … {len(value) - longest} characters left out"
-    if isinstance(value, Mapping):
-        return {name: shortened(item, longest) for name, item in value.items()}
-    return [shortened(item, longest) for item in value] if isinstance(value, list | tuple) else value
-
-
 def file_columns(columns: Columns, step: int, *, cut: bool) -> Columns:
     """The columns of a file: messages as JSON, long texts `cut`."""
     written: Columns = {"step": [step] * len(columns["prompt"]), **columns}
     for name in ("prompt", "completion"):
         written[f"chat_{name}"] = [not isinstance(text, str) for text in columns[name]]
-        written[name] = [as_text(shortened(text) if cut else text) for text in columns[name]]
+        written[name] = [as_text(shortened(text, KEPT_CHARACTERS) if cut else text) for text in columns[name]]
     return written
 
 
@@ -149,8 +141,7 @@ def batch_facts(newest: Newest, bound: int) -> dict[str, object]:
     rewards, lengths = _known(_rewards(experience)[:COUNTED_ROWS]), experience.completions.lengths[:COUNTED_ROWS]
     texts = [(as_text(prompt), _said(completion)) for prompt, completion in newest.texts[:bound]]
     rounded = [None if value is None else float(f"{value:.4g}") for value in rewards]
-    signs = text_signs([prompt for prompt, _ in texts], [text for _, text in texts])
-    return {"of": len(experience), "rewards": rounded, "lengths": lengths.tolist(), **signs}
+    return {"of": len(experience), "rewards": rounded, "lengths": lengths.tolist(), **text_signs(texts)}
 
 
 def _said(text: Text) -> str:

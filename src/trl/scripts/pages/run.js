@@ -136,16 +136,20 @@ function drawHistograms() {
 
 // ---- completions
 
-function drawText(parent, text) { // or turns: answers of tools hang below the turn that called them
+const plain = (content) => (typeof content === "string" ? content : JSON.stringify(content));
+function drawText(parent, text) { // or messages: answers of tools hang below the message that called them
   if (typeof text === "string") { make(parent, "p", { class: "tokens" }, text); return; }
   const tree = make(parent, "ul", { class: "tree" });
   let last = null;
-  for (const turn of text) {
-    const isAnswer = turn.role === "tool" && last;
+  for (const { role, content, tool_calls } of text) {
+    const isAnswer = role === "tool" && last;
     const item = make(isAnswer ? make(last, "ul", { class: "tree" }) : tree, "li");
-    make(item, "span", { class: "role" }, turn.role);
-    if (turn.text) make(item, "p", { class: "tokens" }, turn.text);
-    for (const call of turn.calls) make(item, "p", { class: "tokens tool" }, "calls " + call);
+    make(item, "span", { class: "role" }, role);
+    if (content) make(item, "p", { class: "tokens" }, plain(content));
+    for (const call of tool_calls || []) {
+      const { name, arguments: values } = call.function || call;
+      make(item, "p", { class: "tokens tool" }, `calls ${name}(${JSON.stringify(values)})`);
+    }
     if (!isAnswer) last = item;
   }
 }
@@ -175,7 +179,7 @@ function listPrompts() {
   shown.replaceChildren();
   make(shown, "option", { value: "" }, "a step, its groups side by side");
   for (const [key, count] of [...steps].sort((a, b) => b[1] - a[1])) {
-    const text = [JSON.parse(key)].flat().map((turn) => turn.text ?? turn).join(" ");
+    const text = [JSON.parse(key)].flat().map((turn) => plain(turn.content ?? turn)).join(" ");
     make(shown, "option", { value: key }, `${text.slice(-60)} (${count} ${count > 1 ? "steps" : "step"})`);
   }
 }

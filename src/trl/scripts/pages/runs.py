@@ -13,7 +13,7 @@ import numpy as np
 
 from trl.checkpoints.wholeness import checkpoints_in, newest_whole
 from trl.reporting.run_checks import Sign, signs_of
-from trl.reporting.run_events import EVENTS, Event, events_in, parts_in, read_part
+from trl.reporting.run_events import EVENTS, Event, events_in, parts_in, read_part, shortened
 from trl.reporting.tables import duration
 from trl.reporting.usage import usage_of
 from trl.scripts.pages import Bar, bars, embedded
@@ -161,7 +161,7 @@ def _shown_rows(path: Path) -> list[Json]:
 
 
 def _shown_row(row: Json, names: Sequence[str]) -> Json:
-    """A completion: numbers, texts or turns, and columns of the first `SHADED` tokens."""
+    """A completion: numbers, texts or messages, and columns of the first `SHADED` tokens."""
     columns = {name: (row.get(f"token_{name}") or [])[:SHADED] for name in ("texts", "logps", "entropies", "tool")}
     shown: Json = {
         "group": row.get("group", 0),
@@ -173,29 +173,14 @@ def _shown_row(row: Json, names: Sequence[str]) -> Json:
         "tool": [at for at, is_of_tool in enumerate(columns["tool"]) if is_of_tool],
     }
     for name in ("prompt", "completion"):
-        shown[name] = _turns(row[name]) if row.get(f"chat_{name}") else _cut(row[name])
+        text = json.loads(row[name]) if row.get(f"chat_{name}") else row[name]
+        shown[name] = shortened(text, TEXT)
     return shown
 
 
 def is_number(value: object) -> bool:
     """Whether a value is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _turns(text: str) -> list[Json]:
-    """Messages: role, text, and calls of tools with their arguments."""
-    turns = []
-    for message in json.loads(text):
-        content = message.get("content") or ""
-        said = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-        calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-        names = [f"{call.get('name')}({json.dumps(call.get('arguments'), ensure_ascii=False)})" for call in calls]
-        turns.append({"role": message["role"], "text": _cut(said), "calls": list(map(_cut, names))})
-    return turns
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= TEXT else f"{text[:TEXT]} … ({len(text) - TEXT:,} characters more)"
 
 
 def compared_settings(runs: Sequence[RunPage]) -> list[tuple[str, list[str], bool]]:
