@@ -21,58 +21,53 @@ function number(value) {
   return size && (size < 1e-3 || size >= 1e6) ? value.toExponential(2) : String(+value.toPrecision(4));
 }
 
+function plot(list, name, width, height) {
+  const figure = make(list, "figure"), caption = make(figure, "figcaption");
+  make(caption, "strong", {}, name);
+  const note = make(caption, "span", { class: "soft" });
+  const svg = make(figure, "svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": name });
+  return { name, figure, note, svg, ends: make(figure, "div", { class: "ends" }) };
+}
+
 // ---- curves: all show the range of steps of the controls, and the step below the pointer
 
 const curveControls = document.getElementById("curve-controls"), { metric, smoothing, from, to, all } = curveControls.elements;
 const charts = [];
-function smoothed(values, weight) {
+function pointsOf({ steps, values }, weight) { // with means, which weigh the newest value most
   let mean = 0, mass = 0;
-  return values.map((value) => {
-    if (value === null) return null;
-    mean = weight * mean + (1 - weight) * value;
+  return steps.map((step, at) => {
+    mean = weight * mean + (1 - weight) * values[at];
     mass = weight * mass + (1 - weight);
-    return mean / mass;
+    return { step, raw: values[at], mean: mean / mass };
   });
-}
-function path(chart, points, kind) {
-  let line = "", pen = "M";
-  for (const point of points) {
-    if (point[kind] !== null) line += pen + chart.x(point.step).toFixed(2) + " " + chart.y(point[kind]).toFixed(2) + (pen === "M" ? "h0" : ""); // a dot
-    pen = point[kind] === null ? "M" : "L";
-  }
-  return line;
 }
 function draw(chart) {
   const [first, last] = [from, to].map((end) => Number(end.value)), weight = Number(smoothing.value);
   chart.figure.hidden = !chart.name.includes(metric.value);
-  chart.lines = chart.curves.map(([run, curve]) => {
-    const means = smoothed(curve.values, weight), points = curve.steps.map((step, at) => ({ step, raw: curve.values[at], mean: means[at] }));
-    return { run, points: points.filter(({ step }) => step >= first && step <= last) };
-  });
-  const values = chart.lines.flatMap(({ points }) => points.map(({ raw }) => raw)).filter((value) => value !== null);
+  chart.lines = chart.curves.map(([run, curve]) => [run, pointsOf(curve, weight).filter(({ step }) => step >= first && step <= last)]);
+  const values = chart.lines.flatMap(([, points]) => points.map(({ raw }) => raw));
   const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity);
-  const height = high - low || 1, width = last - first || 1;
+  const height = high - low, width = last - first || 1;
   chart.x = (step) => (W * (step - first)) / width;
   chart.step = (share) => first + Math.min(Math.max(share, 0), 1) * width;
-  chart.y = (value) => (high === low ? H / 2 : H - 4 - ((H - 8) * (value - low)) / height);
   chart.svg.replaceChildren();
-  for (const { run, points } of chart.lines) {
-    const other = run ? " other" : "";
-    if (weight) make(chart.svg, "path", { class: "raw" + other, d: path(chart, points, "raw") });
-    make(chart.svg, "path", { class: other, d: path(chart, points, "mean") });
+  for (const [run, points] of chart.lines) for (const kind of weight ? ["raw", "mean"] : ["mean"]) {
+    const y = (value) => (height ? H - 4 - ((H - 8) * (value - low)) / height : H / 2);
+    const places = points.map((point) => chart.x(point.step).toFixed(2) + " " + y(point[kind]).toFixed(2));
+    make(chart.svg, "path", { class: kind + (run ? " other" : ""), d: places.length ? `M${places.join("L")}h0` : "" }); // of one point: a dot
   }
   chart.cursor = make(chart.svg, "rect", { class: "cursor", height: H });
   chart.ends.textContent = values.length ? number(low) + " to " + number(high) : "no value in this range";
   show(chart, null);
-  chart.svg.setAttribute("aria-label", chart.name + ": " + chart.lines.map(({ run, points }) => runs[run].name + " from " + number(points[0]?.raw) + " to " + number(points.at(-1)?.raw)).join("; "));
+  chart.svg.setAttribute("aria-label", chart.name + ": " + chart.lines.map(([run, points]) => runs[run].name + " from " + number(points[0]?.raw) + " to " + number(points.at(-1)?.raw)).join("; "));
 }
 function show(chart, step, start = step) { // the values at a step, and the range that is dragged over
-  const texts = chart.lines.filter(({ points }) => points.length).map(({ points }) => {
+  const texts = chart.lines.filter(([, points]) => points.length).map(([, points]) => {
     const nearer = (a, b) => (Math.abs(b.step - step) < Math.abs(a.step - step) ? b : a);
     const near = step === null ? points.at(-1) : points.reduce(nearer);
     return number(near.mean) + (step === null ? "" : " at " + near.step);
   });
-  chart.value.textContent = texts.join(" | ");
+  chart.note.textContent = texts.join(" | ");
   const [first, last] = [step, start].map((end) => chart.x(end ?? 0)).sort((a, b) => a - b);
   chart.cursor.setAttribute("x", first);
   chart.cursor.setAttribute("width", step === null ? 0 : Math.max(1, last - first));
@@ -101,10 +96,7 @@ function drawCurves() {
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.curves)))], list = document.getElementById("curve-list");
   const place = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
   for (const name of names.sort((a, b) => place(a) - place(b) || a.localeCompare(b))) {
-    const figure = make(list, "figure"), caption = make(figure, "figcaption");
-    make(caption, "strong", {}, name);
-    const chart = { name, figure, value: make(caption, "span", { class: "soft" }), svg: make(figure, "svg", { viewBox: `0 0 ${W} ${H}`, preserveAspectRatio: "none", role: "img" }) };
-    chart.ends = make(figure, "div", { class: "ends" });
+    const chart = plot(list, name, W, H);
     chart.curves = runs.map((run, at) => [at, run.curves[name]]).filter(([, curve]) => curve);
     charts.push(chart);
     follow(chart);
@@ -119,17 +111,13 @@ function drawCurves() {
 // ---- histograms
 
 function drawHistograms() {
-  const place = document.getElementById("times");
   for (const run of runs) for (const { kind, low, high, steps, counts } of run.histograms) {
     const title = (kind === "rewards" ? "Rewards" : "Tokens") + " of completions over time" + (runs.length > 1 ? ", " + run.name : "");
-    const figure = make(place, "figure"), caption = make(figure, "figcaption"), bins = counts[0].length;
-    make(caption, "strong", {}, title);
-    make(caption, "span", { class: "soft" }, `${number(low)} (bottom) to ${number(high)} (top); stronger colour: more often`);
-    const svg = make(figure, "svg", { viewBox: `0 0 ${counts.length} ${bins}`, preserveAspectRatio: "none", "shape-rendering": "crispEdges", role: "img", "aria-label": title });
+    const bins = counts[0].length, { note, svg, ends } = plot(document.getElementById("times"), title, counts.length, bins);
+    note.textContent = `${number(low)} (bottom) to ${number(high)} (top); stronger colour: more often`;
     counts.forEach((column, x) => column.forEach((count, bin) => {
       if (count) make(svg, "rect", { x, y: bins - 1 - bin, width: 1, height: 1, "fill-opacity": 0.15 + (0.85 * count) / Math.max(...column) });
     }));
-    const ends = make(figure, "div", { class: "ends" });
     for (const step of [steps[0], steps.at(-1)]) make(ends, "span", {}, "step " + step);
   }
 }

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -95,10 +96,11 @@ def figures_of(events: Sequence[Event], start: Event, logs: Sequence[Event]) -> 
 def checkpoints_of(folder: Path, start: Event) -> dict[str, str]:
     """The checkpoints of a run, and how to use the newest whole one."""
     whole, names = newest_whole(folder, quick=True), [path.name for path in checkpoints_in(folder)]
+    listed = {"checkpoints": ", ".join(names) or f"none in {folder}"}
     if whole is None:
-        return {"checkpoints": f"none in {folder}"}
+        return listed
     return {
-        "checkpoints": ", ".join(names),
+        **listed,
         "to resume": f"the command of the run with --resume_from_checkpoint {whole}",
         "to use": "\n".join(usage_of(whole, start["architecture"], chats=start["chats"])),
     }
@@ -108,8 +110,9 @@ def curves_of(logs: Sequence[Event], size: float, notes: list[str]) -> Json:
     """The logged numbers by name as steps and values; means of neighbours where there are more than fit."""
     every: dict[str, list[tuple[int, float]]] = {}
     for event in logs:
-        for name, value in {**event["values"], "memory (GiB)": event["memory"] / 2**30}.items():
-            if name not in SETTLED:
+        values = {**event["values"], "memory (GiB)": event["memory"] / 2**30}
+        for name, value in values.items():
+            if name not in SETTLED and is_number(value):
                 every.setdefault(name, []).append((event["step"], value))
     counts = [len(points) for points in every.values()] or [1]
     stride = math.ceil(max(max(counts) / POINTS, sum(counts) * POINT_BYTES / size))
@@ -120,8 +123,7 @@ def curves_of(logs: Sequence[Event], size: float, notes: list[str]) -> Json:
 
 def _thinned(points: Sequence[tuple[int, float]], stride: int) -> Json:
     parts = [points[at : at + stride] for at in range(0, len(points), stride)]
-    values = [[value for _, value in part if math.isfinite(value)] for part in parts]
-    means = [float(f"{sum(part) / len(part):.5g}") if part else None for part in values]
+    means = [float(f"{fmean(value for _, value in part):.5g}") for part in parts]
     return {"steps": [part[-1][0] for part in parts], "values": means}
 
 
@@ -142,22 +144,20 @@ def completions_of(folder: Path, size: float, notes: list[str]) -> list[Json]:
     parts, shown = list(parts_in(folder).items()), dict[int, list[Json]]()
     for back in sorted(range(len(parts)), key=lambda back: f"{back:032b}"[::-1]):  # 0, then multiples of 2^k
         step, path = parts[-1 - back]
-        for row in _shown_rows(path) if size > 0 or not shown else ():
-            size -= len(embedded(row).encode())
+        rows, names = read_part(path)
+        for row in rows:
+            entry = _shown_row(row, (*names, "reward", "advantage"))
+            size -= len(embedded(entry).encode())
             if size > 0 or not shown:
-                shown.setdefault(step, []).append(row)
+                shown.setdefault(step, []).append(entry)
+        if size <= 0:
+            break
     if size <= 0:
         rows = sum(map(len, shown.values()))
         notes.append(
             f"{rows} completions of {len(shown)} of {len(parts)} kept steps are here, all are in {folder}/completions"
         )
     return [{"step": step, "rows": rows} for step, rows in sorted(shown.items())]
-
-
-def _shown_rows(path: Path) -> list[Json]:
-    """The rows of a file."""
-    rows, names = read_part(path)
-    return [_shown_row(row, (*names, "reward", "advantage")) for row in rows]
 
 
 def _shown_row(row: Json, names: Sequence[str]) -> Json:
