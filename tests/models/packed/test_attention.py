@@ -38,8 +38,8 @@ def alone(model, ids, segments, number):
 
 
 SHAPES = {
-    "plain": Segments.from_lengths([5, 3, 7, 1]),
-    "prefix group": Segments.from_prefix_groups([(5, [3, 2, 1]), (1, [3]), (1, [])]),
+    "plain": Segments.from_lengths([5, 5, 3, 7, 1]),
+    "prefix group": Segments.from_prefix_groups([(5, [3, 2, 2, 1]), (1, [3]), (1, [])]),
 }
 
 
@@ -164,6 +164,21 @@ def test_the_function_alone_on_hand_worked_values():
     table = Segments.from_lengths([2, 1]).to_table()
     output, _ = packed_attention(torch.nn.Module(), query, key, value, table)
     assert output[0, :, 0].tolist() == [[1.0, 0.0], [2.0, 0.0], [8.0, 4.0]]
+
+
+def test_sequences_of_equal_lengths_share_a_call(monkeypatch):
+    kernel, calls = torch.nn.functional.scaled_dot_product_attention, []
+
+    def counted(query, key, *rest, **options):
+        calls.append((*query.shape[::2], key.shape[2]))
+        return kernel(query, key, *rest, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    segments = Segments.from_prefix_groups([(4, []), (5, [3, 2, 1, 2]), (4, [])])
+    row = torch.randn(1, 2, segments.total, 4)
+    packed_attention(torch.nn.Module(), row, row, row, segments.to_table())
+    # Sequences, queries and keys: two plain ones, the prompt with its first branch, two branches, the last.
+    assert calls == [(2, 4, 4), (1, 8, 8), (2, 2, 7), (1, 1, 6)]
 
 
 def test_sinks_and_chunks_on_hand_worked_values():

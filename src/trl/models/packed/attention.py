@@ -2,8 +2,9 @@
 
 The row has real tokens only. Its segments are passed as the attention mask: an int64 table `(1, 1, S, 4)`
 (`Segments.to_table`), which transformers gives to every attention layer unchanged, also in gradient checkpointing. Each
-segment attends to its prefix and itself in one call of PyTorch's kernel: no mask as large as the row, no padding, no
-prompt computed twice. Calls without a table (generation, padded rows) use transformers' SDPA.
+segment attends to its prefix and itself in a call of PyTorch's kernel, which those of equal lengths share: no mask as
+large as the row, no padding, no prompt computed twice. Calls without a table (generation, padded rows) use
+transformers' SDPA.
 """
 
 from __future__ import annotations
@@ -63,12 +64,12 @@ def reach_of(module: nn.Module, sliding_window: int | None) -> Reach | None:
     return Reach(window) if window else None
 
 
-class _Call(NamedTuple):
-    """One kernel call: the row's next `length` queries over their own keys and the first `prompt` of call `prefix`."""
+class _Part(NamedTuple):
+    """The row's next `length` queries over their own keys and the first `prompt` of part `prefix`."""
 
     length: int
-    prefix: int
     prompt: int
+    prefix: int
 
 
 class _Bounds(NamedTuple):
@@ -85,11 +86,12 @@ class _Bounds(NamedTuple):
 class _Plan:
     """The kernel calls of a segment table, computed once per table.
 
-    A prompt and the branch directly after it are one plain sequence and share a call.
+    A prompt and the branch directly after it are one plain sequence and one part.
     """
 
     segments: Segments
-    calls: tuple[_Call, ...]
+    parts: tuple[_Part, ...]
+    calls: tuple[list[int], ...]  # the parts of equal lengths
     masks: dict[tuple[int, int, Reach | None, torch.dtype], Tensor]  # those of the calls, for all layers
     bounds: list[_Bounds]  # of the variable-length kernel, once they are known
     group: SequenceGroup | None = None  # that shares the row's tokens
@@ -100,17 +102,20 @@ class _Plan:
         if plan is not None:
             return plan
         group, rows = SequenceGroup.of_table(table)
-        segments, calls = Segments.from_table(rows), list[_Call]()
-        prefixes: dict[int, int] = {}  # start of a plain segment -> its call
+        segments, parts = Segments.from_table(rows), list[_Part]()
+        prefixes: dict[int, int] = {}  # start of a plain segment -> its part
         for start, length, prefix_start, prefix in segments:
             if prefix and prefix_start + prefix == start:
-                calls[-1] = calls[-1]._replace(length=prefix + length)
+                parts[-1] = parts[-1]._replace(length=prefix + length)
             elif prefix:
-                calls.append(_Call(length, prefixes[prefix_start], prefix))
+                parts.append(_Part(length, prefix, prefixes[prefix_start]))
             else:
-                prefixes[start] = len(calls)
-                calls.append(_Call(length, len(calls), 0))
-        plan = _PLANS[table] = cls(segments, tuple(calls), {}, [], group)
+                prefixes[start] = len(parts)
+                parts.append(_Part(length, 0, len(parts)))
+        calls: dict[tuple[int, int], list[int]] = {}
+        for number, part in enumerate(parts):
+            calls.setdefault(part[:2], []).append(number)
+        plan = _PLANS[table] = cls(segments, tuple(parts), tuple(calls.values()), {}, [], group)
         return plan
 
     def mask(self, length: int, seen: int, reach: Reach | None, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -149,11 +154,11 @@ def packed_attention(
         return output.transpose(1, 2).contiguous(), None
 
     plan = _Plan.of(attention_mask)
-    before = held or [None] * len(plan.calls)
+    before = held or [None] * len(plan.parts)
     if has_temperature(module):
         counts = [
-            [0 if pair is None else pair[0].shape[1], call.length]
-            for pair, call in zip(before, plan.calls, strict=True)
+            [0 if pair is None else pair[0].shape[1], part.length]
+            for pair, part in zip(before, plan.parts, strict=True)
         ]
         earlier, lengths = torch.tensor(counts).T
         places = plan.segments.position_ids()[0] + earlier.repeat_interleave(lengths)
@@ -162,7 +167,7 @@ def packed_attention(
     if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)  # rotary embeddings leave queries and keys in float32
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    attend = partial(_over_segments, plan, before, dropout, scaling, reach_of(module, sliding_window), softcap)
+    attend = partial(_over_segments, plan, held, dropout, scaling, reach_of(module, sliding_window), softcap)
     if plan.group is None:
         return attend(query, key, value, s_aux), None
     if dropout:
@@ -174,12 +179,12 @@ def packed_attention(
 
 
 def _over_segments(
-    plan: _Plan, before: Sequence[tuple[Tensor, Tensor] | None], dropout: float, scaling: float | None,
+    plan: _Plan, held: Sequence[tuple[Tensor, Tensor] | None], dropout: float, scaling: float | None,
     reach: Reach | None, softcap: float | None, query: Tensor, key: Tensor, value: Tensor, s_aux: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Attention of all tokens of a row: `(1, heads, N, D) -> (1, N, heads, D')`."""
-    longest = max((pair[0].shape[1] for pair in before if pair is not None), default=0)
-    if reach and longest + max(call.prompt + call.length for call in plan.calls) <= reach.tokens:
+    longest = max((pair[0].shape[1] for pair in held if pair is not None), default=0)
+    if reach and longest + max(part.prompt + part.length for part in plan.parts) <= reach.tokens:
         reach = None  # no segment is long enough to meet it
     device = query.device.type
     is_plain = softcap is None and s_aux is None and not (reach and reach.is_chunk)
@@ -190,19 +195,24 @@ def _over_segments(
     if groups > 1 and (softcap is not None or s_aux is not None or device != "cpu"):
         # On a CPU SDPA shares key heads itself, 10 % faster; other devices would leave their fast kernels for it.
         key, value, repeats = repeat_kv(key, groups), repeat_kv(value, groups), groups
-    lengths = [call.length for call in plan.calls]
-    queries, keys, values = (part.split(lengths, dim=2) for part in (query, key, value))
-    outputs = []
-    for call, earlier, q, k, v in zip(plan.calls, before, queries, keys, values, strict=True):
-        if earlier is not None:
+    lengths = [part.length for part in plan.parts]
+    queries, keys, values = (states.split(lengths, dim=2) for states in (query, key, value))
+    outputs: list[Any] = [None] * len(lengths)
+    for call in [[number] for number in range(len(lengths))] if held else plan.calls:
+        length, prompt, _ = plan.parts[call[0]]
+        q, k, v = (_joined([states[number] for number in call]) for states in (queries, keys, values))
+        if held and (earlier := held[call[0]]) is not None:
             k, v = (
-                torch.cat([repeat_kv(part[None], repeats), newer], dim=2)
-                for part, newer in zip(earlier, (k, v), strict=True)
+                torch.cat([repeat_kv(states[None], repeats), newer], dim=2)
+                for states, newer in zip(earlier, (k, v), strict=True)
             )
-        if call.prompt:
-            k = torch.cat([keys[call.prefix][:, :, : call.prompt], k], dim=2)
-            v = torch.cat([values[call.prefix][:, :, : call.prompt], v], dim=2)
-        length, seen = call.length, k.shape[2]
+        if prompt:
+            prefixes = [plan.parts[number].prefix for number in call]
+            k, v = (
+                torch.cat([_joined([states[number][:, :, :prompt] for number in prefixes]), newer], dim=2)
+                for states, newer in ((keys, k), (values, v))
+            )
+        seen = k.shape[2]
         if softcap is None and s_aux is None and length in (1, seen) and (reach is None or seen <= reach.tokens):
             output = F.scaled_dot_product_attention(
                 q, k, v, dropout_p=dropout, scale=scaling, is_causal=length > 1,
@@ -211,8 +221,15 @@ def _over_segments(
         else:
             mask = plan.mask(length, seen, reach, q.dtype if softcap is None else torch.bool, q.device)
             output = _attend(q, k, v, mask, dropout, scaling, softcap, s_aux)
-        outputs.append(output.transpose(1, 2))
+        output = output.transpose(1, 2)
+        for number, states in zip(call, output.split(1) if len(call) > 1 else [output], strict=True):
+            outputs[number] = states
     return torch.cat(outputs, dim=1)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Parts `(1, heads, L, D)` of a call as one tensor, `(parts, heads, L, D)`."""
+    return torch.cat(parts) if len(parts) > 1 else parts[0]  # type: ignore[arg-type]
 
 
 def is_table(mask: Tensor | None) -> TypeGuard[Tensor]:
