@@ -53,7 +53,7 @@ def test_two_runs_are_on_a_page_and_what_they_say_is_text(tmp_path):
     assert [len(row["entropies"]) for row in two["completions"][0]["rows"]] == [20] * 4 + [0] * 4
     assert set(hostile["entropies"]) == {0.5}
     assert sum(map(sum, one["histograms"][0]["counts"])) == 12 * 16 and "10 to 20 tokens: 9" in text
-    assert "60 %" in text and "1.00 GiB" in text and "Left out" not in text
+    assert "7.2 s, 60% of the steps" in text and "1.00 GiB" in text and "Left out" not in text
 
 
 def test_reading_a_run_needs_no_torch(tmp_path):

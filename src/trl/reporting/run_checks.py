@@ -47,12 +47,6 @@ def spikes(_: float, norms: Column) -> Column:
     return (norms > 10 * usual) & (usual > 0)
 
 
-def overfits(_: float, losses: Column) -> Column:
-    """Where a loss is 5 % above its least value so far."""
-    least = np.minimum.accumulate(losses)
-    return losses > least + 0.05 * abs(least)
-
-
 NOT_A_NUMBER = (
     "{metric} is {value}: the weights may be lost. Go back to an earlier checkpoint; lower the learning rate, or train "
     "in bfloat16 or float32."
@@ -93,7 +87,7 @@ RULES_WITH_REWARDS = (
 RULES_WITHOUT_REWARDS = (
     Rule("rising loss", "loss", lambda first, loss: loss > first + 0.2 * abs(first),
          "The loss rose from {first:.4g} to {value:.4g}: lower the learning rate, warm up, or look at the rows."),
-    Rule("overfitting", "eval_loss", overfits, window=1, text=
+    Rule("overfitting", "eval_loss", lambda _, loss: loss > 1.05 * np.minimum.accumulate(abs(loss)), window=1, text=
          "The loss of the evaluation set rose to {value:.3g}, more than 5 % above its least: stop earlier, keep the "
          "best checkpoint (load_best_model_at_end), or train fewer epochs."),
     Rule("likelihood displacement", "rewards/chosen", lambda first, chosen: (chosen < -1) & (chosen < first - 1),

@@ -40,7 +40,6 @@ class RunPage:
     state: str
     signs: list[Sign]
     figures: dict[str, str]
-    seconds: dict[str, float]
     lengths: list[Bar]  # of the training rows
     data: Json
     notes: list[str]
@@ -61,9 +60,6 @@ def read_run(folder: Path, name: str, *, share: float = 1.0) -> RunPage:
     data["histograms"] = [histogram_over_time(rollouts, kind) for kind in ("rewards", "lengths") if rollouts]
     data["completions"] = completions_of(folder, size - len(embedded(data)), notes)
     start = {"model": "", "data": {}, "architecture": "", "chats": False, **starts[-1]}
-    seconds = Counter[str]()
-    for event in logs:
-        seconds.update(event["seconds"])
     has_ended = events[-1]["event"] == "end"
     state = "ended" if has_ended else "is going on, or was stopped,"
     state += f" after step {events[-1]['step']:,}" + f" of {start['steps']:,}" * bool(start["steps"])
@@ -71,7 +67,7 @@ def read_run(folder: Path, name: str, *, share: float = 1.0) -> RunPage:
     lengths = start["data"].get("lengths")
     return RunPage(
         name, start, has_ended, state, signs_of(events), {key: text for key, text in figures.items() if text},
-        dict(seconds), bars(**lengths, unit="tokens") if lengths else [], data, notes,
+        bars(**lengths, unit="tokens") if lengths else [], data, notes,
     )  # fmt: skip
 
 
@@ -81,10 +77,15 @@ def figures_of(events: Sequence[Event], start: Event, logs: Sequence[Event]) -> 
     clock = sum(later["time"] - earlier["time"] for earlier, later in pairwise(events) if later["event"] != "start")
     resumed = [str(event["step"]) for event in events[1:] if event["event"] == "start"]
     values = {name: value for event in logs for name, value in event["values"].items() if name in SETTLED}
+    seconds = Counter[str]()
+    for event in logs:
+        seconds.update(event["seconds"])
+    whole = seconds.total() or 1.0
+    times = {f"time of {name}": f"{spent:.1f} s, {spent / whole:.0%} of the steps" for name, spent in seconds.items()}
     return {
         "model": start["model"], "parameters": f"{parameters:,}, of which {trained:,} are trained",
-        "device": start["device"], "processes": str(start["processes"]), "time": duration(clock),
-        "resumed after step": ", ".join(resumed),
+        "device": start["device"], "processes": str(start["processes"]), "resumed after step": ", ".join(resumed),
+        "time": duration(clock), **times,
         "peak memory": f"{max((event['memory'] for event in logs), default=0) / 2**30:.2f} GiB of the main process",
         "versions": ", ".join(f"{name} {version}" for name, version in start["versions"].items()),
         **{name: f"{value:.5g}" for name, value in values.items()},
