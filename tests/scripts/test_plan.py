@@ -15,7 +15,8 @@ from tests.harnesses.live_peak import SHAPES, live_peak, run_of, with_numbers
 from trl.models.scoring.causal import Scorer
 from trl.models.scoring.classifier import ClassificationScorer
 from trl.scripts.plan import METHODS, main, print_plan, run_for
-from trl.scripts.planning import levers, measure
+from trl.scripts.planning import measure
+from trl.scripts.planning import plan as planning
 from trl.scripts.planning.batches import batch_of
 from trl.scripts.planning.live_bytes import Bytes
 from trl.scripts.planning.plan import gathered_bytes, memory_of, plan_of
@@ -47,7 +48,7 @@ def test_a_plan_is_the_peak_of_a_step(method, name, tmp_path):
 @pytest.fixture(scope="module")
 def run():
     """A run on one device, whose micro-batch is measured once."""
-    return run_for("sft", ["--max_length", "32", "--per_device_train_batch_size", "2"], 1, SMALL)
+    return run_for("sft", ["--max_length", "32", "--per_device_train_batch_size", "2"], 1, config=SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +108,8 @@ UNITS = {  # of SMALL in bfloat16, see gathered_bytes
 
 def test_fsdp_computes_with_units_in_bfloat16_and_keeps_no_other_copies():
     options = ["--max_length", "2", "--per_device_train_batch_size", "1", "--bf16", "true", "--use_cpu", "true"]
-    autocast = run_for("sft", options, 4, SMALL)
-    fsdp = run_for("sft", [*options, "--accelerate_config", "fsdp2"], 4, SMALL)
+    autocast = run_for("sft", options, 4, config=SMALL)
+    fsdp = run_for("sft", [*options, "--accelerate_config", "fsdp2"], 4, config=SMALL)
     plan = plan_of(fsdp)
     assert gathered_bytes(fsdp) == UNITS == gathered_bytes(replace(fsdp, sharding=sharding_of("fsdp2", 1, half=True)))
     assert plan.parts["gathered units"] == UNITS[plan.phase]
@@ -118,7 +119,7 @@ def test_fsdp_computes_with_units_in_bfloat16_and_keeps_no_other_copies():
 
 def test_fsdp_sums_whole_gradients_of_micro_batches():
     options = ["--bf16", "true", "--use_cpu", "true", "--gradient_accumulation_steps", "2"]
-    run = run_for("sft", [*options, "--accelerate_config", "fsdp2"], 4, SMALL)
+    run = run_for("sft", [*options, "--accelerate_config", "fsdp2"], 4, config=SMALL)
     run.phases[True] = {measure.HEAD: Bytes(2 * NUMBERS, 0.0)}  # in bfloat16
     plan = plan_of(run)
     assert (plan.parts["gradients"], plan.gradients) == (2 * NUMBERS, 4 * NUMBERS / 4)
@@ -161,27 +162,27 @@ def test_the_largest_that_fit(run, monkeypatch, memory, batch, tokens):
         work = run.rows * run.lengths.row // 4  # 8 for each row, 1 for 4 tokens of both rows
         return SimpleNamespace(phases={"a": 100 + work, "b": 25 * run.rows * run.lengths.row / 32 + 150, "c": 100})
 
-    monkeypatch.setattr(levers, "plan_of", peak_of)
-    plan = levers.with_fits(replace(plan_of(run), phases=peak_of(run).phases, memory=memory), run)
+    monkeypatch.setattr(planning, "plan_of", peak_of)
+    plan = planning.with_fits(replace(plan_of(run), phases=peak_of(run).phases, memory=memory), run)
     assert (plan.largest_batch, plan.largest_length) == (batch, tokens)
 
 
 def test_each_lever_frees_what_its_setting_does(run, alone, monkeypatch):
     kept = run.changed(gradient_checkpointing=False)
     several = replace(kept, sharding=sharding_of(None, 2, half=False))
-    settings = [setting for _, setting, _ in levers._changed(several)]
+    settings = [setting for _, setting, _ in planning._changed(several)]
     assert settings[1:4] == ["--max_length 16", "--gradient_checkpointing true", "--weights bf16+residual"]
     assert settings[-3:] == [f"--accelerate_config {profile}" for profile in ("zero2", "fsdp2", "zero3")]
     name, setting = "gradient checkpointing", "--gradient_checkpointing true"
-    monkeypatch.setattr(levers, "_changed", lambda _: [(name, setting, run), ("nothing", "", kept)])
+    monkeypatch.setattr(planning, "_changed", lambda _: [(name, setting, run), ("nothing", "", kept)])
     plan = plan_of(kept)
-    assert levers.levers_of(plan, kept) == [(name, setting, plan.peak - alone.peak)]
+    assert planning.levers_of(plan, kept) == [(name, setting, plan.peak - alone.peak)]
     assert plan.peak > alone.peak
 
 
 def test_vllm_in_the_same_process_takes_its_share_of_the_gpu():
     def plan(**settings):
-        run = replace(run_for("grpo", ["--num_generations", "2", "--use_cpu", "true"], 1, SMALL), memory=1e9)
+        run = replace(run_for("grpo", ["--num_generations", "2", "--use_cpu", "true"], 1, config=SMALL), memory=1e9)
         run = run.changed(use_vllm=True, vllm_gpu_memory_utilization=0.25, **settings)
         run.phases[False] = {measure.HEAD: Bytes(0, 1e6), measure.UPDATE: Bytes(4 * NUMBERS, 0)}
         return plan_of(run)
@@ -201,7 +202,7 @@ def test_vllm_in_the_same_process_takes_its_share_of_the_gpu():
 def test_generation_holds_keys_and_values_logits_and_copies_of_the_matrices():
     lengths = ["--max_prompt_length", "16", "--max_completion_length", "8"]
     rows = ["--num_generations", "2", "--per_device_train_batch_size", "4"]
-    run = run_for("grpo", [*lengths, *rows, "--use_cpu", "true", "--bf16", "true"], 1, SMALL)
+    run = run_for("grpo", [*lengths, *rows, "--use_cpu", "true", "--bf16", "true"], 1, config=SMALL)
     tokens = 2 * 16 + 4 * 8  # two prompts are held once for two completions each
     keys_and_values = 2 * 3 * 2 * 16 * tokens * 2  # layers, heads of keys, their size, bfloat16
     logits, matrices = 4 * 512 * 3 * 4, 2 * (3 * (LAYER - 128) + 512 * 64)
@@ -213,12 +214,13 @@ def test_generation_holds_keys_and_values_logits_and_copies_of_the_matrices():
 def test_a_base_in_four_bits_has_dense_embeddings_head_and_adapters(nested, byte):
     lora = ["--use_peft", "true", "--lora_r", "8", "--lora_target_modules", "all-linear"]
     bits = ["--load_in_4bit", "true", "--use_bnb_nested_quant", nested]
-    policy = run_for("sft", [*lora, *bits, "--use_cpu", "true", "--bf16", "true"], 1, SMALL).policy
+    run = run_for("sft", [*lora, *bits, "--use_cpu", "true", "--bf16", "true"], 1, config=SMALL)
     adapters = 3 * 8 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
     dense = 2 * (2 * 512 * 64 + adapters) + 4 * (7 * 64) + 4 * 16  # norms and two buffers of 8 angles in float32
-    assert policy.kept == 3 * (LAYER - 128) * byte + dense
-    assert sum(parameter.numel() for parameter in policy.trained) == adapters
-    assert policy.largest == 2 * 64 * 128  # is dense while it is used
+    assert sum(run.kept.values()) + 4 * 16 == 3 * (LAYER - 128) * byte + dense
+    assert sum(weight.numel() for weight in run.trained) == adapters
+    run.phases[False] = {measure.HEAD: Bytes(0, 0)}
+    assert plan_of(run).parts["activations and logits"] == 2 * 64 * 128  # the largest matrix is dense while it is used
 
 
 @pytest.mark.parametrize(
@@ -244,7 +246,7 @@ def test_the_batch_of_each_method_has_what_its_loss_reads(method):
     limits = ["--max_completion_length", "16", "--max_prompt_length", "16"] if is_short else ["--max_length", "32"]
     groups = ["--num_generations", "4"] if method in ("grpo", "rloo") else []
     rows = ["--per_device_train_batch_size", "4", "--use_cpu", "true"]
-    run = run_for(method, [*limits, *groups, *rows], 1, SMALL)
+    run = run_for(method, [*limits, *groups, *rows], 1, config=SMALL)
     assert run.samples == is_short
     model = with_numbers(SMALL, torch.float32, run.classifier)
     scorer: Any = Scorer(model) if run.classifier is None else ClassificationScorer(model)
@@ -256,7 +258,7 @@ def test_the_batch_of_each_method_has_what_its_loss_reads(method):
 
 def test_a_teacher_is_the_base_of_an_adapter_or_a_server(run):
     options = ["--max_length", "32", "--per_device_train_batch_size", "2", "--use_cpu", "true"]
-    student = run_for("gkd", [*options, "--use_peft", "true", "--lmbda", "0"], 1, SMALL)
+    student = run_for("gkd", [*options, "--use_peft", "true", "--lmbda", "0"], 1, config=SMALL)
     base = plan_of(student)
     served = plan_of(student.changed(teacher_model_server_url="http://localhost:8000", teacher_top_k=20))
     assert "teacher" not in base.parts and served.peak < base.peak
@@ -274,13 +276,14 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
-def test_the_command_reads_a_file_of_the_method_and_a_folder_without_weights(folder, tmp_path, capsys, monkeypatch):
+def test_the_command_reads_a_file_and_a_folder_without_weights(alone, folder, tmp_path, capsys, monkeypatch):
     phases = (*list(UNITS)[:4], measure.UPDATE)
 
     def stub(run):
-        return SimpleNamespace(phases=dict.fromkeys(phases, 1e4 * run.rows * run.lengths.row))
+        sizes = dict.fromkeys(phases, 1e4 * run.rows * run.lengths.row)
+        return replace(alone, rows=run.rows, lengths=run.lengths, memory=run.memory, phases=sizes)
 
-    monkeypatch.setattr(levers, "plan_of", stub)
+    monkeypatch.setattr(planning, "plan_of", stub)
     file = tmp_path / "run.yaml"
     file.write_text(
         f"model_name_or_path: {folder}\ndataset_name: rows.jsonl\nmax_length: 32\nper_device_train_batch_size: 2\nbf16: true\n"

@@ -1,15 +1,11 @@
 """`trl plan METHOD`: the memory of a run before anything but the model's config is loaded."""
 
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl.cli.main import COMMANDS
-from trl.options.spelling import did_you_mean
 from trl.reporting.tables import open_console
-from trl.scripts.plain_parser import PlainParser, unknown_arguments
+from trl.scripts.plain_parser import PlainParser
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -17,8 +13,7 @@ if TYPE_CHECKING:
     from trl.scripts.planning.plan import Plan
     from trl.scripts.planning.run import Run
 
-_NO_METHODS = ("gold", "nash-md", "prm", "teach", "xpo")
-METHODS = tuple(name for name, command in COMMANDS.items() if command.kind == "training" and name not in _NO_METHODS)
+METHODS = ("sft", "reward", "dpo", "orpo", "cpo", "kto", "bco", "gkd", "distillation", "grpo", "rloo", "online-dpo")
 _UNPLANNED = ("activation_offloading", "load_in_8bit")
 _MODELS = {"ref_model_name_or_path": "reference", "teacher_model_name_or_path": "teacher",
     "reward_model_name_or_path": "reward model", "reward_model_path": "reward model"}  # fmt: skip
@@ -41,20 +36,16 @@ def make_parser() -> PlainParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Plan and print; returns the exit status: 1 for a run that does not fit in `--memory`, 2 for wrong options."""
+    from trl.scripts.planning.plan import planned
     from trl.scripts.running import CommandError, notes_shown, report, reporting_input_errors
 
     parser = make_parser()
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    options, rest = parser.parse_known_args(arguments)
-    if options.method.replace("_", "-") not in METHODS:
-        names = [action.dest for action in parser._actions]
-        if misspelt := [word for word in rest if did_you_mean(word, names)]:
-            parser.error("\n".join(unknown_arguments(misspelt, names)))
+    options, words = parser.parse_known_args(argv)
     try:
         with reporting_input_errors():
-            run = run_for(options.method, rest, options.gpus)
+            run = run_for(options.method, words, options.gpus, options.memory)
             with notes_shown():
-                made = _planned(run, options.memory, levers=not options.no_levers)
+                made = planned(run, levers=not options.no_levers)
     except CommandError as error:
         return report(parser.prog, error)
     print_plan(made)
@@ -77,29 +68,26 @@ def plan(
         >>> trl.plan(small, max_length=128, use_cpu=True).parts["weights"]  # doctest: +SKIP
         16679424.0
     """
-    from trl.scripts.planning.levers import as_words
+    from trl.scripts.planning.plan import as_words, planned
 
-    given = None if isinstance(config, (str, Path)) else config
-    named = "--config" if str(config).endswith((".yaml", ".yml")) else "--model_name_or_path"
-    words = [named, str(config)] if given is None else []
-    return _planned(run_for(method, [*words, *as_words(options)], gpus, given), memory, levers=levers)
-
-
-def _planned(run: "Run", memory: str | None, *, levers: bool) -> "Plan":
-    from trl.scripts.planning.levers import levers_of, with_fits
-    from trl.scripts.planning.plan import memory_of, plan_of
-
-    run = replace(run, memory=None if memory is None else memory_of(memory))
-    if run.vllm and run.memory is None:
-        raise ValueError(f"memory is missing: vLLM takes {run.vllm:.0%} of the GPU. Give its size, such as 80GB.")
-    made = plan_of(run) if run.memory is None else with_fits(plan_of(run), run)
-    return replace(made, levers=levers_of(made, run)) if levers else made
+    is_named = isinstance(config, (str, Path))
+    if is_named:
+        options["config" if str(config).endswith((".yaml", ".yml")) else "model_name_or_path"] = config
+    run = run_for(method, as_words(options), gpus, memory, None if is_named else config)
+    return planned(run, levers=levers)
 
 
-def run_for(method: str, words: list[str], gpus: int, given: "PretrainedConfig | None" = None) -> "Run":
-    """What is planned, of the words of a command line; `given` is the config of its model if that is at hand."""
+def run_for(
+    method: str, words: list[str], gpus: int, memory: str | None = None, config: "PretrainedConfig | None" = None
+) -> "Run":
+    """What is planned, of the words of a command line; `config` is that of its model if that is at hand."""
+    from transformers import training_args
+
     from trl.cli.launch import make_plan
+    from trl.models.switches import holding
+    from trl.options import training
     from trl.scripts.config_file import read_config, take_config_option
+    from trl.scripts.planning.plan import memory_of
     from trl.scripts.planning.run import Run
     from trl.scripts.planning.state import sharding_of
     from trl.scripts.training import method_parser
@@ -111,30 +99,28 @@ def run_for(method: str, words: list[str], gpus: int, given: "PretrainedConfig |
         raise ValueError(f"gpus must be at least 1, got {gpus}.")
     parser = method_parser(method, "trl plan")
     path, words = take_config_option(words)
-    file = None if path is None else read_config(path)
-    split = make_plan(parser, words, file)
-    # As on a GPU, which this machine may not have: transformers refuses bf16 without one, except on a CPU.
-    names = {word.partition("=")[0].removeprefix("--").removeprefix("no_") for word in words}
-    names |= {*(file.values if file else ())}
-    on_cpu = [] if "use_cpu" in names else ["--use_cpu", "true"]
-    script_args, args, model_args, *_ = parser.parse_with([*split.script, *on_cpu], split.config)
-    args.use_cpu = args.use_cpu and "use_cpu" in names
-    args.bf16 = args.bf16 if "bf16" in names else not (args.use_cpu or args.fp16 or args.weights)
-    sharding = sharding_of(split.launch.get("config_file"), gpus, half=bool(args.bf16))
-    if given is None and model_args.model_name_or_path is None:
-        raise ValueError("model_name_or_path is missing. Give the folder of a model, or its name on the Hub.")
-    config = _config(str(model_args.model_name_or_path), model_args) if given is None else given
-    options = {**vars(script_args), **vars(args)}
-    if refused := [name for name in _UNPLANNED if {**vars(model_args), **options}.get(name)]:
+    split = make_plan(parser, words, None if path is None else read_config(path))
+    with holding([training_args, training], "is_torch_bf16_gpu_available", lambda: True):  # on the GPU that is planned
+        script_args, args, model_args, *_ = parser.parse_with(split.script, split.config)
+    options = {**vars(model_args), **vars(script_args), **vars(args)}
+    if refused := [name for name in _UNPLANNED if options.get(name)]:
         raise ValueError(f"{refused[0]} is not planned, got true. Leave it out.")
+    if config is None and model_args.model_name_or_path is None:
+        raise ValueError("model_name_or_path is missing. Give the folder of a model, or its name on the Hub.")
+    config = config or _config(str(model_args.model_name_or_path), model_args)
     frozen = {
         what: _config(str(options[name]), model_args)
         for name, what in _MODELS.items()
         if options.get(name) not in (None, getattr(type(args), name, None))  # RLOO names a model that it does not load
     }
-    if "teacher" in frozen and options.get("teacher_model_server_url"):
-        del frozen["teacher"]
-    return Run(method, config.get_text_config(), args, model_args, sharding, frozen)
+    if options.get("teacher_model_server_url"):
+        frozen.pop("teacher", None)
+    sharding = sharding_of(split.launch.get("config_file"), gpus, half=bool(args.bf16))
+    size = None if memory is None else memory_of(memory)
+    run = Run(method, config.get_text_config(), args, model_args, sharding, frozen, size)
+    if run.vllm and size is None:
+        raise ValueError(f"memory is missing: vLLM takes {run.vllm:.0%} of the GPU. Give its size, such as 80GB.")
+    return run
 
 
 def _config(name: str, model_args: Any) -> "PretrainedConfig":
@@ -165,21 +151,20 @@ def _largest(plan: "Plan") -> str:
 def print_plan(plan: "Plan") -> None:
     """Print what is planned, the memory of a device, what fits, and the levers."""
     console = open_console(highlight=False, soft_wrap=True)
-    sharing, rows = plan.sharding, "row" if plan.rows == 1 else "rows"
-    over = f"{sharing.devices} GPUs with {sharing.name}" if sharing.devices > 1 else sharing.name
-    tokens, several = f"{plan.lengths.row:,} tokens", " on each GPU" if sharing.devices > 1 else ""
+    sharing, several = plan.sharding, plan.sharding.devices > 1
+    over, on_each = (f"{sharing.devices} GPUs with {sharing.name}", " on each GPU") if several else (sharing.name, "")
+    rows = f"{plan.rows} {'row' if plan.rows == 1 else 'rows'} of {plan.lengths.row:,} tokens{on_each}"
     console.print(f"{plan.method}, {plan.weights / 1e6:,.0f} million weights, {over}", style="bold")
-    console.print(f"Micro-batches of {plan.rows} {rows} of {tokens}{several}; the peak is in the {plan.phase}.\n")
+    console.print(f"Micro-batches of {rows}; the peak is in the {plan.phase}.\n")
     width = max(map(len, plan.parts))
     for name, size in plan.parts.items():
-        after = f"   {size_of(plan.gradients)} after the backward pass"
         is_less = name == "gradients" and plan.gradients > 1.01 * size
-        console.print(f"{name:<{width}} {size_of(size):>11}{after * is_less}", markup=False)
+        after = f"   {size_of(plan.gradients)} after the backward pass" if is_less else ""
+        console.print(f"{name:<{width}} {size_of(size):>11}{after}", markup=False)
     console.print(f"{'together':<{width}} {size_of(plan.peak):>11}", style="bold")
     if plan.memory is not None:
-        verdict = "fits" if plan.fits else "does not fit"
+        verdict, batch = "fits" if plan.fits else "does not fit", f"rows of a micro-batch{on_each}"
         console.print(f"\nIt {verdict} in {size_of(plan.memory)}. {_largest(plan)}", style="bold")
-        batch = f"rows of a micro-batch{several}"
         sizes = {batch: plan.largest_batch, "tokens of a row": plan.largest_length}
         for name, number in sizes.items() if any(sizes.values()) else ():
             console.print(f"  {name:<{len(batch)}}  {f'{number:,}' if number else 'not even one'}")

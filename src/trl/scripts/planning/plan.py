@@ -1,17 +1,25 @@
-"""The plan of a run: bytes of each device at the peak, what fits, and what each lever frees."""
+"""The plan of a run: bytes of each device at the peak, what fits, and what each lever frees when it alone is pulled."""
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from operator import itemgetter
 from typing import NamedTuple
 
+from torch import Tensor
+from transformers.training_args import OptimizerNames
+
+from trl.models.parts import causal_core, layers_of
+from trl.options.shared import RESIDUAL
 from trl.scripts.planning.live_bytes import Bytes
 from trl.scripts.planning.measure import FIRST_LAYER, FORWARD, GENERATION, HEAD, LAST_LAYER, UPDATE, phases_of
 from trl.scripts.planning.run import Lengths, Run, meta_model, saved_dtype
-from trl.scripts.planning.state import Sharding, optimizer_bytes, tensor_bytes
+from trl.scripts.planning.state import Sharding, optimizer_bytes, sharding_of, tensor_bytes
 
 # DeepSpeed's defaults (0.19), in numbers: `reduce_bucket_size` and `stage3_max_live_parameters`.
 _BUCKET, _LIVE = 5e8, 1e9
+_MOST_ROWS = 4096
 
 
 class Lever(NamedTuple):
@@ -67,32 +75,32 @@ class Plan:
 
 def plan_of(run: Run) -> Plan:
     """The plan of a run without what fits and without levers."""
-    sharding, policy, stays, gathered = run.sharding, run.policy, staying(run), gathered_bytes(run)
-    share, parts = stays["gradients"] / (policy.whole.gradients or 1), dict[str, dict[str, float]]()
+    stays, gathered, parts = staying(run), gathered_bytes(run), dict[str, dict[str, float]]()
+    share = stays["gradients"] / (run.computed(run.trained) or 1)
+    dense = max((weight.nbytes for weight, size in run.kept.items() if size < weight.nbytes), default=0)
     for name, peak in {**phases_of(run), **({GENERATION: Bytes(0, 0)} if run.vllm else {})}.items():
         is_update, sleeps = name == UPDATE, getattr(run.args, "vllm_enable_sleep_mode", False) and name != GENERATION
         parts[name] = {
             **stays,
             "gradients": peak.gradients * (1 if run.sums_whole and not is_update else share),
             **({"gathered units": gathered[name]} if name in gathered else {}),
-            "activations and logits": (sharding.share(peak.others, 1) if is_update else peak.others) + policy.largest,
+            "activations and logits": (run.sharding.share(peak.others, 1) if is_update else peak.others) + dense,
             **({f"vLLM ({run.vllm:.0%} of the GPU)": run.vllm * (run.memory or 0)} if run.vllm and not sleeps else {}),
         }
     phases = {name: sum(sizes.values()) for name, sizes in parts.items()}
-    largest = parts[max(phases, key=lambda name: phases[name])]
-    return Plan(
-        run.method, policy.count, run.rows, run.lengths, sharding, largest, phases, stays["gradients"], run.memory
-    )
+    largest, count = max(phases, key=lambda name: phases[name]), sum(weight.numel() for weight in run.kept)
+    settings = (run.method, count, run.rows, run.lengths, run.sharding)
+    return Plan(*settings, parts[largest], phases, stays["gradients"], run.memory)
 
 
 def staying(run: Run) -> dict[str, float]:
     """What stays through the run: state, other models, and buffers for the exchange of gradients."""
-    sharding, policy, share = run.sharding, run.policy, run.sharding.share
-    trained, numbers = tensor_bytes(policy.trained), sum(parameter.numel() for parameter in policy.trained)
-    state, weights, gradients = float(optimizer_bytes(run.args, policy.trained)), policy.kept, float(trained)
+    sharding, share, computed = run.sharding, run.sharding.share, run.computed(run.trained)
+    size, numbers = tensor_bytes(run.trained), sum(weight.numel() for weight in run.trained)
+    policy = sum(run.kept.values()) + tensor_bytes(run.model.buffers())
+    weights, gradients, state = policy, float(size), float(optimizer_bytes(run.args, run.trained))
     if sharding.half and sharding.is_deepspeed:  # it trains bfloat16 weights, and its optimiser float32 copies
-        weights, gradients = weights - trained + 2 * numbers, 2.0 * numbers
-        state = state * 4 * numbers / trained + 4 * numbers
+        weights, gradients, state = policy - size + computed, computed, (state / size + 1) * 4 * numbers
     residuals = " with bf16 residuals" if getattr(run.args, "weights", None) else ""
     parts = {
         "weights": share(weights, 3),
@@ -103,13 +111,13 @@ def staying(run: Run) -> dict[str, float]:
     is_off = is_off or getattr(run.args, "precompute_ref_log_probs", False)
     has_reference = run.loss.scores_reference if run.samples else bool(run.loss.reference_names)
     if has_reference and not (is_off or run.model_args.use_peft or "reference" in run.frozen):
-        parts["reference"] = share(policy.kept, 3)
+        parts["reference"] = share(policy, 3)
     for name, config in run.frozen.items():
         parts[name] = share(tensor_bytes(meta_model(config, saved_dtype(config)).parameters()), 3)
     if sharding.name == "DDP":
         parts["DDP's buckets"] = gradients
     if sharding.is_deepspeed:
-        parts["DeepSpeed's bucket"] = policy.whole.gradients * min(1.0, _BUCKET / max(1, numbers))
+        parts["DeepSpeed's bucket"] = computed * min(1.0, _BUCKET / max(1, numbers))
     return parts
 
 
@@ -119,18 +127,24 @@ def gathered_bytes(run: Run) -> dict[str, float]:
     FSDP2 (torch 2.13) gathers the next unit into a buffer while one computes, and copies it out; gradients go into
     another buffer, which is reduced while those of the next unit are computed. Generation gathers all.
     """
-    whole, layer, embedding, head = run.policy.whole, run.policy.layer, run.policy.embedding, run.policy.head
     if run.sharding.stage < 3:  # one device copies, too
         return {}
+    core, whole, trained = causal_core(run.model), run.computed(run.kept), {*run.trained}
+    layers = [{*layer.parameters()} for layer in layers_of(core) or ()]
+    layer = max(layers, key=run.computed, default=set[Tensor]())
+    embedding, output = {*core.get_input_embeddings().parameters()}, core.get_output_embeddings()
+    head = {*core.parameters()}.difference(*layers)  # with the last norm
+    if output is None or output.weight not in embedding:
+        head -= embedding
     units = {
-        FORWARD: max(3 * layer.weights, 2 * embedding.weights),
-        HEAD: 2 * head.weights,
-        LAST_LAYER: 2 * layer.weights + layer.gradients + head.gradients,
-        FIRST_LAYER: 2 * max(sum(layer), embedding.gradients),
+        FORWARD: max(3 * run.computed(layer), 2 * run.computed(embedding)),
+        HEAD: 2 * run.computed(head),
+        LAST_LAYER: 2 * run.computed(layer) + run.computed((layer | head) & trained),
+        FIRST_LAYER: 2 * max(run.computed(layer) + run.computed(layer & trained), run.computed(embedding & trained)),
     }
     if run.sharding.is_deepspeed:
-        units = dict.fromkeys(units, whole.weights * min(1.0, _LIVE / run.policy.count))
-    return units if run.vllm else {**units, GENERATION: whole.weights}
+        units = dict.fromkeys(units, whole * min(1.0, _LIVE / sum(weight.numel() for weight in run.kept)))
+    return units if run.vllm else {**units, GENERATION: whole}
 
 
 def memory_of(text: str) -> float:
@@ -140,3 +154,91 @@ def memory_of(text: str) -> float:
     if match is None:
         raise ValueError(f"memory must be a number with a unit (80GB, 24GiB), got {text!r}. Write the unit too.")
     return float(match[1]) * (1024 if match[3] else 1000) ** units[match[2]]
+
+
+def planned(run: Run, *, levers: bool) -> Plan:
+    """The plan of a run, with the largest micro-batch and the longest row that fit in its memory, and with `levers`."""
+    plan = plan_of(run)
+    if run.memory is not None:
+        plan = with_fits(plan, run)
+    return replace(plan, levers=levers_of(plan, run)) if levers else plan
+
+
+def with_fits(plan: Plan, run: Run) -> Plan:
+    """The plan with the largest micro-batch and the longest row that fit, each with all else as it is."""
+    context = getattr(run.config, "max_position_embeddings", None) or 2**20
+    batch = _largest(lambda rows: run.changed(per_device_train_batch_size=rows), run.rows, plan, _MOST_ROWS)
+    length = _largest(lambda tokens: run.changed(**of_length(run, tokens)), run.lengths.row, plan, context)
+    return replace(plan, largest_batch=batch, largest_length=length)
+
+
+def of_length(run: Run, tokens: int) -> dict[str, int]:
+    """The settings for rows of so many tokens."""
+    prompt = min(run.lengths.prompt, tokens // 2)
+    sampled = {"max_prompt_length": prompt, "max_completion_length": max(1, tokens - prompt)}
+    return sampled if run.samples else {"max_length": tokens}
+
+
+def as_words(settings: Mapping[str, object]) -> list[str]:
+    """Settings as they are written on a command line."""
+    words: list[str] = []
+    for name, value in settings.items():
+        values = value if isinstance(value, (list, tuple)) else [getattr(value, "value", value)]
+        words += [f"--{name}", *(str(item).lower() if isinstance(item, bool) else str(item) for item in values)]
+    return words
+
+
+def _largest(changed: Callable[[int], Run], now: int, plan: Plan, most: int) -> int:
+    """The largest number that fits, 0 if none does: phases lie on lines, which are measured again near the answer."""
+    other, memory = now // 2 if now > 1 else 2, plan.memory or 0.0
+    sizes, others = plan.phases, plan_of(changed(other)).phases
+
+    def crossing() -> int:
+        """The number at which the first phase fills the memory."""
+        slopes = {name: (others[name] - size) / (other - now) for name, size in sizes.items()}
+        places = (
+            now + (memory - size) / slopes[name] if slopes[name] > 0 else most * (size <= memory)
+            for name, size in sizes.items()
+        )
+        return max(0, int(min(most, *places)))
+
+    near = max(1, min(number := crossing(), 2 * now))
+    if near in (now, other):
+        return number
+    now, sizes, other, others = near, plan_of(changed(near)).phases, now, sizes
+    return number if near == number and max(sizes.values()) <= memory else crossing()
+
+
+def levers_of(plan: Plan, run: Run) -> list[Lever]:
+    """What each lever frees, the most first; those below 0.5 % of the peak are left out."""
+    levers = [Lever(name, setting, plan.peak - plan_of(other).peak) for name, setting, other in _changed(run)]
+    return sorted((lever for lever in levers if lever.frees >= 0.005 * plan.peak), key=lambda lever: -lever.frees)
+
+
+def _changed(run: Run) -> Iterator[tuple[str, str, Run]]:
+    """The levers that can be pulled with their settings as words, and the run with each alone."""
+    args, model, deepspeed = run.args, run.model_args, run.sharding.is_deepspeed
+    lora = {"use_peft": True, "lora_target_modules": model.lora_target_modules or "all-linear"}
+    has_lora = find_spec("peft") is not None and not model.load_in_4bit
+    has_bits = find_spec("bitsandbytes") is not None and "bit" not in run.optimizer and not deepspeed
+    has_reference = getattr(args, "precompute_ref_log_probs", None) is False
+    steps = run.rows * args.gradient_accumulation_steps
+    fewer = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps}
+    levers = [
+        ("smaller micro-batches", run.rows > 1, fewer),
+        ("rows of half the length", True, of_length(run, run.lengths.row // 2)),
+        ("gradient checkpointing", not args.gradient_checkpointing, {"gradient_checkpointing": True}),
+        ("bfloat16 weights", not (args.weights or model.use_peft or deepspeed), {"weights": RESIDUAL}),
+        ("8-bit optimiser", has_bits, {"optim": OptimizerNames.ADAMW_8BIT}),
+        ("reference in advance", has_reference, {"precompute_ref_log_probs": True}),
+        ("LoRA", has_lora and not model.use_peft, lora),
+        ("LoRA on 4 bits", has_lora, {"load_in_4bit": True, **lora}),
+    ]
+    for name, _, settings in filter(itemgetter(1), levers):
+        follows = {"bf16": False} if "weights" in settings else {"weights": None} if "use_peft" in settings else {}
+        yield name, " ".join(as_words(settings)), run.changed(**settings, **follows)
+    devices = run.sharding.devices
+    for profile in ("zero2", "fsdp2", "zero3") if devices > 1 else ():
+        sharding = sharding_of(profile, devices, half=bool(args.bf16))
+        if sharding != run.sharding and not (profile != "fsdp2" and args.weights):
+            yield sharding.name, f"--accelerate_config {profile}", replace(run, sharding=sharding)

@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from trl.methods.online import OnlineMethod
-from trl.methods.online_dpo import OnlineDPOMethod
 from trl.models.packed.small_copy import keep_layers
-from trl.models.parts import causal_core, layers_of
+from trl.models.parts import causal_core
 from trl.models.peft import get_peft_config, peft_module_casting_to_bf16, prepare_peft_model, resolve_dtype
 from trl.models.residuals import to_bfloat16
 from trl.models.setup import REWARD_MODEL, ClassifierKind
 from trl.models.switches import disable_dropout_in_model
 from trl.scripts.planning.live_bytes import Bytes
-from trl.scripts.planning.state import Sharding, tensor_bytes
+from trl.scripts.planning.state import Sharding
 from trl.scripts.training import COMMANDS
 
 if TYPE_CHECKING:
@@ -41,26 +40,6 @@ class Lengths(NamedTuple):
     def row(self) -> int:
         """Tokens of prompt and completion."""
         return self.prompt + self.completion
-
-
-class Unit(NamedTuple):
-    """Bytes of what is gathered at once where weights are shared, in the dtype that is computed with."""
-
-    weights: float
-    gradients: float
-
-
-class Policy(NamedTuple):
-    """Weights of a policy, as they are kept: quantised ones are smaller than those that are measured."""
-
-    count: int
-    kept: float
-    trained: list[nn.Parameter]
-    largest: float  # matrix that is dense while it is used
-    whole: Unit
-    layer: Unit  # the largest
-    embedding: Unit
-    head: Unit  # with the last norm
 
 
 @dataclass(frozen=True)
@@ -84,8 +63,7 @@ class Run:
         kind = getattr(module, f"{COMMANDS[self.method].prefix}Method")
         settings = self.args.loss_type if self.method == "sft" else self.args
         method = kind(settings, **({"density": None} if self.method == "bco" else {}))
-        if isinstance(method, OnlineDPOMethod):
-            method.epoch = lambda: 0.0
+        method.epoch = lambda: 0.0  # online DPO's
         return method
 
     @property
@@ -155,9 +133,8 @@ class Run:
         """The policy, or classifier, with a config, on the meta device."""
         args, adapter = self.args, get_peft_config(self.model_args)
         model: Any = meta_model(config, weights_dtype(config, args, self.model_args), self.classifier)
-        if adapter is not None and self.classifier is not None:
-            adapter.task_type = self.classifier.task_type
         if adapter is not None:
+            adapter.task_type = self.classifier.task_type if self.classifier else adapter.task_type
             model = prepare_peft_model(model, adapter, args)
         if self.model_args.load_in_4bit:  # matrices, which are computed with in bfloat16, stay
             matrices = {id(matrix.weight) for matrix in matrices_of(causal_core(model))}
@@ -173,32 +150,27 @@ class Run:
         return model
 
     @cached_property
-    def policy(self) -> Policy:
-        """The bytes of the policy."""
-        model, model_args = self.build(self.config), self.model_args
-        core: Any = causal_core(model)
-        parameters, quantized, largest = [*model.parameters()], dict[Tensor, float](), 0.0
-        scale = 1 + 4 / 256 if model_args.use_bnb_nested_quant else 4  # in float32; nested ones in 8 bits
-        for matrix in matrices_of(core) if model_args.load_in_4bit else ():
-            quantized[matrix.weight] = matrix.weight.numel() * (0.5 + scale / _BLOCK)
-            largest = max(largest, matrix.weight.nbytes)
+    def model(self) -> nn.Module:
+        """The policy without numbers."""
+        return self.build(self.config)
 
-        def unit(tensors: Iterable[nn.Parameter]) -> Unit:
-            dense = {x: x.numel() * (2 if self.sharding.half else x.itemsize) for x in tensors}
-            weights = sum(quantized.get(x, size) for x, size in dense.items())
-            return Unit(weights, sum(size for x, size in dense.items() if x.requires_grad))
+    @cached_property
+    def kept(self) -> dict[Tensor, float]:
+        """The bytes of each weight as it is kept: in 4 bits with a scale of each block, which may be nested."""
+        sizes: dict[Tensor, float] = {weight: float(weight.nbytes) for weight in self.model.parameters()}
+        scale = 1 + 4 / 256 if self.model_args.use_bnb_nested_quant else 4  # in float32; nested ones in 8 bits
+        for matrix in matrices_of(causal_core(self.model)) if self.model_args.load_in_4bit else ():
+            sizes[matrix.weight] = matrix.weight.numel() * (0.5 + scale / _BLOCK)
+        return sizes
 
-        layers = layers_of(core) or nn.ModuleList()
-        embedding = set(core.get_input_embeddings().parameters())
-        outside = set(core.parameters()) - {*layers.parameters()}
-        tied = core.get_output_embeddings() is not None and core.get_output_embeddings().weight in embedding
-        return Policy(
-            sum(parameter.numel() for parameter in parameters),
-            sum(quantized.get(x, x.nbytes) for x in parameters) + tensor_bytes(model.buffers()),
-            [x for x in parameters if x.requires_grad], largest, unit(parameters),
-            max((unit(layer.parameters()) for layer in layers), default=Unit(0, 0)),
-            unit(embedding), unit(outside if tied else outside - embedding),
-        )  # fmt: skip
+    @property
+    def trained(self) -> list[Tensor]:
+        """The weights with a gradient."""
+        return [weight for weight in self.kept if weight.requires_grad]
+
+    def computed(self, weights: Iterable[Tensor]) -> float:
+        """The bytes of weights as they are computed with; in 4 bits one matrix at a time is dense."""
+        return sum(min(self.kept[x], 2.0 * x.numel()) if self.sharding.half else self.kept[x] for x in weights)
 
 
 def meta_model(
