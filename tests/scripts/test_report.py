@@ -40,7 +40,7 @@ def test_two_runs_are_on_a_page_and_what_they_say_is_text(tmp_path):
         and "Answers went from 7 to 15 tokens" in text
         and "&lt;script&gt;alert(1)" in text
     )
-    assert re.findall(r'<tr class="differs"><th scope="row">(\w+)</th>', text) == ["learning_rate"]
+    assert re.findall(r'<tr class="differs"><th scope="row">(\w+)</th>', text) == ["learning_rate", "checkpoints"]
     assert one["curves"]["reward"] == {
         "steps": list(range(1, 13)),
         "values": [float(f"{n / 12:.5g}") for n in range(1, 13)],

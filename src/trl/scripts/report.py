@@ -50,13 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def write_page(folders: Sequence[Path], page: Path, *, refresh: float | None = None) -> bool:
     """Write the page in one piece and print what was seen; returns whether all runs have ended."""
     from trl.scripts.pages import render
-    from trl.scripts.pages.runs import compared_settings, read_run
+    from trl.scripts.pages.runs import compared, read_run
 
     names = run_names(folders)
     runs = [read_run(folder, name, share=1 / len(folders)) for folder, name in zip(folders, names, strict=True)]
     have_ended = all(run.has_ended for run in runs)
     text = render(
-        "trl.scripts.pages", "run.html", runs=runs, settings=compared_settings(runs),
+        "trl.scripts.pages", "run.html", runs=runs, figures=compared([run.figures for run in runs]),
+        settings=compared([run.start["settings"] for run in runs], missing="default"),
         refresh=None if have_ended else refresh, written=time.strftime("%Y-%m-%d %H:%M:%S"),
     )  # fmt: skip
     aside = page.with_name(f"{page.name}.new")

@@ -12,7 +12,7 @@ function make(parent, tag, attributes = {}, text) {
   const element = vector ? document.createElementNS(space, tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
   if (text !== undefined) element.textContent = text;
-  if (parent) parent.append(element);
+  parent.append(element);
   return element;
 }
 function number(value) {

@@ -184,9 +184,8 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def compared_settings(runs: Sequence[RunPage]) -> list[tuple[str, list[str], bool]]:
-    """Settings that differ from their defaults in any run: name, their text in each run, and whether runs differ."""
-    settings: list[Mapping[str, object]] = [run.start["settings"] for run in runs]
-    names = dict.fromkeys(name for changed in settings for name in changed)
-    rows = [(name, [str(changed.get(name, "default")) for changed in settings]) for name in names]
+def compared(tables: Sequence[Mapping[str, object]], missing: str = "") -> list[tuple[str, list[str], bool]]:
+    """Tables of runs side by side: a name, its text in each run, and whether they differ."""
+    names = dict.fromkeys(name for table in tables for name in table)
+    rows = [(name, [str(table.get(name, missing)) for table in tables]) for name in names]
     return [(name, texts, len(set(texts)) > 1 and name not in NOT_COMPARED) for name, texts in rows]
